@@ -1,4 +1,4 @@
-.PHONY: demo test test-oldest test-diffusers check bench score model clean
+.PHONY: demo test test-training test-oldest test-diffusers check bench score model clean
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -12,6 +12,9 @@ demo: $(READY)  ## set up, then generate the demo prompts with and without mergi
 
 test: check  ## set up, lint, type-check and run every test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-training: $(READY)  ## train each embedded model in small; where scripts/training or the weights changed
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m training tests/embedded
 
 test-oldest: $(OLDEST)/.ready  ## the compatibility matrix with the oldest supported versions, in .venv-oldest
 	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -p no:cacheprovider tests/test_matrix.py tests/diffusion/test_families.py tests/diffusion/test_apply.py tests/diffusion/test_hooks*.py
@@ -40,6 +43,7 @@ $(READY): pyproject.toml constraints.txt mame_sd/embedded/pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable mame_sd/embedded --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm  # without torchvision, whose wheels fit one build of torch
 	touch $(READY)
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt

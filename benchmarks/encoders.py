@@ -111,14 +111,13 @@ def vit(name: str, side: int = 224, **overrides: Any) -> nn.Module:
 def counted(
     name: str,
     blocks: tuple[int, ...] | None = HALVED,
-    keep: float | list[float] | None = 0.5,
+    tau: float | None = -1.0,
     side: int = 224,
-    preset: str | None = "plain",
 ) -> EncoderReport:
     """The report of one image through the architecture `name`, merged in `blocks`."""
     with torch.device("meta"):
         model = vit(name, side)
-        handle = apply_encoder(model, preset=preset, keep=keep, blocks=blocks)
+        handle = apply_encoder(model, tau=tau, blocks=blocks)
         model(torch.empty(1, 3, side, side))
     return handle.report()
 
@@ -140,7 +139,7 @@ def flops_table() -> str:
             for blocks in (HALVED, tuple(block - 1 for block in HALVED), (-1,))
         ]
         alone = [report.flops - sum(block.merging for block in report.blocks) for report in reports]
-        ours = counted(name, blocks=None, keep=None, preset=None).flops
+        ours = counted(name, blocks=None, tau=None).flops
         cells = (reports[0].flops_before, alone[0], reports[0].flops, *alone[1:], ours)
         before, after, whole, other, last, default = (f"{flops / 1e9:.2f}" for flops in cells)
         halved, ended = (
@@ -210,11 +209,7 @@ WARM_BATCH = 8  # images at most that a CPU warms up with; 64 of 512 x 512 take 
 MOST = 1e6  # more tokens than there are
 METHODS: dict[str, Method] = {
     "unmerged": Unmerged(),
-    "MaMe": Merged(HALVED, {"preset": "plain", "keep": 0.5}),
-    "MaMe, best": Merged(HALVED, {"preset": "plain", "keep": 0.5, "weights": "best"}),
-    "MaMe, best, sizes counted": Merged(
-        HALVED, {"keep": (0.5, 0.5, 0.5), "partition": "alternating", "feature": "x"}
-    ),
+    "MaMe": Merged(HALVED, {"tau": -1.0}),  # every source merges: halved
     "ToMe": Rival(HalvedToMe(MOST)),
     "ToMe without proportional attention": Rival(HalvedToMe(MOST, prop_attn=False)),
     "fewer tokens": Rival(Fewer()),

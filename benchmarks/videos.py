@@ -81,9 +81,7 @@ METHODS: dict[str, Method] = {
     "unmerged": Unmerged(),
     "unmerged, eager attention": Eager(),
     "MaMe default": Merged(None),
-    "MaMe, paper, halved at a quarter, half and three quarters": Merged(
-        "quarters", {"preset": "plain", "keep": 0.5}
-    ),
+    "MaMe, paper, halved at a quarter, half and three quarters": Merged("quarters", {"tau": -1.0}),
     "ToMe r 32": Rival(ToMe(32)),
     "ToMe r 96": Rival(ToMe(96)),
     "ToMe r 128": Rival(ToMe(128)),

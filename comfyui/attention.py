@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mame_sd.diffusion.families.keys import Attending
+from mame_sd.diffusion.interception import MergeJob
 
 
 @dataclass(frozen=True)
@@ -48,34 +48,22 @@ class EngineCall:
             return t.transpose(1, 2)
         return t.flatten(2).unflatten(2, (-1, self.q.shape[-1] // self.heads))
 
-    def attended(self, attending: Attending) -> Tensor:
-        """The output, with `attending` between the call and its function; each is given the layout
-        it knows.
-        """
-        heads_first, apart = self.kwargs.get("skip_reshape"), self.kwargs.get("skip_output_reshape")
-
-        def attention(
-            query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, scale: Any
-        ) -> Tensor:
-            if not heads_first:
-                key, value = (t.transpose(1, 2).flatten(2) for t in (key, value))
-            args, kwargs = self.args, self.kwargs
-            if len(args) > 1:
-                args = (args[0], attn_mask, *args[2:])
-            else:
-                kwargs = {**kwargs, "mask": attn_mask}
-            output = self.function(self.q, key, value, *args, **kwargs)
-            return output if apart else output.unflatten(2, (self.heads, -1)).transpose(1, 2)
-
+    def merged(self, job: MergeJob) -> Tensor:
+        """The output with keys merged by `job`, given to the function in the layout it knows."""
+        heads_first = self.kwargs.get("skip_reshape")
         query, key, value = (self.heads_last(t).transpose(1, 2) for t in (self.q, self.k, self.v))
         mask = self.mask
         mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
-        call = {
-            "query": query,
-            "key": key,
-            "value": value,
-            "attn_mask": mask,
-            "scale": self.kwargs.get("scale"),
-        }
-        output = attending.attend(attention, call)
-        return output if apart else output.transpose(1, 2).flatten(2)
+        named = {"query": query, "key": key, "value": value, "attn_mask": mask}
+        fewer = job.merge({**named, "scale": self.kwargs.get("scale")})
+        if fewer is None:
+            return self.run()
+        key, value, mask = fewer["key"], fewer["value"], fewer["attn_mask"]
+        if not heads_first:
+            key, value = (t.transpose(1, 2).flatten(2) for t in (key, value))
+        args, kwargs = self.args, dict(self.kwargs)
+        if len(args) > 1:
+            args = (args[0], mask, *args[2:])
+        else:
+            kwargs["mask"] = mask
+        return self.function(self.q, key, value, *args, **kwargs)

@@ -16,17 +16,16 @@ from typing import Any
 
 from torch import Tensor
 
+from mame_sd import MaMeConfig
+from mame_sd.core.attention import Grid, KeyMerging
+from mame_sd.core.draws import DRAWS, draw_at
 from mame_sd.core.pairs import leaders_of_chunks
-from mame_sd.core.partition import draw_at
-from mame_sd.core.plan import Plan
-from mame_sd.diffusion.families.keys import GroupedKeys
+from mame_sd.diffusion.interception import MergeJob
 
-from .attention import EngineCall
-from .blocks import replaced
 from .joint import JointPatch
 from .layers import Settings
 from .models import Place, Transformer, UNet
-from .run import OUTSIDE, Run
+from .run import OUTSIDE, TAKEN, Run
 from .unet import UNetPatch
 
 KEY = "mame_sd"  # of the Call in transformer_options, and of the wrappers
@@ -52,9 +51,7 @@ class Call:
         place: where a transformer's image is.
         text: tokens of its prompts.
         override: another node's attention.
-        keys: of a UNet's layer, made before its projections, on their way to its attention.
-        awaited: how the next calls of a transformer's attention attend, where that was decided
-            before its projections; None: as the engine does.
+        job: of a UNet's layer, decided before its projections, on its way to its attention.
         counted: a transformer's layers that had no name so far.
         merged: what merged in this call.
     """
@@ -66,14 +63,28 @@ class Call:
     place: Place | None = None
     text: int = 0
     override: Callable[..., Tensor] | None = None
-    keys: GroupedKeys | None = None
-    awaited: list[Callable[[EngineCall], Tensor] | None] = field(default_factory=list)
+    job: MergeJob | None = None
     counted: int = 0
     merged: dict[str, None] = field(default_factory=dict)
 
-    def note_merged(self, plan: Plan, size: tuple[int, ...]) -> None:
+    def note_merged(self, plan: Any, size: tuple[int, ...], what: str = "keys") -> None:
         kept, sides = f"{plan.tokens_in} -> {plan.tokens_kept}", " x ".join(map(str, size))
-        self.merged[f"{kept} tokens at {sides}"] = None
+        self.merged[f"{kept} {what} at {sides}"] = None
+
+    def job_of(
+        self,
+        config: MaMeConfig,
+        grid: tuple[int, ...],
+        number: int,
+        start: int = 0,
+        length: int | None = None,
+    ) -> MergeJob:
+        """The merging of the keys of a layer of that number, whose image begins at `start`."""
+        draw = None if self.draw is None else (self.draw + number) % DRAWS
+        how = KeyMerging(config.fit_queries, config.tile_size, config.seed)
+        assert config.keep is not None
+        grids = (Grid(start, grid, config.keep),)
+        return MergeJob(grids, length, start, length or 0, how, draw, self.leader)
 
     def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """What is to attend: another node's attention, or else the engine's `function`."""
@@ -139,9 +150,10 @@ class Merging:
         run = given.get(RUN) or Run()
         sampling = executor.class_obj.model_sampling
         if self._active(sampling, t):
-            draw = draw_at(sampling.timestep(t).float()) if self.config.redraw else None
+            redraws = self.config.method == "keys" and self.config.redraw
+            draw = draw_at(sampling.timestep(t).float()) if redraws else None
             leader = None
-            if self.config.pairs:
+            if self.config.method == "keys" and self.config.share_guidance_plan:
                 leader = leaders_of_chunks(
                     x, [kind == UNGUIDED for kind in given.get("cond_or_uncond", ())]
                 )
@@ -154,11 +166,11 @@ class Merging:
             if isinstance(self.patch, UNetPatch):
                 _patch_unet(options, call, self.patch)
             else:
-                prompts = [c_crossattn, *(kwargs.get("ref_contexts") or ())]
-                call.text = sum(prompt.shape[1] for prompt in prompts if prompt is not None)
+                call.text = self.patch.transformer.text(c_crossattn, kwargs)
                 call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
-                _patch_blocks(options, call, self.patch)
             output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+            if options["optimized_attention_override"] != self.patch.attend:
+                run.note_left(TAKEN)
             run.note_merged(call.merged)
             return output
         run.note_left(OUTSIDE)
@@ -180,12 +192,3 @@ def _patch_unet(options: dict[str, Any], call: Call, patch: UNetPatch) -> None:
     patches["attn1_patch"] = [*patches.get("attn1_patch", []), patch.before]
     patches["attn1_output_patch"] = [patch.after, *patches.get("attn1_output_patch", [])]
     options["patches"] = patches
-
-
-def _patch_blocks(options: dict[str, Any], call: Call, patch: JointPatch) -> None:
-    """Where whole tokens can merge, blocks are replaced; another node's replacement calls ours."""
-    blocks = patch.transformer.blocks
-    if blocks:
-        replacements = dict(options.get("patches_replace", {}))
-        replacements["dit"] = replaced(replacements.get("dit", {}), blocks, patch, call)
-        options["patches_replace"] = replacements

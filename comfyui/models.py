@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mame_sd.diffusion.families.refused import known_as
-from mame_sd.diffusion.families.transformers import SHARE_BESIDE_TEXT
 
-from .blocks import KINDS
-from .layers import Key, Layers, layers_of_transformer, layers_of_unet
+from .layers import Layers, layers_of_transformer, layers_of_unet
 
 UNET = "UNetModel"
 HIDDEN = "ComfyUI hands its attention to no node"
@@ -38,8 +36,6 @@ class Family:
             others, or nowhere.
         masked: calls with an attention mask merge; else their image starts elsewhere in each
             sample.
-        keep: what `apply_mame` keeps by default of whole tokens, queries too, which merge here as
-            they do there (`blocks.py`); None: only keys and values merge.
     """
 
     name: str
@@ -47,7 +43,6 @@ class Family:
     image: Literal["last", "first", "alone"] = "last"
     references: Literal["", "behind", "before"] = ""
     masked: bool = True
-    keep: float | None = None
 
 
 COSMOS = "patch_temporal patch_spatial patch_spatial"
@@ -57,8 +52,8 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "Flux": Family("Flux", references="behind"),
     "Chroma": Family("Chroma"),
     "QwenImageTransformer2DModel": Family("Qwen-Image", references="behind"),
-    "OpenAISignatureMMDITWrapper": Family("SD3", keep=SHARE_BESIDE_TEXT),
-    "MMDiT": Family("AuraFlow", keep=SHARE_BESIDE_TEXT),
+    "OpenAISignatureMMDITWrapper": Family("SD3"),
+    "MMDiT": Family("AuraFlow"),
     "NextDiT": Family("Lumina 2 or Z-Image", references="before", masked=False),
     "HunyuanVideo": Family("HunyuanVideo"),
     "SingleStreamDiT": Family("Krea 2", "patch", references="behind"),
@@ -73,6 +68,8 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "WanModel": Family("Wan", image="first"),
     "LTXVModel": Family("LTX-Video", "patchifier.patch_size", "alone"),
     "LTXAVModel": Family("LTX-2", "patchifier.patch_size", "alone"),
+    # Text, references and sound before the video. Those with keyframes have them there too.
+    "MiniMaxH3Model": Family("MiniMax H3"),
     "CausalWanModel": ("Wan CausVid and Self-Forcing", CAUSAL),
     "WanAnimate2Model": ("Wan Animate 2", "its attention goes by windows of frames"),
     "ErnieImageModel": ("ERNIE-Image", HIDDEN),
@@ -82,7 +79,6 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "StageB": ("Stable Cascade", UNKNOWN),
     "PixDiT_T2I": ("PixelDiT", UNKNOWN),
     "HiDreamO1Transformer": ("HiDream O1", "its prompt takes a pass of its own"),
-    "MiniMaxH3Model": ("MiniMax H3", UNKNOWN),
 }
 
 
@@ -95,18 +91,20 @@ class Place:
         padded: how many tokens it is padded to.
         before, behind: tokens beside it; None: any number.
         least: tokens beside it at least, in a sequence that holds all.
+        exact: just as many.
     """
 
     grid: tuple[int, int, int]
     padded: int
     before: int | None = 0
     behind: int | None = 0
-    least: int = 0
+    least: float = 0
+    exact: bool = False
 
     def start(self, length: int) -> int | None:
         """Where the image begins in a sequence of `length`; None when it is not in it."""
         others = length - self.padded
-        if others < self.least:
+        if others < self.least or (self.exact and others != self.least):
             return None
         start = others - (self.behind or 0) if self.before is None else self.before
         if start < 0 or start > others:
@@ -125,8 +123,8 @@ class Transformer:
         reference_frame: it puts the tokens of `reference_latent` before the video.
         reference_method: what it does with reference images where the call does not say; None: it
             leaves them out.
+        sees: of Z-Image Omni, whether it has what SigLIP sees of the references.
         layers: its self-attentions over the image.
-        blocks: the kind and the module of each block in which whole tokens can merge.
     """
 
     family: Family
@@ -134,8 +132,8 @@ class Transformer:
     multiple: int
     reference_frame: bool = False
     reference_method: Any = ""
+    sees: bool = False
     layers: Layers = field(default_factory=Layers)
-    blocks: Mapping[Key, tuple[str, Any]] = field(default_factory=dict)
 
     def grid(self, latent: Sequence[int]) -> tuple[int, int, int]:
         """(frames, rows, columns) of tokens of a latent of shape [B, C, ..., H, W]."""
@@ -152,13 +150,34 @@ class Transformer:
         """Of images with these latents, each padded."""
         return sum(self.padded(math.prod(self.grid(latent.shape))) for latent in latents)
 
+    def text(self, prompt: Any, given: Mapping[str, Any]) -> int:
+        """Tokens of the prompts of a call, each padded.
+
+        Args:
+            prompt: the first.
+            given: the other arguments of the call, by name.
+        """
+        parts = [part for part in (prompt, given.get("direct_context")) if part is not None]
+        counts = [sum(part.shape[1] for part in parts)]
+        counts += [1 if part is None else part.shape[1] for part in given.get("ref_contexts") or ()]
+        return sum(map(self.padded, counts))
+
+    def seen(self, given: Mapping[str, Any]) -> int:
+        """Of Z-Image Omni, tokens of what SigLIP sees of each reference, and of the image itself,
+        of which it sees nothing. Each is padded, and nothing is as long as one pad.
+        """
+        references = given.get("ref_latents") or ()
+        features = [*(given.get("siglip_feats") or ()), *[None] * len(references)]
+        sizes = [1 if one is None else one.shape[1] * one.shape[2] for one in features]
+        return sum(map(self.padded, (*sizes[: len(references)], 1))) if self.sees else 0
+
     def place(self, latent: Sequence[int], given: Mapping[str, Any], text: int) -> Place:
         """Where the image is.
 
         Args:
             latent: shape of the model's latents.
             given: the other arguments of the call, by name.
-            text: tokens of the prompts.
+            text: tokens of the prompts, each padded.
         """
         if given.get("latent_shapes"):  # LTX-2: video and sound in one latent
             latent = given["latent_shapes"][0]
@@ -177,6 +196,10 @@ class Transformer:
             return Place(grid, padded, before, None, before)
         if family.references == "behind":
             return Place(grid, padded, None, references, references)
+        if given.get("ref_frames"):  # Ming-Image: references in one sequence with its frames
+            return Place(grid, padded, least=math.inf)
+        if self.multiple > 1 and references:
+            return Place(grid, padded, None, 0, text + references + self.seen(given), exact=True)
         return Place(grid, padded, None, 0, text + references if references else 0)
 
 
@@ -227,17 +250,6 @@ def layout_of(model: Any) -> UNet | Transformer:
         getattr(model, "pad_tokens_multiple", None) or 1,
         getattr(model, "ref_conv", None) is not None or "SCAILWanModel" in bases,
         getattr(model, "default_ref_method", "") if "SingleStreamDiT" in bases else "",
+        getattr(model, "siglip_embedder", None) is not None,
         layers_of_transformer(model),
-        _blocks(model, family),
     )
-
-
-def _blocks(model: Any, family: Family) -> dict[Key, tuple[str, Any]]:
-    """See `Transformer`."""
-    if family.keep is None:
-        return {}
-    return {
-        ("single" if kind == "single_layers" else "double", i): (kind, block)
-        for kind in KINDS
-        for i, block in enumerate(getattr(model, kind, ()))
-    }

@@ -11,7 +11,6 @@ from .merging import KEY, Merging
 from .models import Transformer, UNet, layout_of
 
 DEFAULT = "default"
-KEYS_AND_VALUES, QUERIES_TOO = "keys and values", "queries too"
 SHARE = {"min": 0.0, "max": 1.0, "step": 0.01, "round": 0.001}
 
 
@@ -46,9 +45,9 @@ class MaMeModelPatch:
                     [DEFAULT, "keep", "tau"],
                     {
                         "tooltip": (
-                            f"{DEFAULT}: what apply_mame does with this model by default; keep, tau"
-                            " and merge are not read. keep: a fixed share of tokens remains. tau:"
-                            " tokens more similar than a threshold merge."
+                            f"{DEFAULT}: what apply_mame does by default; keep and tau are not"
+                            " read. keep: a fixed share of the keys remains. tau: whole tokens more"
+                            " similar than a threshold merge (the paper's method, UNets only)."
                         )
                     },
                 ),
@@ -57,7 +56,7 @@ class MaMeModelPatch:
                     {"default": default.keep, "min": 0.01, "max": 1.0, **number}
                     | {
                         "tooltip": (
-                            "Used by mode keep: share of tokens that remain. Lower is faster and"
+                            "Used by mode keep: share of keys that remain. Lower is faster and"
                             " changes more."
                         )
                     },
@@ -72,19 +71,10 @@ class MaMeModelPatch:
                         )
                     },
                 ),
-                "merge": (
-                    [KEYS_AND_VALUES, QUERIES_TOO],
-                    {
-                        "tooltip": (
-                            f"{KEYS_AND_VALUES} changes the image less; {QUERIES_TOO} is faster,"
-                            " UNets, SD3 and AuraFlow only."
-                        )
-                    },
-                ),
                 "min_tokens": (
                     "INT",
-                    {"default": default.min_tokens, "min": 1, "max": 1 << 20}
-                    | {"tooltip": "Layers with fewer tokens are left alone."},
+                    {"default": 0, "min": 0, "max": 1 << 20}
+                    | {"tooltip": "Layers with fewer tokens are left alone. 0: by kind of device."},
                 ),
                 "start_percent": (
                     "FLOAT",
@@ -104,16 +94,6 @@ class MaMeModelPatch:
                 ),
             },
             "optional": {  # workflows from before it was there load too
-                "correct": (
-                    "BOOLEAN",
-                    {"default": default.correct}
-                    | {
-                        "tooltip": (
-                            "Changes the image less: attention gets back what merged"
-                            f" {KEYS_AND_VALUES} lose."
-                        )
-                    },
-                ),
                 "settings": (
                     "STRING",
                     {"default": ""}
@@ -121,7 +101,7 @@ class MaMeModelPatch:
                         "tooltip": (
                             "A file of settings by layer, such as mame-sd tune writes: a path in"
                             " ComfyUI's input folder, or an absolute one. It holds instead of mode,"
-                            " keep, tau, merge, min_tokens and correct. Empty: those hold."
+                            " keep, tau and min_tokens. Empty: those hold."
                         )
                     },
                 ),
@@ -147,11 +127,9 @@ class MaMeModelPatch:
         mode: str,
         keep: float,
         tau: float,
-        merge: str,
         min_tokens: int,
         start_percent: float = 0.0,
         end_percent: float = 1.0,
-        correct: bool = True,
         settings: str = "",
     ) -> tuple[Any]:
         """A clone of `model` that merges; one that merged already takes these settings instead.
@@ -169,15 +147,15 @@ class MaMeModelPatch:
         if settings:
             config = settings_in(settings)
         else:
-            given = _given(mode, keep, tau, merge, layout)
-            config = MaMeConfig.from_dict({**given, "min_tokens": min_tokens, "correct": correct})
+            given = {} if mode == DEFAULT else {mode: keep if mode == "keep" else tau}
+            config = MaMeConfig.from_dict({**given, "min_tokens": min_tokens or None})
         known = "this UNet" if isinstance(layout, UNet) else layout.family.name
         of_layers = Settings(config, layout.layers, known)
-        whole = any(one.merge == "qkv" for one in of_layers.every)
-        if whole and isinstance(layout, Transformer) and layout.family.keep is None:
+        whole = any(one.method == "tokens" for one in of_layers.every)
+        if whole and isinstance(layout, Transformer):
             raise ValueError(
-                f"merge: expected {KEYS_AND_VALUES!r} for {known}, got {QUERIES_TOO!r}; its queries"
-                " carry positions that do not merge"
+                f"tau: expected mode keep for {known}, whose keys alone merge in ComfyUI, got tau;"
+                " take mode keep or default"
             )
         merging = Merging(of_layers, layout, start_percent, end_percent)
         clone = model.clone()
@@ -188,17 +166,6 @@ class MaMeModelPatch:
             clone.remove_wrappers_with_key(kind_of_call, KEY)
             clone.add_wrapper_with_key(kind_of_call, KEY, wrapper)
         return (clone,)
-
-
-def _given(
-    mode: str, keep: float, tau: float, merge: str, layout: UNet | Transformer
-) -> dict[str, Any]:
-    """Which settings these inputs give."""
-    if mode != DEFAULT:
-        kind = "qkv" if merge == QUERIES_TOO else "kv"
-        return {mode: keep if mode == "keep" else tau, "merge": kind}
-    family = None if isinstance(layout, UNet) else layout.family.keep
-    return {"merge": "kv"} if family is None else {"keep": family, "merge": "qkv"}
 
 
 NODE_CLASS_MAPPINGS = {"MaMeModelPatch": MaMeModelPatch}

@@ -10,6 +10,7 @@ import torch
 
 log = logging.getLogger("mame-sd")
 NOT_CALLED = "the engine never handed its attention to the node; update ComfyUI"
+TAKEN = "another node has put its attention instead of ours, and wins: take one of them out"
 UNREACHED = (
     "MaMe neither corrects nor weighs merged keys: another node has put its attention instead of"
     " the engine's"

@@ -1,5 +1,5 @@
-"""A UNet's self-attention: what comes before it merges, in it merged keys are corrected, what comes
-after it is whole again.
+"""A UNet's self-attention: by `keep` its keys merge in it, by `tau` whole tokens merge before it
+and are restored after it.
 
 ComfyUI calls an "attn1_patch" with (queries, keys, values, extra_options) before the projections,
 all three [B, L, C]. It calls an "attn1_output_patch" with (output, extra_options) after the
@@ -14,11 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mame_sd import plan_merge
-from mame_sd.core.detail import Detail
-from mame_sd.core.partition import DRAWS
-from mame_sd.diffusion.families.keys import GroupedKeys
-from mame_sd.diffusion.layer import NOTHING_TO_WIN, nothing_to_win
+from mame_sd import plan_tokens
+from mame_sd.core.devices import least_tokens
 
 from .attention import EngineCall
 from .layers import Key, Settings
@@ -46,9 +43,7 @@ class UNetPatch:
     def before(
         self, q: Tensor, k: Tensor, v: Tensor, extra_options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The three with merged keys and values; merged queries too, where those of the settings
-        do.
-        """
+        """The three as they came, or, by `tau`, with merged tokens."""
         call, name = extra_options[KEY], name_of(extra_options)
         config = self.settings.of(name)
         batch, _, h, w = extra_options["activations_shape"]
@@ -57,31 +52,23 @@ class UNetPatch:
             call.run.note_left(RULED_OUT)
         elif tokens != h * w or k.shape[0] != batch:
             call.run.note_left(OTHER, tokens, h, w)
-        elif tokens < config.min_tokens:
-            call.run.note_left(SMALL, tokens, config.min_tokens)
+        elif tokens < (least := least_tokens(config.min_tokens, k.device)):
+            call.run.note_left(SMALL, tokens, least)
         elif replaced(extra_options, call.replaced):
             call.run.note_left(REPLACED)
-        elif q.shape[0] != batch or (config.merge == "qkv" and q.shape != k.shape):
+        elif q.shape[0] != batch or (config.method == "tokens" and q.shape != k.shape):
             call.run.note_left(CUT)
+        elif config.method == "keys":
+            if not call.run.unreached:
+                number = self.unet.layers.number(name) or 0
+                call.job = call.job_of(config, (h, w), number, length=tokens)
+                call.job.queries = q.shape[1]
         else:
-            number = self.unet.layers.number(name) or 0
-            draw = None if call.draw is None else (call.draw + number) % DRAWS
-            plan = plan_merge(k, config, (h, w), draw=draw, leader=call.leader)
-            if nothing_to_win(config, plan):
-                call.run.note_left(NOTHING_TO_WIN)
-                return q, k, v
-            call.note_merged(plan, (h, w))
-            if config.merge == "qkv":
-                means = plan.merge(k)
-                detail = Detail(k, (h, w), means) if config.detail else None
-                extra_options[PLAN] = plan, detail
-                q = means if q is k else plan.merge(q)
-            reached = not call.run.unreached
-            grouped = GroupedKeys(plan, config.correct and reached)
-            counts = plan.uneven and config.merge == "kv"
-            call.keys = grouped if reached and (config.correct or counts) else None
-            keys = grouped.keys_of(k)
-            return q, keys, keys if v is k else grouped.keys_of(v)
+            plan = extra_options[PLAN] = plan_tokens(k, config)
+            call.note_merged(plan, (h, w), "tokens")
+            merged = plan.merge(k)
+            value = merged if v is k else plan.merge(v)
+            return merged if q is k else plan.merge(q), merged, value
         return q, k, v
 
     def attend(
@@ -96,16 +83,22 @@ class UNetPatch:
         """The output of the engine's call; an `optimized_attention_override`."""
         call = kwargs["transformer_options"][KEY]
         engine = EngineCall(call.attention(function), q, k, v, args, kwargs)
-        keys, call.keys = call.keys, None
-        return engine.run() if keys is None else engine.attended(keys)
+        job, call.job = call.job, None
+        if job is None:
+            return engine.run()
+        output = engine.merged(job)
+        if job.merged is not None:
+            call.note_merged(job.merged.groups[0], job.grids[0].size)
+        return output
 
     def after(self, n: Tensor, extra_options: dict[str, Any]) -> Tensor:
+        """The output of all tokens."""
         call = extra_options[KEY]
-        if call.keys is not None:
-            call.keys = None
+        if call.job is not None:
+            call.job = None
             call.run.unreached = True
-        plan, detail = extra_options.pop(PLAN, (None, None))
-        return n if plan is None else plan.restore(n, detail)
+        plan = extra_options.pop(PLAN, None)
+        return n if plan is None else plan.restore(n)
 
 
 def name_of(extra_options: dict[str, Any]) -> Key:

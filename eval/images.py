@@ -2,24 +2,25 @@
 
 What is the same picture in 8-bit RGB is taken: RGB, grey, palettes, an alpha channel that hides
 nothing. What a conversion would change is refused: 16 bits, see-through pixels, CMYK, animations.
-EXIF rotation is ignored, as other evaluation code does.
+Pixels are turned as EXIF says, as viewers do; `turned` tells of how many files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from mame_sd.errors import UserError
-from mame_sd.runs.frames import SUFFIXES
+from mame_sd.runs.frames import SUFFIXES, as_shown, is_turned
 
 _PNG_SIGNATURE, _PNG_DEPTH_AT = b"\x89PNG\r\n\x1a\n", 24
 
@@ -44,7 +45,7 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
 
     Args:
         convert: take what RGB can't hold unchanged too, as other programs show it: CMYK converted,
-            see-through pixels on white, the first of several frames.
+            16 bits as their upper 8, see-through pixels on white, the first of several frames.
 
     Raises:
         UserError: no such file, not an image, truncated, corrupt, or in a mode that RGB can't hold
@@ -60,7 +61,7 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
                 image.verify()
             with Image.open(io.BytesIO(data)) as image:
                 image.load()
-                return np.array(_shown(image) if convert else _as_rgb(image, data, path))
+                return np.array(as_shown(image) if convert else _as_rgb(image, data, path))
     except UserError:
         raise
     # Pillow raises OSError, SyntaxError, ValueError, struct.error, ... for broken files
@@ -73,17 +74,42 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
         ) from error
 
 
-def _shown(image: Image.Image) -> Image.Image:
-    """`image` in RGB as other programs show it, see-through pixels on white."""
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+def turned(files: Iterable[Path]) -> int:
+    """How many of the image files EXIF turns or mirrors."""
+    count = 0
+    for file in files:
+        with contextlib.suppress(Exception), Image.open(file) as image:  # named when it is loaded
+            count += is_turned(image)
+    return count
+
+
+def turned_note(files: Iterable[Path]) -> str:
+    """What must be said once of images that are turned; empty where none are."""
+    count = turned(files)
+    return (
+        f"{count} image{'s are' if count > 1 else ' is'} turned as EXIF says, as viewers do"
+        if count
+        else ""
+    )
+
+
+def size_of(file: Path) -> tuple[int, int]:
+    """(width, height) of an image as it is shown, by its header. Raises UserError as `load_image`
+    does.
+    """
+    try:
+        with Image.open(file) as image:
+            width, height = image.size
+            across = image.getexif().get(ExifTags.Base.Orientation, 1) in range(5, 9)
+    except Exception:  # which load_image puts into words
+        height, width = load_image(file).shape[:2]
+        across = False
+    return (height, width) if across else (width, height)
 
 
 def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
-    """`image` in RGB, if that is the same picture."""
-    if getattr(image, "n_frames", 1) > 1:
+    """`image` in RGB and upright, if that is the same picture."""
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a photograph and its preview
         raise _wrong_mode(path, f"{image.n_frames} frames")  # type: ignore[attr-defined]
     if (
         data.startswith(_PNG_SIGNATURE) and data[_PNG_DEPTH_AT] == 16
@@ -95,7 +121,7 @@ def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
             raise _wrong_mode(path, "see-through pixels")
     if image.mode not in ("RGB", "RGBA", "RGBX", "L", "1", "P"):
         raise _wrong_mode(path, f"mode {image.mode}")
-    return image.convert("RGB")
+    return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def _wrong_mode(path: Path, got: str) -> UserError:

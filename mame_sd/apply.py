@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from mame_sd.captions.towers import is_captioner
+from torch import nn
+
+from mame_sd.captions.towers import is_captioner, reader_in
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.perception.known_encoders import is_encoder
@@ -46,7 +48,7 @@ def apply_mame(
         ValueError: nothing in it could merge, with what was found; or bad settings.
     """
     config = _read(config)
-    if is_captioner(target):
+    if _reads_images(target):
         from mame_sd.captions.apply_captioner import apply_captioner
 
         return apply_captioner(target, config, **fields)
@@ -69,16 +71,17 @@ def remove_mame(target: Any, processors: bool = True) -> None:
         processors: also replace each MaMeAttnProcessor by its inner, or diffusers' default,
             processor.
     """
-    if is_captioner(target):
+    if _reads_images(target):
         from mame_sd.captions.apply_captioner import remove_captioner
 
         remove_captioner(target)
         return
-    if is_encoder(target):
+    only = _only_encoder(target)
+    if only or is_encoder(target):
         from mame_sd.perception.apply_encoder import remove_encoder
 
         remove_encoder(target)
-    if _only_encoder(target):
+    if only:
         return
     from mame_sd.diffusion import apply_denoiser
 
@@ -96,7 +99,7 @@ def mame(
     Takes the arguments of `apply_mame` and gives its handle.
     """
     config = _read(config)
-    if is_captioner(target):
+    if _reads_images(target):
         from mame_sd.captions.apply_captioner import apply_captioner, captioner_restored
 
         with captioner_restored(target):
@@ -126,11 +129,25 @@ def _read(config: MaMeConfig | str | PathLike[str] | None) -> MaMeConfig | None:
     return MaMeConfig.from_file(config) if isinstance(config, (str, PathLike)) else config
 
 
+def _reads_images(target: Any) -> bool:
+    """Whether `target` holds a model that reads images for a language model, known or not."""
+    return is_captioner(target) or (reader_in(target) is not None and not _has_denoiser(target))
+
+
 def _only_encoder(target: Any) -> bool:
-    """Whether `target` holds a vision transformer and nothing of diffusers: a UNet beside an image
-    encoder is what merges.
+    """Whether `target` is a vision transformer's part: it holds one, or is a model of the libraries
+    that have them, and nothing of diffusers. A UNet beside an image encoder is what merges.
     """
-    return is_encoder(target) and not any(
+    if not isinstance(target, nn.Module) or _has_denoiser(target):
+        return False
+    return is_encoder(target) or any(
+        type(module).__module__.startswith(("transformers.", "timm."))
+        for module in target.modules()
+    )
+
+
+def _has_denoiser(target: Any) -> bool:
+    return any(
         type(module).__module__.startswith("diffusers.") or type(module).__name__ in REGISTERED
         for module in target.modules()
     )

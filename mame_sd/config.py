@@ -314,12 +314,14 @@ def _checked(name: str, value: Any) -> Any:
     if name in _FLAGS and not isinstance(value, bool):
         raise ValueError(f"{name}: expected True or False, got {value!r}")
     if name in ("tau", *_SHARES):
-        if not isinstance(value, numbers.Real) or isinstance(value, bool) or math.isnan(value):
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
             raise ValueError(f"{name}: expected a number, got {value!r}")
         try:
             value = float(value)
         except OverflowError:
             raise ValueError(f"{name}: expected a number of float's range, got more") from None
+        if math.isnan(value):
+            raise ValueError(f"{name}: expected a number, got {value!r}")
         if name in _SHARES and not 0 < value <= 1:
             raise ValueError(f"{name}: expected a share above 0 and at most 1, got {value!r}")
     elif name in _LEAST:
@@ -395,17 +397,3 @@ def _json(value: Any) -> Any:
     if isinstance(value, LayerRules):
         return value.to_dict()
     return list(value) if isinstance(value, tuple) else value
-
-
-# TEMPORARY, until perception and caches are ported
-PARTS: tuple[str, ...] = ()
-STUDY: tuple[str, ...] = ()
-
-
-class Study:
-    def __init__(self, **k: Any) -> None:
-        self.k = k
-
-
-def study_given(study: Any) -> dict[str, Any]:
-    return {}

@@ -24,6 +24,11 @@ TOO_FEW = "fewer than "  # begins the reason of a layer with few tokens
 NOTHING_MERGES = "no layer merges"  # begins the warning of a first forward that merged nothing
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: "1 layer", "2 layers"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 class NothingMergedError(RuntimeError):
     """A forward has run and no layer could merge: merging was asked for and did not happen."""
 
@@ -190,8 +195,8 @@ class MaMeReport:
         for level in self.levels():
             lines.append(
                 f"level {level.level}: {level.tokens_in:.0f} -> {level.tokens_kept:.0f}"
-                f" tokens ({level.share:.0%}), {level.layers_merged} of {level.layers} layers"
-                " merge"
+                f" tokens ({level.share:.0%}), {level.layers_merged} of"
+                f" {counted(level.layers, 'layer')} merge{'s' * (level.layers == 1)}"
             )
         return "\n".join(lines)
 

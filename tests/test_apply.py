@@ -4,11 +4,14 @@ alone.
 
 from __future__ import annotations
 
+import copy
+import io
 import subprocess
 import sys
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel, LevitConfig, LevitModel, ResNetConfig, ResNetModel
 
 from mame_sd import apply_mame, mame, remove_mame
 from mame_sd.diffusion.handle import MaMeHandle
@@ -75,3 +78,60 @@ def test_a_unet_beside_an_image_encoder_is_what_merges() -> None:
     remove_mame(both)
     assert torch.equal(run_unet(both.unet), image)
     assert not has_encoder_hooks(both)
+
+
+@torch.no_grad()
+def test_a_whole_module_is_saved_with_its_merging() -> None:
+    row = next(row for row in ROWS if row.name == "ViTForImageClassification")
+    encoder, unet = row.build(), tiny_unet()
+    for model, call in (
+        (encoder, lambda one: one(**row.batch()).logits),
+        (unet, run_unet),
+    ):
+        plain = call(model)
+        apply_mame(model, keep=0.5, min_tokens=16)
+        merged, file = call(model), io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert torch.equal(call(loaded), merged)
+        remove_mame(loaded)
+        assert torch.equal(call(loaded), plain)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (LevitModel, LevitConfig(hidden_sizes=[16, 16, 16], num_attention_heads=[1, 1, 1])),
+        (ResNetModel, ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8)),
+        (BertModel, BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=1)),
+    ],
+)
+def test_what_is_no_denoiser_is_told_how_a_vision_transformer_is_described(
+    kind: type, config: object
+) -> None:
+    for call in (apply_mame, lambda model: mame(model).__enter__()):
+        with pytest.raises(ValueError, match=f"got {kind.__name__}; .*register_encoder"):
+            call(kind(config))
+
+
+@torch.no_grad()
+def test_blocks_left_in_any_order_leave_nothing() -> None:
+    row = next(row for row in ROWS if row.name == "ViTForImageClassification")
+    model, inputs = row.build(), row.batch()
+    plain = model(**inputs).logits
+    one, two, three = (mame(target, keep=0.6) for target in (model, model.vit, model))
+    for block in (one, two, three):
+        block.__enter__()
+    merged = model(**inputs).logits
+    for block in (two, one):  # the last one's merging is in force
+        block.__exit__(None, None, None)
+        assert torch.equal(model(**inputs).logits, merged)
+    three.__exit__(None, None, None)
+    assert torch.equal(model(**inputs).logits, plain)
+    assert not has_encoder_hooks(model)
+    with mame(model, keep=0.6):
+        copied = copy.deepcopy(model)
+    assert torch.equal(copied(**inputs).logits, merged), "a copy merges until remove_mame"
+    remove_mame(copied)
+    assert torch.equal(copied(**inputs).logits, plain)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,13 @@ from benchmarks.frontier import Frontier
 from benchmarks.frontier_report import markdown, on_frontier, verdict
 from benchmarks.generation import AttentionWork, clocked
 from benchmarks.timing import captured, interleaved
-from benchmarks.variants import guidance_protected, in_two_calls, scheduled, share_at, varied
-from mame_sd import MaMeConfig, mame
-from mame_sd.config import Study
+from mame_sd import MaMeConfig
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.eval.rivals.plans import means
 from mame_sd.eval.scoring.retrieval import TRUTHS
 from mame_sd.runs.loading import LoadedModel
-from tests.builders.tiny import run_unet, tiny_pipeline, tiny_unet, unet_inputs
-from tests.builders.transformers import run
+from tests.builders.tiny import run_unet, tiny_pipeline, tiny_unet
 from tests.matrix.caches import TRANSFORMERS
-from tests.matrix.transformers import ROWS
 
 CPU = torch.device("cpu")
 
@@ -95,73 +90,6 @@ def test_each_method_is_called_once_a_round_on_an_input_of_its_own() -> None:
 def test_the_architectures_are_the_published_ones(name: str, millions: float) -> None:
     unet = unets.build(name, torch.device("meta"), torch.float32)
     assert sum(p.numel() for p in unet.parameters()) == pytest.approx(millions * 1e6, rel=1e-4)
-
-
-def test_variants_without_their_idea_are_plain_merging_and_with_it_are_not() -> None:
-    unet, config = (
-        tiny_unet(),
-        MaMeConfig(
-            keep=0.375, study=Study(stride=(2, 2), partition="grid", correct=False), min_tokens=16
-        ),
-    )
-    with mame(unet, config):
-        want = run_unet(unet)
-    with varied(unet, config, bias=1.0):  # ours weighs keys by how many tokens they stand for
-        torch.testing.assert_close(run_unet(unet), want)
-    with varied(unet, config):
-        assert not torch.allclose(run_unet(unet), want)
-    with varied(unet, config, guidance_protected):
-        assert not torch.allclose(run_unet(unet), want)
-
-
-def test_the_tokens_in_which_the_two_samples_differ_most_stay() -> None:
-    same = torch.randn(1, 64, 8)
-    x = torch.cat([same, same])
-    apart = [9, 11, 25, 63]  # sources of a 2 x 2 grid on 8 x 8 tokens
-    x[1, apart] += 3
-    plan = guidance_protected(x, MaMeConfig(keep=20 / 64), (8, 8))
-    for sample in plan.preserved:
-        assert plan.positions.src[sample].tolist() == apart
-
-
-def test_a_schedule_goes_by_the_timestep() -> None:
-    unet, inputs = tiny_unet(), unet_inputs(tiny_unet())
-
-    def at(t: int) -> torch.Tensor:
-        with torch.no_grad():
-            sample: torch.Tensor = unet(**{**inputs, "timestep": torch.tensor(t)}).sample
-        return sample
-
-    plain = at(900), at(100)
-    with mame(unet, keep=0.5, min_tokens=16):
-        half = at(100)
-    with scheduled(unet, partial(share_at, (), (0.5,)), min_tokens=16):
-        assert torch.equal(at(900), plain[0])
-        assert torch.equal(at(100), half)
-        assert not torch.equal(half, plain[1])
-        assert torch.equal(at(900), plain[0])
-    assert not has_hooks(unet)
-    assert [share_at((0.5,), (0.25,), t) for t in (0.0, 0.5, 1.0)] == [0.25, 0.375, 0.5]
-
-
-def test_guidance_in_two_calls_gives_what_one_call_gives() -> None:
-    row = next(row for row in ROWS if row.name == "Stable Diffusion 3")
-    model, inputs = row.build(), dict(row.run.args[0])  # type: ignore[attr-defined]
-    inputs["hidden_states"] = inputs["hidden_states"][1:].repeat(2, 1, 1, 1)
-    plain = run(inputs, model)
-    with in_two_calls(model, None), clocked(model) as clock:
-        torch.testing.assert_close(run(inputs, model), plain)
-    assert clock.seconds > 0
-    outputs = {}
-    for pairs in (True, False):
-        config = MaMeConfig(keep=0.25, min_tokens=16, study=Study(pairs=pairs))
-        with in_two_calls(model, config):
-            outputs[pairs] = run(inputs, model)
-        with mame(model, config):
-            torch.testing.assert_close(outputs[pairs], run(inputs, model))
-    assert not torch.equal(outputs[True], outputs[False])
-    assert torch.equal(run(inputs, model), plain)
-    assert not has_hooks(model)
 
 
 def test_work_counts_self_attention_alone() -> None:

@@ -8,19 +8,35 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from PIL import Image
 from typer.main import get_command
 
 from mame_sd.cli.app import app
 from mame_sd.config import MaMeConfig
+from mame_sd.eval.benchmark import rows as benchmark_rows
+from mame_sd.eval.caches import rows as cache_rows
+from mame_sd.eval.captions import rows as caption_rows
 from mame_sd.eval.cli.app import app as evaluation
+from mame_sd.eval.perception import rows as classify_rows
 from tests.matrix import newest, transformers
 from tests.settings_page import page
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"<!-- test: python -->\n```python\n(.*?)```", README, re.S)
-COMMANDS = [line.split("  #")[0] for line in re.findall(r"^mame-sd .*$", README, re.M)]
+PAPER = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line.split("  #")[0]
+    for page in (README, PAPER)
+    for line in re.findall(r"^mame-sd(?:-eval)? .*$", page, re.M)
+]
+ROWS = {
+    "benchmark": lambda names, suite: benchmark_rows.chosen_rows(names),
+    "cache": lambda names, suite: cache_rows.chosen_rows(names),
+    "caption": lambda names, suite: caption_rows.chosen_rows(names),
+    "classify": lambda names, suite: classify_rows.chosen_rows(suite, names),
+}
 
 
 def test_readme_is_one_screen_that_decides() -> None:
@@ -71,13 +87,16 @@ def test_there_are_examples_to_run() -> None:
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_parse(line: str) -> None:
-    words = shlex.split(line)[1:]
-    command = get_command(app)
+    """With rows that exist."""
+    program, *words = shlex.split(line)
+    command = get_command({"mame-sd": app, "mame-sd-eval": evaluation}[program])
     assert isinstance(command, typer.core.TyperGroup)
-    context = command.make_context("mame-sd", words[:1], resilient_parsing=True)
+    context = command.make_context(program, words[:1], resilient_parsing=True)
     sub = command.get_command(context, words[0])
     assert sub is not None, f"no command {words[0]}"
-    sub.make_context(words[0], words[1:])
+    given = sub.make_context(words[0], words[1:]).params
+    if given.get("rows"):
+        assert ROWS[words[0]](given["rows"], given.get("suite"))
 
 
 def test_modules_and_scripts_of_every_page_have_the_options_it_gives() -> None:
@@ -88,6 +107,7 @@ def test_modules_and_scripts_of_every_page_have_the_options_it_gives() -> None:
     ):
         wrapped = r"`(?:[^`\n]|\n {0,3}(?=[^\s`]))+`"
         text = re.sub(wrapped, lambda code: " ".join(code[0].split()), text)
+        text = re.sub(r"git checkout \w+ && python [^`\n]+", "", text)  # of what was measured once
         for line in re.findall(r"python (?:-m )?((?:benchmarks\.|scripts[./])[^`\n]+)", text):
             target, *words = shlex.split(line)
             source = ROOT / (target if "/" in target else target.replace(".", "/") + ".py")
@@ -174,3 +194,12 @@ def test_readme_and_results_quote_what_is_reckoned_of_cards() -> None:
     for name, *figures in quoted:
         case = re.sub(r"(\d),(\d)", r"\1\2", name).removesuffix(" pixels")
         assert reckoned[case] == tuple(figures), name
+
+
+def test_the_site_has_every_page() -> None:
+    text = yaml.safe_dump(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    listed = set(re.findall(r"[\w-]+\.md", text))
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    added = (ROOT / "scripts" / "site.py").read_text(encoding="utf-8")
+    assert pages <= listed, "a page that mkdocs.yml's nav leaves out"
+    assert all(f'"{name}"' in added for name in listed - pages)

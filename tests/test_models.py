@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import Kandinsky5T2VPipeline, LTXConditionPipeline
 from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.autoencoders import ltx2_diffusion_decoder
 from diffusers.models.transformers import (
     transformer_flux2,
     transformer_sana_wm,
@@ -390,6 +391,14 @@ def test_wan_animate_2_attends_by_blocks() -> None:
     assert "AttentionBackendName.FLEX" in source.partition('kv_cache_mode == "cached"')[2]
 
 
+def test_the_diffusion_decoder_of_ltx_2_attends_to_neighbours() -> None:
+    """Both of its processors: by a block mask, or by NATTEN's kernel of a window."""
+    attention = ltx2_diffusion_decoder.LTX2VideoVaeNeighborhoodAttention
+    assert "_neighborhood_block_mask(" in inspect.getsource(attention.build_block_mask)
+    window = ltx2_diffusion_decoder.LTX2VideoVaeNeighborhoodNattenProcessor
+    assert "na3d" in inspect.getsource(window.__call__)
+
+
 def test_three_of_four_layers_of_sana_wm_are_linear() -> None:
     every = (
         inspect.signature(transformer_sana_wm.SanaWMTransformer3DModel)
@@ -424,7 +433,11 @@ def test_tokens_of_no_image() -> None:
 def test_every_refused_class_shows_its_reason() -> None:
     shown = {case.name for case in (*refusals.LINEAR, *refusals.SPARSE)}
     shown |= {case.name for case in (*refusals.SOUNDS, *refusals.OTHERS)}
-    by_their_code = {"WanAnimate2Transformer3DModel", "SanaWMTransformer3DModel"}
+    by_their_code = {
+        "LTX2VideoDiffusionDecoderModel",
+        "SanaWMTransformer3DModel",
+        "WanAnimate2Transformer3DModel",
+    }
     assert shown | by_their_code == EXCLUDED.keys()
     assert set(GRIDS) == {case.name for case in refusals.SPARSE} | by_their_code
 

@@ -1,5 +1,6 @@
 """The wheel holds everything that a user needs and puts nothing else at top level."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -70,12 +71,26 @@ def test_the_wheel_is_light_and_the_models_are_a_distribution_of_their_own(wheel
     models = tomllib.loads(
         (ROOT / "mame_sd" / "embedded" / "pyproject.toml").read_text(encoding="utf-8")
     )
-    core = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = {f"mame_sd_models.{name}" for name in (*embedded_models(), "captioner")}
     assert packages == set(models["tool"]["setuptools"]["packages"])
-    version = models["project"]["version"]
-    assert version == core["project"]["version"]
-    assert core["project"]["optional-dependencies"]["models"] == [f"mame-sd-models=={version}"]
+
+
+def test_links_of_the_description_lead_somewhere_from_anywhere(wheel: Path) -> None:
+    """A package index shows README.md without the files beside it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = next(n for n in archive.namelist() if n.endswith("dist-info/METADATA"))
+        text = archive.read(metadata).decode()
+    assert "Description-Content-Type: text/markdown" in text
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert [t for t in targets if not t.startswith(("https://", "#"))] == []
+    place, tag = project["urls"]["Repository"], f"v{project['version']}"
+    ours = [re.fullmatch(rf"{place}/(raw|blob)/{tag}/([^#]+)(#.*)?", t) for t in targets]
+    files = {found[2]: found[1] for found in ours if found}
+    assert len(files) > 10
+    for name, kind in files.items():
+        assert (ROOT / name).exists(), name
+        assert (kind == "raw") == name.endswith(".webp"), name
 
 
 def test_both_commands_are_installed(wheel: Path) -> None:

@@ -91,6 +91,15 @@ def test_strides_and_means_of_cells_equal_the_loops(
             assert all(torch.equal(back[:, p], want[:, i]) for p in group)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [means((2, 2)), strided((2, 2)), todo(2), random_keys(0.5, True), random_cells((2, 2), False)],
+)
+def test_merged_keys_lie_together_as_fused_attention_wants_them(make: Any) -> None:
+    x = tokens((8, 8))
+    assert make(x, (8, 8), RUN).merge(x).is_contiguous()
+
+
 @every_size
 def test_random_keys_are_a_share_of_all_or_one_of_each_cell(size: tuple[int, int]) -> None:
     x, grouped = tokens(size), cells(size, (2, 2))

@@ -11,7 +11,7 @@ from typing import Any
 
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place, write_atomically, writing
-from mame_sd.runs.run_folder import differences
+from mame_sd.runs.run_folder import differences, in_short
 
 from ..json_text import json_text
 from ..results.read import parse
@@ -142,7 +142,7 @@ def resumed(
     different = differences(there, here)
     if different:
         raise UserError(
-            f"--out {out}: expected the settings it was begun with, got {'; '.join(different)};"
+            f"--out {out}: expected the settings it was begun with, got {in_short(different)};"
             " choose another --out, or give the same settings"
         )
     rows = {row.name: row for row in before.rows if row.measured}

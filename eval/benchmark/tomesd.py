@@ -16,7 +16,7 @@ from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import InstalledMethod, NotApplicable
 
-NO_TOMESD = "tomesd is not installed: pip install mame-sd[rivals]"
+NO_TOMESD = "tomesd is not installed: pip install 'mame-sd[rivals]'"
 MAX_RATIO = 0.75  # of its default 2 x 2 cells, one token in four is a destination
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from mame_sd.caches import METHODS as METHODS_BY_NAME
 from mame_sd.caches import CacheView
 from mame_sd.errors import UserError
 
-from .measure import Meter, cache_of, compressed
+from .measure import Meter, cache_of
+from .rows import all_rows
 
 HIDDEN, HEADS, KEY_HEADS, HEAD, INNER, DEPTH = 2048, 32, 8, 64, 8192, 16
-METHODS = ("snapkv", "h2o", "expected-attention", "default", "paper")
+METHODS = ("snapkv", "h2o", "expected-attention", "ours", "paper")
 SQUARE = ("h2o", "paper")  # work and memory that grow with the square of the tokens
 # tokens of a prompt that is run; of a longer one keys, values and queries are drawn at random
 LONGEST = 8192
@@ -71,6 +71,7 @@ def _model(layers: int) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def _rows(model: Any, size: int, keep: float) -> list[str]:
+    methods = {row.name: row.method for row in all_rows()}
     ids = torch.randint(0, 256, (1, size), generator=torch.Generator().manual_seed(0)).tolist()[0]
     token = torch.tensor([ids[:1]])
 
@@ -95,7 +96,7 @@ def _rows(model: Any, size: int, keep: float) -> list[str]:
             if name in SQUARE and size > LONGEST:
                 continue
             start = time.process_time()
-            cache: Any = cache_of(compressed(METHODS_BY_NAME[name], views, keep), size)
+            cache: Any = cache_of(methods[name].compress_all(views, keep), size)
             spent = time.process_time() - start
             extra = spent / prefill if size <= LONGEST else None
             ratios = [
@@ -109,18 +110,17 @@ def _rows(model: Any, size: int, keep: float) -> list[str]:
 
 
 def _longer(view: CacheView, size: int) -> CacheView:
-    """The same layer after `size` tokens, whose keys, values and queries are random."""
+    """The same layer after `size` tokens, whose keys, values and inputs are random."""
     g = torch.Generator().manual_seed(view.layer)
     b, h, _, d = view.keys.shape
-    heads = view.queries.shape[1]
     return replace(
         view,
         keys=torch.randn(b, h, size, d, generator=g),
         values=torch.randn(b, h, size, d, generator=g),
-        queries=torch.randn(b, heads, size, d, generator=g),
-        plain_queries=torch.randn(b, heads, size, d, generator=g),
+        hidden_states=torch.randn(b, size, view.hidden_states.shape[2], generator=g),
         slots=torch.arange(size).expand(b, h, size),
         seen=size,
+        next=torch.full((b,), size),
     )
 
 

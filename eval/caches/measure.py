@@ -15,27 +15,30 @@ from transformers import DynamicCache
 from mame_sd.caches import CacheHandle, CacheView, Kept, merge_cache
 from mame_sd.caches.layer import MergedLayer
 
-from .rows import Once, Repeated, Row
+from .rows import Once, Repeated, Row, scores_of
 from .texts import Passage
 
 
 class Recorder:
     """A method that keeps every key and remembers what it saw."""
 
-    all_layers = True
-    window = None
-
     def __init__(self) -> None:
         self.views: list[CacheView] = []
 
-    def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
-        """The caches as they are."""
-        self.views = list(views)
-        return [Kept(v.keys, v.values, v.slots, v.bias, v.real) for v in views]
+    def look(self, view: CacheView, keep: float) -> CacheView:
+        """The whole view, the layer's input too."""
+        return view
 
-    def compress(self, view: CacheView, keep: float) -> Kept:
+    def lengths(
+        self, views: Sequence[CacheView], looks: Sequence[CacheView], keep: float
+    ) -> list[Tensor]:
+        """Every key."""
+        self.views = list(looks)
+        return [view.counts() for view in views]
+
+    def shorten(self, view: CacheView, look: CacheView, length: Tensor) -> Kept:
         """The cache as it is."""
-        return self.compress_all([view], keep)[0]
+        return Kept(view.keys, view.values, view.slots, view.bias, view.real)
 
 
 @dataclass(frozen=True)
@@ -97,12 +100,10 @@ class Meter:
         self.handle.compressing = False
         found = {}
         for view in self.recorder.views:
-            length, n = start.views[0].seen, view.queries.shape[2]
+            length, (queries, slots) = start.views[0].seen, view.newest()
             parts = [
-                view.attention(view.queries[:, :, i : i + 256], view.query_slots[i : i + 256])[
-                    ..., :length
-                ].amax((2, 3))
-                for i in range(0, n, 256)
+                view.attention(queries[:, :, at], slots[at])[..., :length].amax((2, 3))
+                for at in view.blocks(queries)
             ]
             found[view.layer] = torch.stack(parts).amax(0)
         return found
@@ -120,13 +121,6 @@ def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
     return cache
 
 
-def compressed(method: Any, views: Sequence[CacheView], keep: float) -> list[Kept]:
-    """What a method makes of all layers."""
-    if getattr(method, "all_layers", False):
-        return method.compress_all(views, keep)
-    return [method.compress(view, keep) for view in views]
-
-
 def left(
     rows: Sequence[Row], shares: Sequence[float] | None, done: Callable[[str, float], bool]
 ) -> list[tuple[Row, float]]:
@@ -134,14 +128,15 @@ def left(
     return [(row, s) for row in rows for s in shares or row.shares if not done(row.name, s)]
 
 
+@torch.no_grad()
 def kept_by(
     meter: Meter, row: Row, share: float, start: Prefilled, prompt: Sequence[int]
 ) -> list[Kept]:
     """What a row keeps of all layers after the `prompt` that `start` saw."""
-    inner = getattr(row.method, "method", None)
+    inner = scores_of(row)
     if isinstance(inner, Once) and isinstance(inner.of, Repeated) and not inner.of.found:
         inner.of.found = meter.repeated(start, prompt)
-    return compressed(row.method, start.views, share)
+    return row.method.compress_all(start.views, share)
 
 
 def measure_passage(
@@ -155,7 +150,8 @@ def measure_passage(
 
     Yields:
         row, share, kl and nll (nats per token, means over the tokens that follow but the first),
-        and the shares of keys ("kept") and of bytes ("bytes", padding included) that stayed.
+        and the shares of keys ("kept") and of bytes ("bytes", with biases, slots and padding) that
+        stayed.
     """
     todo = left(rows, shares, done)
     if not todo and done("full", 1.0):
@@ -165,7 +161,8 @@ def measure_passage(
     full = every_key(start.views)
     seen = start.views[0].seen
     want, _ = meter.rest(full, seen, passage.rest[:-1])
-    size, chance = _bytes(full), want.exp()
+    size = sum(k.keys.nbytes + k.values.nbytes for k in full)
+    chance = want.exp()
     if not done("full", 1.0):
         yield {
             "row": "full",
@@ -189,15 +186,9 @@ def measure_passage(
             "kl": kl,
             "nll": _loss(got, target),
             "kept": sum(counts) / len(counts) / seen,
-            "bytes": _bytes(kept) / size,
+            "bytes": sum(MergedLayer(k, seen).nbytes for k in kept) / size,
         }
 
 
 def _loss(log_probabilities: Tensor, target: Tensor) -> float:
     return -float(log_probabilities.cpu().gather(1, target.unsqueeze(1)).mean())
-
-
-def _bytes(kept: Sequence[Kept]) -> int:
-    return sum(
-        k.keys.nbytes + k.values.nbytes + (0 if k.bias is None else k.bias.nbytes) for k in kept
-    )

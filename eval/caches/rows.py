@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
-from mame_sd.caches import (
-    H2O,
-    METHODS,
-    CacheView,
-    CausalMaMe,
-    ExpectedAttention,
-    FutureAttention,
-    Selection,
-    SnapKV,
-)
-from mame_sd.config import MaMeConfig
+from mame_sd.caches import CacheView, Kept, Selection
+from mame_sd.caches.selection import gathered
 from mame_sd.errors import UserError
+
+from .merging import CausalMaMe
+from .methods import (
+    H2O,
+    ChunkKV,
+    EveryKth,
+    ExpectedAttention,
+    KeyDiff,
+    Published,
+    Random,
+    SnapKV,
+    StreamingLLM,
+)
 
 DEFAULT = "ours"
 PUBLISHED = (  # what drops keys, as published; the best of them is what ours is compared with
@@ -30,7 +35,6 @@ PUBLISHED = (  # what drops keys, as published; the best of them is what ours is
     "keydiff",
     "chunkkv",
     "kvzip",
-    "adakv-expected",
 )
 _FEW = (0.25, 0.125)
 _ALL = (0.75, 0.5, 0.25, 0.125)
@@ -56,7 +60,7 @@ class Repeated:
     def __init__(self) -> None:
         self.found: dict[int, Tensor] = {}
 
-    def score(self, keys: Tensor, values: Tensor, queries: Tensor, view: CacheView) -> Tensor:
+    def score(self, view: CacheView) -> Tensor:
         """What the second forward found."""
         return self.found[view.layer]
 
@@ -68,109 +72,70 @@ class Once:
     of: Any
     found: dict[int, Tensor] = field(default_factory=dict)
 
-    def score(self, keys: Tensor, values: Tensor, queries: Tensor, view: CacheView) -> Tensor:
+    def score(self, view: CacheView) -> Tensor:
         """The scores of the layer, from the first time on."""
         if view.layer not in self.found:
-            self.found[view.layer] = self.of.score(keys, values, queries, view)
+            self.found[view.layer] = self.of.score(view)
         return self.found[view.layer]
+
+
+@dataclass(frozen=True)
+class Ours:
+    """What `merge_cache` does to all layers.
+
+    Attributes:
+        selection: of `mame_sd.caches`.
+        fit: whether values are fitted; False: dropped keys are lost.
+    """
+
+    selection: Selection
+    fit: bool = True
+
+    def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
+        """Every layer's shorter cache."""
+        looks = [self.selection.look(view, keep) for view in views]
+        lengths = self.selection.lengths(views, looks, keep)
+        parts = list(zip(views, looks, lengths, strict=True))
+        if self.fit:
+            return [self.selection.shorten(*part) for part in parts]
+        return [gathered(view, look.scores, length)[0] for view, look, length in parts]
 
 
 def all_rows() -> list[Row]:
     """Every row, what the comparison needs first."""
-    ours = METHODS["default"]
-    assert isinstance(ours, Selection)
-    paper = MaMeConfig(preset="plain")
     return [
-        Row("random", "keys at random", METHODS["random"], _ALL),
-        Row("streaming-llm", "the newest keys", METHODS["streaming-llm"], _ALL),
-        Row("snapkv", "attention of the last 64 queries", METHODS["snapkv"], _ALL),
-        Row("h2o", "all attention received", METHODS["h2o"], _ALL),
+        Row("random", "keys at random", Published(Random()), _ALL),
+        Row("streaming-llm", "the first and the newest keys", Published(StreamingLLM()), _ALL),
+        Row("snapkv", "attention of the last 64 queries", Published(SnapKV()), _ALL),
+        Row("h2o", "all attention received", Published(H2O()), _ALL),
         Row(
             "expected-attention",
             "attention expected from the queries' mean and covariance",
-            METHODS["expected-attention"],
+            Published(ExpectedAttention()),
             _ALL,
         ),
-        Row("adakv", "SnapKV, budgets by head", METHODS["adakv"]),
-        Row(
-            DEFAULT, "the default: queries moved ahead, budgets over the model, fitted", ours, _ALL
-        ),
-        Row("ours-keys", "the default's keys alone", replace(ours, dropped="drop")),
-        Row("paper", "the paper's causal merging", METHODS["paper"], _ALL),
+        Row("adakv", "SnapKV, budgets by head", Published(SnapKV(), share="heads")),
+        Row(DEFAULT, "the default", Ours(Selection()), _ALL),
+        Row("ours-keys", "the default's keys alone", Ours(Selection(), fit=False)),
+        Row("paper", "the paper's causal merging", CausalMaMe(), _ALL),
         Row(
             "kvzip",
             "attention while the prompt is repeated, budgets over the model",
-            Selection(Repeated(), share="all"),
+            Published(Repeated(), share="all"),
         ),
-        Row(
-            "kvzip-fit",
-            "KVzip's keys, fitted",
-            Selection(Repeated(), share="all", dropped="fit"),
-        ),
-        Row(
-            "adakv-expected",
-            "expected attention, budgets by head",
-            Selection(ExpectedAttention(), share="heads"),
-        ),
-        Row("snapkv-fit", "SnapKV's keys, fitted", Selection(SnapKV(), dropped="fit")),
-        Row("h2o-fit", "H2O's keys, fitted", Selection(H2O(), dropped="fit")),
-        Row(
-            "ours-heads",
-            "the default with budgets over each layer's heads",
-            replace(ours, share="heads"),
-        ),
-        Row(
-            "ours-layers",
-            "the default with budgets over the layers: no padding",
-            replace(ours, share="layers"),
-        ),
-        Row("keydiff", "keys least like their mean", METHODS["keydiff"]),
-        Row("chunkkv", "SnapKV, whole chunks of 20", METHODS["chunkkv"]),
-        Row("d2o", "SnapKV, values merged as MergingPress and D2O do", METHODS["d2o"]),
-        Row("cam", "SnapKV, values dealt out as CaM does", METHODS["cam"]),
-        Row(
-            "nearest", "SnapKV, dropped keys join the nearest, weighed by mass", METHODS["nearest"]
-        ),
-        Row("every-kth", "keys at even distances", METHODS["every-kth"]),
+        Row("kvzip-fit", "KVzip's scores in the default", Ours(Selection(Repeated()))),
+        Row("keydiff", "keys least like their mean", Published(KeyDiff())),
+        Row("chunkkv", "SnapKV, whole chunks of 20", Published(ChunkKV())),
+        Row("d2o", "SnapKV, values merged as D2O does", Published(SnapKV(), dropped="d2o")),
+        Row("cam", "SnapKV, values dealt out as CaM does", Published(SnapKV(), dropped="cam")),
+        Row("every-kth", "keys at even distances", Published(EveryKth())),
         Row("paper-acausal", "the paper's merging without its mask", CausalMaMe(causal="none")),
         Row(
             "paper-strict",
             "the paper's merging, causal in its weights too",
-            METHODS["paper-strict"],
-        ),
-        Row("paper-counted", "the paper's, merged keys counted", METHODS["paper-counted"]),
-        Row(
-            "paper-keys",
-            "the paper's, by keys, counted",
-            CausalMaMe(paper.replace(feature="k"), counted=True),
-        ),
-        Row("best", "each key whole to its most similar one, counted", METHODS["best"]),
-        Row("ours-none", "the default with equal budgets", replace(ours, share="none")),
-        Row(
-            "ours-recent",
-            "the default from the newest 256 queries",
-            replace(ours, method=Newest(FutureAttention())),
+            CausalMaMe(causal="strict"),
         ),
     ]
-
-
-@dataclass(frozen=True)
-class Newest:
-    """A method that reads the newest `window` queries alone."""
-
-    of: Any
-    window: int = 256
-
-    def score(self, keys: Tensor, values: Tensor, queries: Tensor, view: CacheView) -> Tensor:
-        """Its scores, of these queries."""
-        n = self.window
-        short = replace(
-            view,
-            queries=view.queries[:, :, -n:],
-            plain_queries=view.plain_queries[:, :, -n:],
-            hidden_states=view.hidden_states[:, -n:],
-        )
-        return self.of.score(keys, values, short.queries, short)
 
 
 def chosen_rows(names: str | None) -> list[Row]:
@@ -193,9 +158,21 @@ def sharing(rows: list[Row]) -> list[Row]:
     found = []
     for row in rows:
         method = row.method
-        if isinstance(method, Selection):
-            scores = Repeated() if isinstance(method.method, Repeated) else method.method
+        scores = scores_of(row)
+        if scores is not None:
             key = Repeated if isinstance(scores, Repeated) else scores
-            method = replace(method, method=once.setdefault(key, Once(scores)))
+            shared = once.setdefault(key, Once(scores))
+            if isinstance(method, Ours):
+                method = replace(method, selection=Selection(shared))
+            else:
+                method = replace(method, method=shared)
         found.append(replace(row, method=method))
     return found
+
+
+def scores_of(row: Row) -> Any:
+    """What scores a row's keys, where nothing else is read of the prompt; None: another method."""
+    if isinstance(row.method, Ours):
+        own = row.method.selection
+        return None if own == Selection() else own.method
+    return getattr(row.method, "method", None)

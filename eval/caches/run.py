@@ -4,6 +4,7 @@ result.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import check_place, writing
 
 from .measure import Meter, measure_passage
 from .model import load_language_model
 from .retrieval import TASKS, measure_prompt, prompts
 from .rows import chosen_rows, sharing
-from .texts import HALVES, passages
+from .texts import HALVES, passages, text_files
 
 REPEAT = "\n\nRepeat the previous context exactly.\n"
 
@@ -68,16 +70,27 @@ class CacheSettings:
             if task not in TASKS:
                 raise UserError(f"--tasks: expected some of {', '.join(TASKS)}, got {task!r}")
         chosen_rows(self.rows)
+        if self.num:
+            text_files(self.texts)
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """The results of a file; a line that was cut off by a stop is left out."""
+    """The results of a file; a line that was cut off by a stop is left out.
+
+    Raises UserError for a file that can't be read, or whose lines are no results.
+    """
     found = []
-    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
+    try:
+        for line in path.read_bytes().split(b"\n") if path.exists() else ():
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+        for result in found:
+            key_of(result)
+    except (OSError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: expected results of mame-sd-eval cache, got another file ({error!r}); choose"
+            " another --out"
+        ) from None
     return found
 
 
@@ -89,7 +102,10 @@ def run_cache(
     Raises:
         UserError: bad settings, no model, no texts.
     """
+    check_place(out, out)
     settings.check()
+    path = out / "results.jsonl"
+    kept = read_results(path)
     rows = chosen_rows(settings.rows)
     model, tokenizer = load_language_model(settings.model, settings.weights_dir, settings.offline)
 
@@ -109,9 +125,8 @@ def run_cache(
         for p in prompts(task, tokenizer, settings.prompts, settings.length)
     ]
     common = {"model": settings.model, "half": settings.half}
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "results.jsonl"
-    kept = read_results(path)
+    with writing(path):
+        out.mkdir(parents=True, exist_ok=True)
     have = {key_of(r) for r in kept}
     with path.open("a", encoding="utf-8") as file, Meter(model, tokens(REPEAT)) as meter:
         if file.tell() and not path.read_bytes().endswith(b"\n"):  # a line that was cut off

@@ -4,7 +4,8 @@ and a trained projector.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from torch import Tensor
 from mame_sd.captions.towers import LLAVA, name_of
 from mame_sd.embedded.model import models_folder
 from mame_sd.errors import UserError, first_line
+from mame_sd.runs.devices import pick_device, pick_dtype
+from mame_sd.runs.model_files import ModelChoice
 
 from ..networks.pretrained import DEVIATION, MEAN, load_dinov2_saliency, load_smollm2
 
 MINI = "captioner.safetensors"  # in a folder: what scripts.training.train_captioner trained
 EMBEDDED = "embedded-captioner"  # the name of the one that this project trained
-PROMPT = "USER: <image>\nDescribe the image in one sentence. ASSISTANT:"
+MARK = "<image>"
+PROMPT = f"USER: {MARK}\nDescribe the image in one sentence. ASSISTANT:"
 _IMAGE = "<file_sep>"  # a word of SmolLM2's vocabulary that no text has
 _SIDE, _PATCH, _LAYER = 126, 14, -4
 
@@ -31,36 +35,76 @@ class Captioner:
 
     Attributes:
         model: of a class that merges.
-        inputs: what it is called with for one picture.
+        inputs: what its processor makes of one picture.
         text: of ids that it wrote.
     """
 
     model: Any
-    inputs: Any
-    text: Any
+    inputs: Callable[[Image.Image], dict[str, Tensor]]
+    text: Callable[[Tensor], str]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return next(iter(self.model.parameters())).device
+
+    def call(self, picture: Image.Image) -> dict[str, Tensor]:
+        """What the model is called with for one picture, on its device and in its dtype."""
+        dtype = next(iter(self.model.parameters())).dtype
+        return {
+            name: value.to(self.device, dtype if value.is_floating_point() else None)
+            for name, value in self.inputs(picture).items()
+        }
+
+
+def check_prompt(choice: ModelChoice, prompt: str | None) -> None:
+    """Raise UserError, before anything is loaded, for a prompt that the model can't be given."""
+    if prompt is None:
+        return
+    if _mini_of(choice) is not None:
+        raise UserError(
+            f"--prompt: expected none for {choice.model or EMBEDDED}, which was trained on its own,"
+            f" got {prompt!r}; leave it out"
+        )
+    if prompt.count(MARK) != 1:
+        raise UserError(
+            f"--prompt: expected {MARK} once, where the picture stands, got {prompt!r}; put it in"
+        )
 
 
 def load_captioner(
-    name: str, prompt: str | None, weights_dir: Path | None = None, offline: bool = False
+    choice: ModelChoice, prompt: str | None, weights_dir: Path | None = None
 ) -> Captioner:
-    """The captioner of a folder or hub id.
+    """The captioner of a folder or hub id, on its device.
+
+    Args:
+        choice: of it model, dtype, device, revision and offline count.
+        prompt: what is asked; None: `PROMPT`.
+        weights_dir: looked into first for weights of the mini LLaVA's parts.
 
     Raises:
-        UserError: it isn't there, or is no LLaVA.
+        UserError: it isn't there, or is no LLaVA, or no such device.
     """
     from transformers.utils import logging
 
+    check_prompt(choice, prompt)
     logging.disable_progress_bar()
-    if name == EMBEDDED and not Path(name).exists():
-        name = str(models_folder() / "captioner")
-    if (Path(name) / MINI).is_file():
-        return _mini(Path(name) / MINI, weights_dir, offline)
+    device = pick_device(choice.device)
+    dtype = pick_dtype(choice.dtype, device)
+    mini, name = _mini_of(choice), choice.model or EMBEDDED
+    if choice.revision is not None and (mini is not None or Path(name).exists()):
+        raise UserError(
+            f"--revision: expected none beside a folder, got {choice.revision!r}; leave it out"
+        )
+    if mini is not None:
+        found = _mini(mini, weights_dir, choice.offline)
+        return replace(found, model=found.model.to(device, dtype))
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     try:
-        where: dict[str, Any] = {"local_files_only": offline}
+        where = {"local_files_only": choice.offline, "revision": choice.revision or "main"}
         processor = AutoProcessor.from_pretrained(name, **where)
-        model = AutoModelForImageTextToText.from_pretrained(name, dtype="auto", **where)
+        model: Any = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, **where)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
             f"--model: expected a LLaVA of transformers, or a folder with {MINI}, got {name}:"
@@ -78,7 +122,16 @@ def load_captioner(
     def text(ids: Tensor) -> str:
         return str(processor.decode(ids, skip_special_tokens=True)).strip()
 
-    return Captioner(model.eval(), inputs, text)
+    return Captioner(model.eval().to(device), inputs, text)
+
+
+def _mini_of(choice: ModelChoice) -> Path | None:
+    """The file of a mini LLaVA, where the model is one."""
+    name = choice.model or EMBEDDED
+    folder = Path(name)
+    if name == EMBEDDED and not folder.exists():
+        folder = models_folder() / "captioner"
+    return folder / MINI if (folder / MINI).is_file() else None
 
 
 def _mini(path: Path, weights_dir: Path | None, offline: bool) -> Captioner:

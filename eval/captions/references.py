@@ -8,8 +8,10 @@ name.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mame_sd.errors import UserError, first_line
 
@@ -33,26 +35,36 @@ def read_references(file: Path, folder: Path, num: int | None = None) -> Picture
     """The pictures of `folder` that the file describes, or the first `num`.
 
     Raises:
-        UserError: a file or picture that isn't there, another format, a picture without captions.
+        UserError: a file or picture that isn't there, another format, an id twice, a picture
+            without captions.
     """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        images = [(str(one["id"]), one) for one in content["images"]]
-        captions = [(str(one["image_id"]), str(one["caption"])) for one in content["annotations"]]
-    except OSError as error:
-        raise UserError(f"--references {file}: {first_line(error)}; check the path") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--references {file}: expected COCO's format, a JSON object with images (id,"
-            f" file_name) and annotations (image_id, caption), got another ({error!r})"
-        ) from error
     if num is not None and num < 1:
         raise UserError(f"--num: expected at least 1, got {num}; correct it")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
+        images = [(_id(one["id"]), one) for one in content["images"]]
+        captions = [(_id(one["image_id"]), _text(one["caption"])) for one in content["annotations"]]
+        chosen = images[:num]
+        files = {name: folder / _text(one.get("file_name", name)) for name, one in chosen}
+        things = {
+            name: [(_text(a), _text(b)) for a, b in one["things"]]
+            for name, one in chosen
+            if "things" in one
+        }
+    except OSError as error:
+        raise UserError(f"--references {file}: {first_line(error)}; check the path") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"--references {file}: expected COCO's format, a JSON object with images (id,"
+            f" file_name) and annotations (image_id, caption), got another"
+            f" ({type(error).__name__}: {first_line(error)}); correct it"
+        ) from error
+    twice = next((name for name, count in Counter(n for n, _ in images).items() if count > 1), None)
+    if twice is not None:
+        raise UserError(f"--references {file}: expected each id once, got {twice} again; drop one")
     references: dict[str, list[str]] = {}
     for name, caption in captions:
         references.setdefault(name, []).append(caption)
-    chosen = images[:num]
-    files = {name: folder / str(one.get("file_name", name)) for name, one in chosen}
     for name, path in files.items():
         if not path.is_file():
             raise UserError(f"--data {folder}: expected the picture {path.name}, found none")
@@ -62,9 +74,20 @@ def read_references(file: Path, folder: Path, num: int | None = None) -> Picture
             )
     if not files:
         raise UserError(f"--references {file}: expected pictures, found none")
-    things = {
-        name: [(str(a), str(b)) for a, b in one["things"]]
-        for name, one in chosen
-        if "things" in one
-    }
     return Pictures(files, {name: references[name] for name in files}, things)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _id(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"an id is a whole number or text, got {value!r:.80}")
+    return str(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise TypeError(f"captions, files and things are text, got {value!r:.80}")
+    return value

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mame_sd.captions.apply_captioner import apply_captioner
-from mame_sd.captions.calls import Calls, calls_on
+from mame_sd.captions.calls import Calls, Fewer
 from mame_sd.captions.farthest import cosines, farthest_first
-from mame_sd.captions.farthest import merged as joined
-from mame_sd.captions.prompts import Image
+from mame_sd.captions.on_model import calls_on, put, take
+from mame_sd.captions.prompts import Image, Kept, Positions, counted
 from mame_sd.captions.towers import layer_of
 from mame_sd.errors import UserError
 from mame_sd.perception.known_encoders import find_encoder
@@ -69,14 +69,14 @@ def _features(model: Any, states: Tensor) -> Tensor:
 @contextmanager
 def _giving(model: Any, images: Callable[[Tensor], Image]) -> Iterator[Calls]:
     """`model` whose images give what `images` makes of pixels [1, 3, h, w]."""
-    if calls_on(model):
+    if calls_on(model) is not None:
         raise RuntimeError("expected a model without merging on it")
     calls = Calls(model, lambda call: [images(one) for one in call["pixel_values"].split(1)])
-    calls.put()
+    put(calls)
     try:
         yield calls
     finally:
-        calls.take()
+        take(calls)
 
 
 def chosen(pick: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
@@ -180,29 +180,42 @@ def merged(inside: bool = False, **fields: Any) -> Callable[[Any], Any]:
         blocks = tuple(range(0, layer_of(model), 2)) if inside else None
         handle = apply_captioner(model, blocks=blocks, **fields)
         try:
-            yield calls_on(model)[0]
+            calls = calls_on(model)
+            assert calls is not None
+            yield calls
         finally:
             handle.remove()
 
     return on
 
 
-def renumbered(keep: float) -> Callable[[Any], Any]:
-    """Our default whose tokens are counted on from one another: they stand right before what
-    follows the image.
-    """
+class Renumbered(Calls):
+    """Tokens that are left are counted from 0, as of a shorter prompt: the paper's form."""
 
-    def on(model: Any) -> Any:
-        def image(pixels: Tensor) -> Image:
-            states = _states(model, pixels)
-            features = _features(model, states[None])
-            like = states[None, len(states) - features.shape[1] :]
-            ((own, _),) = joined(features, like, keep, None)
-            features = features[0]
-            places = torch.arange(len(features) - len(own), len(features))
-            return Image(own, places, len(features))
+    def fewer(self, call: dict[str, Any], padded: bool = True) -> Fewer:
+        """As `Calls` has it, without the places of what is gone."""
+        found = super().fewer(call, padded)
+        mask = found.call.get("attention_mask")
+        rows = torch.arange(found.ids.shape[1], device=found.ids.device).expand_as(found.ids)
+        whole = Kept(rows, torch.ones_like(found.ids, dtype=torch.bool))
+        positions = Positions(counted(found.ids, mask), whole)
+        return replace(
+            found, call={**found.call, "position_ids": positions.own}, positions=positions
+        )
 
-        return _giving(model, image)
+
+def renumbered(row: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A row whose tokens are counted anew."""
+
+    @contextmanager
+    def on(model: Any) -> Iterator[Calls]:
+        with row(model) as own:
+            calls = Renumbered(model, own.seen)
+            put(calls)
+            try:
+                yield calls
+            finally:
+                put(own)
 
     return on
 
@@ -228,8 +241,9 @@ def tome(r: int) -> Callable[[Any], Any]:
                     assert isinstance(plan, Traced)
                     rows = plan.rows[0] if rows is None else plan.rows[0][rows]
                 assert rows is not None
-                first = torch.full((len(states),), len(rows))
-                first = first.scatter_reduce(0, rows, torch.arange(len(rows)), "amin")
+                first = torch.full((len(states),), len(rows), device=rows.device)
+                every = torch.arange(len(rows), device=rows.device)
+                first = first.scatter_reduce(0, rows, every, "amin")
                 order = first.argsort()
                 places = first[order][skip:] - skip
                 return Image(_features(model, states[order][None])[0], places, len(rows) - skip)
@@ -260,11 +274,11 @@ def fast(keep: float) -> Callable[[Any], Any]:
                 return found
 
             calls = Calls(model, images)
-            calls.put()
+            put(calls)
             try:
                 yield calls
             finally:
-                calls.take()
+                take(calls)
 
     return on
 
@@ -274,9 +288,12 @@ ROWS: dict[str, Row] = {
     "baseline": Row("baseline", chosen(everything)),
     "tome": Row("ToMe, r = 8", tome(8)),
     "tau-0.8": Row("MaMe, tau .8", merged(tau=0.8)),
-    "plain-0.8": Row("MaMe, paper's form, tau .8", merged(preset="plain", tau=0.8)),
+    "plain-0.8": Row("MaMe, paper's form, tau .8", renumbered(merged(tau=0.8))),
     **{f"keep-{k}": Row(f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
-    **{f"renumbered-{k}": Row(f"MaMe, keep {k}, renumbered", renumbered(k)) for k in SHARES},
+    **{
+        f"renumbered-{k}": Row(f"MaMe, keep {k}, renumbered", renumbered(merged(keep=k)))
+        for k in SHARES
+    },
     **{f"inside-{k}": Row(f"MaMe in blocks, keep {k}", merged(True, keep=k)) for k in SHARES},
     **{f"random-{k}": Row(f"random dropping, {k}", chosen(random_of(k))) for k in SHARES},
     **{f"pool-{k}": Row(f"pooling, {k}", pooled(k)) for k in SHARES},

@@ -1,6 +1,6 @@
 """`mame-sd-eval caption`: every row captions every picture; captions are kept as they are made.
 
-    OUT/captions.jsonl     a line for each row and picture: caption, visual tokens, seconds of CPU
+    OUT/captions.jsonl     a line for each row and picture: caption, visual tokens, seconds
     OUT/captions.json      the table's figures
 
 KL is that of the unmerged model's next words to a row's, in nats, the mean over the words of the
@@ -16,6 +16,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from torch import Tensor
 
 from mame_sd.errors import UserError
 from mame_sd.runs.encoders import check_size
-from mame_sd.runs.files import write_atomically
+from mame_sd.runs.files import write_atomically, writing
 
 from ..images import load_image
 from ..stats import mean_interval, paired_difference
+from ..timing import timed
 from .model import Captioner
 from .references import Pictures
 from .rows import ROWS, read_by_layers
@@ -69,7 +71,7 @@ class CaptionRun:
         Raises:
             UserError: `out` holds another run, or a row can't be had of this model.
         """
-        done = self._done()
+        done = begun(self.out, self.identity)
         with (self.out / "captions.jsonl").open("a", encoding="utf-8") as file:
             for number, (name, path) in enumerate(self.pictures.files.items(), 1):
                 missing = [row for row in self.rows if (row, name) not in done]
@@ -77,7 +79,7 @@ class CaptionRun:
                     continue
                 pixels = load_image(path, convert=True)
                 check_size(pixels, str(path))
-                inputs = self.captioner.inputs(Image.fromarray(pixels))
+                inputs = self.captioner.call(Image.fromarray(pixels))
                 whole: Tensor | None = None
                 for row in missing:
                     record = {"row": row, "picture": name, **self._caption(row, inputs)}
@@ -101,44 +103,15 @@ class CaptionRun:
         write_atomically(self.out / "captions.json", f"{json.dumps(found, indent=1)}\n".encode())
         return found
 
-    def _done(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """What was captioned before, by row and picture."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        path = self.out / "captions.jsonl"
-        identity = {"identity": {**self.identity}}
-        if not path.exists():
-            path.write_text(json.dumps(identity) + "\n", encoding="utf-8")
-            return {}
-        records = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                records.append(json.loads(line))
-            except ValueError:  # cut off where it was stopped
-                continue
-        if not records or records[0] != identity:
-            raise UserError(
-                f"--out {self.out}: expected results of the same model, prompt and pictures, found"
-                " those of others; give another folder"
-            )
-        path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
-        return {(one["row"], one["picture"]): one for one in records[1:]}
-
     @torch.inference_mode()
     def _caption(self, row: str, inputs: dict[str, Any]) -> dict[str, Any]:
-        """One caption, its visual tokens, and seconds of CPU until its first token and its last."""
-        model = self.captioner.model
+        """One caption, its visual tokens, and seconds until its first token and its last."""
+        model, device = self.captioner.model, self.captioner.device
+        lengths = {"max_new_tokens": self.tokens, "min_new_tokens": self.longer or None}
         with ROWS[row].on(model) as calls:
-            starts = time.process_time()
-            model.generate(**inputs, max_new_tokens=1, do_sample=False)
-            first = time.process_time() - starts
-            starts = time.process_time()
-            ids = model.generate(
-                **inputs,
-                max_new_tokens=self.tokens,
-                min_new_tokens=self.longer or None,
-                do_sample=False,
-            )
-            whole = time.process_time() - starts
+            write = partial(model.generate, **inputs, do_sample=False)
+            _, first = _seconds(partial(write, max_new_tokens=1), device)
+            ids, whole = _seconds(partial(write, **lengths), device)
             visual = calls.counts.kept / 2  # both calls
         written = ids[0, inputs["input_ids"].shape[1] :]
         layers = int(model.config.text_config.num_hidden_layers)
@@ -219,6 +192,44 @@ class CaptionRun:
         names = list(self.pictures.files)
         turned = zip(names, [*names[1:], names[0]], strict=True)
         return self.scored({name: str(done[row, other]["caption"]) for name, other in turned})
+
+
+def begun(out: Path, identity: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """What was captioned in `out` before, by row and picture.
+
+    Raises:
+        UserError: it holds another run.
+        MachineError: it can't be written.
+    """
+    path, head = out / "captions.jsonl", {"identity": {**identity}}
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        records = []
+        for line in lines:
+            try:
+                records.append(json.loads(line))
+            except (ValueError, RecursionError):  # cut off where it was stopped
+                continue
+        if len(lines) < 2:  # nothing was captioned
+            records = [head]
+        if not records or records[0] != head:
+            raise UserError(
+                f"--out {out}: expected results of the same model, prompt and pictures, found"
+                " those of others; give another folder"
+            )
+        path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    return {(one["row"], one["picture"]): one for one in records[1:]}
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """What `call` gives and its seconds: of the CPU, or of the clock where another device
+    computes.
+    """
+    if device.type != "cpu":
+        return timed(call, device)
+    starts = time.process_time()
+    return call(), time.process_time() - starts
 
 
 def table(found: Mapping[str, Any]) -> str:

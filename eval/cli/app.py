@@ -40,6 +40,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 # Before anything is imported: notices of transformers, of torch's C++ and of its profiler are not
 # about users' input.

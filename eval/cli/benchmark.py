@@ -28,7 +28,7 @@ from .. import PROGRAM
 from ..benchmark.bench import alike_batches, bench, check_applies
 from ..benchmark.gates import failed_gates
 from ..benchmark.results import TIMINGS, check_out
-from ..benchmark.rows import chosen_rows
+from ..benchmark.rows import Row, chosen_rows
 from ..benchmark.run import Benchmark
 from ..benchmark.setup import attention_of
 from ..benchmark.suites import Suite
@@ -67,6 +67,7 @@ def run_benchmark(
 
     check_out(out)
     wanted = chosen_rows(rows)
+    note_lacking(wanted)
     settings = GenerateSettings(**suite.sampling(sampling))
     choice = _suite_model(suite, model)
     truth = TRUTHS.get(choice.embedded or "")
@@ -126,6 +127,13 @@ def run_benchmark(
     return process.is_main
 
 
+def note_lacking(rows: Sequence[Row]) -> None:
+    """Say which rows are left out for want of a package, before anything is made."""
+    for reason in dict.fromkeys(row.lacking for row in rows if row.lacking is not None):
+        names = ", ".join(row.name for row in rows if row.lacking == reason)
+        note(f"left out: {names} ({reason})")
+
+
 def check_gates(results: Results, out: Path) -> None:
     """Raise MachineError where a sanity gate of the report in `out` failed."""
     failed = failed_gates(results)
@@ -152,9 +160,7 @@ def run_bench(
     one process, which would slow each other down.
     """
     wanted = chosen_rows(rows)
-    for row in wanted:
-        if row.lacking is not None:
-            note(f"{row.name}: {row.lacking}")
+    note_lacking(wanted)
     check_rounds(rounds)
     processes = this_process().count
     if processes > 1:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mame_sd.errors import UserError
+from mame_sd.runs.devices import pick_device, pick_dtype
+from mame_sd.runs.files import check_place
 from mame_sd.runs.model_files import ModelChoice
 
 
@@ -27,21 +29,32 @@ def run_caption(
     Raises:
         UserError: bad options, no model, no references. What was done before is kept.
     """
-    from ..captions.model import EMBEDDED, load_captioner
+    from ..captions.model import EMBEDDED, check_prompt, load_captioner
     from ..captions.references import read_references
     from ..captions.rows import chosen_rows
-    from ..captions.run import CaptionRun, table
+    from ..captions.run import CaptionRun, begun, table
 
+    check_place(out, out)
     names = chosen_rows(rows)
     if not tokens >= 1 or longer > tokens:
         raise UserError(
             f"--tokens, --longer: expected 1 or more, and at least as many at most, got {tokens}"
             f" and {longer}; correct them"
         )
+    check_prompt(choice, prompt)
     pictures = read_references(references, data, num)
-    model = choice.model or EMBEDDED
-    captioner = load_captioner(model, prompt, weights_dir, choice.offline)
-    # forms: rows mean what they do now, which an older folder's did not
-    identity = {"forms": 2, "model": model, "prompt": prompt, "tokens": tokens, "longer": longer}
+    device = pick_device(choice.device)
+    identity = {
+        "forms": 3,  # rows mean what they do now, which an older folder's did not
+        "model": choice.model or EMBEDDED,
+        "revision": choice.revision,
+        "device": device.type,
+        "dtype": str(pick_dtype(choice.dtype, device)).removeprefix("torch."),
+        "prompt": prompt,
+        "tokens": tokens,
+        "longer": longer,
+    }
+    begun(out, identity)
+    captioner = load_captioner(choice, prompt, weights_dir)
     run = CaptionRun(captioner, identity, pictures, names, tokens, longer, out, on_note)
     return table(run.run())

@@ -7,12 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mame_sd.cli.console import note
 from mame_sd.errors import UserError
 from mame_sd.runs.encoders import LoadedEncoder, load_encoder
+from mame_sd.runs.files import shown
 from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of
 from mame_sd.runs.processes import joined, this_process
 
 from ..benchmark.results import check_out
+from ..images import turned_note
 from ..networks.pretrained import SALIENCY
 from ..perception.clips import open_clips
 from ..perception.data import ImageSet, class_numbers, open_images
@@ -60,6 +63,8 @@ def run_classify(
     load_model = load_saliency if choice.model == SALIENCY else load_encoder
     encoder = load_model(choice, process.local_rank)
     images = open_data(encoder, Path(data), options.num, suite)
+    if process.is_main and (said := turned_note(images.folder / name for name in images.files)):
+        note(said)
     head, images, numbers, about = make_head(encoder, images, options, stages(process))
     settings: dict[str, Any] = {
         "suite": suite,
@@ -135,7 +140,7 @@ def identity_of(models: TrainedModels, encoder: LoadedEncoder) -> dict[str, Any]
     """JSON values that tell these models from others."""
     names = [(form, seed) for form in models.forms for seed in models.seeds]
     digests = {f"{form}-{seed}": digest_of(models.model(form, seed)) for form, seed in names}
-    return {**encoder.identity, "name": models.folder.resolve().name, "sha256": digests}
+    return {**encoder.identity, "name": shown(models.folder.resolve().name), "sha256": digests}
 
 
 def load_head(

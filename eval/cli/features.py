@@ -7,8 +7,10 @@ from pathlib import Path
 
 from mame_sd.errors import UserError
 from mame_sd.runs.encoders import load_encoder
+from mame_sd.runs.files import check_place
 from mame_sd.runs.model_files import ModelChoice
 
+from ..images import turned_note
 from ..perception.data import open_images
 
 
@@ -33,12 +35,13 @@ def run_features(
     from ..perception import features_run as run
     from ..perception.features import DEFAULT_ROWS
 
+    check_place(out, out)
     pixels, wanted = run.parse_size(size), run.parse_shares(shares)
     names = run.parse_rows(rows, DEFAULT_ROWS)
-    images = open_images(data)
-    files = run.half_of(images, half)
     if num is not None and num < 1:
         raise UserError(f"--num: expected at least 1, got {num}; correct it")
+    images = open_images(data)
+    files = run.half_of(images, half)
     if choice.model == SALIENCY:
         source: run.SaliencySource | run.EncoderSource = run.SaliencySource(
             load_dinov2_saliency(weights_dir, choice.offline)
@@ -47,6 +50,8 @@ def run_features(
     else:
         encoder = load_encoder(choice)
         source, identity = run.EncoderSource(encoder), encoder.identity
+    if said := turned_note(images.folder / name for name in files[:num]):
+        on_note(said)
     found = run.FeaturesRun(
         source=source,
         identity=identity,

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import shown
 from mame_sd.runs.generate import versions
+from mame_sd.runs.records import Sample
 
+from ..images import size_of, turned_note
 from ..json_text import json_text
 from ..metric_list import METRICS, Metric
 from ..remarks import equal_images, remark
@@ -51,6 +54,13 @@ def score_runs(
     pairs = pair(a, b)
     against = None if reference is None else open_reference(reference)
     check_reference(metrics, against)
+    if tools.process.is_main:
+        files = [item.path for run in (a, b) for item in run.items.values()]
+        said = turned_note([*files, *(against.files if against is not None else ())])
+        if said:
+            on_note(said)
+            if any(map(tools.by_clean_fid, metrics)):
+                on_note("clean-fid reads files by itself and doesn't turn them")
     different = differing_settings(a, b)
     for text in different:
         on_note(f"the runs differ beside the method ({text})")
@@ -119,12 +129,18 @@ def _table_row(metric: Metric, value: Mapping[str, Any]) -> tuple[str, str, str,
     return label, number("mean"), interval, str(value["n"])
 
 
+def _size(item: Sample) -> str:
+    """Width x height, of the file where the run's record has none."""
+    width, height = (item.row.get(name) for name in ("width", "height"))
+    if width is None or height is None:
+        width, height = size_of(item.path)
+    return f"{width}x{height}"
+
+
 def _about(run: Run) -> dict[str, Any]:
-    sizes = sorted(
-        {f"{item.row.get('width')}x{item.row.get('height')}" for item in run.items.values()}
-    )
+    sizes = sorted({_size(item) for item in run.items.values()})
     return {
-        "name": run.folder.resolve().name,
+        "name": shown(run.folder.resolve().name),
         "images": len(run.items),
         "sizes": sizes,
         "settings": dict(run.settings),

@@ -146,7 +146,7 @@ def read_batches(
                         found[number] = Batch(**line)
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise UserError(
                 f"{path}: expected answers ({FORMAT!r}), got another file ({type(error).__name__}:"
                 f" {error}); delete it, or choose another --out"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import shown
 from mame_sd.runs.frames import SUFFIXES
 
 from ..images import image_files, load_image
@@ -65,7 +66,7 @@ class ImageSet:
         each batch of answers knows its own.
         """
         return {
-            "name": self.folder.resolve().name,
+            "name": shown(self.folder.resolve().name),
             "images": len(self.files),
             "classes": len(self.classes) if self.labels is not None else None,
             "files": hashlib.sha256("\0".join(self.files).encode()).hexdigest(),

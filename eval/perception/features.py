@@ -80,23 +80,13 @@ def _merged(**fields: Any) -> Callable[[float, int], Method]:
     return lambda keep, depth: Merged(None, {"keep": keep, **fields})
 
 
-def _tau(**fields: Any) -> Callable[[float, int], Method]:
-    return lambda tau, depth: Merged(None, {"tau": tau, **fields})
-
-
 ROWS: dict[str, Row] = {
     "default": Row("MaMe default", _merged()),
-    "tau": Row("MaMe by tau", _tau(), -0.5, pictures=4),
     "paper-tau": Row(
         "MaMe, the paper's form by tau",
-        lambda tau, _: Merged("first", {"preset": "plain", "tau": tau}),
+        lambda tau, _: Merged("first", {"tau": tau}),
         -0.5,
         pictures=4,
-    ),
-    "paper-keep": Row(
-        "MaMe, the paper's form by keep",
-        lambda keep, _: Merged("quarters", {"preset": "plain", "keep": keep}),
-        0.5,
     ),
     "tome": Row("ToMe", lambda share, depth: Rival(ToMe((1 - share) * 1000)), 0.0),
     "tome-decreasing": Row(
@@ -111,13 +101,10 @@ ROWS: dict[str, Row] = {
         lambda share, _: Smaller(share, {"keep": 1 - (1 - share) / 3}),
         least=0.1,
     ),
-    "constant": Row("MaMe, constant schedule", _merged(schedule="constant")),
-    "feature-x": Row("MaMe, tokens compared", _merged(feature="x")),
     "constant-x": Row("MaMe, constant, tokens compared", _merged(schedule="constant", feature="x")),
-    "no-sizes": Row("MaMe, sizes not counted", _merged(prop_attn=False)),
 }
 DEFAULT_ROWS = (
-    *("default", "tau", "constant-x", "tome", "tome-decreasing", "random", "pool"),
+    *("default", "paper-tau", "constant-x", "tome", "tome-decreasing", "random", "pool"),
     *("smaller", "smaller-merged"),
 )
 REFERENCE = "smaller"  # the row that differences are from

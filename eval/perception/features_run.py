@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from mame_sd.errors import UserError, first_line
 from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.encoders import LoadedEncoder, check_size
-from mame_sd.runs.files import write_atomically
+from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.methods import NotApplicable
 
 from ..images import load_image
@@ -215,7 +215,7 @@ class FeaturesRun:
             raise UserError(
                 f"--data: expected 3 pictures or more to compare, got {len(self.files)}; add some"
             )
-        self.out.mkdir(parents=True, exist_ok=True)
+        check_place(self.out, self.out)
         self._pictures = [self._picture(self.images.folder / name) for name in self.files]
         found: list[dict[str, Any]] = []
         for share in self.shares:

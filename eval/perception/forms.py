@@ -15,11 +15,10 @@ from mame_sd.errors import UserError
 
 PLAIN = "plain"
 HALVED: dict[str, Any] = {
-    "preset": "plain",
-    "keep": 0.5,
+    "tau": 0.5,
     "blocks": (3, 6, 9),
 }  # the paper's, counted from 0
-LAST: dict[str, Any] = {"preset": "plain", "keep": 0.5, "blocks": (-1,)}
+LAST: dict[str, Any] = {"tau": 0.5, "blocks": (-1,)}
 
 
 @dataclass(frozen=True)

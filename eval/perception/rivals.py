@@ -60,13 +60,18 @@ class RivalBlock(MergedBlock):
 
     def _hear(self, what: str, module: nn.Module, args: Any, output: Tensor) -> None:
         """Keeps queries or keys [B, heads, L, d] as the attention's projection gives them."""
-        width = width_of(self.block, self.encoder)
-        if output.shape[-1] != width:  # queries, keys and values joined
+        if self.encoder.joined:
+            width = width_of(self.block, self.encoder)
             output = output[..., :width] if what == "queries" else output[..., width : 2 * width]
         self._heard[what] = output.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def _merge(
-        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None
+        self,
+        x: Tensor,
+        normed: Tensor,
+        sizes: Tensor | None,
+        grid: tuple[int, int] | None,
+        sized: bool,
     ) -> tuple[Tensor, Tensor | None]:
         assert self.counts is not None
         given = Given(x, self.shared.special, self._place, sizes, grid, **self._heard)
@@ -77,7 +82,7 @@ class RivalBlock(MergedBlock):
         self.trace.coords = given.coords
         if self.shared.capture and reduced.x.shape[1] < x.shape[1]:
             self.shared.keep(self.number, cast(Any, self.trace.plan(reduced, given)))
-        if self._counts_calls:
+        if self.shared.now.counting:
             self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
         return reduced.x, reduced.sizes
 

@@ -5,9 +5,8 @@
 | baseline | the model as it is |
 | mame-default | what `apply_mame(model)` does |
 | default-0.8 | the same at another share: keep in every second block |
-| default-tau-0.8 | the same by similarity |
-| mame-0.8 | the paper's form by tau in the first two thirds of the blocks (its first 8 of 12) |
-| mame-keep-0.5 | the paper's form by keep in blocks 3, 6 and 9 of 12 |
+| mame-0.8 | the paper's method, tau .8, in the first two thirds of the blocks (its first 8 of 12) |
+| mame-quarters-0.5 | the same, tau .5, in blocks 3, 6 and 9 of 12 |
 | tome-8 | ToMe, 8 tokens fewer in each block |
 | evit-0.7, random-0.7, pool-0.7 | pruning, random dropping, pooling in blocks 3, 6 and 9 of 12 |
 | evit-all-0.9, random-all-0.9, pool-all-0.9 | the same in every block |
@@ -55,35 +54,21 @@ _SHORT = {
 VIDEO = "video"  # the suite of clips
 PICTURES = tuple(name for name in RIVAL_LABELS if name != "frames")
 CLIPS = ("tome", "random", "random-all", "smaller", "frames")  # rivals that can see clips
-_PAPER = {"preset": "plain"}
-_ABLATED: tuple[
-    tuple[str, dict[str, Any]], ...
-] = (  # at equal tokens, keep=0.5: all but what is named as the paper's
+_ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # all but what is named as the paper's
     ("feature-k", {"feature": "k"}),
     ("feature-k-mean", {"feature": "k-mean"}),
     ("metric-dot", {"metric": "dot"}),
-    ("metric-euclidean", {"metric": "euclidean"}),
-    ("metric-softmax", {"metric": "softmax"}),
+    ("metric-euclidean", {"metric": "euclidean", "tau": -0.5}),
+    ("metric-softmax", {"metric": "softmax", "tau": 0.01}),
     ("sequential", {"partition": "sequential"}),
     *((f"random-{seed}", {"partition": "random", "seed": seed}) for seed in range(5)),
-    ("grid", {"partition": "grid", "stride": (2, 2)}),
     ("unrefined", {"refine": False}),
-    ("tiles", {"tiles": 4}),
-    ("best", {"weights": "best"}),
     ("sizes", {"prop_attn": True}),
     ("restored", {"restore": True}),
 )
-_VARIED: tuple[
-    tuple[str, dict[str, Any]], ...
-] = (  # keep=0.65: all but what is named as in our default
+_VARIED: tuple[tuple[str, dict[str, Any]], ...] = (  # all but what is named as in our default
     ("no-sizes", {"prop_attn": False}),
-    ("average", {"weights": "average"}),
-    ("feature-k-mean", {"feature": "k-mean"}),
-    ("feature-x", {"feature": "x"}),
     ("constant", {"schedule": "constant"}),
-    ("alternating", {"partition": "alternating"}),
-    ("random", {"partition": "random"}),
-    ("random-grid", {"partition": "random-grid", "stride": (2, 2)}),
     ("restored", {"restore": True}),
 )
 _SPREAD: tuple[
@@ -153,19 +138,11 @@ def row_named(name: str) -> Row:
         return Row(name=name, label="MaMe default", family="mame", fields={}, default=True)
     kind, _, text = name.partition("-")
     if kind == "mame":
-        keep = text.startswith("keep-")
-        value = _number(text.removeprefix("keep-"), 1.0)
-        if value is not None and keep:
-            return _mame(
-                name, f"MaMe keep {value:g} (paper)", "quarters", {"keep": value, **_PAPER}
-            )
+        where = "quarters" if text.startswith("quarters-") else "first"
+        value = _number(text.removeprefix("quarters-"), 1.0)
         if value is not None:
-            return _mame(name, f"MaMe τ {value:g} (paper)", "first", {"tau": value, **_PAPER})
+            return _mame(name, f"MaMe τ {value:g} (paper)", where, {"tau": value})
     kind, _, text = name.rpartition("-")
-    if kind == "default-tau":
-        value = _number(text, 1.0)
-        if value is not None:
-            return _mame(name, f"MaMe default, τ {value:g}", None, {"tau": value})
     if kind in RIVAL_LABELS:
         whole = kind in ("tome", "smaller", "frames")
         value = _number(text, float("inf") if whole else 1.0)
@@ -179,7 +156,7 @@ def row_named(name: str) -> Row:
             )
     raise UserError(
         "--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8,"
-        " mame-keep-0.5, default-tau-0.8, tome-8, evit-0.7, random-0.7, pool-0.7, random-all-0.9,"
+        " mame-quarters-0.5, tome-8, evit-0.7, random-0.7, pool-0.7, random-all-0.9,"
         f" smaller-160, frames-4 or tome@mame-0.8, got {name!r}; correct it"
     )
 
@@ -205,18 +182,15 @@ def beside_rivals(*names: str, rivals: Sequence[str] = PICTURES) -> list[Row]:
 
 def ablation() -> list[Row]:
     """The paper's ablations, and those of what ours has beyond it."""
-    rows = [row_named(BASELINE), row_named("mame-keep-0.5")]
+    rows = [row_named(BASELINE), row_named("mame-0.8")]
     for name, fields in _ABLATED:
-        label = f"keep 0.5, {name.replace('-', ' ', 1)}"
-        rows.append(
-            _mame(f"mame-keep-0.5-{name}", label, "quarters", {"keep": 0.5, **_PAPER, **fields})
-        )
+        label = f"τ 0.8, {name.replace('-', ' ', 1)}"
+        rows.append(_mame(f"mame-0.8-{name}", label, "first", {"tau": 0.8, **fields}))
     for where, words in _DEPTHS.items():
         rows += [
-            _mame(f"mame-{where}-{tau:g}", f"τ {tau:g}, {words}", where, {"tau": tau, **_PAPER})
+            _mame(f"mame-{where}-{tau:g}", f"τ {tau:g}, {words}", where, {"tau": tau})
             for tau in _TAUS
         ]
-    rows += [row_named(f"mame-keep-{keep:g}") for keep in (0.6, 0.7, 0.8)]
     rows += [row_named(f"default-{keep:g}") for keep in (0.9, 0.8, 0.7, 0.65, 0.6, 0.55)]
     for where, words, keeps in _SPREAD:
         for keep in keeps:
@@ -352,27 +326,25 @@ SUITES: dict[str, tuple[str, list[Row]]] = {
     ),
     "ablation": (
         (
-            "Ablations at equal tokens (keep .5 in blocks 3, 6 and 9 of 12), tau times number of"
-            " blocks, and our default at equal tokens (keep .65), equal shares in more or fewer"
-            " blocks at equal FLOPs."
+            "The paper's ablations at tau .8, tau times number of blocks, and our default at equal"
+            " tokens (keep .65), equal shares in more or fewer blocks at equal FLOPs."
         ),
         ablation(),
     ),
     "trained": (
         (
-            "Trained without merging and with it, keep .5 in blocks 3, 6 and 9 or in the last one;"
+            "Trained without merging and with it, tau .5 in blocks 3, 6 and 9 or in the last one;"
             " intervals are over seeds."
         ),
         trained(),
     ),
     VIDEO: (
         (
-            "Clips: our default, keep .6 instead, and tau .8, .85 and .9 in our form and in the"
-            " paper's, beside rivals at equal FLOPs, smaller frames and fewer frames."
+            "Clips: our default, keep .6 instead, and the paper's tau .8, .85 and .9, beside rivals"
+            " at equal FLOPs, smaller frames and fewer frames."
         ),
         [
             *beside_rivals(DEFAULT, "default-0.6", rivals=CLIPS),
-            *(row_named(f"default-tau-{tau}") for tau in (0.8, 0.85, 0.9)),
             *beside_rivals("mame-0.8", "mame-0.85", "mame-0.9", rivals=("default", "tome"))[1:],
         ],
     ),

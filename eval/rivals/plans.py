@@ -83,11 +83,9 @@ class Means(Rows):
 
     def merge(self, t: Tensor) -> Tensor:
         image = t.transpose(1, 2).unflatten(2, self._size)  # [B, C, h, w]
-        return (
-            F.avg_pool2d(image, self._cell, ceil_mode=True, count_include_pad=False)
-            .flatten(2)
-            .transpose(1, 2)
-        )
+        pooled = F.avg_pool2d(image, self._cell, ceil_mode=True, count_include_pad=False)
+        # Fused attention takes its slow way for keys that don't lie together.
+        return pooled.flatten(2).transpose(1, 2).contiguous()
 
 
 class Tiles(RivalPlan):

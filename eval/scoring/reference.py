@@ -13,6 +13,7 @@ from typing import Any
 
 from mame_sd.embedded import model as embedded_model
 from mame_sd.errors import UserError
+from mame_sd.runs.files import shown
 
 from ..images import image_files, load_image
 from ..metric_list import Metric
@@ -65,14 +66,14 @@ def open_reference(path: Path) -> Reference:
     """
     if path.suffix.lower() == ".npz":
         statistics = load_statistics(path)
-        return Reference(path.name, statistics.n, file_sha256(path), statistics=statistics)
+        return Reference(shown(path.name), statistics.n, file_sha256(path), statistics=statistics)
     if (path / "manifest.json").is_file():
         files = [item.path for item in Run.open(path).items.values()]
     else:
         files = image_files(path)
     hashes = sorted(file_sha256(file) for file in files)
     digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
-    name = path.resolve().name
+    name = shown(path.resolve().name)
     return Reference(
         name,
         len(files),

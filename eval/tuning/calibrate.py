@@ -141,5 +141,5 @@ def read_rows(path: Path, about: str) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
         return dict(found["rows"]) if found["about"] == about else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}

@@ -6,16 +6,127 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mame_sd import upstream
+
 IMPLEMENTATIONS = ("sdpa", "eager")
+_PARTS = ("layer_idx", "q_proj", "k_proj", "v_proj", "head_dim", "config")
+_NEAR = 1e-2  # of the norm: how far keys may be from the model's own, for 16-bit kernels
 
 
-def attention_layers(model: nn.Module) -> list[Any]:
+@dataclass(frozen=True)
+class Attention:
+    """One attention layer of a decoder: how it makes queries and rotates them."""
+
+    module: Any
+    rotary: Any  # None: the layer rotates nothing
+    index: int
+    sliding: bool  # sees a window alone, whose cache is short as it is
+
+    def project(self, hidden_states: Tensor) -> Tensor:
+        """Queries [B, H, N, D] before the rotation, of the layer's input [B, N, C]."""
+        return self._heads("q", hidden_states)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [B, H, N, D] at positions [B, N], by the model's own functions.
+
+        The rotary embedding's forward is called without what transformers wraps around it, which
+        changes the model where frequencies depend on the length (dynamic NTK, longrope).
+        """
+        if self.rotary is None:
+            return x
+        forward = inspect.unwrap(type(self.rotary).forward)
+        device = next((b.device for b in self.rotary.buffers()), x.device)
+        turn = forward(self.rotary, x[:1].to(device), positions.to(device), *self._type)
+        cos, sin = (t.to(x) for t in turn)
+        turned = cos.shape[-1]  # of the features; Phi and StableLM leave others as they are
+        apply = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
+        part = apply(x[..., :turned], x[..., :turned], cos, sin)[0]
+        return part if turned == x.shape[-1] else torch.cat([part, x[..., turned:]], -1)
+
+    @property
+    def _type(self) -> tuple[str, ...]:
+        types = getattr(self.module.config, "layer_types", None)
+        takes = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
+        return (types[self.index],) if takes and types else ()
+
+    def _heads(self, which: str, hidden_states: Tensor) -> Tensor:
+        b, n = hidden_states.shape[:2]
+        x = getattr(self.module, f"{which}_proj")(hidden_states)
+        norm = getattr(self.module, f"{which}_norm", None)
+        weight = getattr(norm, "weight", None)
+        flat = weight is not None and weight.shape == x.shape[-1:]
+        if norm is not None and flat:  # over all heads at once, as OLMo 2 does
+            x = norm(x)
+        x = x.view(b, n, -1, self.module.head_dim)
+        if norm is not None and not flat:
+            x = norm(x)
+        return x.transpose(1, 2)
+
+    @torch.no_grad()
+    def checked(self) -> Attention:
+        """This layer, with no rotation where it has none.
+
+        The layer is run on three tokens, and the keys that it hands to its cache are compared with
+        those that this class makes.
+
+        Raises:
+            ValueError: they differ.
+        """
+        weight = next(self.module.k_proj.parameters())
+        width = self.module.config.hidden_size
+        dtype = weight.dtype if weight.dtype.is_floating_point else torch.get_default_dtype()
+        device = "cpu" if weight.device.type == "meta" else weight.device
+        hidden = torch.arange(3 * width, device=device).float().mul(0.7).sin().view(1, 3, width)
+        hidden = hidden.to(dtype)
+        places = torch.tensor([[0, 3, 11]], device=device)
+        probe, name = _Probe(), upstream.cache_argument(self.module.forward)
+        try:
+            forward = inspect.unwrap(type(self.rotary).forward)
+            turn = forward(self.rotary, hidden, places, *self._type)
+            self.module.forward(
+                hidden_states=hidden,
+                position_embeddings=tuple(t.to(hidden) for t in turn),
+                attention_mask=None,
+                **{name or upstream.CACHE_NAMES[0]: probe},
+            )
+            assert probe.keys is not None
+            plain = self._heads("k", hidden)
+            for rotary in (self.rotary, None):
+                layer = Attention(self.module, rotary, self.index, self.sliding)
+                gap = (layer.rotate(plain, places) - probe.keys).float().norm()
+                if gap <= _NEAR * probe.keys.float().norm():
+                    return layer
+        except Exception as error:
+            raise ValueError(self._unknown(f"it raised {type(error).__name__}")) from error
+        raise ValueError(self._unknown("its keys are other ones"))
+
+    def _unknown(self, why: str) -> str:
+        return (
+            f"model: unknown attention {type(self.module).__name__}; expected one that projects,"
+            " norms and rotates keys as Llama, Qwen, Mistral or Gemma do, but on a trial of three"
+            f" tokens {why}"
+        )
+
+
+class _Probe:
+    """Stands in for a cache: keeps the keys of one layer's forward."""
+
+    keys: Tensor | None = None
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Remembers the keys, and gives back what came."""
+        self.keys = keys
+        return keys, values
+
+
+def attention_layers(model: nn.Module) -> list[Attention]:
     """The self-attention layers of a decoder that can be compressed, in order.
 
     Raises:
@@ -33,8 +144,9 @@ def attention_layers(model: nn.Module) -> list[Any]:
         raise ValueError(
             f"model: expected a decoder alone, got {name}, whose cache holds an encoder's keys too"
         )
-    known: list[Any] = [m for m in model.modules() if _known(m)]
-    unknown = {type(m).__name__ for m in model.modules() if _attends(m) and not _known(m)}
+    found = {path: m for path, m in model.named_modules() if _attends(m)}
+    known = {path: m for path, m in found.items() if _known(m)}
+    unknown = {type(m).__name__ for path, m in found.items() if path not in known}
     if unknown:
         raise ValueError(
             f"model: unknown attention {', '.join(sorted(unknown))} in {name}; expected q_proj,"
@@ -45,99 +157,56 @@ def attention_layers(model: nn.Module) -> list[Any]:
             "model: expected a decoder with a KV cache, found no attention layer that has one in"
             f" {name}"
         )
-    used = known[0].config._attn_implementation
+    return [_layer(model, path, module) for path, module in known.items()]
+
+
+def _layer(model: nn.Module, path: str, module: Any) -> Attention:
+    config, name = module.config, type(model).__name__
+    used = upstream.implementation_of(config)
     if used not in IMPLEMENTATIONS:
         raise ValueError(
             f"attn_implementation: expected {' or '.join(IMPLEMENTATIONS)}, whose masks can weigh"
             f" keys, got {used!r}"
         )
-    return known
-
-
-def _attends(module: Any) -> bool:
-    return (
-        hasattr(module, "layer_idx")
-        and "Attention" in type(module).__name__
-        and hasattr(module, "forward")
-    )
-
-
-def _known(module: Any) -> bool:
-    parts = all(
-        hasattr(module, n)
-        for n in ("layer_idx", "q_proj", "k_proj", "v_proj", "head_dim", "config")
-    )
-    return parts and _attends(module) and hasattr(_file(module), "apply_rotary_pos_emb")
-
-
-def _file(module: Any) -> Any:
-    return sys.modules[type(module).__module__]
-
-
-def is_sliding(module: Any) -> bool:
-    """Whether a layer sees a window alone, whose cache is short as it is."""
-    config, index = module.config, module.layer_idx
-    types = getattr(config, "layer_types", None)
-    if types:
-        return "sliding" in types[index] or "chunked" in types[index]
-    return getattr(config, "sliding_window", None) is not None and getattr(
-        config, "use_sliding_window", True
-    )
-
-
-def queries_of(module: Any, hidden_states: Tensor) -> Tensor:
-    """Queries [B, H, N, D] before the rotation, of a layer's input [B, N, C]."""
-    b, n = hidden_states.shape[:2]
-    queries = module.q_proj(hidden_states)
-    norm = getattr(module, "q_norm", None)
-    if (
-        norm is not None and norm.weight.numel() == queries.shape[-1]
-    ):  # over all heads at once, as OLMo 2 does
-        queries = norm(queries)
-    queries = queries.view(b, n, -1, module.head_dim)
-    if norm is not None and norm.weight.numel() == module.head_dim:
-        queries = norm(queries)
-    return queries.transpose(1, 2)
-
-
-def rotated(module: Any, queries: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Queries [B, H, N, D] at the positions of cos and sin [B, N, D], by the model's own
-    function.
-    """
-    return _file(module).apply_rotary_pos_emb(queries, queries, cos, sin)[0]
-
-
-def rotation_of(model: nn.Module, module: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function that rotates x [B, H, N, D] to positions [B, N], which may be negative."""
-    rotary = next(
-        (m for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")), None
-    )
+    if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
+        raise ValueError(
+            f"model: expected positions of one axis, got {name}, whose images have three; leave"
+            " merge_cache out"
+        )
+    if getattr(module, "sinks", None) is not None:
+        raise ValueError(f"model: expected attention without learned sinks, got {name}")
+    rotary = next(_rotaries(model, path), None)
     if rotary is None:
         raise ValueError(
             f"model: expected a rotary embedding beside {type(module).__name__}, found none"
         )
-    types = getattr(module.config, "layer_types", None)
-    by_type = "layer_type" in inspect.signature(rotary.forward).parameters
-
-    def rotate(x: Tensor, positions: Tensor) -> Tensor:
-        extra = (types[module.layer_idx],) if by_type and types else ()
-        cos, sin = rotary(x, positions, *extra)
-        scale = (
-            (cos.float().square() + sin.float().square()).mean().sqrt()
-            if positions.numel()
-            else 1.0
-        )
-        return rotated(module, x, (cos / scale).to(x.dtype), (sin / scale).to(x.dtype))
-
-    return rotate
+    layer = Attention(module, rotary, module.layer_idx, _is_sliding(module))
+    return layer if layer.sliding else layer.checked()
 
 
-def real_tokens(mask: Tensor | None) -> Tensor | None:
-    """Bool [B, N]: which tokens the newest one sees, from a layer's mask [B, 1, Q, N]; None:
-    all.
-    """
-    if mask is None:
-        return None
-    last = mask[:, 0, -1]
-    seen = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
-    return None if bool(seen.all()) else seen
+def _rotaries(model: nn.Module, path: str) -> Iterator[Any]:
+    """The rotary embeddings of the modules around one, the nearest first."""
+    parts = path.split(".")
+    for count in range(len(parts), -1, -1):
+        around = model.get_submodule(".".join(parts[:count]))
+        for child in around.children():
+            if type(child).__name__.endswith("RotaryEmbedding"):
+                yield child
+
+
+def _attends(module: Any) -> bool:
+    return hasattr(module, "layer_idx") and "Attention" in type(module).__name__
+
+
+def _known(module: Any) -> bool:
+    file = sys.modules[type(module).__module__]
+    return all(hasattr(module, n) for n in _PARTS) and hasattr(file, "apply_rotary_pos_emb")
+
+
+def _is_sliding(module: Any) -> bool:
+    config, types = module.config, getattr(module.config, "layer_types", None)
+    if types:
+        return "sliding" in types[module.layer_idx] or "chunked" in types[module.layer_idx]
+    return getattr(config, "sliding_window", None) is not None and getattr(
+        config, "use_sliding_window", True
+    )

@@ -16,53 +16,49 @@ from torch import Tensor
 from mame_sd.caches.kept import Kept
 from mame_sd.caches.view import CacheView
 
-COUNT, AHEAD = (
-    512,
-    128,
-)  # reference queries of each head, and the positions to come over which they are spread
 RIDGE_MASS, RIDGE_VALUES = 0.1, 0.01  # in units of the mean diagonal of the normal equations
 LEAST, MOST = 1e-2, 1e2  # of what a key may count for
 
 
 def with_fitted_values(
-    view: CacheView, kept: Kept, place: Tensor, reference: tuple[Tensor, Tensor] | None = None
+    view: CacheView, kept: Kept, place: Tensor, queries: Tensor, counted: Tensor
 ) -> Kept:
     """`kept` with the values and biases that fit.
 
     Args:
         place: LongTensor [B, h, K], where each kept key lies in `view`.
-        reference: rotated queries [B, H, N, D], and which of them count, bool [B, N]; None: the
-            prompt's own.
+        queries: reference queries [B, H, N, D], rotated.
+        counted: which of them count, bool [B, N].
     """
-    queries, counts = view.to_come(COUNT, AHEAD) if reference is None else reference
-    parts = [_one(view, kept, place, queries, counts, head) for head in range(place.shape[1])]
+    parts = [_one(view, kept, place, queries, counted, head) for head in range(place.shape[1])]
     values = torch.stack([v for v, _ in parts], 1).to(kept.values.dtype)
     bias = torch.stack([b for _, b in parts], 1).to(kept.values.dtype)
     return replace(kept, values=values, bias=bias if kept.bias is None else kept.bias + bias)
 
 
 def _one(
-    view: CacheView, kept: Kept, place: Tensor, queries: Tensor, counts: Tensor, head: int
+    view: CacheView, kept: Kept, place: Tensor, queries: Tensor, counted: Tensor, head: int
 ) -> tuple[Tensor, Tensor]:
     """Values [B, K, D] and what is added to the bias [B, K] of one head of keys."""
-    g = view.groups
-    logits = (
-        _of_head(view, head).logits(queries[:, head * g : (head + 1) * g])[:, 0].flatten(1, 2)
-    )  # [B, G N, L]
-    weight = counts.repeat(1, g).unsqueeze(-1).to(logits.dtype)
+    g = queries.shape[1] // place.shape[1]
+    logits = _of_head(view, head).logits(queries[:, head * g : (head + 1) * g])
+    logits = logits[:, 0].flatten(1, 2)  # [B, G N, L]
+    weight = counted.repeat(1, g).unsqueeze(-1).to(logits.dtype)
     at = place[:, head].unsqueeze(1).expand(-1, logits.shape[1], -1)
     near = logits.gather(2, at)
     everything = logits.softmax(-1)
+    if view.real is not None:
+        everything = everything.nan_to_num()
     target = everything @ view.values[:, head].to(logits.dtype)
     share = everything.gather(2, at) * weight  # of all attention, by key
+    count = torch.full((place.shape[0],), place.shape[2], device=place.device)
     if kept.real is not None:
         missing = ~kept.real[:, head].unsqueeze(1)
         near, share = near.masked_fill(missing, -torch.inf), share.masked_fill(missing, 0)
-    real = torch.ones_like(place) if kept.real is None else kept.real
-    count = real[:, head].sum(-1)
+        count = kept.real[:, head].sum(-1).clamp(min=1)
     change = _ridge(share, weight - share.sum(-1, keepdim=True), RIDGE_MASS, count).squeeze(-1)
     bias = (1 + change).clamp(LEAST, MOST).log()
-    attention = (near + bias.unsqueeze(1)).softmax(-1) * weight
+    attention = (near + bias.unsqueeze(1)).softmax(-1).nan_to_num() * weight
     start = kept.values[:, head].to(logits.dtype)
     return start + _ridge(attention, target * weight - attention @ start, RIDGE_VALUES, count), bias
 
@@ -71,13 +67,17 @@ def _ridge(a: Tensor, b: Tensor, strength: float, count: Tensor) -> Tensor:
     """x [B, K, D] that minimises |a x - b|^2 + strength * mean diagonal * |x|^2, of a [B, N, K] and
     b [B, N, D].
 
-    The mean is that of the `count` [B] keys that aren't padding, whose columns are 0.
+    The mean is that of the `count` [B] keys that aren't padding, whose columns are 0. The smaller
+    of a a^T and a^T a is factored, by Cholesky: both give the same x.
     """
-    gram = a.transpose(-1, -2) @ a
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    lift = strength * (diagonal.sum(-1) / count).unsqueeze(-1) + torch.finfo(a.dtype).tiny ** 0.5
-    gram = gram + torch.diag_embed(lift.expand_as(diagonal))
-    return torch.cholesky_solve(a.transpose(-1, -2) @ b, torch.linalg.cholesky(gram))
+    t = a.transpose(-1, -2)
+    few = a.shape[1] < a.shape[2]
+    gram = a @ t if few else t @ a
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    lift = strength * trace / count + torch.finfo(a.dtype).tiny ** 0.5
+    gram.diagonal(dim1=-2, dim2=-1).add_(lift.unsqueeze(-1))
+    factor = torch.linalg.cholesky(gram)
+    return t @ torch.cholesky_solve(b, factor) if few else torch.cholesky_solve(t @ b, factor)
 
 
 def _of_head(view: CacheView, head: int) -> CacheView:
@@ -86,7 +86,6 @@ def _of_head(view: CacheView, head: int) -> CacheView:
         view,
         keys=view.keys[:, one],
         values=view.values[:, one],
-        queries=view.queries[:, head * view.groups : (head + 1) * view.groups],
         slots=view.slots[:, one],
         bias=None if view.bias is None else view.bias[:, one],
         real=None if view.real is None else view.real[:, one],

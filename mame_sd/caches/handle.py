@@ -5,36 +5,36 @@
     print(handle.report())
 
 After each forward of several tokens (a prompt, or a chunk of one) the cache is cut to a share of
-the tokens seen. With `every` also after so many single ones. Later tokens keep the positions of the
+its bytes. With `every` also after so many single tokens. Later tokens keep the positions of the
 full sequence. Works by hooks on the attention layers: weights, configs and generation stay as they
 are, and leaving the block takes all of it back.
+
+The block is one of its thread (a context variable tells): other threads' forwards on the same model
+are left alone, unless they enter a block of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from mame_sd.caches.attention import (
-    attention_layers,
-    is_sliding,
-    queries_of,
-    real_tokens,
-    rotated,
-    rotation_of,
-)
+from mame_sd import upstream
+from mame_sd.caches.attention import Attention, attention_layers
 from mame_sd.caches.kept import Kept
 from mame_sd.caches.layer import MergedLayer
-from mame_sd.caches.presets import Method, method_of
+from mame_sd.caches.selection import Method, full_price_of, method_of
 from mame_sd.caches.view import CacheView
+from mame_sd.report import NothingMergedError, counted
 
-_MARK = "_mame_cache"  # attribute of a model whose cache is being merged
+_RUNNING: ContextVar[tuple[_Work, ...]] = ContextVar("_RUNNING", default=())
 
 
 @dataclass
@@ -42,7 +42,7 @@ class CacheHandle:
     """What `merge_cache` did.
 
     Attributes:
-        keep: share of the tokens that stays.
+        keep: share of the bytes that stays.
         compressing: set it to False, and caches stay as they are, as when a text is scored after a
             prompt.
         layers: numbers of the layers that are compressed.
@@ -68,8 +68,8 @@ class CacheHandle:
             kept = sum(k for _, k in self.tokens.values()) / len(self.tokens)
             before, after = (sum(b[i] for b in self.bytes.values()) for i in (0, 1))
             lines = [
-                f"{len(self.tokens)} layers: {kept:.0f} of {seen} keys stay, {after / 2**20:.1f} of"
-                f" {before / 2**20:.1f} MiB"
+                f"{counted(len(self.tokens), 'layer')}: {kept:.0f} of {seen} keys stay,"
+                f" {after / 2**20:.1f} of {before / 2**20:.1f} MiB"
             ]
         if self.passed_by:
             lines.append(
@@ -81,7 +81,7 @@ class CacheHandle:
 
 @contextmanager
 def merge_cache(
-    model: nn.Module, keep: float = 0.5, method: Any = "default", *, every: int | None = None
+    model: nn.Module, keep: float = 0.25, method: Any = None, *, every: int | None = None
 ) -> Iterator[CacheHandle]:
     """Compresses the KV cache of a transformers model while the block runs.
 
@@ -90,114 +90,199 @@ def merge_cache(
     Args:
         model: a causal language model with rotary positions, attention `sdpa` or `eager`, and a
             dynamic cache.
-        keep: share of the tokens seen that stays, above 0, at most 1; with 1 nothing is touched.
-            Lower saves more memory and time, and moves the model's answers further from those of
-            the full cache.
-        method: a name (`mame_sd.caches.METHODS`), or an object with `score`
-            (`mame_sd.caches.scores`) or `compress`.
+        keep: share of the bytes that stays, above 0, at most 1; with 1 nothing is touched. At least
+            one key of each layer stays. Lower saves more memory and time, and moves the model's
+            answers further from those of the full cache.
+        method: an object with `score` (`mame_sd.caches.scores`) or a `Method`; None: the default.
         every: compress also after so many single tokens. None: prompts and chunks alone.
 
     Raises:
         TypeError: no transformers model, or no method.
-        ValueError: `keep` or `every` out of range, an unknown method, or a model, attention or
-            cache that can't be merged.
+        ValueError: `keep` or `every` out of range, or a model, attention or cache that can't be
+            merged.
+        RuntimeError: the installed transformers lacks a name that this relies on.
+        NothingMergedError: the block ends, forwards of several tokens ran, and no layer was
+            compressed.
     """
+    upstream.require()
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
         raise ValueError(f"every: expected a number of tokens, at least 1, or None, got {every!r}")
-    chosen, modules = method_of(method), attention_layers(model)
-    if hasattr(model, _MARK):
-        raise ValueError("model: its cache is merged already; leave that merge_cache first")
-    cache = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
+    chosen, layers = method_of(method), attention_layers(model)
+    config = getattr(model, "generation_config", None)
+    cache = getattr(config, "cache_implementation", None)
     if cache not in (None, "dynamic"):
         raise ValueError(f"cache_implementation: expected a dynamic cache, got {cache!r}")
-    passed = tuple(m.layer_idx for m in modules if is_sliding(m))
-    modules = [m for m in modules if not is_sliding(m)]
-    if not modules:
+    if getattr(config, "prompt_lookup_num_tokens", None):
+        raise ValueError(_ASSISTED)
+    passed = tuple(layer.index for layer in layers if layer.sliding)
+    layers = [layer for layer in layers if not layer.sliding]
+    if not layers:
         raise ValueError(
             "model: every layer sees a sliding window alone, whose cache is short as it is"
         )
-    handle = CacheHandle(float(keep), layers=tuple(m.layer_idx for m in modules), passed_by=passed)
+    running = _RUNNING.get()
+    if any(work.live and work.layers.keys() & {id(x.module) for x in layers} for work in running):
+        raise ValueError("model: its cache is merged already; leave that merge_cache first")
+    handle = CacheHandle(float(keep), layers=tuple(x.index for x in layers), passed_by=passed)
     if keep == 1:
         yield handle
         return
-    work = _Work(model, modules, chosen, handle, every)
-    setattr(model, _MARK, True)
+    work = _Work(layers, chosen, handle, every)
+    _RUNNING.set((*running, work))
     try:
         work.install()
         yield handle
+        work.check()
     finally:
-        delattr(model, _MARK)
         work.remove()
+        _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not work))
+
+
+_ASSISTED = (
+    "assistant_model, prompt_lookup_num_tokens: expected none inside merge_cache, whose caches"
+    " can't give tokens back; generate without them"
+)
+
+
+@dataclass
+class _Forward:
+    """One forward of a model on one cache."""
+
+    mask: Tensor | None = None  # the model's own, over all tokens seen
+    views: dict[int, CacheView] = field(default_factory=dict)  # of layers that wait for the others
+    looks: dict[int, Any] = field(default_factory=dict)
+
+
+class _Hook:
+    """A hook on a layer of the model that it was put on: copies of the model carry an idle one.
+
+    Args:
+        count: of its arguments, keywords among them. torch calls it without those where another
+            thread puts it on or takes it off at that moment, and the call is none of its block.
+    """
+
+    def __init__(self, call: Any = None, count: int = 0) -> None:
+        self.call, self.count = call, count
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args) if len(args) == self.count else None
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
 
 
 class _Work:
     """The hooks of one `merge_cache`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        modules: list[Any],
-        method: Method,
-        handle: CacheHandle,
-        every: int | None,
+        self, layers: list[Attention], method: Method, handle: CacheHandle, every: int | None
     ) -> None:
-        self.modules, self.method, self.handle, self.every = modules, method, handle, every
-        self.all_layers = bool(getattr(method, "all_layers", False))
-        self.window: int | None = getattr(method, "window", None)
-        self.rotations = {m.layer_idx: rotation_of(model, m) for m in modules}
-        self.masks: dict[Any, Tensor | None] = {}  # of each layer, which tokens are real
-        self.views: dict[Any, CacheView] = {}  # of layers that wait for the others
+        self.layers = {id(layer.module): layer for layer in layers}
+        self.first, self.last = layers[0].module, layers[-1].module
+        self.method, self.handle, self.every = method, handle, every
+        self.forwards: WeakKeyDictionary[Cache, _Forward] = WeakKeyDictionary()
         self.hooks: list[Any] = []
+        self.live = True
+        self.ran = self.elsewhere = 0  # forwards of several tokens, here and in other threads
 
     def install(self) -> None:
-        for module in self.modules:
-            self.hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-            self.hooks.append(module.register_forward_hook(self._after, with_kwargs=True))
+        for layer in self.layers.values():
+            before, after = _Hook(self._before, 3), _Hook(self._after, 4)
+            self.hooks.append(layer.module.register_forward_pre_hook(before, with_kwargs=True))
+            self.hooks.append(layer.module.register_forward_hook(after, with_kwargs=True))
 
     def remove(self) -> None:
+        self.live = False
         for hook in self.hooks:
             hook.remove()
 
-    def _before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def check(self) -> None:
+        """Raises NothingMergedError where nothing was compressed and something should have been."""
+        if self.handle.tokens:
+            return
+        if self.ran:
+            raise NothingMergedError(
+                f"expected forwards to compress the cache, but {self.ran} of several tokens ran and"
+                " no layer was: give them use_cache=True and a DynamicCache, or leave out"
+                " merge_cache"
+            )
+        if self.elsewhere:
+            raise NothingMergedError(
+                "expected forwards to compress the cache, but all ran in threads that didn't enter"
+                " merge_cache: enter it there, or start them by contextvars.copy_context().run"
+            )
+
+    def _acts(self) -> bool:
+        return self.live and any(work is self for work in _RUNNING.get())
+
+    def _before(
+        self, module: Any, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
         """Gives a layer that was compressed the mask of what it still holds."""
-        cache, mask = _cache_of(kwargs), kwargs.get("attention_mask")
-        if cache is None:
-            return args, kwargs
-        self.masks[module.layer_idx] = real_tokens(mask)
+        cache = upstream.cache_in(kwargs)
+        if cache is None or not self._acts():
+            return None
+        mask, hidden = kwargs.get("attention_mask"), _input_of(args, kwargs)
+        if module is self.first:
+            if hidden.shape[1] > 1 and upstream.assisted():
+                raise ValueError(_ASSISTED)
+            self.forwards[cache] = _Forward(mask)
         layer = _layer_of(cache, module.layer_idx)
         if isinstance(layer, MergedLayer) and layer.seen:
-            hidden = _input_of(args, kwargs)
             heads = module.config.num_attention_heads
             kwargs["attention_mask"] = layer.mask(mask, hidden.shape[1], heads, hidden.dtype)
         return args, kwargs
 
     @torch.no_grad()
     def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Compresses a layer after several tokens, or after `every` single ones."""
-        cache = _cache_of(kwargs)
-        if cache is None or not self.handle.compressing:
+        """Looks at a layer after several tokens, or after `every` single ones; compresses all after
+        the last.
+        """
+        cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
+        first = module is self.first and hidden.shape[1] > 1
+        if not self._acts():
+            self.elsewhere += first
             return
-        index, hidden = module.layer_idx, _input_of(args, kwargs)
-        layer = _checked(cache, index)
+        if not self.handle.compressing:
+            return
+        layer = None if cache is None else _checked(cache, module.layer_idx)
+        self.ran += first
+        if layer is None:
+            return
         if hidden.shape[1] == 1:
-            gathered = self._gathered(cache, layer, index, hidden)
+            gathered = self._gathered(cache, layer, module.layer_idx, hidden)
             if gathered is None:
                 return
             hidden = gathered
-        layer = cache.layers[index]
-        cos, sin = (t.expand(hidden.shape[0], -1, -1) for t in kwargs["position_embeddings"])
-        view = self._view(module, layer, hidden, cos, sin)
-        if not self.all_layers:
-            self._put(cache, index, view, self.method.compress(view, self.handle.keep))
-            return
-        self.views[index] = view
-        if module is self.modules[-1]:
-            views, self.views = self.views, {}
-            kept = self.method.compress_all(list(views.values()), self.handle.keep)  # type: ignore[attr-defined]
-            for (number, one), short in zip(views.items(), kept, strict=True):
-                self._put(cache, number, one, short)
+        forward = self.forwards[cache]
+        view = self._view(
+            self.layers[id(module)],
+            cache.layers[module.layer_idx],
+            hidden,
+            forward.mask,
+            kwargs.get("position_ids"),
+        )
+        forward.looks[view.layer] = self.method.look(view, self.handle.keep)
+        # The layer's input may go now.
+        forward.views[view.layer] = replace(view, hidden_states=view.hidden_states[:, :0])
+        if module is self.last:
+            self._shorten(cache, self.forwards.pop(cache))
+
+    def _shorten(self, cache: Cache, forward: _Forward) -> None:
+        """Compresses all layers, one after the other."""
+        views, looks = forward.views, forward.looks
+        lengths = self.method.lengths(list(views.values()), list(looks.values()), self.handle.keep)
+        tokens, held = {}, {}
+        for index, length in zip(list(views), lengths, strict=True):
+            view = views.pop(index)
+            kept = self.method.shorten(view, looks.pop(index), length.to(view.keys.device))
+            layer = cache.layers[index] = MergedLayer(kept, view.seen)
+            tokens[index] = view.seen, float(kept.real_keys().sum() / kept.slots[..., 0].numel())
+            full = full_price_of(view) * view.seen * view.keys.shape[0]
+            held[index] = full, layer.nbytes
+        self.handle.tokens, self.handle.bytes = tokens, held
 
     def _gathered(
         self, cache: Cache, layer: DynamicLayer, index: int, hidden: Tensor
@@ -216,77 +301,74 @@ class _Work:
         return layer.pending if layer.pending.shape[1] >= self.every else None
 
     def _view(
-        self, module: Any, layer: DynamicLayer, hidden: Tensor, cos: Tensor, sin: Tensor
+        self,
+        attention: Attention,
+        layer: DynamicLayer,
+        hidden: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
     ) -> CacheView:
-        keys, rotate = layer.keys, self.rotations[module.layer_idx]
+        keys, module, seen = layer.keys, attention.module, layer.get_seq_length()
         b, h, n, _ = keys.shape
-        seen = layer.get_seq_length()
         if isinstance(layer, MergedLayer):
             slots, bias, real = layer.slots_now(), layer.bias_now(), layer.real_now()
         else:
             slots, bias, real = torch.arange(n, device=keys.device).expand(b, h, n), None, None
-        tokens = self.masks.pop(module.layer_idx, None)
-        if tokens is None or tokens.shape[0] != b:
-            pads = torch.zeros(b, dtype=torch.long, device=keys.device)
-        else:
-            pads = (~tokens).sum(1)
+        tokens = _real_tokens(mask, b)
+        if tokens is not None:
             seen_keys = tokens.unsqueeze(1).expand(-1, h, -1).gather(2, slots)
             real = seen_keys if real is None else real & seen_keys
-        if self.window is not None:
-            hidden = hidden[:, -self.window :]
-        plain = queries_of(module, hidden)
-        if cos.shape[1] >= plain.shape[2]:
-            queries = rotated(module, plain, cos[:, -plain.shape[2] :], sin[:, -plain.shape[2] :])
-        else:  # single tokens that were gathered
-            places = torch.arange(seen - plain.shape[2], seen, device=keys.device) - pads.unsqueeze(
-                1
-            )
-            queries = rotate(plain, places)
         return CacheView(
             keys=keys,
             values=layer.values,
-            queries=queries,
-            plain_queries=plain,
             hidden_states=hidden,
             slots=slots,
             seen=seen,
             scale=float(module.scaling),
-            pads=pads,
-            rotate=rotate,
+            project=attention.project,
+            rotate=attention.rotate,
+            next=_next(positions, tokens, seen, b).to(keys.device),
+            tokens=tokens,
             bias=bias,
             real=real,
             softcap=getattr(module, "attn_logit_softcapping", None),
-            layer=module.layer_idx,
-            layers=len(self.modules),
+            layer=attention.index,
+            layers=len(self.layers),
         )
 
-    def _put(self, cache: Cache, index: int, view: CacheView, kept: Kept) -> None:
-        layer = MergedLayer(kept, view.seen)
-        cache.layers[index] = layer
-        heads = kept.keys.shape[1] * kept.keys.shape[0]
-        count = kept.keys.shape[2] if kept.real is None else float(kept.real.sum()) / heads
-        self.handle.tokens[index] = view.seen, count
-        full = (
-            view.seen
-            * (view.keys.shape[-1] + view.values.shape[-1])
-            * view.keys.element_size()
-            * heads
-        )
-        self.handle.bytes[index] = full, layer.nbytes
+
+def _real_tokens(mask: Tensor | None, samples: int) -> Tensor | None:
+    """Bool [B, N]: which tokens the newest one sees, from a layer's mask [B, 1, Q, N]; None: all.
+
+    A sample of padding alone counts as one of tokens, so that what is kept of it is finite.
+    """
+    if mask is None:
+        return None
+    last = mask[:, 0, -1]
+    seen = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
+    if bool(seen.all()):
+        return None
+    return (seen | ~seen.any(1, keepdim=True)).expand(samples, -1)
+
+
+def _next(positions: Tensor | None, tokens: Tensor | None, seen: int, samples: int) -> Tensor:
+    """LongTensor [B]: the position after that of the newest token that is no padding."""
+    if positions is None or positions.dim() != 2:
+        return torch.full((samples,), seen) if tokens is None else tokens.sum(1)
+    positions = positions.expand(samples, -1)
+    if tokens is not None:
+        positions = positions.masked_fill(~tokens[:, -positions.shape[1] :], -1)
+    return positions.amax(1) + 1
 
 
 def _input_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
-def _cache_of(kwargs: dict[str, Any]) -> Cache | None:
-    return kwargs.get("past_key_values")
-
-
 def _layer_of(cache: Cache, index: int) -> Any:
     layers = getattr(cache, "layers", None)
     if layers is None:
-        raise ValueError(f"past_key_values: expected a DynamicCache, got {type(cache).__name__}")
+        raise ValueError(f"cache: expected a DynamicCache, got {type(cache).__name__}")
     return layers[index] if index < len(layers) else None
 
 
@@ -295,7 +377,7 @@ def _checked(cache: Cache, index: int) -> DynamicLayer:
     layer = _layer_of(cache, index)
     if type(layer) not in (DynamicLayer, MergedLayer):
         raise ValueError(
-            f"past_key_values: expected a DynamicCache, got {type(cache).__name__} with a"
+            f"cache: expected a DynamicCache, got {type(cache).__name__} with a"
             f" {type(layer).__name__}; leave cache_implementation out"
         )
     return layer

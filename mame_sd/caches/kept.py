@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -13,8 +14,8 @@ from torch import Tensor
 class Kept:
     """A shorter cache of one attention layer.
 
-    Heads may keep different numbers of keys: they are padded to the largest one, and `real` says
-        which slots hold a key.
+    Samples, and heads of a method of one's own, may keep different numbers of keys: they are padded
+    to the largest one, and `real` says which slots hold a key.
     """
 
     keys: Tensor  # [B, H, K, D], rotated, H heads of keys
@@ -34,3 +35,7 @@ class Kept:
                     f"{name}: expected [B, H, K] = {list(shape)} as keys have, got"
                     f" {list(part.shape[:3])}"
                 )
+
+    def real_keys(self) -> Tensor:
+        """Bool [B, H, K]: which slots hold a key."""
+        return torch.ones_like(self.slots, dtype=torch.bool) if self.real is None else self.real

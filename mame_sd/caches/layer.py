@@ -34,7 +34,8 @@ class MergedLayer(DynamicLayer):
         super().__init__()
         self.lazy_initialization(kept.keys, kept.values)
         self.keys, self.values = kept.keys, kept.values
-        self.slots, self.bias, self.real = kept.slots, kept.bias, kept.real
+        self.slots = kept.slots.to(torch.int32)  # half the bytes
+        self.bias, self.real = kept.bias, kept.real
         self.compressed = self.seen = seen
         self.masked = False  # whether the mask of what comes next was made from `mask`
         self.pending: Tensor | None = (
@@ -50,9 +51,7 @@ class MergedLayer(DynamicLayer):
             ValueError: outside of merge_cache, where nothing masks what was dropped.
         """
         if self.seen and not self.masked:
-            raise ValueError(
-                "past_key_values: this cache was compressed by merge_cache; use it inside"
-            )
+            raise ValueError("cache: this cache was compressed by merge_cache; use it inside")
         self.masked = False
         self.seen += key_states.shape[-2]
         return super().update(key_states, value_states, *args, **kwargs)
@@ -81,26 +80,22 @@ class MergedLayer(DynamicLayer):
         later = self.seen - self.compressed + new
         if full is None and new == 1 and self.bias is None and self.real is None:
             return None
-        b, h, _ = self.slots.shape
+        b, h, held = self.slots.shape
         if full is None:
-            last = torch.arange(self.seen, self.seen + new, device=self.slots.device)
-            full = (torch.arange(self.seen + new, device=last.device) <= last.unsqueeze(1)).view(
-                1, 1, new, -1
-            )
-        if full.dtype == torch.bool:
-            full = torch.zeros_like(full, dtype=dtype).masked_fill(~full, torch.finfo(dtype).min)
-        full = full.expand(b, -1, -1, -1)
-        first = full.expand(-1, h, -1, -1).gather(
-            3, self.slots.unsqueeze(2).expand(-1, -1, new, -1)
-        )
+            first = torch.zeros(b, h, new, held, dtype=dtype, device=self.slots.device)
+            rows = torch.arange(later - new, later, device=self.slots.device).unsqueeze(1)
+            seen = torch.arange(later, device=self.slots.device) <= rows
+            rest = _additive(seen.view(1, 1, new, -1), dtype)
+        else:
+            full = _additive(full, dtype).expand(b, -1, -1, -1)
+            at = self.slots.long().unsqueeze(2).expand(-1, -1, new, -1)
+            first = full.expand(-1, h, -1, -1).gather(3, at)
+            rest = full[..., self.compressed :][..., :later]
         if self.bias is not None:
             first = (first + self.bias.unsqueeze(2).to(dtype)).clamp(min=torch.finfo(dtype).min)
         if self.real is not None:
             first = first.masked_fill(~self.real.unsqueeze(2), torch.finfo(dtype).min)
-        mask = torch.cat(
-            [first, full[..., self.compressed :][..., :later].expand(-1, h, -1, -1)], -1
-        )
-        return mask.repeat_interleave(heads // h, 1)
+        return torch.cat([first, rest.expand(b, h, -1, -1)], -1).repeat_interleave(heads // h, 1)
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +107,7 @@ class MergedLayer(DynamicLayer):
         """LongTensor [B, H, K + n]: the token of each key, of those that came later too."""
         b, h, _ = self.slots.shape
         later = torch.arange(self.compressed, self.seen, device=self.slots.device)
-        return torch.cat([self.slots, later.expand(b, h, -1)], -1)
+        return torch.cat([self.slots.long(), later.expand(b, h, -1)], -1)
 
     def bias_now(self) -> Tensor | None:
         """[B, H, K + n]; later tokens have none."""
@@ -134,8 +129,7 @@ class MergedLayer(DynamicLayer):
         if not 0 <= count <= self.seen - self.compressed:
             raise ValueError(
                 f"crop: expected at most the {self.seen - self.compressed} tokens that came after"
-                f" the compression, got {count}; assisted generation needs merge_cache outside"
-                " of it"
+                f" the compression, got {count}"
             )
         if count:
             self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
@@ -175,3 +169,10 @@ class MergedLayer(DynamicLayer):
 
     def prefetch(self) -> None:
         """Nothing was offloaded."""
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as what is added to logits; one that is that already, as it is."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

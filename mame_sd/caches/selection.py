@@ -1,204 +1,179 @@
-"""From scores to a shorter cache: which keys stay in which head, and what becomes of those that
-don't.
+"""From scores to a shorter cache: how long each layer stays, which keys, and what becomes of the
+rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mame_sd.caches import values
 from mame_sd.caches.fit import with_fitted_values
 from mame_sd.caches.kept import Kept
-from mame_sd.caches.scores import Scores
+from mame_sd.caches.scores import FutureAttention, Scores
 from mame_sd.caches.view import CacheView
 
-SHARES = ("none", "heads", "layers", "all")
-DROPPED = ("drop", "fit", "nearest", "d2o", "cam")
-# Newest queries that each of them reads; None: all.
-NEEDED = {"drop": 1, "fit": None, "nearest": values.OBSERVED, "d2o": 1, "cam": values.OBSERVED}
+SINKS, RECENT = 4, 32  # first and newest tokens that stay in every head
+FLOOR = 0.2  # of an equal share, which every layer keeps
+COUNT, AHEAD = 256, 128  # queries that values are fitted to, and the positions they are spread over
+# Bytes that a kept key takes beside its key and value: the token at which it stands.
+SLOT = 4
+MOST = 1e30  # a score beyond it counts as it, so that sums over heads are finite
+
+
+class Look(NamedTuple):
+    """What stays of a layer's forward until all layers have run."""
+
+    scores: Tensor  # [B, h, L]; inf: stays, -inf: no key
+    queries: Tensor  # [B, H, N, D], moved to positions to come
+    counted: Tensor  # bool [B, N]: which of them count
+
+
+class Method(Protocol):
+    """Shortens all layers after each was looked at once, while its input was there."""
+
+    def look(self, view: CacheView, keep: float) -> Any:
+        """What must be kept of a layer's forward."""
+
+    def lengths(self, views: Sequence[CacheView], looks: Sequence[Any], keep: float) -> Tensor:
+        """LongTensor [layers, B]: keys that each head of a layer keeps."""
+
+    def shorten(self, view: CacheView, look: Any, length: Tensor) -> Kept:
+        """One layer, cut to `length` [B] keys."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Keeps the keys of the highest scores.
+    """Keeps the keys of the highest scores, with fitted values.
 
-    Attributes:
-        method: scores the keys.
-        share: what shares a budget by its scores. "none": each head keeps as many. "heads": those
-            of a layer share (AdaKV, arXiv 2407.11550). "layers": the layers share, and the heads of
-            one keep equally many. "all": all heads of all layers share. Heads of a layer that keep
-            different numbers are padded to its largest. None keeps less than `floor` of an equal
-            share.
-        dropped: what becomes of the other keys. "drop": nothing. "fit": values of those that stay,
-            and a bias for each, by least squares, so that attention gives what it gave (Attention
-            Matching, arXiv 2602.16284). "nearest": each joins the most similar one that stays,
-            weighed by the attention it received. "d2o": the same, weighed by similarity and norm
-            (kvpress' MergingPress, D2O, arXiv 2406.13035). "cam": values are dealt to the next
-            tokens that stay (CaM, ICML 2024).
-        sinks: first tokens that stay in every head.
-        recent: newest tokens that stay in every head.
-        floor: see `share`.
+    All layers share a budget of bytes. A layer's heads keep equally many keys, so that nothing is
+    padded; its length is how far its heads' scores reach. None keeps less than `FLOOR` of an equal
+    share.
     """
 
-    method: Scores
-    share: str = "none"
-    dropped: str = "drop"
-    sinks: int = 4
-    recent: int = 32
-    floor: float = 0.2
+    method: Scores = field(default_factory=FutureAttention)
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.method, "score", None)):
             raise TypeError(
-                "method: expected an object with score(keys, values, queries, view), got"
-                f" {type(self.method).__name__}"
+                f"method: expected an object with score(view), got {type(self.method).__name__}"
             )
-        for name, known in (("dropped", DROPPED), ("share", SHARES)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
 
-    @property
-    def window(self) -> int | None:
-        """Newest queries that are needed; None: all."""
-        own, needed = getattr(self.method, "window", None), NEEDED[self.dropped]
-        return None if own is None or needed is None else max(own, needed)
-
-    @property
-    def all_layers(self) -> bool:
-        """Whether all layers are looked at before any is compressed."""
-        return self.share in ("layers", "all")
-
-    def compress(self, view: CacheView, keep: float) -> Kept:
-        """The cache that is left of `view` at a share `keep` of the tokens seen."""
-        return self.compress_all([view], keep)[0]
-
-    def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
-        """The same of all layers, which share a budget."""
-        scores = [self._scores(view) for view in views]
-        lengths = [s.shape[2] for s in scores]
-        if not self.all_layers:
-            return [
-                self.finish(v, chosen(s, v, keep, self)) for v, s in zip(views, scores, strict=True)
-            ]
-        padded = torch.cat([F.pad(s.float(), (0, max(lengths) - s.shape[2])) for s in scores], 1)
-        stays = chosen(padded, joined(views), keep, self).split([s.shape[1] for s in scores], 1)
-        if self.share == "layers":
-            counts = [s.sum((1, 2)) // s.shape[1] for s in stays]
-            return [
-                self.finish(v, chosen(s, v, keep, replace(self, share="none"), c))
-                for v, s, c in zip(views, scores, counts, strict=True)
-            ]
-        return [self.finish(v, s[..., :n]) for v, s, n in zip(views, stays, lengths, strict=True)]
-
-    def _scores(self, view: CacheView) -> Tensor:
-        scores = self.method.score(view.keys, view.values, view.queries, view)
+    def look(self, view: CacheView, keep: float) -> Look:
+        """Scores, and the queries that values will be fitted to."""
+        own = self.method
+        if isinstance(own, FutureAttention):  # some of the queries that score the keys
+            moved, counted = view.to_come(own.count, own.ahead)
+            scores = own.of(view, moved, counted)
+            step = -(-moved.shape[2] // COUNT)
+            moved, counted = moved[:, :, step - 1 :: step].clone(), counted[:, step - 1 :: step]
+        else:
+            scores, (moved, counted) = own.score(view), view.to_come(COUNT, AHEAD)
         if scores.shape != view.slots.shape:
             raise ValueError(
-                f"{type(self.method).__name__}.score: expected a number for each key,"
+                f"{type(own).__name__}.score: expected a number for each key,"
                 f" {list(view.slots.shape)}, got {list(scores.shape)}"
             )
-        return scores
+        return Look(marked(scores, view, keep), moved, counted)
 
-    def finish(self, view: CacheView, stays: Tensor) -> Kept:
-        """The cache of the keys that stay, bool [B, h, L]."""
-        kept, place = gathered(view, stays)
-        if self.dropped == "fit":
-            return with_fitted_values(view, kept, place)
-        if self.dropped == "nearest":
-            return values.nearest(view, kept, place, stays)
-        if self.dropped == "d2o":
-            return values.by_similarity(view, kept, place, stays)
-        if self.dropped == "cam":
-            return values.to_neighbours(view, kept, place, stays)
-        return kept
+    def lengths(self, views: Sequence[CacheView], looks: Sequence[Look], keep: float) -> Tensor:
+        """LongTensor [layers, B], at least 1: the largest gain of scores for each byte first."""
+        ranked = [look.scores.sort(-1, descending=True).values.cpu() for look in looks]
+        low = min(float(each.masked_fill(each == -torch.inf, torch.inf).min()) for each in ranked)
+        low = 0.0 if low == torch.inf else low  # every key stays
+        curves, prices = [], []
+        for view, each in zip(views, ranked, strict=True):
+            gain = (each - low).masked_fill(each.isinf(), 0).sum(1)  # [B, L]
+            least = torch.maximum((each == torch.inf).sum(-1).amax(1), self._floor(view, keep))
+            place = torch.arange(gain.shape[1])
+            gain = gain.masked_fill(place < least.unsqueeze(1), torch.inf)
+            gain = gain.masked_fill(place >= (each > -torch.inf).sum(-1).amax(1, keepdim=True), -1)
+            curves.append(gain / price_of(view))
+            prices.append(gain.new_full((gain.shape[1],), price_of(view)))
+        gains, order = torch.cat(curves, 1).sort(dim=1, descending=True, stable=True)
+        spent = torch.cat(prices).double()[order].cumsum(1)
+        total = keep * sum(view.counts().cpu() * full_price_of(view) for view in views)
+        stays = ((spent <= total.unsqueeze(1)) | (gains == torch.inf)) & (gains >= 0)
+        picked = torch.zeros_like(stays).scatter(1, order, stays)
+        return torch.stack([p.sum(1) for p in picked.split([c.shape[1] for c in curves], 1)])
 
+    def _floor(self, view: CacheView, keep: float) -> Tensor:
+        return (budget(view, keep).cpu() * FLOOR).long().clamp(min=1)
 
-class Cut(NamedTuple):
-    """What `chosen` reads of a view."""
-
-    slots: Tensor
-    real_keys: Tensor
-    pads: Tensor
-    seen: int
-
-    def counts(self) -> Tensor:
-        """LongTensor [B]: tokens seen without padding."""
-        return self.seen - self.pads
-
-
-def joined(views: Sequence[CacheView]) -> Cut:
-    """The heads of all layers side by side; shorter ones are filled with keys that aren't real."""
-    most = max(v.slots.shape[2] for v in views)
-
-    def filled(t: Tensor, value: int) -> Tensor:
-        return F.pad(t, (0, most - t.shape[2]), value=value)
-
-    slots = torch.cat([filled(v.slots, 0) for v in views], 1)
-    return Cut(
-        slots, torch.cat([filled(v.real_keys, 0) for v in views], 1), views[0].pads, views[0].seen
-    )
+    def shorten(self, view: CacheView, look: Look, length: Tensor) -> Kept:
+        """The keys of the highest scores, with fitted values."""
+        kept, place = gathered(view, look.scores, length)
+        return with_fitted_values(view, kept, place, look.queries, look.counted)
 
 
-def budget(view: CacheView | Cut, keep: float) -> Tensor:
+def full_price_of(view: CacheView) -> int:
+    """Bytes of one token's keys and values."""
+    width = view.keys.shape[-1] + view.values.shape[-1]
+    return view.keys.shape[1] * view.keys.element_size() * width
+
+
+def price_of(view: CacheView) -> int:
+    """Bytes of one kept key in every head of a layer, its bias and slot too."""
+    return full_price_of(view) + view.keys.shape[1] * (view.keys.element_size() + SLOT)
+
+
+def budget(view: CacheView, keep: float) -> Tensor:
     """LongTensor [B]: keys that a head keeps on average, at least 1."""
-    return (view.counts() * keep).round().long().clamp(min=1)
+    share = keep * full_price_of(view) / price_of(view)
+    return (view.counts() * share).long().clamp(min=1)
 
 
-def chosen(
-    scores: Tensor, view: CacheView | Cut, keep: float, how: Selection, counts: Tensor | None = None
-) -> Tensor:
-    """Which keys stay, bool [B, h, L].
+def marked(scores: Tensor, view: CacheView, keep: float) -> Tensor:
+    """Scores [B, h, L] with inf at the first and newest tokens, and -inf where no key is.
 
-    Where the budget is small, sinks take at most a quarter of it and recent tokens a half.
-
-    Args:
-        scores: [B, h, L]; NaN ranks last.
-        counts: LongTensor [B], keys that a head keeps on average; None: by `keep`.
+    Where the budget is small, first tokens take at most a quarter of it and newest ones a half.
+    NaN ranks last.
     """
-    real, count = view.real_keys, (budget(view, keep) if counts is None else counts).view(-1, 1, 1)
-    scores = torch.nan_to_num(scores.float(), nan=torch.finfo(torch.float32).min)
-    first = view.slots < view.pads.view(-1, 1, 1) + (count // 4).clamp(max=how.sinks)
-    last = view.slots >= view.seen - (count // 2).clamp(max=how.recent)
-    scores = scores.masked_fill(first | last, torch.inf).masked_fill(~real, -torch.inf)
-    rank = _ranks(scores)
-    if how.share == "none":
-        return (rank < count) & real
-    least = torch.maximum((count * how.floor).long(), ((first | last) & real).sum(-1, keepdim=True))
-    scores = scores.masked_fill((rank < least) & real, torch.inf)
-    b, h, n = scores.shape
-    return (_ranks(scores.flatten(1)).view(b, h, n) < count * h) & real
+    scores = scores.float().clamp(-MOST, MOST)
+    low = scores.nan_to_num(nan=MOST).amin()
+    scores = torch.where(scores.isnan(), low, scores)
+    count = budget(view, keep).view(-1, 1, 1)
+    ranks = view.ranks()
+    first = ranks < (count // 4).clamp(max=SINKS)
+    last = ranks >= view.counts().view(-1, 1, 1) - (count // 2).clamp(max=RECENT)
+    return scores.masked_fill(first | last, torch.inf).masked_fill(~view.real_keys, -torch.inf)
 
 
-def _ranks(scores: Tensor) -> Tensor:
-    """0 for the highest of the last dimension, 1 for the next; the first where they are equal."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    return torch.empty_like(order).scatter_(
-        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    )
-
-
-def gathered(view: CacheView, stays: Tensor) -> tuple[Kept, Tensor]:
-    """The keys that stay, padded to the head that keeps most, and where each lies in `view` [B, h,
-    K].
+def gathered(view: CacheView, scores: Tensor, length: Tensor) -> tuple[Kept, Tensor]:
+    """The `length` [B] keys of the highest scores [B, h, L] in each head, padded to the longest
+    sample, and where each lies in `view` [B, h, K].
     """
-    count = stays.sum(-1, keepdim=True)
-    most = int(count.max())
-    place = (~stays).to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
-    real = torch.arange(most, device=place.device) < count
+    most = int(length.max())
+    place = scores.topk(most, -1).indices
+    real = torch.arange(most, device=place.device) < length.to(place.device).view(-1, 1, 1)
+    # In the order of the sequence, what is too much at the end.
+    place = place.masked_fill(~real, scores.shape[-1]).sort(-1).values
+    place = place.clamp(max=scores.shape[-1] - 1)
     index = place.unsqueeze(-1)
     kept = Kept(
         view.keys.gather(2, index.expand(-1, -1, -1, view.keys.shape[-1])),
         view.values.gather(2, index.expand(-1, -1, -1, view.values.shape[-1])),
         view.slots.gather(2, place),
         None if view.bias is None else view.bias.gather(2, place),
-        None if bool(real.all()) else real,
+        None if bool(real.all()) else real.expand(place.shape),
     )
     return kept, place
+
+
+def method_of(method: Any) -> Method:
+    """The default for None, a method as it is, or one made of an object that scores keys.
+
+    Raises:
+        TypeError: an object with neither `look` nor `score`.
+    """
+    if method is None:
+        return Selection()
+    if isinstance(method, type):
+        raise TypeError(
+            f"method: expected an object, got the class {method.__name__}; write"
+            f" {method.__name__}()"
+        )
+    return method if callable(getattr(method, "look", None)) else Selection(method)

@@ -11,24 +11,26 @@ reads fewer tokens.
 
 Prompts are given as the processor writes them, with an image token for each patch. `forward` and
 `generate` take out the image tokens whose patches have merged into others, with labels and masks.
-`generate` gives back whole prompts before what it wrote. Tokens that stay keep their order and
-their positions, so that text is as far from them as it was.
+`generate` gives back whole prompts before what it wrote, and shows them to stopping criteria,
+logits processors and streamers. Tokens that stay keep their order and their positions, so that text
+is as far from them as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
-from mame_sd.captions.calls import Calls, calls_on
-from mame_sd.captions.handle import Behind, CaptionHandle, Inside
-from mame_sd.captions.towers import KNOWN, REFUSED, name_of
+from mame_sd.captions.handle import CaptionHandle, MergeAfterTower, MergeInTower
+from mame_sd.captions.on_model import block, clear
+from mame_sd.captions.towers import KNOWN, PARTS, REFUSED, name_of, reader_in
 from mame_sd.config import MaMeConfig
-from mame_sd.perception.apply_encoder import encoder_restored, remove_encoder
-from mame_sd.perception.settings import is_plain
+from mame_sd.perception.apply_encoder import remove_encoder
+from mame_sd.perception.settings import is_paper
+from mame_sd.upstream import require_captioner
 
 
 def apply_captioner(
@@ -60,26 +62,35 @@ def apply_captioner(
 
     Raises:
         TypeError: `config` is no MaMeConfig.
+        RuntimeError: the installed transformers lacks a name that merging needs.
         ValueError: no such model, a refused one, more than one, or bad settings.
     """
-    found = [(module, name_of(module)) for module in target.modules() if name_of(module)]
+    found = [(module, name) for module in target.modules() if (name := name_of(module))]
     for _, name in found:
         if name in REFUSED:
             raise ValueError(
                 f"expected a model whose language model can read fewer tokens, got {name}:"
                 f" {REFUSED[name]}; known are {', '.join(KNOWN)}"
             )
+    unknown = None if found else reader_in(target)
+    if unknown is not None:
+        raise ValueError(
+            f"expected one of {', '.join(KNOWN)}, got {type(unknown).__name__}, which reads images"
+            " for a language model in a way that is not known here; leave it as it is"
+        )
     if len(found) != 1:
         raise ValueError(
             f"expected one of {', '.join(KNOWN)}, got {len(found)} of them in"
             f" {type(target).__name__}; give one"
         )
-    model, images = found[0][0], None
-    if blocks is None and not is_plain(config, fields):
-        images = Behind(model, config, prop_attn, schedule, fields)
-    handle = CaptionHandle(
-        model, images or Inside(model, config, blocks, prop_attn, schedule, fields)
-    )
+    ((model, name),) = found
+    require_captioner(model, PARTS[name])
+    images: MergeInTower | MergeAfterTower
+    if blocks is None and not is_paper(config, fields):
+        images = MergeAfterTower(model, config, prop_attn, schedule, fields)
+    else:
+        images = MergeInTower(model, config, blocks, prop_attn, schedule, fields)
+    handle = CaptionHandle(model, images)
     handle.install()
     return handle
 
@@ -87,21 +98,15 @@ def apply_captioner(
 def remove_captioner(target: nn.Module) -> None:
     """Takes merging off every LLaVA in `target`. Does nothing if there is none."""
     for module in target.modules():
-        for one in calls_on(module):
-            one.take()
+        clear(module)
     remove_encoder(target)
 
 
 @contextmanager
 def captioner_restored(target: nn.Module) -> Iterator[None]:
-    """After the block `target` carries the same merging as before it."""
-    before: list[Calls] = [one for module in target.modules() for one in calls_on(module)]
-    with encoder_restored(target):
-        try:
-            yield
-        finally:
-            for module in target.modules():
-                for one in calls_on(module):
-                    one.take()
-            for one in before:
-                one.put()
+    """What is applied to `target` in the block goes with it, and merges for this thread alone."""
+    with ExitStack() as blocks:
+        for module in target.modules():
+            if name_of(module) in KNOWN:
+                blocks.enter_context(block(module))
+        yield

@@ -1,12 +1,10 @@
-"""Replacements for `forward` and `generate` of a captioner: they call the model's own with fewer
-image tokens.
-"""
+"""A captioner's `forward` and `generate` with fewer image tokens."""
 
 from __future__ import annotations
 
-import copy
-import inspect
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.captions.prompts import Image, Kept, Positions, counted, kept_of
+from mame_sd.captions.shown import Prompts, configs_of, shorten, show_whole
 from mame_sd.captions.towers import axes_of
+from mame_sd.upstream import cache_in
 
-_NAMES = ("forward", "generate")
 _GONE = "tokens_that_merged"  # on a cache: [B, 1] from its columns to positions that follow
+_READ_AGAIN = (
+    *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+    "prefill_chunk_size",
+)
+_COUNTING = threading.Lock()
+Own = Callable[..., Any]  # the model's method of the call
 _INSTEAD = {
     "inputs_embeds": "give input_ids, whose image tokens say where the images stand",
     "mm_encoder_outputs": "give pixel_values, which the tower merges itself",
@@ -40,9 +45,10 @@ class VisualCounts:
     kept: int = 0
 
     def add(self, images: list[Image]) -> None:
-        self.images += len(images)
-        self.unmerged += sum(image.unmerged for image in images)
-        self.kept += sum(len(image.places) for image in images)
+        with _COUNTING:
+            self.images += len(images)
+            self.unmerged += sum(image.unmerged for image in images)
+            self.kept += sum(len(image.places) for image in images)
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class Running:
 
 
 class Calls:
-    """Both calls of one model.
+    """How one model's calls are given fewer tokens.
 
     Args:
         model: of a known class.
@@ -98,74 +104,45 @@ class Calls:
     def __init__(self, model: nn.Module, seen: Callable[[dict[str, Any]], list[Image]]) -> None:
         self.model, self.seen, self.active = model, seen, True
         self.counts = VisualCounts()
-        self._running: Running | None = None  # the innermost `generate`
-        self._own = {name: Call(self, name) for name in _NAMES}
 
-    def put(self) -> None:
-        """Puts them on the model.
+    def forward(self, own: Own, call: dict[str, Any]) -> Any:
+        """The model's output of a call with images."""
+        fewer = self.fewer(call)
+        return _marked(own(**fewer.call), fewer)
 
-        Raises:
-            ValueError: another tool has replaced one of them.
+    def generate(
+        self,
+        own: Own,
+        call: dict[str, Any],
+        answer: Callable[[Running | None], AbstractContextManager[None]],
+    ) -> Any:
+        """What the model writes after prompts with images, with whole prompts before it; `answer`
+        is held while it writes.
         """
-        for name in _NAMES:
-            there = self.model.__dict__.get(name)
-            if there is not None and not isinstance(there, Call):
-                raise ValueError(
-                    f"expected a {type(self.model).__name__} with its own {name}, found another"
-                    f" tool's in its place ({there!r}); apply merging before that tool"
-                )
-        self.model.__dict__.update(self._own)
-
-    def take(self) -> None:
-        """Takes them off the model."""
-        for name in _NAMES:
-            self.model.__dict__.pop(name, None)
-
-    def run(self, name: str, call: dict[str, Any]) -> Any:
-        """The model's own call of this name, with fewer tokens where it is given images."""
-        own = getattr(type(self.model), name)
-        if name == "forward":
-            fewer = self._fewer(call)
-            if fewer is None:
-                return own(self.model, **self._at_places(call))
-            return _marked(own(self.model, **fewer.call), fewer)
         if call.get("inputs") is not None:
             call["input_ids"] = call.pop("inputs")
+        _check_writes_alone(self.model, call)
         ids: Any = call.get("input_ids")
+        none = {name: None for name, value in call.items() if value is None}  # options among them
         with torch.no_grad():
-            fewer = self._fewer(call, padded=False)
-            if fewer is None:
-                _check_empty(call.get("past_key_values"), merged=True)
-                return own(self.model, **call)
-            call, short = fewer.call, fewer.ids
-            _shorten(call, fewer.gone)
-            before = self._running
-            if call.pop("position_ids", None) is not None:
-                self._running = Running(fewer.positions)
-            inner: Any = self.model.get_submodule("model")
-            deltas = getattr(inner, "rope_deltas", None)
-            try:
-                written = own(self.model, **call, input_ids=short)
-            finally:
-                self._running = before
-                if hasattr(inner, "rope_deltas"):
-                    inner.rope_deltas = deltas  # those of the short prompts suit no other call
+            fewer = self.fewer(call, padded=False)
+            call, prompts = fewer.call, Prompts(ids, fewer.ids)
+            shorten(self.model, call, fewer.gone)
+            show_whole(call, prompts)
+            placed = call.pop("position_ids", None) is not None
+            with answer(Running(fewer.positions) if placed else None):
+                written = own(**{**none, **call, "input_ids": fewer.ids})
         if isinstance(written, Tensor):
-            return _with_dropped(written, ids, short)
-        written.sequences = _with_dropped(written.sequences, ids, short)
+            return prompts.whole(written)
+        written.sequences = prompts.whole(written.sequences)
         return _marked(written, fewer)
 
-    def _fewer(self, call: dict[str, Any], padded: bool = True) -> Fewer | None:
-        """The call with vectors for tokens, fewer of them. None: it has no images, or is left as it
-        is.
+    def fewer(self, call: dict[str, Any], padded: bool = True) -> Fewer:
+        """The call with vectors for tokens, fewer of them.
 
         `padded`: padding counts where positions are not given.
         """
         call = {name: value for name, value in call.items() if value is not None}
-        if not any(len(call.get(name, ())) for name in ("pixel_values", "pixel_values_videos")):
-            return None
-        if not self.active:
-            return None
         self._check(call)
         images = self.seen(call)
         model: Any = self.model
@@ -178,8 +155,7 @@ class Calls:
             given = axes_of(model, ids, call)
         every = counted(ids, None if padded else mask) if given is None else given
         positions = Positions(every, kept)
-        fewer = any(len(image.places) < image.unmerged for image in images)
-        if fewer:
+        if any(len(image.places) < image.unmerged for image in images):
             ids = kept.of(ids, self._padding())
             call.update(_tokens_of(call, kept))
             call["position_ids"] = positions.own
@@ -192,38 +168,6 @@ class Calls:
             call.pop(name, None)
         return Fewer(call, ids, whole.shape[1] - ids.shape[1], positions)
 
-    def _at_places(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A call without images whose tokens follow, or are, those of a prompt that lost some: with
-        positions as they are without merging.
-        """
-        cache, positions = call.get("past_key_values"), call.get("position_ids")
-        tokens = call.get("input_ids") if call.get("inputs_embeds") is None else None
-        tokens = call.get("inputs_embeds") if tokens is None else tokens
-        gone = getattr(cache, _GONE, None)  # [B, 1]
-        if gone is not None and cache is not None and not cache.get_seq_length():
-            delattr(cache, _GONE)  # it was emptied
-            gone = None
-        if tokens is None or (self._running is None and gone is None):
-            return call
-        if positions is None:
-            start = 0 if cache is None else int(cache.get_seq_length())
-            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-            positions = positions.expand(len(tokens), -1)
-            if gone is not None:
-                gone = gone.to(positions.device)
-                positions = positions + gone.repeat_interleave(len(tokens) // len(gone), 0)
-        if self._running is not None:
-            order = positions if positions.dim() == 2 else positions[0]  # of words, before the axes
-            own = self._running.of(cache, order.expand(len(tokens), -1))
-            if own is None and gone is None:
-                return call
-            positions = positions if own is None else own
-        more: dict[str, Any] = {"position_ids": positions}
-        if cache is None and call.get("attention_mask") is None:
-            # without a mask positions with gaps would be taken for several texts in a row
-            more["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long).to(positions)
-        return {**call, **more}
-
     def _padding(self) -> int:
         """The id that padding is written with; its vectors are masked."""
         config: Any = getattr(self.model, "generation_config", None)
@@ -235,6 +179,8 @@ class Calls:
         for name, instead in _INSTEAD.items():
             if name in call:
                 raise ValueError(f"{name}: expected none beside merged images, got it; {instead}")
+        if "input_ids" not in call:
+            raise ValueError("input_ids: expected prompts beside images, got none; give them")
         for name in ("vision_feature_layer", "vision_feature_select_strategy"):
             own = getattr(self.model.config, name, None)
             if call.pop(name, own) != own:
@@ -242,7 +188,7 @@ class Calls:
                     f"{name}: expected that of the model's config ({own!r}) for merged images, got"
                     " another; set it there, before apply_mame"
                 )
-        _check_empty(call.get("past_key_values"))
+        check_empty(cache_in(call))
         mask = call.get("attention_mask")
         if mask is not None and mask.dim() != 2:
             raise ValueError(
@@ -251,44 +197,67 @@ class Calls:
             )
 
 
-class Call:
-    """Replaces one method of a model, with the same signature."""
-
-    def __init__(self, calls: Calls, name: str) -> None:
-        self.calls, self.name = calls, name
-        signature = inspect.signature(getattr(type(calls.model), name))
-        self.__signature__ = signature.replace(
-            parameters=list(signature.parameters.values())[1:], return_annotation=Any
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = [name for name in self.__signature__.parameters if name != "kwargs"]
-        return self.calls.run(self.name, {**dict(zip(names, args, strict=False)), **kwargs})
+def has_images(call: dict[str, Any]) -> bool:
+    """Whether a call has images or videos."""
+    found = (call.get(name) for name in ("pixel_values", "pixel_values_videos"))
+    return any(one is not None and len(one) for one in found)
 
 
-def calls_on(module: nn.Module) -> list[Calls]:
-    """What stands on `module`."""
-    there = module.__dict__.get("forward")
-    return [there.calls] if isinstance(there, Call) else []
+def at_places(call: dict[str, Any], running: Running | None) -> dict[str, Any]:
+    """A call without images whose tokens follow, or are, those of a prompt that lost some: with
+    positions as they are without merging.
+
+    Args:
+        call: its arguments.
+        running: the `generate` that it is part of, where that lost tokens.
+    """
+    cache, positions = cache_in(call), call.get("position_ids")
+    tokens = call.get("inputs_embeds")
+    tokens = call.get("input_ids") if tokens is None else tokens
+    gone = getattr(cache, _GONE, None)  # [B, 1]
+    if gone is not None and cache is not None and not cache.get_seq_length():
+        delattr(cache, _GONE)  # it was emptied
+        gone = None
+    if tokens is None or (running is None and gone is None):
+        return call
+    if positions is None:
+        start = 0 if cache is None else int(cache.get_seq_length())
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        positions = positions.expand(len(tokens), -1)
+        if gone is not None:
+            gone = gone.to(positions.device)
+            positions = positions + gone.repeat_interleave(len(tokens) // len(gone), 0)
+    if running is not None:
+        order = positions if positions.dim() == 2 else positions[0]  # of words, before the axes
+        own = running.of(cache, order.expand(len(tokens), -1))
+        if own is None and gone is None:
+            return call
+        positions = positions if own is None else own
+    more: dict[str, Any] = {"position_ids": positions}
+    if cache is None and call.get("attention_mask") is None:
+        # without a mask positions with gaps would be taken for several texts in a row
+        more["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long).to(positions)
+    return {**call, **more}
 
 
-def _check_empty(cache: Any, merged: bool = False) -> None:
+def check_empty(cache: Any, merged: bool = False) -> None:
     """Raises ValueError for a cache that holds tokens; with `merged` only for one that a merged
     call filled.
     """
     if cache is None or (merged and not hasattr(cache, _GONE)) or not cache.get_seq_length():
         return
     raise ValueError(
-        "past_key_values: expected an empty cache beside images whose patches merge, got"
+        "cache: expected an empty one beside images whose patches merge, got"
         f" {cache.get_seq_length()} tokens; give the whole conversation at once"
     )
 
 
 def _marked(output: Any, fewer: Fewer) -> Any:
     """A model's output whose cache knows which positions follow."""
-    cache = getattr(output, "past_key_values", None)
     if isinstance(output, tuple):
         cache = next((one for one in output if hasattr(one, "get_seq_length")), None)
+    else:
+        cache = cache_in(output)
     if hasattr(cache, _GONE):
         delattr(cache, _GONE)
     if cache is not None and (fewer.gone or fewer.positions.own.dim() == 3):
@@ -296,26 +265,16 @@ def _marked(output: Any, fewer: Fewer) -> Any:
     return output
 
 
-def _shorten(call: dict[str, Any], gone: int) -> None:
-    """Takes what is gone off the lengths that a `generate` was given for whole prompts.
-
-    Raises:
-        ValueError: for ways to write that read the prompt in pieces or by another model.
-    """
-    config = call.get("generation_config")
-    for name in ("assistant_model", "prompt_lookup_num_tokens", "prefill_chunk_size"):
-        if call.get(name) is not None or getattr(config, name, None) is not None:
-            raise ValueError(
-                f"{name}: expected none beside images whose patches merge, got it; leave it out, or"
-                " set the handle's active to False for this call"
-            )
-    if config is not None:
-        call["generation_config"] = config = copy.deepcopy(config)
-    for length in ("max_length", "min_length"):
-        if call.get(length) is not None:
-            call[length] -= gone
-        if getattr(config, length, None):
-            setattr(config, length, max(getattr(config, length) - gone, 0))
+def _check_writes_alone(model: nn.Module, call: dict[str, Any]) -> None:
+    """Raises ValueError for ways to write that read the prompt in pieces or by another model."""
+    for config in (call, *configs_of(model, call)):
+        for name in _READ_AGAIN:
+            value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
+            if value is not None and value is not False:
+                raise ValueError(
+                    f"{name}: expected none beside images whose patches merge, got it; leave it"
+                    " out, or set the handle's active to False for this call"
+                )
 
 
 def _tokens_of(call: dict[str, Any], kept: Kept) -> dict[str, Any]:
@@ -326,9 +285,3 @@ def _tokens_of(call: dict[str, Any], kept: Kept) -> dict[str, Any]:
     if "labels" in call:
         found["labels"] = kept.of(call["labels"], -100)
     return found
-
-
-def _with_dropped(written: Tensor, ids: Tensor, short: Tensor) -> Tensor:
-    """Tokens [n B, L' + T] that begin with prompts `short` [B, L'], with prompts ids [B, L]."""
-    prompts = ids.repeat_interleave(len(written) // len(ids), 0)
-    return torch.cat([prompts, written[:, short.shape[1] :]], 1)

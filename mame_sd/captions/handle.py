@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
-from mame_sd.captions.calls import Calls, VisualCounts, calls_on
+from mame_sd.captions.calls import Calls, VisualCounts
+from mame_sd.captions.on_model import on_model, put, take, tower_of
 from mame_sd.captions.prompts import Image
 from mame_sd.captions.towers import QWEN, images_behind, images_of, layer_of, name_of
 from mame_sd.config import MaMeConfig
+from mame_sd.perception.apply_encoder import encoder_restored, has_encoder_hooks
 from mame_sd.perception.handle import EncoderHandle
-from mame_sd.perception.hooks import take_all
 from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.perception.report import EncoderReport
 from mame_sd.perception.settings import (
     EVERY,
     LEAST,
     chosen_blocks,
-    is_plain,
+    is_paper,
     schedule_of,
     shares,
 )
+from mame_sd.report import counted
 
 KEEP = 0.25  # share of the visual tokens that stays by default
 
@@ -54,12 +58,12 @@ class CaptionReport:
         lines = [] if self.tower is None else [str(self.tower)]
         lines.append(
             f"{self.visual_before:.0f} -> {self.visual_after:.1f} visual tokens an image for the"
-            f" language model ({share:.0%}), {self.images} images"
+            f" language model ({share:.0%}), {counted(self.images, 'image')}"
         )
         return "\n".join(lines)
 
 
-class Inside:
+class MergeInTower:
     """Images whose patches merge in the blocks of the vision tower.
 
     Args:
@@ -77,7 +81,7 @@ class Inside:
         fields: dict[str, Any],
     ) -> None:
         self.model = model
-        every = 1 if is_plain(config, fields) else EVERY
+        every = 1 if is_paper(config, fields) else EVERY
         self._blocks = chosen_blocks(blocks, layer_of(model), every)
         self._schedule = schedule_of(schedule, config, fields)
         config, fields = self._by_block(config, fields)
@@ -91,10 +95,14 @@ class Inside:
             prop_attn=prop_attn,
             schedule=schedule if "keep" not in fields else None,
         )
+        self.tower.capture()
+        with self._on():
+            pass  # raises where another tool is in the way
 
     def __call__(self, call: dict[str, Any]) -> list[Image]:
         one = any(config.keep is None for config in self.tower.configs.values())
-        return images_of(self.model, self.tower, call, one)
+        with self._on():
+            return images_of(self.model, self.tower, call, one)
 
     @property
     def config(self) -> MaMeConfig:
@@ -104,7 +112,15 @@ class Inside:
     def set(self, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
         """Changes live settings."""
         config, fields = self._by_block(config, fields)
-        self.tower.set(config, **fields)
+        with self._on():
+            self.tower.set(config, **fields)
+
+    @contextmanager
+    def _on(self) -> Iterator[None]:
+        """Hooks are on the tower for a call's images alone, one thread's at a time."""
+        with tower_of(self.model).alone(), encoder_restored(self.tower.root):
+            self.tower.install()
+            yield
 
     def _by_block(
         self, config: MaMeConfig | None, fields: dict[str, Any]
@@ -121,8 +137,8 @@ class Inside:
         return config, {**fields, "keep": left(float(keep), len(self._blocks), self._schedule)}
 
 
-class Behind:
-    """Images whose patches merge behind the vision tower; arguments as `Inside`.
+class MergeAfterTower:
+    """Images whose patches merge behind the vision tower; arguments as `MergeInTower`.
 
     Attributes:
         config: the settings, of which `keep` and `tau` count.
@@ -148,7 +164,9 @@ class Behind:
         self.set(config, fields)
 
     def __call__(self, call: dict[str, Any]) -> list[Image]:
-        return images_behind(self.model, call, self.config.keep, self.config.tau)
+        config = self.config
+        with tower_of(self.model).many():
+            return images_behind(self.model, call, config.keep, config.tau)
 
     def set(self, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
         """Changes live settings."""
@@ -186,7 +204,7 @@ class CaptionHandle:
         model: the LLaVA.
     """
 
-    def __init__(self, model: nn.Module, images: Inside | Behind) -> None:
+    def __init__(self, model: nn.Module, images: MergeInTower | MergeAfterTower) -> None:
         self.model, self._images = model, images
         self._calls = Calls(model, images)
 
@@ -203,8 +221,8 @@ class CaptionHandle:
     @property
     def installed(self) -> bool:
         """Whether merging is on the model as this handle put it."""
-        there = self._calls in calls_on(self.model)
-        return there and (self.tower is None or self.tower.installed)
+        on = on_model(self.model)
+        return on is not None and any(one.calls is self._calls for one in on.slots)
 
     @property
     def active(self) -> bool:
@@ -213,9 +231,9 @@ class CaptionHandle:
 
     @active.setter
     def active(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"active: expected True or False, got {value!r}; give one of these")
         self._calls.active = value
-        if self.tower is not None:
-            self.tower.active = value
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Changes live settings from the next call on, as `EncoderHandle.set`; one `keep` is the
@@ -238,23 +256,22 @@ class CaptionHandle:
 
     def remove(self) -> None:
         """Takes this handle's merging off the model; that of a later one stays."""
-        if self._calls in calls_on(self.model):
-            self._calls.take()
-        if self.tower is not None:
-            self.tower.remove()
+        take(self._calls)
 
     def install(self) -> None:
         """Puts merging back after `remove`, or replaces that of a later handle.
 
         Raises:
-            ValueError: another tool has replaced `forward` or `generate`.
+            ValueError: another tool has replaced `forward` or `generate`, or the tower alone merges
+                already.
         """
-        self._calls.put()
-        if self.tower is None:
-            take_all(self.model)  # what an earlier handle put in the tower's blocks
-        else:
-            self.tower.install()
-            self.tower.capture()
+        with tower_of(self.model).many():
+            if has_encoder_hooks(self.model):
+                raise ValueError(
+                    "expected a vision tower that merges nothing by itself, found merging on it;"
+                    " call remove_mame on it first"
+                )
+        put(self._calls)
 
 
 def left(keep: float, count: int, schedule: str) -> list[float]:

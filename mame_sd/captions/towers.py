@@ -21,6 +21,12 @@ from mame_sd.perception.handle import EncoderHandle
 LLAVA = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
 QWEN = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 KNOWN = (*LLAVA, *QWEN)
+_TOWER = ("model.vision_tower", "model.multi_modal_projector")
+PARTS = {  # what merging calls and reads of each
+    LLAVA[0]: _TOWER,
+    LLAVA[1]: (*_TOWER, "model.image_newline"),
+    **dict.fromkeys(QWEN, ("model.get_image_features", "model.get_rope_index")),
+}
 LINE = -1  # where a token for a new line stands
 _TURNED = "positions turn the queries and keys of its tower, and a merged token has none of its own"
 REFUSED = {
@@ -54,6 +60,17 @@ def is_captioner(target: Any) -> bool:
     known to be refused.
     """
     return isinstance(target, nn.Module) and any(map(name_of, target.modules()))
+
+
+def reader_in(target: Any) -> nn.Module | None:
+    """The outermost model in `target` whose prompts have a token for images, known or not."""
+    names = ("image_token_id", "image_token_index")
+    modules = target.modules() if isinstance(target, nn.Module) else ()
+    for module in modules:
+        config = getattr(module, "config", None)
+        if any(isinstance(getattr(config, name, None), int) for name in names):
+            return module
+    return None
 
 
 def layer_of(model: Any) -> int:

@@ -160,7 +160,7 @@ def show_merge_command(
     prompt: Annotated[
         str,
         typer.Argument(
-            help="The prompt, an image file, a folder of a clip's frames, or demo for an image.",
+            help="The prompt, an image file, a folder of a clip's frames, or demo.png.",
             metavar="PROMPT|IMAGE",
             show_default=False,
         ),
@@ -287,8 +287,9 @@ def tune_command(
     from mame_sd.eval.tuning.choice import check_wish, choose, concrete, measured, remarks
     from mame_sd.eval.tuning.measure import lpips_distance, tune
     from mame_sd.eval.tuning.table import table, text_plot
-    from mame_sd.runs.files import write_atomically
+    from mame_sd.runs.files import check_place, write_atomically
 
+    check_place(out, out)
     check_wish(max_lpips, speed)
     check_forms(merging)
     if pixels is not None:
@@ -419,14 +420,20 @@ def invoke(arguments: Sequence[str] | None = None) -> Any:
 
 
 def image_file(text: str) -> Path | None:
-    """The image file or folder of frames that `text` names, `demo` being the packaged image; None
-    for a prompt.
+    """The image file or folder of frames that `text` names; None for a prompt.
+
+    `demo.png`, where there is no such file, is the packaged image.
 
     Raises UserError for what looks like a file's name where there is none.
     """
     if os.path.isfile(text) or (os.path.isdir(text) and "/" in text):
         return Path(text)
     if text == "demo":
+        raise UserError(
+            "show-merge demo: expected a prompt or an image, got demo, which names prompts; give a"
+            " prompt of them, or demo.png for the packaged image"
+        )
+    if text == "demo.png":
         from mame_sd.runs.prompt_files import packaged_file
 
         return packaged_file("demo.png")
@@ -434,7 +441,7 @@ def image_file(text: str) -> Path | None:
     if Path(text).suffix.lower() in IMAGE_ENDINGS or (len(words) == 1 and "/" in text):
         raise UserError(
             f"show-merge {text}: expected an image file or a prompt, found no such file; check the"
-            " path, or give demo"
+            " path, or give demo.png"
         )
     return None
 

@@ -10,7 +10,8 @@ from mame_sd.cli.console import doing, note, progress
 from mame_sd.cli.groups import PromptOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.runs.generate import generate
+from mame_sd.report import counted
+from mame_sd.runs.generate import Summary, generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.methods import Method
@@ -54,11 +55,7 @@ def run_generate(
             on_note=note,
         )
     if process.is_main:
-        seconds = summary.seconds_per_image
-        print(
-            f"{summary.images} images in {out}"
-            + (f", {seconds:.2f} s per image" if seconds is not None else "")
-        )
+        print(_outcome(summary, out))
         _print_levels(summary.levels, method)
 
 
@@ -67,8 +64,8 @@ def note_cut(pipe: Any, prompts: Sequence[Prompt], on_note: Callable[[str], None
     cut = cut_prompts(pipe, [prompt.text for prompt in prompts])
     if cut:
         on_note(
-            f"{len(cut)} of {len(prompts)} prompts are longer than the model reads and are cut"
-            f" ({prompts[cut[0]].id} first)"
+            f"{len(cut)} of {counted(len(prompts), 'prompt')} {'is' if len(cut) == 1 else 'are'}"
+            f" longer than the model reads and cut ({prompts[cut[0]].id} first)"
         )
 
 
@@ -119,6 +116,17 @@ def settings_in_force(
         return saved.overridden(given)
     except ValueError as error:
         raise UserError(f"merging: {error} (the model was saved with {saved})") from None
+
+
+def _outcome(summary: Summary, out: Path) -> str:
+    """One line: how many images there are, how many of them were there before, and their time."""
+    count = counted(summary.images, "image")
+    seconds = summary.seconds_per_image
+    took = "" if seconds is None else f", {seconds:.2f} s per image"
+    if summary.found == summary.images:
+        return f"nothing to do: {count} in {out} already{took} when made"
+    before = f" ({summary.found} of them there already)" if summary.found else ""
+    return f"{count} in {out}{before}{took}"
 
 
 def _print_levels(levels: Sequence[dict[str, Any]], method: MaMeConfig | Method | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
@@ -85,13 +86,13 @@ class MergingOptions(GivenOptions):
 
     def build(self, values: Mapping[str, Any]) -> Any:
         """The config. Raises UserError for a bad value or file."""
+        base = MaMeConfig() if values["config"] is None else read_config(Path(values["config"]))
         try:
-            base = (
-                MaMeConfig() if values["config"] is None else MaMeConfig.from_file(values["config"])
-            )
-            return base.replace(**super().build(values))
+            config = base.replace(**super().build(values))
         except (TypeError, ValueError) as error:
             raise UserError(f"merging: {error}") from None
+        check_whole_numbers(config.to_dict(), "merging")
+        return config
 
     def flag(self, name: str) -> str:
         return flag_of(f"merge_{name}" if name in self.TAKEN else name)
@@ -104,6 +105,33 @@ class MergingOptions(GivenOptions):
         """Flags of the options that were given."""
         names = [*(f.name for f in fields(MaMeConfig)), "config"]
         return [self.flag(name) for name in names if values.get(name) not in (None, [])]
+
+
+def read_config(file: Path) -> MaMeConfig:
+    """The settings of a file. Raises UserError, which names --config, for a bad one."""
+    if os.path.exists(file) and not os.path.isfile(file):  # a pipe might never end
+        kind = "folder" if os.path.isdir(file) else "pipe or device"
+        raise UserError(f"--config {file}: expected a .json or .toml file, got a {kind}")
+    try:
+        config = MaMeConfig.from_file(file)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--config {error}") from None
+    check_whole_numbers(config.to_dict(), f"--config {file}")
+    return config
+
+
+def check_whole_numbers(value: Any, place: str) -> None:
+    """Raise UserError, which names the place, for a whole number that 64 bits can't hold."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            check_whole_numbers(inner, f"{place}: {name}")
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            check_whole_numbers(inner, place)
+    elif isinstance(value, int) and value >= 2**63:
+        raise UserError(
+            f"{place}: expected a whole number of at most 2^63 - 1, got {value}; lower it"
+        )
 
 
 class OptionalMerging(MergingOptions):

@@ -19,7 +19,7 @@ from mame_sd.errors import UserError
 from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.encoders import LoadedEncoder, load_encoder
-from mame_sd.runs.frames import SUFFIXES, evenly, frames_in
+from mame_sd.runs.frames import SUFFIXES, as_shown, evenly, frames_in
 from mame_sd.runs.model_files import ModelChoice
 
 PANEL_SIDE, PANELS_ACROSS = 448, 4
@@ -104,10 +104,10 @@ def blocks_of(text: str | None) -> int | tuple[int, ...] | None:
 
 
 def read_image(file: Path) -> Image.Image:
-    """The image of `file` in RGB. Raises UserError where it can't be read."""
+    """The image of `file` in RGB, as viewers show it. Raises UserError where it can't be read."""
     try:
         with Image.open(file) as image:
-            return image.convert("RGB")
+            return as_shown(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(
             f"show-merge {file}: expected an image, but it can't be read ({error}); give another"

@@ -1,4 +1,4 @@
-"""The mathematics: partition, similarity, weights, plans that merge and restore.
+"""The mathematics: groups of keys, fitted values, attention over fewer keys, and the paper's plan.
 
 PyTorch alone, no model library.
 """

@@ -11,7 +11,7 @@
 A hook on the module survives what replaces processors: slicing, `fuse_qkv_projections`, IP-Adapter,
 PAG. It also learns the true (h, w) of the tokens from the Transformer2DModel around it. Each module
 carries one merging hook at most: applying again replaces it. A `copy.deepcopy` of a hooked model
-merges with its own weights; to save a whole model with `torch.save` call `remove_mame` first.
+merges with its own weights, and so does one that `torch.save` wrote whole.
 
 Threads may generate with one model at once, each with settings of its own (`handle.using`). What
 changes a model for all (`apply_mame`, `remove_mame`, `handle.set`) raises RuntimeError while
@@ -38,6 +38,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.denoisers import denoisers_of, no_denoiser
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import (
@@ -61,16 +62,21 @@ from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
 from mame_sd.diffusion.interception import watch_backends
 from mame_sd.diffusion.layer import Layer
-from mame_sd.diffusion.model_hooks import EagerSizeHook, SizeHook, StepHook, takes_timestep
+from mame_sd.diffusion.model_hooks import (
+    SPREAD,
+    EagerSizeHook,
+    SizeHook,
+    StepHook,
+    spread,
+    takes_timestep,
+)
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
 
 _OURS = (MergeHook.name, SizeHook.name, StepHook.name)
-# Of a pipeline, what may denoise. Several may be there: each takes its own steps, or its own half
-# of guidance.
-_DENOISERS = ("unet", "transformer", "transformer_2", "unconditional_transformer")
-_OTHER_NAMES = ("decoder", "prior")  # where there is none of those (Stable Cascade, UnCLIP)
+# What each block of `hooks_restored` that is under way found on each module, in their order.
+_BLOCKS: list[dict[tuple[nn.Module, str], Any]] = []
 # Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video,
 # I2VGen-XL).
 _TEMPORAL = {
@@ -124,6 +130,8 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
         str, tuple[SizeHook, Family | None]
     ] = {}  # what tells how tokens lie, by path, and whose they are
     for path, module in root.named_modules():
+        if spread(module):
+            raise ValueError(SPREAD.format(type(module).__name__))
         if takes_timestep(module) and not any(_within(path, outer) for outer in denoisers):
             denoisers.append(path)
             hooks.append((module, StepHook(module, shared)))
@@ -205,17 +213,27 @@ def hooks_restored(target: Any) -> Iterator[None]:
     """After the block `target` carries the same merging hooks as before it, whatever the block
     applied or removed.
 
+    Blocks may end in another order than they began: the latest of those that are left decides.
+
     Raises RuntimeError afterwards where another thread makes an image, which then has two settings.
     """
     root = denoiser_of(target)
     modules = list(root.modules())
-    before = {(module, name): hook_on(module, name) for module in modules for name in _OURS}
+    with CHANGES:
+        before = {(module, name): hook_on(module, name) for module in modules for name in _OURS}
+        _BLOCKS.append(before)
     try:
         yield
     finally:
         with CHANGES:
+            place = next(i for i, block in enumerate(_BLOCKS) if block is before)
+            later = _BLOCKS[place + 1 :]
+            del _BLOCKS[place]
             for (module, name), hook in before.items():
-                if hook is None:
+                inner = next((block for block in later if (module, name) in block), None)
+                if inner is not None:
+                    inner[module, name] = hook
+                elif hook is None:
                     take_hook(module, name)
                 else:
                     put_hook(module, hook)
@@ -242,16 +260,9 @@ def denoiser_of(target: Any) -> nn.Module:
     """
     if isinstance(target, nn.Module):
         return target
-    models = {name: getattr(target, name, None) for name in (*_DENOISERS, *_OTHER_NAMES)}
-    every = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
-    found = {name: model for name, model in every.items() if name in _DENOISERS} or dict(
-        list(every.items())[:1]
-    )
+    found = denoisers_of(target)
     if not found:
-        raise TypeError(
-            "expected a torch module or a diffusers pipeline with a unet or transformer, got"
-            f" {type(target).__name__}"
-        )
+        raise TypeError(no_denoiser(target))
     return next(iter(found.values())) if len(found) == 1 else nn.ModuleDict(found)
 
 
@@ -311,4 +322,5 @@ def _nothing_found(root: nn.Module) -> str:
     return (
         f"{known_as(kind)} is not supported yet: no attention over an image's tokens is known in"
         f" {kind}, which has {found}. Describe where they are with mame_sd.families.register_family"
+        ", or a vision transformer with mame_sd.perception.known_encoders.register_encoder"
     )

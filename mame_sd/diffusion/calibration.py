@@ -504,14 +504,35 @@ def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name,
             after[better], taken[better], origin[better] = reached[better], number, sources[better]
         best = after
         steps.append((taken, origin))
-    if not np.isfinite(best[need]):
-        return None
+    if not np.isfinite(best[need]):  # each layer's gain was rounded down to the grid
+        return _nearly_fastest(options, most - saved) if saved <= most else None
     chosen: dict[Name, Option] = {}
     units = need
     for name, (taken, origin) in zip(reversed(names), reversed(steps), strict=True):
         chosen[name] = options[name][taken[units]]
         units = origin[units]
     return {name: chosen[name] for name in names}
+
+
+def _nearly_fastest(options: Mapping[Name, Sequence[Option]], spare: float) -> dict[Name, Option]:
+    """Each layer's fastest option, but for those that fit into `spare` seconds more: the ones that
+    take most off the sum of errors for each second.
+    """
+    chosen = {
+        name: min(found, key=lambda o: (o.seconds, o.error)) for name, found in options.items()
+    }
+    while True:
+        swaps = [
+            (max(o.seconds - chosen[name].seconds, 0.0), chosen[name].error - o.error, name, o)
+            for name, found in options.items()
+            for o in found
+            if o.error < chosen[name].error and o.seconds - chosen[name].seconds <= spare
+        ]
+        if not swaps:
+            return chosen
+        seconds, _, name, option = max(swaps, key=lambda swap: swap[1] / max(swap[0], 1e-12))
+        spare -= seconds
+        chosen[name] = option
 
 
 def relative_error(merged: Any, unmerged: Any) -> float:

@@ -22,15 +22,17 @@ from mame_sd.diffusion.calibration import (
     measure_image,
     plain_values,
 )
+from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.families.transformers import known_as, resolved
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
 from mame_sd.diffusion.model_hooks import SizeHook, StepHook
 from mame_sd.diffusion.processor import make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
-from mame_sd.report import MaMeReport, device_of, make_report
+from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
 
 Placed = tuple[nn.Module, MergeHook | PreHook]  # a hook and the module it goes on
+GONE = "no longer part of the model: call apply_mame again"
 
 
 NONE_HERE = (
@@ -52,6 +54,11 @@ class MaMeHandle:
     ) -> None:
         self._root, self._pipe = _reference(root), _held_weakly(pipe)  # whose denoiser `root` is
         self._held: Any = None  # both, while merging is on the model
+        # Of its denoisers, by their names in the pipeline, what merges.
+        self._of_pipe: dict[str, list[weakref.ref[nn.Module]]] = {}
+        for name, model in ({} if pipe is None else denoisers_of(pipe)).items():
+            within = set(model.modules())
+            self._of_pipe[name] = [weakref.ref(module) for module, _ in hooks if module in within]
         self._shared = shared
         self._placed = [(weakref.ref(module), hook) for module, hook in hooks]
         self._layers = [hook for _, hook in hooks if isinstance(hook, MergeHook)]
@@ -91,6 +98,11 @@ class MaMeHandle:
         return [(module, hook) for found, hook in self._placed if (module := found()) is not None]
 
     @property
+    def _on(self) -> bool:
+        """Whether any of them is on the module it goes on."""
+        return any(hook_on(module, hook.name) is hook for module, hook in self._hooks)
+
+    @property
     def config(self) -> MaMeConfig:
         """The settings now in force (in this thread)."""
         return self._shared.now.config
@@ -109,12 +121,14 @@ class MaMeHandle:
         """Whether the hooks merge; False makes every call bit-equal to an unhooked model.
 
         Setting it raises RuntimeError where merging was removed or replaced, or another thread
-        makes an image with the model.
+        makes an image with the model, and TypeError for what is no bool.
         """
         return self._shared.now.active
 
     @active.setter
     def active(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"active: expected True or False, got {value!r}")
         with CHANGES:
             self._check_installed()
             setting = self._shared.setting
@@ -176,11 +190,15 @@ class MaMeHandle:
         self._check_installed()
         asked = make_config(self._shared.now.asked if config is None else config, fields)
         new = self._setting(asked, True)
-        before, self._shared.own.value = self._shared.own.value, new
+        own = self._shared.own
+        entered: list[Setting] = own.mine.__dict__.setdefault("entered", [])
+        entered.append(new)
+        own.value = new
         try:
             yield
-        finally:
-            self._shared.own.value = before
+        finally:  # blocks may end in another order than they began
+            entered.remove(new)
+            own.value = entered[-1] if entered else None
 
     def calibrate(
         self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any
@@ -235,9 +253,41 @@ class MaMeHandle:
         """Tokens in and kept per layer since the last `reset`.
 
         Raises:
-            NothingMergedError: a forward has run and no layer could merge.
+            NothingMergedError: a forward has run and no layer could merge, or the pipeline has
+                another denoiser now.
         """
+        replaced = self._replaced()
+        if replaced:
+            raise NothingMergedError(replaced)
+        root = self._root()
+        if root is not None and self._on:
+            there = set(root.modules())
+            for found, hook in self._placed:
+                if isinstance(hook, MergeHook) and found() not in there:
+                    hook.stats.last_reason = GONE
         return make_report(hook.stats for hook in self._layers)
+
+    def _replaced(self) -> str:
+        """What is wrong where merging is on, and the pipeline has another denoiser than those of
+        `apply_mame`; a wrapper around it (torch.compile's) is none.
+        """
+        if self.pipe is None or not self._on:
+            return ""
+        for name, model in denoisers_of(self.pipe).items():
+            if self._of_pipe and name not in self._of_pipe:
+                return (
+                    f"expected merging on pipe.{name}, but that {type(model).__name__} came after"
+                    " apply_mame, and nothing of it merges: call apply_mame again"
+                )
+        for name, placed in self._of_pipe.items():
+            now = getattr(self.pipe, name, None)
+            there = set(now.modules()) if isinstance(now, nn.Module) else set()
+            if placed and now is not None and all(module() not in there for module in placed):
+                return (
+                    f"expected merging on pipe.{name}, but it is another {type(now).__name__} than"
+                    " at apply_mame, and nothing of it merges: call apply_mame again"
+                )
+        return ""
 
     def reset(self) -> None:
         """Sets all counters to zero and drops captured plans, and those of this thread that wait
@@ -314,6 +364,9 @@ class MaMeHandle:
                 "expected merging to be applied, but it was removed or replaced: call apply_mame"
                 " again"
             )
+        replaced = self._replaced()
+        if replaced:
+            raise RuntimeError(replaced)
 
     def _check(self, config: MaMeConfig) -> None:
         """Raises ValueError where `config` asks for layers or a part of blocks that the model

@@ -41,6 +41,16 @@ class CallHook(PreHook):
         raise NotImplementedError
 
 
+def no_replica() -> None:
+    """Raises RuntimeError: a replica's forward would be the one that was put on the module, with
+    the first device's weights.
+    """
+    raise RuntimeError(
+        "nn.DataParallel makes replicas of a merged model, whose layers would compute with the"
+        " first device's weights: call remove_mame, or take DistributedDataParallel"
+    )
+
+
 def hook_on(module: nn.Module, name: str) -> Any:
     """The hook of that name on `module`."""
     for hook in module._forward_pre_hooks.values():
@@ -72,6 +82,7 @@ def put_hook(module: nn.Module, hook: Any) -> None:
         setattr(module, "forward", _inside(first))  # noqa: B010
     registry.register_hook(hook, hook.name)
     setattr(module, "forward", hook.put(module))  # noqa: B010
+    setattr(module, "_replicate_for_data_parallel", no_replica)  # noqa: B010
     if first is not None:
         setattr(module, "forward", outermost)  # noqa: B010
         setattr(
@@ -100,6 +111,7 @@ def take_hook(module: nn.Module, name: str) -> None:
                 module._forward_hooks_always_called.pop(key, None)
             hook.forget()
         return
+    module.__dict__.pop("_replicate_for_data_parallel", None)
     registry: Any = module._diffusers_hook
     later = registry._fn_refs[registry._hook_order.index(name) + 1 :]
     around = _inside(later[0]) if later else module.forward

@@ -66,6 +66,7 @@ class Shared:
         own: each thread's own Setting.
         step: the Step of its latest call of the model.
         plans: what the call under way shares with those before it.
+        learning: what is known of calls with gradients.
         applied: is told whether the hooks that merge are put on the model or taken off.
     """
 
@@ -74,6 +75,7 @@ class Shared:
         self.own = PerThread()
         self.step = PerThread(latest=True)
         self.plans = PerThread()
+        self.learning = Learning()
         self.applied: Callable[[bool], None] | None = None
 
     @property
@@ -166,6 +168,33 @@ def _same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
     return first.device == second.device and not first.is_meta and torch.equal(first, second)
 
 
+class Learning:
+    """Whether a block that is computed again for gradients (a checkpoint that somebody put around
+    it) finds the timestep of its own call.
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[Any, int] | None = None  # timestep of the first call since a backward
+        self._moved = self._over = False
+
+    def begin(self, timestep: Any) -> None:
+        """To be called at the start of each call of the model."""
+        if torch.is_grad_enabled() and (self._first is None or self._over):
+            self._first, self._moved, self._over = _noted(timestep), False, False
+        elif self._first is not None and not self._moved:
+            self._moved = not _same(self._first, _noted(timestep))
+
+    def again(self) -> None:
+        """Raises RuntimeError where a call at another timestep came since."""
+        self._over = True
+        if self._moved:
+            raise RuntimeError(
+                "expected a checkpointed block to be computed again before the model's next"
+                " timestep, whose partition it would take: call enable_gradient_checkpointing, or"
+                " give redraw=False, share_guidance_plan=False"
+            )
+
+
 class Entry:
     """Replaces the `forward` that diffusers' registry gives a module with a MergeHook.
 
@@ -247,20 +276,25 @@ class MergeHook(ModelHook):
     def told(self) -> tuple[Tokens | None, Step]:
         """What this thread's latest call of the model says: how the tokens lie, and of the step.
 
-        It says nothing of the step where gradients are on. A block that is computed again for them
-        (checkpointing) merges as before, whatever has run since. No sample's timestep decides on
-        its neighbours in a training batch.
+        A call gives the same with gradients as without them, but for plans, which it shares with
+        none. Where the model checkpoints gradients there is no step: a block that is computed
+        again merges as before, whatever has run since (`StepHook`).
+
+        Raises RuntimeError in a block that is computed again after a call at another timestep.
         """
         shared, noted = self.shared, self.known
         known = None if noted is None else getattr(noted.mine, "value", noted.latest)
         step: Step | None = getattr(shared.step.mine, "value", shared.step.latest)
-        if step is None or torch.is_grad_enabled():
+        if step is None or step is NO_STEP:
             return known, NO_STEP
+        learns = torch.is_grad_enabled()
         if torch.compiler.is_compiling():  # a number would be a constant of the graph
             draw = None if step.draw is None else (step.draw + self.number) % DRAWS
             return known, Step(draw, leader=step.leader)  # a graph holds no plans
         draw = None if step.draws is None else step.draws[self.place : self.place + 1]
-        plans = getattr(shared.plans.mine, "value", None)
+        if learns and torch._C._current_graph_task_id() >= 0:  # in a backward pass
+            shared.learning.again()
+        plans = None if learns else getattr(shared.plans.mine, "value", None)
         return known, Step(draw, leader=step.leader, plans=plans)
 
     def put(self, module: nn.Module) -> Any:

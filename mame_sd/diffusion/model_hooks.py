@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from mame_sd.core.draws import DRAWS, constant, counting, draw_at
 from mame_sd.core.pairs import leaders
+from mame_sd.diffusion.families.unet import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import CallHook, PreHook
 from mame_sd.diffusion.hooks import Plans, Shared
-from mame_sd.diffusion.layer import Call, Step, Tokens
+from mame_sd.diffusion.layer import NO_STEP, Call, Step, Tokens
 from mame_sd.diffusion.threads import PerThread, begin, end
 from mame_sd.report import NOTHING_MERGES, TOO_FEW, LayerStats
 
@@ -34,6 +35,12 @@ _TIMESTEP = (
     "timestep_ratio",
     "vision_timesteps",
 )  # what models call it
+
+
+SPREAD = (
+    "{} is spread over devices by enable_parallelism (Ulysses, ring or tensor parallel), where"
+    " merging has no plan for all tokens: call remove_mame, or leave the model on one device"
+)
 
 
 class LatestCall:
@@ -140,7 +147,11 @@ class StepHook(CallHook):
 
     The timestep chooses the draw of the random partitions. The latents tell whether a batch holds
     guided and unguided samples, or whether this is the second of two calls of the same input. So
-    the same call gives the same result whatever ran before, under any sampler and pipeline.
+    the same call gives the same result whatever ran before, under any sampler and pipeline, with
+    gradients or without.
+
+    In a model that checkpoints gradients no step is noted while it learns: its blocks are computed
+    again later, when it may be at another.
     """
 
     name = "mame_step"
@@ -153,9 +164,14 @@ class StepHook(CallHook):
         self.watched: list[LayerStats] = []  # layers whose first forward has not been looked at
         # a ControlNet is called with the same latents for each control image
         self.calls_pair = "ControlNet" not in type(module).__name__
+        # A UNet of images makes samples of a video's frames, as many at once as it likes.
+        self.by_frame = any(type(part).__name__ in IMAGE_MODULES for part in module.modules())
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises RuntimeError in a model whose tokens are spread over several devices."""
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if self.shared.now.active and spread(module):
+            raise RuntimeError(SPREAD.format(type(module).__name__))
         setting, timestep = (
             self.shared.now,
             next((call[name] for name in _TIMESTEP if call.get(name) is not None), None),
@@ -184,16 +200,21 @@ class StepHook(CallHook):
             and inputs[0] is call.get(self.names[0])
         )
         prompt_first = type(module).__name__ in _PROMPT_FIRST
-        leader = leaders(inputs[0], prompt_first) if pairs else None
+        frames = self.by_frame and bool(inputs) and inputs[0].dim() == 5
+        leads = pairs and not frames
+        leader = leaders(inputs[0], prompt_first) if leads else None
         draws = None
         if draw is not None and not compiling:
             draws = (draw + constant(counting, DRAWS, draw.device)) % DRAWS
-        self.shared.step.value = Step(draw, draws, leader)
+        again = _checkpoints(module)
+        self.shared.step.value = NO_STEP if again else Step(draw, draws, leader)
+        if not compiling:
+            self.shared.learning.begin(timestep)
         if compiling:  # a graph holds no plans
             return
         if inputs:
             begin(module, self.name, inputs[0])
-        if pairs and self.calls_pair:
+        if pairs and self.calls_pair and not again:
             apart = {self.names[0], *_TIMESTEP}
             others = [
                 value
@@ -231,6 +252,18 @@ class StepHook(CallHook):
         """Lets go of this thread's plans."""
         self.latest.forget()
         self.shared.plans.value = None
+
+
+def spread(module: nn.Module) -> bool:
+    """Whether `enable_parallelism` spreads a model of diffusers over several devices."""
+    return getattr(module, "_parallel_config", None) is not None
+
+
+def _checkpoints(module: nn.Module) -> bool:
+    """Whether a model learns, and computes blocks again for it."""
+    if not (torch.is_grad_enabled() or module.training):
+        return False
+    return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
 
 
 def takes_timestep(module: nn.Module) -> bool:

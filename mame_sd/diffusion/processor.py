@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -146,7 +147,7 @@ class MaMeAttnProcessor:
         }
         call = LayerCall(
             attn,
-            lambda **given: processed(inner, attn, given),
+            partial(processed, inner, attn),
             arguments,
             processor=inner,
             kind=type(inner).__name__,

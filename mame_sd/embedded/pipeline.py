@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mame_sd.embedded.model import DEFAULT_GUIDANCE, DEFAULT_STEPS, embedded_model_path
@@ -26,12 +28,32 @@ def embedded_pipeline(name: str = "unet", kind: Any = None, **options: Any) -> A
     """
     from diffusers import DiffusionPipeline
 
-    pipe = (DiffusionPipeline if kind is None else kind).from_pretrained(
-        embedded_model_path(name), **options
-    )
+    with _quiet():
+        pipe = (DiffusionPipeline if kind is None else kind).from_pretrained(
+            embedded_model_path(name), **options
+        )
     own = {"num_inference_steps": DEFAULT_STEPS, "guidance_scale": DEFAULT_GUIDANCE[name]}
     pipe.__class__ = _with_defaults(type(pipe), tuple(own.items()))
     return pipe
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep warnings of diffusers and transformers back that are not about this model: that
+    torchvision isn't there, which it doesn't use, and that its small autoencoder is of another
+    class than Stable Diffusion's.
+    """
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    before = [(it, it.get_verbosity()) for it in (diffusers_logging, transformers_logging)]
+    try:
+        for logging, _ in before:
+            logging.set_verbosity_error()
+        yield
+    finally:
+        for logging, level in before:
+            logging.set_verbosity(level)
 
 
 def _with_defaults(base: type[Any], own: tuple[tuple[str, Any], ...]) -> type[Any]:

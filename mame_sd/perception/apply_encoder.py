@@ -91,15 +91,37 @@ def has_encoder_hooks(target: nn.Module) -> bool:
     return any(ours_on(module) for module in target.modules())
 
 
+class _Opened:
+    """A `with` block that is open: what was on `target` before it."""
+
+    def __init__(self, target: nn.Module) -> None:
+        self.target = target
+        self.modules = {*target.modules()}
+        self.before = [(module, one) for module in self.modules for one in ours_on(module)]
+
+
+_OPENED: list[_Opened] = []  # the innermost last
+
+
 @contextmanager
 def encoder_restored(target: nn.Module) -> Iterator[None]:
     """After the block `target` carries the same merging as before it, whatever the block applied or
     removed.
+
+    Blocks may be left in any order: what one applied goes when it is left, or stays in force where
+    one that was opened later has replaced it.
     """
-    before = [(module, one) for module in target.modules() for one in ours_on(module)]
+    mine = _Opened(target)
+    _OPENED.append(mine)
     try:
         yield
     finally:
-        take_all(target)
-        for module, one in before:
-            put(module, one)
+        place = _OPENED.index(mine)
+        later = [one for one in _OPENED[place + 1 :] if one.modules & mine.modules]
+        del _OPENED[place]
+        if later:  # theirs is in force; after the next one ours has no business any more
+            later[0].before = mine.before
+        else:
+            take_all(target, "mame")
+            for module, one in mine.before:
+                put(module, one)

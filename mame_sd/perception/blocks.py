@@ -1,8 +1,9 @@
 """One block of a vision transformer, merged: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) +
 x'' (paper, "Integration for Visual Perception").
 
-A `MergedBlock` replaces its block's forward and runs the block's own modules. So their hooks, their
-weights and what is saved stay as they are. It checkpoints where its block would.
+A `MergedBlock` replaces its block's forward and runs the block's own modules, whatever tools have
+put in their places. So their hooks, their weights and what is saved stay as they are. It
+checkpoints where its block would.
 """
 
 from __future__ import annotations
@@ -16,60 +17,32 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import plan_merge
-from mame_sd.core.partition import GRIDS, positions
-from mame_sd.core.plan import Plan, RowPlan, no_autocast
-from mame_sd.core.similarity import similarity_of
+from mame_sd.core.paper import Plan
 from mame_sd.perception.counts import BlockCounts, width_of
 from mame_sd.perception.known_encoders import Encoder
-from mame_sd.perception.settings import DEFAULTS
-from mame_sd.perception.shared import ForwardState
+from mame_sd.perception.plans import GroupPlan, plan_block
+from mame_sd.perception.shared import Forward, ForwardState
 
-LATER = (
-    "the tokens of a block after the first that merges are no grid: partition 'alternating',"
-    " without tiles"
-)
-UNKNOWN = "height and width unknown: merged with partition 'alternating' and without tiles"
+UNKNOWN = "height and width unknown: destinations are every second token"
+Grid = tuple[int, int] | None
 
 
-def weighted(plan: Plan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges tokens x [B, L, C] that stand for sizes [B, L] of tokens. Returns means over all of
-    these [B, L', C], and their sizes [B, L'].
-    """
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))
-    held, summed = plan.sizes, plan.summed(sizes)
-    if isinstance(
-        plan, RowPlan
-    ):  # weights of mean 1 in each group: a token that merges with none stays to the bit
-        weight = sizes * held.gather(1, plan.rows) / summed.gather(1, plan.rows)
-        y = plan.merge(exact * weight.unsqueeze(-1).to(exact.dtype))
-    else:
-        y = plan.merge(exact * sizes.unsqueeze(-1).to(exact.dtype)) / (summed / held).unsqueeze(
-            -1
-        ).to(exact.dtype)
-    return y.to(x.dtype), summed
-
-
-def as_many(
-    feature: Tensor, config: MaMeConfig, size: tuple[int, int] | None, special: int
-) -> MaMeConfig:
-    """Settings by which all samples of a batch keep equally many tokens: the most that tau keeps.
-
-    Each sample chooses its tokens by itself.
+def weighted(plan: Plan | GroupPlan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge tokens that stand for several already: means over all that they stand for.
 
     Args:
-        feature: that is compared [B, L, d].
-        config: with tau.
-        size: (h, w) of the patches; None where unknown.
-        special: leading tokens that take no part.
+        plan: for x.
+        x: tokens [B, L, C].
+        sizes: how many tokens each stands for [B, L].
+
+    Returns:
+        Tokens [B, L', C] in the dtype of x, and their sizes [B, L'].
     """
-    body = feature.detach()[:, special:]
-    pos = positions(body.shape[1], config, size, body.device, None)
-    with no_autocast(body):
-        best = similarity_of(body, pos, config.metric).amax(-2)  # [B, T, n]
-    assert config.tau is not None
-    merges = (best > config.tau).flatten(1).index_select(1, pos.src_real).sum(1)
-    return config.replace(tau=None, keep=(pos.L - int(merges.min())) / pos.L)
+    exact = torch.promote_types(x.dtype, torch.float32)
+    share = sizes.unsqueeze(-1).to(exact)
+    held = plan.merge(share)
+    y = plan.merge(x.to(exact) * share) / held
+    return y.to(x.dtype), held.squeeze(-1).to(sizes.dtype) * plan.sizes
 
 
 class MergedBlock:
@@ -80,7 +53,7 @@ class MergedBlock:
         encoder: what its modules are.
         number: which one it is, counted from 0.
         shared: of all blocks of the model.
-        config: how its tokens merge; None: not at all (with `prop_attn`, later blocks read sizes).
+        config: how its tokens merge; None: not at all (later blocks still read sizes).
         counts: counters of the blocks that merge, by number. In the first of them tokens are the
             image's patches.
     """
@@ -101,26 +74,13 @@ class MergedBlock:
         self.counts = counts.get(number)
         self.first = number == min(counts)
         self.alone = len(counts) == 1
-        self._counts_calls = False  # not where a checkpoint computes again
-        self.heard: Tensor | None = (
-            None  # [B, L, d] what the attention's projection to keys gave in this call
-        )
         parameters = inspect.signature(type(block).forward).parameters.values()
         self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD][1:]
         self.set(config)
 
     def set(self, config: MaMeConfig | None) -> None:
-        """Merges by `config` from now on."""
+        """Merge by `config` from now on."""
         self.config = config
-        self._needs_grid = config is not None and (config.partition in GRIDS or bool(config.tiles))
-        if config is not None:
-            chosen = all(
-                config.given.get(name) == DEFAULTS[name] for name in ("partition", "stride")
-            )
-            self._asked = not chosen or bool(config.tiles)  # for a grid, other than by default
-            self._plain = (
-                config.replace(partition="alternating", tiles=0) if self._needs_grid else config
-            )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output [B, L', C], of tokens [B, L, C]."""
@@ -129,7 +89,10 @@ class MergedBlock:
             return type(block).forward(block, *args, **kwargs)
         call = {**dict(zip(self._names, args, strict=False)), **kwargs}
         x = call.pop(self._names[0])
-        if call.pop(self.encoder.mask, None) is not None or call.get("is_causal"):
+        now = shared.begin() if self.first else shared.now
+        if call.pop(self.encoder.mask, None) is not None and not now.unmasked:
+            call["is_causal"] = True
+        if call.get("is_causal"):
             raise ValueError(
                 "expected images without an attention mask (no padding, one resolution), got one:"
                 " merged tokens have no place in it. Leave the mask out, or call remove_mame first"
@@ -140,22 +103,36 @@ class MergedBlock:
             checkpoints and type(block).__call__ is nn.Module.__call__
         ):  # else around this call, as in transformers 5.0
             run = partial(block._gradient_checkpointing_func, run)
-        if self.first:
-            shared.begin()
-        self._counts_calls = True
-        y, sizes = run(
-            x, shared.sizes, None if shared.again else shared.grid
-        )  # as arguments, which checkpoints keep
-        shared.sizes = (
-            sizes if self.number < shared.last else None
-        )  # a graph of gradients hangs on them
+        grid = None if now.again else now.grid
+        now.counting = True
+        # sizes and the rest as arguments, which checkpoints keep
+        y, sizes = run(self._left(x, now), now.sizes, grid, now.sized)
+        now.counting = False
+        last = self.number == shared.last
+        now.sizes = None if last else sizes  # a graph of gradients hangs on them
         shared.note(y)
-        self._counts_calls = False
-        return y
+        if not (shared.dense or now.dense):
+            return y
+        whole = shared.restored(y)
+        now.whole = None if last else (whole, y)
+        if last and shared.dense:
+            shared.ended()
+        return whole
 
-    def _run(
-        self, x: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None, **call: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def _left(self, x: Tensor, now: Forward) -> Tensor:
+        """The tokens [B, L', C] that are left of x [B, L, C], which the block before gave whole."""
+        if now.whole is None:
+            return x
+        whole, left = now.whole
+        if x is not whole:
+            raise RuntimeError(
+                f"expected the tokens that block {self.number - 1} gave, whose features are read at"
+                " every place, got others: something between the blocks changes them; call"
+                " remove_mame first"
+            )
+        return left
+
+    def _run(self, x: Tensor, sizes: Tensor | None, grid: Grid, sized: bool, **call: Any) -> Any:
         normed = self._module(self.encoder.attention[0])(x)
         x = x + self._attend(normed, sizes, call)
         if self.config is not None:
@@ -164,7 +141,7 @@ class MergedBlock:
                 if torch.compiler.is_compiling() and self._breaks(len(x))
                 else self._merge
             )
-            x, sizes = merge(x, normed, sizes, grid)
+            x, sizes = merge(x, normed, sizes, grid, sized)
         y = x
         for part in self.encoder.mlp:
             y = self._module(part)(y)
@@ -188,7 +165,7 @@ class MergedBlock:
         return y
 
     def _merge(
-        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None
+        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: Grid, sized: bool
     ) -> tuple[Tensor, Tensor | None]:
         """x'' [B, L', C] of x' [B, L, C], and how many tokens each stands for where that counts.
 
@@ -196,22 +173,18 @@ class MergedBlock:
         """
         assert self.config is not None
         assert self.counts is not None
-        tokens, least = x.shape[1], self.config.min_tokens
+        tokens, least, now = x.shape[1], self.config.min_tokens, self.shared.now
         if tokens - self.shared.special < least:
-            if self._counts_calls:
+            if now.counting:
                 self.counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
             return x, sizes
         plan = self._plan(x, normed, sizes, grid)
-        if self._counts_calls:
+        if now.counting:
             self.shared.keep(self.number, plan)
         if sizes is not None:
             return weighted(plan, x, sizes)
-        return plan.merge(x), plan.sizes if self._sized else None
-
-    @property
-    def _sized(self) -> bool:
-        """Whether an attention comes that counts sizes."""
-        return self.shared.sized and self.number < self.shared.last
+        counted = sized and self.number < self.shared.last
+        return plan.merge(x), plan.sizes.expand(len(x), -1) if counted else None
 
     def _breaks(self, samples: int) -> bool:
         """Whether merging splits a compiled graph. By tau the number of tokens depends on data.
@@ -224,65 +197,67 @@ class MergedBlock:
         return self.config.keep is None and not inside
 
     @torch.compiler.disable
-    def _between_graphs(
-        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._merge(x, normed, sizes, grid)
+    def _between_graphs(self, *args: Any) -> tuple[Tensor, Tensor | None]:
+        return self._merge(*args)
 
     def _plan(
-        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: tuple[int, int] | None
-    ) -> Plan:
-        """The plan for x' [B, L, C] that stand for `sizes`, counted."""
+        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: Grid
+    ) -> Plan | GroupPlan:
+        """The plan for x' [B, L, C] that stand for `sizes`, counted. By tau a source stays where
+        any sample of the batch keeps it (Algorithm 1).
+        """
         size, note, config = None, "", self.config
         assert config is not None
-        if self._needs_grid:
+        if config.keep is not None and self.first:
             h, w = grid or (0, 0)
-            known = self.first and self.encoder.grid and h * w == x.shape[1] - self.shared.special
+            known = self.encoder.grid and h * w == x.shape[1] - self.shared.special
             size = (h, w) if known else None
-            note = "" if size else UNKNOWN if self.first else LATER if self._asked else ""
-            config = config if size else self._plain
-        feature = self._feature(x, normed, config.feature)
-        together = config.keep is None and len(feature) > 1
-        if together:
-            config = as_many(feature, config, size, self.shared.special)
-        plan = plan_merge(feature, config, size, self.shared.special)
-        if self._counts_calls:
-            self._count(
-                plan,
-                x.shape,
-                feature.shape[2] * (1 + together),
-                sizes is not None,
-                note or self._fewer_merge(plan),
-            )
+            note = "" if size else UNKNOWN
+        feature = self._feature(x, normed, self._compared)
+        plan = plan_block(feature, config, size, self.shared.special)
+        if self.shared.now.counting:
+            note = note or self._fewer_merge(plan, len(x))
+            self._count(plan, x.shape, feature.shape[2], sizes is not None, note)
         return plan
 
-    def _fewer_merge(self, plan: Plan) -> str:
+    @property
+    def _compared(self) -> str:
+        """What similarity compares: with `keep` the keys, where the model's are known."""
+        assert self.config is not None
+        if self.config.keep is None:
+            return self.config.feature
+        return "k" if self.encoder.keys else "x"
+
+    def _fewer_merge(self, plan: Plan | GroupPlan, samples: int) -> str:
         """Why fewer tokens merge than was asked for; empty where as many do."""
         config = self.config
         if torch.compiler.is_compiling() or config is None:
             return ""
         if config.keep is None:
-            samples = plan.sizes.shape[0] if plan.sizes.dim() > 1 else 1
-            return (
-                f"by tau in a batch of {samples}: all keep as many as the one that keeps most"
-                if samples > 1
-                else ""
-            )
-        pos = plan.positions
-        if round(config.keep * pos.L) >= pos.M:
+            alike = f"by tau in a batch of {samples}: a token stays where any image keeps it"
+            return alike if samples > 1 else ""
+        assert isinstance(plan, GroupPlan)
+        tokens, kept = plan.found.tokens_in, plan.found.tokens_kept
+        if round(config.keep * tokens) >= kept:
             return ""
-        return f"keep {config.keep:.2f} asked, {pos.M / pos.L:.2f} kept: destinations stay"
+        return f"keep {config.keep:.2f} asked, {kept / tokens:.2f} kept: destinations stay"
 
-    def _count(self, plan: Plan, shape: torch.Size, dim: int, sized: bool, note: str) -> None:
-        """Counts a call that merged tokens [B, L, C] by products of `dim` channels in all, and
+    def _count(
+        self, plan: Plan | GroupPlan, shape: torch.Size, dim: int, sized: bool, note: str
+    ) -> None:
+        """Count a call that merged tokens [B, L, C] by products of `dim` channels in all, and
         summed up their sizes where they have any.
         """
         assert self.counts is not None
+        assert self.config is not None
         _, tokens, channels = shape
-        pairs = plan.positions.blocks * plan.positions.m * plan.positions.n
-        products = 0 if isinstance(plan, RowPlan) else 2 if self.shared.restore else 1
-        merging = pairs * (dim + channels * products + (sized and not isinstance(plan, RowPlan)))
-        self.counts.add(tokens, plan.tokens_kept, merging, note)
+        if isinstance(plan, GroupPlan):  # compared, and means by a matrix of ones
+            pairs = plan.found.cells.kept * plan.found.tokens_in
+            products = channels + sized
+        else:
+            pairs = plan.dst.shape[0] * plan.src.shape[0]
+            products = (1 + self.shared.restore) * channels + sized
+        self.counts.add(tokens, plan.tokens_kept, pairs * (dim + products), note)
 
     def _feature(self, x: Tensor, normed: Tensor, kind: str) -> Tensor:
         """What similarity compares [B, L, d]: x', the block's keys, or these averaged over the
@@ -290,11 +265,11 @@ class MergedBlock:
         """
         if kind == "x":
             return x
-        width = width_of(self.block, self.encoder)
-        keys, self.heard = self.heard, None
+        keys = self.shared.now.keys.pop(self.number, None)
         if keys is None:  # attention that does not call its projection
             keys = self._module(self.encoder.keys or "")(normed)
-        if keys.shape[-1] != width:  # queries, keys and values joined
+        if self.encoder.joined:
+            width = width_of(self.block, self.encoder)
             keys = keys[..., width : 2 * width]
         if kind == "k":
             return keys
@@ -303,7 +278,7 @@ class MergedBlock:
     @property
     def compares_keys(self) -> bool:
         """Whether its config asks for the keys that its attention computes."""
-        return self.shared.active and self.config is not None and self.config.feature != "x"
+        return self.shared.active and self.config is not None and self._compared != "x"
 
     @property
     def heads(self) -> int:

@@ -8,14 +8,16 @@ are exact.
 
 from __future__ import annotations
 
-import math
+import threading
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from mame_sd.perception.known_encoders import Encoder
 
+_ADDING = threading.Lock()
 FIELDS = ("calls", "tokens", "squares", "kept", "kept_squares", "merging")
 
 
@@ -41,16 +43,17 @@ class BlockCounts:
             self.compiled = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
 
     def add(self, tokens: int, kept: int, merging: int, note: str = "") -> None:
-        """A call of `tokens` that kept `kept` of them; special tokens included."""
+        """Count a call of `tokens` that kept `kept` of them; special tokens included."""
         values = (1, tokens, tokens * tokens, kept, kept * kept, merging)
         self.note = note
-        if not torch.compiler.is_compiling():
-            self.eager = [total + value for total, value in zip(self.eager, values, strict=True)]
-            return
         if torch.compiler.is_exporting():  # whose graphs change no tensor of ours
             return
-        for place, value in enumerate(values):
-            self.compiled[place].add_(value)
+        if torch.compiler.is_compiling():
+            for place, value in enumerate(values):
+                self.compiled[place].add_(value)
+            return
+        with _ADDING:
+            self.eager = [total + value for total, value in zip(self.eager, values, strict=True)]
 
     def sums(self) -> dict[str, int]:
         """The sums by name; waits for the device if a compiled region counted there."""
@@ -65,8 +68,8 @@ class BlockCost:
     """
 
     def __init__(self, block: nn.Module, encoder: Encoder) -> None:
-        self._attention = sum(_linear(block.get_submodule(part)) for part in encoder.attention)
-        self._mlp = sum(_linear(block.get_submodule(part)) for part in encoder.mlp)
+        self._attention = sum(weights_of(block.get_submodule(part)) for part in encoder.attention)
+        self._mlp = sum(weights_of(block.get_submodule(part)) for part in encoder.mlp)
         self.width = width_of(block, encoder)
 
     def of(self, tokens: int, squares: int, kept: int) -> int:
@@ -95,18 +98,17 @@ def left_of(costs: Sequence[BlockCost], kept: Mapping[int, float], patches: int)
 
 def width_of(block: nn.Module, encoder: Encoder) -> int:
     """Channels of all heads of a block's attention together."""
-    attention = block.get_submodule(encoder.attention[1])
-    linear = [part for part in attention.modules() if isinstance(part, nn.Linear)]
-    keys = dict(block.named_modules()).get(encoder.keys or "")
-    if isinstance(keys, nn.Linear):
-        return keys.out_features // (3 if keys.out_features == 3 * linear[-1].in_features else 1)
-    return linear[-1].in_features if linear else 0
+    if encoder.keys in dict(block.named_modules()):
+        keys = cast(Any, block.get_submodule(encoder.keys or ""))
+        return int(keys.out_features) // (3 if encoder.joined else 1)
+    linear = linear_layers(block.get_submodule(encoder.attention[1]))
+    return int(linear[-1].in_features) if linear else 0
 
 
 def around_blocks(
     model: nn.Module,
     blocks: list[nn.Module],
-    grid: tuple[int, int] | None,
+    places: Mapping[str, int],
     before: float,
     after: float,
 ) -> float:
@@ -116,27 +118,40 @@ def around_blocks(
     Args:
         model: the vision transformer.
         blocks: its blocks.
-        grid: (h, w) of its patches; None where images come as patches.
+        places: by path, at how many places its convolutions compute.
         before: tokens before the first block.
         after: tokens after the last.
     """
     inside = {part for block in blocks for part in block.modules()}
+    linear = set(linear_layers(model))
     total = 0.0
     for name, part in model.named_modules():
         if part in inside:
             continue
-        if isinstance(part, nn.Conv2d | nn.Conv3d) and grid is not None:
-            total += part.weight.numel() * math.prod(grid)
+        if isinstance(part, nn.Conv2d | nn.Conv3d):
+            total += part.weight.numel() * places.get(name, 0)
         elif isinstance(part, nn.MultiheadAttention):  # one query
             total += part.in_proj_weight.numel() / 3 * (1 + 2 * after) + 2 * part.embed_dim * after
-        elif isinstance(part, nn.Linear):
+        elif part in linear:
             tokens = {"patch_embedding": before, "kv": after}.get(name.rpartition(".")[2], 1)
-            total += part.weight.numel() * tokens
+            total += weights_of(part) * tokens
             if name.endswith(".kv"):
                 total += part.out_features * after  # its products: timm's pooling by attention
+        resize = getattr(part, "resize_positional_embeddings", None)
+        if resize is not None and "interpolate" not in resize.__code__.co_names:
+            total += part.position_embedding.weight.numel() * before  # a product from 5.24 on
     return total
 
 
-def _linear(module: nn.Module) -> int:
+def linear_layers(module: nn.Module) -> list[Any]:
+    """The linear layers in `module`, quantised ones too, and those inside of adapters."""
+    like = [part for part in module.modules() if hasattr(part, "in_features")]
+    wrappers = {
+        part for part in like if any(other in like for other in part.modules() if other is not part)
+    }
+    return [part for part in like if part not in wrappers and hasattr(part, "out_features")]
+
+
+def weights_of(module: nn.Module) -> int:
     """Weights of the linear layers in `module`: its multiply-adds for each token."""
-    return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+    return sum(int(part.in_features) * int(part.out_features) for part in linear_layers(module))

@@ -4,6 +4,7 @@ merging.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,10 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.owners import owners_of
-from mame_sd.core.plan import Plan
+from mame_sd.core.paper import Plan
 from mame_sd.perception.blocks import MergedBlock
-from mame_sd.perception.by_block import check_made_for, ruled, taken, without_shares
 from mame_sd.perception.calibration import (
     WIDE,
     Measured,
@@ -26,33 +25,39 @@ from mame_sd.perception.calibration import (
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.hooks import (
     CheckHook,
+    EndHook,
+    Follow,
     GridHook,
+    Hook,
     KeysHook,
+    MapsHook,
     NoteHook,
     Ours,
     RestoreHook,
-    StagesHook,
     check_free,
-    counts_sizes,
-    has_mask,
     ours_on,
     put,
     take,
     take_all,
 )
 from mame_sd.perception.known_encoders import Encoder, find_encoder, takes_mean
+from mame_sd.perception.plans import GroupPlan
 from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
 from mame_sd.perception.settings import (
     EVERY,
     changed,
+    check_made_for,
     check_meaning,
     chosen_blocks,
     configs_of,
-    is_plain,
+    is_paper,
     least_share,
+    ruled,
     schedule_of,
+    taken,
+    without_shares,
 )
-from mame_sd.perception.shared import ForwardState
+from mame_sd.perception.shared import ForwardState, no_sizes
 from mame_sd.report import device_of
 
 
@@ -92,76 +97,76 @@ class EncoderHandle:
         names = {module: name for name, module in root.named_modules()}
         self._names = [names[block] for block in modules]
         self._blocks = modules
-        self._costs = [BlockCost(block, known) for block in modules]
-        chosen = chosen_blocks(blocks, len(modules), 1 if is_plain(config, fields) else EVERY)
-        self._plain = is_plain(config, fields)
+        self._paper = is_paper(config, fields)
+        chosen = chosen_blocks(blocks, len(modules), 1 if self._paper else EVERY)
         self._schedule = schedule_of(schedule, config, fields)
         self._has_keys = known.keys in dict(modules[0].named_modules())
-        self.configs = configs_of(config, fields, chosen, self._schedule, self._has_keys)
+        self.configs = configs_of(config, fields, chosen, self._schedule)
         check_made_for(own.get("made_for"), self.described)
         if own.get("layers") is not None:
             self.configs = ruled(self.configs, own["layers"], self._names)
             check_meaning(self.configs.values())
             chosen = tuple(self.configs)
-        if prop_attn is None and (
-            self._plain or not known.adds_mask or not has_mask(known, modules[0])
-        ):
+        takes_sizes = known.adds_mask and _has_mask(known, modules[0])
+        if prop_attn is None and (self._paper or not takes_sizes):
             prop_attn = False
-        dense = known.stages is not None
-        if restore is False and dense:
+        if restore is False and known.dense:
             raise ValueError(
                 f"restore: expected True for {type(self.encoder).__name__}, whose heads read every"
                 " token, got False; leave it out"
             )
         if restore is None:
-            restore = dense or (takes_mean(root) and not self._plain)
-        self._shared = ForwardState(
-            known.special_of(self.encoder), restore, prop_attn, len(modules) - 1
+            restore = takes_mean(root) and not self._paper
+        last = len(modules) - 1
+        self._shared = shared = ForwardState(
+            self.encoder, known.special_of(self.encoder), last, restore, known.dense, prop_attn
         )
         _check_parts(self.configs, prop_attn, known, modules[0])
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
-        sized = prop_attn is not False  # attention of later blocks counts sizes
-        last = len(modules) if sized else chosen[-1] + 1
         self._merged = {
             number: make_block(
-                modules[number], known, number, self._shared, self.configs.get(number), self._counts
+                modules[number], known, number, shared, self.configs.get(number), self._counts
             )
-            for number in range(chosen[0], last)
-            if number in chosen or sized
+            for number in range(chosen[0], len(modules))
         }
         self._ours: list[tuple[nn.Module, Ours]] = [
             (modules[number], one) for number, one in self._merged.items()
         ]
+        self._ours += [
+            (self.encoder, CheckHook(shared, known.mask)),
+            (self.encoder, EndHook(shared)),
+        ]
+        self._ours += [(self.encoder, MapsHook(shared, name)) for name in known.maps]
         if self._has_keys:
-            hears = (
-                (modules[n].get_submodule(known.keys or ""), KeysHook(self._merged[n]))
-                for n in chosen
-            )
-            self._ours.extend(hears)
-        self._ours.append((self.encoder, CheckHook(self._shared)))
-        patches = next(
-            (part for part in self.encoder.modules() if isinstance(part, nn.Conv2d | nn.Conv3d)),
-            None,
-        )
-        self._clips = isinstance(patches, nn.Conv3d)
-        if patches is not None:
-            self._ours.append((patches, GridHook(self._shared)))
-        output = self.encoder.get_submodule(known.output) if known.output else modules[-1]
-        self._ours.append((output, NoteHook(self._shared)))
-        if known.stages is not None:
-            self._ours.append(
-                (self.encoder.get_submodule(known.stages), StagesHook(self._shared, len(modules)))
-            )
-        elif self._shared.restore:
-            self._ours.append((output, RestoreHook(self._shared)))
+            for number in chosen:
+                self._follow(modules[number], known.keys or "", KeysHook(self._merged[number]))
+        paths = _before_blocks(self.encoder, modules[0])
+        self._clips = bool(paths) and isinstance(self.encoder.get_submodule(paths[-1]), nn.Conv3d)
+        for path in paths:
+            self._follow(self.encoder, path, GridHook(shared, path, path == paths[-1]))
+        output = known.output or names[modules[-1]][len(names[self.encoder]) :].lstrip(".")
+        self._follow(self.encoder, output, NoteHook(shared))
+        if restore and not known.dense:
+            self._follow(self.encoder, output, RestoreHook(shared))
+
+    def _follow(self, owner: nn.Module, path: str, hook: Hook) -> None:
+        """Lets `hook` lie on what stands at `path` in `owner`, now and later."""
+        parent, _, name = path.rpartition(".")
+        self._ours.append((owner.get_submodule(parent), Follow(hook, name)))
+
+    @property
+    def _costs(self) -> list[BlockCost]:
+        """Of the blocks as they are: tools may have put other layers in them."""
+        return [BlockCost(block, self._known) for block in self._blocks]
 
     @property
     def described(self) -> str:
         """The model in words that tell it from those that settings by block do not go for, as
         `made_for` has them.
         """
-        return f"{type(self.encoder).__name__} with {len(self._blocks)} blocks"
+        count = len(self._blocks)
+        return f"{type(self.encoder).__name__} with {count} block{'s' * (count > 1)}"
 
     def calibrate(
         self, images: Tensor | Iterable[Tensor], *, flops: float, run: Run | None = None
@@ -210,14 +215,14 @@ class EncoderHandle:
             run(batches[0][:1])
             counting.remove()
             tokens = round(counting.report().blocks[0].tokens_in)
-            grid, special = counting._shared.grid, counting._shared.special
+            places, special = counting._shared.places, counting._shared.special
             found = Measured(
                 names=tuple(self._names),
                 costs=tuple(self._costs),
                 errors=errors,
                 patches=tokens - special,
                 special=special,
-                around=around_blocks(self.encoder, self._blocks, grid, tokens, tokens),
+                around=around_blocks(self.encoder, self._blocks, places, tokens, tokens),
                 base=base,
                 described=self.described,
                 about={"calibrated_on_images": sum(map(len, batches))},
@@ -240,7 +245,7 @@ class EncoderHandle:
         """Whether attention counts how many tokens each one stands for, with the model as it is
         now.
         """
-        return counts_sizes(self.encoder, self._shared)
+        return self._shared.prop_attn is not False and not no_sizes(self.encoder)
 
     @property
     def installed(self) -> bool:
@@ -256,6 +261,9 @@ class EncoderHandle:
 
     @active.setter
     def active(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"active: expected True or False, got {value!r}")
+        self._shared.check_idle("active")
         self._shared.active = value
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
@@ -272,15 +280,17 @@ class EncoderHandle:
                 "expected merging to be applied, but it was removed or replaced: call apply_mame"
                 " again"
             )
-        if "preset" in fields or (config is not None and is_plain(config, fields) != self._plain):
+        self._shared.check_idle("set")
+        paper = is_paper(config, fields)
+        if paper > self._paper or (config and paper != self._paper):
             raise ValueError(
-                "preset: expected the one that merging was applied with, got another; call"
-                " apply_mame again"
+                "tau: expected the method that merging was applied with (the paper's by tau, ours"
+                " by keep), got the other; call apply_mame again"
             )
         if config is None:
             new = changed(self.configs, fields, self._schedule)
         else:
-            new = configs_of(config, fields, self.configs, self._schedule, self._has_keys)
+            new = configs_of(config, fields, self.configs, self._schedule)
         _check_parts(new, self._shared.prop_attn, self._known, self._blocks[0])
         self.configs = new
         for number, config in self.configs.items():
@@ -296,7 +306,7 @@ class EncoderHandle:
             return ""
         first = min(self.configs)
         kept = {
-            number: max(config.keep or 0.0, least_share(config, number == first))
+            number: max(config.keep or 0.0, least_share(number == first))
             for number, config in self.configs.items()
         }
         share = left_of(self._costs, kept, PATCHES)
@@ -309,11 +319,11 @@ class EncoderHandle:
         before, after = blocks[0].tokens_in, blocks[-1].tokens_kept
         around = [
             (
-                around_blocks(self.encoder, self._blocks, self._shared.grid, before, tokens)
+                around_blocks(self.encoder, self._blocks, self._shared.places, before, tokens)
                 if calls
                 else 0.0
             )
-            for tokens in (before, before if self._shared.restore else after)
+            for tokens in (before, before if self._shared.restore or self._shared.dense else after)
         ]
         whole = around[0] + sum(block.flops_before for block in blocks)
         left = around[1] + sum(block.flops for block in blocks)
@@ -323,19 +333,19 @@ class EncoderHandle:
         """Sets all counters to zero and drops captured plans."""
         for count in self._counts.values():
             count.reset(device_of(self.encoder))
-        self._shared.plans = {}
+        self._shared.now.plans = {}
 
     def capture(self, on: bool = True) -> None:
-        """Keeps the plans of the latest forward for `plans`, `owners` and `restore` (memory: one
-        plan a block; not under torch.compile).
+        """Keeps the plans of this thread's latest forward for `plans`, `owners` and `restore`
+        (memory: one plan a block; not under torch.compile).
         """
         self._shared.capture = on
         if not on:
-            self._shared.plans = {}
+            self._shared.now.plans = {}
 
-    def plans(self) -> dict[int, Plan]:
+    def plans(self) -> dict[int, Plan | GroupPlan]:
         """The plans of the latest forward since `capture`, by number of block."""
-        return dict(self._shared.plans)
+        return dict(self._shared.now.plans)
 
     def owners(self, block: int | None = None) -> Tensor:
         """LongTensor [B, L]: the input token that each one mainly merged into, over all blocks.
@@ -350,8 +360,8 @@ class EncoderHandle:
         """
         plans = [plan for number, plan in self._captured() if block is None or number <= block]
         first = self._captured()[0][1]
-        here = torch.arange(first.tokens_in, device=first.counts.device).expand(
-            first.counts.shape[0], -1
+        here = torch.arange(first.tokens_in, device=first.sizes.device).expand(
+            first.sizes.shape[0], -1
         )
         holder, place = (
             here,
@@ -360,7 +370,7 @@ class EncoderHandle:
         for plan in plans:
             kept = plan.kept.expand(len(here), -1)
             rows = torch.arange(plan.tokens_kept, device=kept.device).expand(len(here), -1)
-            owners = owners_of(plan)
+            owners = kept.gather(1, plan.groups)
             holder = (
                 torch.zeros_like(owners).scatter(1, kept, rows).gather(1, owners.gather(1, holder))
             )
@@ -428,6 +438,7 @@ class EncoderHandle:
 
     def remove(self) -> None:
         """Takes this handle's merging off the model; that of a later `apply_encoder` stays."""
+        self._shared.check_idle("remove")
         for module, one in self._ours:
             if one in ours_on(module):
                 take(module, one)
@@ -440,17 +451,17 @@ class EncoderHandle:
         """
         for module, one in self._ours:
             check_free(module, one)
-        take_all(self.root)
+        take_all(self.root, "apply_mame")
         for module, one in self._ours:
             put(module, one)
 
-    def _captured(self) -> list[tuple[int, Plan]]:
-        if not self._shared.plans:
+    def _captured(self) -> list[tuple[int, Plan | GroupPlan]]:
+        if not self._shared.now.plans:
             raise RuntimeError(
                 "expected the plans of a forward, but none were kept: call handle.capture() before"
                 " it (outside of torch.compile)"
             )
-        return sorted(self._shared.plans.items())
+        return sorted(self._shared.now.plans.items())
 
 
 def _check_parts(
@@ -464,9 +475,26 @@ def _check_parts(
             f"feature: expected 'x' for a model of kind {known.name!r}, whose keys are not known,"
             " got another; leave it out"
         )
-    if prop_attn and not has_mask(known, block):
+    if prop_attn and not _has_mask(known, block):
         attention = type(block.get_submodule(known.attention[1])).__name__
         raise ValueError(
             f"prop_attn: expected attention that takes an argument {known.mask!r}, which"
             f" {attention} does not; leave it out, or update the library that the model is of"
         )
+
+
+def _has_mask(known: Encoder, block: nn.Module) -> bool:
+    """Whether the attention of `block` takes a mask, or is known to us with one."""
+    attention = type(block.get_submodule(known.attention[1]))
+    return known.attend is not None or known.mask in inspect.signature(attention.forward).parameters
+
+
+def _before_blocks(model: nn.Module, block: nn.Module) -> list[str]:
+    """Paths of the convolutions of `model` before its first block; the last cuts patches."""
+    paths = []
+    for path, module in model.named_modules():
+        if module is block:
+            break
+        if isinstance(module, nn.Conv2d | nn.Conv3d):
+            paths.append(path)
+    return paths

@@ -1,5 +1,4 @@
-"""What goes on a model's modules: merged blocks, which replace the forward of theirs, and hooks
-around the model's forward.
+"""What goes on a model's modules: merged blocks, which replace the forward of theirs, and hooks.
 
 Each lies in its module's dictionaries, so that a deepcopy has its own. Its type identifies it.
 """
@@ -8,206 +7,252 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mame_sd.perception.blocks import MergedBlock
-from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.shared import ForwardState
 
-_ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 
-
-class CheckHook:
-    """Before the model's forward: raises where its call can't be merged, and notes whether
-    attention counts sizes.
-    """
+class Hook:
+    """A forward hook that merging puts on a module."""
 
     def __init__(self, shared: ForwardState) -> None:
         self.shared = shared
 
+    def put(self, module: nn.Module) -> None:
+        """Put it on `module`."""
+        module.register_forward_hook(self)  # type: ignore[arg-type]
+
+    def take(self, module: nn.Module) -> None:
+        """Take it off `module`."""
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if hook is self]:
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
+
+
+class CheckHook(Hook):
+    """Before the model's forward: raises where its call can't be merged."""
+
+    def __init__(self, shared: ForwardState, mask: str) -> None:
+        super().__init__(shared)
+        self.mask = mask
+        self.names = list(inspect.signature(type(shared.model).forward).parameters)[1:]
+
+    def put(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self, with_kwargs=True)
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self.shared.running.add(threading.get_ident())
         if not self.shared.active:
             return
-        if kwargs.get("pixel_attention_mask") is not None:
+        if getattr(module, "_is_replica", False):
+            raise RuntimeError(
+                "expected one device, got a replica of torch.nn.DataParallel, whose blocks would"
+                " compute with the first device's weights; take DistributedDataParallel, or call"
+                " remove_mame first"
+            )
+        if torch.jit.is_tracing():
+            raise RuntimeError(
+                "expected torch.export of a merged model, got torch.jit.trace, which fixes what one"
+                " image's tokens merged to; take torch.export, or call remove_mame first"
+            )
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if given.get("pixel_attention_mask") is not None:
             raise ValueError(
                 "pixel_attention_mask: expected none, got one: tokens of images that are padded"
                 " can't merge. Leave it out for images of one resolution that fill all patches"
             )
-        self.shared.again = module.training and _checkpoints_around(module)
-        reason = "" if self.shared.prop_attn is False else _no_sizes(module)
-        if reason and self.shared.prop_attn:
-            raise ValueError(reason)
-        self.shared.sized = self.shared.prop_attn is not False and not reason
+        self.shared.now.unmasked = given.get(self.mask) is None
 
 
-class GridHook:
-    """Notes how the patches lie: as the module gives them that cuts images, [B, C, h, w], or
-    videos, [B, C, t, h, w].
+class EndHook(Hook):
+    """After the model's forward, or what it raised."""
+
+    def put(self, module: nn.Module) -> None:
+        module.register_forward_hook(self, always_call=True)  # type: ignore[arg-type]
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.shared.now.unmasked = False
+        if not torch.compiler.is_compiling():
+            self.shared.running.discard(threading.get_ident())
+
+
+class GridHook(Hook):
+    """Notes at how many places a convolution computes, and of the last one before the blocks how
+    the patches lie: [B, C, h, w], of videos [B, C, t, h, w].
     """
 
-    def __init__(self, shared: ForwardState) -> None:
-        self.shared = shared
+    def __init__(self, shared: ForwardState, path: str, patches: bool) -> None:
+        super().__init__(shared)
+        self.path, self.patches = path, patches
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self.shared.grid = math.prod(output.shape[2:-1]), output.shape[-1]
+        self.shared.places[self.path] = math.prod(output.shape[2:])
+        if self.patches:
+            self.shared.now.grid = math.prod(output.shape[2:-1]), output.shape[-1]
 
 
-class RestoreHook:
+class RestoreHook(Hook):
     """Gives the tokens [B, L', C] of the module that heads read all of their places again [B, L,
     C].
     """
 
-    def __init__(self, shared: ForwardState) -> None:
-        self.shared = shared
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        if not self.shared.active:
+        if not self.shared.active or self.shared.now.dense:
             return output
         output = self.shared.restored(output)
-        if not self.shared.capture:
-            self.shared.plans = {}
+        self.shared.ended()
         return output
 
 
-class StagesHook:
-    """Gives the hidden states that dense heads read all of their places again: each by the plans of
-    the blocks before it.
-
-    Args:
-        shared: of all blocks.
-        depth: how many blocks there are.
-    """
-
-    def __init__(self, shared: ForwardState, depth: int) -> None:
-        self.shared, self.depth = shared, depth
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self.shared.active or not self.shared.plans:
-            return output
-        states = output.get("hidden_states") or ()
-        first = len(states) - self.depth  # 1 where the blocks' input is among them
-        if states:
-            output["hidden_states"] = tuple(
-                None if state is None else self.shared.restored(state, place - first + 1)
-                for place, state in enumerate(states)
-            )
-        output["last_hidden_state"] = self.shared.restored(output["last_hidden_state"])
-        if not self.shared.capture:
-            self.shared.plans = {}
-        return output
-
-
-class NoteHook:
+class NoteHook(Hook):
     """Remembers what the model's output was, of which `handle.restore` may be asked."""
-
-    def __init__(self, shared: ForwardState) -> None:
-        self.shared = shared
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.shared.active and isinstance(output, Tensor):
             self.shared.note(output)
 
 
-class KeysHook:
+class KeysHook(Hook):
     """Keeps what the projection to keys gives [B, L, d] for its block, which may compare it."""
 
     def __init__(self, block: MergedBlock) -> None:
+        super().__init__(block.shared)
         self.block = block
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if self.block.compares_keys:
-            self.block.heard = output
+            self.shared.now.keys[self.block.number] = output
 
 
-Ours = MergedBlock | CheckHook | GridHook | KeysHook | NoteHook | RestoreHook | StagesHook
+class Follow(Hook):
+    """Keeps a hook on a child of a module, whatever takes the child's place: adapters (LoRA) and
+    quantised layers do after merging was applied.
+
+    Args:
+        hook: for the child.
+        name: of the child.
+    """
+
+    def __init__(self, hook: Hook, name: str) -> None:
+        super().__init__(hook.shared)
+        self.hook, self.name = hook, name
+        self.child: nn.Module | None = None
+
+    def put(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self)  # type: ignore[arg-type]
+        self._move(module.get_submodule(self.name))
+
+    def take(self, module: nn.Module) -> None:
+        super().take(module)
+        self._move(None)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        child = module.get_submodule(self.name)
+        if child is not self.child:
+            if torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"expected {self.name} as merging was applied to it, got a"
+                    f" {type(child).__name__} in its place; call the model once before it compiles"
+                )
+            self._move(child)
+
+    def _move(self, child: nn.Module | None) -> None:
+        for old in (self.child, child):  # tools copy hooks to what they put in a layer's place
+            if old is not None:
+                self.hook.take(old)
+        self.child = child
+        if child is not None:
+            self.hook.put(child)
+
+
+class MapsHook(Hook):
+    """Replaces a method that gives feature maps of several blocks: these give all tokens in it."""
+
+    def __init__(self, shared: ForwardState, name: str) -> None:
+        super().__init__(shared)
+        self.name = name
+
+    def put(self, module: nn.Module) -> None:
+        setattr(module, self.name, partial(self, module))
+
+    def take(self, module: nn.Module) -> None:
+        module.__dict__.pop(self.name, None)
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        method, now = getattr(type(module), self.name), self.shared.now
+        outer, now.dense = now.dense, True
+        try:
+            return method(module, *args, **kwargs)
+        finally:
+            now.dense, now.whole = outer, None
+            self.shared.ended()
+
+
+Ours = MergedBlock | Hook
 
 
 def ours_on(module: nn.Module) -> list[Ours]:
     """The blocks and hooks of merging that are on `module`."""
-    block = getattr(module.__dict__.get("forward"), "__self__", None)
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return [one for one in (block, *hooks) if isinstance(one, Ours)]
+    found = [getattr(module.__dict__.get(name), "__self__", None) for name in _SLOTS]
+    found += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    found += [one.func for one in module.__dict__.values() if isinstance(one, partial)]
+    return [one for one in found if isinstance(one, MergedBlock | Hook)]
+
+
+_SLOTS = ("forward", "_old_forward")  # the second is where accelerate's hooks call a module's own
+
+
+def _slot(module: nn.Module) -> str:
+    return _SLOTS["_hf_hook" in module.__dict__]
 
 
 def check_free(module: nn.Module, one: Ours) -> None:
-    """Raises ValueError where another tool has replaced the forward of `module`."""
-    there = module.__dict__.get("forward")
+    """Raise ValueError where another tool has replaced the forward of `module`."""
+    there = module.__dict__.get(_slot(module))
     if getattr(there, "__func__", None) is type(module).forward:
         return  # its own, which transformers 5.0 leaves there when hidden states are asked for
     if isinstance(one, MergedBlock) and there is not None and not ours_on(module):
         raise ValueError(
             f"expected a {type(module).__name__} with its own forward, found another tool's in its"
-            f" place ({module.__dict__['forward']!r}); apply merging before that tool"
+            f" place ({there!r}); apply merging before that tool"
         )
 
 
 def put(module: nn.Module, one: Ours) -> None:
-    """Puts it on `module`."""
+    """Put it on `module`."""
     if isinstance(one, MergedBlock):
-        module.forward = one.forward
-    elif isinstance(one, CheckHook):
-        module.register_forward_pre_hook(one, with_kwargs=True)
+        setattr(module, _slot(module), one.forward)
     else:
-        module.register_forward_hook(one)
+        one.put(module)
 
 
 def take(module: nn.Module, one: Ours) -> None:
-    """Takes it off `module`."""
-    if isinstance(one, MergedBlock):
+    """Take it off `module`."""
+    if not isinstance(one, MergedBlock):
+        one.take(module)
+    elif _slot(module) == "forward":
         del module.__dict__["forward"]
-        return
-    begins = isinstance(one, CheckHook)
-    hooks: Any = module._forward_pre_hooks if begins else module._forward_hooks
-    key = next(key for key, hook in hooks.items() if hook is one)
-    del hooks[key]
-    if begins:
-        del module._forward_pre_hooks_with_kwargs[key]
+    else:
+        module._old_forward = partial(type(module).forward, module)  # type: ignore[assignment]
 
 
-def take_all(target: nn.Module) -> None:
-    """Takes everything off all modules of `target`."""
-    for module in target.modules():
-        for one in ours_on(module):
-            take(module, one)
+def take_all(target: nn.Module, what: str = "remove_mame") -> None:
+    """Take everything off all modules of `target`.
 
-
-def has_mask(known: Encoder, block: nn.Module) -> bool:
-    """Whether the attention of `block` takes a mask, or is known to us with one."""
-    return (
-        known.attend is not None
-        or known.mask
-        in inspect.signature(type(block.get_submodule(known.attention[1])).forward).parameters
-    )
-
-
-def counts_sizes(model: nn.Module, shared: ForwardState) -> bool:
-    """Whether attention of the vision transformer `model` counts sizes, as it is set now."""
-    return shared.prop_attn is not False and not _no_sizes(model)
-
-
-def _no_sizes(model: Any) -> str:
-    """Why sizes can't be counted in attention; empty where they can."""
-    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if kind not in _ATTENTION:
-        return (
-            f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one"
-            " of these, or leave sizes out by prop_attn=False"
-        )
-    if model.training and _checkpoints_around(model):
-        return (
-            "prop_attn: expected no checkpointing around blocks (timm, transformers 5.0), which"
-            " computes them again without the sizes of their tokens, got it; switch one of both off"
-            " (prop_attn=False)"
-        )
-    return ""
-
-
-def _checkpoints_around(model: Any) -> bool:
-    """Whether gradient checkpointing stands around whole blocks, not inside their calls."""
-    return getattr(model, "grad_checkpointing", False) or any(  # timm; transformers 5.0
-        getattr(block, "gradient_checkpointing", False)
-        and type(block).__call__ is not nn.Module.__call__
-        for block in model.modules()
-    )
+    Raises:
+        RuntimeError: another thread is in a forward of the model.
+    """
+    found = [(module, one) for module in target.modules() for one in ours_on(module)]
+    for _, one in found:
+        one.shared.check_idle(what)
+    for module, one in found:
+        take(module, one)

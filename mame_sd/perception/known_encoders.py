@@ -37,16 +37,17 @@ class Encoder:
         mlp: the modules of its MLP branch.
         special: how many tokens before the patches are none (class, distillation, register tokens),
             or what says so of a model.
-        keys: path in a block of the projection that gives keys, for `feature`; one of queries, keys
-            and values joined is known by its width. None: keys can't be compared.
+        keys: path in a block of the projection that gives keys, for `feature`; None: keys can't be
+            compared.
+        joined: that projection gives queries, keys and values side by side.
         output: path in the model of the module that gives what heads and poolers see; None: its
             last block.
         mask: name of the attention's argument for a mask.
         attend: the attention with a mask of numbers [B, 1, 1, L] added to its logits, for attention
             that takes no mask: called with the module, the tokens and the mask, gives the
             attention's output.
-        stages: path in the model of the module whose output's `hidden_states` dense heads read;
-            None: there is none.
+        dense: heads read what blocks give, each token at its place.
+        maps: methods of the model that do so.
         adds_mask: it adds a mask [B, 1, 1, L] of numbers to its logits, so that sizes count in it
             by default.
         grid: patches reach the blocks in row-major order.
@@ -64,7 +65,9 @@ class Encoder:
     grid: bool = True
     adds_mask: bool = False
     attend: Callable[[Any, Tensor, Tensor], Tensor] | None = None
-    stages: str | None = None
+    dense: bool = False
+    maps: tuple[str, ...] = ()
+    joined: bool = False
 
     def special_of(self, model: nn.Module) -> int:
         """How many special tokens stand before the patches of `model`."""
@@ -323,9 +326,9 @@ def _dino(kind: str, special: int | Callable[[Any], int]) -> None:
             kind, models, block, attention, mlp, special, keys, output="layernorm", adds_mask=True
         )
     )
-    dense: dict[str, Any] = {"stages": "encoder", "adds_mask": True}
+    backbone = (f"{kind}Backbone",)
     register_encoder(
-        Encoder(kind, (f"{kind}Backbone",), block, attention, mlp, special, keys, **dense)
+        Encoder(kind, backbone, block, attention, mlp, special, keys, adds_mask=True, dense=True)
     )
 
 
@@ -345,7 +348,7 @@ _vit("DeiT", special=2)
 _vit("ViTMAE", special=1, grid=False)  # shuffled
 _vit("Vivit", special=1)
 _older("VideoMAE", special=0)
-_older("DPTViT", special=1, models=("DPTModel",), block="DPTViTLayer", stages="")
+_older("DPTViT", special=1, models=("DPTModel",), block="DPTViTLayer", dense=True)
 _dino("Dinov2", special=1)
 _dino("Dinov2WithRegisters", special=_registers)
 _clip("CLIP", special=1, output=None)  # normalises the class token alone
@@ -360,8 +363,10 @@ register_encoder(
         *_TIMM,
         _prefix,
         keys="attn.qkv",
+        joined=True,
         output="norm",
         mask="attn_mask",
         adds_mask=True,
+        maps=("forward_intermediates", "get_intermediate_layers"),
     )
 )

@@ -9,26 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 from typing import Any
 
-from mame_sd.config import MaMeConfig, study_given
-from mame_sd.core.partition import GRIDS
+from mame_sd.config import MaMeConfig
+from mame_sd.layer_rules import LayerRules
+from mame_sd.perception.plans import GRID, ROW
 
-# Under what was given; chosen in docs/perception.md. Similarity is the paper's. Each source joins
-# its nearest destination. Destinations are one of 2 x 2 patches where these are a grid yet. The
-# blocks that merge keep equal shares. MaMeConfig's own presets are images' synthesis's, so that
-# each field is named.
-PLAIN: dict[str, Any] = {"preset": "plain", "min_tokens": 2}
-DEFAULTS: dict[str, Any] = {
-    "partition": "grid",
-    "stride": (2, 2),
-    "tiles": 0,
-    "weights": "best",
-    "feature": "k",
-    "redraw": False,
-    "pairs": False,
-    "correct": False,
-    "detail": False,
-    "min_tokens": 2,
-}
+MIN_TOKENS = 2  # of a block that merges
 LEFT = 0.25  # share of the patches that the last block leaves, where there are blocks enough
 SCHEDULES = ("decreasing", "constant")
 # which blocks merge, from the first: every second one keeps as much as all do, for half of the
@@ -37,11 +22,10 @@ EVERY = 2
 FEWEST = 0.01  # share that a schedule asks of a block at least
 LEAST = 0.5  # of the tokens of one block: its destinations, where they are no grid
 _NO_MEANING = {
-    "merge": "an encoder's tokens merge once and stay merged",
+    "fit_queries": "an encoder's tokens merge, not its keys alone",
+    "tile_size": "all of an image's patches are compared",
     "redraw": "an encoder has no steps",
-    "pairs": "an encoder has no guidance",
-    "detail": "nothing is restored between its blocks",
-    "mlp": "an encoder's MLPs see merged tokens already",
+    "share_guidance_plan": "an encoder has no guidance",
     "size": "the size of its images is read off",
     "references": "an encoder sees one image",
     "layers": "which blocks merge is decided when merging is applied; give it to apply_mame",
@@ -81,10 +65,11 @@ def chosen_blocks(
     return tuple(found)
 
 
-def is_plain(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
-    """Whether the paper's form was asked for."""
+def is_paper(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
+    """Whether blocks merge as the paper has it, by `tau`."""
     given = {**(config.given if isinstance(config, MaMeConfig) else {}), **_said(fields)}
-    return given.get("preset") == "plain" or given.get("variant") == "paper"
+    keep = fields.get("keep") if fields.get("tau") is None else None
+    return keep is None and given.get("tau") is not None
 
 
 def _one_each(value: Any) -> bool:
@@ -93,11 +78,8 @@ def _one_each(value: Any) -> bool:
 
 
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not None, which leaves a field as it is; those of `study` beside the
-    others.
-    """
-    said = {name: value for name, value in fields.items() if value is not None}
-    return study_given(said.pop("study", None)) | said
+    """Those that are not None, which leaves a field as it is."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def shares(keep: float, count: int, schedule: str) -> list[float]:
@@ -131,14 +113,11 @@ def mean_share(count: int, schedule: str) -> float:
     return low
 
 
-def least_share(config: MaMeConfig, first: bool) -> float:
-    """The share of its tokens that a block keeps at least, whatever `config` asks: destinations.
-
-    Args:
-        config: of the block.
-        first: whether its tokens are the image's patches yet.
+def least_share(first: bool) -> float:
+    """The share of its tokens that a block keeps at least, whatever is asked: destinations. In the
+    `first` one tokens are the image's patches.
     """
-    return 1 / math.prod(config.stride) if first and config.partition in GRIDS else LEAST
+    return GRID if first else ROW
 
 
 def schedule_of(schedule: str | None, config: MaMeConfig | None, fields: Mapping[str, Any]) -> str:
@@ -149,7 +128,7 @@ def schedule_of(schedule: str | None, config: MaMeConfig | None, fields: Mapping
         ValueError: one that is not known, or one beside shares that say it already or a threshold.
     """
     if schedule is None:
-        return "constant" if is_plain(config, fields) else "decreasing"
+        return "constant" if is_paper(config, fields) else "decreasing"
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected 'decreasing' or 'constant', got {schedule!r}")
     given = {**({} if config is None else config.given), **_said(fields)}
@@ -165,7 +144,6 @@ def configs_of(
     fields: Mapping[str, Any],
     blocks: Iterable[int],
     schedule: str = "decreasing",
-    keys: bool = True,
 ) -> dict[int, MaMeConfig]:
     """The settings of each block: those of `config` that were given, over the defaults of
     perception, with `fields` over both.
@@ -177,7 +155,6 @@ def configs_of(
         fields: those that were given by name.
         blocks: that merge.
         schedule: how one `keep` is shared out over the blocks.
-        keys: whether the model's keys are known; they are compared by default.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
@@ -190,23 +167,18 @@ def configs_of(
     blocks = [*blocks]
     fields = _said(fields)
     given = {} if config is None else {**config.given}
-    if is_plain(config, fields):
-        return changed(
-            dict.fromkeys(blocks, MaMeConfig.from_dict({**PLAIN, **given})), fields, schedule
-        )
-    for settings in (given, fields):
-        if settings.get("preset") == "default":
-            del settings["preset"]
+    given.setdefault("min_tokens", MIN_TOKENS)
+    if is_paper(config, fields):
+        if _one_each(fields.get("tau")):  # the first stands in until each block has its own
+            given["tau"] = fields["tau"][0] if fields["tau"] else None
+        elif "tau" in fields:
+            given["tau"] = fields["tau"]
+        return changed(dict.fromkeys(blocks, MaMeConfig.from_dict(given)), fields, schedule)
     if not {"tau", "keep"} & {*given, *fields}:
         given["keep"] = mean_share(len(blocks), schedule)
     if given.get("keep") is not None and not {"tau", "keep"} & {*fields}:
         fields = {**fields, "keep": given.pop("keep")}
-    defaults = {**DEFAULTS, "feature": DEFAULTS["feature"] if keys else "x"}
-    if "partition" in {*given, *fields}:
-        del defaults["stride"]  # with another grid than ours, that of MaMeConfig
-    return changed(
-        dict.fromkeys(blocks, MaMeConfig.from_dict({**defaults, **given})), fields, schedule
-    )
+    return changed(dict.fromkeys(blocks, MaMeConfig.from_dict(given)), fields, schedule)
 
 
 def changed(
@@ -224,7 +196,10 @@ def changed(
     rows: list[dict[str, Any]] = [{} for _ in configs]
     for name, value in fields.items():
         if (
-            name == "keep" and isinstance(value, float | int) and 0 < value <= 1
+            name == "keep"
+            and isinstance(value, float | int)
+            and not isinstance(value, bool)
+            and 0 < value <= 1
         ):  # else refused below
             value = shares(value, len(rows), schedule)
         each = name in ("tau", "keep") and _one_each(value)
@@ -245,14 +220,80 @@ def changed(
 def check_meaning(configs: Iterable[MaMeConfig]) -> None:
     """Raises ValueError for settings that have no meaning in a vision transformer."""
     for new in configs:
-        if new.weights == "pick":
-            raise ValueError(
-                "weights: expected 'average' or 'best' for a vision transformer, got 'pick': later"
-                " blocks would lack what is dropped, and nothing could be restored"
-            )
         for name, reason in _NO_MEANING.items():
-            if new.given.get(name, False) not in (False, "qkv"):
+            if name in new.given:
                 raise ValueError(
                     f"{name}: expected none for a vision transformer, got {new.given[name]!r}:"
                     f" {reason}"
                 )
+
+
+OF_ALL = ("layers", "made_for")
+
+
+def taken(
+    config: MaMeConfig | None, fields: dict[str, Any]
+) -> tuple[MaMeConfig | None, dict[str, Any], dict[str, Any]]:
+    """The settings without those of single blocks, and these: `layers` and `made_for`, where they
+    are given.
+    """
+    given: dict[str, Any] = {}
+    if isinstance(config, MaMeConfig):
+        given = {name: config.given[name] for name in OF_ALL if name in config.given}
+        config = config.replace(**dict.fromkeys(given)) if given else config
+    given |= {name: fields[name] for name in OF_ALL if fields.get(name) is not None}
+    return config, {name: value for name, value in fields.items() if name not in OF_ALL}, given
+
+
+def without_shares(config: MaMeConfig | None, fields: Mapping[str, Any]) -> MaMeConfig:
+    """The settings beside `tau` and `keep`."""
+    config = MaMeConfig() if config is None else config
+    rest = {name: value for name, value in fields.items() if name not in ("tau", "keep")}
+    return config.replace(**rest, **{n: None for n in ("tau", "keep") if n in config.given})
+
+
+def check_made_for(made_for: str | None, described: str) -> None:
+    """Raises ValueError for settings that were found for another model."""
+    if made_for not in (None, described):
+        raise ValueError(
+            f"made_for: expected settings that were found for {described}, got ones for"
+            f" {made_for}; calibrate this model, or take another file"
+        )
+
+
+def ruled(
+    configs: Mapping[int, MaMeConfig], rules: Any, names: Sequence[str]
+) -> dict[int, MaMeConfig]:
+    """The settings of the blocks that merge, after those of single blocks.
+
+    A block that a rule gives settings merges; False leaves one unmerged.
+
+    Args:
+        configs: of those that would merge without rules, by number.
+        rules: LayerRules or what it takes.
+        names: of all blocks, as a report has them.
+
+    Raises:
+        ValueError: a pattern that means no block, a setting that can't be, or no block that merges.
+    """
+    rules = rules if isinstance(rules, LayerRules) else LayerRules(rules)
+    unknown = rules.unknown(names)
+    if unknown:
+        raise ValueError(
+            f"layers: expected patterns of blocks such as {names[0]!r}, got {unknown[0]!r}, which"
+            " is none of them; handle.report() names them all"
+        )
+    base = next(iter(configs.values()))
+    found: dict[int, MaMeConfig] = {}
+    for number, name in enumerate(names):
+        rule, own = rules.of(name), configs.get(number)
+        if isinstance(rule, dict):
+            try:
+                own = (own or base).replace(**rule)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"layers: {name}: {error}") from None
+        if rule is not False and own is not None:
+            found[number] = own
+    if not found:
+        raise ValueError("layers: expected a block that merges, got none; leave one in")
+    return found

@@ -1,92 +1,200 @@
-"""What the merged blocks of one model share in a forward."""
+"""What the merged blocks of one model share: settings, and what the forward that runs knows.
+
+A forward belongs to its thread, so that several threads may run one model at once. What changes
+the model for all (applying, removing, settings) is refused while another thread is in a forward.
+"""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mame_sd.core.plan import Plan
+from mame_sd.core.paper import Plan
+from mame_sd.perception.plans import GroupPlan
+
+_ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
+
+
+class Forward:
+    """What the blocks know of the forward that runs in one thread, or ran last in it.
+
+    Attributes:
+        grid: (h, w) of the images' patches, of a video's frames one under the other; None where
+            unknown.
+        sizes: [B, L'] how many tokens each token stands for; None: 1 each.
+        sized: the log of sizes is added to attention logits, and means count them.
+        again: blocks may be computed again, whole, after another forward's images (checkpoints
+            around them).
+        dense: each block gives all tokens, and passes on those that are left in `whole`.
+        whole: what the latest block gave [B, L, C], and what is left of it [B, L', C].
+        plans: by number of block, while the forward runs or with `capture`.
+        keys: [B, L, d] by number of block, until it compares them.
+        unmasked: the model was called without a mask: one that blocks get hides nothing.
+        counting: the block that runs counts; not where a checkpoint computes it again.
+        number, seen: with `capture`, which forward of this thread it is, and outputs of it and of
+            earlier ones.
+    """
+
+    def __init__(self) -> None:
+        self.grid: tuple[int, int] | None = None
+        self.sizes: Tensor | None = None
+        self.sized = self.again = self.dense = self.unmasked = self.counting = False
+        self.whole: tuple[Tensor, Tensor] | None = None
+        self.plans: dict[int, Plan | GroupPlan] = {}
+        self.keys: dict[int, Tensor] = {}
+        self.number = 0
+        self.seen: list[tuple[int, weakref.ref[Tensor]]] = []
 
 
 class ForwardState:
-    """What the blocks of one model share: whether they merge, and what the forward that runs knows.
+    """What the blocks of one model share.
 
     Attributes:
+        model: the vision transformer.
         special: tokens before the patches.
+        last: number of its last block.
         restore: the blocks' output has every token again.
+        dense: what each block gives has every token again, for heads that read it.
         prop_attn: the log of a token's size is added to its attention logits, and means count it;
             None: where that can be, which each forward finds out.
-        sized: whether it is, in the forward that runs.
-        again: blocks may be computed again, whole, after another forward's images (checkpoints
-            around them).
-        last: number of the model's last block.
         active: False makes every call bit-equal to a model without merging.
         capture: plans are kept after the forward.
-        grid: (h, w) of the latest images' patches, of a video's frames one under the other; None
-            where unknown.
-        sizes: [B, L'] how many tokens each token stands for, in the forward that runs; None: 1
-            each.
-        plans: those of the latest forward by number of block, while it runs or with `capture`.
+        places: by path in the model, at how many places its convolutions computed last.
+        running: threads that are in a forward of the model.
     """
 
-    def __init__(self, special: int, restore: bool, prop_attn: bool | None, last: int) -> None:
-        self.special = special
-        self.restore = restore
-        self.prop_attn = prop_attn
-        self.sized = bool(prop_attn)
-        self.again = False
-        self.last = last
-        self.active = True
-        self.capture = False
-        self.grid: tuple[int, int] | None = None
-        self._calls = 0
-        self._seen: list[tuple[int, weakref.ref[Tensor]]] = []
-        self.begin()
+    def __init__(
+        self,
+        model: nn.Module,
+        special: int,
+        last: int,
+        restore: bool = False,
+        dense: bool = False,
+        prop_attn: bool | None = False,
+    ) -> None:
+        self.model, self.special, self.last = model, special, last
+        self.restore, self.dense, self.prop_attn = restore, dense, prop_attn
+        self.active, self.capture = True, False
+        self.places: dict[str, int] = {}
+        self.__setstate__({})
 
-    def begin(self) -> None:
-        """A forward begins: what an earlier one knew is dropped."""
-        self.sizes: Tensor | None = None
-        self.plans: dict[int, Plan] = {}
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies start without a forward."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_threads", "running")}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+        self._threads = threading.local()
+        self.running: set[int] = set()
+
+    @property
+    def now(self) -> Forward:
+        """The forward of this thread."""
+        found: Forward | None = getattr(self._threads, "forward", None)
+        if found is None:
+            found = self._threads.forward = Forward()
+        return found
+
+    def begin(self) -> Forward:
+        """Begin a forward at its first block that merges: drop what an earlier one knew.
+
+        Raises:
+            ValueError: sizes are to count, or blocks to give all tokens, where they can't.
+        """
+        now, reason = self.now, no_sizes(self.model)
+        if reason and self.prop_attn:
+            raise ValueError(reason)
+        now.again = self.model.training and checkpoints_around(self.model)
+        now.sized = self.prop_attn is not False and not reason
+        if now.again and (self.dense or now.dense):
+            raise ValueError(
+                "expected no checkpointing around blocks (timm, transformers 5.0) of a model whose"
+                " features are read at every place, got it; switch it off, or call remove_mame"
+            )
+        now.sizes, now.plans, now.keys, now.whole = None, {}, {}, None
         if self.capture:
-            self._calls += 1
+            now.number += 1
+        return now
 
-    def keep(self, number: int, plan: Plan) -> None:
-        """Notes the plan of a block where it will be asked for."""
-        if self.restore or (self.capture and not torch.compiler.is_compiling()):
-            self.plans[number] = plan
+    def keep(self, number: int, plan: Plan | GroupPlan) -> None:
+        """Note the plan of block `number` where it will be asked for."""
+        now = self.now
+        if (
+            self.restore
+            or self.dense
+            or now.dense
+            or (self.capture and not torch.compiler.is_compiling())
+        ):
+            now.plans[number] = plan
 
     def restored(self, tokens: Tensor, before: int | None = None) -> Tensor:
-        """All tokens [B, L, C] of [B, L', C], by the plans of the latest forward, last block first.
+        """All tokens [B, L, C] of [B, L', C], by this thread's plans, last block first.
 
         Args:
             tokens: as the last block left them, or as they came to block number `before`.
         """
-        for number in sorted(self.plans, reverse=True):
+        plans = self.now.plans
+        for number in sorted(plans, reverse=True):
             if before is None or number < before:
-                tokens = self.plans[number].restore(tokens)
+                tokens = plans[number].restore(tokens)
         return tokens
 
+    def ended(self) -> None:
+        """Drop plans that nobody will ask for."""
+        if not self.capture:
+            self.now.plans = {}
+
     def note(self, output: Tensor) -> None:
-        """Remembers an output of the forward that runs, so that one of an earlier forward is known
-        again; with `capture` alone.
-        """
+        """Remember an output, so that one of an earlier forward is told apart; with `capture`."""
         if self.capture and not torch.compiler.is_compiling():
-            self._seen = [(call, seen) for call, seen in self._seen if seen() is not None]
-            self._seen.append((self._calls, weakref.ref(output)))
+            now = self.now
+            now.seen = [(number, seen) for number, seen in now.seen if seen() is not None]
+            now.seen.append((now.number, weakref.ref(output)))
 
     def is_earlier(self, features: Tensor) -> bool:
-        """Whether these were given by a forward before the latest one, as they are or as a view."""
-        where = features.untyped_storage().data_ptr()
+        """Whether a forward before the latest gave these, as they are or as a view."""
+        where, now = features.untyped_storage().data_ptr(), self.now
         found = [
-            call
-            for call, seen in self._seen
+            number
+            for number, seen in now.seen
             if (one := seen()) is not None and one.untyped_storage().data_ptr() == where
         ]
-        return bool(found) and max(found) < self._calls
+        return bool(found) and max(found) < now.number
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies start without a forward."""
-        return {**self.__dict__, "sizes": None, "plans": {}, "_seen": []}
+    def check_idle(self, what: str) -> None:
+        """Raise RuntimeError while another thread is in a forward of the model."""
+        if self.running - {threading.get_ident()}:
+            raise RuntimeError(
+                f"{what}: expected no other thread in a forward of {type(self.model).__name__}, got"
+                " one, whose blocks would merge in two ways; wait for it"
+            )
+
+
+def no_sizes(model: Any) -> str:
+    """Why attention of `model` can't count sizes as it is set now; empty where it can."""
+    kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if kind not in _ATTENTION:
+        return (
+            f"prop_attn: expected attention implementation 'eager' or 'sdpa', got {kind!r}; set one"
+            " of these, or leave sizes out by prop_attn=False"
+        )
+    if model.training and checkpoints_around(model):
+        return (
+            "prop_attn: expected no checkpointing around blocks (timm, transformers 5.0), which"
+            " computes them again without the sizes of their tokens, got it; switch one of both off"
+            " (prop_attn=False)"
+        )
+    return ""
+
+
+def checkpoints_around(model: Any) -> bool:
+    """Whether gradient checkpointing stands around whole blocks, not inside their calls."""
+    return getattr(model, "grad_checkpointing", False) or any(  # timm; transformers 5.0
+        getattr(block, "gradient_checkpointing", False)
+        and type(block).__call__ is not nn.Module.__call__
+        for block in model.modules()
+    )

@@ -21,6 +21,7 @@ from mame_sd.embedded.model import embedded_model_path
 from mame_sd.errors import UserError, first_line
 from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.devices import pick_device, pick_dtype
+from mame_sd.runs.files import shown
 from mame_sd.runs.model_files import EMBEDDED, HUB_ID, ModelChoice, digest_of
 
 EMBEDDED_ENCODER = "clip"
@@ -186,7 +187,7 @@ def find_encoder_folder(choice: ModelChoice) -> tuple[Path, str]:
     """
     given = EMBEDDED + EMBEDDED_ENCODER if choice.model is None else choice.model
     if os.path.isdir(given):
-        return Path(given), Path(given).resolve().name
+        return Path(given), shown(Path(given).resolve().name)
     if given.startswith(EMBEDDED):
         try:
             return embedded_model_path(given.removeprefix(EMBEDDED)), given
@@ -221,7 +222,15 @@ def _class_named(folder: Path, transformers: Any) -> Any:
     try:
         name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
         return getattr(transformers, name)
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise UserError(
             f"--model {folder}: expected config.json of a model of transformers that names its"
             f" class in architectures, got {type(error).__name__}: {first_line(error)}; give the"

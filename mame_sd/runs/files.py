@@ -47,6 +47,11 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: can't be written ({reason}); choose another place") from error
 
 
+def shown(name: str | os.PathLike[str]) -> str:
+    """A file's name for JSON, pages and terminals: bytes that are not UTF-8 as escapes."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
 def nearest(path: Path) -> Path:
     """`path`, or the nearest thing above it that exists.
 

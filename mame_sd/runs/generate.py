@@ -33,12 +33,13 @@ NOT_MERGED = "made without merging, for no layer has enough tokens (--min-tokens
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended: images in all and made by this process now; means over all of the folder's
-    images.
+    """How a run ended: images in all, made by this process now, and found there at its start;
+    means over all of the folder's images.
     """
 
     images: int
     made: int
+    found: int
     seconds_per_image: float | None
     levels: list[dict[str, Any]]
 
@@ -104,6 +105,7 @@ def generate(
         process.wait()
         if process.is_main:
             rows = folder.collect(known)
+            folder.check_complete(len(jobs), len(rows))
         complete = True
     finally:
         folder.close(complete and process.is_main)
@@ -113,7 +115,7 @@ def generate(
             f" {len(rows)}; lower --min-tokens, raise --height and --width, or use --baseline in"
             " another --out"
         )
-    return _summary(rows, len(jobs), made)
+    return _summary(rows, len(jobs), made, len(done))
 
 
 @dataclass
@@ -255,7 +257,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _summary(rows: Sequence[dict[str, Any]], images: int, made: int) -> Summary:
+def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int) -> Summary:
     """Means over the images of the folder: seconds, and tokens per level."""
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), float)]
     by_level: dict[int, list[dict[str, Any]]] = {}
@@ -263,9 +265,9 @@ def _summary(rows: Sequence[dict[str, Any]], images: int, made: int) -> Summary:
         for level in row.get("levels", []):
             by_level.setdefault(level["level"], []).append(level)
     levels = []
-    for number, found in sorted(by_level.items()):
+    for number, those in sorted(by_level.items()):
         tokens_in, kept = (
-            sum(level[key] for level in found) / len(found) for key in ("tokens_in", "tokens_kept")
+            sum(level[key] for level in those) / len(those) for key in ("tokens_in", "tokens_kept")
         )
         levels.append(
             {
@@ -275,4 +277,4 @@ def _summary(rows: Sequence[dict[str, Any]], images: int, made: int) -> Summary:
                 "share": kept / tokens_in,
             }
         )
-    return Summary(images, made, sum(seconds) / len(seconds) if seconds else None, levels)
+    return Summary(images, made, found, sum(seconds) / len(seconds) if seconds else None, levels)

@@ -70,6 +70,8 @@ class LoadedModel:
             return resolved(denoiser_of(self.pipe), config)
         except TypeError:  # nothing to merge, which `merge_in` refuses
             return config
+        except ValueError as error:  # settings beside the weights
+            raise UserError(f"--model {self.identity['name']}: {error}") from None
 
     @property
     def default_size(self) -> tuple[int, int]:

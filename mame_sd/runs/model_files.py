@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mame_sd.config import SETTINGS_FILE
 from mame_sd.errors import UserError, first_line
+from mame_sd.runs.files import shown
 from mame_sd.runs.options import option
 from mame_sd.runs.schedulers import check_scheduler
 
@@ -101,14 +102,14 @@ def find_model(choice: ModelChoice) -> tuple[Path, str]:
     if os.path.isdir(
         path
     ):  # unlike Path.is_dir, False also for names that are too long or out of reach
-        return _pipeline_folder(path), path.resolve().name
+        return _pipeline_folder(path), shown(path.resolve().name)
     if os.path.isfile(path):
         if path.suffix.lower() != ".safetensors":
             raise UserError(
                 f"--model {path}: expected a folder, a hub id or a .safetensors file, got another"
                 " file; convert it"
             )
-        return path, path.name
+        return path, shown(path.name)
     if not HUB_ID.fullmatch(name):
         raise UserError(
             f"--model {name}: expected a folder, a .safetensors file or a hub id (owner/name), "
@@ -183,7 +184,7 @@ def name_and_digest(source: str) -> dict[str, str | None]:
     """
     path = Path(source)
     return (
-        {"name": path.resolve().name, "sha256": digest_of(path)}
+        {"name": shown(path.resolve().name), "sha256": digest_of(path)}
         if os.path.exists(path)
         else {"name": source, "sha256": None}
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mame_sd.runs.files import shown
 from mame_sd.runs.prompt_formats import KNOWN_COLUMNS, READERS, PromptError, read_text
 
 MAX_ID_BYTES = 200  # file systems take 255 bytes; "_<repeat>.png" follows
@@ -46,7 +47,7 @@ class Prompt:
 
 
 def packaged_file(name: str) -> Path:
-    """A packaged file of the room of prompts: ``demo.txt`` (prompts) or ``demo.png`` (an image)."""
+    """A packaged file of the room of prompts: ``demo.txt``, or the image ``demo.png``."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "prompts", package.parent / "prompts"):  # a wheel; a checkout
         if (folder / name).is_file():
@@ -125,7 +126,7 @@ def prompt_file_identity(source: str | Path) -> dict[str, str | None]:
     """
     path = demo_file() if str(source) == "demo" else Path(source)
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-    return {"name": path.name, "sha256": digest}
+    return {"name": shown(path.name), "sha256": digest}
 
 
 def prompts_digest(prompts: Iterable[Prompt]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ from mame_sd.errors import UserError
 
 PROMPT_COLUMNS = ("prompt", "caption")  # compared without case; the first that is present is taken
 KNOWN_COLUMNS = ("id", "seed", "negative_prompt", "width", "height")
+# A line of other tools: it begins with an option, or one that they know stands in it.
+_OPTIONS = re.compile(
+    r"^--?[a-z][\w-]*(?=[\s=])|\s--(?:prompt|negative[-_]prompt|no|seed|steps|width|height|cfg[-_]scale"
+    r"|guidance|sampler[\w-]*|batch[-_]\w+|n[-_]iter|ar|aspect|stylize|chaos|quality)(?=[\s=])",
+    re.IGNORECASE,
+)
 Record = tuple[int, dict[str, Any]]  # line number, values by column
 
 
@@ -65,6 +72,12 @@ def _text_records(path: Path, text: str) -> Iterator[Record]:
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip(" \t\r")
         if line and not line.startswith("#"):
+            if found := _OPTIONS.search(line):
+                raise PromptError(
+                    f"{path}:{number}: expected a prompt, got one with the option"
+                    f" {found.group().strip()}, as other tools write it; write a .jsonl, .csv or"
+                    f" .tsv file with columns prompt, {', '.join(KNOWN_COLUMNS)}"
+                )
             yield number, {"prompt": line}
 
 

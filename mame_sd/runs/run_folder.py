@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mame_sd.errors import UserError
+from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.files import check_place, write_atomically, writing
 from mame_sd.runs.records import FORMAT, check_measured, read_manifest
 
@@ -49,6 +49,7 @@ class RunFolder:
         self.samples = path / "samples.jsonl"
         self._rank = rank
         self._lock: BinaryIO | None = None
+        self._begun_with = b""  # what the manifest holds
 
     def check(self) -> None:
         """Raise UserError when no run could go into the folder; nothing is created.
@@ -100,6 +101,8 @@ class RunFolder:
         else:
             text = json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n"
             write_atomically(self.manifest, text.encode(), self.work / "manifest.tmp")
+        with writing(self.manifest):
+            self._begun_with = self.manifest.read_bytes()
         with writing(self.images):
             self.images.mkdir(exist_ok=True)
         return notes
@@ -115,8 +118,14 @@ class RunFolder:
 
     def finished(self, names: Sequence[str]) -> set[str]:
         """Those of `names` whose image is there, whole, and the one that its record tells of."""
-        with writing(self.images):
-            present = {entry.name for entry in os.scandir(self.images)}
+        try:
+            present = set(os.listdir(self.images))
+        except FileNotFoundError:  # taken away while the run goes on
+            return set()
+        except OSError as error:
+            raise UserError(
+                f"{self.images}: can't be read ({error.strerror}); check its permissions"
+            ) from error
         hashes = {name: row.get("sha256") for name, row in self._records().items()}
         return {
             name
@@ -165,6 +174,20 @@ class RunFolder:
                 part.unlink()
         return rows
 
+    def check_complete(self, images: int, there: int) -> None:
+        """Raise MachineError where what the run wrote was taken away before its end."""
+        if there < images:
+            raise MachineError(
+                f"{self.images}: expected the run's {images} images, found {there} whole ones, for"
+                " others were taken away or changed meanwhile; the same command makes them again"
+            )
+        if not self.manifest.exists():  # its settings are known, and without it no run goes on
+            write_atomically(self.manifest, self._begun_with, self.work / "manifest.tmp")
+            raise MachineError(
+                f"{self.manifest}: was taken away while the run went on, and is written again; the"
+                " same command checks that all is there"
+            )
+
     def close(self, complete: bool) -> None:
         """Let go of the folder; when the run is complete, its temporary files go too."""
         if complete:
@@ -203,7 +226,7 @@ class RunFolder:
         if different:
             raise UserError(
                 f"--out {self.path}: the folder was begun with other settings"
-                f" ({'; '.join(different)}); choose another, or give the same settings"
+                f" ({in_short(different)}); choose another, or give the same settings"
             )
         return differences(there.get("environment", {}), normal.get("environment", {}))
 
@@ -215,7 +238,20 @@ def differences(there: Any, here: Any, name: str = "") -> list[str]:
         for key in sorted({*there, *here}):
             found += differences(there.get(key), here.get(key), f"{name}.{key}" if name else key)
         return found
-    return [] if there == here else [f"{name}: {json.dumps(there)} there, {json.dumps(here)} here"]
+    if there == here:
+        return []
+    return [f"{name}: {_shortened(there)} there, {_shortened(here)} here"]
+
+
+def in_short(different: Sequence[str], most: int = 4) -> str:
+    """The first differences as one line, and how many there are beside them."""
+    left = len(different) - most
+    return "; ".join(different[:most]) + (f"; and {left} more" if left > 0 else "")
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _is_whole(path: Path, sha256: Any = None) -> bool:

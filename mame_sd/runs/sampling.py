@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,6 +111,15 @@ def merge_in(model: LoadedModel, config: MaMeConfig) -> MaMeHandle:
     try:
         return apply_mame(model.pipe, config)
     except (TypeError, ValueError) as error:
+        options = {f.name: f.metadata.get("option", True) for f in fields(MaMeConfig)}
+        name, _, rest = str(error).partition(": ")
+        if name in options:  # a setting that is wrong for this model, not the model
+            where = (
+                "--" + name.replace("_", "-")
+                if options[name]
+                else f"--config (or the model's mame.json): {name}"
+            )
+            raise UserError(f"{where}: {rest}") from error
         raise UserError(
             f"--model {model.identity['name']}: {error}; choose another model, or --baseline"
         ) from error

@@ -44,7 +44,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"keep": 0.5, "min_tokens": 16},
     {"keep": 0.25, "min_tokens": 16},
     {"tau": 0.3, "min_tokens": 16},
-    {"keep": 0.5, "min_tokens": 16, "merge": "qkv", "study": {"weights": "best"}},
+    {"keep": 0.5, "min_tokens": 16, "fit_queries": 0},
 ]
 SIZES = [(32, 32), (48, 32), (16, 64)]
 STEPS = 3

@@ -1,6 +1,4 @@
-"""Tiny real vision transformers, of transformers and, where it can be imported, of timm: random
-weights, no downloads.
-"""
+"""Tiny real vision transformers, of transformers and timm: random weights, no downloads."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.builders.timm_models import NEEDS_TIMM, TIMM_MODELS
 from tests.builders.tiny import seeded
 
 SIDE, PATCH, DEPTH, WIDTH = 24, 4, 4, 32
@@ -212,17 +211,6 @@ DENSE = [  # every hidden state is read, each token at its place
 ]
 
 
-def _timm_module() -> Any:
-    """timm, or None where it is missing or its torchvision does not fit torch (that one fails with
-    a RuntimeError).
-    """
-    try:
-        import timm.models
-    except (ImportError, RuntimeError):
-        return None
-    return timm.models
-
-
 def _timm(note: str, special: int, kind: str = "VisionTransformer", **overrides: Any) -> Any:
     sizes = {
         "img_size": SIDE,
@@ -232,11 +220,10 @@ def _timm(note: str, special: int, kind: str = "VisionTransformer", **overrides:
         "num_heads": 2,
         "num_classes": 5,
     }
-    models = _timm_module()
     row = Row(
         f"timm {note}",
         lambda: seeded(
-            getattr(models.deit if kind.endswith("Distilled") else models, kind),
+            getattr(TIMM_MODELS.deit if kind.endswith("Distilled") else TIMM_MODELS, kind),
             0,
             **{**sizes, **overrides},
         ),
@@ -246,9 +233,7 @@ def _timm(note: str, special: int, kind: str = "VisionTransformer", **overrides:
         pixels,
         positional=True,
     )
-    return pytest.param(
-        row, id=row.name, marks=pytest.mark.skipif(models is None, reason="timm can't be imported")
-    )
+    return pytest.param(row, id=row.name, marks=NEEDS_TIMM)
 
 
 TIMM = [

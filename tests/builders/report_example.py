@@ -146,7 +146,7 @@ def _row(
     if name not in images:
         return entry | {
             "status": "not measured",
-            "reason": "tomesd is not installed: pip install mame-sd[rivals]",
+            "reason": "tomesd is not installed: pip install 'mame-sd[rivals]'",
             "values": {},
         }
     count = len(images[name])

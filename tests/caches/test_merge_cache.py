@@ -10,25 +10,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
-from mame_sd.caches import CacheView, Kept, StreamingLLM, merge_cache
+from mame_sd.caches import CacheView, Kept, merge_cache
 from mame_sd.caches.layer import MergedLayer
+from mame_sd.report import NothingMergedError
 from tests.caches.tiny import MODELS, SHAPE, padded, prompt, tiny
-
-PAIRS = [  # each model, attention and method at least once, and most pairs of them
-    ("llama", "sdpa", "default"),
-    ("llama", "eager", "paper"),
-    ("qwen2", "sdpa", "h2o"),
-    ("qwen2", "eager", "default"),
-    ("qwen3", "sdpa", "snapkv"),
-    ("qwen3", "eager", "expected-attention"),
-    ("mistral", "sdpa", "paper-counted"),
-    ("mistral", "eager", "adakv"),
-    ("gemma", "sdpa", "expected-attention"),
-    ("gemma", "eager", "cam"),
-    ("gemma3", "sdpa", "nearest"),
-    ("gemma3", "eager", "default"),
-]
-METHODS_PAD = ("snapkv", "expected-attention", "default", "paper-counted")
 
 
 class Everything:
@@ -36,8 +21,20 @@ class Everything:
     gave.
     """
 
-    def compress(self, view: CacheView, keep: float) -> Kept:
+    def look(self, view: CacheView, keep: float) -> None: ...
+
+    def lengths(self, views: list[CacheView], looks: list[None], keep: float) -> list[Tensor]:
+        return [view.counts() for view in views]
+
+    def shorten(self, view: CacheView, look: None, length: Tensor) -> Kept:
         return Kept(view.keys, view.values, view.slots, view.bias, view.real)
+
+
+class Newest:
+    """What one writes oneself."""
+
+    def score(self, view: CacheView) -> Tensor:
+        return view.slots.float()
 
 
 def generated(model: nn.Module, ids: Tensor, **fields: Any) -> Tensor:
@@ -51,11 +48,12 @@ def generated(model: nn.Module, ids: Tensor, **fields: Any) -> Tensor:
     return model.generate(ids, **fields)[:, ids.shape[1] :]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("name", "attention", "method"), PAIRS)
-def test_models_generate_with_a_shorter_cache(name: str, attention: str, method: str) -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_generate_with_a_shorter_cache(name: str, attention: str) -> None:
     model, ids = tiny(name, attention), prompt()
     cache = DynamicCache(config=model.config)
-    with merge_cache(model, 0.25, method) as handle:
+    with merge_cache(model, 0.25) as handle:
         generated(model, ids, past_key_values=cache)
     full = [
         i
@@ -67,10 +65,9 @@ def test_models_generate_with_a_shorter_cache(name: str, attention: str, method:
         layer = cache.layers[index]
         assert isinstance(layer, MergedLayer)
         assert layer.get_seq_length() == 48 + 7
-        kept = layer.slots.shape[2] if layer.real is None else float(layer.real.sum()) / 2
-        assert abs(sum(h for _, h in handle.tokens.values()) / len(full) - 12) < 0.01
         assert layer.keys.shape[2] - layer.slots.shape[2] == 7
-        assert kept > 0
+    before, after = (sum(b[i] for b in handle.bytes.values()) for i in (0, 1))
+    assert 0.22 * before < after <= 0.25 * before
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -114,8 +111,8 @@ def test_beams_and_chunks_of_everything_are_those_of_the_full_cache(how: dict[st
 
 
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"prefill_chunk_size": 20}, {}])
-@pytest.mark.parametrize("method", ["default", "paper-counted", "h2o"])
-def test_running_caches_stay_short(method: str, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("method", [None, Newest()])
+def test_running_caches_stay_short(method: Any, how: dict[str, Any]) -> None:
     model, cache = tiny("llama"), DynamicCache()
     with merge_cache(model, 0.5, method, every=4) as handle:
         out = generated(model, prompt(40, 2), past_key_values=cache, max_new_tokens=12, **how)
@@ -126,27 +123,32 @@ def test_running_caches_stay_short(method: str, how: dict[str, Any]) -> None:
     assert cache.layers[0].keys.shape[2] < seen
 
 
-@pytest.mark.parametrize("method", METHODS_PAD)
+@pytest.mark.parametrize("left", [12, 0, 5])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_a_padded_sample_is_answered_as_alone(name: str, method: str) -> None:
-    model, ids = tiny(name), prompt(40)
-    long, mask = padded(ids, 52)
-    batch, masks = torch.cat([long, prompt(52, seed=3)]), torch.cat([mask, torch.ones_like(mask)])
+@pytest.mark.parametrize("tokens", [40, 4])
+def test_a_padded_sample_is_answered_as_alone(name: str, left: int, tokens: int) -> None:
+    model, ids = tiny(name), prompt(tokens)
+    long, mask = padded(ids, left, tokens + 12)
+    other = prompt(tokens + 12, seed=3)
+    # The third is of padding alone.
+    batch = torch.cat([long, other, torch.zeros_like(other)])
+    masks = torch.cat([mask, torch.ones_like(mask), torch.zeros_like(mask)])
     new = prompt(6, seed=1)
-    with torch.no_grad(), merge_cache(model, 0.3, method) as handle:
+    with torch.no_grad(), merge_cache(model, 0.3) as handle:
         alone, both = DynamicCache(), DynamicCache()
         model(ids, past_key_values=alone)
         places = (masks.cumsum(1) - 1).clamp(min=0)
         model(batch, attention_mask=masks, position_ids=places, past_key_values=both)
         handle.compressing = False
         want = model(new, past_key_values=alone).logits
-        whole = torch.cat([masks, torch.ones(2, 6, dtype=torch.long)], 1)
+        whole = torch.cat([masks, torch.ones(3, 6, dtype=torch.long)], 1)
         later = (whole.cumsum(1) - 1)[:, -6:]
         got = model(
-            new.expand(2, -1), attention_mask=whole, position_ids=later, past_key_values=both
+            new.expand(3, -1), attention_mask=whole, position_ids=later, past_key_values=both
         ).logits
     torch.testing.assert_close(got[:1], want, atol=2e-3, rtol=1e-3)
     assert (got[1] - want[0]).abs().max() > 0.1
+    assert got.isfinite().all()
 
 
 def test_all_of_a_cache_is_bit_equal() -> None:
@@ -178,6 +180,24 @@ def test_leaving_takes_everything_back() -> None:
     assert torch.equal(generated(model, ids), want)
 
 
+def test_a_block_that_compressed_nothing_says_so() -> None:
+    model, ids = tiny("llama"), prompt()
+
+    def run(end: Exception | None, *prompts: Tensor) -> None:
+        with torch.no_grad(), merge_cache(model, 0.5):
+            for each in prompts:
+                model(each, use_cache=False)
+            if end:
+                raise end
+
+    with pytest.raises(NothingMergedError, match="but 2 of several tokens ran and no layer was"):
+        run(None, ids, ids)
+    with pytest.raises(KeyError):
+        run(KeyError(), ids)
+    run(None, ids[:, :1])
+    run(None)
+
+
 def test_a_shorter_cache_moves_the_answer_the_more_the_shorter() -> None:
     model, ids, new = tiny("llama"), prompt(120), prompt(8, seed=1)
     gaps = []
@@ -196,14 +216,13 @@ def test_a_shorter_cache_moves_the_answer_the_more_the_shorter() -> None:
     assert 0 < gaps[0] < gaps[1] < gaps[2]
 
 
-@pytest.mark.parametrize("method", ["default", "paper", "paper-strict"])
-def test_a_later_chunk_changes_no_earlier_output(method: str) -> None:
+def test_a_later_chunk_changes_no_earlier_output() -> None:
     model, first, later = tiny("llama"), prompt(40), [prompt(20, seed=s) for s in (1, 2)]
     outputs = []
     with torch.no_grad():
         for chunk in later:
             cache = DynamicCache()
-            with merge_cache(model, 0.5, method):
+            with merge_cache(model, 0.5):
                 outputs.append(
                     torch.cat(
                         [
@@ -219,20 +238,16 @@ def test_a_later_chunk_changes_no_earlier_output(method: str) -> None:
 
 
 def test_a_method_of_ones_own_is_one_function() -> None:
-    class Newest:
-        def score(self, keys: Tensor, values: Tensor, queries: Tensor, view: CacheView) -> Tensor:
-            return view.slots.float()
-
-    model, ids = tiny("llama"), prompt()
-    with merge_cache(model, 0.3, Newest()):
-        mine = generated(model, ids)
-    with merge_cache(model, 0.3, StreamingLLM()):
-        assert torch.equal(generated(model, ids), mine)
+    model, ids, cache = tiny("llama"), prompt(120), DynamicCache()
+    with merge_cache(model, 0.5, Newest()):
+        generated(model, ids, past_key_values=cache)
+    slots = cache.layers[0].slots[0, 0]
+    assert slots.tolist() == [0, 1, 2, 3, *range(124 - len(slots), 120)]
 
 
 def test_an_empty_or_cropped_layer() -> None:
     model, ids, cache = tiny("llama"), prompt(), DynamicCache()
-    with torch.no_grad(), merge_cache(model, 0.5, "snapkv") as handle:
+    with torch.no_grad(), merge_cache(model, 0.5) as handle:
         model(ids, past_key_values=cache)
         handle.compressing = False
         want = model(ids[:, :4], past_key_values=cache).logits
@@ -254,7 +269,7 @@ def test_a_cache_used_outside_says_so() -> None:
             model(ids, past_key_values=cache)
         with pytest.raises(
             ValueError,
-            match="past_key_values: this cache was compressed by merge_cache; use it inside",
+            match="cache: this cache was compressed by merge_cache; use it inside",
         ):
             model(ids[:, :1], past_key_values=cache)
 
@@ -267,10 +282,10 @@ def test_a_cache_used_outside_says_so() -> None:
         ({"keep": float("nan")}, "keep: expected a share"),
         ({"keep": "half"}, "keep: expected a share above 0 and at most 1, got 'half'"),
         ({"every": 0}, "every: expected a number of tokens, at least 1, or None, got 0"),
-        ({"method": "snap"}, "method: expected one of default, paper.*got 'snap'"),
+        ({"method": "snapkv"}, r"method: expected an object with score\(view\), got str"),
         (
-            {"method": StreamingLLM},
-            r"method: expected an object, got the class StreamingLLM; write StreamingLLM\(\)",
+            {"method": Newest},
+            r"method: expected an object, got the class Newest; write Newest\(\)",
         ),
         ({"method": 3}, "method: expected an object with score"),
     ],
@@ -282,6 +297,22 @@ def test_bad_arguments_are_refused_in_one_line(fields: dict[str, Any], message: 
     ):
         pass
     assert "\n" not in str(error.value)
+
+
+QWEN2_VL: dict[str, Any] = {
+    "text_config": {
+        **SHAPE,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+    },
+    "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
+}
+GPT_OSS: dict[str, Any] = {
+    **SHAPE,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "layer_types": ["full_attention"] * 2,
+    "attn_implementation": "eager",
+}
 
 
 def _other(cls: str, config: str, **fields: Any) -> nn.Module:
@@ -320,6 +351,18 @@ def _other(cls: str, config: str, **fields: Any) -> nn.Module:
             "expected a decoder alone, got T5ForConditionalGeneration",
         ),
         (
+            lambda: _other("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", **QWEN2_VL),
+            "expected positions of one axis, got Qwen2VLForConditionalGeneration",
+        ),
+        (
+            lambda: _other("GptOssForCausalLM", "GptOssConfig", **GPT_OSS),
+            "expected attention without learned sinks, got GptOssForCausalLM",
+        ),
+        (
+            lambda: _other("PhiForCausalLM", "PhiConfig", **{**SHAPE, "qk_layernorm": True}),
+            "unknown attention PhiAttention; expected one that projects.*its keys are other ones",
+        ),
+        (
             lambda: _other("MistralForCausalLM", "MistralConfig", **{**SHAPE, "sliding_window": 8}),
             "every layer sees a sliding window alone",
         ),
@@ -337,7 +380,7 @@ def test_static_caches_and_nesting_are_refused() -> None:
     with merge_cache(model, 0.5):
         with pytest.raises(
             ValueError,
-            match="past_key_values: expected a DynamicCache, got StaticCache with a StaticLayer",
+            match="cache: expected a DynamicCache, got StaticCache with a StaticLayer",
         ):
             model(ids, past_key_values=static)
         with (

@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
@@ -34,6 +35,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16},
     ),
+    "phi": ("PhiForCausalLM", "PhiConfig", {}),
+    "stablelm": ("StableLmForCausalLM", "StableLmConfig", {}),
+    "cohere": ("CohereForCausalLM", "CohereConfig", {"use_qk_norm": True}),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", {"no_rope_layer_interval": 2}),
 }
 
 
@@ -52,8 +57,9 @@ def prompt(length: int = 48, samples: int = 1, seed: int = 0) -> Tensor:
     return torch.randint(2, 64, (samples, length), generator=torch.Generator().manual_seed(seed))
 
 
-def padded(ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Ids [1, n] with padding on the left to `length`, and the attention mask."""
-    pads = length - ids.shape[1]
-    mask = torch.cat([torch.zeros(1, pads, dtype=torch.long), torch.ones_like(ids)], 1)
-    return torch.cat([torch.zeros(1, pads, dtype=torch.long), ids], 1), mask
+def padded(ids: Tensor, left: int, length: int) -> tuple[Tensor, Tensor]:
+    """Ids [1, n] after `left` tokens of padding, with more after them to `length`; and the
+    attention mask.
+    """
+    sides = (left, length - left - ids.shape[1])
+    return F.pad(ids, sides), F.pad(torch.ones_like(ids), sides)

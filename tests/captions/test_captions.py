@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 
-from mame_sd import MaMeConfig, Study, apply_mame, mame, remove_mame
+from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
 from mame_sd.captions.farthest import merged
 from mame_sd.captions.handle import CaptionHandle, left
 from mame_sd.perception.settings import shares
 from tests.captions import tiny
 
+TOWERS = ("CLIPVisionModel", "SiglipVisionModel")
 PATCHES = tiny.GRID**2
 IMAGES = [[PATCHES, PATCHES], [PATCHES]]  # of two prompts, so that these are of unequal lengths
 FORMS: list[dict[str, Any]] = [
@@ -91,7 +94,7 @@ def test_generate_with_its_cache_equals_the_loop(form: dict[str, Any]) -> None:
     )
     longest = round(2 * handle.report().visual_after) + 7
     if "keep" in form:
-        assert held.past_key_values.get_seq_length() == longest + 1
+        assert held[tiny.CACHE].get_seq_length() == longest + 1
     assert torch.equal(held.sequences[:, :whole], call["input_ids"])
 
 
@@ -308,7 +311,7 @@ def test_refusals_are_one_line() -> None:
     for wrong_field in (
         {"schedule": "constant"},
         {"prop_attn": True},
-        {"study": Study(weights="best")},
+        {"metric": "dot"},
     ):
         with pytest.raises(
             ValueError, match="expected keep or tau alone where tokens merge behind"
@@ -317,7 +320,7 @@ def test_refusals_are_one_line() -> None:
     with pytest.raises(ValueError, match="keep: "):
         apply_mame(model, keep=1.5)
     apply_mame(model, keep=0.5)
-    cache = model(**{name: call[name] for name in ("input_ids", "attention_mask")}).past_key_values
+    cache = model(**{name: call[name] for name in ("input_ids", "attention_mask")})[tiny.CACHE]
     short = {**call, "input_ids": call["input_ids"][:, 1:]}
     short["attention_mask"] = call["attention_mask"][:, 1:]
     short["input_ids"] = short["input_ids"].masked_fill(
@@ -325,7 +328,7 @@ def test_refusals_are_one_line() -> None:
     )
     for wrong, message in (
         (short, "expected 108 image tokens in the prompts for 3 images, got 106"),
-        ({**call, "past_key_values": cache}, "past_key_values: expected an empty cache"),
+        ({**call, tiny.CACHE: cache}, "cache: expected an empty one"),
         ({**call, "inputs_embeds": torch.zeros(2, 3, 32)}, "inputs_embeds: expected none"),
         ({**call, "vision_feature_layer": -1}, "vision_feature_layer: expected that of"),
         ({**call, "attention_mask": torch.ones(2, 1, 3, 3)}, "attention_mask: expected \\[B, L\\]"),
@@ -340,3 +343,85 @@ def test_refusals_are_one_line() -> None:
         torch.nn.Module.__init__(refused)
     with pytest.raises(ValueError, match="got Qwen3VLForConditionalGeneration: first layers"):
         apply_mame(refused)
+
+
+@pytest.mark.parametrize("gone", ["cache", "input_ids", "tower"])
+def test_a_name_that_transformers_dropped_is_refused_on_entry(gone: str) -> None:
+    model: Any = tiny.llava()
+    own = inspect.signature(type(model).forward)
+    names = [
+        name for name in own.parameters if gone not in (name, name.replace(tiny.CACHE, "cache"))
+    ]
+
+    def forward(self: Any) -> None: ...
+
+    forward.__signature__ = own.replace(parameters=[own.parameters[name] for name in names])  # type: ignore[attr-defined]
+    model.__class__ = type("LlavaForConditionalGeneration", (type(model),), {"forward": forward})
+    if gone == "tower":
+        del model.model.vision_tower
+    with pytest.raises(RuntimeError, match=r"expected .* of Llava.*; install a release"):
+        apply_mame(model)
+
+
+def reader(name: str) -> Any:
+    """A tiny model that reads images and is not known."""
+    vision = {**tiny.CLIP.to_dict(), "num_hidden_layers": 2}
+    siglip = {**tiny.SIGLIP.to_dict(), "num_hidden_layers": 2}
+    text = {
+        "vocab_size": 60,
+        "hidden_size": tiny.WIDTH,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pad_token_id": tiny.PAD,
+    }
+    gemma, llama = {**text, "model_type": "gemma3_text"}, {**text, "model_type": "llama"}
+    if name == "LlavaModel":
+        return tiny.llava().model
+    kind = getattr(transformers, name)
+    config = kind.config_class
+    if name == "ColPaliForRetrieval":
+        pali = {
+            "model_type": "paligemma",
+            "vision_config": {**siglip, "model_type": "siglip_vision_model"},
+            "text_config": {**text, "model_type": "gemma"},
+            "projection_dim": tiny.WIDTH,
+        }
+        return kind(config(vlm_config=pali, text_config=pali["text_config"]))
+    parts = {
+        "Gemma3ForConditionalGeneration": (gemma, siglip),
+        "VipLlavaForConditionalGeneration": (llama, vision),
+        "LlavaNextVideoForConditionalGeneration": (llama, vision),
+        "AyaVisionForConditionalGeneration": ({**text, "model_type": "cohere2"}, siglip),
+        "Cohere2VisionForConditionalGeneration": ({**text, "model_type": "cohere2"}, siglip),
+    }
+    own, sees = parts[name]
+    sees = {**sees, "model_type": "siglip_vision_model" if sees is siglip else "clip_vision_model"}
+    return kind(config(text_config=own, vision_config=sees))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Gemma3ForConditionalGeneration",
+        "VipLlavaForConditionalGeneration",
+        "LlavaNextVideoForConditionalGeneration",
+        "AyaVisionForConditionalGeneration",
+        "Cohere2VisionForConditionalGeneration",
+        "ColPaliForRetrieval",
+        "LlavaModel",  # a known one's part, without what writes
+    ],
+)
+def test_other_models_that_read_images_are_no_vision_transformers(name: str) -> None:
+    with torch.device("meta"):
+        model = reader(name)
+    for entry in (apply_mame, mame):
+        with pytest.raises(ValueError, match=f"got ({name}|PaliGemma.*)[,:] .*image") as told:
+            entry(model, keep=0.5).__enter__()
+        assert "\n" not in str(told.value)
+    remove_mame(model)
+    tower = next(one for one in model.modules() if type(one).__name__ in TOWERS)
+    handle: Any = apply_mame(tower, keep=0.9)  # a tower alone is one
+    assert handle.installed

@@ -4,6 +4,7 @@ does.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -19,10 +20,14 @@ from transformers import (
 )
 
 from mame_sd.captions.handle import CaptionHandle
+from mame_sd.perception.apply_encoder import encoder_restored
+from mame_sd.upstream import CACHE_NAMES
 
 SIDE, PATCH, WIDTH = 24, 4, 32
 GRID = SIDE // PATCH
 IMAGE, PAD = 50, 1
+_TAKEN = inspect.signature(LlavaForConditionalGeneration.forward).parameters
+CACHE = next(name for name in CACHE_NAMES if name in _TAKEN)  # as this transformers calls it
 _BLOCKS: dict[str, Any] = {
     "hidden_size": WIDTH,
     "num_attention_heads": 2,
@@ -38,7 +43,9 @@ def llava(tower: Any = CLIP, text_layers: int = 2, **more: Any) -> LlavaForCondi
     torch.manual_seed(0)
     text = LlamaConfig(**{**TEXT.to_dict(), "num_hidden_layers": text_layers})
     config = LlavaConfig(vision_config=tower, text_config=text, image_token_id=IMAGE, **more)
-    return LlavaForConditionalGeneration(config).eval()
+    model = LlavaForConditionalGeneration(config).eval()
+    model.lm_head.weight.data[IMAGE] = 0  # it writes no image tokens
+    return model
 
 
 def llava_next() -> LlavaNextForConditionalGeneration:
@@ -99,7 +106,8 @@ def seen_by_hand(
     tower, project = handle.tower, model.model.multi_modal_projector
     if tower is None:
         return joined_by_hand(*whole_by_hand(model, picture, blocks), handle.config)
-    with torch.no_grad():
+    with torch.no_grad(), encoder_restored(tower.root):
+        tower.install()
         states = model.model.vision_tower(picture[None], output_hidden_states=True)
         places = list(range(GRID * GRID + tower.special))
         for number, plan in sorted(tower.plans().items()):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -98,6 +101,18 @@ BAD = {
         ["generate", "--prompt", "x", "--study", "stride=two"],
         "stride: expected two whole numbers such as 2x2, got 'two'",
     ),
+    "tiles-long": (
+        ["generate", "--prompt", "x", "--tiles", str(2**63)],
+        "tiles: expected a whole number of at most 2^63 - 1",
+    ),
+    "stride-long": (
+        ["generate", "--prompt", "x", "--study", f"stride={10**20},1"],
+        "stride: expected a whole number of at most 2^63 - 1",
+    ),
+    "config-folder": (
+        ["generate", "--prompt", "x", "--config", "."],
+        "--config .: expected a .json or .toml file, got a folder",
+    ),
     "baseline": (
         ["generate", "--prompt", "x", "--baseline", "--mame-seed", "1"],
         "--baseline: expected no merging options beside it, got --mame-seed",
@@ -174,6 +189,7 @@ BAD = {
         ["compare", "x", "--out", LONG + ".png"],
         "can't be written (File name too long)",
     ),
+    "show-merge-demo": (["show-merge", "demo"], "got demo, which names prompts"),
     "sheet-place": (
         ["show-merge", "x", "--out", "/dev/null/a.png"],
         "expected a folder, got the file /dev/null",
@@ -190,6 +206,53 @@ def test_bad_input_is_one_line_and_status_2(
     assert run_cli(*arguments) == 2
     assert message in error_of(capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs named pipes")
+def test_settings_are_not_waited_for_on_a_pipe(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "a.json")
+    assert run_cli("generate", "--prompt", "x", "--config", "a.json") == 2
+    assert "--config a.json: expected a .json or .toml file, got a pipe" in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ('{"kep": 0.5}', "--config a.json: unknown setting 'kep'"),
+        ('{"tiles": 9223372036854775808}', "--config a.json: tiles: expected a whole number"),
+        ('{"layers": {"none": {"keep": 0.5}}}', "--config (or the model's mame.json): layers: "),
+        ('{"made_for": "another"}', "--config (or the model's mame.json): made_for: "),
+        ('{"references": 0.5}', "--references: "),
+    ],
+)
+def test_an_error_of_settings_names_where_they_stand(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, settings: str, message: str
+) -> None:
+    (tmp_path / "a.json").write_text(settings)
+    given = ["--prompt", "x", "--config", "a.json", "--out", "run"]
+    assert run_cli("generate", *given, quick=True) == 2
+    assert error_of(capsys).startswith(f"error: {message}")
+
+
+def test_broken_settings_beside_the_weights_are_one_line(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (save_tiny_pipeline(tmp_path / "tiny") / "mame.json").write_text('{"kep": 0.5}')
+    assert run_cli("generate", "--prompt", "x", "--model", "tiny") == 2
+    assert "mame.json: unknown setting 'kep'" in error_of(capsys)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_folder_whose_name_the_terminal_lacks(
+    run_cli: Any, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding, errors="strict", write_through=True)
+    monkeypatch.setattr(sys, "stdout", stdout)
+    out = os.fsdecode(b"o\xff") if encoding == "utf-8" else "ö"
+    assert run_cli("generate", "--prompt", "x", "--out", out, quick=True) == 0
+    assert re.match(rb"1 image in o?\\(udcff|xf6), ", stdout.buffer.getvalue())  # type: ignore[attr-defined]
 
 
 def test_broken_models_are_one_line(
@@ -243,9 +306,11 @@ def test_generate_says_what_it_did(
 ) -> None:
     assert run_cli("generate", "--prompt", "a [red] key", "--out", "run", quick=True) == 0
     out, err = capsys.readouterr()
-    assert out.splitlines()[0].startswith("1 images in run, ")
+    assert out.splitlines()[0].startswith("1 image in run, ")
     assert f"level 0: {256 * (MaMeConfig().keep or 0):.0f} of 256 keys kept" in out
     assert err == ""
+    assert run_cli("generate", "--prompt", "a [red] key", "--out", "run", quick=True) == 0
+    assert capsys.readouterr().out.startswith("nothing to do: 1 image in run already, ")
     assert (
         run_cli("generate", "--prompt", "a [red] key", "--out", "run", "--tau", "0.9", quick=True)
         == 2
@@ -258,7 +323,7 @@ def test_a_prompt_beyond_what_the_model_reads_is_noted(
 ) -> None:
     long = " ".join(["red key"] * 60)
     assert run_cli("generate", "--prompt", "key", "--prompt", long, "--out", "a", quick=True) == 0
-    assert "1 of 2 prompts are longer than the model reads and are cut (" in capsys.readouterr().err
+    assert "1 of 2 prompts is longer than the model reads and cut (" in capsys.readouterr().err
     assert run_cli("show-merge", long, "--out", "map.png", quick=True) == 0
     assert "the prompt is longer than the model reads and is cut" in capsys.readouterr().err
 

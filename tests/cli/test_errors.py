@@ -4,10 +4,15 @@ time.
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
+import threading
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +67,53 @@ def test_an_interrupt_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> 
             assert exit_status(interrupted) == 130
             assert capsys.readouterr().err.startswith("interrupted")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class SignalsInDel:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def in_a_del() -> None:
+    SignalsInDel()
+
+
+def in_two_dels() -> None:
+    SignalsInDel()
+    SignalsInDel()
+
+
+def in_a_weak_reference() -> None:
+    owner = type("Owner", (), {})()
+    reference = weakref.ref(owner, lambda _: signal.raise_signal(signal.SIGINT))
+    del owner
+    assert reference() is None
+
+
+def in_the_collector() -> None:
+    ring = SimpleNamespace(dies=SignalsInDel())
+    ring.ring = ring
+    del ring
+    gc.collect()
+
+
+@pytest.mark.parametrize("swallow", [in_a_del, in_two_dels, in_a_weak_reference, in_the_collector])
+def test_an_interrupt_where_python_ignores_exceptions_is_not_lost(
+    capsys: pytest.CaptureFixture[str], swallow: Callable[[], None]
+) -> None:
+    def goes_on() -> None:
+        swallow()
+        threading.Event().wait(60)
+        raise AssertionError("went on after Ctrl-C")
+
+    before, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
+    try:
+        for command in (swallow, goes_on):
+            assert exit_status(command) == 130
+            assert capsys.readouterr().err.startswith("interrupted")
+        assert sys.unraisablehook is hook
     finally:
         signal.signal(signal.SIGINT, before)
 

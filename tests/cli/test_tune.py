@@ -138,6 +138,18 @@ def test_what_is_checked_are_uniform_shares_and_settings_of_many_speeds() -> Non
     )
 
 
+@pytest.mark.parametrize("layers", [3, 17, 38])
+def test_the_fastest_there_is_can_be_checked_with_any_number_of_layers(layers: int) -> None:
+    options = {
+        f"layer {n}": [Option(False, 0.0, 1 / 3), Option({"keep": 0.5}, 0.1 + n, 1 / (7 + n))]
+        for n in range(layers)
+    }
+    found = Calibration(SMALL, "a model", float(layers), options)
+    for speed in (None, 1000.0):
+        configs = [config for _, config in settings_to_check(found, SMALL, speed)]
+        assert found.config(found.fastest * 0.999) in configs
+
+
 def trial(
     label: str, times_faster: float, lpips: float, config: MaMeConfig | None = SMALL
 ) -> Trial:

@@ -4,6 +4,9 @@ override.
 They come from ComfyUI's own classes at tiny size, in 0.33.0 (783545f6) and 0.3.64 (63722199). One
 record means that both agree. The prompt has 7 tokens, and a video 3 frames. The latents are 16 x 24
 (8 x 12 for LTX-Video) in patches of 2 x 2. `test_engine.py` records them again.
+
+Those of MiniMax H3 and of Z-Image Omni's long contexts were not recorded: they follow from the
+engine's source (01a56b76, 617048a5).
 """
 
 from __future__ import annotations
@@ -97,11 +100,35 @@ Z_IMAGE = {
     "grid": (1, 9, 13),
     "attributes": {"patch_size": 2, "pad_tokens_multiple": 32},
 }
-OMNI = {"given": {"ref_latents": [(1, 16, 8, 12)], "ref_contexts": [(1, 9, 24)]}}
+OMNI = Z_IMAGE | {
+    "attributes": Z_IMAGE["attributes"] | {"siglip_embedder": True},
+    "given": {
+        "ref_latents": [(1, 16, 8, 12)],
+        "ref_contexts": [(1, 9, 24)],
+        "siglip_feats": [(1, 4, 6, 24)],
+    },
+}
+# Contexts as long as the image, 8 x 10, and what SigLIP sees of each longer than all else.
+LONG = OMNI | {
+    "latent": (2, 16, 16, 20),
+    "grid": (1, 8, 10),
+    "given": {
+        "ref_latents": [(1, 16, 16, 20)] * 2,
+        "ref_contexts": [(1, 90, 24)] * 2,
+        "siglip_feats": [(1, 20, 20, 24)] * 2,
+    },
+}
+WORDS = LONG | {"given": {"ref_contexts": [(1, 90, 24)] * 2}}
 HUNYUAN: dict[str, Any] = {"patch_size": [1, 2, 2]}
 COSMOS = {"patch_temporal": 1, "patch_spatial": 2}
 KREA = {"patch": 2, "default_ref_method": "index"}
 COG = {"patch_size": 2, "patch_size_t": None}
+H3: dict[str, Any] = {
+    "attributes": {"patch_size": (1, 2, 2)},
+    "latent": (1, 1, 28288),
+    "given": {"latent_shapes": ((1, 24, 3, 16, 24), (1, 32, 2, 10))},
+    "grid": (3, 8, 12),
+}
 SOUND = {"latent_shapes": ((2, 16, 3, 8, 12), (2, 8, 10, 16))}
 CALLS = {
     "Flux": joint("Flux", 103, 7, mask=None),
@@ -151,9 +178,33 @@ CALLS = {
     "Z-Image, noise refiner": replace(joint("NextDiT", 128, 0, None), **Z_IMAGE),
     "Z-Image, prompt": replace(joint("NextDiT", 32, None, None), **Z_IMAGE),
     # Two prompts, what the vision encoder saw, the reference, the image.
-    "Z-Image Omni, a reference": replace(joint("NextDiT", 288, 160, None), **Z_IMAGE, **OMNI),
-    "Z-Image Omni, its refiners": replace(joint("NextDiT", 160, None, None), **Z_IMAGE, **OMNI),
-    "Z-Image Omni, both prompts": replace(joint("NextDiT", 64, None, None), **Z_IMAGE, **OMNI),
+    "Z-Image Omni, a reference": replace(joint("NextDiT", 288, 160, None), **OMNI),
+    "Z-Image Omni, its refiners": replace(joint("NextDiT", 160, None, None), **OMNI),
+    "Z-Image Omni, both prompts": replace(joint("NextDiT", 64, None, None), **OMNI),
+    **{
+        f"Z-Image Omni, long contexts, {name}": replace(joint("NextDiT", length, start, None), **of)
+        for name, length, start, of in (
+            ("all", 224 + 864 + 192 + 96, 1280, LONG),
+            ("the prompts' refiner", 224, None, LONG),
+            ("SigLIP's refiner", 864, None, LONG),
+            ("the images' refiner", 288, None, LONG),
+            ("no reference", 224 + 96, 224, WORDS),
+            ("no reference, the prompts' refiner", 224, None, WORDS),
+        )
+    },
+    # Text, references and sound, then the video.
+    **{
+        f"MiniMax H3, {name}": replace(
+            joint("MiniMaxH3Model", length, start, mask=None),
+            **dict.fromkeys("qkv", (1, 2, length, 32)),
+            **H3,
+        )
+        for name, length, start in (
+            ("text and sound", 7 + 20 + 288, 27),
+            ("references", 7 + 116 + 20 + 288, 143),
+            ("the prompt's own", 7, None),
+        )
+    },
     "Wan": video("WanModel", 288, 0, heads=2),
     "Wan, prompt": video("WanModel", 7, None, heads=2),
     "LTX-Video": Recorded(

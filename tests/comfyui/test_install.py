@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pathspec import PathSpec
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / "comfyui" / "example_workflows").glob("*.json"))
@@ -66,6 +67,25 @@ def test_a_clone_in_custom_nodes_needs_pytorch_alone(tmp_path: Path) -> None:
     done = load(folder, "beside", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["16", "model/patch"]
+
+
+def test_the_registry_gets_what_the_node_needs_and_little_else(tmp_path: Path) -> None:
+    """Comfy's tool uploads what git tracks, less .comfyignore: with the weights 101 MB."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    rules = (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
+    ignored = PathSpec.from_lines("gitwildmatch", rules)
+    folder = tmp_path / "mame-sd"
+    for name in listed.stdout.splitlines():
+        if not ignored.match_file(name):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 2_000_000
+    expected = {"__init__.py", "comfyui", "mame_sd", "pyproject.toml", "README.md", "LICENSE"}
+    assert {path.name for path in folder.iterdir()} == expected
+    done = load(folder, "beside", tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_folder_alone_says_what_is_missing(tmp_path: Path) -> None:

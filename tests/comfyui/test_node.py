@@ -506,7 +506,6 @@ REFUSED = {
     "StageB": "Stable Cascade does not merge, since the node does not know yet where its image is",
     "PixDiT_T2I": "PixelDiT does not merge, since the node does not know yet where its image is",
     "HiDreamO1Transformer": "HiDream O1 does not merge, since its prompt takes a pass of its own",
-    "MiniMaxH3Model": "MiniMax H3 does not merge, since the node does not know yet where its",
     "LensTransformer2DModel": "Lens does not merge, since the node does not know yet where its",
 }
 

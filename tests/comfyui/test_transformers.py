@@ -353,6 +353,28 @@ def test_a_prompt_as_long_as_the_image_leaves_it_alone(node: Any, caplog: Any) -
     ]
 
 
+def test_another_nodes_attention_that_replaces_ours_is_told(node: Any, caplog: Any) -> None:
+    """It goes in at a wrapper around the model itself, inside of ours."""
+    call = CALLS["Flux"]
+    model = node.patch(Model(network(call)), "keep", 0.25, 0.8, "keys and values", 16)[0]
+    q, k, v = tensors(call)
+
+    def attend(given: dict[str, Any]) -> Tensor:
+        given["optimized_attention_override"] = other = lambda f, *a, **named: f(*a, **named)
+        result: Tensor = other(attention, q, k, v, 2, skip_reshape=True, transformer_options=given)
+        return result
+
+    model.sample(
+        lambda run: run.apply_model(
+            torch.zeros(call.latent), 0.5, attend, context=torch.zeros(2, 7, 24)
+        )
+    )
+    assert caplog.messages == [
+        "MaMe merged nothing: another node has put its attention instead of ours, and wins: take"
+        " one of them out"
+    ]
+
+
 def test_the_log_names_another_nodes_attention(node: Any, caplog: Any) -> None:
     caplog.set_level("INFO")
     call = CALLS["Lumina 2, noise refiner"]

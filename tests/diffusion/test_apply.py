@@ -12,15 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import UNet2DModel
 from diffusers.hooks import HookRegistry, ModelHook
+from torch.utils.checkpoint import checkpoint
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.core.draws import DRAWS, draw_at
 from mame_sd.diffusion.apply_denoiser import has_hooks
+from mame_sd.diffusion.hooks import Setting, Shared
+from mame_sd.diffusion.model_hooks import StepHook
 from tests.builders.layers import CONFIGS, attention, tokens
 from tests.builders.tiny import (
     one_level_unet,
     run_unet,
+    seeded,
     tiny_sdxl_unet,
     tiny_text_encoder,
     tiny_tokenizer,
@@ -117,16 +122,54 @@ def test_modules_without_a_signature_are_no_denoisers() -> None:
     assert has_hooks(holder)
 
 
-def test_with_gradients_the_first_draw_is_taken() -> None:
+@pytest.mark.parametrize("fields", [{"keep": 0.25}, {"tau": 0.5}], ids=str)
+def test_a_policy_begins_as_its_reference(fields: dict[str, Any]) -> None:
+    """The same call with gradients and without: a batch of timesteps, and a guided pair."""
+    policy = tiny_unet()
+    reference = copy.deepcopy(policy)
+    pair = unet_inputs(policy)
+    pair["sample"] = pair["sample"][:1].repeat(2, 1, 1, 1)
+    for inputs in ({**unet_inputs(policy), "timestep": torch.tensor([300, 700])}, pair):
+        for model in (policy, reference):
+            apply_mame(model, min_tokens=40, **fields)
+        learned = policy(**inputs).sample
+        assert learned.requires_grad
+        with torch.no_grad():
+            torch.testing.assert_close(reference(**inputs).sample, learned, rtol=0, atol=1e-6)
+
+
+def test_a_model_that_checkpoints_takes_the_first_draw_while_it_learns() -> None:
+    unet = tiny_unet()
+    unet.enable_gradient_checkpointing()
+    outputs = []
+    for redraw in (True, False):
+        apply_mame(unet, keep=0.25, min_tokens=40, redraw=redraw)
+        learned = unet(**unet_inputs(unet)).sample
+        assert torch.equal(run_unet(unet.train()), learned)  # its reference, an adapter off
+        outputs += [learned, run_unet(unet.eval())]
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_a_block_is_not_computed_again_at_another_timestep() -> None:
     unet = tiny_unet()
     apply_mame(unet, keep=0.25, min_tokens=40)
-    with_gradients = unet(**unet_inputs(unet)).sample
-    assert with_gradients.requires_grad
-    drawn = run_unet(unet)
-    remove_mame(unet)
-    apply_mame(unet, keep=0.25, min_tokens=40, redraw=False)
-    assert torch.equal(with_gradients, run_unet(unet))
-    assert not torch.equal(with_gradients, drawn)
+    block = unet.mid_block
+    forward = block.forward
+    block.forward = lambda *given, **named: checkpoint(
+        forward, *given, use_reentrant=False, **named
+    )
+    inputs = unet_inputs(unet)
+    for _ in range(2):
+        loss = unet(**inputs).sample.sum()
+        run_unet(unet)  # at the same timestep
+        loss.backward()
+    loss = unet(**inputs).sample.sum()
+    with torch.no_grad():
+        unet(**{**inputs, "timestep": torch.tensor(20)})
+    with pytest.raises(RuntimeError, match="before the model's next timestep"):
+        loss.backward()
+    unet(**inputs).sample.sum().backward()
 
 
 def test_a_copy_follows_its_own_steps() -> None:
@@ -219,6 +262,29 @@ def test_report_knows_sizes_levels_and_calls() -> None:
     assert [level["layers"] for level in report.to_dict()["levels"]] == [3, 4]
     handle.reset()
     assert {layer.calls for layer in handle.report().layers} == {0}
+
+
+def test_tokens_of_images_that_are_left_alone_are_counted() -> None:
+    unet = seeded(
+        UNet2DModel,
+        0,
+        sample_size=8,
+        block_out_channels=(32, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+    )
+    handle = apply_mame(unet, min_tokens=40)
+    with torch.no_grad():
+        unet(torch.zeros(1, 3, 16, 8), 5)
+    with pytest.raises(NothingMergedError, match="and the largest has 32 tokens"):
+        handle.report()
+    handle.set(min_tokens=16)
+    handle.set(layers={"mid_block*": False})
+    with torch.no_grad():
+        unet(torch.zeros(1, 3, 16, 8), 5)
+    assert {layer.tokens_in for layer in handle.report().layers} == {32}
 
 
 def test_report_raises_when_nothing_could_merge() -> None:
@@ -316,6 +382,89 @@ def test_contexts_nest_and_restore() -> None:
     assert torch.equal(run_unet(unet), before)
     assert not has_hooks(unet)
     assert outer.report().layers[0].calls == 2
+
+
+def test_contexts_may_end_in_any_order() -> None:
+    unet = tiny_unet()
+    before = run_unet(unet)
+    for order in ((0, 1, 2), (1, 0, 2), (0, 2, 1)):
+        blocks = [mame(unet, keep=keep, min_tokens=40) for keep in (0.7, 0.5)]
+        blocks.append(mame(unet.down_blocks[0], keep=0.4, min_tokens=40))
+        for block in blocks:
+            block.__enter__()
+        for number in order:
+            blocks[number].__exit__(None, None, None)
+            if number != order[-1]:
+                assert not torch.equal(run_unet(unet), before)
+        assert torch.equal(run_unet(unet), before)
+        assert not has_hooks(unet)
+
+
+def test_settings_of_a_thread_may_end_in_any_order() -> None:
+    handle = apply_mame(tiny_unet(), min_tokens=40, keep=0.7)
+    first, second = handle.using(keep=0.5), handle.using(keep=0.4)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert handle.config.keep == 0.4
+    second.__exit__(None, None, None)
+    assert handle.config.keep == 0.7
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_active_is_true_or_false(value: Any) -> None:
+    handle = apply_mame(tiny_unet(), **MERGING)
+    with pytest.raises(TypeError, match="active: expected True or False, got"):
+        handle.active = value
+    assert handle.active
+
+
+class Pipe:
+    """What a pipeline is to merging: something that has denoisers."""
+
+    def __init__(self, **models: Any) -> None:
+        self.__dict__.update(models)
+
+
+@pytest.mark.parametrize("name", ["unet", "transformer_2"])
+def test_a_denoiser_that_was_replaced_is_told(name: str) -> None:
+    pipe = Pipe(**{"transformer": tiny_unet(), "unet": tiny_unet(), name: tiny_unet()})
+    handle = apply_mame(pipe, **MERGING)
+    for model in vars(pipe).values():
+        run_unet(model)
+    assert handle.report()
+    setattr(pipe, name, tiny_unet())
+    with pytest.raises(NothingMergedError, match=rf"on pipe\.{name}, but it is another UNet2D"):
+        handle.report()
+    with pytest.raises(RuntimeError, match=r"another UNet2DConditionModel than at apply_mame"):
+        handle.set(tau=0.3)
+    with pytest.raises(RuntimeError, match="call apply_mame again"), handle.using(tau=0.3):
+        pass
+    setattr(pipe, name, None)  # let go, to make room: there is nothing to merge
+    assert handle.report()
+    remove_mame(handle.root)
+    setattr(pipe, name, tiny_unet())
+    assert handle.report()  # of the time before
+
+
+def test_a_wrapper_around_a_denoiser_does_not_replace_it() -> None:
+    pipe = Pipe(unet=tiny_unet())
+    handle = apply_mame(pipe, **MERGING)
+    pipe.unet = torch.nn.Sequential(pipe.unet)  # as torch.compile does
+    handle.set(tau=0.3)
+    other = Pipe(unet=handle.root)  # as `from_pipe` makes one
+    run_unet(other.unet)
+    assert handle.report().layers[0].calls == 1
+
+
+def test_blocks_that_were_replaced_are_told() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **MERGING)
+    unet.down_blocks[0] = tiny_unet().down_blocks[0]
+    run_unet(unet)
+    reasons = {layer.name.startswith("down_blocks.0"): layer for layer in handle.report().layers}
+    assert reasons[True].reason.startswith("no longer part of the model")
+    assert reasons[False].merged
 
 
 def test_deepcopy_merges_with_its_own_weights_and_counters() -> None:
@@ -465,15 +614,16 @@ def test_two_prompts_and_their_guidance() -> None:
             torch.testing.assert_close(together[i::2], unet(**inputs | pair).sample)
 
 
-def test_a_training_batch_is_no_pair() -> None:
+@pytest.mark.parametrize("axis", [1, 2], ids=["motion", "stable video"])
+def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
+    """A batch of two videos of one frame, as a chunk of two frames: each frame by itself."""
     unet = tiny_unet()
-    inputs = unet_inputs(unet)
-    inputs["sample"] = inputs["sample"][:1].repeat(2, 1, 1, 1)
-    outputs = []
-    for pairs in (True, False):
-        with mame(unet, min_tokens=40, share_guidance_plan=pairs):
-            outputs.append(unet(**inputs).sample)
-    assert torch.equal(*outputs)
+    hook = StepHook(unet, shared := Shared(Setting(MaMeConfig(), True)))
+    video = torch.zeros(2, 4, 8, 8).unsqueeze(axis)
+    hook(unet, (video, 5, None), {})
+    assert shared.step.value.leader is None
+    hook(unet, (video.squeeze(axis), 5, None), {})
+    assert shared.step.value.leader.tolist() == [1, 1]
 
 
 def test_compiled_a_pair_merges_alike_too() -> None:

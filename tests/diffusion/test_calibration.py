@@ -82,6 +82,45 @@ def test_the_choice_is_the_best_of_all(seed: int) -> None:
     assert choose(options, 0.0) == {name: found[0] for name, found in options.items()}
 
 
+@pytest.mark.parametrize("layers", [1, 7, 24, 57])
+@pytest.mark.parametrize("left", [0.0, 1e-9, 1e-3])
+def test_all_that_merging_can_save_can_be_asked_for(layers: int, left: float) -> None:
+    """Though a grid of seconds rounds each layer's down."""
+    rng = np.random.default_rng(layers)
+    for _ in range(10):
+        options = {
+            layer: [
+                Option(False, 0.0, seconds),
+                *(
+                    Option({"keep": 0.5}, float(rng.random()), seconds * rng.uniform(0.1, 0.9))
+                    for _ in range(4)
+                ),
+            ]
+            for layer, seconds in enumerate(rng.dirichlet(np.ones(layers)))
+        }
+        most = sum(found[0].seconds - min(o.seconds for o in found) for found in options.values())
+        chosen = choose(options, most * (1 - left))
+        assert chosen is not None
+        saved = sum(options[layer][0].seconds - chosen[layer].seconds for layer in options)
+        assert saved >= most * (1 - left) - 1e-9
+        fastest = [min(found, key=lambda o: o.seconds) for found in options.values()]
+        assert sum(o.error for o in chosen.values()) <= sum(o.error for o in fastest)
+
+
+def test_near_the_fastest_choice_seconds_left_go_where_they_take_most_error() -> None:
+    options = {
+        name: [
+            Option(False, 0.0, whole),
+            Option({"keep": 0.5}, 0.1, 0.2 + 1e-6),
+            Option({"keep": 0.25}, error, 0.2),
+        ]
+        for name, whole, error in (("a", 1.0, 0.9), ("b", 0.7, 0.5))
+    }
+    chosen = choose(options, 1.3 - 1.5e-6)
+    assert chosen is not None
+    assert [o.rule for o in chosen.values()] == [{"keep": 0.5}, {"keep": 0.25}]
+
+
 def test_errors_are_those_of_the_layers_own_merged_outputs() -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, **SMALL)

@@ -17,6 +17,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0, Fu
 
 from mame_sd import apply_mame, remove_mame
 from mame_sd.diffusion.apply_denoiser import has_hooks
+from tests.builders.pipelines import SIDE, animatediff
 from tests.builders.tiny import (
     generate,
     run_unet,
@@ -133,6 +134,22 @@ def test_pag_merges_all_but_the_perturbed_layers_with_kv() -> None:
     skipped = [layer for layer in handle.report().layers if not layer.merged]
     assert [layer.name.split(".")[0] for layer in skipped] == ["mid_block"]
     assert "PAG" in skipped[0].reason
+
+
+def test_split_inference_of_free_noise_gives_the_same_video() -> None:
+    """A chunk of two frames is no guided pair."""
+    pipe, videos = animatediff(), []
+    pipe.enable_free_noise(context_length=4, context_stride=2)
+    apply_mame(pipe, min_tokens=16)
+    for split in (False, True):
+        if split:
+            pipe.enable_free_noise_split_inference(temporal_split_size=2, spatial_split_size=256)
+        call = {"num_frames": 4, "num_inference_steps": 1, "output_type": "pt", "height": SIDE}
+        generator = torch.Generator().manual_seed(0)
+        videos.append(
+            pipe("a red key", negative_prompt="a", generator=generator, width=SIDE, **call)
+        )
+    torch.testing.assert_close(videos[1].frames, videos[0].frames, rtol=0, atol=1e-4)
 
 
 def test_autoencoder_and_text_encoder_of_a_pipeline_are_not_hooked() -> None:

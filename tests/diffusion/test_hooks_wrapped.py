@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from diffusers import ContextParallelConfig
 from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_layer_skip
 from diffusers.hooks import ModelHook as DiffusersHook
-from diffusers.models.attention_processor import Attention
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
-from mame_sd import apply_mame, mame, remove_mame
+from mame_sd import NothingMergedError, apply_mame, mame, remove_mame
 from tests.builders.layers import attention, tokens
 from tests.builders.tiny import run_unet, tiny_unet
 
@@ -108,6 +110,70 @@ def test_a_hook_of_accelerate_stays_and_comes_off() -> None:
     assert torch.equal(attn(x), 2 * before)
     remove_hook_from_module(attn)
     assert torch.equal(attn(x), before)
+
+
+@pytest.mark.parametrize("fields", [{}, {"merge": "qkv"}, {"tau": 0.3}], ids=str)
+def test_a_processor_that_was_replaced_for_all_is_called(
+    fields: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attn, x = attention(), tokens()
+    handle = apply_mame(attn, min_tokens=1, **fields)
+    whole = attn(x).detach()
+    own = AttnProcessor2_0.__call__
+    monkeypatch.setattr(AttnProcessor2_0, "__call__", lambda *a, **k: 0.5 * own(*a, **k))
+    handle.reset()
+    half = attn(x).detach()
+    assert handle.report().layers[0].merged
+    assert abs(float((half * whole).sum() / whole.square().sum()) - 0.5) < 0.1
+
+
+@pytest.mark.parametrize("fields", [{}, {"merge": "qkv"}, {"tau": 0.3}], ids=str)
+def test_a_function_put_around_a_forward_by_hand_is_called(fields: Any) -> None:
+    attn, x = attention(), tokens()
+    with mame(attn, min_tokens=1, **fields):
+        whole = attn(x)
+    doubled(attn)
+    apply_mame(attn, min_tokens=1, **fields)
+    torch.testing.assert_close(attn(x), 2 * whole)
+
+
+def test_a_processor_of_the_same_name_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = type("AttnProcessor2_0", (), {"__call__": AttnProcessor2_0.__call__})
+    attn, x = attention(), tokens()
+    attn.processor = foreign()
+    handle = apply_mame(attn, min_tokens=1)
+    attn(x)
+    with pytest.raises(NothingMergedError, match=rf"own, {foreign.__module__}.AttnProcessor2_0 is"):
+        handle.report()
+
+
+def test_replicas_of_data_parallel_are_refused() -> None:
+    """Whatever is replicated: a UNet, one attention; never after merging is gone."""
+    unet, attn = tiny_unet(), attention()
+    for model in (unet, attn):
+        apply_mame(model, min_tokens=1)
+        hooked = next(m for m in model.modules() if "forward" in vars(m))
+        with pytest.raises(
+            RuntimeError, match=r"^nn\.DataParallel makes replicas .* call remove_mame"
+        ):
+            hooked._replicate_for_data_parallel()
+        remove_mame(model)
+        assert type(hooked._replicate_for_data_parallel()) is type(hooked)
+
+
+def test_a_model_spread_over_devices_is_refused() -> None:
+    unet = tiny_unet()
+    config = ContextParallelConfig(ulysses_degree=2)
+    unet._parallel_config = config  # as enable_parallelism notes it
+    with pytest.raises(ValueError, match=r"^UNet2DConditionModel is spread over devices"):
+        apply_mame(unet, min_tokens=40)
+    unet._parallel_config = None
+    apply_mame(unet, min_tokens=40)
+    unet._parallel_config = config
+    with pytest.raises(RuntimeError, match="call remove_mame, or leave the model on one device"):
+        run_unet(unet)
+    remove_mame(unet)
+    run_unet(unet)
 
 
 def test_copies_are_not_taken_for_wrapped() -> None:

@@ -343,7 +343,10 @@ def test_a_new_unet_is_merged_too() -> None:
     assert torch.equal(generate(pipe), generate(expected))
 
 
-def test_custom_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "place", ["pipelines/stable_diffusion_mame.py", "examples/mame_stable_diffusion"]
+)
+def test_custom_pipeline(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.utils import dynamic_modules_utils
 
     monkeypatch.setattr(dynamic_modules_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -351,7 +354,7 @@ def test_custom_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     pipe = quiet(
         DiffusionPipeline.from_pretrained(
             tmp_path / "model",
-            custom_pipeline=str(ROOT / "pipelines" / "stable_diffusion_mame.py"),
+            custom_pipeline=str(ROOT / place),
             trust_remote_code=True,
             tau=0.2,
             mame_config=FIELDS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,40 @@ def test_a_pipeline_class_of_ours_has_them_too() -> None:
     assert isinstance(pipe, StableDiffusionMaMePipeline)
     assert inspect.signature(pipe.__call__).parameters["guidance_scale"].default == 1.25
     assert pipe.keep == 0.5
+
+
+class Kept(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.mark.parametrize("name", ["unet", "transformer"])
+def test_loading_warns_of_nothing_and_leaves_the_libraries_as_talkative(name: str) -> None:
+    kept, loggers = Kept(), [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    levels = [logger.getEffectiveLevel() for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(kept)
+    try:
+        embedded_pipeline(name)
+        with pytest.raises(ValueError, match="nothing"):
+            embedded_pipeline(name, kind=_Refusing)
+    finally:
+        for logger in loggers:
+            logger.removeHandler(kept)
+    assert kept.said == []
+    assert [logger.getEffectiveLevel() for logger in loggers] == levels
+
+
+class _Refusing:
+    @classmethod
+    def from_pretrained(cls, path: Any, **options: Any) -> Any:
+        raise ValueError("nothing")
 
 
 class _Stopped(Exception):

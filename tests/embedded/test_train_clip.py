@@ -36,6 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
+@pytest.mark.training
 def test_what_is_written_is_a_small_clip_that_merges_and_reads_the_pictures(whole: Path) -> None:
     assert sum(file.stat().st_size for file in (whole / "model").iterdir()) < 25e6
     encoder = load_encoder(ModelChoice(model=str(whole / "model"), device="cpu"))
@@ -125,6 +126,7 @@ def test_half_of_a_piece_is_missing() -> None:
         assert half[own].sum() > 0.9 * apple[own].sum()
 
 
+@pytest.mark.training
 def test_a_stage_that_leaves_the_text_as_it_is_names_every_glyph(whole: Path) -> None:
     names = subjects.glyph_names()[:6]
     stage = contrast.Stage("s", 256, 5, 4, 0, 0.0, grounds=2, crowd=9, ramp=4, locked=True)

@@ -40,6 +40,7 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.training
 def test_a_killed_and_resumed_training_gives_the_same_weights(tmp_path: Path) -> None:
     smoke(train_transformer, tmp_path / "whole")
     victim = start(tmp_path / "killed")

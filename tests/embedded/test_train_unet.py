@@ -6,6 +6,7 @@ undisturbed one. Both scripts train in `scripts.training.loop`.
 
 from pathlib import Path
 
+import pytest
 import torch
 from diffusers import StableDiffusionPipeline
 from safetensors import safe_open
@@ -20,6 +21,7 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
     return {f"{f.parent.name}.{k}": v.float() for f in files for k, v in load_file(f).items()}
 
 
+@pytest.mark.training
 def test_a_stopped_training_resumes_and_writes_a_pipeline(tmp_path: Path) -> None:
     stopped(train_unet, tmp_path, "patch2")
     latents, patch4 = ((tmp_path / f"{name}.pt").stat() for name in ("latents", "patch4"))

@@ -31,6 +31,7 @@ def weights(work: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(work / "models" / name / "model.safetensors")
 
 
+@pytest.mark.training
 def test_a_stopped_and_resumed_training_gives_the_same_weights(whole: Path, tmp_path: Path) -> None:
     smoke(train_vit, tmp_path, "--until", "scratch-0")
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"plain-0", "scratch-0"}
@@ -42,12 +43,14 @@ def test_a_stopped_and_resumed_training_gives_the_same_weights(whole: Path, tmp_
         assert all(torch.equal(resumed[key], value) for key, value in wanted.items()), name
 
 
+@pytest.mark.training
 def test_some_forms_bring_what_they_begin_with(tmp_path: Path) -> None:
     smoke(train_vit, tmp_path, "--forms", "last", "--until", "last-0")
     assert {path.name for path in (tmp_path / "models").iterdir()} == {"plain-0", "last-0"}
     assert find_models(tmp_path).forms == (PLAIN, "last")
 
 
+@pytest.mark.training
 def test_another_head_is_refused_in_the_same_folder(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +59,7 @@ def test_another_head_is_refused_in_the_same_folder(
     assert 'expected what it was begun with, {"head": "mean"' in capsys.readouterr().err
 
 
+@pytest.mark.training
 def test_what_is_written_is_a_small_vit_in_every_form_that_the_suite_finds(whole: Path) -> None:
     models = find_models(whole)
     assert (models.seeds, models.forms) == ((0, 1), tuple(FORMS))
@@ -75,6 +79,7 @@ def test_what_is_written_is_a_small_vit_in_every_form_that_the_suite_finds(whole
     }
 
 
+@pytest.mark.training
 def test_forms_of_one_seed_differ_as_they_are_trained(whole: Path) -> None:
     """The mean over tokens sees merging in the last block too."""
     found = {name: weights(whole, f"{name}-0")["classifier.weight"] for name in FORMS}

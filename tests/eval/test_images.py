@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from mame_sd.errors import UserError
 from mame_sd.eval.images import (
@@ -16,7 +16,9 @@ from mame_sd.eval.images import (
     image_files,
     image_hash,
     load_image,
+    size_of,
     to_float,
+    turned_note,
 )
 
 
@@ -111,10 +113,48 @@ def test_cmyk_is_refused(tmp_path: Path) -> None:
 def test_classifying_takes_cmyk_and_see_through_pictures(tmp_path: Path) -> None:
     Image.new("CMYK", (4, 4), (0, 255, 255, 0)).save(tmp_path / "a.jpg")
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(tmp_path / "b.png")
-    red, white = (load_image(tmp_path / name, convert=True)[0, 0] for name in ("a.jpg", "b.png"))
+    Image.fromarray(np.full((4, 4), 100 * 257, np.uint16)).save(tmp_path / "c.png")
+    see_through_palette(tmp_path / "d.png")
+    red, white, grey = (
+        load_image(tmp_path / name, convert=True)[0, 0] for name in ("a.jpg", "b.png", "c.png")
+    )
     assert red[0] > 200
     assert red[1] < 60
     assert white.tolist() == [255, 255, 255]
+    assert grey.tolist() == [100, 100, 100]
+    with Image.open(tmp_path / "d.png") as image:
+        hidden = np.asarray(image) == 0
+    assert (load_image(tmp_path / "d.png", convert=True)[hidden] == 255).all()
+
+
+def write_turned(path: Path, upright: np.ndarray, orientation: int) -> None:
+    """A file that shows `upright`, though its pixels lie otherwise."""
+    back = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90}
+    back |= {2: Image.Transpose.FLIP_LEFT_RIGHT, 5: Image.Transpose.TRANSPOSE}
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    stored = Image.fromarray(upright).transpose(back[orientation])
+    stored.save(path, exif=exif, lossless=True)
+
+
+@pytest.mark.parametrize("orientation", [2, 3, 5, 6])
+@pytest.mark.parametrize("ending", ["png", "webp"])
+def test_pixels_are_turned_as_viewers_do(tmp_path: Path, ending: str, orientation: int) -> None:
+    file = tmp_path / f"a.{ending}"
+    write_turned(file, pixels(), orientation)
+    assert np.array_equal(load_image(file), pixels())
+    assert np.array_equal(load_image(file, convert=True), pixels())
+    assert size_of(file) == (30, 20)
+    plain = tmp_path / "b.png"
+    Image.fromarray(pixels()).save(plain)
+    assert turned_note([file, plain]) == "1 image is turned as EXIF says, as viewers do"
+    assert turned_note([plain]) == ""
+
+
+def test_a_photograph_with_its_preview_is_one_picture(tmp_path: Path) -> None:
+    photograph, preview = Image.fromarray(pixels()), Image.fromarray(pixels(8, 8))
+    photograph.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[preview])
+    assert load_image(tmp_path / "a.jpg").shape == (20, 30, 3)
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.005, 0.3, 0.9, 0.99])

@@ -1,9 +1,9 @@
-"""The paper's block in plain loops: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) + x'', from
+"""A merging block in plain loops: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) + x'', from
 the block's own forward.
 
 The first half is what the block's second norm is given. The second is what the block gives with its
 attention silenced. So nothing is assumed of the modules between. Merging is that of
-`mame_sd.core.reference`.
+`tests.oracle`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.reference import reference_plan
+from mame_sd.core.cells import cells_of
+from tests import oracle
 from tests.builders.perception import FRAMES, Row, frames
 
 
@@ -50,12 +51,6 @@ def merged_oracle(
     plane = "ViTMAE" not in row.name and any(
         isinstance(part, nn.Conv2d | nn.Conv3d) for part in model.modules()
     )
-    configs = {
-        number: config
-        if plane and number == min(configs)
-        else config.replace(partition="alternating")
-        for number, config in configs.items()
-    }
     if row.inputs is frames:
         size = (FRAMES // 2 * 3, 3)
     model = copy.deepcopy(model).double()
@@ -76,18 +71,9 @@ def merged_oracle(
                 configs[number],
                 sizes,
                 prop_attn,
-                size if number == min(configs) else None,
+                (size or "square") if plane and number == min(configs) else None,
             )
     return model
-
-
-def planned(x: Tensor, config: MaMeConfig, size: tuple[int, int] | None, special: int) -> Any:
-    """The reference's plan. By tau all samples keep as many as the one that alone keeps most."""
-    if config.keep is None and len(x) > 1:
-        alone = [reference_plan(one[None], config, size, special=special) for one in x.detach()]
-        kept = max(plan.merge(one[None]).shape[1] for plan, one in zip(alone, x, strict=True))
-        config = config.replace(tau=None, keep=(kept - special) / (x.shape[1] - special))
-    return reference_plan(x, config, size, special=special)
 
 
 def _spelled_out(sizes: list[Tensor]) -> Any:
@@ -121,7 +107,7 @@ def _forward(
     config: MaMeConfig,
     sizes: list[Tensor],
     prop_attn: bool,
-    size: tuple[int, int] | None,
+    size: Any,
 ) -> Any:
     norm, attention = block.get_submodule(row.norm), block.get_submodule(row.attention)
     inside = dict(attention.named_modules())
@@ -144,18 +130,73 @@ def _forward(
         other.remove()
         if keys[0].shape[-1] > x.shape[-1]:  # queries, keys and values joined
             keys[0] = keys[0].unflatten(-1, (3, -1))[..., 1, :]
-        feature = seen[0] if config.feature == "x" else keys[0]
-        plan = planned(feature, config, size, row.special)
+        compared = config.feature if config.tau is not None else "k"
+        feature = seen[0] if compared == "x" else keys[0]
+        plan = _plan(feature, config, size, row.special)
         before = sizes[-1] if sizes else torch.ones_like(seen[0][..., 0])
         merged = plan.merge(seen[0])
         if prop_attn:  # means over all that tokens stand for
             merged = plan.merge(seen[0] * before[..., None]) / plan.merge(before[..., None])
-        held = torch.ones_like(merged[..., 0])  # of how many rows each one is the mean
-        held[:, row.special : row.special + plan.counts.shape[1]] = plan.counts
-        sizes.append(plan.merge(before[..., None])[..., 0] * held)
+        sizes.append(plan.merge(before[..., None])[..., 0] * plan.held(merged))
         hook = attention.register_forward_hook(silenced)
         y = type(block).forward(block, merged, *args, **kwargs)
         hook.remove()
         return y
 
     return forward
+
+
+class _Groups:
+    """Hard groups of tokens [B, L, d] behind special ones, by the angle of what is compared."""
+
+    def __init__(self, feature: Tensor, keep: float, size: Any, special: int) -> None:
+        body = torch.nn.functional.normalize(feature[:, special:].double(), dim=-1)
+        count = body.shape[1]
+        if size == "square":
+            size = (round(count**0.5), round(count**0.5))
+        cells = cells_of(size or (count,), 0.25 if size else 0.5, 0, None)
+        dst = cells.order[cells.dst[0]].tolist()
+        stay = max(0, round(keep * count) - len(dst))
+        whole = [(0, 0)] * count
+        self.groups = [oracle.grouped(sample, dst, whole, stay)[0] for sample in body]
+        self.special = special
+
+    def merge(self, t: Tensor) -> Tensor:
+        rows = [
+            torch.cat([sample[: self.special], oracle.means(sample[self.special :], groups)[0]])
+            for sample, groups in zip(t.double(), self.groups, strict=True)
+        ]
+        return torch.stack(rows)
+
+    def held(self, merged: Tensor) -> Tensor:
+        """Of how many rows each merged one is the mean."""
+        held = torch.ones_like(merged[..., 0])
+        for row, groups in zip(held, self.groups, strict=True):
+            for number in set(groups):
+                row[self.special + number] = groups.count(number)
+        return held
+
+
+class _Paper:
+    """The paper's plan."""
+
+    def __init__(self, feature: Tensor, config: MaMeConfig, special: int) -> None:
+        assert config.tau is not None
+        kind, refine = config.partition, config.refine
+        self.plan = oracle.token_plan(feature, config.tau, config.metric, kind, refine, special)
+
+    def merge(self, t: Tensor) -> Tensor:
+        return self.plan.merge(t)
+
+    def held(self, merged: Tensor) -> Tensor:
+        held = torch.ones_like(merged[..., 0])
+        first, m = self.plan.special, len(self.plan.dst)
+        held[:, first : first + m] = 1 + self.plan.weights.sum(-1)
+        return held
+
+
+def _plan(feature: Tensor, config: MaMeConfig, size: Any, special: int) -> Any:
+    if config.tau is not None:
+        return _Paper(feature, config, special)
+    assert config.keep is not None
+    return _Groups(feature, config.keep, size, special)

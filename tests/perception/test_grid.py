@@ -15,35 +15,21 @@ VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 @torch.no_grad()
 def test_a_grid_is_one_in_the_first_block_alone() -> None:
     model, wide = VIT.build(), torch.randn(1, 3, SIDE, 2 * SIDE)
-    handle = apply_encoder(model, keep=(0.25, 0.25), blocks=(0, 1), partition="grid", stride=(2, 2))
+    handle = apply_encoder(model, keep=(0.25, 0.25), blocks=(0, 1))
     handle.capture()
     model(wide, interpolate_pos_encoding=True)
     first, second = handle.report().blocks[:2]
     assert (first.tokens_kept, first.note) == (1 + 18, "")
-    assert handle.plans()[0].positions.dst.tolist()[:8] == [
-        0,
-        2,
-        4,
-        6,
-        8,
-        10,
-        24,
-        26,
-    ]  # every other one of rows of 12
+    # every other one of rows of 12
+    assert handle.plans()[0].kept[0, 1:9].tolist() == [1, 3, 5, 7, 9, 11, 25, 27]
     assert second.tokens_kept == 1 + 9
     assert second.note == "keep 0.25 asked, 0.50 kept: destinations stay"
-    handle = apply_encoder(model, keep=0.5, blocks=(0, 1), partition="random-grid")
-    VIT.call(model, VIT.batch())
-    first, second = handle.report().blocks[:2]
-    assert not first.note
-    assert "no grid: partition 'alternating'" in second.note
     row = next(row for row in ROWS if row.name == "ViTMAEModel")
-    for given in ({"partition": "grid", "tiles": 2}, {}):
-        handle = apply_encoder(row.build(), keep=0.5, blocks=2, **given)
-        row.call(handle.root, row.batch())
-        first, second = handle.report().blocks[:2]
-        assert "height and width unknown" in first.note
-        assert bool(second.note) == bool(given)
+    handle = apply_encoder(row.build(), keep=0.5, blocks=2)
+    row.call(handle.root, row.batch())
+    first, second = handle.report().blocks[:2]
+    assert "height and width unknown" in first.note
+    assert not second.note
 
 
 @torch.no_grad()
@@ -64,9 +50,7 @@ def test_by_default_a_grid_of_any_sides_is_the_oracle_s() -> None:
     handle = apply_encoder(model)
     handle.capture()
     got = model(tall, interpolate_pos_encoding=True).logits
-    assert handle.plans()[0].positions.dst.tolist() == [
-        10 * y + x for y in range(4) for x in (0, 2, 4)
-    ]
+    assert handle.plans()[0].found.cells.kept == 9  # a quarter of 7 x 5, to the nearest
     remove_encoder(model)
     torch.testing.assert_close(
         got, want(tall, interpolate_pos_encoding=True).logits, rtol=1e-9, atol=1e-9

@@ -62,7 +62,7 @@ SETTINGS: list[tuple[dict[str, Any], Any]] = [
     ({}, None),
     ({"tau": 0.2, "feature": "x"}, (0, 1, 3)),
     ({"keep": (0.6, 0.7), "prop_attn": False}, (0, 2)),
-    ({"preset": "plain", "tau": 0.2}, (0, 1)),
+    ({"tau": 0.2, "feature": "k"}, (0, 1)),
     ({"schedule": "constant"}, 4),
 ]
 
@@ -92,10 +92,12 @@ def test_output_and_gradients_are_the_oracle_s(
 
 @every
 def test_a_described_block_is_the_block_s_own_forward_to_the_bit(row: Row) -> None:
-    _, blocks, known = find_encoder(row.build())
+    model, blocks, known = find_encoder(row.build())
+    shared = ForwardState(model, 0, 3)
+    shared.now.unmasked = True
     x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(1))
     for block in blocks:
-        merged = MergedBlock(block, known, 1, ForwardState(0, False, False, 3), None, {0: None})
+        merged = MergedBlock(block, known, 1, shared, None, {0: None})
         more = (
             () if row.name.startswith("VideoMAE") else (None,)
         )  # the mask, where a block takes one
@@ -166,7 +168,7 @@ def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:
     assert dir(model) == names
 
 
-OPTIONS = [{}, {"restore": True}, {"feature": "x"}, {"feature": "k-mean"}, {"prop_attn": False}]
+OPTIONS = [{}, {"restore": True}, {"prop_attn": False}]
 
 
 @pytest.mark.parametrize(("row", "options"), paired(OPTIONS, 2))

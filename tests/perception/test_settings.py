@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from mame_sd import MaMeConfig
-from mame_sd.config import Study
 from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored, remove_encoder
 from mame_sd.perception.settings import EVERY, LEFT, chosen_blocks, configs_of
 from tests.builders.perception import DEPTH, PATCHES, ROWS, tokens
-from tests.builders.settings import nested
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 
@@ -23,7 +21,7 @@ VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
     [(None, (0, 1, 2, 3)), (2, (0, 1)), ((3, 1), (1, 3)), ((-1,), (3,)), (range(1, 3), (1, 2))],
 )
 def test_blocks(blocks: Any, chosen: tuple[int, ...]) -> None:
-    assert tuple(apply_encoder(VIT.build(), preset="plain", blocks=blocks).configs) == chosen
+    assert tuple(apply_encoder(VIT.build(), tau=0.8, blocks=blocks).configs) == chosen
     if blocks is not None:
         assert tuple(apply_encoder(VIT.build(), keep=0.5, blocks=blocks).configs) == chosen
 
@@ -35,7 +33,7 @@ def test_blocks_that_are_not_there(blocks: Any) -> None:
 
 
 def test_by_default_every_second_block_merges_the_first_most_and_the_last_a_quarter() -> None:
-    for given in ({}, {"preset": "default"}, {"config": MaMeConfig()}, {"tau": None, "keep": None}):
+    for given in ({}, {"config": MaMeConfig()}, {"tau": None, "keep": None}):
         handle = apply_encoder(VIT.build(), **given)
         keeps = [config.keep for config in handle.configs.values()]
         assert tuple(handle.configs) == (0, 2)
@@ -43,13 +41,7 @@ def test_by_default_every_second_block_merges_the_first_most_and_the_last_a_quar
             "as many merge as 1 to the root of a half"
         )
         config = handle.config
-        assert (config.tau, config.partition, bool(config.tiles)) == (None, "grid", False)
-        assert (config.weights, config.min_tokens, config.feature, handle.prop_attn) == (
-            "best",
-            2,
-            "k",
-            True,
-        )
+        assert (config.tau, config.min_tokens, handle.prop_attn) == (None, 2, True)
     assert apply_encoder(VIT.build(), blocks=1).config.keep == pytest.approx(0.5), (
         "no less in one block"
     )
@@ -57,7 +49,7 @@ def test_by_default_every_second_block_merges_the_first_most_and_the_last_a_quar
     assert [config.keep for config in handle.configs.values()] == pytest.approx(
         [LEFT**0.25] * DEPTH
     )
-    assert tuple(apply_encoder(VIT.build(), preset="plain").configs) == tuple(range(DEPTH)), (
+    assert tuple(apply_encoder(VIT.build(), tau=0.8).configs) == tuple(range(DEPTH)), (
         "the paper's: all"
     )
     handle = apply_encoder(VIT.build(), MaMeConfig(keep=0.7))
@@ -92,18 +84,18 @@ def test_applied_and_set_a_share_means_the_same() -> None:
 
 
 def test_none_leaves_what_the_config_says() -> None:
-    config = MaMeConfig(preset="plain", keep=0.8)
-    handle = apply_encoder(VIT.build(), config, preset=None, keep=None)
+    config = MaMeConfig(tau=0.8)
+    handle = apply_encoder(VIT.build(), config, keep=None)
     assert handle.configs == apply_encoder(VIT.build(), config).configs
-    assert (len(handle.configs), handle.config.keep, handle.prop_attn) == (DEPTH, 0.8, False)
+    assert (len(handle.configs), handle.config.tau, handle.prop_attn) == (DEPTH, 0.8, False)
 
 
-@pytest.mark.parametrize(
-    "given", [{"preset": "plain"}, {"config": MaMeConfig(preset="plain")}, {"variant": "paper"}]
-)
-def test_the_paper_s_form_is_by_tau_and_counts_no_sizes(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("given", [{"tau": 0.8}, {"config": MaMeConfig(tau=0.8)}], ids=str)
+def test_the_paper_s_method_is_by_tau_and_counts_no_sizes(given: dict[str, Any]) -> None:
     handle = apply_encoder(VIT.build(), **given)
-    assert (handle.config.tau, handle.config.keep, handle.prop_attn) == (0.8, None, False)
+    config = handle.config
+    assert (config.tau, config.keep, handle.prop_attn) == (0.8, None, False)
+    assert tuple(handle.configs) == tuple(range(DEPTH))
     assert apply_encoder(VIT.build(), **given, prop_attn=True).prop_attn
 
 
@@ -118,28 +110,25 @@ def test_a_handle_s_settings_are_those_of_another_model_too() -> None:
     assert apply_encoder(VIT.build(), tau=None, keep=None).configs == first.configs
 
 
-def test_the_preset_is_chosen_when_merging_is_applied() -> None:
+def test_the_method_is_chosen_when_merging_is_applied() -> None:
     handle = apply_encoder(VIT.build())
     before = handle.configs
-    for change in ({"preset": "plain"}, {"config": MaMeConfig(preset="plain")}):
-        with pytest.raises(
-            ValueError, match="preset: expected the one that merging was applied with"
-        ):
-            handle.set(**nested(change))
+    for change in ({"config": MaMeConfig(tau=0.8)}, {"tau": 0.5}):
+        with pytest.raises(ValueError, match="tau: expected the method that merging was applied"):
+            handle.set(**change)
     assert handle.configs == before
-    with pytest.raises(ValueError, match="preset: expected"):
-        apply_encoder(VIT.build(), preset="plian")
 
 
 def test_one_number_for_each_block() -> None:
     handle = apply_encoder(VIT.build(), keep=(0.5, 0.9), blocks=(0, 3))
     assert [config.keep for config in handle.configs.values()] == [0.5, 0.9]
-    handle.set(tau=[0.5, 0.6])
-    assert [config.tau for config in handle.configs.values()] == [0.5, 0.6]
-    handle.set(MaMeConfig(study=Study(metric="dot")), tau=0.1)
-    assert [(config.tau, config.metric) for config in handle.configs.values()] == [(0.1, "dot")] * 2
     handle.set(MaMeConfig(keep=1.0))
     assert {config.keep for config in handle.configs.values()} == {1.0}
+    handle = apply_encoder(VIT.build(), tau=(0.8, 0.9), blocks=(0, 3))
+    handle.set(tau=[0.5, 0.6])
+    assert [config.tau for config in handle.configs.values()] == [0.5, 0.6]
+    handle.set(MaMeConfig(tau=0.3, metric="dot"), tau=0.1)
+    assert [(config.tau, config.metric) for config in handle.configs.values()] == [(0.1, "dot")] * 2
     with pytest.raises(
         ValueError, match="tau: expected one number, or one for each of 2 blocks, got 3"
     ):
@@ -149,21 +138,11 @@ def test_one_number_for_each_block() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"weights": "pick"},
-            "weights: expected .average. or .best. for a vision transformer, got .pick.",
-        ),
-        (
-            {"merge": "kv"},
-            (
-                "merge: expected none for a vision transformer, got 'kv': an encoder's tokens merge"
-                " once"
-            ),
-        ),
         ({"size": (4, 4)}, "size: expected none"),
-        ({"redraw": True}, "redraw: expected none"),
-        ({"pairs": True}, "pairs: expected none"),
-        ({"keep": 0.5, "mlp": 0.5}, "mlp: expected none"),
+        ({"redraw": False}, "redraw: expected none"),
+        ({"fit_queries": 8}, "fit_queries: expected none .*: an encoder's tokens merge"),
+        ({"keep": 0.5, "feature": "k"}, "feature: goes with tau"),
+        ({"keep": True}, "keep: expected a number, got True"),
         ({"tau": 2}, "tau: expected a finite number from -1 to 1"),
         ({"taw": 0.5}, "did you mean 'tau'"),
     ],
@@ -171,6 +150,14 @@ def test_one_number_for_each_block() -> None:
 def test_settings_that_mean_nothing_here(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         apply_encoder(VIT.build(), **fields)
+
+
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_active_is_true_or_false(value: Any) -> None:
+    handle = apply_encoder(VIT.build())
+    with pytest.raises(TypeError, match=f"active: expected True or False, got {value!r}"):
+        handle.active = value
+    assert handle.active
 
 
 @torch.no_grad()

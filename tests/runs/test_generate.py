@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,40 @@ def test_two_runs_do_not_share_a_folder(model: LoadedModel, tmp_path: Path) -> N
     with pytest.raises(UserError, match="another run is writing to"):
         run(model, tmp_path)
     first.close(complete=False)
+
+
+def take_an_image(folder: Path) -> None:
+    (folder / "images" / "p00001_0.png").unlink()
+
+
+def take_all_images(folder: Path) -> None:
+    shutil.rmtree(folder / "images")
+
+
+def cut_an_image_short(folder: Path) -> None:
+    (folder / "images" / "p00001_0.png").write_bytes(b"cut")
+
+
+def take_the_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+@pytest.mark.parametrize(
+    "meddle", [take_an_image, take_all_images, cut_an_image_short, take_the_manifest]
+)
+@pytest.mark.parametrize("when", [1, 3])
+def test_what_others_take_away_during_a_run_is_said_and_made_again(
+    model: LoadedModel, tmp_path: Path, meddle: Callable[[Path], None], when: int
+) -> None:
+    def on_progress(done: int, total: int) -> None:
+        if done == when:
+            meddle(tmp_path / "run")
+
+    with pytest.raises(MachineError, match=r"taken away"):
+        run(model, tmp_path / "run", on_progress=on_progress)
+    assert run(model, tmp_path / "run").images == 3
+    assert len(list((tmp_path / "run" / "images").iterdir())) == 3
+    assert not (tmp_path / "run" / ".mame-sd").exists()
 
 
 @pytest.mark.parametrize("name", ["images", ".mame-sd"])

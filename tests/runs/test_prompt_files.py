@@ -53,6 +53,14 @@ def test_txt_skips_comments_and_blank_lines_and_numbers_prompts(tmp_path: Path) 
     ]
 
 
+def test_dashes_in_a_prompt_are_words(tmp_path: Path) -> None:
+    lines = ["an ant - a bat", "ant -- bat", "ant--bat", "- ant", "--- ant", "a --bright-- key"]
+    path = write(tmp_path, "a.txt", "\n".join(lines))
+    assert [p.text for p in load_prompts(path)] == lines
+    path = write(tmp_path, "a.jsonl", '{"prompt": "ant --seed 5"}')
+    assert load_prompts(path)[0].text == "ant --seed 5"
+
+
 def test_control_characters_are_data(tmp_path: Path) -> None:
     path = write(tmp_path, "a.txt", "a\x1b[31m\x0b\x1cb\u2028c\n")
     assert [p.text for p in load_prompts(path)] == ["a\x1b[31m\x0b\x1cb\u2028c"]
@@ -127,6 +135,14 @@ BAD = {
     "json-no-prompt": ("a.jsonl", '{"text": "key"}', "a.jsonl:1: expected an object such as"),
     "json-type": ("a.jsonl", '{"prompt": 3}', "a.jsonl:1: prompt: expected text, got 3"),
     "surrogate": ("a.jsonl", '{"prompt": "\\ud800"}', "half of a surrogate pair"),
+    "options": (
+        "a.txt",
+        'key\n--prompt "ant" --seed 5\n',
+        "a.txt:2: expected a prompt, got one with the option --prompt, as other tools write it",
+    ),
+    "options-behind": ("a.txt", "ant --ar 16:9", "got one with the option --ar"),
+    "options-equal": ("a.txt", "ant, bat --negative_prompt='x'", "the option --negative_prompt"),
+    "options-short": ("a.txt", "-p ant", "got one with the option -p"),
     "duplicate": (
         "a.csv",
         "prompt,id\nkey,a\nant,b\nbat,A\n",

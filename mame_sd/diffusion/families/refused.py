@@ -11,6 +11,7 @@ _SPARSE = (
     "its attention goes by blocks of keys that the model picks (flex attention): no softmax over"
     " all of them"
 )
+_NEIGHBOURS = "its attention is over a window around each pixel already, by a block mask"
 _SOUND = "its tokens are sound, in a row: there is no image"
 _NO_IMAGE = "its tokens are no image's"
 
@@ -26,6 +27,7 @@ EXCLUDED = {
     "AnyFlowFARTransformer3DModel": _SPARSE,
     "Kandinsky6SRTransformer3DModel": _SPARSE,
     "WanAnimate2Transformer3DModel": _SPARSE,
+    "LTX2VideoDiffusionDecoderModel": _NEIGHBOURS,
     "AceStepTransformer1DModel": _SOUND,
     "LongCatAudioDiTTransformer": _SOUND,
     "MiniMaxMusic3RVQDepthDecoder": _SOUND,

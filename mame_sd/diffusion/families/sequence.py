@@ -86,6 +86,9 @@ class SequenceAttention(Layer):
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """The image's tokens."""
+        hidden = call.given.get(self.hidden)
+        if isinstance(hidden, Tensor) and hidden.dim() == 4:
+            return int(hidden.shape[2] * hidden.shape[3])
         return 0 if known is None or known.unknown else known.count
 
     def _refusal(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:

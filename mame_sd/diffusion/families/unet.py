@@ -86,7 +86,7 @@ class PlainAttention(Layer):
         notes = [NO_SIZE] if len(tokens.size) == 1 else []
         run, job = None, {}
         if isinstance(call.processor, _STOOD_IN_FOR):
-            run = partial(processed, _PLAIN, call.module, call.given)
+            run = partial(processed, _PLAIN, call.module, **call.given)
             notes.append(STOOD_IN.format(call.kind))
             if not call.module.scale_qk:
                 job["scale"] = call.module.scale
@@ -163,7 +163,7 @@ def fixed_reason(attn: Any) -> str | None:
     return None
 
 
-def processed(processor: Any, attn: Attention, arguments: Call) -> Any:
+def processed(processor: Any, attn: Attention, /, **arguments: Any) -> Any:
     """What `processor` gives for a call of `attn`; like diffusers it is passed the arguments that
     its call names.
     """

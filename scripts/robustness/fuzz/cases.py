@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.cli import app
-from mame_sd.config import MaMeConfig, Study
+from mame_sd.config import MaMeConfig
 from mame_sd.eval.report import render
 from mame_sd.eval.results.schema import FORMAT
 from scripts.robustness.fuzz.broken import (
@@ -120,11 +120,11 @@ def configs(cases: Cases, draw: Draw, given: Path, out: Path) -> Command:
         (
             {"keep": 0.5},
             {"tau": 0.8},
-            {"tau": 0.8, "preset": "plain"},
-            {"keep": 0.5, "mlp": 0.5},
-            {"keep": 0.25, "stride": [2, 2], "partition": "grid", "tiles": 4},
+            {"tau": 0.8, "partition": "random"},
+            {"keep": 0.5, "references": 0.5},
+            {"keep": 0.25, "tile_size": 4, "fit_queries": 8},
             every,
-            MaMeConfig(tau=0.5, study=Study(weights="best", metric="dot")).to_dict(),
+            MaMeConfig(tau=0.5, metric="dot").to_dict(),
         )
     )
     values = dict(values)

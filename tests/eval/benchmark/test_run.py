@@ -213,7 +213,7 @@ def test_missing_peers_and_weights_leave_a_reason(
     metrics = [METRICS["lpips"], METRICS["psnr"]]
     results = benchmark(model, tmp_path / "out", rows=tiny_rows()[:2], metrics=metrics).run()
     assert not results.rows[1].measured
-    assert results.rows[1].reason == "tomesd is not installed: pip install mame-sd[rivals]"
+    assert results.rows[1].reason == "tomesd is not installed: pip install 'mame-sd[rivals]'"
     results = benchmark(model, tmp_path / "other", rows=tiny_rows()[::3], metrics=metrics).run()
     values = results.rows[1].values
     assert values["lpips"].withheld == "not measured: no weights of lpips-alex"

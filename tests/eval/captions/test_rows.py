@@ -5,21 +5,30 @@ calls.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
+from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
+from mame_sd import apply_mame, remove_mame
 from mame_sd.errors import UserError
 from mame_sd.eval.captions.fastv import dropped_after, fastv, last_weights
-from mame_sd.eval.captions.model import Captioner
+from mame_sd.eval.captions.model import Captioner, load_captioner
 from mame_sd.eval.captions.references import read_references
 from mame_sd.eval.captions.rows import ROWS, chosen_rows, divprune_of
 from mame_sd.eval.captions.run import CHANCE, CaptionRun, table
 from mame_sd.eval.captions.scores import language_scores, named_right
+from mame_sd.eval.cli.caption import run_caption
+from mame_sd.runs.model_files import ModelChoice
 from tests.captions import tiny
 
 PATCHES = tiny.GRID**2
@@ -148,8 +157,128 @@ def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
     (tmp_path / "1.png").unlink()
     with pytest.raises(UserError, match=r"expected the picture 1\.png, found none"):
         run_of(tmp_path, ["baseline"])
-    (tmp_path / "references.json").write_text("[]")
-    with pytest.raises(UserError, match="expected COCO's format"):
-        run_of(tmp_path, ["baseline"])
     with pytest.raises(UserError, match="--rows: expected baseline"):
         chosen_rows("nothing")
+
+
+def written(folder: Path, images: Any, annotations: Any = None) -> Path:
+    """References of one picture, which is there."""
+    Image.new("RGB", (tiny.SIDE, tiny.SIDE)).save(folder / "0.png")
+    captions = [{"image_id": 0, "caption": "a cat"}] if annotations is None else annotations
+    content = {"images": images, "annotations": captions}
+    (folder / "references.json").write_text(json.dumps(content))
+    return folder / "references.json"
+
+
+ONE = [{"id": 0, "file_name": "0.png"}]
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "nan": ([{"id": float("nan"), "file_name": "0.png"}], None, "NaN is no JSON"),
+    "infinite": ([{"id": 0, "file_name": "0.png", "w": float("inf")}], None, "Infinity is no JSON"),
+    "twice": (ONE * 2, None, "expected each id once, got 0 again"),
+    "text-and-number": ([*ONE, {"id": "0"}], None, "expected each id once, got 0 again"),
+    "number": (ONE, [{"image_id": 0, "caption": 5}], "are text, got 5"),
+    "empty": (ONE, [{"image_id": 0, "caption": " "}], "are text, got ' '"),
+    "true": (ONE, [{"image_id": True, "caption": "a"}], "whole number or text, got True"),
+    "file": ([{"id": 0, "file_name": 7}], None, "are text, got 7"),
+    "things": ([{"id": 0, "things": [["cat", 1]], "file_name": "0.png"}], None, "are text, got 1"),
+    "list": ([3], None, "expected COCO's format"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_references_are_refused_in_one_line(tmp_path: Path, case: str) -> None:
+    *content, message = WRONG[case]
+    with pytest.raises(UserError, match=re.escape(message)) as told:
+        read_references(written(tmp_path, *content), tmp_path)
+    assert "\n" not in str(told.value)
+
+
+def test_what_is_wrong_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
+    good = written(tmp_path, ONE)
+    out = tmp_path / "out"
+
+    def run(
+        references: Path = good, out: Path = out, prompt: str | None = None, **model: Any
+    ) -> None:
+        choice = ModelChoice(**{"model": "nobody/nothing", "offline": True, **model})
+        run_caption(tmp_path, references, None, None, prompt, 4, 0, out, choice, None, print)
+
+    deep, other = tmp_path / "deep.json", tmp_path / "other"
+    deep.write_text("[" * 5000)
+    other.mkdir()
+    (other / "captions.jsonl").write_text('{"identity": 1}\n{"row": "baseline"}\n')
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"references": deep}, "expected COCO's format"),
+        ({"prompt": "hello"}, "--prompt: expected <image> once"),
+        ({"prompt": "<image><image>"}, "--prompt: expected <image> once"),
+        ({"prompt": "<image> hello", "model": None}, "--prompt: expected none for embedded-"),
+        ({"out": good / "out"}, "can't be written"),
+        ({"out": other}, "expected results of the same model"),
+        ({"device": "cuda:99"}, "--device cuda:99: expected a CUDA device"),
+        ({"revision": "main", "model": str(tmp_path)}, "--revision: expected none beside a folder"),
+        ({}, "--model: expected a LLaVA of transformers"),
+        ({}, "--model: expected a LLaVA of transformers"),  # again: nothing was begun
+        ({"model": "nobody/else"}, "--model: expected a LLaVA of transformers"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(UserError, match=re.escape(message)):
+            run(**given)
+
+
+def test_dtype_acts_on_a_published_form(tmp_path: Path) -> None:
+    pytest.importorskip("pycocoevalcap")
+    words = ["<pad>", "<image>", "<unk>", *(f"w{n}" for n in range(3, 60))]
+    own = Tokenizer(WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    own.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=own,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        additional_special_tokens=["<image>"],
+    )
+    sizes = {
+        "size": {"shortest_edge": tiny.SIDE},
+        "crop_size": {"height": tiny.SIDE, "width": tiny.SIDE},
+    }
+    LlavaProcessor(
+        CLIPImageProcessor(**sizes),
+        tokenizer,
+        patch_size=tiny.PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    ).save_pretrained(tmp_path / "model")
+    model = tiny.llava()
+    model.config.image_token_id = 1
+    model.save_pretrained(tmp_path / "model")
+    found = {}
+    for dtype in ("auto", "bfloat16"):
+        choice = ModelChoice(model=str(tmp_path / "model"), device="cpu", dtype=dtype)
+        captioner = load_captioner(choice, None)
+        call = captioner.call(Image.new("RGB", (40, 30)))
+        found[dtype] = (captioner.model.dtype, call["pixel_values"].dtype)
+        references, out = written(tmp_path, ONE), tmp_path / dtype
+        table = run_caption(
+            tmp_path, references, "keep-0.25,plain-0.8", None, None, 3, 0, out, choice, None, print
+        )
+        assert "paper's form" in table
+        head = json.loads((out / "captions.jsonl").read_text().splitlines()[0])
+        assert head["identity"]["dtype"] == str(captioner.model.dtype).removeprefix("torch.")
+    assert found == {"auto": (torch.float32,) * 2, "bfloat16": (torch.bfloat16,) * 2}
+
+
+def test_the_papers_form_counts_what_is_left_from_zero() -> None:
+    model, inputs = tiny.llava(), call()
+    for name, same in (("renumbered-0.25", {"keep": 0.25}), ("plain-0.8", {"preset": "plain"})):
+        with ROWS[name].on(model):
+            found = model(**inputs).logits[0]
+            output = model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        handle: Any = apply_mame(model, **same)
+        seen = tiny.seen_by_hand(model, handle, inputs["pixel_values"][0])
+        slots = [seen[place] for place in sorted(seen) if place >= 0]
+        ids = inputs["input_ids"][0].tolist()
+        start = ids.index(tiny.IMAGE)
+        short = [*ids[:start], *[tiny.IMAGE] * len(slots), *ids[start + PATCHES :]]
+        expected, words = tiny.logits_by_hand(model, short, [slots], 3)
+        remove_mame(model)
+        torch.testing.assert_close(found, expected[: len(found)], rtol=1e-3, atol=1e-4)
+        assert output[0, -3:].tolist() == words

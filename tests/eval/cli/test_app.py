@@ -19,8 +19,10 @@ import typer
 from typer.main import get_command
 
 from mame_sd.cli import app as base
+from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.eval.benchmark.suites import SUITES
 from mame_sd.eval.cli import app as cli
+from mame_sd.eval.cli.benchmark import note_lacking
 from tests.builders.kills import snapshot
 from tests.builders.tiny import save_tiny_pipeline
 
@@ -91,7 +93,27 @@ BAD: dict[str, tuple[list[str], str]] = {
     "bench-rounds": (["bench", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
     "bench-format": (["bench", "--format", "xml"], "--format: expected one of table, json, csv"),
     "bench-out": (["bench", "--out", "/dev/null/x"], "--out /dev/null/x: expected a folder"),
-    "cache-texts": (["cache", "--texts", "none", "--model", "./none"], "--model: expected smollm2"),
+    "cache-texts": (
+        ["cache", "--texts", "none", "--model", "./none"],
+        "--texts: expected a folder, found none at none",
+    ),
+    "cache-model": (["cache", "--model", "./none"], "--model: expected smollm2"),
+    "cache-out": (
+        ["cache", "--out", "/dev/null/x", "--model", "./none"],
+        "--out /dev/null/x: expected a folder",
+    ),
+    "features-out": (
+        ["features", "--data", "none", "--out", "/dev/null/x"],
+        "--out /dev/null/x: expected a folder",
+    ),
+    "classify-out": (
+        ["classify", "--data", "none", "--out", "/dev/null/x"],
+        "--out /dev/null/x: expected a folder",
+    ),
+    "caption-out": (
+        ["caption", "--data", "none", "--references", "none", "--out", "/dev/null/x"],
+        "--out /dev/null/x: expected a folder",
+    ),
     "cache-rows": (["cache", "--rows", "snap"], "--rows: expected some of random"),
     "cache-shares": (["cache", "--shares", "half"], "--shares: expected numbers with commas"),
     "cache-share": (
@@ -118,6 +140,25 @@ def test_bad_input_is_one_line_and_status_2(
     assert cli.run(arguments) == 2
     assert message in error_of(capsys)
     assert list(here.iterdir()) == []
+
+
+def test_rows_that_lack_a_package_are_named_before_anything_is_made(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mame_sd.eval.benchmark.rows.has_tomesd", lambda: False)
+    note_lacking(chosen_rows("tomesd-25,tomesd-50,mame-default"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: left out: tomesd-25, tomesd-50 (tomesd is not installed: pip")
+    assert "'mame-sd[rivals]'" in line
+
+
+@pytest.mark.parametrize("help", ["--help", "-h"])
+@pytest.mark.parametrize("command", [[], ["benchmark"], ["score"]])
+def test_help_is_asked_for_in_two_ways(
+    capsys: pytest.CaptureFixture[str], command: list[str], help: str
+) -> None:
+    assert cli.run([*command, help]) == 0
+    assert "Usage" in capsys.readouterr().out
 
 
 def test_generate_is_that_of_mame_sd(model_folder: Path, here: Path) -> None:

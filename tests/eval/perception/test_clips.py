@@ -156,7 +156,7 @@ def test_suites_and_models_must_fit(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.run([*command, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
     assert "sees clips; change it" in capsys.readouterr().err
     names = {row.name for row in SUITES["video"][1]}
-    assert {"frames@mame-default", "default-tau-0.85", "mame-0.9", "tome@mame-0.8"} <= names
+    assert {"frames@mame-default", "mame-0.9", "tome@mame-0.8"} <= names
 
 
 def test_fewer_frames_are_their_own_tubelets_at_their_own_times() -> None:

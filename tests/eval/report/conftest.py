@@ -16,7 +16,25 @@ def results(tmp_path: Path) -> Results:
     return example(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture
+def unplotted(results: Results) -> Results:
+    """The example without what plots are drawn of, for tests of words and tables: plots take most
+    of a report's time.
+    """
+    for entry in results["rows"]:
+        entry["kept"] = []
+        entry["values"].pop("latency", None)
+    return results
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the example's report. Nobody changes it."""
     folder = tmp_path_factory.mktemp("report")
-    return render(example(folder), folder).read_text(encoding="utf-8")
+    render(example(folder), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def page(written: Path) -> str:
+    return (written / "report.html").read_text(encoding="utf-8")

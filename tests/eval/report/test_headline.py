@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from html import unescape
 from pathlib import Path
 
 from mame_sd.eval.report import render
@@ -102,7 +103,8 @@ def test_tomesd_that_was_not_measured_is_named(tmp_path: Path, results: Results)
         status="not measured", values={}, per_image={}, reason="no <tomesd>"
     )
     text = render(results, tmp_path).read_text(encoding="utf-8")
-    assert "ToMeSD was not measured: tomesd is not installed: pip install mame-sd[rivals]." in text
+    reason = "ToMeSD was not measured: tomesd is not installed: pip install 'mame-sd[rivals]'."
+    assert reason in unescape(text)
     assert text.count("not measured: no &lt;tomesd&gt;") == 3  # in every table
     assert "--columns: 3" in text
 

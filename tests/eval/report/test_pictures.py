@@ -60,13 +60,13 @@ def test_embedded_images_are_bounded() -> None:
 
 
 def test_missing_and_broken_images_are_named_and_the_rest_is_shown(
-    tmp_path: Path, results: Results
+    tmp_path: Path, unplotted: Results
 ) -> None:
     (tmp_path / "runs/mame-default/images/00001_0.png").unlink()
     (tmp_path / "runs/baseline/images/00002_0.png").write_bytes(b"\x89PNG\r\n")
     whole = (tmp_path / "runs/baseline/images/00003_0.png").read_bytes()
     (tmp_path / "runs/baseline/images/00003_0.png").write_bytes(whole[: len(whole) // 2])
-    text = render(results, tmp_path).read_text(encoding="utf-8")
+    text = render(unplotted, tmp_path).read_text(encoding="utf-8")
     for name in (
         "mame-default/images/00001_0.png",
         "baseline/images/00002_0.png",

@@ -33,7 +33,7 @@ def test_the_blocks_never_mix(page: str) -> None:
         assert name not in fidelity
     assert "Quality against drawn glyphs" in quality
     assert quality.count("N = 4, needs 100") == 4
-    assert "not measured: tomesd is not installed: pip install mame-sd[rivals]" in quality
+    assert "not measured: tomesd is not installed: pip install 'mame-sd[rivals]'" in quality
     assert "not measured" in fidelity
 
 
@@ -70,7 +70,8 @@ def test_values_that_read_the_same_are_best_together_and_a_column_of_one_value_h
     assert best_rows(results, "fid") == set()
 
 
-def test_a_long_reason_stands_below_the_table_once(tmp_path: Path, results: Results) -> None:
+def test_a_long_reason_stands_below_the_table_once(tmp_path: Path, unplotted: Results) -> None:
+    results = unplotted
     reason = (
         "not measured: expected the weights of a network somewhere, found none; get them with some"
         " command"
@@ -88,8 +89,9 @@ def test_a_long_reason_stands_below_the_table_once(tmp_path: Path, results: Resu
 
 
 def test_set_wide_values_say_how_they_mislead_in_every_format(
-    tmp_path: Path, results: Results
+    tmp_path: Path, unplotted: Results
 ) -> None:
+    results = unplotted
     warning = "N = 128, below 2,048: biased upward"
     for n, entry in enumerate(results["rows"]):
         if entry["status"] == "measured":
@@ -110,8 +112,9 @@ def test_set_wide_values_say_how_they_mislead_in_every_format(
 
 
 def test_why_an_interval_or_a_p_value_is_missing_is_said_in_every_format(
-    tmp_path: Path, results: Results
+    tmp_path: Path, unplotted: Results
 ) -> None:
+    results = unplotted
     for entry in results["rows"]:
         if entry["values"] and entry["family"] != "baseline":
             entry["values"]["lpips"]["note"] = "no interval: one prompt, needs two"
@@ -129,7 +132,8 @@ def test_why_an_interval_or_a_p_value_is_missing_is_said_in_every_format(
         assert text.count("no p-value: infinite values") == (3 if name == "table.csv" else 1), name
 
 
-def test_tokens_kept_say_what_they_were_counted_on(tmp_path: Path, results: Results) -> None:
+def test_tokens_kept_say_what_they_were_counted_on(tmp_path: Path, unplotted: Results) -> None:
+    results = unplotted
     for entry in results["rows"]:
         if entry["family"] == "mame":
             entry["kept"] = [
@@ -143,8 +147,9 @@ def test_tokens_kept_say_what_they_were_counted_on(tmp_path: Path, results: Resu
 
 
 def test_a_mean_without_the_equal_images_says_so_and_beats_nothing(
-    tmp_path: Path, results: Results
+    tmp_path: Path, unplotted: Results
 ) -> None:
+    results = unplotted
     row(results, "mame-tau-0.8")["values"]["psnr"] |= {"mean": 99.0, "n": 4, "equal": 1}
     assert best_rows(results, "psnr") == set()
     text = render(results, tmp_path).read_text(encoding="utf-8")
@@ -192,9 +197,8 @@ def test_intervals_and_p_values() -> None:
     ]
 
 
-def test_csv_holds_every_figure(tmp_path: Path, results: Results) -> None:
-    render(results, tmp_path)
-    lines = list(csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text(encoding="utf-8"))))
+def test_csv_holds_every_figure(written: Path, results: Results) -> None:
+    lines = list(csv.DictReader(io.StringIO((written / "table.csv").read_text(encoding="utf-8"))))
     assert [line["name"] for line in lines] == [entry["name"] for entry in results["rows"]]
     for line, entry in zip(lines, results["rows"], strict=True):
         for key, value in entry["values"].items():
@@ -207,10 +211,10 @@ def test_csv_holds_every_figure(tmp_path: Path, results: Results) -> None:
     assert lines[4]["speedup"] == "1.6"
 
 
-def test_latex_is_the_table_of_the_paper(tmp_path: Path, results: Results) -> None:
+def test_latex_is_the_table_of_the_paper(results: Results) -> None:
     row(results, "mame-default")["label"] = "MaMe_100 % & τ {x}"
-    render(results, tmp_path)
-    text = (tmp_path / "table.tex").read_text(encoding="utf-8")
+    parsed = parse(results)
+    text = latex.render(parsed, focus(parsed))
     body = text[text.index(r"\midrule") : text.index(r"\bottomrule")]
     lines = [line for line in body.splitlines() if "&" in line]
     columns = text[text.index("{@{}l") :].split("}}")[0].count("c")
@@ -229,10 +233,11 @@ def test_latex_is_the_table_of_the_paper(tmp_path: Path, results: Results) -> No
         r" glyphs}" in text
     )
     assert "FID: withheld (N = 4, needs 100)." in text
-    assert "pip install mame-sd[rivals]" in text
+    assert "pip install 'mame-sd[rivals]'" in text
 
 
-def test_markdown_tables_are_whole_and_prompts_are_text(tmp_path: Path, results: Results) -> None:
+def test_markdown_tables_are_whole_and_prompts_are_text(tmp_path: Path, unplotted: Results) -> None:
+    results = unplotted
     row(results, "tomesd-50")["label"] = "a | b"
     render(results, tmp_path)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from mame_sd.errors import UserError
 from mame_sd.eval.cli import app as cli
@@ -143,7 +143,10 @@ def test_plain_folders_of_images_pair_by_file_name(
             Image.open(path).save(folder / f"{path.stem}{ending}")
     a, b = map(str, folders)
     expected = score_json(capsys, *map(str, runs))["metrics"]
-    assert score_json(capsys, a, b)["metrics"] == expected
+    found = score_json(capsys, a, b)
+    assert found["metrics"] == expected
+    height, width = noise(0).shape[:2]
+    assert found["manifest"]["run_b"]["sizes"] == [f"{width}x{height}"]
     assert score_json(capsys, str(runs[0]), b)["metrics"] == expected
     for metric in ("clip_score", "retrieval"):
         line = error_of(capsys, "score", a, b, "--metrics", f"psnr,{metric}")
@@ -154,6 +157,27 @@ def test_plain_folders_of_images_pair_by_file_name(
     assert "compare folders of the same file names" in line
     Image.open(folders[0] / "00_0.png").save(folders[0] / "00_0.webp")
     assert "expected names that differ without their endings" in error_of(capsys, "score", a, b)
+
+
+def test_images_that_exif_turns_are_scored_as_viewers_show_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    upright = Image.fromarray(noise(0))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 8
+    for name, image, more in (
+        ("a", upright, {}),
+        ("b", upright.transpose(Image.Transpose.ROTATE_270), {"exif": exif}),
+    ):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            image.save(tmp_path / name / f"{number}.png", **more)
+    assert cli.run(["score", *(str(tmp_path / n) for n in "ab"), "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["metrics"]["psnr"]["mean"] == math.inf
+    assert found["manifest"]["run_b"]["sizes"] == ["32x24"]
+    assert err.count("2 images are turned as EXIF says, as viewers do") == 1
 
 
 def test_other_settings_than_the_method_are_noted(

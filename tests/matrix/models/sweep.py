@@ -23,7 +23,7 @@ from tests.matrix.models.case import Case
 
 CASES = [*others.CASES, *images.CASES, *videos.CASES]
 RECORD = Path(__file__).parent / "sweep.json"
-ROOMS = ("models.transformers", "models.unets", "models.controlnets")
+ROOMS = ("models.transformers", "models.unets", "models.controlnets", "diffusion_decoder")
 # No denoisers: several ControlNets as one, and parts of one.
 PARTS = {"ControlNetXSAdapter", "MotionAdapter"}
 
@@ -74,6 +74,7 @@ def outcome(case: Case, model: nn.Module) -> tuple[dict[str, Any], MaMeHandle]:
 GRIDS = (
     "AnyFlowFARTransformer3DModel",
     "Kandinsky6SRTransformer3DModel",
+    "LTX2VideoDiffusionDecoderModel",
     "SanaWMTransformer3DModel",
     "WanAnimate2Transformer3DModel",
 )

@@ -1,0 +1,288 @@
+"""What replaces `forward` and `generate` of a captioner, and for whom it merges.
+
+`apply_mame` merges for every thread, a `mame()` block for the thread or task that opened it. What a
+call needs to know belongs to the call. It keeps the settings that it began with, whatever other
+threads do meanwhile.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import lru_cache, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from mame_sd.captions.calls import Calls, Running, at_places, check_empty, has_images
+from mame_sd.upstream import cache_in, hidden_states_are_apart
+
+_NAMES = ("forward", "generate")
+_CHANGES = threading.RLock()  # held while what stands on a model changes
+_TOWERS: WeakKeyDictionary[nn.Module, TowerLock] = WeakKeyDictionary()
+
+
+class TowerLock:
+    """Many calls go through a tower at once as it is, or one alone that has hooks on its blocks."""
+
+    def __init__(self) -> None:
+        self._changed, self._many, self._one = threading.Condition(), 0, False
+
+    @contextmanager
+    def many(self) -> Iterator[None]:
+        """Held while images go through the tower as it is."""
+        if not hidden_states_are_apart():
+            with self.alone():
+                yield
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: not self._one)
+            self._many += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._many -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Held while hooks are on the tower."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._one and not self._many)
+            self._one = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._one = False
+                self._changed.notify_all()
+
+
+class Slot:
+    """A place for merging: one for all threads, and one for each block that is open.
+
+    Attributes:
+        calls: what merges; None: nothing.
+    """
+
+    calls: Calls | None = None
+
+
+_OPEN: ContextVar[tuple[Slot, ...]] = ContextVar("open", default=())  # of all models, as nested
+_WRITING: ContextVar[tuple[nn.Module, Running | None, bool] | None] = ContextVar("writing")
+
+
+class OnModel:
+    """What stands on one model. Copies of the model have what `apply_mame` put there, and no
+    block's.
+
+    Attributes:
+        model: a captioner.
+        base: of every thread that is in no block.
+        blocks: those that are open.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.base = model, Slot()
+        self.blocks: list[Slot] = []
+        self._writing = 0  # answers under way that need the model to call us
+        self._deltas: Any = None
+
+    @property
+    def slot(self) -> Slot:
+        """Of this thread or task: its innermost block on this model, else everybody's."""
+        return next((one for one in reversed(_OPEN.get()) if one in self.blocks), self.base)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All of them."""
+        return [self.base, *self.blocks]
+
+    def leave(self) -> None:
+        """Takes the replacements off the model where nothing needs them any more."""
+        with _CHANGES:
+            if not self.blocks and self.base.calls is None and not self._writing:
+                for name in _NAMES:
+                    self.model.__dict__.pop(name, None)
+
+    def run(self, name: str, call: dict[str, Any]) -> Any:
+        """The model's own call of this name, with fewer tokens where it is given images."""
+        own = partial(getattr(type(self.model), name), self.model)
+        running, whole = self._begun()
+        images = has_images(call)
+        calls = self._calls() if images and not (whole and name == "forward") else None
+        if name == "forward":
+            if calls is None:
+                with tower_of(self.model).many() if images else nullcontext():
+                    return own(**at_places(call, running))
+            return calls.forward(own, call)
+        if calls is None:
+            check_empty(cache_in(call), merged=True)
+            with self._within(None, whole=images):
+                return own(**call)
+        return calls.generate(own, call, self._answer)
+
+    def _calls(self) -> Calls | None:
+        """What merges a call with images of this thread.
+
+        Raises:
+            RuntimeError: nothing stands there for this thread, and a block of another is open.
+        """
+        slot = self.slot
+        if slot is self.base and slot.calls is None and self.blocks:
+            raise RuntimeError(
+                "expected images from a thread whose own mame() block is open, got them from"
+                f" another while one merges this {type(self.model).__name__}: open a block in each"
+                " thread, or call apply_mame once for all"
+            )
+        return slot.calls if slot.calls is not None and slot.calls.active else None
+
+    def _begun(self) -> tuple[Running | None, bool]:
+        """Of the `generate` of this model that this call is part of: its positions where it lost
+        tokens, and whether it reads all of its images' tokens.
+        """
+        found = _WRITING.get(None)
+        return found[1:] if found is not None and found[0] is self.model else (None, False)
+
+    @contextmanager
+    def _within(self, running: Running | None, whole: bool = False) -> Iterator[None]:
+        """While a `generate` writes: what calls that are part of it need to know."""
+        token = _WRITING.set((self.model, running, whole))
+        try:
+            yield
+        finally:
+            _WRITING.reset(token)
+
+    @contextmanager
+    def _answer(self, running: Running | None) -> Iterator[None]:
+        """While a `generate` of short prompts writes: the model calls us to its end. Afterwards it
+        has the `rope_deltas` of before, since those of short prompts suit no other call.
+        """
+        inner: Any = self.model.get_submodule("model")
+        with _CHANGES:
+            if not self._writing:
+                self._deltas = getattr(inner, "rope_deltas", None)
+            self._writing += 1
+        try:
+            with self._within(running):
+                yield
+        finally:
+            with _CHANGES:
+                self._writing -= 1
+                if not self._writing:
+                    if hasattr(inner, "rope_deltas"):
+                        inner.rope_deltas = self._deltas
+                    self._deltas = None
+                    self.leave()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "blocks": [], "_writing": 0, "_deltas": None}
+
+
+class Call:
+    """Replaces one method of a model, with the same signature."""
+
+    def __init__(self, on: OnModel, name: str) -> None:
+        self.on, self.name = on, name
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        kind: Any = type(self.on.model)
+        return _signature(kind, self.name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = [name for name in self.__signature__.parameters if name != "kwargs"]
+        return self.on.run(self.name, {**dict(zip(names, args, strict=False)), **kwargs})
+
+
+@lru_cache
+def _signature(kind: Any, name: str) -> inspect.Signature:
+    """Of a method, without its first argument."""
+    own = inspect.signature(getattr(kind, name))
+    return own.replace(parameters=[*own.parameters.values()][1:], return_annotation=Any)
+
+
+def tower_of(model: nn.Module) -> TowerLock:
+    """The lock of the tower of `model`."""
+    with _CHANGES:
+        return _TOWERS.setdefault(model, TowerLock())
+
+
+def on_model(module: nn.Module) -> OnModel | None:
+    """What stands on `module`."""
+    there = module.__dict__.get("forward")
+    return there.on if isinstance(there, Call) else None
+
+
+def calls_on(module: nn.Module) -> Calls | None:
+    """What merges there for this thread."""
+    on = on_model(module)
+    return None if on is None else on.slot.calls
+
+
+def put(calls: Calls) -> None:
+    """Merges by `calls` from now on: for the block that this thread is in, else for all.
+
+    Raises:
+        ValueError: another tool has replaced `forward` or `generate`.
+    """
+    with _CHANGES:
+        _placed(calls.model).slot.calls = calls
+
+
+def take(calls: Calls) -> None:
+    """Merges by `calls` no more, for anybody."""
+    on = on_model(calls.model)
+    if on is not None:
+        with _CHANGES:
+            for slot in on.slots:
+                slot.calls = None if slot.calls is calls else slot.calls
+            on.leave()
+
+
+def clear(module: nn.Module) -> None:
+    """Merges nothing on `module` for the block that this thread is in, else for all."""
+    on = on_model(module)
+    if on is not None:
+        with _CHANGES:
+            on.slot.calls = None
+            on.leave()
+
+
+@contextmanager
+def block(model: nn.Module) -> Iterator[None]:
+    """What this thread or task puts on `model` goes with the block, in any order of blocks."""
+    slot = Slot()
+    with _CHANGES:
+        on = _placed(model)
+        slot.calls = on.slot.calls  # until another is put there
+        on.blocks.append(slot)
+    _OPEN.set((*_OPEN.get(), slot))
+    try:
+        yield
+    finally:
+        with _CHANGES:
+            on.blocks.remove(slot)
+            on.leave()
+        _OPEN.set(tuple(one for one in _OPEN.get() if one is not slot))
+
+
+def _placed(model: nn.Module) -> OnModel:
+    """What stands on `model`, put there if nothing does."""
+    on = on_model(model)
+    if on is None:
+        on = OnModel(model)
+        for name in _NAMES:
+            there = model.__dict__.get(name)
+            if there is not None:
+                raise ValueError(
+                    f"expected a {type(model).__name__} with its own {name}, found another tool's"
+                    f" in its place ({there!r}); apply merging before that tool"
+                )
+        model.__dict__.update({name: Call(on, name) for name in _NAMES})
+    return on

@@ -1,0 +1,53 @@
+"""Which parts of a pipeline denoise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from mame_sd.diffusion.families.refused import EXCLUDED
+
+# Of a pipeline, what may denoise. Several may be there: each takes its own steps, its own half of
+# guidance, or its own workflow (MiniMax H3's `transformer_ref`).
+DENOISERS = (
+    "unet",
+    "transformer",
+    "transformer_2",
+    "transformer_ref",
+    "unconditional_transformer",
+    "image_unet",
+)
+# Where there is none of those: Stable Cascade, UnCLIP, LTX-2's decoder.
+OTHER_NAMES = ("decoder", "prior", "prior_prior", "diffusion_decoder")
+# What looks like one and is left out: a ControlNet has a call of its own, Versatile Diffusion's
+# `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention.
+LEFT_OUT = ("controlnet", "text_unet", "super_res_first", "super_res_last")
+
+
+def denoisers_of(pipe: Any) -> dict[str, nn.Module]:
+    """The denoisers of a pipeline by the names of its attributes; empty where it has none.
+
+    Of those that merging is refused for, one where there is no other.
+    """
+    for names in (DENOISERS, OTHER_NAMES):
+        models = {name: getattr(pipe, name, None) for name in names}
+        every = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
+        merging = {n: m for n, m in every.items() if type(m).__name__ not in EXCLUDED}
+        if every:
+            return merging or dict(list(every.items())[:1])
+    return {}
+
+
+def no_denoiser(target: Any) -> str:
+    """The error for what is no module and has no denoiser, or has not loaded it yet."""
+    kind = type(target).__name__
+    specified = getattr(target, "_component_specs", ())  # of diffusers' modular pipelines
+    known = [n for n in (*DENOISERS, *OTHER_NAMES) if hasattr(target, n) or n in specified]
+    if not known:
+        return (
+            "expected a torch module or a diffusers pipeline with a unet or transformer, got"
+            f" {kind}"
+        )
+    how = "call load_components() first" if specified else "give it one first"
+    return f"expected a pipeline with its {known[0]}, but {kind} has none yet: {how}"

@@ -1,0 +1,178 @@
+"""The default's scores, lengths and fitted values, compared with float64 loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mame_sd.caches import CacheView, FutureAttention, Kept, Selection
+from mame_sd.caches.fit import _ridge, with_fitted_values
+from mame_sd.caches.layer import MergedLayer
+from mame_sd.caches.selection import full_price_of, gathered, marked
+from tests.caches import oracle
+from tests.caches.views import view_of, with_padding
+
+
+def shortened(views: list[CacheView], keep: float, method: Selection | None = None) -> list[Kept]:
+    """What a selection makes of all layers."""
+    how = method or Selection()
+    looks = [how.look(view, keep) for view in views]
+    lengths = how.lengths(views, looks, keep)
+    return [how.shorten(*part) for part in zip(views, looks, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_is_that_of_a_loop(softcap: float | None) -> None:
+    bias = torch.randn(1, 2, 40, generator=torch.Generator().manual_seed(1))
+    view = view_of(bias=bias, softcap=softcap)
+    queries, slots = view.newest()
+    found = view.attention(queries, slots)
+    for head in range(4):
+        for query in (0, 7, 39):
+            logits = view.keys[0, head // 2].double() @ queries[0, head, query].double()
+            logits = logits * view.scale
+            if softcap is not None:
+                logits = (logits / softcap).tanh() * softcap
+            logits = (logits + bias[0, head // 2].double())[: query + 1]
+            want = torch.zeros(40, dtype=torch.float64)
+            want[: query + 1] = logits.exp() / logits.exp().sum()
+            torch.testing.assert_close(
+                found[0, head // 2, head % 2, query].double(), want, atol=1e-6, rtol=1e-5
+            )
+
+
+@pytest.mark.parametrize("keep", [0.75, 0.5, 0.25, 0.125])
+def test_the_share_is_one_of_bytes(keep: float) -> None:
+    views = [
+        replace(view_of(128, seed=i, layer=i), values=view_of(128, seed=i).values * (1 + 2 * i))
+        for i in range(3)
+    ]
+    kept = shortened(views, keep)
+    whole = sum(full_price_of(view) * 128 for view in views)
+    held = sum(MergedLayer(one, 128).nbytes for one in kept)
+    assert keep * whole - full_price_of(views[0]) * 2 < held <= keep * whole
+    counts = [one.keys.shape[2] for one in kept]
+    assert keep == 0.75 or counts[0] < counts[2]  # larger values earn more
+    for one in kept:
+        assert one.real is None
+        assert one.values.isfinite().all()
+        for head in range(2):
+            slots = one.slots[0, head].tolist()
+            assert slots == sorted(set(slots))
+            assert 127 in slots
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 14])
+@pytest.mark.parametrize("keep", [0.9, 0.25, 0.01])
+def test_a_few_tokens_leave_at_least_one(tokens: int, keep: float) -> None:
+    views = [view_of(tokens, seed=i, samples=2, layer=i) for i in range(2)]
+    for one in shortened(views, keep):
+        assert 1 <= one.keys.shape[2] <= tokens
+        assert one.values.isfinite().all()
+
+
+@pytest.mark.parametrize(("left", "right"), [(9, 0), (0, 9), (4, 7)])
+@pytest.mark.parametrize("tokens", [40, 3])
+def test_padding_changes_nothing(tokens: int, left: int, right: int) -> None:
+    short = view_of(tokens)
+    long = with_padding(short, left, right)
+    want, got = shortened([short], 0.4)[0], shortened([long], 0.4)[0]
+    assert torch.equal(got.slots - left, want.slots)
+    torch.testing.assert_close(got.values, want.values, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got.bias, want.bias, atol=1e-5, rtol=1e-4)
+
+
+def test_a_loop_picks_the_same_keys() -> None:
+    view = view_of(32)
+    scores = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(3))
+    kept, _ = gathered(view, marked(scores, view, 0.75), torch.tensor([20]))
+    for head in range(2):  # 20 keys: 4 first and 10 newest stay
+        fixed = {*range(4), *range(22, 32)}
+        rest = sorted(set(range(32)) - fixed, key=lambda t: -float(scores[0, head, t]))
+        assert set(kept.slots[0, head].tolist()) == fixed | set(rest[:6])
+
+
+def test_scores_that_are_no_numbers_rank_last() -> None:
+    view = view_of(32)
+    scores = torch.arange(32.0).expand(1, 2, 32).clone()
+    scores[:, :, 8:12] = torch.nan
+    scores[:, :, 14] = torch.inf
+    kept, _ = gathered(view, marked(scores, view, 0.5), torch.tensor([28]))
+    assert {8, 9, 10, 11}.isdisjoint(kept.slots[0, 0].tolist())
+
+
+def fitted(view: CacheView, count: int) -> tuple[Kept, Kept, Tensor]:
+    """Keys that stay, the same with fitted values, and the queries they were fitted to."""
+    queries, _ = view.newest()
+    scores = FutureAttention().score(view)
+    kept, place = gathered(view, marked(scores, view, 0.4), torch.tensor([count]))
+    counted = torch.ones(1, queries.shape[2], dtype=torch.bool)
+    return kept, with_fitted_values(view, kept, place, queries, counted), queries
+
+
+def test_fit_solves_its_least_squares() -> None:
+    view = view_of(40, heads=2, groups=2)
+    kept, fit, queries = fitted(view, 16)
+    assert fit.bias is not None
+    flat = queries[0].flatten(0, 1)
+    want = oracle.attended(flat, view.keys[0, 0], view.values[0, 0], view.scale)
+    before = oracle.attended(flat, kept.keys[0, 0], kept.values[0, 0], view.scale)
+    after = oracle.attended(flat, kept.keys[0, 0], fit.values[0, 0], view.scale, fit.bias[0, 0])
+    assert (after - want).square().mean() < 0.5 * (before - want).square().mean()
+    # The values are the ridge's minimum: its gradient is zero there.
+    logits = (flat @ kept.keys[0, 0].T * view.scale + fit.bias[0, 0]).double()
+    a = logits.softmax(-1)
+    ridge = 0.01 * (a.T @ a).diagonal().mean()
+    gradient = (
+        a.T @ (a @ fit.values[0, 0].double() - want)
+        + ridge * (fit.values - kept.values)[0, 0].double()
+    )
+    assert gradient.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 9), (9, 5), (1, 1), (300, 200), (200, 300)])
+def test_both_forms_of_the_ridge_are_its_minimum(rows: int, columns: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    a = torch.randn(2, rows, columns, generator=g)
+    b = torch.randn(2, rows, 3, generator=g)
+    x = _ridge(a, b, 0.01, torch.full((2,), columns)).double()
+    gram = a.double().mT @ a.double()
+    lift = 0.01 * gram.diagonal(dim1=-2, dim2=-1).mean(-1).view(2, 1, 1)
+    gap = gram @ x + lift * x - a.double().mT @ b.double()
+    assert gap.abs().max() < 1e-4 * gram.abs().max()
+
+
+def test_fit_of_all_keys_is_the_cache_itself() -> None:
+    view = view_of(24)
+    _, fit, _ = fitted(view, 24)
+    torch.testing.assert_close(fit.values, view.values, atol=1e-4, rtol=1e-4)
+    assert fit.bias is not None
+    assert fit.bias.abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_comes_near(dtype: torch.dtype) -> None:
+    names = ("keys", "values", "hidden_states")
+    half = replace(view_of(40), **{n: getattr(view_of(40), n).to(dtype) for n in names})
+    same = replace(half, **{n: getattr(half, n).float() for n in names})
+    got, want = shortened([half], 0.5)[0], shortened([same], 0.5)[0]
+    assert got.keys.dtype == got.values.dtype == dtype
+    both = set(got.slots[0, 0].tolist()) & set(want.slots[0, 0].tolist())
+    assert len(both) >= got.slots.shape[2] - 2
+
+
+def test_scores_of_another_shape_are_refused() -> None:
+    class Short:
+        def score(self, view: CacheView) -> Tensor:
+            return view.keys[..., :3, 0]
+
+    with pytest.raises(
+        ValueError,
+        match=r"Short.score: expected a number for each key, \[1, 2, 40\], got \[1, 2, 3\]",
+    ):
+        shortened([view_of()], 0.5, Selection(Short()))
+    with pytest.raises(TypeError, match=r"method: expected an object with score\(view\)"):
+        Selection(object())  # type: ignore[arg-type]

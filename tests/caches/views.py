@@ -1,0 +1,74 @@
+"""Random views of one layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mame_sd.caches import CacheView
+
+
+def view_of(
+    tokens: int = 40,
+    heads: int = 4,
+    groups: int = 2,
+    samples: int = 1,
+    seed: int = 0,
+    **fields: object,
+) -> CacheView:
+    """A random layer's view, whose rotation turns pairs of features by the position."""
+    g = torch.Generator().manual_seed(seed)
+    h, d = heads // groups, 8
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    slots = torch.arange(tokens)
+    values: dict[str, object] = {
+        "keys": rotate(draw(samples, h, tokens, d), slots.expand(samples, -1)),
+        "values": draw(samples, h, tokens, d),
+        "hidden_states": draw(samples, tokens, heads * d),
+        "slots": slots.expand(samples, h, tokens),
+        "seen": tokens,
+        "scale": d**-0.5,
+        "next": torch.full((samples,), tokens),
+        "project": lambda x: x.view(*x.shape[:2], heads, d).transpose(1, 2),
+        "rotate": rotate,
+    }
+    return CacheView(**{**values, **fields})  # type: ignore[arg-type]
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """x [B, H, N, 8] turned by positions [B, N]."""
+    angle = positions.unsqueeze(1).unsqueeze(-1).to(x.dtype) * torch.tensor([1.0, 0.3, 0.1, 0.03])
+    a, b = x.chunk(2, -1)
+    turned = [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()]
+    return torch.cat(turned, -1).to(x.dtype)
+
+
+def with_padding(view: CacheView, left: int, right: int) -> CacheView:
+    """The same sample with padding on both sides."""
+
+    def around(t: Tensor, dim: int) -> Tensor:
+        sides = []
+        for pads in (left, right):
+            shape = list(t.shape)
+            shape[dim] = pads
+            sides.append(torch.full(shape, 3.0))
+        return torch.cat([sides[0], t, sides[1]], dim)
+
+    total = left + view.seen + right
+    tokens = torch.zeros(1, total, dtype=torch.bool)
+    tokens[:, left : left + view.seen] = True
+    return replace(
+        view,
+        keys=around(view.keys, 2),
+        values=around(view.values, 2),
+        hidden_states=around(view.hidden_states, 1),
+        slots=torch.arange(total).expand(1, view.keys.shape[1], -1),
+        seen=total,
+        tokens=tokens,
+        real=tokens.expand(1, view.keys.shape[1], -1),
+    )

@@ -1,0 +1,286 @@
+"""Calls of one captioner know nothing of one another: threads, blocks, copies, padding, and what
+watches a `generate`.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import EosTokenCriteria, GenerationConfig
+from transformers.generation import BaseStreamer, MaxLengthCriteria
+
+from mame_sd import apply_mame, mame, remove_mame
+from tests.captions import tiny
+from tests.captions.test_qwen import inputs as qwen_inputs
+from tests.captions.test_qwen import qwen
+
+PATCHES = tiny.GRID**2
+FEW = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+HALF, QUARTER, IN_TOWER = {"keep": 0.5}, {"keep": 0.25}, {"keep": 0.3, "blocks": (0, 2)}
+
+
+def ask(rows: list[int], seed: int = 0, right: bool = False) -> dict[str, Tensor]:
+    """Prompts with so many pictures each."""
+    prompts = tiny.prompts([[PATCHES] * count for count in rows], right, seed)
+    return {**prompts, "pixel_values": tiny.pictures(sum(rows), seed=seed)}
+
+
+def words(model: Any, call: dict[str, Tensor], **more: Any) -> list[list[int]]:
+    written = model.generate(**call, **{**FEW, **more})
+    assert torch.equal(
+        written[:: len(written) // len(call["input_ids"])][:, : whole(call)], call["input_ids"]
+    )
+    found: list[list[int]] = written[:, whole(call) :].tolist()
+    return found
+
+
+def whole(call: dict[str, Tensor]) -> int:
+    return call["input_ids"].shape[1]
+
+
+def at_once(users: list[Callable[[Any], Any]]) -> list[Any]:
+    """What users give who write their words in turns, or the message of what they raise."""
+    found: list[Any] = [None] * len(users)
+    step = threading.Barrier(len(users), timeout=60)
+
+    def turns(ids: Tensor, scores: Tensor) -> Tensor:
+        step.wait()
+        return scores
+
+    def run(number: int) -> None:
+        try:
+            found[number] = users[number]([turns])
+        except Exception as error:
+            found[number] = str(error)
+            step.abort()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(users))]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_write_what_they_write_alone(seed: int) -> None:
+    drawn = random.Random(seed)
+    model: Any = qwen() if seed == 2 else tiny.llava()
+    base, one, two = ({"keep": drawn.choice((0.2, 0.5))}, {"tau": 0.6}, IN_TOWER)
+    own = [None, one, {"keep": 0.9} if seed == 2 else two]  # None: what is there for all
+    asks = [
+        ask([drawn.randint(1, 3)], seed=drawn.randint(0, 99), right=drawn.random() < 0.5)
+        for _ in own
+    ]
+    asks = [qwen_inputs(model)] * 3 if seed == 2 else asks
+
+    def user(number: int, form: Any) -> Callable[[Any], Any]:
+        def write(watchers: Any) -> list[list[int]]:
+            with nullcontext() if form is None else mame(model, **form):
+                return words(model, asks[number], logits_processor=watchers)
+
+        return write
+
+    users = [user(number, form) for number, form in enumerate(own)]
+    plain = words(model, asks[0])
+    apply_mame(model, **base)
+    alone = [write([]) for write in users]
+    assert at_once(users) == alone
+    remove_mame(model)
+    assert words(model, asks[0]) == plain
+    assert "generate" not in model.__dict__
+
+
+def test_a_thread_without_a_block_of_its_own_is_refused_and_texts_are_not() -> None:
+    model, call = tiny.llava(), ask([1])
+    text = {"input_ids": torch.tensor([[3, 4, 5]])}
+    alone = words(model, text)
+    for form in (QUARTER, IN_TOWER):
+        with mame(model, **form) as handle:
+            merged = words(model, call)
+            found = at_once([lambda _: words(model, call)]) + at_once(
+                [lambda _: words(model, text)]
+            )
+            assert "expected images from a thread whose own mame() block is open" in found[0]
+            assert found[1] == alone
+            assert words(model, call) == merged
+            assert handle.report().images == 2
+
+
+@pytest.mark.parametrize("change", ["remove", "active", "replace", "block"])
+def test_an_answer_keeps_the_settings_it_began_with(change: str) -> None:
+    model, call = tiny.llava(), ask([2, 1])
+    plain = words(model, call)
+    handle = apply_mame(model, **QUARTER)
+    merged = words(model, call)
+    assert merged != plain
+
+    def look(ids: Tensor, scores: Tensor) -> Tensor:
+        if change == "remove":
+            remove_mame(model)
+        elif change == "replace":
+            apply_mame(model, **HALF)
+        elif change == "active":
+            handle.active = False
+        else:
+            with mame(model, **HALF):
+                assert words(model, call) != merged
+        return scores
+
+    assert words(model, call, logits_processor=[look]) == merged
+    remove_mame(model)
+    assert "forward" not in model.__dict__
+    assert words(model, call) == plain
+
+
+def test_blocks_end_in_any_order_and_copies_leave_them() -> None:
+    model, call = tiny.llava(), ask([2])
+    plain = words(model, call)
+    for base in ({}, HALF):
+        if base:
+            apply_mame(model, **base)
+        before = words(model, call)
+        first, second = mame(model, keep=0.75), mame(model, **QUARTER)
+        first.__enter__()
+        second.__enter__()
+        inner = words(model, call)
+        copies = [copy.deepcopy(model), copy.deepcopy(copy.deepcopy(model))]
+        first.__exit__(None, None, None)
+        assert words(model, call) == inner != before
+        second.__exit__(None, None, None)
+        assert words(model, call) == before
+        for twin in copies:
+            assert words(twin, call) == before
+            with mame(twin, **QUARTER):
+                assert words(twin, call) == inner
+            remove_mame(twin)
+            assert words(twin, call) == plain
+    with mame(model, **QUARTER):
+        remove_mame(model)
+        assert words(model, call) == plain
+        apply_mame(model, **IN_TOWER)
+    assert words(model, call) == before
+    fresh = tiny.llava()  # one that was called has hooks of transformers that can't be pickled
+    with mame(fresh, **QUARTER):
+        twin = pickle.loads(pickle.dumps(fresh))
+    assert words(twin, call) == words(fresh, call) == plain
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_padding_on_any_side_changes_no_words(seed: int) -> None:
+    drawn = random.Random(seed)
+    model, right = tiny.llava(), bool(seed % 2)
+    rows = [drawn.randint(1, 2) for _ in range(3)]
+    call = ask([*rows, 3], seed, right)
+    call["input_ids"] = torch.nn.functional.pad(call["input_ids"], (1, 1), value=tiny.PAD)
+    call["attention_mask"] = torch.nn.functional.pad(call["attention_mask"], (1, 1))
+    none = {"eos_token_id": None, "min_new_tokens": None, "streamer": None}
+    before, written = model(**call, labels=None).logits, words(model, call, **none)
+    form = drawn.choice((HALF, {"tau": 0.6}, IN_TOWER))
+    blocks = {name: value for name, value in form.items() if name == "blocks"}
+    apply_mame(model, tau=1.0, **blocks)
+    assert torch.equal(model(**call, labels=None).logits, before)
+    assert words(model, call, **none) == written
+    apply_mame(model, **form)
+    logits, start = model(**call).logits, 0
+    for row, count in enumerate([*rows, 3]):
+        real = call["attention_mask"][row].bool()
+        alone = {
+            "input_ids": call["input_ids"][row][real][None],
+            "pixel_values": call["pixel_values"][start : start + count],
+        }
+        start += count
+        expected = model(**alone).logits[0]
+        first = int((logits[row, :, 0] - expected[0, 0]).abs().argmin())
+        own = logits[row, first : first + len(expected)]
+        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-3)
+    if not right:
+        call["input_ids"] = call["input_ids"][:, :-1]
+        call["attention_mask"] = call["attention_mask"][:, :-1]
+        assert words(model, call)[-1] == words(model, alone)[0]
+
+
+class Heard(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("form", [QUARTER, IN_TOWER, {"tau": 1.0}])
+def test_what_watches_is_shown_whole_prompts(form: dict[str, Any]) -> None:
+    model, call = tiny.llava(), ask([2])
+    apply_mame(model, **form)
+    expected, length = words(model, call, max_new_tokens=5), whole(call)
+    streamer, seen = Heard(), []
+
+    def look(ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(ids[0].tolist())
+        return scores
+
+    def stop(ids: Tensor, scores: Any) -> Tensor:
+        return torch.full((len(ids),), ids.shape[1] >= length + 5)
+
+    def allowed(number: int, ids: Tensor) -> list[int]:
+        seen.append(ids.tolist())
+        return list(range(60))
+
+    more = {"max_new_tokens": 32, "logits_processor": [look], "prefix_allowed_tokens_fn": allowed}
+    assert words(model, call, **more, stopping_criteria=[stop], streamer=streamer) == expected
+    both = call["input_ids"][0].tolist() + expected[0]
+    assert streamer.tokens == both
+    assert streamer.ended
+    assert seen == [both[: length + n // 2] for n in range(10)]
+    for criterion in (MaxLengthCriteria(length + 5), EosTokenCriteria(expected[0][-1])):
+        short = words(model, call, max_new_tokens=9, stopping_criteria=[criterion])[0]
+        assert short == expected[0][: len(short)]
+        assert len(short) in (5, expected[0].index(expected[0][-1]) + 1)
+    seen.clear()
+    beams = {"num_beams": 2, "num_return_sequences": 2, "logits_processor": [look]}
+    words(model, {**ask([1, 2])}, **beams)
+    assert {len(one) for one in seen} == {whole(ask([1, 2])) + n for n in range(4)}
+
+
+def test_lengths_of_the_models_own_config_are_those_of_whole_prompts() -> None:
+    model, call = tiny.llava(), ask([2])
+    model.generation_config.max_length = whole(call) + 3
+    for form in ({"tau": 1.0}, QUARTER):
+        apply_mame(model, **form)
+        assert (
+            model.generate(**call, do_sample=False, eos_token_id=None).shape[1] == whole(call) + 3
+        )
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        {"assistant_model": tiny.llava().model.language_model},
+        {"prompt_lookup_num_tokens": 2},
+        {"generation_config": GenerationConfig(assistant_early_exit=1)},
+        {},
+    ],
+)
+def test_assisted_generation_is_refused_before_the_tower_runs(again: dict[str, Any]) -> None:
+    model, call = tiny.llava(), ask([1])
+    handle = apply_mame(model, **QUARTER)
+    if not again:
+        model.generation_config.prompt_lookup_num_tokens = 2
+    with pytest.raises(ValueError, match="expected none beside images whose patches merge, got it"):
+        model.generate(**call, **FEW, **again)
+    assert handle.report().images == 0
+    text = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False)
+    assert text.shape == (1, 5)

@@ -1,0 +1,102 @@
+"""Which components of a pipeline merge, against all that the installed diffusers has."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+from diffusers import ModularPipeline
+from diffusers.modular_pipelines import Flux2AutoBlocks, MiniMaxH3Blocks
+from torch import nn
+
+from mame_sd import NothingMergedError, apply_mame
+from mame_sd.diffusion.apply_denoiser import denoiser_of
+from mame_sd.diffusion.denoisers import DENOISERS, LEFT_OUT, OTHER_NAMES, denoisers_of
+from tests.builders.tiny import run_unet, tiny_unet
+
+HOME = Path(diffusers.__file__).parent
+TIMES = {"timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps"}
+
+
+def denoising() -> set[str]:
+    """Classes of diffusers' models whose forward takes a timestep, or that are named for it."""
+    found = set()
+    for file in (HOME / "models").rglob("*.py"):
+        for body in re.split(r"^(?=class )", file.read_text(), flags=re.M)[1:]:
+            head = re.match(r"class (\w+)\(([^)]*)\)", body)
+            forward = re.search(r"def forward\((.*?)\)\s*(?:->|:)", body, re.S)
+            if head is None or forward is None or "ModelMixin" not in head[2]:
+                continue
+            names = set(re.findall(r"(\w+)\s*(?=[:,=)])", forward[1] + ")"))
+            if names & TIMES or "Diffusion" in head[1]:
+                found.add(head[1])
+    return found
+
+
+def components() -> dict[str, set[str]]:
+    """Where components stand that are of such a class: in which files, by their names."""
+    kinds = denoising()
+    found: dict[str, set[str]] = {}
+    assert {"FluxTransformer2DModel", "StableCascadeUNet", "UNet2DConditionModel"} <= kinds
+    for room in ("pipelines", "modular_pipelines"):
+        for file in (HOME / room).rglob("*.py"):
+            text = file.read_text()
+            pairs = re.findall(r"^        (\w+): ([^\n=]+?)(?: = .*)?,?$", text, re.M)
+            pairs += re.findall(r'ComponentSpec\(\s*"(\w+)",\s*(\w+)', text)
+            named = {name for name, kind in pairs if kinds & set(re.findall(r"\w+", kind))}
+            named.update(re.findall(r'transformer_name="(\w+)"', text))
+            for name in named - {"type_hint"}:
+                found.setdefault(name, set()).add(file.stem)
+    return found
+
+
+def test_every_component_that_denoises_is_in_a_list() -> None:
+    found = components()
+    known = {*DENOISERS, *OTHER_NAMES, *LEFT_OUT}
+    assert {name: files for name, files in found.items() if name not in known} == {}
+    assert known - found.keys() == set(), "a name that no pipeline has any more"
+
+
+class Pipe:
+    """What a pipeline is to merging."""
+
+    def __init__(self, **models: Any) -> None:
+        self.__dict__.update(models)
+
+
+def test_every_denoiser_of_a_pipeline_merges() -> None:
+    """MiniMax H3's two, both of Stable Cascade's; a prior over embeddings is none beside them."""
+    unet = tiny_unet()
+    prior = type("PriorTransformer", (nn.Module,), {})()
+    for names in (("transformer", "transformer_ref"), ("decoder", "prior_prior")):
+        assert tuple(denoisers_of(Pipe(**dict.fromkeys(names, unet)))) == names
+    for name in ("unet", "decoder"):
+        assert denoiser_of(Pipe(**{name: unet, "prior_prior": prior})) is unet
+    with pytest.raises(ValueError, match=r"^Prior does not merge: its tokens are no image's"):
+        apply_mame(Pipe(prior=prior))
+
+
+def test_a_denoiser_that_comes_later_is_told() -> None:
+    pipe = Pipe(transformer=tiny_unet(), transformer_ref=None)
+    handle = apply_mame(pipe, min_tokens=40)
+    run_unet(pipe.transformer)
+    handle.report()
+    pipe.transformer_ref = tiny_unet()
+    with pytest.raises(NothingMergedError, match=r"pipe\.transformer_ref, but .* came after"):
+        handle.report()
+
+
+@pytest.mark.parametrize("blocks", [Flux2AutoBlocks, MiniMaxH3Blocks])
+def test_a_modular_pipeline_is_asked_to_load_first(blocks: Any) -> None:
+    pipe = ModularPipeline(blocks())
+    with pytest.raises(TypeError, match=r"its transformer, but \w+ has none yet: call load_comp"):
+        apply_mame(pipe)
+
+
+@pytest.mark.parametrize(("target", "message"), [(3, "got int"), (Pipe(unet=None), "give it one")])
+def test_what_has_no_denoiser_is_refused(target: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        apply_mame(target)

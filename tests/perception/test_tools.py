@@ -1,0 +1,351 @@
+"""Merging beside other tools and several threads: what is put in a layer's place, exported, traced,
+replicated, offloaded or compiled, before merging is applied or after it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from optimum.quanto import freeze, qint8, quantize
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.ao.quantization import quantize_dynamic
+from torch.utils.flop_counter import FlopCounterMode
+
+from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
+from tests.builders.perception import ROWS, SIDE, TIMM_MODELS
+from tests.builders.timm_models import NEEDS_TIMM
+from tests.builders.tiny import seeded
+
+ROW = {row.name: row for row in ROWS}
+VIT = ROW["ViTForImageClassification"]
+
+
+def lora(model: nn.Module, merged: bool = False, **fields: Any) -> nn.Module:
+    torch.manual_seed(1)
+    config = LoraConfig(target_modules=["k_proj", "q_proj"], r=3, init_lora_weights=False, **fields)
+    adapted: Any = get_peft_model(model, config)
+    return (adapted.merge_and_unload() if merged else adapted).eval()
+
+
+def dynamic(model: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+def quanto(model: nn.Module) -> nn.Module:
+    quantize(model, weights=qint8)
+    freeze(model)
+    return model
+
+
+def offloading(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        add_hook_to_module(module, ModelHook())
+    return model
+
+
+def offloaded_once(model: nn.Module) -> nn.Module:
+    for module in offloading(model).modules():
+        remove_hook_from_module(module)
+    return model
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    torch._dynamo.reset()
+    return torch.compile(model, backend="eager")  # type: ignore[return-value]
+
+
+def blocks_compiled(model: Any) -> nn.Module:
+    torch._dynamo.reset()
+    for layer in model.vit.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+TOOLS: dict[str, Callable[[Any], Any]] = {
+    "LoRA": lora,
+    "DoRA": lambda model: lora(model, use_dora=True),
+    "LoRA, merged": lambda model: lora(model, merged=True),
+    "dynamic int8": dynamic,
+    "quanto": quanto,
+    "offload": offloading,
+    "offload, taken off": offloaded_once,
+    "compile": compiled,
+    "compile of blocks": blocks_compiled,
+    "weights of 16 bits": lambda model: model.bfloat16(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("tool", TOOLS.values(), ids=TOOLS)
+@torch.no_grad()
+def test_tools_go_before_merging_or_after_it(tool: Callable[[Any], Any]) -> None:
+    dtype = tool(VIT.build()).dtype if tool is TOOLS["weights of 16 bits"] else torch.float32
+    inputs = {name: value.to(dtype) for name, value in VIT.batch().items()}
+    plain = tool(VIT.build())(**inputs).logits
+    first = tool(VIT.build())
+    if tool in (compiled, blocks_compiled):
+        first(**inputs)  # compiled without merging
+    counted = apply_encoder(first)
+    want = first(**inputs).logits
+    second = VIT.build()
+    apply_encoder(second)
+    second = tool(second)
+    assert torch.equal(second(**inputs).logits, want)
+    assert not torch.allclose(want, plain, rtol=1e-3, atol=1e-3)
+    report = counted.report()
+    assert report.calls == 1
+    assert 0.3 < report.share < 0.6
+    assert not report.blocks[0].note, "the first block has its grid"
+    for model in (first, second):
+        remove_encoder(model)
+        assert not has_encoder_hooks(model)
+        assert torch.equal(model(**inputs).logits, plain)
+
+
+@torch.no_grad()
+def test_flops_are_of_the_layers_that_tools_left() -> None:
+    model = VIT.build()
+    handle = apply_encoder(model)
+    model(**VIT.batch())
+    plain = handle.report().flops
+    adapted = lora(model)
+    adapted(**VIT.batch())
+    handle.reset()
+    adapted(**VIT.batch())
+    first = model.vit.layers[0].attention.q_proj
+    assert handle.report().flops > plain
+    assert first.in_features == 32
+
+
+EXPORTED = ["ViTModel", "DeiTForImageClassification", "Dinov2Model, SwiGLU", "CLIPVisionModel"]
+
+
+class _First(nn.Module):
+    """The first tensor of a model's output."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        output: Tensor = self.model(pixel_values)[0]
+        return output
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+@torch.no_grad()
+def test_an_exported_graph_merges(name: str) -> None:
+    model = _First(ROW[name].build().requires_grad_(False))
+    x = ROW[name].batch()["pixel_values"]
+    plain = model(x)
+    handle = apply_encoder(model, keep=0.6)
+    graph = torch.export.export(model, (x,)).module()
+    torch.testing.assert_close(graph(-x), model(-x))
+    assert handle.report().calls == 1
+    assert graph(x).shape != plain.shape or not torch.allclose(graph(x), plain)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["ViTModel", "SiglipVisionModel"])
+@torch.no_grad()
+def test_tracing_is_refused(name: str) -> None:
+    model = _First(ROW[name].build())
+    apply_encoder(model)
+    with pytest.raises(RuntimeError, match=r"expected torch.export of a merged model, got torch"):
+        torch.jit.trace(model, ROW[name].batch()["pixel_values"], check_trace=False)
+    assert model(ROW[name].batch()["pixel_values"]).isfinite().all(), "nothing is left of it"
+
+
+@torch.no_grad()
+def test_replicas_of_data_parallel_are_refused() -> None:
+    model = VIT.build()
+    apply_encoder(model)
+    replica = model.vit._replicate_for_data_parallel()
+    replica._modules = dict(model.vit._modules)
+    with pytest.raises(RuntimeError, match=r"got a replica of torch\.nn\.DataParallel"):
+        replica(**VIT.batch())
+
+
+@pytest.mark.parametrize("fields", [{}, {"tau": 0.4}, {"restore": True}], ids=str)
+@torch.no_grad()
+def test_threads_compute_as_alone(fields: dict[str, Any]) -> None:
+    model = VIT.build()
+    handle = apply_encoder(model, **fields)
+    handle.capture()
+    sides = [SIDE, SIDE + 8, SIDE + 16, SIDE + 24]
+    images = [torch.randn(2, 3, side, SIDE) for side in sides]
+
+    def answer(number: int) -> tuple[Tensor, Tensor]:
+        logits = model(images[number], interpolate_pos_encoding=True).logits
+        return logits, handle.owners()
+
+    want = [answer(number) for number in range(4)]
+    got: list[Any] = [None] * 4
+    handle.reset()
+
+    def run(number: int) -> None:
+        for _ in range(6):
+            got[number] = answer(number)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, other in zip(got, want, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert handle.report().calls == 24
+
+
+@torch.no_grad()
+def test_a_change_while_another_thread_is_in_a_forward_is_refused() -> None:
+    model = VIT.build()
+    handle = apply_encoder(model)
+    inside, go = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        inside.set()
+        go.wait(60)
+
+    hook = model.vit.layers[1].register_forward_pre_hook(wait)
+    other = threading.Thread(target=lambda: VIT.call(model, VIT.batch()))
+    other.start()
+    inside.wait(60)
+    try:
+        for change in (
+            lambda: apply_encoder(model),
+            lambda: remove_encoder(model),
+            lambda: handle.set(keep=0.5),
+            lambda: setattr(handle, "active", False),
+            handle.remove,
+        ):
+            with pytest.raises(RuntimeError, match="expected no other thread in a forward of ViT"):
+                change()
+        assert handle.installed
+    finally:
+        go.set()
+        other.join()
+        hook.remove()
+    with pytest.raises(ValueError, match=r"size|match"):  # a forward that raises has ended too
+        model(torch.randn(1, 3, SIDE + 4, SIDE))
+    remove_encoder(model)
+
+
+def timm_vit(**fields: Any) -> Any:
+    kind = TIMM_MODELS.VisionTransformer
+    sizes = {"img_size": SIDE, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 2}
+    return seeded(kind, 0, **{**sizes, **fields}).requires_grad_(False)
+
+
+def backbone(norm: bool) -> Any:
+    getter = __import__("timm.models._features", fromlist=["x"]).FeatureGetterNet
+    return getter(timm_vit(reg_tokens=2), out_indices=[1, 3], norm=norm, prune=False)
+
+
+IMAGE = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
+MAPS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], bool]] = {
+    "backbone": (lambda: backbone(False), lambda model: model(IMAGE), False),
+    "backbone, normed": (lambda: backbone(True), lambda model: model(IMAGE), True),
+    "intermediates": (
+        lambda: timm_vit(class_token=False, global_pool="avg"),
+        lambda model: model.forward_intermediates(IMAGE, [1, 3], intermediates_only=True),
+        False,
+    ),
+    "intermediate layers": (
+        timm_vit,
+        lambda model: model.get_intermediate_layers(IMAGE, n=[1, 3], reshape=True, norm=True),
+        True,
+    ),
+}
+
+
+@NEEDS_TIMM
+@pytest.mark.parametrize(("build", "maps", "norm"), MAPS.values(), ids=MAPS)
+@torch.no_grad()
+def test_timm_s_feature_maps_have_every_token_at_its_place(
+    build: Callable[[], Any], maps: Callable[[Any], Any], norm: bool
+) -> None:
+    model = build()
+    plain = maps(model)
+    vit = getattr(model, "model", model)
+    handle = apply_encoder(model, keep=0.7, blocks=(0, 2))
+    handle.capture()
+    got = maps(model)
+    assert [one.shape for one in got] == [one.shape for one in plain]
+    states: list[Tensor] = []
+    hooks = [
+        vit.blocks[number].register_forward_hook(lambda *args: states.append(args[2]))
+        for number in (1, 3)
+    ]
+    vit(IMAGE)  # tokens as blocks leave them, restored by hand
+    for hook in hooks:
+        hook.remove()
+    for map_, block, tokens in zip(got, (1, 3), states, strict=True):
+        whole = handle.restore(tokens, block=block)
+        whole = vit.norm(whole) if norm else whole
+        torch.testing.assert_close(map_.flatten(2).mT, whole[:, handle.special :])
+    assert handle.report().blocks[-1].tokens_kept <= 20
+    remove_encoder(model)
+    assert all(map(torch.equal, maps(model), plain))
+
+
+@NEEDS_TIMM
+@torch.no_grad()
+def test_what_changes_tokens_between_blocks_of_a_backbone_is_refused() -> None:
+    model = backbone(False)
+    apply_encoder(model)
+    model.model.blocks[1].register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(RuntimeError, match="expected the tokens that block 1 gave"):
+        model(IMAGE)
+    model = backbone(False)
+    apply_encoder(model)
+    model.model.set_grad_checkpointing(True)
+    with pytest.raises(ValueError, match="expected no checkpointing around blocks"):
+        model.train()(IMAGE)
+
+
+def stem(kind: str) -> Any:
+    """What cuts patches by more than one convolution: timm's hybrids."""
+    hybrid = __import__("timm.models.vision_transformer_hybrid", fromlist=["x"])
+    convs = __import__("timm.models.resnetv2", fromlist=["x"])
+    layers = __import__("timm.layers", fromlist=["x"])
+    if kind == "stem of convolutions":
+        backbone = hybrid.ConvStem(depth=2, channels=(8, 16), kernel_size=3, stride=(2, 2))
+    else:
+        backbone = convs.ResNetV2(
+            layers=(1,), channels=(128,), num_classes=0, global_pool="", stem_chs=32, preact=False
+        )
+    return lambda **fields: layers.HybridEmbed(backbone, proj=True, **fields)
+
+
+@NEEDS_TIMM
+@pytest.mark.parametrize("kind", ["stem of convolutions", "ResNet"])
+@torch.no_grad()
+def test_convolutions_count_at_the_places_where_they_compute(kind: str) -> None:
+    model = timm_vit(img_size=32, patch_size=1, embed_layer=stem(kind))
+    image = torch.randn(1, 3, 32, 32)
+    handle = apply_encoder(model, keep=0.6)
+    for active in (True, False):
+        handle.active = active
+        with (
+            torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+            FlopCounterMode(display=False) as counter,
+        ):
+            model(image)
+        report = handle.report()
+        assert counter.get_total_flops() / 2 == (report.flops if active else report.flops_before)
+    handle.active = True
+    found = handle.calibrate(image, flops=(1 + report.share) / 2)
+    assert not handle.report().blocks[0].note, "the last convolution's grid is the patches'"
+    assert found.flops(found.choose((1 + report.share) / 2)) < 1
