@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from torch import nn
 
 from mame_sd import MaMeAttnProcessor, apply_mame, mame
 from mame_sd.core import cells
@@ -17,6 +18,7 @@ from tests.builders.tiny import (
     tiny_unet,
     unet_inputs,
 )
+from tests.matrix.transformers import ROWS
 
 MERGING = {"tau": 0.2, "min_tokens": 40}
 
@@ -81,6 +83,26 @@ def test_steps_with_destinations_of_their_own_are_one_graph(forward: str) -> Non
                 torch.testing.assert_close(compiled(**step).sample, want)
     hook = 1 if forward == "model" else 0  # the hook that reads the step is a graph of its own
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + hook
+
+
+@pytest.mark.parametrize("name", ["Stable Diffusion 3.5", "Flux", "Wan (video)", "Qwen-Image"])
+def test_transformers_are_one_graph_each(name: str) -> None:
+    """Beside the small one of the hook that reads the step."""
+    row = next(row for row in ROWS if row.name == name)
+    model = row.build()
+    for kind, blocks in model.named_children():
+        if isinstance(blocks, nn.ModuleList) and "3.5" not in name:  # whose last is another
+            setattr(model, kind, blocks[:1])
+    handle = apply_mame(model, keep=0.5, min_tokens=60)
+    expected = row.run(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(row.run(model), expected, rtol=1e-4, atol=1e-4)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        row.run(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert all(layer.merged for layer in handle.report().layers)
 
 
 @pytest.mark.parametrize("kind", [int, float])
