@@ -1,5 +1,5 @@
-"""What attention over fewer keys costs a published diffusion model that nobody here trained: PSNR to
-its unmerged maps, a row for each form.
+"""What attention over fewer keys costs a published diffusion model that nobody here trained: PSNR
+to its unmerged maps, a row for each form.
 
     python -m benchmarks.terrain                    # every row, sigma 80
     python -m benchmarks.terrain --sigma 0.4        # the last bit of noise instead of all
@@ -29,7 +29,6 @@ from torch import Tensor
 from benchmarks import forms
 from benchmarks.forms import Attend, Draw, Fit, InDtype, Merged, Picked, Tomesd
 from mame_sd import MaMeConfig, mame
-from mame_sd.config import Study
 from mame_sd.eval.networks.terrain import (
     Terrain,
     attending,
@@ -203,6 +202,10 @@ def said(values: list[float]) -> str:
     return f"{mean:.1f} +- {statistics.stdev(values) / len(values) ** 0.5:.1f}"
 
 
+def percent(values: list[float]) -> str:
+    return f"{100 * statistics.fmean(values):.3f}"
+
+
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -231,12 +234,13 @@ def main() -> None:
             continue
         if args.only and not any(part in name for part in args.only):
             continue
-        psnr, steep, rough = (list(v) for v in zip(*row(model, on, inputs, wanted, args.sigma)))
+        found = row(model, on, inputs, wanted, args.sigma)
+        psnr, steep, rough = ([one[part] for one in found] for part in range(3))
         speed = ratios(model, on, inputs[0], args.time) if args.time else []
         fast = f"{statistics.median(speed):.2f}" if speed else ""
         print(
             f"| {name} | {said(psnr)} | {min(psnr):.0f}, {max(psnr):.0f} |"
-            f" {100 * statistics.fmean(steep):.3f} | {100 * statistics.fmean(rough):.3f} | {fast} |",
+            f" {percent(steep)} | {percent(rough)} | {fast} |",
             flush=True,
         )
         results[name] = {"psnr": psnr, "slope": steep, "roughness": rough, "speed": speed}
