@@ -7,6 +7,7 @@ and a `Draw` that random numbers come from. Written to be read and compared, not
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,12 +22,24 @@ Grid = tuple[int, int]
 
 @dataclass
 class Draw:
-    """What the layers of one run share: a generator of random numbers, and the input of the layer
-    that runs, as attention projects it [B, N, C] (None where nobody noted it).
+    """What the layers of one run share, and what the layer that runs has beside q, k and v.
+
+    Attributes:
+        generator: of random numbers.
+        tokens: the layer's input, as attention projects it [B, N, C]; None where nobody noted it.
+        beside: keys and values [B, H, T, D] of text or a class token, which stay as they are; q may
+            have their queries after those of the grid.
     """
 
     generator: torch.Generator
     tokens: Tensor | None = None
+    beside: tuple[Tensor, Tensor] | None = None
+
+    def all(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v with what stands beside them."""
+        if self.beside is None:
+            return k, v
+        return torch.cat([k, self.beside[0]], 2), torch.cat([v, self.beside[1]], 2)
 
     @classmethod
     def of(cls, seed: int) -> Draw:
@@ -47,7 +60,7 @@ class Groups(NamedTuple):
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v)
+    return F.scaled_dot_product_attention(q, *draw.all(k, v))
 
 
 def mean_output(q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
@@ -96,29 +109,54 @@ def planned(
     tiles: int = 16,
     drawn: str = "cells",
     cell: Grid | None = None,
+    near: str = "cosine",
+    alone: float = 0.0,
 ) -> Groups:
-    """Groups by cosine similarity of `metric` [B, H, N, C], one plan for each of its heads.
+    """Groups by similarity of `metric` [B, H, N, C], one plan for each of its heads: "cosine", or
+    minus the squared "euclidean" distance.
 
-    Destinations: one of each cell, or with drawn="all" as many of all tokens. Each other token
-    joins the most similar one of its tile, the most similar first, until `keep` are left.
+    Destinations: one of each cell, or with drawn="all" as many of all tokens; an `alone` share of
+    them, drawn at random, is none. Each other token joins the most similar destination of its tile,
+    the most similar first, until `keep` are left.
     """
     n = grid[0] * grid[1]
     count = round(keep * n)
+    apart = tile_of(grid, tiles)
     if drawn == "cells":
         places = one_of_each(grid, cell or cell_for(keep), draw.generator)
+        places = places[apart[places].argsort(stable=True)]
     else:
         places = torch.randperm(n, generator=draw.generator)[:count]
-    unit = F.normalize(metric.float(), dim=-1)
-    similarity = unit @ unit[..., places, :].transpose(-1, -2)  # [B, H, N, K']
-    apart = tile_of(grid, tiles)
-    similarity.masked_fill_(apart[:, None] != apart[places], -2)
-    score, of = similarity.max(-1)
+    t = metric.float()
+    t = F.normalize(t, dim=-1) if near == "cosine" else t - t.mean(-2, keepdim=True)
+    parts = int(apart.max()) + 1
+    if drawn != "cells" or n % parts or not tiles or any(side % tiles for side in grid):
+        parts = 1
+    of_each = places.view(parts, -1)
+    if alone:
+        fewer = round(of_each.shape[1] * (1 - alone))
+        chosen = torch.rand(of_each.shape, generator=draw.generator).argsort(1)[:, :fewer]
+        of_each = of_each.gather(1, chosen)
+    places = of_each.flatten()
+    order = apart.argsort(stable=True) if parts > 1 else torch.arange(n)
+    x = t[..., order, :].unflatten(-2, (parts, -1))
+    y = t[..., places, :].unflatten(-2, (parts, -1))
+    similarity = x @ y.transpose(-1, -2)  # [B, H, tiles, tokens, destinations]
+    if near == "euclidean":
+        squares = y.square().sum(-1).unsqueeze(-2) - 2 * similarity
+        similarity = -squares - x.square().sum(-1, keepdim=True)
+    if parts == 1 and tiles:
+        similarity.masked_fill_(apart[:, None] != apart[places], -math.inf)
+    best, joined = similarity.max(-1)
+    joined = joined + torch.arange(parts).unsqueeze(-1) * of_each.shape[1]
+    score, of = torch.empty_like(t[..., 0]), torch.empty(t.shape[:-1], dtype=torch.long)
+    score[..., order], of[..., order] = best.flatten(-2), joined.flatten(-2)
     of[..., places] = torch.arange(len(places))
-    score[..., places] = 9
-    alone = count - len(places)
-    if alone > 0:
-        least = score.topk(alone, largest=False).indices  # [B, H, alone]
-        of.scatter_(-1, least, (len(places) + torch.arange(alone)).expand_as(least))
+    score[..., places] = math.inf
+    least = count - len(places)
+    if least > 0:
+        far = score.topk(least, largest=False).indices  # [B, H, least]
+        of.scatter_(-1, far, (len(places) + torch.arange(least)).expand_as(far))
     return Groups(of, max(count, len(places)), places)
 
 
@@ -179,21 +217,25 @@ def attention_of(
         corrected: Cov(v, k) that they lack [B, H, D, D], which is added to first order.
     """
     keys, values, bias = merged
+    count, n = keys.shape[2], k.shape[2]
+    keys, values = draw.all(keys, values)
+    if bias is not None:
+        bias = F.pad(bias, (0, keys.shape[2] - count))
     scale = q.shape[-1] ** -0.5
     extra: Tensor | float = 0.0
     if fit is not None:
-        n = q.shape[2]
         if fit.on == "grid":
             asked = torch.linspace(0, n - 1, fit.m).round().long()
         else:
             asked = torch.randperm(n, generator=draw.generator)[: fit.m]
         some = q[:, :, asked]
-        truth = F.scaled_dot_product_attention(some, k, v).float()
+        truth = F.scaled_dot_product_attention(some, *draw.all(k, v)).float()
         logits = some.float() @ keys.float().transpose(-1, -2) * scale
         rows = torch.softmax(logits if bias is None else logits + bias.unsqueeze(2), -1)
         residual = truth - rows @ values.float()
         if corrected is not None:
             residual = residual - scale * some.float() @ corrected
+        rows = rows[..., :count]
         matrix = rows @ rows.transpose(-1, -2)
         mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
         system = matrix / mean if fit.kernel else torch.zeros_like(matrix)
@@ -204,7 +246,8 @@ def attention_of(
         system = system + fit.lam * torch.eye(len(asked))
         alpha = torch.cholesky_solve(residual, torch.linalg.cholesky(system))
         if fit.kernel:
-            values = values + (rows.transpose(-1, -2) @ alpha / mean).to(values.dtype)
+            change = (rows.transpose(-1, -2) @ alpha / mean).to(values.dtype)
+            values = values + F.pad(change, (0, 0, 0, values.shape[2] - count))
         if fit.w:
             far = torch.cdist(q.float(), some.float()).square()
             extra = fit.w * torch.exp(-far / width) @ alpha
@@ -260,6 +303,17 @@ def concatenated(k: Tensor) -> Tensor:
     return k.transpose(1, 2).flatten(2).unsqueeze(1)
 
 
+def as_logits(q: Tensor, k: Tensor, draw: Draw, drawn: int = 64) -> Tensor:
+    """Keys whose squared distances are mean squares of the differences of `drawn` queries' logits:
+    k times a root of the queries' second moments, [B, H, N, D].
+    """
+    n = k.shape[2]
+    some = q[:, :, torch.randperm(n, generator=draw.generator)[:drawn]].float()
+    moments = some.transpose(-1, -2) @ some / drawn
+    least = 1e-3 * moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    return k.float() @ torch.linalg.cholesky(moments + least * torch.eye(k.shape[-1]))
+
+
 @dataclass(frozen=True)
 class Merged:
     """Means of groups: ours.
@@ -269,10 +323,15 @@ class Merged:
         fit: None for no fit.
         corrected: add what the means lack to first order (exact moments).
         counted: the logits count each mean as often as it stands for tokens.
-        by: "keys" of all heads, "heads" (a plan for each), "input" of the layer, "means" of cells.
+        by: "keys" of all heads, "pair" (those of all samples too: one plan), "heads" (a plan for
+            each), "logits" of 64 drawn queries (their mean squares over heads), "input" of the
+            layer, "means" of cells.
         tiles: side of the tiles in which tokens are compared; 0: all with all.
         drawn: "cells" or "all".
-        cell: of the destinations; None: of the area 1 / keep.
+        cell: of the destinations; None: of the area 1 / keep. With larger ones the tokens that are
+            least similar to any destination stay as they are.
+        near: "cosine" or "euclidean".
+        alone: share of the kept that have no destination, but are the tokens least similar to any.
     """
 
     keep: float
@@ -283,14 +342,32 @@ class Merged:
     tiles: int = 16
     drawn: str = "cells"
     cell: Grid | None = None
+    near: str = "euclidean"
+    alone: float = 1 / 8
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
         if self.by == "means":
             groups = cells(grid, cell_for(self.keep))
         else:
-            metric = {"keys": concatenated, "heads": lambda k: k, "input": lambda k: _input(draw)}
+            metric: dict[str, Callable[[Tensor], Tensor]] = {
+                "keys": concatenated,
+                "pair": lambda k: concatenated(k.flatten(0, 1).unsqueeze(0)).expand(
+                    len(k), -1, -1, -1
+                ),
+                "heads": lambda k: k,
+                "logits": lambda k: concatenated(as_logits(q, k, draw)),
+                "input": lambda k: _input(draw),
+            }
             groups = planned(
-                metric[self.by](k), grid, self.keep, draw, self.tiles, self.drawn, self.cell
+                metric[self.by](k),
+                grid,
+                self.keep,
+                draw,
+                self.tiles,
+                self.drawn,
+                self.cell,
+                self.near,
+                self.alone,
             )
         n = sizes(groups, k)
         keys, values = (sums(t, groups) / n.unsqueeze(-1) for t in (k, v))
@@ -298,7 +375,7 @@ class Merged:
         if self.corrected:
             every = k.float().transpose(-1, -2) @ v.float()  # [D, D'], to stand after q
             kept = (n.unsqueeze(-1) * keys).transpose(-1, -2) @ values
-            lacking = (every - kept) / k.shape[2]
+            lacking = (every - kept) / draw.all(k, v)[0].shape[2]
         bias = n.log() if self.counted else None
         merged = keys.to(k.dtype), values.to(v.dtype), bias
         return attention_of(q, k, v, merged, draw, grid, self.fit, lacking)
@@ -332,5 +409,7 @@ class InDtype:
     dtype: torch.dtype
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
-        narrow = (t.to(self.dtype) for t in (q, k, v))
-        return self.form(*narrow, grid, draw).to(q.dtype)
+        narrow = [t.to(self.dtype) for t in (q, k, v)]
+        beside = draw.beside and tuple(t.to(self.dtype) for t in draw.beside)
+        within = dataclasses.replace(draw, beside=beside)
+        return self.form(*narrow, grid, within).to(q.dtype)
