@@ -67,84 +67,69 @@ def library(model: Terrain, seed: int, **fields: object) -> AbstractContextManag
 def rows() -> dict[str, On]:
     found: dict[str, Attend] = {
         "unmerged": forms.exact,
+        "unmerged, fp16": InDtype(forms.exact, torch.float16),
+        "unmerged, bf16": InDtype(forms.exact, torch.bfloat16),
         "output replaced by its mean over the queries": forms.mean_output,
         "even attention": forms.even,
         "no attention": forms.none,
         "every second key": Picked(1 / 2, "second"),
         "ToDo: first of each 2 x 2": Picked(1 / 4, "first"),
         "tomesd's form .5": Tomesd(1 / 2),
-        "tomesd's form .25": Tomesd(0.25),
-        "unmerged, fp16": InDtype(forms.exact, torch.float16),
-        "unmerged, bf16": InDtype(forms.exact, torch.bfloat16),
+        "tomesd's form .25": Tomesd(1 / 4),
     }
     for name, keep in SHARES.items():
         found |= {
             f"{name} random keys": Picked(keep),
             f"{name} random keys, counted": Picked(keep, counted=True),
             f"{name} random keys, fit 64": Picked(keep, fit=Fit(64)),
-            f"{name} random keys, fit 128": Picked(keep, fit=Fit(128)),
-            f"{name} random keys, counted, fit 64": Picked(keep, counted=True, fit=Fit(64)),
             f"{name} one of each cell": Picked(keep, "cells"),
-            f"{name} one of each cell, fit 64": Picked(keep, "cells", fit=Fit(64)),
             f"{name} means of cells": Merged(keep, by="means"),
             f"{name} means of cells, fit 64": Merged(keep, Fit(64), by="means"),
-            f"{name} means of cells, fit 128": Merged(keep, Fit(128), by="means"),
             f"{name} plan": Merged(keep),
-            f"{name} plan, not counted": Merged(keep, counted=False),
-            f"{name} plan, corrected": Merged(keep, corrected=True),
-            **{f"{name} plan, fit {m}": Merged(keep, Fit(m)) for m in (16, 32, 64, 128, 256)},
-            **{
-                f"{name} plan, corrected, fit {m}": Merged(keep, Fit(m), corrected=True)
-                for m in (64, 128)
-            },
-            **{
-                f"{name} plan, fit {m}, Gaussian .25 .3": Merged(keep, G(m))
-                for m in (16, 32, 64, 128, 256)
-            },
+            f"{name} plan, fit 64": Merged(keep, Fit(64)),
+            f"{name} plan, fit 128": Merged(keep, Fit(128)),
+            f"{name} plan, fit 64, Gaussian .25 .3": Merged(keep, G(64)),
         }
     for name, keep in (("1/4", 1 / 4), ("1/8", 1 / 8)):
+        fit = Fit(64)
         found |= {
+            f"{name} plan, by cosine, none alone": Merged(keep, near="cosine", alone=0),
+            f"{name} plan, by cosine, none alone, fit 64": Merged(
+                keep, fit, near="cosine", alone=0
+            ),
+            f"{name} plan, by cosine, fit 64": Merged(keep, fit, near="cosine"),
+            f"{name} plan, none alone, fit 64": Merged(keep, fit, alone=0),
+            f"{name} plan, .25 alone, fit 64": Merged(keep, fit, alone=0.25),
+            f"{name} plan, .5 alone, fit 64": Merged(keep, fit, alone=0.5),
+            f"{name} plan, not counted": Merged(keep, counted=False),
+            f"{name} plan, not counted, fit 64": Merged(keep, fit, counted=False),
+            f"{name} plan, corrected": Merged(keep, corrected=True),
+            f"{name} plan, corrected, fit 64": Merged(keep, fit, corrected=True),
+            **{f"{name} plan, fit {m}": Merged(keep, Fit(m)) for m in (16, 32, 256)},
+            f"{name} plan, fit 128, Gaussian .25 .3": Merged(keep, G(128)),
             **{
                 f"{name} plan, fit 64, lambda {lam:g}": Merged(keep, Fit(64, lam))
-                for lam in (0.001, 0.01, 1)
+                for lam in (0.01, 1)
             },
             **{
                 f"{name} plan, fit 64, Gaussian {s:g} {w:g}": Merged(keep, Fit(64, w=w, s=s))
-                for s in (0.1, 0.25, 0.5)
-                for w in (0.3, 1)
-                if (s, w) != (0.25, 0.3)
+                for s, w in ((0.1, 0.3), (0.5, 0.3), (0.25, 1.0))
             },
-            **{
-                f"{name} plan, corrected, fit 64, Gaussian {s:g} .3": Merged(
-                    keep, Fit(64, w=0.3, s=s), corrected=True
-                )
-                for s in (0.25, 0.5)
-            },
-            **{
-                f"{name} plan, Gaussian alone {s:g}": Merged(keep, Fit(64, kernel=False, w=1, s=s))
-                for s in (0.1, 0.25, 0.5)
-            },
-            f"{name} plan, fit 64, whole": Merged(keep, Fit(64), tiles=0),
-            f"{name} plan, fit 64, tiles 8": Merged(keep, Fit(64), tiles=8),
-            f"{name} plan, fit 64, destinations of all": Merged(
-                keep, Fit(64), tiles=0, drawn="all"
-            ),
-            f"{name} plan, fit 64, 4 x 4 cells": Merged(keep, Fit(64), cell=(4, 4)),
-            f"{name} plan, fit 64, by the input": Merged(keep, Fit(64), by="input"),
-            f"{name} plan, fit 64, each head its own": Merged(keep, Fit(64), by="heads"),
+            f"{name} plan, Gaussian alone .25": Merged(keep, Fit(64, kernel=False, w=1, s=0.25)),
+            f"{name} plan, fit 64, whole": Merged(keep, fit, tiles=0),
+            f"{name} plan, fit 64, destinations of all": Merged(keep, fit, tiles=0, drawn="all"),
+            f"{name} plan, fit 64, by the input": Merged(keep, fit, by="input"),
+            f"{name} plan, fit 64, by logits": Merged(keep, fit, by="logits"),
+            f"{name} plan, fit 64, each head its own": Merged(keep, fit, by="heads"),
             f"{name} plan, fit 64, queries of a grid": Merged(keep, Fit(64, on="grid")),
-            f"{name} plan, fit 64, not counted": Merged(keep, Fit(64), counted=False),
-            **{
-                f"{name} plan, {said}fit 64, {dtype}": InDtype(
-                    Merged(keep, fit), getattr(torch, dtype)
-                )
-                for dtype in ("float16", "bfloat16")
-                for said, fit in (("", Fit(64)), ("Gaussian, ", G(64)))
-            },
+            f"{name} plan, fit 64, fp16": InDtype(Merged(keep, fit), torch.float16),
+            f"{name} plan, fit 64, bf16": InDtype(Merged(keep, fit), torch.bfloat16),
         }
+    found["1/16 plan, fit 128: m larger than K"] = Merged(1 / 16, Fit(128))
     made: dict[str, On] = {name: partial(attended, form) for name, form in found.items()}
     for name, keep in SHARES.items():
         made[f"{name} keep= of the library"] = partial(library, keep=keep)
+    made["3/8 keep= of the library"] = partial(library, keep=0.375)
     for tau in (0.8, 0.7):
         made[f"the paper's form, tau {tau}"] = partial(library, tau=tau, preset="plain")
     return made
