@@ -383,18 +383,10 @@ class EncoderHandle:
         return self._shared.special
 
     def kept(self, blocks: int, samples: int, tokens: int, device: torch.device) -> Tensor:
-        """LongTensor [B, L']: places of the tokens that are left after the first blocks.
+        """LongTensor [B, L']: places of the tokens that are left of `samples` after the first
+        `blocks` in the latest forward, in its order. A merged token has its destination's place.
 
-        They are of the latest forward and in its order. A merged token has its destination's place.
-
-        Args:
-            blocks: how many blocks.
-            samples: B.
-            tokens: L', special tokens included.
-            device: of the result.
-
-        Raises:
-            RuntimeError: no forward has run since `capture`.
+        Raises RuntimeError where no forward has run since `capture`.
         """
         place: Tensor | None = None
         for _, plan in (one for one in self._captured() if self.active and one[0] < blocks):

@@ -13,10 +13,9 @@ from mame_sd.config import MaMeConfig, study_given
 from mame_sd.core.partition import GRIDS
 from mame_sd.layer_rules import LayerRules
 
-# Under what was given; chosen in docs/perception.md. Similarity is the paper's. Each source joins
-# its nearest destination. Destinations are one of 2 x 2 patches where these are a grid yet. The
-# blocks that merge keep equal shares. MaMeConfig's own presets are images' synthesis's, so that
-# each field is named.
+# By tau the paper's method; by keep what docs/perception.md chose: each source joins its nearest
+# destination, which are one of 2 x 2 patches where these are a grid yet. MaMeConfig's own presets
+# are those of denoisers, so that each field is named.
 PLAIN: dict[str, Any] = {"preset": "plain", "min_tokens": 2}
 DEFAULTS: dict[str, Any] = {
     "partition": "grid",
@@ -53,11 +52,8 @@ _NO_MEANING = {
 def chosen_blocks(
     blocks: int | Iterable[int] | None, depth: int, every: int = 1
 ) -> tuple[int, ...]:
-    """The blocks that merge, ascending, counted from 0: of `depth` every `every`-th, the first
-    ones, or those that are named.
-
-    Raises:
-        ValueError: none, one twice, or one that is not there (negative ones count from the end).
+    """The blocks of `depth` that merge, ascending, counted from 0: every `every`-th, the first
+    ones, or those that are named (negative ones count from the end).
     """
     if blocks is None:
         return tuple(range(0, depth, every))
@@ -141,20 +137,14 @@ def mean_share(count: int, schedule: str) -> float:
 
 def least_share(config: MaMeConfig, first: bool) -> float:
     """The share of its tokens that a block keeps at least, whatever `config` asks: destinations.
-
-    Args:
-        config: of the block.
-        first: whether its tokens are the image's patches yet.
+    In the `first` one tokens are the image's patches.
     """
     return 1 / math.prod(config.stride) if first and config.partition in GRIDS else LEAST
 
 
 def schedule_of(schedule: str | None, config: MaMeConfig | None, fields: Mapping[str, Any]) -> str:
     """The schedule in force: `schedule` where it is given, else constant in the paper's form and
-    decreasing in ours.
-
-    Raises:
-        ValueError: one that is not known, or one beside shares that say it already or a threshold.
+    decreasing in ours. Raises ValueError beside shares that say it already or a threshold.
     """
     if schedule is None:
         return "constant" if is_paper(config, fields) else "decreasing"
@@ -175,17 +165,9 @@ def configs_of(
     schedule: str = "decreasing",
     keys: bool = True,
 ) -> dict[int, MaMeConfig]:
-    """The settings of each block: those of `config` that were given, over the defaults of
-    perception, with `fields` over both.
-
-    Where neither `tau` nor `keep` is given, the blocks keep `mean_share`.
-
-    Args:
-        config: the settings that were given as one object.
-        fields: those that were given by name.
-        blocks: that merge.
-        schedule: how one `keep` is shared out over the blocks.
-        keys: whether the model's keys are known; they are compared by default.
+    """The settings of each of `blocks`: `fields` over those of `config` that were given, over the
+    defaults. Without `tau` and `keep` the blocks keep `mean_share`. `keys`: the model's keys are
+    known, and are compared by default.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
@@ -221,9 +203,7 @@ def changed(
     configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any], schedule: str
 ) -> dict[int, MaMeConfig]:
     """The settings of each block with `fields` over them; `tau` and `keep` may be one number for
-    each block.
-
-    One `keep` is shared out over the blocks by `schedule`.
+    each block, and one `keep` is shared out by `schedule`.
 
     Raises:
         ValueError: a field is unknown, out of its range or without meaning here, or not one for
@@ -231,12 +211,7 @@ def changed(
     """
     rows: list[dict[str, Any]] = [{} for _ in configs]
     for name, value in fields.items():
-        if (
-            name == "keep"
-            and isinstance(value, float | int)
-            and not isinstance(value, bool)
-            and 0 < value <= 1
-        ):  # else refused below
+        if name == "keep" and type(value) in (float, int) and 0 < value <= 1:  # else refused below
             value = shares(value, len(rows), schedule)
         each = name in ("tau", "keep") and _one_each(value)
         if each and len(value) != len(rows):
@@ -305,14 +280,8 @@ def check_made_for(made_for: str | None, described: str) -> None:
 def ruled(
     configs: Mapping[int, MaMeConfig], rules: Any, names: Sequence[str]
 ) -> dict[int, MaMeConfig]:
-    """The settings of the blocks that merge, after those of single blocks.
-
-    A block that a rule gives settings merges; False leaves one unmerged.
-
-    Args:
-        configs: of those that would merge without rules, by number.
-        rules: LayerRules or what it takes.
-        names: of all blocks, as a report has them.
+    """The settings of the blocks that merge: `configs` (by number) under `rules`, by patterns of
+    `names`. A block that a rule gives settings merges; False leaves one unmerged.
 
     Raises:
         ValueError: a pattern that means no block, a setting that can't be, or no block that merges.
