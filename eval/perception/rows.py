@@ -72,26 +72,6 @@ _ABLATED: tuple[
     ("sizes", {"prop_attn": True}),
     ("restored", {"restore": True}),
 )
-_VARIED: tuple[
-    tuple[str, dict[str, Any]], ...
-] = (  # keep=0.65: all but what is named as in our default
-    ("no-sizes", {"prop_attn": False}),
-    ("average", {"weights": "average"}),
-    ("feature-k-mean", {"feature": "k-mean"}),
-    ("feature-x", {"feature": "x"}),
-    ("constant", {"schedule": "constant"}),
-    ("alternating", {"partition": "alternating"}),
-    ("random", {"partition": "random"}),
-    ("random-grid", {"partition": "random-grid", "stride": (2, 2)}),
-    ("restored", {"restore": True}),
-)
-_SPREAD: tuple[
-    tuple[str, str, tuple[float, float]], ...
-] = (  # shares of equal FLOPs: .45 and .32 of the unmerged model's of 12 blocks
-    ("all", "in every block", (0.86, 0.79)),
-    ("second", "in every second block", (0.765, 0.66)),  # the first of them is our default's
-    ("third-one", "in every third block", (0.695, 0.57)),
-)
 _TAUS = (0.6, 0.7, 0.8, 0.9)
 _DEPTHS = {
     "third": "first third of the blocks",
@@ -199,7 +179,7 @@ def beside_rivals(*names: str, rivals: Sequence[str] = PICTURES) -> list[Row]:
 
 
 def ablation() -> list[Row]:
-    """The paper's ablations, and those of what ours has beyond it."""
+    """The paper's ablations."""
     rows = [row_named(BASELINE), row_named("mame-keep-0.5")]
     for name, fields in _ABLATED:
         label = f"keep 0.5, {name.replace('-', ' ', 1)}"
@@ -211,21 +191,6 @@ def ablation() -> list[Row]:
             _mame(f"mame-{where}-{tau:g}", f"τ {tau:g}, {words}", where, {"tau": tau, **_PAPER})
             for tau in _TAUS
         ]
-    rows += [row_named(f"mame-keep-{keep:g}") for keep in (0.6, 0.7, 0.8)]
-    rows += [row_named(f"default-{keep:g}") for keep in (0.9, 0.8, 0.7, 0.65, 0.6, 0.55)]
-    for where, words, keeps in _SPREAD:
-        for keep in keeps:
-            rows.append(
-                _mame(
-                    f"default-{where}-{keep:g}",
-                    f"equal shares {words}, keep {keep:g}",
-                    where,
-                    {"keep": keep, "schedule": "constant"},
-                )
-            )
-    for name, fields in _VARIED:
-        label = f"default, keep 0.65, {name.replace('-', ' ', 1)}"
-        rows.append(_mame(f"default-0.65-{name}", label, None, {"keep": 0.65, **fields}))
     return rows
 
 
@@ -347,9 +312,8 @@ SUITES: dict[str, tuple[str, list[Row]]] = {
     ),
     "ablation": (
         (
-            "Ablations at equal tokens (keep .5 in blocks 3, 6 and 9 of 12), tau times number of"
-            " blocks, and our default at equal tokens (keep .65), equal shares in more or fewer"
-            " blocks at equal FLOPs."
+            "Ablations at equal tokens (keep .5 in blocks 3, 6 and 9 of 12), and tau times number"
+            " of blocks."
         ),
         ablation(),
     ),
