@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
