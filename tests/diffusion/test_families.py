@@ -13,6 +13,7 @@ from diffusers import (
     FluxControlNetModel,
     FluxTransformer2DModel,
     LTXVideoTransformer3DModel,
+    WanTransformer3DModel,
 )
 from diffusers.models.attention_processor import (
     Attention,
