@@ -33,7 +33,10 @@ class Cells:
         slot: LongTensor [L], the slot of each token.
         dst: LongTensor [draws, T * m], the slots of the destinations in each draw, tile by tile.
         queries: LongTensor [draws, n], positions of tokens, spread evenly and in random order.
+        number: LongTensor [T * m], the number of each destination in its tile.
         tiles, width, m: T, P and m.
+        tokens: L, how many tokens the grid has.
+        kept: M = T * m, how many destinations there are.
     """
 
     order: Tensor
@@ -41,19 +44,12 @@ class Cells:
     slot: Tensor
     dst: Tensor
     queries: Tensor
+    number: Tensor
     tiles: int
     width: int
     m: int
-
-    @property
-    def tokens(self) -> int:
-        """L, how many tokens the grid has."""
-        return int(self.slot.shape[0])
-
-    @property
-    def kept(self) -> int:
-        """M, how many destinations there are."""
-        return int(self.dst.shape[1])
+    tokens: int
+    kept: int
 
 
 def cells_of(
@@ -169,7 +165,7 @@ def _cut(size: tuple[int, ...], keep: float, tile_size: int, seed: int | None) -
     to_own = _own_order(size)
     return Cells(
         to_own[order], pad if bool(pad.any()) else None, slot[_inverse(to_own)], dst,
-        to_own[queries], count, width, m,
+        to_own[queries], torch.arange(m).repeat(count), count, width, m, rows * columns, count * m,
     )  # fmt: skip
 
 
