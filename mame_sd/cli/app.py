@@ -238,7 +238,7 @@ def show_merge_command(
     prompts=PROMPTS,
     model=MODEL,
     sampling=TUNED,
-    merging=MergingOptions(without=("tau", "keep", "stride", "tiles", "merge", "size")),
+    merging=MergingOptions(without=("tau", "keep", "tile_size", "size")),
 )
 def tune_command(
     *,
