@@ -18,7 +18,7 @@ from mame_sd.caches.view import CacheView
 
 SINKS, RECENT = 4, 32  # first and newest tokens that stay in every head
 FLOOR = 0.2  # of an equal share, which every layer keeps
-COUNT, AHEAD = 256, 128  # queries that values are fitted to, and the positions they are spread over
+COUNT, AHEAD = 192, 128  # queries that values are fitted to, and the positions they are spread over
 # Bytes that a kept key takes beside its key and value: the token at which it stands.
 SLOT = 4
 MOST = 1e30  # a score beyond it counts as it, so that sums over heads are finite
