@@ -23,9 +23,8 @@ from mame_sd.cli.compare import (
 )
 from mame_sd.cli.difference import difference, nearness
 from mame_sd.cli.sheet import Cell, draw_sheet, write_sheet
-from mame_sd.cli.show_merge import MergeMap, capture_merge, draw_merge, prompt_to_draw
+from mame_sd.cli.show_merge import MergeMap, capture_merge, draw_merge, owners_of, prompt_to_draw
 from mame_sd.config import MaMeConfig
-from mame_sd.core.owners import owners_of
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
@@ -108,7 +107,7 @@ def test_a_step_is_one_of_the_scheduler(model_folder: Path) -> None:
         handle.capture()
 
         def keep(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            maps.append({name: owners_of(plan)[-1] for name, plan in handle.plans().items()})
+            maps.append({name: owners_of(plan) for name, plan in handle.plans().items()})
             return tensors
 
         (job,) = jobs_of([prompt_to_draw("key")], GenerateSettings(steps=3))
