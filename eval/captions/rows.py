@@ -287,7 +287,7 @@ SHARES = (0.5, 0.25, 0.11)
 ROWS: dict[str, Row] = {
     "baseline": Row("baseline", chosen(everything)),
     "tome": Row("ToMe, r = 8", tome(8)),
-    "tau-0.8": Row("MaMe, tau .8", merged(tau=0.8)),
+    "tau-0.8": Row("MaMe, paper's form, tau .8, places kept", merged(tau=0.8)),
     "plain-0.8": Row("MaMe, paper's form, tau .8", renumbered(merged(tau=0.8))),
     **{f"keep-{k}": Row(f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
     **{

@@ -415,7 +415,7 @@ def test_every_field_of_the_config_is_an_option(
 ) -> None:
     command = get_command(cli.app).commands["generate"]  # type: ignore[attr-defined]
     flags = {flag for parameter in command.params for flag in parameter.opts}
-    names = [f.name for f in fields(MaMeConfig) if f.metadata["option"]]
+    names = [f.name for f in fields(MaMeConfig) if f.metadata.get("option")]
     expected = {PLAIN_NAMES.get(name, "--" + name.replace("_", "-")) for name in names}
     assert expected <= flags
     given = ["generate", "--prompt", "key", "--out", "run", *options.split()]
