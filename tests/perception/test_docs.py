@@ -54,7 +54,7 @@ def test_examples_run(code: str) -> None:
 def test_arguments_are_those_of_the_function() -> None:
     parameters = inspect.signature(apply_encoder).parameters.values()
     own = {one.name for one in parameters if one.kind == one.KEYWORD_ONLY}
-    assert own | {"tau", "keep", "preset"} == set(re.findall(r"^\| `(\w+)` \|", USAGE, re.M))
+    assert own | {"tau", "keep"} == set(re.findall(r"^\| `(\w+)` \|", USAGE, re.M))
 
 
 @pytest.mark.parametrize("line", re.findall(r"^(mame-sd(?:-eval)? .*?)(?:  #.*)?$", PAGE, re.M))
