@@ -220,7 +220,10 @@ def test_settings_are_not_waited_for_on_a_pipe(
     ("settings", "message"),
     [
         ('{"kep": 0.5}', "--config a.json: unknown setting 'kep'"),
-        ('{"tiles": 9223372036854775808}', "--config a.json: tiles: expected a whole number"),
+        (
+            '{"tile_size": 9223372036854775808}',
+            "--config a.json: tile_size: expected a side of at least 2",
+        ),
         ('{"layers": {"none": {"keep": 0.5}}}', "--config (or the model's mame.json): layers: "),
         ('{"made_for": "another"}', "--config (or the model's mame.json): made_for: "),
         ('{"references": 0.5}', "--references: "),

@@ -53,9 +53,9 @@ def test_panels_are_the_baseline_and_then_each_setting(model: LoadedModel) -> No
 
 
 def test_nothing_to_merge_is_an_error(model: LoadedModel) -> None:
-    with pytest.raises(UserError, match="min_tokens=1024"):
+    with pytest.raises(UserError, match="fewer than 1024 tokens"):
         compare(model, "key", TWO_STEPS, variants_of(MaMeConfig(), [0.8], []))
-    with pytest.raises(UserError, match="min_tokens=1024"):
+    with pytest.raises(UserError, match="fewer than 1024 tokens"):
         capture_merge(model, "key", TWO_STEPS, MaMeConfig(), step=1)
 
 
