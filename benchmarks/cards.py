@@ -7,18 +7,17 @@ clocks and memory.
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
+from mame_sd.core.devices import MIN_TOKENS
+
 SMALLEST = 2.5e-6  # seconds: no kernel takes less
 LAUNCH = 6e-6  # seconds in which PyTorch launches one kernel from Python, at best
+SLOW_LAUNCH = 27e-6  # and where its dispatcher is slow
 MEMORY = 0.8  # share of the printed bandwidth that a kernel sees
 SINGLE = 0.65  # share of the peak that products and convolutions of fp32 reach
 THIRDS = 0.7  # and attention of fp32, of a third of TF32's peak
@@ -69,6 +68,19 @@ class Card:
     single: float
     products: float
     attention: float
+
+    @property
+    def harsh(self) -> Card:
+        """The same card where attention and products reach three quarters of their peaks: the less
+        time they take, the less there is to save.
+        """
+        return replace(self, products=0.75, attention=0.75)
+
+    @property
+    def min_tokens(self) -> int:
+        """From how many tokens on layers merge on it by default (`mame_sd.core.devices`)."""
+        newest = self.name == "H100"
+        return MIN_TOKENS["cuda, capability 9 and above" if newest else "cuda"]
 
     def seconds(self, work: Work) -> float:
         """How long the card is busy with one operation."""
@@ -123,97 +135,3 @@ CARDS = {
         Card("H100", 3.35e12, 989e12, 494e12, 67e12, products=0.3, attention=0.4),
     )
 }
-# Products of fp16 with sums in fp32, and of fp32, that one multiprocessor does in a clock, FLOPs,
-# by compute capability. GeForce cards from 8.6 on do half of what other cards of the same
-# generation do; they are taken for these.
-_OF_A_CLOCK = {
-    (7, 0): (1024, 128),
-    (7, 5): (512, 128),
-    (8, 0): (2048, 128),
-    (8, 6): (512, 256),
-    (8, 9): (512, 256),
-    (9, 0): (4096, 256),
-    (10, 0): (8192, 256),
-    (12, 0): (512, 256),
-}
-_MEASURED = "MAME_SD_CARDS"  # the file of measured figures, where it is not the usual one
-_found: dict[str, Card | None] = {}
-
-
-def card_of(device: str) -> Card | None:
-    """The card that a CUDA device is, by name or by what it says of itself; None: nothing is known
-    of it. Looked at once.
-
-    Figures that were measured on a card of that name (`measured_file`) come first.
-    """
-    if device not in _found:
-        _found[device] = _look_up(device)
-    return _found[device]
-
-
-@contextmanager
-def taken_for(device: str, card: Card | None) -> Iterator[None]:
-    """For the block, a device is said to be a card; None: one of which nothing is known."""
-    before = dict(_found)
-    _found[device] = card
-    try:
-        yield
-    finally:
-        _found.clear()
-        _found.update(before)
-
-
-def measured_file() -> Path:
-    """Where figures of cards are that were measured."""
-    return Path(os.environ.get(_MEASURED) or Path.home() / ".cache" / "mame-sd" / "cards.json")
-
-
-def _look_up(device: str) -> Card | None:
-    if torch.version.hip is not None or not torch.cuda.is_available():
-        return None
-    seen = torch.cuda.get_device_properties(device)
-    return _measured(seen.name) or _named(seen.name) or _by_properties(seen)
-
-
-def _measured(name: str) -> Card | None:
-    try:
-        return Card(**json.loads(measured_file().read_text(encoding="utf-8"))[name])
-    except (OSError, ValueError, KeyError, TypeError):  # none, or of another version
-        return None
-
-
-def _named(name: str) -> Card | None:
-    """The known card of a name: all of its words, and none that makes it another one."""
-    words = set(name.replace("-", " ").replace("_", " ").split())
-    for card in CARDS.values():
-        if set(card.name.split()) <= words and not words & {
-            "Ti",
-            "SUPER",
-            "Laptop",
-            "PCIe",
-            "NVL",
-            "MIG",
-        }:
-            return card
-    return None
-
-
-def _by_properties(seen: Any) -> Card | None:
-    """A card from what its driver says of it."""
-    half, single = _OF_A_CLOCK.get((seen.major, seen.minor), (0, 0))
-    clock = (
-        1e3 * getattr(seen, "clock_rate", 0) * seen.multi_processor_count
-    )  # clocks of all of them in a second
-    bits = 2 * 1e3 * getattr(seen, "memory_clock_rate", 0) * getattr(seen, "memory_bus_width", 0)
-    if not half or not clock or not bits:
-        return None
-    like = (
-        CARDS["H100"]
-        if seen.major in (9, 10)
-        else CARDS["A100"]
-        if (seen.major, seen.minor) == (8, 0)
-        else None
-    )
-    shares = _GEFORCE if like is None else {"products": like.products, "attention": like.attention}
-    tf32 = 0.0 if seen.major < 8 else half * clock / 2
-    return Card(seen.name, bits / 8, half * clock, tf32, single * clock, **shares)

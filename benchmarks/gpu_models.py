@@ -4,6 +4,7 @@ put on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,17 +12,150 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import diffusers
 import torch
-from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 
-from benchmarks import methods, shapes, unets
-from benchmarks.free import free_on
+from benchmarks import unets
 from benchmarks.tomesd import tomesd_on
-from mame_sd import MaMeConfig, mame
+from mame_sd import mame
 
 On = Callable[[Any], AbstractContextManager[Any]]
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer of a published model.
+
+    Attributes:
+        model: diffusers' class.
+        config: its configuration but for the number of heads, which `heads` is.
+        size: (h, w) of an image's tokens or (t, h, w) of a video's.
+        text: tokens of text.
+        inputs: makes a call's arguments, but for what all have.
+        block: path of the block; `layer` that of its self-attention in it.
+        width: configuration that follows from the width of a token.
+        about: for the table.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    heads: int
+    head: int
+    size: tuple[int, ...]
+    text: int
+    inputs: Callable[[Shape], dict[str, Any]]
+    block: str = "transformer_blocks.0"
+    layer: str = "attn"
+    width: Callable[[int], dict[str, Any]] = lambda width: {}
+    about: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return math.prod(self.size)
+
+    @property
+    def dim(self) -> int:
+        return self.heads * self.head
+
+    def build(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The model, seeded random weights, made in `dtype` on `device`."""
+        config = {
+            **self.config,
+            "num_attention_heads": self.heads,
+            "attention_head_dim": self.head,
+            **self.width(self.dim),
+        }
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with device:
+                model: nn.Module = getattr(diffusers, self.model)(**config).eval()
+        finally:
+            torch.set_default_dtype(before)
+        return model.to(dtype)
+
+
+def _flux(shape: Shape) -> dict[str, Any]:
+    h, w = shape.size
+    ids = torch.zeros(h, w, 3)
+    ids[..., 1], ids[..., 2] = torch.arange(h).unsqueeze(1), torch.arange(w)
+    return {
+        "hidden_states": torch.zeros(1, h * w, 64),
+        "img_ids": ids.flatten(0, 1),
+        "txt_ids": torch.zeros(shape.text, 3),
+        "encoder_hidden_states": torch.zeros(1, shape.text, 4096),
+        "pooled_projections": torch.zeros(1, 768),
+    }
+
+
+def _sd3(shape: Shape) -> dict[str, Any]:
+    h, w = shape.size
+    return {
+        "hidden_states": torch.zeros(1, 16, 2 * h, 2 * w),
+        "encoder_hidden_states": torch.zeros(1, shape.text, 4096),
+        "pooled_projections": torch.zeros(1, 2048),
+    }
+
+
+def _wan(shape: Shape) -> dict[str, Any]:
+    t, h, w = shape.size
+    return {
+        "hidden_states": torch.zeros(1, 16, t, 2 * h, 2 * w),
+        "encoder_hidden_states": torch.zeros(1, shape.text, 4096),
+    }
+
+
+# transformer/config.json of the models named, cut to the blocks that are needed
+_SD35 = Shape(
+    "SD3Transformer2DModel",
+    {
+        "sample_size": 128,
+        "patch_size": 2,
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_layers": 2,  # the last block gives no text
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 2048,
+        "qk_norm": "rms_norm",
+        "pos_embed_max_size": 192,
+    },
+    38,
+    64,
+    (64, 64),
+    333,
+    _sd3,
+    width=lambda width: {"caption_projection_dim": width},
+    about="Stable Diffusion 3.5 large at 1024 px",
+)
+_AXES = (16, 56, 56)  # rotary positions of heads of 128
+SHAPES = {
+    "flux": Shape(
+        "FluxTransformer2DModel",
+        {"num_layers": 1, "num_single_layers": 0, "axes_dims_rope": _AXES},
+        24,
+        128,
+        (64, 64),
+        512,
+        _flux,
+        about="FLUX.1 at 1024 px, double block",
+    ),
+    "sd3.5-large": _SD35,
+    "wan": Shape(
+        "WanTransformer3DModel",
+        {"num_layers": 1, "ffn_dim": 8960},
+        12,
+        128,
+        (21, 30, 52),
+        512,
+        _wan,
+        "blocks.0",
+        "attn1",
+        about="Wan 2.1 1.3B, 81 frames at 480p",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -29,14 +163,14 @@ class Case:
     """A model at one size.
 
     Attributes:
-        model: its name in `benchmarks.unets`, or a shape of `benchmarks.shapes`.
+        model: its name in `benchmarks.unets`, or one of SHAPES.
         side: pixels of a UNet's image.
         batch: samples; 2 is one guided image.
         dtype: of weights and inputs.
         repeats: blocks that stand for as many, by their path: models are cut in depth.
     """
 
-    model: str | shapes.Shape
+    model: str | Shape
     side: int = 0
     batch: int = 2
     dtype: torch.dtype = HALF
@@ -74,13 +208,13 @@ class Case:
         return (), named, known
 
 
-_SD35 = shapes.SHAPES["sd3.5-large"]
-_FLUX = shapes.SHAPES["flux"]
-_WAN = shapes.SHAPES["wan"]
+_SD35 = SHAPES["sd3.5-large"]
+_FLUX = SHAPES["flux"]
+_WAN = SHAPES["wan"]
 _VIDEO = "81 frames at 480p"
 
 
-def _cut(shape: shapes.Shape, cut: dict[str, int], batch: int = 1, **repeats: int) -> Case:
+def _cut(shape: Shape, cut: dict[str, int], batch: int = 1, **repeats: int) -> Case:
     """A transformer with a few blocks, as `cut` says, whose second one stands for as many as
     `repeats` says.
     """
@@ -94,41 +228,27 @@ def _cut(shape: shapes.Shape, cut: dict[str, int], batch: int = 1, **repeats: in
 
 
 CASES: dict[str, Case] = {
-    **{f"SD 1.5 at {side}": Case("sd1.5", side) for side in (512, 768, 1024)},
-    **{f"SD 2.1 at {side}": Case("sd2.1", side) for side in (512, 768, 1024)},
-    "SD 2.1 at 768, fp32": Case("sd2.1", 768, dtype=SINGLE),
+    **{f"SD 1.5 at {side}": Case("sd1.5", side) for side in (512, 1024)},
     "SDXL at 1024": Case("sdxl", 1024),
     "SD 3.5 large at 1024": _cut(_SD35, {"num_layers": 3}, 2, transformer_blocks=36),
-    "FLUX.1 at 1024": _cut(
+    "FLUX.1 at 1024, a step of 4": _cut(
         _FLUX,
         {"num_layers": 2, "num_single_layers": 2},
         transformer_blocks=18,
         single_transformer_blocks=37,
     ),
-    f"Wan 2.1 1.3B, {_VIDEO}": _cut(_WAN, {"num_layers": 2}, blocks=29),
+    "FLUX.1 at 2048": _cut(
+        replace(_FLUX, size=(128, 128)),
+        {"num_layers": 2, "num_single_layers": 2},
+        transformer_blocks=18,
+        single_transformer_blocks=37,
+    ),
     f"Wan 2.1 14B, {_VIDEO}": _cut(
         replace(_WAN, heads=40), {"num_layers": 2, "ffn_dim": 13824}, blocks=39
     ),
-}
-# What each row puts on a model. Counts of tokens that tau keeps depend on the picture, so rows of
-# tau are not reckoned.
-_OURS: dict[str, On] = {
-    "unmerged": nullcontext,
-    "default": mame,
-    "keys, a quarter": methods.ours(keep=0.25).on,
-    "keys, a quarter, not corrected": methods.ours(keep=0.25, correct=False).on,
-    "keys, half (nearer)": methods.ours(keep=0.5).on,
-    "keys, an eighth": methods.ours(keep=0.125).on,
-    "keys, a sixteenth (faster)": methods.ours(keep=0.0625).on,
-    "picked keys, a quarter": methods.ours(keep=0.25, weights="pick").on,
-    "whole tokens, five eighths": methods.ours(keep=0.625, merge="qkv").on,
-    "whole tokens, half": methods.ours(keep=0.5, merge="qkv").on,
-    "whole tokens, half, copies": methods.ours(keep=0.5, merge="qkv", detail=False).on,
-    "preset plain, half": methods.ours(keep=0.5, preset="plain").on,
-}
-_RIVALS: dict[str, On] = {
-    "ToDo (every fourth key)": methods.RIVALS["todo 2"].on,
-    "means of 2 x 2 as keys": methods.RIVALS["pool-kv 2x2"].on,
+    "Wan 2.2 14B, 81 frames at 720p": _cut(
+        replace(_WAN, heads=40, size=(21, 45, 80)), {"num_layers": 2, "ffn_dim": 13824}, blocks=39
+    ),
 }
 
 
@@ -147,53 +267,23 @@ def tomesd_row(ratio: float, model: Any) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def unfused(on: On, model: Any) -> Iterator[None]:
-    """Attention by two products and a softmax, as without xFormers before PyTorch 2.0."""
-    before = dict(model.attn_processors)
-    model.set_attn_processor(AttnProcessor())
-    try:
-        with on(model):
-            yield
-    finally:
-        model.set_attn_processor(before)
+SHARES = {"keys, half": 0.5, "keys, a quarter": 0.25, "keys, an eighth": 0.125}
 
 
-def _free(share: float, merge: str) -> On:
-    config = MaMeConfig(keep=share, merge=merge)  # type: ignore[arg-type]
-    return partial(free_on, config=config)
+def rows_of(case: Case, min_tokens: int) -> Mapping[str, On]:
+    """What is reckoned of a case, by the row's name.
 
-
-def rows_of(case: Case) -> Mapping[str, On]:
-    """What is reckoned of a case, by the row's name."""
-    if case.is_unet:
-        return {
-            **_OURS,
-            "tomesd, half": partial(tomesd_row, 0.5),
-            **_RIVALS,
-            "free: a quarter of the keys": _free(0.25, "kv"),
-            "free: half of the tokens": _free(0.5, "qkv"),
-        }
-    assert isinstance(case.model, shapes.Shape)
-    tokens = case.model.tokens
+    Args:
+        min_tokens: from how many tokens on layers merge in the row of the default.
+    """
+    # How many tokens tau keeps depends on the picture, so no row has it.
     return {
-        **_OURS,
-        "tomesd's form, half": methods.tomesd_form(0.5).on,
-        **_RIVALS,
-        "free: a quarter of the keys": lambda model: shapes.FreeKeys(tokens, 0.25),
+        "unmerged": lambda model: nullcontext(),
+        "default": lambda model: mame(model, keep=0.25, min_tokens=min_tokens),
+        **{name: partial(_at_share, keep) for name, keep in SHARES.items()},
+        **({"tomesd, half": partial(tomesd_row, 0.5)} if case.is_unet else {}),
     }
 
 
-# Rows that only published figures are held against, by name. How many tokens tau keeps is not
-# known; half is the least that the paper's partition allows.
-MAME_07, MAME_08 = "its own, tau 0.7 (half)", "its own, tau 0.8 (half)"
-PUBLISHED_ROWS: dict[str, On] = {
-    "unmerged": nullcontext,
-    "unfused": partial(unfused, nullcontext),
-    **{f"tomesd {ratio}": partial(tomesd_row, ratio) for ratio in (0.25, 0.5)},
-    **dict.fromkeys((MAME_07, MAME_08), methods.ours(keep=0.5, preset="plain").on),
-    **{
-        f"unfused, tomesd {ratio}": partial(unfused, partial(tomesd_row, ratio))
-        for ratio in (0.3, 0.5)
-    },
-}
+def _at_share(keep: float, model: Any) -> AbstractContextManager[Any]:
+    return mame(model, keep=keep, min_tokens=1024)

@@ -11,7 +11,7 @@ whole models run at their real size, on any machine and with any build of PyTorc
         work = counted(lambda: model(**inputs))
     print(len(work), sum(one.flops for one in work))
 
-What this can't tell: how fast a kernel is. `mame_sd.core.cards` reckons that.
+What this can't tell: how fast a kernel is. `benchmarks.cards` reckons that.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 import mame_sd
-from mame_sd.core.cards import Card, Work, taken_for
-from mame_sd.core.fused import only
+from benchmarks.cards import Work
 
 CARD = torch.device(
     "cuda", 99
@@ -133,25 +132,15 @@ def _real(value: Any) -> Any:
 
 
 @contextmanager
-def pretended(
-    known: Mapping[int, Tensor] | None = None, card: Card | None = None, kernels: bool = True
-) -> Iterator[None]:
+def pretended(known: Mapping[int, Tensor] | None = None) -> Iterator[None]:
     """For the block, tensors on the meta device say that they lie on a CUDA device.
 
     Args:
         known: values of tensors whose values are read, by the tensor's id.
-        card: which card that is, where code asks; None: an unknown one.
-        kernels: our own run on it; else PyTorch's operations alone.
     """
     # a build of PyTorch without CUDA can't be asked for it
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
-    with (
-        taken_for(str(CARD), card),
-        only(kernels),
-        _Pretended(known or {}),
-        torch.inference_mode(),
-        capturing,
-    ):
+    with _Pretended(known or {}), torch.inference_mode(), capturing:
         yield
 
 
@@ -298,53 +287,14 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
     elif name == "convolution":
         written += 2 * sum(map(_bytes, made)) if args[2] is not None else 0
     flops = _flops(func, name, args, output)
-    if func.namespace == "mame_sd":
-        read, flops = _ours(
-            name, dict(zip((one.name for one in func._schema.arguments), args, strict=False))
-        )
-        written += _bytes(args[0]) if name == "add_lacking" else 0
     launches = _LAUNCHES.get(name, 1)
     if name == "convolution" and args[2] is None:
         launches = 1
     kind = "other"
-    if name in _PRODUCTS or (func.namespace == "mame_sd" and flops):
+    if name in _PRODUCTS:
         kind = "convolution" if name == "convolution" else "product"
     dtype = next((t.dtype for t in given if t.is_floating_point()), torch.float32)
     return Work(name, kind, dtype, read + written, flops, launches)
-
-
-def _ours(name: str, given: dict[str, Any]) -> tuple[int, int]:
-    """Bytes that one of our own kernels reads, and its FLOPs."""
-    moved = {part: _bytes(value) for part, value in given.items()}
-    if "table" in given:  # of which it reads one row
-        moved["table"] //= given["table"].shape[0]
-    for part in ("drawn_key", "drawn_value"):  # of which it reads the sample
-        if part in given:
-            moved[part] = moved[part] * given["sample"] // given[part].shape[2]
-    pairs = (
-        math.prod(given["sizes"][:3]) if "sizes" in given else 0
-    )  # of destinations and sources, in all tiles
-    multiplied = 0
-    if name == "nearest":
-        multiplied = given["x"].shape[0] * given["x"].shape[2] * pairs
-    elif name == "group_means":
-        batch, heads, _, width = given["t"].shape
-        multiplied = batch * heads * width * pairs
-    elif name == "unexplained":
-        multiplied = given["y"].shape[0] * given["y"].shape[2] * pairs
-    elif name == "partial_moments":
-        batch, heads, _, width = given["key"].shape
-        multiplied = (
-            batch * heads * (given["kept"] + given["sample"]) * width * given["value"].shape[3]
-        )
-    elif name == "add_lacking":
-        multiplied = given["query"].numel() * given["output"].shape[3]
-    elif name in ("seen", "restored"):
-        t = given["feature" if name == "seen" else "seen"]
-        multiplied = t.numel() * (
-            given["directions"].shape[1] if name == "seen" else given["y"].shape[2]
-        )
-    return sum(moved.values()), 2 * multiplied
 
 
 def _flops(func: Any, name: str, args: Any, output: Any) -> int:

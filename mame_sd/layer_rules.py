@@ -114,9 +114,9 @@ class LayerRules(Mapping[str, Any]):
         }
 
     def _key(self) -> str:
-        return json.dumps(
-            self.to_dict()
-        )  # later rules go before earlier ones, so their order counts
+        # Later rules go before earlier ones, so their order counts; that of fields doesn't.
+        rules = self.to_dict().items()
+        return json.dumps([(p, r if isinstance(r, bool) else sorted(r.items())) for p, r in rules])
 
 
 def means(pattern: str, layer: str) -> bool:

@@ -19,6 +19,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields as fields_of
 from os import PathLike
 from typing import Any
 
@@ -288,8 +289,10 @@ def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
     names = [name for name in NAMES if name not in ("tau", "keep")]
     taken = {name: arguments.pop(name) for name in names if name in arguments}
     # A bad value is refused before a model is loaded.
+    of = {field.name: field.metadata.get("method") for field in fields_of(MaMeConfig)}
     number = {n: arguments[n] for n in ("tau", "keep") if isinstance(arguments.get(n), int | float)}
-    MaMeConfig.from_dict({**taken, **number})
+    saved_tau = not number and any(of.get(name) == "tokens" for name in taken)
+    MaMeConfig.from_dict({**taken, **number, **({"tau": 0.0} if saved_tau else {})})
     return taken
 
 

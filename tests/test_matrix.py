@@ -9,7 +9,16 @@ import diffusers
 import pytest
 from packaging.version import Version
 
-from tests.matrix import caches, features, newest, tools, transformers, two_denoisers, unets
+from tests.matrix import (
+    backends,
+    caches,
+    features,
+    newest,
+    tools,
+    transformers,
+    two_denoisers,
+    unets,
+)
 from tests.matrix.checks import check_absent, check_row
 from tests.matrix.rows import Absent, Check, Row
 from tests.matrix.table import page
@@ -71,6 +80,11 @@ def test_the_page_is_current() -> None:
         encoding="utf-8"
     )
     assert committed == page(), "run: python -m tests.matrix > docs/compatibility.md"
+
+
+@pytest.mark.parametrize("pair", backends.PAIRS, ids=lambda pair: pair.name)
+def test_backend(pair: backends.Pair) -> None:
+    backends.check(pair)
 
 
 def test_names_are_told_apart() -> None:

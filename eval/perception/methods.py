@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.known_encoders import find_encoder
-from mame_sd.perception.settings import EVERY, LEFT, SCHEDULES, chosen_blocks
+from mame_sd.perception.settings import EVERY, LEFT, SCHEDULES
 from mame_sd.runs.methods import NotApplicable
 
 from .rivals import counted, embedding_of, on_fewer_frames, on_smaller_images, rival_on
@@ -32,8 +32,6 @@ BLOCKS: dict[
     "first": lambda depth: tuple(range(max(1, round(depth * 2 / 3)))),  # the paper's first 8 of 12
     "all": lambda depth: tuple(range(depth)),
     "quarters": quarters,
-    "second": lambda depth: chosen_blocks(None, depth, EVERY),  # our default's
-    "third-one": lambda depth: chosen_blocks(None, depth, 3),
 }
 
 

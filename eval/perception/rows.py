@@ -66,18 +66,6 @@ _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # all but what is named as
     ("sizes", {"prop_attn": True}),
     ("restored", {"restore": True}),
 )
-_VARIED: tuple[tuple[str, dict[str, Any]], ...] = (  # all but what is named as in our default
-    ("no-sizes", {"prop_attn": False}),
-    ("constant", {"schedule": "constant"}),
-    ("restored", {"restore": True}),
-)
-_SPREAD: tuple[
-    tuple[str, str, tuple[float, float]], ...
-] = (  # shares of equal FLOPs: .45 and .32 of the unmerged model's of 12 blocks
-    ("all", "in every block", (0.86, 0.79)),
-    ("second", "in every second block", (0.765, 0.66)),  # the first of them is our default's
-    ("third-one", "in every third block", (0.695, 0.57)),
-)
 _TAUS = (0.6, 0.7, 0.8, 0.9)
 _DEPTHS = {
     "third": "first third of the blocks",
@@ -181,7 +169,7 @@ def beside_rivals(*names: str, rivals: Sequence[str] = PICTURES) -> list[Row]:
 
 
 def ablation() -> list[Row]:
-    """The paper's ablations, and those of what ours has beyond it."""
+    """The paper's ablations."""
     rows = [row_named(BASELINE), row_named("mame-0.8")]
     for name, fields in _ABLATED:
         label = f"τ 0.8, {name.replace('-', ' ', 1)}"
@@ -191,20 +179,6 @@ def ablation() -> list[Row]:
             _mame(f"mame-{where}-{tau:g}", f"τ {tau:g}, {words}", where, {"tau": tau})
             for tau in _TAUS
         ]
-    rows += [row_named(f"default-{keep:g}") for keep in (0.9, 0.8, 0.7, 0.65, 0.6, 0.55)]
-    for where, words, keeps in _SPREAD:
-        for keep in keeps:
-            rows.append(
-                _mame(
-                    f"default-{where}-{keep:g}",
-                    f"equal shares {words}, keep {keep:g}",
-                    where,
-                    {"keep": keep, "schedule": "constant"},
-                )
-            )
-    for name, fields in _VARIED:
-        label = f"default, keep 0.65, {name.replace('-', ' ', 1)}"
-        rows.append(_mame(f"default-0.65-{name}", label, None, {"keep": 0.65, **fields}))
     return rows
 
 
@@ -325,10 +299,7 @@ SUITES: dict[str, tuple[str, list[Row]]] = {
         ],
     ),
     "ablation": (
-        (
-            "The paper's ablations at tau .8, tau times number of blocks, and our default at equal"
-            " tokens (keep .65), equal shares in more or fewer blocks at equal FLOPs."
-        ),
+        ("The paper's ablations at tau .8, and tau times number of blocks."),
         ablation(),
     ),
     "trained": (

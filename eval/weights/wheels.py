@@ -1,5 +1,5 @@
-"""Trained transformers that packages carry: a language model as GGUF, a DINOv2-S with a saliency
-head as ONNX.
+"""Trained networks that packages carry: a language model as GGUF, a DINOv2-S with a saliency head
+and a diffusion UNet as ONNX.
 """
 
 from __future__ import annotations
@@ -7,8 +7,10 @@ from __future__ import annotations
 import re
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from mame_sd.errors import UserError
 
@@ -38,22 +40,14 @@ def read_dinov2_onnx(path: Path, member: str) -> Tensors:
     Raises:
         UserError: the file can't be read, or the package onnx is missing.
     """
-    try:
-        import onnx
-        from onnx import numpy_helper
-    except ImportError as error:
-        raise UserError(
-            f"expected the package onnx to read {path.name}; pip install mame-sd[pretrained]"
-        ) from error
 
     def read() -> Tensors:
-        graph = onnx.load_model_from_string(wheel_file(path, member)).graph
-        readers = {name: node for node in graph.node for name in node.input}
+        nodes, constants = _onnx_graph(path, member)
+        readers = {name: node for node in nodes for name in node.input}
         found: Tensors = {}
-        for constant in graph.initializer:
-            value = torch.from_numpy(numpy_helper.to_array(constant).copy())
-            node = readers[constant.name]
-            name = constant.name
+        for constant, value in constants.items():
+            node = readers[constant]
+            name = constant
             if name.startswith("onnx::") and (layer := _LAYER.fullmatch(node.name)):
                 part = layer[2].replace("/", ".")
                 name, value = (
@@ -68,3 +62,55 @@ def read_dinov2_onnx(path: Path, member: str) -> Tensors:
         return found
 
     return readable(path, read)
+
+
+def read_terrain_onnx(path: Path, member: str) -> Tensors:
+    """Tensors of the exported UNet `member` inside a wheel, named as guided-diffusion's UNets are.
+
+    The export wrote each group norm as an instance norm, a Mul and an Add. Their constants have no
+    names; they belong to the layer of the next convolution, as `norm.` before one of `qkv`, and as
+    the first of its list of layers elsewhere.
+
+    Raises:
+        UserError: the file can't be read, or the package onnx is missing.
+    """
+
+    def read() -> Tensors:
+        nodes, constants = _onnx_graph(path, member)
+        found = {
+            name.removeprefix("network."): value
+            for name, value in constants.items()
+            if name.startswith("network.")
+        }
+        affine: list[Tensor] = []
+        for node in nodes:
+            if node.op_type in ("Mul", "Add") and node.input[1] in constants:
+                value = constants[node.input[1]]
+                if value.ndim == 3:  # [C, 1, 1]
+                    affine.append(value.flatten())
+            elif node.op_type == "Conv" and affine:
+                layer = node.input[1].removeprefix("network.").removesuffix(".weight")
+                outer, _, last = layer.rpartition(".")
+                name = f"{outer}.norm" if last == "qkv" else f"{outer}.0"
+                found[f"{name}.weight"], found[f"{name}.bias"] = affine
+                affine = []
+        return found
+
+    return readable(path, read)
+
+
+def _onnx_graph(path: Path, member: str) -> tuple[list[Any], Tensors]:
+    """Nodes, and constants by name, of the exported network `member` inside a wheel."""
+    try:
+        import onnx
+        from onnx import numpy_helper
+    except ImportError as error:
+        raise UserError(
+            f"expected the package onnx to read {path.name}; pip install mame-sd[pretrained]"
+        ) from error
+    graph = onnx.load_model_from_string(wheel_file(path, member)).graph
+    constants = {
+        constant.name: torch.from_numpy(numpy_helper.to_array(constant).copy())
+        for constant in graph.initializer
+    }
+    return list(graph.node), constants

@@ -185,6 +185,7 @@ class _Work:
         self.forwards: WeakKeyDictionary[Cache, _Forward] = WeakKeyDictionary()
         self.hooks: list[Any] = []
         self.live = True
+        self.used = False  # whether a forward ran here
         self.ran = self.elsewhere = 0  # forwards of several tokens, here and in other threads
 
     def install(self) -> None:
@@ -208,7 +209,7 @@ class _Work:
                 " no layer was: give them use_cache=True and a DynamicCache, or leave out"
                 " merge_cache"
             )
-        if self.elsewhere:
+        if self.elsewhere and not self.used:
             raise NothingMergedError(
                 "expected forwards to compress the cache, but all ran in threads that didn't enter"
                 " merge_cache: enter it there, or start them by contextvars.copy_context().run"
@@ -245,6 +246,7 @@ class _Work:
         if not self._acts():
             self.elsewhere += first
             return
+        self.used = True
         if not self.handle.compressing:
             return
         layer = None if cache is None else _checked(cache, module.layer_idx)

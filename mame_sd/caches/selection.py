@@ -95,7 +95,7 @@ class Selection:
             prices.append(gain.new_full((gain.shape[1],), price_of(view)))
         gains, order = torch.cat(curves, 1).sort(dim=1, descending=True, stable=True)
         spent = torch.cat(prices).double()[order].cumsum(1)
-        total = keep * sum(view.counts().cpu() * full_price_of(view) for view in views)
+        total = keep * torch.stack([v.counts().cpu() * full_price_of(v) for v in views]).sum(0)
         stays = ((spent <= total.unsqueeze(1)) | (gains == torch.inf)) & (gains >= 0)
         picked = torch.zeros_like(stays).scatter(1, order, stays)
         return torch.stack([p.sum(1) for p in picked.split([c.shape[1] for c in curves], 1)])

@@ -29,7 +29,6 @@ from mame_sd.captions.on_model import block, clear
 from mame_sd.captions.towers import KNOWN, PARTS, REFUSED, name_of, reader_in
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import remove_encoder
-from mame_sd.perception.settings import is_paper
 from mame_sd.upstream import require_captioner
 
 
@@ -45,8 +44,8 @@ def apply_captioner(
     """Merges the visual tokens of a LLaVA, until `remove_captioner`.
 
     By default those that are farthest from one another stay, and the others join the nearest of
-    them (`mame_sd.captions.farthest`). The tower runs whole. With `blocks`, and with
-    `preset="plain"`, tokens merge in the tower's blocks, as in a vision transformer.
+    them (`mame_sd.captions.farthest`). The tower runs whole. With `blocks` tokens merge in
+    the tower's blocks, as in a vision transformer.
 
     Args:
         target: a model that holds one LLaVA, LLaVA-NeXT, Qwen2-VL or Qwen2.5-VL.
@@ -86,7 +85,7 @@ def apply_captioner(
     ((model, name),) = found
     require_captioner(model, PARTS[name])
     images: MergeInTower | MergeAfterTower
-    if blocks is None and not is_paper(config, fields):
+    if blocks is None:
         images = MergeAfterTower(model, config, prop_attn, schedule, fields)
     else:
         images = MergeInTower(model, config, blocks, prop_attn, schedule, fields)

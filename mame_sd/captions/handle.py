@@ -180,8 +180,6 @@ class MergeAfterTower:
         if {"keep", "tau"} & {*fields}:
             given = {name: value for name, value in given.items() if name not in ("keep", "tau")}
         asked = {**given, **fields}
-        if asked.get("preset") == "default":
-            del asked["preset"]
         _check_alone({name: one for name, one in asked.items() if name not in ("keep", "tau")})
         if {"keep", "tau"} & {*asked}:
             self.config = MaMeConfig.from_dict(asked)

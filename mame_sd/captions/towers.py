@@ -82,8 +82,8 @@ def layer_of(model: Any) -> int:
     """
     if name_of(model) in QWEN:
         raise ValueError(
-            f"blocks: expected tokens of {name_of(model)} to merge behind its tower, got blocks or"
-            f" preset='plain': {_TURNED}; leave them out"
+            f"blocks: expected tokens of {name_of(model)} to merge behind its tower, got blocks:"
+            f" {_TURNED}; leave them out"
         )
     layer = model.config.vision_feature_layer
     if not isinstance(layer, int):

@@ -178,7 +178,7 @@ def merge_keys(
                 )
             )
             sizes.append(found.sizes)
-            columns.append((end, grid.start, found.kept))
+            columns.append((end, grid.start, found))
             groups.append(found)
             end = every.stop
         if end < k.shape[2]:
@@ -246,13 +246,13 @@ def _count(grid: Grid) -> int:
     return torch.Size(grid.size).numel()
 
 
-def _columns(columns: Sequence[tuple[int, int, Tensor]], end: int, length: int) -> Tensor:
+def _columns(columns: Sequence[tuple[int, int, Groups]], end: int, length: int) -> Tensor:
     """The positions [B, K] among all keys that the kept ones stand at."""
-    batch = columns[0][2].shape[0]
-    every = torch.arange(length, device=columns[0][2].device).expand(batch, -1)
+    row = columns[0][2].row
+    every = torch.arange(length, device=row.device).expand(len(row), -1)
     parts = []
-    for before, start, kept in columns:
-        parts += [every[:, before:start], kept + start]
+    for before, start, groups in columns:
+        parts += [every[:, before:start], groups.kept + start]
     return torch.cat([*parts, every[:, end:]], 1)
 
 

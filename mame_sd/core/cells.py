@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,10 @@ class Cells:
         slot: LongTensor [L], the slot of each token.
         dst: LongTensor [draws, T * m], the slots of the destinations in each draw, tile by tile.
         queries: LongTensor [draws, n], positions of tokens, spread evenly and in random order.
+        number: LongTensor [T * m], the number of each destination in its tile.
         tiles, width, m: T, P and m.
+        tokens: L, how many tokens the grid has.
+        kept: M = T * m, how many destinations there are.
     """
 
     order: Tensor
@@ -42,19 +44,12 @@ class Cells:
     slot: Tensor
     dst: Tensor
     queries: Tensor
+    number: Tensor
     tiles: int
     width: int
     m: int
-
-    @property
-    def tokens(self) -> int:
-        """L, how many tokens the grid has."""
-        return int(self.slot.shape[0])
-
-    @property
-    def kept(self) -> int:
-        """M, how many destinations there are."""
-        return int(self.dst.shape[1])
+    tokens: int
+    kept: int
 
 
 def cells_of(
@@ -75,10 +70,17 @@ def cells_of(
             destinations are the first tokens of their cells.
         device: where the index tensors live.
     """
-    key = (tuple(int(side) for side in size), float(keep), tile_size, seed, str(device))
+    how = float(keep), tile_size, seed, str(device)
     if torch.compiler.is_compiling():
-        return Cells(*getattr(_Compiled, _attribute(*key)))
-    return _made(*key)
+        return Cells(*getattr(_Compiled, _attribute(*how, *map(_known, size))))
+    return _made(tuple(int(side) for side in size), *how)
+
+
+def _known(side: int) -> int:
+    """`side` as a plain number of the graph that is compiled for it, where torch.compile has taken
+    it for one of many: a list so long makes dynamo look at the number itself.
+    """
+    return len([0] * side)
 
 
 def share_of(size: tuple[int, ...], keep: float, tile_size: int = 16) -> float:
@@ -106,11 +108,12 @@ class _Compiled:
 
 
 @torch.compiler.assume_constant_result
-def _attribute(*key: Any) -> str:
-    """The attribute of `_Compiled` that holds the cells of `key`."""
+def _attribute(keep: float, tile_size: int, seed: int | None, device: str, *size: int) -> str:
+    """The attribute of `_Compiled` that holds these cells."""
+    key = keep, tile_size, seed, device, *size
     name = "_".join(["cells", *map(str, key)]).replace(".", "_")  # a dot would be a path to Dynamo
     if not hasattr(_Compiled, name):
-        made = _made(*key)
+        made = _made(size, keep, tile_size, seed, device)
         setattr(_Compiled, name, tuple(getattr(made, f.name) for f in fields(made)))
     return name
 
@@ -162,7 +165,7 @@ def _cut(size: tuple[int, ...], keep: float, tile_size: int, seed: int | None) -
     to_own = _own_order(size)
     return Cells(
         to_own[order], pad if bool(pad.any()) else None, slot[_inverse(to_own)], dst,
-        to_own[queries], count, width, m,
+        to_own[queries], torch.arange(m).repeat(count), count, width, m, rows * columns, count * m,
     )  # fmt: skip
 
 

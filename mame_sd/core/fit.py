@@ -34,16 +34,14 @@ def fitted_values(
         V'' [B, H, K, D], differentiable in all three tensors.
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
-    shape, m = values.shape, weights.shape[-2]
+    shape = values.shape
     weights, values, exact = (t.to(dtype).flatten(0, 1) for t in (weights, values, exact))
     merged = weights[..., first:last]
     lacking = torch.baddbmm(exact, weights, values, alpha=-1)
     gram = torch.bmm(merged, merged.transpose(1, 2))
-    diagonal = gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True).unsqueeze(-1)
+    diagonal = gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
     # The least number keeps a head that sees none of the merged keys away from 0 / 0.
-    gram = gram + torch.eye(m, dtype=dtype, device=gram.device) * (
-        ridge * diagonal + torch.finfo(dtype).tiny ** 0.5
-    )
+    gram.diagonal(dim1=-2, dim2=-1).add_(ridge * diagonal + torch.finfo(dtype).tiny ** 0.5)
     factor, _ = torch.linalg.cholesky_ex(gram)  # checks nothing: that would wait for the device
     half = torch.linalg.solve_triangular(factor, lacking, upper=False)
     solved = torch.linalg.solve_triangular(factor.transpose(1, 2), half, upper=True)

@@ -45,8 +45,7 @@ class Groups:
         """[B * T, m, P], 1 where the token of a slot belongs to a destination."""
         if self._members is None:
             rows = self.row.view(-1, 1, self.cells.width)
-            numbers = torch.arange(self.cells.m, device=rows.device).view(-1, 1)
-            self._members = (rows == numbers).to(self._dtype)
+            self._members = (rows == self.cells.number[: self.cells.m, None]).to(self._dtype)
         return self._members
 
     @property
@@ -154,8 +153,7 @@ def group_tokens(
     )
     best, row = nearness.max(1)
     row = row.view(len(slots), cells.tiles * cells.width)
-    numbers = torch.arange(cells.m, device=row.device).repeat(cells.tiles)
-    row = row.index_copy(1, dst, numbers.expand(len(slots), -1))
+    row = row.index_copy(1, dst, cells.number.expand(len(slots), -1))
     if cells.pad is not None:
         row = row.masked_fill(cells.pad, -1)
     staying = row[:, :0]
@@ -164,7 +162,7 @@ def group_tokens(
         far = far.index_fill(1, dst, -torch.inf)
         if cells.pad is not None:
             far = far.masked_fill(cells.pad, -torch.inf)
-        staying = far.topk(stay).indices.sort(1).values
+        staying = far.topk(stay).indices
         row = row.scatter(1, staying, -1)
     if place is not None:
         row, staying = row.index_select(0, place), staying.index_select(0, place)

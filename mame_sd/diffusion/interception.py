@@ -30,6 +30,7 @@ _SDPA = torch._C._nn.scaled_dot_product_attention  # whatever else is put in its
 # Backends of the dispatcher whose kernels take numbers to be added to the logits. For all others
 # groups go uncounted, and the fit makes up for it.
 _TAKES_BIAS = {"native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers"}
+UNCOUNTED = ", which takes no sizes of groups: their values make up for it"
 _running = threading.local()
 
 
@@ -92,11 +93,14 @@ class MergeJob:
         else:
             return None
         scale = self.scale if self.scale is not None else call.get("scale")
+        given = call.get("attn_mask")
         self.merged = merge_keys(
-            q, k, v, grids, self.how, call.get("attn_mask"), scale, self.draw, self.leader,
+            q, k, v, grids, self.how, given, scale, self.draw, self.leader,
             first_query=first, recall=self.recall, counted=bias,
         )  # fmt: skip
-        mask = self.merged.bias if bias or call.get("attn_mask") is not None else None
+        mask = self.merged.bias if bias or given is not None else None
+        if mask is not None and not bias and given is not None and given.dtype == torch.bool:
+            mask = mask == 0  # as it came
         changes = {"key": self.merged.key, "value": self.merged.value, "attn_mask": mask}
         return {**call, **changes, **({} if scale is None else {"scale": scale})}
 
@@ -154,17 +158,24 @@ def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(backend)
     def watched(**call: Any) -> Any:
         job = None if torch.compiler.is_compiling() else getattr(_running, "job", None)
-        if job is None or getattr(_running, "inside", False):
+        mask = call.get("attn_mask")
+        other = mask is not None and not isinstance(mask, Tensor)  # such as flex's BlockMask
+        if job is None or other or getattr(_running, "inside", False):
             return backend(**call)
+        if mask is not None and mask.dim() == 2:  # [B, N], as the dispatcher has it
+            mask = mask[:, None, None]
         _running.inside = True
         try:
             heads_first = {n: call[n].transpose(1, 2) for n in ("query", "key", "value")}
-            changed = job.merge({**call, **heads_first}, bias=name in _TAKES_BIAS)
+            counted = name in _TAKES_BIAS
+            changed = job.merge({**call, **heads_first, "attn_mask": mask}, bias=counted)
             if changed is None:
                 return backend(**call)
             job.kernel = name
+            job.note = f"attention by {name}" + ("" if counted else UNCOUNTED)
             merged = {n: changed[n].transpose(1, 2).contiguous() for n in ("key", "value")}
-            return backend(**{**changed, **merged, "query": call["query"]})
+            taken = {n: v for n, v in changed.items() if n in call or v is not None}
+            return backend(**{**taken, **merged, "query": call["query"]})
         finally:
             _running.inside = False
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,7 +129,8 @@ class Measured:
         """Multiply-adds of a block from n patches to m."""
         tokens, left = n + self.special, m + self.special
         cost = self.costs[number]
-        compared = (n // 2) * (n - n // 2) * cost.width * (m < n)
+        # Destinations are compared with all tokens, and a matrix of ones makes the means.
+        compared = np.minimum(m, n // 2) * n * 2 * cost.width * (m < n)
         work: np.ndarray = cost.of(tokens, tokens * tokens, left) + compared  # type: ignore[arg-type]
         return work
 
@@ -190,28 +191,12 @@ class Measured:
         return course[::-1]
 
 
-class Merging(Protocol):
-    """What is needed of an `EncoderHandle`."""
-
-    def install(self) -> None:
-        """Puts merging on the model."""
-
-    def remove(self) -> None:
-        """Takes it off."""
-
-    def capture(self, on: bool = True) -> None:
-        """Keeps plans, by which tokens are restored."""
-
-    def restore(self, features: Tensor, block: int | None = None) -> Tensor:
-        """All tokens [B, L, C] of features [B, L', C]."""
-
-
 @torch.no_grad()
 def errors_alone(
     blocks: int,
     images: Tensor | Iterable[Tensor],
     run: Run,
-    alone: Callable[[int, float], Merging],
+    alone: Callable[[int, float], Any],
 ) -> tuple[tuple[float, ...], ...]:
     """The relative squared error of the model's outputs where one block alone merges: by block, in
     the order of SHARES.

@@ -80,12 +80,8 @@ class BlockCost:
 
 
 def left_of(costs: Sequence[BlockCost], kept: Mapping[int, float], patches: int) -> float:
-    """About the share of a model's multiply-adds that is left, reckoned before an image is seen.
-
-    Args:
-        costs: of every block.
-        kept: the share of its tokens that each block that merges keeps, by number.
-        patches: of an image.
+    """About the share of a model's multiply-adds that is left of an image of so many patches, where
+    blocks keep the shares `kept` of their tokens, by number.
     """
     left, works = patches, []
     for number, cost in enumerate(costs):
@@ -116,11 +112,9 @@ def around_blocks(
     pooling, its own head.
 
     Args:
-        model: the vision transformer.
-        blocks: its blocks.
+        model, blocks: the vision transformer and its blocks.
         places: by path, at how many places its convolutions compute.
-        before: tokens before the first block.
-        after: tokens after the last.
+        before, after: tokens before the first block and after the last.
     """
     inside = {part for block in blocks for part in block.modules()}
     linear = set(linear_layers(model))

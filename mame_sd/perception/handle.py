@@ -139,10 +139,12 @@ class EncoderHandle:
         if self._has_keys:
             for number in chosen:
                 self._follow(modules[number], known.keys or "", KeysHook(self._merged[number]))
-        paths = _before_blocks(self.encoder, modules[0])
-        self._clips = bool(paths) and isinstance(self.encoder.get_submodule(paths[-1]), nn.Conv3d)
+        paths, patches = _convolutions(self.encoder, modules)
+        self._clips = patches is not None and isinstance(
+            self.encoder.get_submodule(patches), nn.Conv3d
+        )
         for path in paths:
-            self._follow(self.encoder, path, GridHook(shared, path, path == paths[-1]))
+            self._follow(self.encoder, path, GridHook(shared, path, path == patches))
         output = known.output or names[modules[-1]][len(names[self.encoder]) :].lstrip(".")
         self._follow(self.encoder, output, NoteHook(shared))
         if restore and not known.dense:
@@ -376,18 +378,10 @@ class EncoderHandle:
         return self._shared.special
 
     def kept(self, blocks: int, samples: int, tokens: int, device: torch.device) -> Tensor:
-        """LongTensor [B, L']: places of the tokens that are left after the first blocks.
+        """LongTensor [B, L']: places of the tokens that are left of `samples` after the first
+        `blocks` in the latest forward, in its order. A merged token has its destination's place.
 
-        They are of the latest forward and in its order. A merged token has its destination's place.
-
-        Args:
-            blocks: how many blocks.
-            samples: B.
-            tokens: L', special tokens included.
-            device: of the result.
-
-        Raises:
-            RuntimeError: no forward has run since `capture`.
+        Raises RuntimeError where no forward has run since `capture`.
         """
         place: Tensor | None = None
         for _, plan in (one for one in self._captured() if self.active and one[0] < blocks):
@@ -482,12 +476,16 @@ def _has_mask(known: Encoder, block: nn.Module) -> bool:
     return known.attend is not None or known.mask in inspect.signature(attention.forward).parameters
 
 
-def _before_blocks(model: nn.Module, block: nn.Module) -> list[str]:
-    """Paths of the convolutions of `model` before its first block; the last cuts patches."""
-    paths = []
+def _convolutions(model: nn.Module, blocks: list[nn.Module]) -> tuple[list[str], str | None]:
+    """Paths of the convolutions of `model` outside of its blocks, and of that which cuts patches:
+    the last one before the blocks, else the first.
+    """
+    inside = {part for block in blocks for part in block.modules()}
+    paths: list[str] = []
+    patches: str | None = None
     for path, module in model.named_modules():
-        if module is block:
-            break
-        if isinstance(module, nn.Conv2d | nn.Conv3d):
+        if module is blocks[0] and paths:
+            patches = paths[-1]
+        elif isinstance(module, nn.Conv2d | nn.Conv3d) and module not in inside:
             paths.append(path)
-    return paths
+    return paths, patches or next(iter(paths), None)

@@ -77,7 +77,7 @@ class EndHook(Hook):
     """After the model's forward, or what it raised."""
 
     def put(self, module: nn.Module) -> None:
-        module.register_forward_hook(self, always_call=True)  # type: ignore[arg-type]
+        module.register_forward_hook(self, always_call=True)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self.shared.now.unmasked = False
@@ -148,7 +148,7 @@ class Follow(Hook):
         self.child: nn.Module | None = None
 
     def put(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self)  # type: ignore[arg-type]
+        module.register_forward_pre_hook(self)
         self._move(module.get_submodule(self.name))
 
     def take(self, module: nn.Module) -> None:

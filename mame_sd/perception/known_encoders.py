@@ -93,6 +93,7 @@ _ROTARY = (
     "positions turn its queries and keys inside attention, and a merged token has no single"
     " position"
 )
+_DECODER = "its decoder needs every token; apply to its encoder, model.{}, alone"
 _DENSE = "its output puts every token at its place in the image"
 _PYRAMID = (
     "its stages fold tokens by their places in the image and blend them by convolutions, which"
@@ -100,36 +101,20 @@ _PYRAMID = (
 )
 _DIVIDED = "its attention takes frames and places apart, which needs every token at its place"
 REFUSED = {
-    **dict.fromkeys(
-        (
-            *(
-                "SwinModel",
-                "SwinBackbone",
-                "Swinv2Model",
-                "Swinv2Backbone",
-                "MaskFormerSwinModel",
-                "DonutSwinModel",
-            ),
-            *("SwinTransformer", "SwinTransformerV2", "SwinTransformerV2Cr"),
-        ),
-        _WINDOWS,
-    ),
-    **dict.fromkeys(
-        ("BeitModel", "BeitBackbone", "Data2VecVisionModel", "Beit", "VisionTransformerRelPos"),
-        _BIAS,
-    ),
-    **dict.fromkeys(("DINOv3ViTModel", "DINOv3ViTBackbone", "Eva", "PixtralVisionModel"), _ROTARY),
-    **dict.fromkeys(("ViTForMaskedImageModeling", "DeiTForMaskedImageModeling"), _DENSE),
-    "ViTMAEForPreTraining": "its decoder needs every token; apply to its encoder, model.vit, alone",
-    "VideoMAEForPreTraining": (
-        "its decoder needs every token; apply to its encoder, model.videomae, alone"
-    ),
-    **dict.fromkeys(
-        ("SegformerModel", "SegformerEncoder", "PvtModel", "PvtV2Model", "GLPNModel"), _PYRAMID
-    ),
-    **dict.fromkeys(("Mask2FormerSwinModel", "HieraModel", "HieraBackbone"), _WINDOWS),
-    **dict.fromkeys(("TimesformerModel",), _DIVIDED),
-    "VJEPA2Model": _ROTARY,
+    name: reason
+    for names, reason in (
+        ("SwinModel SwinBackbone Swinv2Model Swinv2Backbone MaskFormerSwinModel", _WINDOWS),
+        ("DonutSwinModel Mask2FormerSwinModel HieraModel HieraBackbone", _WINDOWS),
+        ("SwinTransformer SwinTransformerV2 SwinTransformerV2Cr", _WINDOWS),
+        ("BeitModel BeitBackbone Data2VecVisionModel Beit VisionTransformerRelPos", _BIAS),
+        ("DINOv3ViTModel DINOv3ViTBackbone Eva PixtralVisionModel VJEPA2Model", _ROTARY),
+        ("ViTForMaskedImageModeling DeiTForMaskedImageModeling", _DENSE),
+        ("ViTMAEForPreTraining", _DECODER.format("vit")),
+        ("VideoMAEForPreTraining", _DECODER.format("videomae")),
+        ("SegformerModel SegformerEncoder PvtModel PvtV2Model GLPNModel", _PYRAMID),
+        ("TimesformerModel", _DIVIDED),
+    )
+    for name in names.split()
 }
 _ENCODERS: list[Encoder] = []
 
@@ -226,18 +211,11 @@ def _below(path: str, outer: str) -> bool:
 
 # Models whose heads take a mean over tokens: by default they are given all tokens back, so that it
 # counts what each stands for.
-MEANS = frozenset(
-    f"{kind}For{task}Classification"
-    for kind, task in (
-        *(
-            ("Dinov2", "Image"),
-            ("Dinov2WithRegisters", "Image"),
-            ("Siglip", "Image"),
-            ("Siglip2", "Image"),
-        ),
-        *(("CLIP", "Image"), ("VideoMAE", "Video")),
-    )
-)
+MEANS = {
+    *("Dinov2ForImageClassification", "Dinov2WithRegistersForImageClassification"),
+    *("SiglipForImageClassification", "Siglip2ForImageClassification"),
+    *("CLIPForImageClassification", "VideoMAEForVideoClassification"),
+}
 
 
 def takes_mean(target: nn.Module) -> bool:
@@ -276,92 +254,73 @@ def _prefix(model: Any) -> int:
 
 def _vit(kind: str, special: int, grid: bool = True) -> None:
     """Models of transformers that are laid out as its ViT."""
-    models, block, norms = (
-        (f"{kind}Model",),
-        f"{kind}Layer",
-        ("layernorm_before", "layernorm_after"),
-    )
-    attention, mlp = (norms[0], "attention", "dropout"), (norms[1], "mlp", "dropout")
-    first = (
-        (norms[0], "attention"),
-        (norms[1], "intermediate", "output.dense", "output.dropout"),
-    )  # transformers 5.0
-    common: dict[str, Any] = {
-        "special": special,
-        "output": "layernorm",
-        "grid": grid,
-        "adds_mask": True,
-    }
-    register_encoder(Encoder(kind, models, block, *first, keys="attention.attention.key", **common))
-    register_encoder(
-        Encoder(kind, models, block, attention, mlp, keys="attention.k_proj", **common)
-    )
+    first, second = "layernorm_before", "layernorm_after"
+    after = ("intermediate", "output.dense", "output.dropout")
+    for attention, mlp, keys in (
+        ((first, "attention"), (second, *after), "attention.attention.key"),  # transformers 5.0
+        ((first, "attention", "dropout"), (second, "mlp", "dropout"), "attention.k_proj"),
+    ):
+        named = kind, (f"{kind}Model",), f"{kind}Layer", attention, mlp, special, keys
+        register_encoder(Encoder(*named, output="layernorm", grid=grid, adds_mask=True))
 
 
-def _older(kind: str, special: int, **more: Any) -> None:
+def _older(kind: str, model: str, special: int, dense: bool = False) -> None:
     """Models in the layout that ViT had: an intermediate layer, and an output that adds its input
     itself.
     """
-    attention, mlp = (
-        ("layernorm_before", "attention"),
-        ("layernorm_after", "intermediate", "output.dense", "output.dropout"),
+    register_encoder(
+        Encoder(
+            kind,
+            (model,),
+            f"{kind}Layer",
+            attention=("layernorm_before", "attention"),
+            mlp=("layernorm_after", "intermediate", "output.dense", "output.dropout"),
+            special=special,
+            keys="attention.attention.key",
+            adds_mask=True,
+            attend=masked,
+            dense=dense,
+        )
     )
-    common: dict[str, Any] = {
-        "keys": "attention.attention.key",
-        "adds_mask": True,
-        "attend": masked,
-        **more,
-    }
-    named: dict[str, Any] = {"models": (f"{kind}Model",), "block": f"{kind}Layer", **common}
-    register_encoder(Encoder(kind, attention=attention, mlp=mlp, special=special, **named))
 
 
 def _dino(kind: str, special: int | Callable[[Any], int]) -> None:
     """DINOv2: a scale at the end of each branch."""
     attention = ("norm1", "attention", "layer_scale1", "drop_path")
     mlp = ("norm2", "mlp", "layer_scale2", "drop_path")
-    models, block, keys = (f"{kind}Model",), f"{kind}Layer", "attention.k_proj"
-    register_encoder(
-        Encoder(
-            kind, models, block, attention, mlp, special, keys, output="layernorm", adds_mask=True
-        )
-    )
-    backbone = (f"{kind}Backbone",)
-    register_encoder(
-        Encoder(kind, backbone, block, attention, mlp, special, keys, adds_mask=True, dense=True)
-    )
+    block: dict[str, Any] = {"block": f"{kind}Layer", "attention": attention, "mlp": mlp}
+    block |= {"special": special, "keys": "attention.k_proj", "adds_mask": True}
+    register_encoder(Encoder(kind, (f"{kind}Model",), output="layernorm", **block))
+    register_encoder(Encoder(kind, (f"{kind}Backbone",), dense=True, **block))
 
 
 def _clip(kind: str, special: int, output: str | None) -> None:
     """The image halves of CLIP and its kin, whose text halves have blocks of the same class."""
-    models, block = (f"{kind}VisionModel", f"{kind}VisionTransformer"), f"{kind}EncoderLayer"
-    attention, mlp = ("layer_norm1", "self_attn"), ("layer_norm2", "mlp")
-    register_encoder(
-        Encoder(
-            kind, models, block, attention, mlp, special, "self_attn.k_proj", output, adds_mask=True
-        )
-    )
+    models = (f"{kind}VisionModel", f"{kind}VisionTransformer")
+    branches = ("layer_norm1", "self_attn"), ("layer_norm2", "mlp")
+    named = kind, models, f"{kind}EncoderLayer", *branches, special, "self_attn.k_proj", output
+    register_encoder(Encoder(*named, adds_mask=True))
 
 
 _vit("ViT", special=1)
 _vit("DeiT", special=2)
 _vit("ViTMAE", special=1, grid=False)  # shuffled
 _vit("Vivit", special=1)
-_older("VideoMAE", special=0)
-_older("DPTViT", special=1, models=("DPTModel",), block="DPTViTLayer", dense=True)
+_older("VideoMAE", "VideoMAEModel", special=0)
+_older("DPTViT", "DPTModel", special=1, dense=True)
 _dino("Dinov2", special=1)
 _dino("Dinov2WithRegisters", special=_registers)
 _clip("CLIP", special=1, output=None)  # normalises the class token alone
 _clip("Siglip", special=0, output="post_layernorm")
 _clip("Siglip2", special=0, output="post_layernorm")
-_TIMM = ("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")
 register_encoder(
     Encoder(
         "timm",
         ("VisionTransformer",),
         "Block",
-        *_TIMM,
-        _prefix,
+        ("norm1", "attn", "ls1", "drop_path1"),
+        ("norm2", "mlp", "ls2", "drop_path2"),
+        special=_prefix,
         keys="attn.qkv",
         joined=True,
         output="norm",

@@ -105,13 +105,7 @@ def advice_of(share: float, clips: bool) -> str:
 def make_blocks(
     names: list[str], costs: list[BlockCost], counts: Mapping[int, BlockCounts]
 ) -> tuple[tuple[BlockReport, ...], int]:
-    """The blocks' reports, and how many forwards they are of.
-
-    Args:
-        names: of every block.
-        costs: of every block.
-        counts: of those that merge, by number.
-    """
+    """The blocks' reports, and how many forwards they are of; `counts` of those that merge."""
     sums = {number: count.sums() for number, count in sorted(counts.items())}
     start = next(iter(sums.values()))
     calls, tokens, squares = start["calls"], start["tokens"], start["squares"]

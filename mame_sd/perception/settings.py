@@ -35,11 +35,8 @@ _NO_MEANING = {
 def chosen_blocks(
     blocks: int | Iterable[int] | None, depth: int, every: int = 1
 ) -> tuple[int, ...]:
-    """The blocks that merge, ascending, counted from 0: of `depth` every `every`-th, the first
-    ones, or those that are named.
-
-    Raises:
-        ValueError: none, one twice, or one that is not there (negative ones count from the end).
+    """The blocks of `depth` that merge, ascending, counted from 0: every `every`-th, the first
+    ones, or those that are named (negative ones count from the end).
     """
     if blocks is None:
         return tuple(range(0, depth, every))
@@ -114,10 +111,7 @@ def mean_share(count: int, schedule: str) -> float:
 
 def schedule_of(schedule: str | None, config: MaMeConfig | None, fields: Mapping[str, Any]) -> str:
     """The schedule in force: `schedule` where it is given, else constant in the paper's form and
-    decreasing in ours.
-
-    Raises:
-        ValueError: one that is not known, or one beside shares that say it already or a threshold.
+    decreasing in ours. Raises ValueError beside shares that say it already or a threshold.
     """
     if schedule is None:
         return "constant" if is_paper(config, fields) else "decreasing"
@@ -177,9 +171,7 @@ def changed(
     configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any], schedule: str
 ) -> dict[int, MaMeConfig]:
     """The settings of each block with `fields` over them; `tau` and `keep` may be one number for
-    each block.
-
-    One `keep` is shared out over the blocks by `schedule`.
+    each block, and one `keep` is shared out by `schedule`.
 
     Raises:
         ValueError: a field is unknown, out of its range or without meaning here, or not one for
@@ -187,12 +179,7 @@ def changed(
     """
     rows: list[dict[str, Any]] = [{} for _ in configs]
     for name, value in fields.items():
-        if (
-            name == "keep"
-            and isinstance(value, float | int)
-            and not isinstance(value, bool)
-            and 0 < value <= 1
-        ):  # else refused below
+        if name == "keep" and type(value) in (float, int) and 0 < value <= 1:  # else refused below
             value = shares(value, len(rows), schedule)
         each = name in ("tau", "keep") and _one_each(value)
         if each and len(value) != len(rows):
@@ -256,14 +243,8 @@ def check_made_for(made_for: str | None, described: str) -> None:
 def ruled(
     configs: Mapping[int, MaMeConfig], rules: Any, names: Sequence[str]
 ) -> dict[int, MaMeConfig]:
-    """The settings of the blocks that merge, after those of single blocks.
-
-    A block that a rule gives settings merges; False leaves one unmerged.
-
-    Args:
-        configs: of those that would merge without rules, by number.
-        rules: LayerRules or what it takes.
-        names: of all blocks, as a report has them.
+    """The settings of the blocks that merge: `configs` (by number) under `rules`, by patterns of
+    `names`. A block that a rule gives settings merges; False leaves one unmerged.
 
     Raises:
         ValueError: a pattern that means no block, a setting that can't be, or no block that merges.

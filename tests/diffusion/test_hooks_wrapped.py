@@ -13,7 +13,6 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from diffusers import ContextParallelConfig
 from diffusers.hooks import HookRegistry, LayerSkipConfig, apply_layer_skip
 from diffusers.hooks import ModelHook as DiffusersHook
-from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
 from mame_sd import NothingMergedError, apply_mame, mame, remove_mame

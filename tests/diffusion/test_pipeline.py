@@ -147,14 +147,14 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
 
 
 def test_saves_loads_and_overrides(tmp_path: Path) -> None:
-    pipe = mame_pipeline(mame_config={**FIELDS, "refine": False})
+    pipe = mame_pipeline(mame_config={**FIELDS, "seed": 3})
     image = generate(pipe)
     pipe.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["_mame"] == {
         "tau": 0.2,
         "keep": None,
-        "mame_config": {"min_tokens": 40, "refine": False},
+        "mame_config": {"min_tokens": 40, "seed": 3},
     }
     load = StableDiffusionMaMePipeline.from_pretrained
     again = quiet(load(tmp_path))
@@ -397,6 +397,6 @@ def test_a_compiled_unet_is_not_compiled_again_for_every_call() -> None:
 
 
 def test_off_needs_nothing_of_tau_or_keep_but_names_must_exist() -> None:
-    assert resolve_setting(None, None, {"metric": "euclidean", "preset": "plain"}) is None
+    assert resolve_setting(None, None, {"metric": "euclidean", "refine": False}) is None
     with pytest.raises(ValueError, match="unknown setting 'tile'"):
         resolve_setting(None, None, {"tile": 8})

@@ -65,24 +65,6 @@ def _row(name: str) -> Row:
 ROWS = [_row(name) for name in NAMES]
 
 
-def compiled(name: str) -> None:
-    """The whole model in one graph, merging included; by its blocks where its own forward breaks a
-    graph.
-    """
-    torch.compiler.reset()
-    case = _case(name)
-    model, whole = case.build(), case.build()
-    apply_mame(model, **HALF)
-    expected = run(case.inputs(), model)
-    handle = apply_mame(whole, **HALF)
-    if name in BY_BLOCKS:
-        whole.compile_repeated_blocks(backend="eager", fullgraph=True)
-    else:
-        whole.compile(backend="eager", fullgraph=True)
-    torch.testing.assert_close(run(case.inputs(), whole), expected, rtol=1e-4, atol=1e-5)
-    assert {(layer.calls, layer.merged) for layer in handle.report().layers} == {(1, True)}
-
-
 def with_lora(name: str) -> None:
     """A LoRA put on before merging, after it, and switched off again."""
     case = _case(name)
@@ -105,19 +87,7 @@ def with_lora(name: str) -> None:
     )  # an idle LoRA rounds otherwise
 
 
-BY_BLOCKS = dict.fromkeys(
-    ("Z-Image", "Qwen-Image 2.1", "HunyuanVideo 1.5"),
-    "by blocks: the model's own forward breaks a graph",
-)
 CHECKS = [
-    *[
-        Check(
-            f"torch.compile of {name}, fullgraph",
-            partial(compiled, name),
-            BY_BLOCKS.get(name, "one graph"),
-        )
-        for name in NAMES
-    ],
     *[
         Check(
             f"LoRA on {name}",

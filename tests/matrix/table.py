@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.matrix import (
+    backends,
     caches,
     diffusers_pipelines,
     diffusers_suite,
@@ -62,6 +63,15 @@ the cache has the answer, and merging saves nothing. The settings are the test's
 many steps are cached. A letter marks a cache that fails without any of our code, which is tested
 too. Below the table stands why.
 """
+BACKENDS = """## In front of other attention kernels
+
+Keys merge before the kernel that `set_attention_backend` chose, before `apply_mame`, after it or
+while merging is on. Each cell says what the kernel is given: merged keys and values, and where it
+takes numbers to be added to the logits, the sizes of groups. `report()` names the kernel.
+*PyTorch's*: diffusers calls `scaled_dot_product_attention` there, whatever is set. PyTorch's own
+kernel and flex run for real in the test. For the others stand kernels in that check what they are
+given. With `torch.compile` other kernels than PyTorch's get all keys.
+"""
 TOOLS = """## Tools and errors
 
 Wan 2.2 has two transformers. Each check of it puts the tool on both.
@@ -109,6 +119,7 @@ def page() -> str:
     parts += [SWEEP, *sweep.table(), ""]
     models, pairs = [*caches.MODELS, *newest.MODELS], [*caches.EVERY, *newest.EVERY]
     parts += [CACHES, *caches.table(models, pairs), ""]
+    parts += [BACKENDS, *backends.table(), ""]
     parts += [TOOLS, "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in CHECKS]
     parts += ["", *diffusers_suite.section(), *diffusers_pipelines.section()]

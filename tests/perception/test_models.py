@@ -67,7 +67,7 @@ SETTINGS: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "setting"), paired(SETTINGS, 2))
+@pytest.mark.parametrize(("row", "setting"), paired(SETTINGS, 1))
 def test_output_and_gradients_are_the_oracle_s(
     row: Row, setting: tuple[dict[str, Any], Any]
 ) -> None:
@@ -171,7 +171,7 @@ def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:
 OPTIONS = [{}, {"restore": True}, {"prop_attn": False}]
 
 
-@pytest.mark.parametrize(("row", "options"), paired(OPTIONS, 2))
+@pytest.mark.parametrize(("row", "options"), paired(OPTIONS, 1))
 @torch.no_grad()
 def test_flops_are_those_of_the_operations_that_run(row: Row, options: dict) -> None:
     model, inputs = row.build().requires_grad_(False), row.batch(1)

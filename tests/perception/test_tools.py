@@ -349,3 +349,13 @@ def test_convolutions_count_at_the_places_where_they_compute(kind: str) -> None:
     found = handle.calibrate(image, flops=(1 + report.share) / 2)
     assert not handle.report().blocks[0].note, "the last convolution's grid is the patches'"
     assert found.flops(found.choose((1 + report.share) / 2)) < 1
+
+
+@torch.no_grad()
+def test_a_model_that_lists_its_blocks_first_has_a_grid() -> None:
+    model = VIT.build()
+    embeddings = model.vit._modules.pop("embeddings")
+    model.vit.add_module("embeddings", embeddings)
+    handle = apply_encoder(model)
+    VIT.call(model, VIT.batch())
+    assert not handle.report().blocks[0].note

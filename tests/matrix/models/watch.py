@@ -75,14 +75,10 @@ class Merged(NamedTuple):
     @property
     def output(self) -> Tensor:
         """What the kernel gives."""
-        more = (
-            {"enable_gqa": True} if _heads(self.call, "query") != _heads(self.call, "key") else {}
-        )
-        return F.scaled_dot_product_attention(**{**self.changed, **more})
-
-
-def _heads(call: Mapping[str, Any], name: str) -> int:
-    return int(call[name].shape[1])
+        names = ("query", "key", "value", "attn_mask", "scale")
+        given = {name: self.changed[name] for name in names if name in self.changed}
+        shared = self.call["query"].shape[1] != self.call["key"].shape[1]
+        return F.scaled_dot_product_attention(**given, enable_gqa=shared)
 
 
 @contextmanager

@@ -1,0 +1,193 @@
+"""A published diffusion model that a package registry carries: a consistency model of terrain.
+
+    model = load_terrain()
+    heights = model.denoise(80 * noise, 80.0, difficulty)  # [B, 1, h, w] in -1..1
+
+A UNet of guided-diffusion's form (10.4 M parameters, one step, 128 x 128 maps of heights), trained
+by the authors of `adaptive-terrain-diffusion` (MIT), here as diffusers' `UNet2DModel`. It is
+convolutional: other sides that 16 divides work too. Nobody here trained it, so it can contradict
+what our own models say about merging.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..weights.load import load
+
+TERRAIN = "terrain-unet"
+LEVELS = (32, 32, 64, 96, 128)  # channels
+BLOCKS = 4  # at each level, on the way down
+FIRST_ATTENTION = 2  # the level of 32 x 32 tokens
+_SIGMA_DATA, _SIGMA_MIN = 0.5, 0.002  # arXiv 2303.01469, section 3 and appendix C
+_RESNET = {
+    "in_layers.0": "norm1",
+    "in_layers.2": "conv1",
+    "emb_layers.1": "time_emb_proj",
+    "out_layers.0": "norm2",
+    "out_layers.3": "conv2",
+    "skip_connection": "conv_shortcut",
+}
+_ATTENTION = {"norm": "group_norm", "proj_out": "to_out.0"}
+_OUTSIDE = {
+    "time_embed.0": "time_embedding.linear_1",
+    "time_embed.2": "time_embedding.linear_2",
+    "label_emb.0": "class_embedding.linear_1",
+    "label_emb.2": "class_embedding.linear_2",
+    "input_blocks.0.0": "conv_in",
+    "out.0": "conv_norm_out",
+    "out.2": "conv_out",
+}
+_PLACE = re.compile(r"(input|output|middle)_blocks?\.(?:(\d+)\.)?(\d)\.(.+)\.(weight|bias)")
+
+
+class Terrain(nn.Module):
+    """The UNet and what stands around it in a consistency model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from diffusers import UNet2DModel
+        from diffusers.models.embeddings import TimestepEmbedding
+
+        plain = FIRST_ATTENTION
+        attentive = len(LEVELS) - plain
+        self.unet: Any = UNet2DModel(
+            sample_size=128,
+            in_channels=1,
+            out_channels=1,
+            down_block_types=(
+                *["ResnetDownsampleBlock2D"] * plain,
+                *["AttnDownBlock2D"] * attentive,
+            ),
+            up_block_types=(*["AttnUpBlock2D"] * attentive, *["ResnetUpsampleBlock2D"] * plain),
+            block_out_channels=LEVELS,
+            layers_per_block=BLOCKS,
+            downsample_type="resnet",
+            upsample_type="resnet",
+            attention_head_dim=32,
+            norm_num_groups=32,
+            attn_norm_num_groups=32,
+            resnet_time_scale_shift="scale_shift",
+            class_embed_type="identity",
+        )
+        # a label is one number, for which diffusers has no embedding of its own
+        self.unet.class_embedding = TimestepEmbedding(1, 4 * LEVELS[0])
+
+    def attentions(self) -> list[nn.Module]:
+        """The nine self-attentions over the most tokens: 32 x 32 of a map of 128 x 128."""
+        down, up = self.unet.down_blocks[FIRST_ATTENTION], self.unet.up_blocks[-1 - FIRST_ATTENTION]
+        return [*down.attentions, *up.attentions]
+
+    def denoise(self, noisy: Tensor, sigma: float, difficulty: Tensor) -> Tensor:
+        """The clean maps [B, 1, h, w], in -1..1, of `noisy` maps.
+
+        Args:
+            noisy: a map in -1..1 and noise of deviation `sigma` [B, 1, h, w].
+            sigma: 80 for maps out of noise alone.
+            difficulty: 0 to 1 [B].
+        """
+        deviation = (sigma**2 + _SIGMA_DATA**2) ** 0.5
+        time = noisy.new_full((len(noisy),), sigma).log() * 250
+        output = self.unet(noisy / deviation, time, difficulty[:, None]).sample
+        skip = _SIGMA_DATA**2 / ((sigma - _SIGMA_MIN) ** 2 + _SIGMA_DATA**2)
+        scale = (sigma - _SIGMA_MIN) * _SIGMA_DATA / deviation
+        return (scale * output + skip * noisy).clamp(-1, 1)
+
+
+def load_terrain(weights_dir: Path | None = None, offline: bool = False) -> Terrain:
+    """The trained model, in eval mode.
+
+    Raises as `eval.weights.load.load` does.
+    """
+    model = Terrain().eval().requires_grad_(False)
+    tensors = load(TERRAIN, weights_dir, offline)
+    found: dict[str, Tensor] = {}
+    for name, value in tensors.items():
+        if ".qkv." in name:
+            prefix, _, kind = _here(name.replace(".qkv.", ".norm.")).rpartition(".group_norm.")
+            for part, rows in zip("qkv", value.chunk(3), strict=True):
+                found[f"{prefix}.to_{part}.{kind}"] = rows
+        else:
+            found[_here(name)] = value
+    own = model.unet.state_dict()
+    model.unet.load_state_dict({name: value.view(own[name].shape) for name, value in found.items()})
+    return model
+
+
+# (q, k, v, grid) -> output: tensors [B, H, N, D] of N tokens on a grid (h, w)
+Attend = Callable[[Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
+
+
+class _Attending:
+    """A processor of diffusers' `Attention` in a UNet: `attend` between its projections."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+
+    def __call__(self, attn: Any, hidden_states: Tensor, **rest: Any) -> Tensor:
+        grid = (hidden_states.shape[2], hidden_states.shape[3])
+        x = attn.group_norm(hidden_states.flatten(2)).transpose(1, 2)
+        q, k, v = (
+            part(x).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            for part in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        output = attn.to_out[0](self._attend(q, k, v, grid).transpose(1, 2).flatten(2))
+        mapped = output.transpose(1, 2).unflatten(2, grid)
+        return (mapped + hidden_states) / attn.rescale_output_factor
+
+
+@contextmanager
+def attending(model: Terrain, attend: Attend) -> Iterator[None]:
+    """`model` with `attend` in place of the attention of its nine largest layers, for the block."""
+    layers: list[Any] = model.attentions()
+    before = [layer.processor for layer in layers]
+    try:
+        for layer in layers:
+            layer.set_processor(_Attending(attend))
+        yield
+    finally:
+        for layer, processor in zip(layers, before, strict=True):
+            layer.set_processor(processor)
+
+
+def slope(maps: Tensor) -> Tensor:
+    """The mean steepness of each map [B, 1, h, w], a difference a pixel: [B]."""
+    down, across = maps.diff(dim=2)[..., :-1], maps.diff(dim=3)[:, :, :-1]
+    return (down**2 + across**2).sqrt().flatten(1).mean(1)
+
+
+def roughness(maps: Tensor) -> Tensor:
+    """The root mean square of the Laplacian of each map [B, 1, h, w]: [B]."""
+    down, across = maps.diff(n=2, dim=2)[..., 1:-1], maps.diff(n=2, dim=3)[:, :, 1:-1]
+    return ((down + across) ** 2).flatten(1).mean(1).sqrt()
+
+
+def _here(name: str) -> str:
+    """What diffusers calls a weight that guided-diffusion calls `name`; `qkv` has three names."""
+    layer, _, kind = name.rpartition(".")
+    if layer in _OUTSIDE:
+        return f"{_OUTSIDE[layer]}.{kind}"
+    place = _PLACE.fullmatch(name)
+    assert place is not None, name
+    side, block, part, inner, kind = place.groups()
+    attention = inner in _ATTENTION
+    layer = _ATTENTION[inner] if attention else _RESNET[inner]
+    if side == "middle":
+        where = "mid_block.attentions.0" if attention else f"mid_block.resnets.{int(part) // 2}"
+        return f"{where}.{layer}.{kind}"
+    down = side == "input"
+    level, index = divmod(int(block) - 1, BLOCKS + 1) if down else divmod(int(block), BLOCKS + 1)
+    blocks = f"{'down' if down else 'up'}_blocks.{level}"
+    if attention:
+        return f"{blocks}.attentions.{index}.{layer}.{kind}"
+    if down and index == BLOCKS:
+        return f"{blocks}.downsamplers.0.{layer}.{kind}"
+    if not down and part != "0":  # after a block's attention, if it has one
+        return f"{blocks}.upsamplers.0.{layer}.{kind}"
+    return f"{blocks}.resnets.{index}.{layer}.{kind}"

