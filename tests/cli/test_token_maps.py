@@ -122,7 +122,7 @@ def test_on_the_command_line(
         (["--colors", "red"], "--colors: expected mean or distinct, got 'red'"),
         (["--steps", "3"], "expected no options of sampling beside an image"),
         (["--level", "1"], "expected no options of sampling beside an image"),
-        (["--merge", "kv"], "merging: merge: expected none for a vision transformer"),
+        (["--tile-size", "8"], "merging: tile_size: expected none for a vision transformer"),
         (["--min-tokens", "99"], "expected blocks that merge, but none had enough patches"),
     ],
 )
