@@ -40,7 +40,7 @@ node = module.NODE_CLASS_MAPPINGS["MaMeModelPatch"]
 import mame_sd, torch
 assert mame_sd.__file__.startswith(folder) == (sys.argv[2] == "beside"), mame_sd.__file__
 assert sys.path == path
-plan = mame_sd.plan_merge(torch.randn(1, 64, 8), mame_sd.MaMeConfig(keep=0.25), (8, 8))
+plan = mame_sd.plan_tokens(torch.randn(1, 64, 8), mame_sd.MaMeConfig(tau=-1.0))
 print(plan.tokens_kept, node.CATEGORY)
 """
 
@@ -66,7 +66,7 @@ def test_a_clone_in_custom_nodes_needs_pytorch_alone(tmp_path: Path) -> None:
     folder = clone(tmp_path / "custom_nodes" / "mame-sd.git", "__init__.py", "comfyui", "mame_sd")
     done = load(folder, "beside", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["16", "model/patch"]
+    assert done.stdout.split() == ["32", "model/patch"]
 
 
 def test_the_registry_gets_what_the_node_needs_and_little_else(tmp_path: Path) -> None:
