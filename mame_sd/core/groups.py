@@ -94,7 +94,7 @@ class Groups:
         dtype = _of_products(slots)
         exact = slots.to(dtype).view(-1, self.cells.width, slots.shape[2])
         means = torch.bmm(self._means(dtype), exact).to(slots.dtype)
-        means = means.view(slots.shape[0], -1, slots.shape[2])
+        means = means.view(slots.shape[0], self.cells.kept, slots.shape[2])
         if self.stay.shape[1]:
             at = self.stay.unsqueeze(-1).expand(-1, -1, slots.shape[2])
             means = torch.cat([means, slots.gather(1, at)], 1)
