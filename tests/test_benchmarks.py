@@ -34,9 +34,10 @@ def test_attention_is_timed_beside_all_keys_and_what_computes_otherwise_is_refus
     for keep in attention.KEEPS:
         low, median, high = found[str(keep)]
         assert 0 < low <= median <= high
-    monkeypatch.setattr(attention, "attention", lambda q, *rest, keep: q.float().exp().to(q.dtype))
+    fault = torch.float32  # computes nothing in it
+    monkeypatch.setattr(attention, "attention", lambda q, *rest, keep: q * (q.dtype != fault))
     with pytest.raises(SystemExit, match="expected float64's output"):
-        attention.row(64, 1, CPU, torch.bfloat16, 1)
+        attention.row(64, 1, CPU, fault, 1)
 
 
 def test_each_method_is_called_once_a_round_on_an_input_of_its_own() -> None:

@@ -163,14 +163,14 @@ def group_tokens(
     )
     nearness = torch.sub(nearness, _squares(chosen, dtype).view(-1, cells.m, 1), alpha=0.5)
     best, row = nearness.max(1)
-    row = row.view(len(slots), -1)
+    row = row.view(len(slots), cells.tiles * cells.width)
     numbers = constant(_own_numbers, cells.m, cells.tiles, row.device)
     row = row.index_copy(1, dst, numbers.expand(len(slots), -1))
     if cells.pad is not None:
         row = row.masked_fill(cells.pad, -1)
     staying = row[:, :0]
     if stay:
-        far = torch.sub(_squares(slots, dtype), best.view(len(slots), -1), alpha=2)
+        far = torch.sub(_squares(slots, dtype), best.view_as(row), alpha=2)
         far = far.index_fill(1, dst, -torch.inf)
         if cells.pad is not None:
             far = far.masked_fill(cells.pad, -torch.inf)
