@@ -13,12 +13,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mame_sd.diffusion.families.family import Rows
 from mame_sd.diffusion.layer import Call, Tokens
 
 Layout = Callable[[Any, Call], Tokens | str | None]
 UNLIKE = "samples of a batch have their image's tokens at other positions"
+_READ = WeakTensorKeyDictionary()
+
+
+def read(t: Tensor) -> Tensor:
+    """The values of an argument, on the processor.
+
+    Reading waits for the device, which no capture of a CUDA graph allows. Pipelines give the same
+    tensor in each step, so it is read again only where it has changed. Tensors of inference mode
+    don't tell whether they have.
+    """
+    if t.is_inference():
+        return t.cpu()
+    known: tuple[int, Tensor] | None = _READ.get(t)
+    if known is None or known[0] != t._version:
+        known = _READ[t] = t._version, t.detach().cpu().clone()  # no entry may hold its key
+    return known[1]
 
 
 def patches(model: Any, call: Call) -> Tokens:
@@ -89,13 +106,11 @@ def packed(model: Any, call: Call) -> Tokens | str:
     """Flux and its kin: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of
     further images stay as they are. Rows and columns are unknown where those of the first image are
     no grid, row after row.
-
-    Reading the ids waits for the device once per forward of the model.
     """
     if call.get("kv_cache_mode") == "extract":
         return "this call fills a cache of reference images"
-    ids = call["img_ids"]
-    ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()  # [L, 3], or more columns behind
+    ids = read(call["img_ids"])
+    ids = (ids[0] if ids.dim() == 3 else ids).long()  # [L, 3], or more columns behind
     same = ids[:, 0] == ids[0, 0]
     size, grid = _grid(ids[: int(same.sum()), 1:3])
     mode = int(
@@ -183,15 +198,13 @@ def sides_or_coordinates(model: Any, call: Call) -> Tokens | str:
     """LTX: the sides are arguments, or each token's time, row and column are, `video_coords`
     [B, 3, L]. Frames that conditions add stand before the video, which begins at the last frame
     that is not later than the one before it.
-
-    Reading the coordinates waits for the device once per forward of the model.
     """
-    coordinates = call.get("video_coords")
-    if coordinates is None:
+    if call.get("video_coords") is None:
         return sides_given(model, call)
+    coordinates = read(call["video_coords"])
     if not (coordinates == coordinates[:1]).all():
         return UNLIKE
-    places = coordinates[0].cpu()  # [3, L]
+    places = coordinates[0]  # [3, L]
     h, w = (len(axis.unique()) for axis in places[1:])
     times = places[0, :: h * w]
     back = (times[1:] <= times[:-1]).nonzero()
@@ -214,12 +227,9 @@ def with_registers(model: Any, call: Call) -> Tokens:
 
 
 def placed(model: Any, call: Call) -> Tokens:
-    """Krea 2: text, then the image, with its rows and columns in `position_ids` [L, 3].
-
-    Reading them waits for the device.
-    """
+    """Krea 2: text, then the image, with its rows and columns in `position_ids` [L, 3]."""
     count = call["hidden_states"].shape[1]
-    size, grid = _grid(call["position_ids"][-count:, 1:3].cpu().long())
+    size, grid = _grid(read(call["position_ids"])[-count:, 1:3].long())
     return Tokens(size if grid else (count,), before=None)
 
 
@@ -227,24 +237,24 @@ def indicated(model: Any, call: Call) -> Tokens | str:
     """Ideogram 4: padding, text and the image in one sequence.
 
     `indicator` [B, L] tells which tokens are the image's, `position_ids` [B, L, 3] their rows and
-    columns. Reading them waits for the device.
+    columns.
     """
-    image = (call["indicator"] == model_constant(model, "OUTPUT_IMAGE_INDICATOR")).cpu()
+    image = read(call["indicator"]) == model_constant(model, "OUTPUT_IMAGE_INDICATOR")
     if not (image == image[:1]).all():
         return UNLIKE
     count, first = int(image[0].sum()), int(image[0].long().argmax())
     if not image[0, first : first + count].all():
         return "the image's tokens are not one behind the other"
-    size, grid = _grid(call["position_ids"][0, first : first + count, 1:3].cpu().long())
+    size, grid = _grid(read(call["position_ids"])[0, first : first + count, 1:3].long())
     return Tokens(size if grid else (count,), before=first, after=image.shape[1] - first - count)
 
 
 def indexed(model: Any, call: Call) -> Tokens | str:
     """MiniMax H3: `video_indices` among text and sound, `position_ids` [L, 3] with the generated
-    video's frames last. Reading them waits for the device.
+    video's frames last.
     """
-    at = call["video_indices"].cpu()
-    ids = call["position_ids"].cpu()[at]
+    at = read(call["video_indices"])
+    ids = read(call["position_ids"])[at]
     same = torch.cat(
         [torch.ones(1, dtype=torch.bool), (ids[1:, 1:] == ids[0, 1:]).all(-1)]
     )  # where a frame begins
@@ -267,11 +277,8 @@ def indexed(model: Any, call: Call) -> Tokens | str:
 
 
 def captioned(model: Any, call: Call) -> Tokens | str:
-    """Lumina 2: the caption, then the image; captions of unequal length put the image elsewhere.
-
-    Reading the mask waits for the device.
-    """
-    lengths = {int(n) for n in call["encoder_attention_mask"].sum(1)}
+    """Lumina 2: the caption, then the image; captions of unequal length put the image elsewhere."""
+    lengths = {int(n) for n in read(call["encoder_attention_mask"]).sum(1)}
     return Tokens(patches(model, call).size, before=lengths.pop()) if len(lengths) == 1 else UNLIKE
 
 
@@ -321,13 +328,13 @@ def _filled(count: int) -> int:
 
 def with_gist(model: Any, call: Call) -> Tokens | str:
     """Bria FIBO 2: tokens that stand for the text before the image, and references behind it;
-    behind all where samples have unequal numbers of them. Reading the mask waits for the device.
+    behind all where samples have unequal numbers of them.
     """
     from diffusers.models.transformers.transformer_bria_fibo2 import compute_gist_count
 
     mask, get = call.get("encoder_attention_mask"), model.config
     batch, _, length = call["encoder_hidden_states"].shape[:3]
-    lengths = [length] * batch if mask is None else mask.sum(1).tolist()
+    lengths = [length] * batch if mask is None else read(mask).sum(1).tolist()
     names = (
         "min_num_gist_tokens",
         "max_num_gist_tokens",
@@ -349,7 +356,9 @@ def sized(model: Any, call: Call) -> Tokens | str:
         return in_sequence(patches, after=None)(model, call) or UNLIKE
     if call.get("img_sizes") is None:
         return "img_sizes are not given"
-    sizes = {tuple(int(n) for n in size) for size in call["img_sizes"]}
+    given = call["img_sizes"]
+    given = read(given) if isinstance(given, Tensor) else given
+    sizes = {tuple(int(n) for n in size) for size in given}
     return Tokens(sizes.pop(), after=None) if len(sizes) == 1 else UNLIKE
 
 
