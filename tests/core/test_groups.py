@@ -199,4 +199,5 @@ def test_cells_are_looked_up_and_no_graph_is_kept() -> None:
     assert isinstance(found.cells, Cells)
     bare = found.alone()
     assert torch.equal(bare.groups, found.groups)
-    assert bare._belonging is None and not bare._shares
+    assert bare._belonging is None
+    assert not bare._shares

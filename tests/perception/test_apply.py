@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from mame_sd import apply_mame, mame
 from mame_sd.perception import shared
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
-from mame_sd.perception import shared
 from mame_sd.perception.known_encoders import Encoder, is_encoder, register_encoder
 from tests.builders.perception import DEPTH, PATCHES, ROWS, SIDE, TIMM, WIDTH, Row, tokens
 from tests.builders.tiny import seeded, tiny_unet
