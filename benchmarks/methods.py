@@ -96,8 +96,11 @@ def rival(
         name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
     }
     how: dict[str, Any] = {"merge": merge, "fit_queries": fit_queries, "min_tokens": min_tokens}
-    on = partial(rival_on, make=partial(make, **settings), **how)
-    return Method(family, {**said, **how}, lambda denoiser: on(denoiser))
+
+    def on(denoiser: Any) -> Any:
+        return rival_on(denoiser, partial(make, **settings), **how)
+
+    return Method(family, {**said, **how}, on)
 
 
 def fewer_steps(count: int) -> Method:

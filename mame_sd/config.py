@@ -350,7 +350,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _is_side(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def _one(
         count = kept.real[:, head].sum(-1).clamp(min=1)
     mass = weight - share.sum(-1, keepdim=True)
     half = [t.unflatten(1, (g, -1))[:, :, ::2].flatten(1, 2) for t in (share, mass)]  # will do
-    change = _ridge(*half, RIDGE_MASS, count).squeeze(-1)
+    change = _ridge(half[0], half[1], RIDGE_MASS, count).squeeze(-1)
     bias = (1 + change).clamp(LEAST, MOST).log()
     attention = share * bias.exp().unsqueeze(1)
     attention = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(share.dtype).tiny)

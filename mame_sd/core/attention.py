@@ -156,7 +156,8 @@ def merge_keys(
             the fit makes up for it.
     """
     with no_autocast(q):
-        parts, sizes, groups, end = [], [], [], 0
+        parts, sizes, end = [], [], 0
+        groups: list[Groups] = []
         first: Cells | None = None
         for grid in grids:
             cells = cells_of(grid.size, (1 - ALONE) * grid.keep, how.tile_size, how.seed, k.device)

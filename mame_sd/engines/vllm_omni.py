@@ -117,15 +117,18 @@ class MergedImpl(SDPAImpl):
                 f" {list(query.shape)} and {list(key.shape)}: unset {KEEP}, or --allgather-degree"
             )
         grid, start, used = place
-        from mame_sd import attention
+        from mame_sd.core.attention import attention
 
-        scaled = query * (self.softmax_scale * query.shape[-1] ** 0.5)
+        q, k, v = (t[:, :used].transpose(1, 2) for t in (query, key, value))
         merged: Tensor = attention(
-            *(t[:, :used].transpose(1, 2) for t in (scaled, key, value)),
+            q,
+            k,
+            v,
             grid=grid,
             before=start,
             after=used - start - math.prod(grid),
             keep=self.keep,
+            scale=self.softmax_scale,
         ).transpose(1, 2)
         if used == key.shape[1]:
             return merged
