@@ -56,8 +56,8 @@ def _one(
         share = share.masked_fill(missing, 0)
         count = kept.real[:, head].sum(-1).clamp(min=1)
     mass = weight - share.sum(-1, keepdim=True)
-    half = [t.unflatten(1, (g, -1))[:, :, ::2].flatten(1, 2) for t in (share, mass)]  # will do
-    change = _ridge(half[0], half[1], RIDGE_MASS, count).squeeze(-1)
+    a, b = (t.unflatten(1, (g, -1))[:, :, ::2].flatten(1, 2) for t in (share, mass))  # half will do
+    change = _ridge(a, b, RIDGE_MASS, count).squeeze(-1)
     bias = (1 + change).clamp(LEAST, MOST).log()
     attention = share * bias.exp().unsqueeze(1)
     attention = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(share.dtype).tiny)
