@@ -6,10 +6,12 @@ Each function takes (model, arguments) and gives `Tokens`, or the reason why the
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +20,35 @@ from mame_sd.diffusion.families.family import Rows
 from mame_sd.diffusion.layer import Call, Tokens
 
 Layout = Callable[[Any, Call], Tokens | str | None]
+Read = TypeVar("Read", bound=Callable[..., Any])
 UNLIKE = "samples of a batch have their image's tokens at other positions"
+
+
+def read_once(read: Read) -> Read:
+    """Makes a function of tensors' values remember what it gave while these are the same tensors,
+    unchanged as PyTorch counts it: reading them waits for the device, and a pipeline gives the same
+    ones at each step. What nothing counts, such as tensors of inference mode, is read each time.
+    """
+    kept: dict[Any, tuple[list[tuple[weakref.ref[Tensor], int]], Any]] = {}
+
+    @functools.wraps(read)
+    def remembered(*given: Any) -> Any:
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        if any(type(t) is not Tensor or t.is_inference() for t in tensors):
+            return read(*given)
+        key = tuple(id(value) if isinstance(value, Tensor) else value for value in given)
+        known, value = kept.get(key, ([], None))
+        if len(known) == len(tensors) and all(
+            found() is t and version == t._version
+            for (found, version), t in zip(known, tensors, strict=True)
+        ):
+            return value
+        value = read(*given)
+        of = [(weakref.ref(t, lambda _: kept.pop(key, None)), t._version) for t in tensors]
+        kept[key] = of, value
+        return value
+
+    return remembered  # type: ignore[return-value]
 
 
 def patches(model: Any, call: Call) -> Tokens:
@@ -89,29 +119,31 @@ def packed(model: Any, call: Call) -> Tokens | str:
     """Flux and its kin: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of
     further images stay as they are. Rows and columns are unknown where those of the first image are
     no grid, row after row.
-
-    Reading the ids waits for the device once per forward of the model.
     """
     if call.get("kv_cache_mode") == "extract":
         return "this call fills a cache of reference images"
-    ids = call["img_ids"]
-    ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()  # [L, 3], or more columns behind
-    same = ids[:, 0] == ids[0, 0]
-    size, grid = _grid(ids[: int(same.sum()), 1:3])
+    size, after, references = _packed(call["img_ids"])
     mode = int(
         getattr(model, "union", False)
     )  # a ControlNet-Union puts a token of its mode before the text
     before = mode + call["encoder_hidden_states"].shape[1]
     conditions = call.get("image_cond_hidden_states")
     behind = 0 if conditions is None else conditions.shape[1]
-    if not same[: math.prod(size)].all():
-        return Tokens((ids.shape[0],), before=before, after=behind)
-    return Tokens(
-        size if grid else (math.prod(size),),
-        before=before,
-        after=ids.shape[0] - math.prod(size) + behind,
-        references=_images(ids[math.prod(size) :]),
-    )
+    return Tokens(size, before=before, after=after + behind, references=references)
+
+
+@read_once
+def _packed(ids: Tensor) -> tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]]:
+    """By `ids` [L, 3 or more] or of a batch: the first image's size, how many tokens follow it, and
+    the sizes of the images that these are.
+    """
+    ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()
+    same = ids[:, 0] == ids[0, 0]
+    size, grid = _grid(ids[: int(same.sum()), 1:3])
+    count = math.prod(size)
+    if not same[:count].all():
+        return (ids.shape[0],), 0, ()
+    return size if grid else (count,), ids.shape[0] - count, _images(ids[count:])
 
 
 def shapes_given(model: Any, call: Call) -> Tokens:
@@ -183,12 +215,14 @@ def sides_or_coordinates(model: Any, call: Call) -> Tokens | str:
     """LTX: the sides are arguments, or each token's time, row and column are, `video_coords`
     [B, 3, L]. Frames that conditions add stand before the video, which begins at the last frame
     that is not later than the one before it.
-
-    Reading the coordinates waits for the device once per forward of the model.
     """
     coordinates = call.get("video_coords")
-    if coordinates is None:
-        return sides_given(model, call)
+    return sides_given(model, call) if coordinates is None else _of_coordinates(coordinates)
+
+
+@read_once
+def _of_coordinates(coordinates: Tensor) -> Tokens | str:
+    """See `sides_or_coordinates`."""
     if not (coordinates == coordinates[:1]).all():
         return UNLIKE
     places = coordinates[0].cpu()  # [3, L]
@@ -214,43 +248,58 @@ def with_registers(model: Any, call: Call) -> Tokens:
 
 
 def placed(model: Any, call: Call) -> Tokens:
-    """Krea 2: text, then the image, with its rows and columns in `position_ids` [L, 3].
+    """Krea 2: text, then the image, with its rows and columns in `position_ids` [L, 3]."""
+    return Tokens(_last_grid(call["position_ids"], call["hidden_states"].shape[1]), before=None)
 
-    Reading them waits for the device.
-    """
-    count = call["hidden_states"].shape[1]
-    size, grid = _grid(call["position_ids"][-count:, 1:3].cpu().long())
-    return Tokens(size if grid else (count,), before=None)
+
+@read_once
+def _last_grid(places: Tensor, count: int) -> tuple[int, ...]:
+    """(h, w) of the last `count` of them [L, 3], or (count,)."""
+    size, grid = _grid(places[-count:, 1:3].cpu().long())
+    return size if grid else (count,)
 
 
 def indicated(model: Any, call: Call) -> Tokens | str:
     """Ideogram 4: padding, text and the image in one sequence.
 
     `indicator` [B, L] tells which tokens are the image's, `position_ids` [B, L, 3] their rows and
-    columns. Reading them waits for the device.
+    columns.
     """
-    image = (call["indicator"] == model_constant(model, "OUTPUT_IMAGE_INDICATOR")).cpu()
+    constant = model_constant(model, "OUTPUT_IMAGE_INDICATOR")
+    return _indicated(call["indicator"], call["position_ids"], constant)
+
+
+@read_once
+def _indicated(indicator: Tensor, places: Tensor, constant: Any) -> Tokens | str:
+    """See `indicated`."""
+    image = (indicator == constant).cpu()
     if not (image == image[:1]).all():
         return UNLIKE
     count, first = int(image[0].sum()), int(image[0].long().argmax())
     if not image[0, first : first + count].all():
         return "the image's tokens are not one behind the other"
-    size, grid = _grid(call["position_ids"][0, first : first + count, 1:3].cpu().long())
+    size, grid = _grid(places[0, first : first + count, 1:3].cpu().long())
     return Tokens(size if grid else (count,), before=first, after=image.shape[1] - first - count)
 
 
 def indexed(model: Any, call: Call) -> Tokens | str:
     """MiniMax H3: `video_indices` among text and sound, `position_ids` [L, 3] with the generated
-    video's frames last. Reading them waits for the device.
+    video's frames last.
     """
-    at = call["video_indices"].cpu()
-    ids = call["position_ids"].cpu()[at]
+    return _indexed(call["video_indices"], call["position_ids"])
+
+
+@read_once
+def _indexed(indices: Tensor, places: Tensor) -> Tokens | str:
+    """See `indexed`."""
+    at = indices.cpu()
+    ids = places.cpu()[at]
     same = torch.cat(
         [torch.ones(1, dtype=torch.bool), (ids[1:, 1:] == ids[0, 1:]).all(-1)]
     )  # where a frame begins
     area, total = (
         len(at) if int(same.sum()) < 2 else int(same.nonzero()[1]),
-        call["position_ids"].shape[0],
+        places.shape[0],
     )
     h = len(ids[:area, 1].unique())
     frames = len(at) // area
@@ -267,12 +316,16 @@ def indexed(model: Any, call: Call) -> Tokens | str:
 
 
 def captioned(model: Any, call: Call) -> Tokens | str:
-    """Lumina 2: the caption, then the image; captions of unequal length put the image elsewhere.
-
-    Reading the mask waits for the device.
-    """
-    lengths = {int(n) for n in call["encoder_attention_mask"].sum(1)}
+    """Lumina 2: the caption, then the image; captions of unequal length put the image elsewhere."""
+    lengths = set(_lengths(call["encoder_attention_mask"]))
     return Tokens(patches(model, call).size, before=lengths.pop()) if len(lengths) == 1 else UNLIKE
+
+
+@read_once
+def _lengths(mask: Tensor) -> list[int]:
+    """How many tokens each sample has, of a mask [B, L]."""
+    found: list[int] = mask.sum(1).tolist()
+    return found
 
 
 def listed(model: Any, call: Call) -> Tokens | str:
@@ -290,12 +343,23 @@ def listed(model: Any, call: Call) -> Tokens | str:
     )
 
 
+@dataclass(frozen=True)
+class _InWhole(Tokens):
+    """Tokens in a sequence of a known length, and in no other."""
+
+    def start(self, length: int) -> int | None:
+        """See `Tokens`."""
+        assert self.before is not None
+        whole = self.before + self.count + (self.after or 0)
+        return self.before if length == whole else None
+
+
 def _omni(model: Any, call: Call) -> Tokens | str:
     """Z-Image with references: of each sample captions, images, and what SigLIP sees of them.
 
     The generated image is the last one. Each part is filled up to a multiple of 32 tokens. One that
     is absent is 32 tokens too. The refiner's sequence of images alone is another one, and stays
-    whole.
+    whole, whatever its length.
     """
     side, depth = call.get("patch_size", 2), call.get("f_patch_size", 1)
     seen = call.get("siglip_feats") or [None]
@@ -310,7 +374,7 @@ def _omni(model: Any, call: Call) -> Tokens | str:
         if seen[0] is not None:
             parts = seen[number]
             after += sum(_filled(0 if part is None else part[..., 0].numel()) for part in parts)
-        places.add(Tokens(_flat(size), before=before, after=after))
+        places.add(_InWhole(_flat(size), before=before, after=after))
     return UNLIKE if len(places) > 1 else places.pop()
 
 
@@ -321,13 +385,13 @@ def _filled(count: int) -> int:
 
 def with_gist(model: Any, call: Call) -> Tokens | str:
     """Bria FIBO 2: tokens that stand for the text before the image, and references behind it;
-    behind all where samples have unequal numbers of them. Reading the mask waits for the device.
+    behind all where samples have unequal numbers of them.
     """
     from diffusers.models.transformers.transformer_bria_fibo2 import compute_gist_count
 
     mask, get = call.get("encoder_attention_mask"), model.config
     batch, _, length = call["encoder_hidden_states"].shape[:3]
-    lengths = [length] * batch if mask is None else mask.sum(1).tolist()
+    lengths = [length] * batch if mask is None else _lengths(mask)
     names = (
         "min_num_gist_tokens",
         "max_num_gist_tokens",

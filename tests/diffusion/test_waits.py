@@ -1,0 +1,59 @@
+"""Nothing on the way of `keep=` waits for the device, so that a CUDA graph can be captured of it:
+models run on tensors that have no values, and every reading of one raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_models import SHAPES, Case, _cut, unets
+from benchmarks.launches import META, on_card, pretended
+from mame_sd import mame
+from tests.builders.tiny import tiny_unet
+
+SMALL = {"heads": 2, "size": (8, 12), "text": 7}
+CASES = {
+    "UNet": Case("sd1.5", 128, dtype=torch.float32),
+    "SD3": _cut(replace(SHAPES["sd3.5-large"], **SMALL), {"num_layers": 2}, 2),
+    "FLUX": _cut(replace(SHAPES["flux"], **SMALL), {"num_layers": 1, "num_single_layers": 1}, 2),
+    "Wan": _cut(replace(SHAPES["wan"], **{**SMALL, "size": (3, 4, 6)}), {"num_layers": 1}, 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(unets.CONFIGS, "sd1.5", dict(tiny_unet().config))
+    case = CASES[name]
+    model = on_card(case.build(META))
+    args, kwargs, known = case.inputs(model)
+    with mame(model, keep=0.25, min_tokens=16) as handle:
+        for values in known, {}:  # a captured call has one before it, which may read
+            with pretended(values):
+                output = model(*args, **kwargs, return_dict=False)[0]
+        merged = [layer for layer in handle.report().layers if layer.share < 1]
+    assert output.is_meta
+    assert len(merged) >= 1
+    assert all(layer.calls == 2 for layer in merged)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.cpu(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x if x.any() else -x,
+        lambda x: x.tolist(),
+        lambda x: x.masked_select(x > 0),
+    ],
+    ids=["item", "cpu", "nonzero", "mask", "if", "tolist", "masked_select"],
+)
+def test_a_wait_would_be_seen(wait: Callable[[Any], Any]) -> None:
+    with pretended(), pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)meta"):
+        wait(torch.ones(3, device=META))

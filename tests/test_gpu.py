@@ -1,0 +1,82 @@
+"""What is reckoned of graphics cards: kernels that are counted, and two sets of assumptions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_models
+from benchmarks.cards import CARDS, Card, Work
+from benchmarks.gpu_models import SHAPES, Case
+from mame_sd.core.devices import MIN_TOKENS
+from tests.builders.tiny import tiny_unet
+
+BOTH = [CARDS["A100"], CARDS["H100"]]
+# At the real size of its image, so that products outweigh launches, with few heads and blocks.
+SMALL = gpu_models._cut(replace(SHAPES["wan"], heads=8), {"num_layers": 1}, 1)
+
+
+def test_kernels_of_a_case_are_counted_and_printed() -> None:
+    found = gpu.reckon(SMALL, BOTH)
+    launches = {row: of["launches"] for row, of in found.items()}
+    assert launches["default"][0] > launches["unmerged"][0]
+    assert launches["keys, an eighth"] == launches["keys, a quarter"]
+    plain = found["unmerged"]["seconds"]
+    assert plain["A100"] > plain["H100"]
+    lines = gpu.table("small", found, BOTH).splitlines()
+    assert lines[2] == "| | launches | A100 | H100 |"
+    shown = {line.split(" | ")[0][2:]: line.split(" | ")[2].split(" / ") for line in lines[4:]}
+    assert len(shown["default"]) == 3
+    likely, harsh, faster = map(float, shown["keys, a quarter"])
+    assert likely > harsh > 1, "harsh assumptions leave less to win"
+    assert likely > faster > 1, "and so does a faster attention"
+
+
+def test_a_model_cut_in_depth_stands_for_all_of_its_blocks() -> None:
+    whole, cut = (
+        gpu_models._cut(replace(SHAPES["wan"], heads=2, size=(2, 4, 6)), {"num_layers": n}, **more)
+        for n, more in ((4, {}), (2, {"blocks": 3}))
+    )
+    work = [gpu.count(case, gpu_models.rows_of(case, 8)["unmerged"]) for case in (whole, cut)]
+    assert work[0] == work[1]
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_the_default_row_follows_the_one_table(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = "cuda, capability 9 and above"
+    assert card.min_tokens == MIN_TOKENS[newest if card.name == "H100" else "cuda"]
+    monkeypatch.setitem(gpu_models.unets.CONFIGS, "sd1.5", dict(tiny_unet().config))
+    side = round(card.min_tokens**0.5)
+    for tokens, merges in ((side, True), (side - 1, False)):
+        case = Case("sd1.5", 8 * tokens, dtype=torch.float32)
+        rows = gpu_models.rows_of(case, card.min_tokens)
+        counts = {row: len(gpu.count(case, rows[row])) for row in ("unmerged", "default")}
+        assert (counts["default"] > counts["unmerged"]) is merges
+
+
+def test_a_card_is_busy_for_the_longest_of_three_times() -> None:
+    card = CARDS["H100"]
+    small = Work("add", "other", torch.float16, 8, 0)
+    moved = Work("copy", "other", torch.float16, 1e9, 0)
+    product = Work("mm", "product", torch.float16, 8, 10**13)
+    assert card.busy([small]) == pytest.approx(2.5e-6)
+    assert card.busy([moved]) == pytest.approx(1e9 / (0.8 * 3.35e12))
+    assert card.harsh.busy([product]) == pytest.approx(10**13 / (0.75 * 989e12))
+    assert card.eager([small] * 100, launch=27e-6) == pytest.approx(2.7e-3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--card", "5090"], "--card: expected a part of one of GeForce RTX 3060"),
+        (["--model", "SD 9"], "--model: expected a part of one of SD 1.5 at 512"),
+    ],
+)
+def test_bad_options_are_one_line(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        gpu.main(given)
+    assert said in capsys.readouterr().err.splitlines()[-1]
