@@ -35,6 +35,7 @@ from typing import Any
 import diffusers
 import torch
 import torch.nn.functional as F
+from diffusers.models.attention_dispatch import attention_backend
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from torch.autograd import DeviceType
@@ -47,6 +48,7 @@ from benchmarks.gpu_models import Case
 from mame_sd import attention, mame
 from mame_sd.core.attention import Grid, KeyMerging, merge_keys
 from mame_sd.core.devices import MIN_TOKENS, kind_of
+from mame_sd.report import NothingMergedError
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 480  # of a whole run
@@ -296,17 +298,18 @@ def block_alone(run: Run) -> None:
         found: dict[str, Any] = {}
         for name, (backend, _) in BACKENDS.items():
             try:
-                model.set_attention_backend(backend)
-                found[name] = []
-                for keep in (1, 0.25, 0.125):
-                    on = (
-                        nullcontext() if keep == 1 else mame(model, keep=keep, min_tokens=run.least)
-                    )
-                    with on:
-                        found[name].append(run.milli(partial(model, *args, **named)))
+                with attention_backend(backend):
+                    found[name] = []
+                    for keep in (1, 0.25, 0.125):
+                        with _merging(run, model, keep):
+                            found[name].append(run.milli(partial(model, *args, **named)))
             except (RuntimeError, ValueError, ImportError) as error:
                 found[name] = first_line(error)
         run.note("block", case="FLUX", tokens=side * side, ms=found)
+
+
+def _merging(run: Run, model: nn.Module, keep: float) -> AbstractContextManager[Any]:
+    return nullcontext() if keep == 1 else mame(model, keep=keep, min_tokens=run.least)
 
 
 def launches(run: Run) -> None:
@@ -336,8 +339,8 @@ def rows_of(run: Run) -> Mapping[str, Callable[[Any], AbstractContextManager[Any
     return {
         "unmerged": lambda model: nullcontext(),
         "default": lambda model: mame(model, keep=0.25),
-        "keep .25": lambda model: mame(model, keep=0.25, min_tokens=run.least),
-        "keep .125": lambda model: mame(model, keep=0.125, min_tokens=run.least),
+        "keep .25": lambda model: _merging(run, model, 0.25),
+        "keep .125": lambda model: _merging(run, model, 0.125),
     }
 
 
@@ -362,9 +365,12 @@ def model(run: Run, name: str) -> None:
             call()
             run.wait()
             if handle is not None:
-                layers = [layer for layer in handle.report().layers if layer.calls]
-                merged = sum(layer.share < 1 for layer in layers)
-                found[row]["merged"] = f"{merged} of {len(layers)} layers"
+                try:
+                    layers = [layer for layer in handle.report().layers if layer.calls]
+                    merged = sum(layer.share < 1 for layer in layers)
+                    found[row]["merged"] = f"{merged} of {len(layers)} layers"
+                except NothingMergedError as error:  # the default's min_tokens are more
+                    found[row]["merged"] = first_line(error)
             if run.is_cuda:
                 found[row]["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
                 try:
@@ -547,8 +553,8 @@ def go(run: Run, steps: Sequence[str], restart: Callable[[str], None] | None = N
             if watch is not None:
                 watch.cancel()
         run.note("done", seconds=round(time.time() - start, 1))
-        gc.collect()
         if run.is_cuda:
+            gc.collect()
             try:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
@@ -556,6 +562,11 @@ def go(run: Run, steps: Sequence[str], restart: Callable[[str], None] | None = N
                 run.note("failed", why=first_line(error))
                 if restart is not None:
                     restart(name)
+
+
+def _means(name: str, text: str) -> bool:
+    """Whether `--only TEXT` means the step: the one of that name alone, else all that hold it."""
+    return text == name if text in STEPS else text in name
 
 
 @torch.no_grad()
@@ -576,7 +587,7 @@ def main(argv: Sequence[str] | None = None, restarts: bool = False) -> int:
         torch.amp.is_autocast_available = lambda device_type: device_type in ("cuda", "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: expected a CUDA device, found none (--device cpu --tiny rehearses)")
-    steps = [n for n in STEPS if not args.only or any(text in n for text in args.only)]
+    steps = [name for name in STEPS if not args.only or any(map(partial(_means, name), args.only))]
     args.out.mkdir(parents=True, exist_ok=True)
     run = Run(args.out, torch.device(args.device), args.tiny, seconds=args.seconds)
     if args.behind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from benchmarks import gpu, gpu_models
 from benchmarks.cards import CARDS, Card, Work
 from benchmarks.gpu_models import SHAPES, Case
 from mame_sd.core.devices import MIN_TOKENS
-from tests.builders.tiny import tiny_unet
+from tests.builders.tiny import one_level_unet
 
 BOTH = [CARDS["A100"], CARDS["H100"]]
 # At the real size of its image, so that products outweigh launches, with few heads and blocks.
@@ -43,17 +44,19 @@ def test_a_model_cut_in_depth_stands_for_all_of_its_blocks() -> None:
     assert work[0] == work[1]
 
 
-@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize("card", BOTH, ids=["A100", "H100"])
 def test_the_default_row_follows_the_one_table(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = "cuda, capability 9 and above"
     assert card.min_tokens == MIN_TOKENS[newest if card.name == "H100" else "cuda"]
-    monkeypatch.setitem(gpu_models.unets.CONFIGS, "sd1.5", dict(tiny_unet().config))
-    side = round(card.min_tokens**0.5)
-    for tokens, merges in ((side, True), (side - 1, False)):
-        case = Case("sd1.5", 8 * tokens, dtype=torch.float32)
-        rows = gpu_models.rows_of(case, card.min_tokens)
-        counts = {row: len(gpu.count(case, rows[row])) for row in ("unmerged", "default")}
-        assert (counts["default"] > counts["unmerged"]) is merges
+    monkeypatch.setitem(gpu_models.unets.CONFIGS, "sd1.5", dict(one_level_unet().config))
+    side = math.ceil(card.min_tokens**0.5)
+    for least, merges in ((side, True), (side - 1, False)):
+        case = Case("sd1.5", 8 * least, dtype=torch.float32)
+        default, whole = (
+            len(gpu.count(case, gpu_models.rows_of(case, count)["default"]))
+            for count in (card.min_tokens, 10**9)
+        )
+        assert (default > whole) is merges
 
 
 def test_a_card_is_busy_for_the_longest_of_three_times() -> None:
