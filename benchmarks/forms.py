@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -50,12 +50,12 @@ Attend = Callable[[Tensor, Tensor, Tensor, Grid, Draw], Tensor]
 
 
 class Groups(NamedTuple):
-    """Which of K groups each token is in, `of` [B, 1 or H, N]; `places` [K'] (K' <= K) of the
-    destinations, the first groups, in their order.
+    """Which of `kept` = K groups each token is in, `of` [B, 1 or H, N]; `places` [K'] (K' <= K) of
+    the destinations, the first groups, in their order.
     """
 
     of: Tensor
-    count: int  # type: ignore[assignment]  # tuples have a method of this name
+    kept: int
     places: Tensor
 
 
@@ -168,7 +168,7 @@ def cells(grid: Grid, cell: Grid) -> Groups:
 def sums(t: Tensor, groups: Groups) -> Tensor:
     """Sums of t [B, H, N, D] within the groups: [B, H, K, D] in fp32."""
     where = groups.of.unsqueeze(-1).expand(t.shape)
-    return t.new_zeros(*t.shape[:2], groups.count, t.shape[3], dtype=torch.float32).scatter_add_(
+    return t.new_zeros(*t.shape[:2], groups.kept, t.shape[3], dtype=torch.float32).scatter_add_(
         2, where, t.float()
     )
 
@@ -176,7 +176,7 @@ def sums(t: Tensor, groups: Groups) -> Tensor:
 def sizes(groups: Groups, like: Tensor) -> Tensor:
     """How many tokens each group has [B, H, K], fp32."""
     of = groups.of.expand(*like.shape[:3])
-    found = torch.zeros(*like.shape[:2], groups.count)
+    found = torch.zeros(*like.shape[:2], groups.kept)
     return found.scatter_add_(2, of, torch.ones(of.shape))
 
 
@@ -410,7 +410,9 @@ class InDtype:
     dtype: torch.dtype
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
-        dtype = self.dtype
-        beside: Any = draw.beside and tuple(t.to(dtype) for t in draw.beside)
-        within = dataclasses.replace(draw, beside=beside)
-        return self.form(q.to(dtype), k.to(dtype), v.to(dtype), grid, within).to(q.dtype)
+        narrow = draw
+        if draw.beside is not None:
+            keys, values = (t.to(self.dtype) for t in draw.beside)
+            narrow = dataclasses.replace(draw, beside=(keys, values))
+        query, key, value = (t.to(self.dtype) for t in (q, k, v))
+        return self.form(query, key, value, grid, narrow).to(q.dtype)
