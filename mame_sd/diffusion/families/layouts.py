@@ -34,7 +34,7 @@ def read(t: Tensor) -> Tensor:
         return t.cpu()
     known: tuple[int, Tensor] | None = _READ.get(t)
     if known is None or known[0] != t._version:
-        known = _READ[t] = t._version, t.detach().cpu().clone()  # no entry may hold its key
+        known = _READ[t] = t._version, t.cpu().detach().clone()  # no entry may hold its key
     return known[1]
 
 
