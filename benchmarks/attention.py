@@ -55,7 +55,7 @@ def row(tokens: int, heads: int, device: torch.device, dtype: torch.dtype, round
     for keep in KEEPS:
         every[str(keep)] = partial(attention, q, k, v, (side, side), keep=keep)
     if tokens <= 1024:
-        exact = attention(*(t.double() for t in (q, k, v)), (side, side), keep=0.25)
+        exact = attention(q.double(), k.double(), v.double(), (side, side), keep=0.25)
         far = (every["0.25"]().double() - exact).abs().max() / exact.abs().max()
         if far > {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}[dtype]:
             raise SystemExit(f"error: expected float64's output to {dtype}, got {far:.1e} off")

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,7 @@ class Groups(NamedTuple):
     """
 
     of: Tensor
-    count: int
+    count: int  # type: ignore[assignment]  # tuples have a method of this name
     places: Tensor
 
 
@@ -397,7 +397,8 @@ class Tomesd:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
         groups = planned(_input(draw), grid, self.keep, draw, tiles=0, cell=(2, 2))
         n = sizes(groups, k).unsqueeze(-1)
-        output = F.scaled_dot_product_attention(*(sums(t, groups) / n for t in (q, k, v)))
+        queries, keys, values = (sums(t, groups) / n for t in (q, k, v))
+        output = F.scaled_dot_product_attention(queries, keys, values)
         return output.gather(2, groups.of.unsqueeze(-1).expand(q.shape))
 
 
@@ -409,7 +410,7 @@ class InDtype:
     dtype: torch.dtype
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
-        narrow = [t.to(self.dtype) for t in (q, k, v)]
-        beside = draw.beside and tuple(t.to(self.dtype) for t in draw.beside)
+        dtype = self.dtype
+        beside: Any = draw.beside and tuple(t.to(dtype) for t in draw.beside)
         within = dataclasses.replace(draw, beside=beside)
-        return self.form(*narrow, grid, within).to(q.dtype)
+        return self.form(q.to(dtype), k.to(dtype), v.to(dtype), grid, within).to(q.dtype)

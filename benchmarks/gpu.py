@@ -4,11 +4,11 @@
     python -m benchmarks.gpu --model "SDXL at 1024" --card H100
 
 Every operation of one forward is counted at its real size (`benchmarks/launches.py`). A card is
-busy with it for the longest of three times (`benchmarks/cards.py`): that of the smallest kernel, its
-bytes at the memory's speed, its products at the units' speed. *Likely* takes the shares of the peaks
-that fit published times, and lets PyTorch launch a kernel in 6 us, ahead of the card. *Harsh* lets
-products and attention reach three quarters of their peaks, so that less is to be saved, and a launch
-take 27 us. Cells say how many times as fast as unmerged.
+busy with it for the longest of three times (`benchmarks/cards.py`): that of the smallest kernel,
+its bytes at the memory's speed, its products at the units' speed. *Likely* takes the shares of the
+peaks that fit published times, and lets PyTorch launch a kernel in 6 us, ahead of the card. *Harsh*
+lets products and attention reach three quarters of their peaks, so that less is to be saved, and a
+launch take 27 us. Cells say how many times as fast as unmerged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def twice_as_fast(work: Sequence[Work]) -> list[Work]:
 
 
 def reckon(case: Case, cards: Sequence[Card]) -> dict[str, dict[str, Any]]:
-    """Kernels, and by card the seconds (likely, harsh, with attention twice as fast), of each row."""
+    """Kernels, and by card the seconds (likely, harsh, attention twice as fast), of each row."""
     found: dict[str, dict[str, Any]] = {}
     works: dict[tuple[str, int], list[Work]] = {}
     for card in cards:

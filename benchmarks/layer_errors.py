@@ -62,7 +62,7 @@ def rows() -> dict[str, Attend]:
             f"{name} plan, corrected, fit 128": Merged(keep, Fit(128), True),
             **{
                 f"{name} plan, fit 128, lambda {lam:g}": Merged(keep, Fit(128, lam))
-                for lam in (0.01, 1)
+                for lam in (0.01, 0.3, 1)
             },
             **{
                 f"{name} plan, fit {m}, Gaussian {s:g} {w:g}": Merged(keep, Fit(m, w=w, s=s))

@@ -88,16 +88,19 @@ def rival(
     make: Callable[..., MakePlan],
     merge: str = "kv",
     fit_queries: int = 0,
+    min_tokens: int = 1024,
     **settings: Any,
 ) -> Method:
     """A rival of `mame_sd.eval.rivals`, made of `settings`; `family` is its name in tables."""
     said = {
         name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()
     }
-    on = partial(rival_on, make=partial(make, **settings), merge=merge, fit_queries=fit_queries)
-    return Method(
-        family, {**said, "merge": merge, "fit_queries": fit_queries}, lambda denoiser: on(denoiser)
-    )
+    how: dict[str, Any] = {"merge": merge, "fit_queries": fit_queries, "min_tokens": min_tokens}
+
+    def on(denoiser: Any) -> Any:
+        return rival_on(denoiser, partial(make, **settings), **how)
+
+    return Method(family, {**said, **how}, on)
 
 
 def fewer_steps(count: int) -> Method:

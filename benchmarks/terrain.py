@@ -109,7 +109,7 @@ def rows() -> dict[str, On]:
             f"{name} plan, fit 128, Gaussian .25 .3": Merged(keep, G(128)),
             **{
                 f"{name} plan, fit 64, lambda {lam:g}": Merged(keep, Fit(64, lam))
-                for lam in (0.01, 1)
+                for lam in (0.01, 0.3, 1)
             },
             **{
                 f"{name} plan, fit 64, Gaussian {s:g} {w:g}": Merged(keep, Fit(64, w=w, s=s))

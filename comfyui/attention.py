@@ -12,9 +12,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mame_sd.diffusion.interception import MergeJob
+from mame_sd.core.attention import Grid, KeyMerging, merge_keys
+from mame_sd.core.groups import Groups
+
+# The engine's functions that add a mask to the logits. For others, and for those of other nodes,
+# groups go uncounted, and the fit makes up for most of it.
+TAKES_MASK = {f"attention_{name}" for name in ("basic", "pytorch", "split", "sub_quad", "xformers")}
+
+
+@dataclass(frozen=True)
+class KeyMerge:
+    """How the keys of one call of a layer merge.
+
+    Attributes:
+        grid: the image among the keys.
+        how: the settings.
+        draw, leader: see `merge_keys`.
+    """
+
+    grid: Grid
+    how: KeyMerging
+    draw: Tensor | None = None
+    leader: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -48,22 +70,33 @@ class EngineCall:
             return t.transpose(1, 2)
         return t.flatten(2).unflatten(2, (-1, self.q.shape[-1] // self.heads))
 
-    def merged(self, job: MergeJob) -> Tensor:
-        """The output with keys merged by `job`, given to the function in the layout it knows."""
-        heads_first = self.kwargs.get("skip_reshape")
-        query, key, value = (self.heads_last(t).transpose(1, 2) for t in (self.q, self.k, self.v))
+    def merged(self, merge: KeyMerge) -> tuple[Tensor, Groups]:
+        """The output with merged keys, given to the function in the layout it knows; what merged.
+
+        Args:
+            merge: how they merge. Where another node has merged the queries, so that there are
+                fewer of them than keys, the values are fitted to those there are.
+        """
+        q, k, v = (self.heads_last(t).transpose(1, 2) for t in (self.q, self.k, self.v))
+        queries, length = q.shape[2], k.shape[2]
+        if queries != length:
+            spread = torch.arange(length, device=q.device) * queries // length
+            q = q.index_select(2, spread)
         mask = self.mask
         mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
-        named = {"query": query, "key": key, "value": value, "attn_mask": mask}
-        fewer = job.merge({**named, "scale": self.kwargs.get("scale")})
-        if fewer is None:
-            return self.run()
-        key, value, mask = fewer["key"], fewer["value"], fewer["attn_mask"]
-        if not heads_first:
+        function = self.function
+        counted = getattr(function, "__name__", "") in TAKES_MASK
+        merged = merge_keys(
+            q, k, v, [merge.grid], merge.how, mask, self.kwargs.get("scale"), merge.draw,
+            merge.leader, counted=counted,
+        )  # fmt: skip
+        key, value = merged.key, merged.value
+        if not self.kwargs.get("skip_reshape"):
             key, value = (t.transpose(1, 2).flatten(2) for t in (key, value))
         args, kwargs = self.args, dict(self.kwargs)
+        bias = merged.bias if counted or mask is not None else None
         if len(args) > 1:
-            args = (args[0], mask, *args[2:])
+            args = (args[0], bias, *args[2:])
         else:
-            kwargs["mask"] = mask
-        return self.function(self.q, key, value, *args, **kwargs)
+            kwargs["mask"] = bias
+        return function(self.q, key, value, *args, **kwargs), merged.groups[0]

@@ -21,8 +21,6 @@ OTHER = "attention over {} tokens has no image of {} x {} x {}"
 TEXT = "the prompt's {} tokens are not fewer than the image's {}"
 MASKED = "{} has a mask, with which the image starts elsewhere in each sample"
 MASK = "a mask of shape {} is not for {} keys"
-
-
 UNNAMED = "the engine does not say which of its blocks attends; update ComfyUI"
 
 
@@ -70,10 +68,8 @@ class JointPatch:
             call.run.note_left(SMALL, tokens, least)
             return engine.run()
         size = grid[grid[0] == 1 :]
-        job = call.job_of(config, size, number, start, length)
-        output = engine.merged(job)
-        if job.merged is not None:
-            call.note_merged(job.merged.groups[0], size)
+        output, groups = engine.merged(call.merge_of(config, size, number, start))
+        call.note_merged(groups, size)
         return output
 
     def _start(self, call: Any, queries: int, length: int, mask: Tensor | None) -> int | None:

@@ -56,7 +56,7 @@ TRANSFORMERS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, str]]]] = {
 }
 NO_NAMES = (
     "settings: {} has no map from diffusers' layers to ComfyUI's blocks yet, so no file can mean"
-    " them; leave settings empty, and give mode, keep and merge"
+    " them; leave settings empty, and give mode and keep"
 )
 OTHER_MODEL = (
     "made_for: expected settings that were found for {}, got ones for {}; calibrate this model, or"

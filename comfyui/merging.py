@@ -20,8 +20,8 @@ from mame_sd import MaMeConfig
 from mame_sd.core.attention import Grid, KeyMerging
 from mame_sd.core.draws import DRAWS, draw_at
 from mame_sd.core.pairs import leaders_of_chunks
-from mame_sd.diffusion.interception import MergeJob
 
+from .attention import KeyMerge
 from .joint import JointPatch
 from .layers import Settings
 from .models import Place, Transformer, UNet
@@ -42,28 +42,27 @@ class Call:
 
     Attributes:
         run: notes what merged.
-        draw: which of the drawn partitions the model's first layer takes, a LongTensor [1]; None:
-            the first, and in all layers. Each layer counts on from it: neighbours take different
-            draws, so that their errors do not add up.
-        leader: of each sample the one whose tokens decide what merges, see `mame_sd.core.pairs`;
-            None: each its own.
+        draw: which of the drawn partitions the model's first layer takes, a LongTensor [1]. Each
+            layer counts on from it: neighbours take different draws, so that their errors do not
+            add up.
+        leader: of each sample the one whose tokens decide what merges, see `mame_sd.core.pairs`.
         replaced: UNet blocks whose self-attention another node replaces, as the engine names them.
         place: where a transformer's image is.
         text: tokens of its prompts.
         override: another node's attention.
-        job: of a UNet's layer, decided before its projections, on its way to its attention.
+        merge: of a UNet's layer, decided before its projections, on its way to its attention.
         counted: a transformer's layers that had no name so far.
         merged: what merged in this call.
     """
 
     run: Run
-    draw: Tensor | None = None
-    leader: Tensor | None = None
+    draw: Tensor
+    leader: Tensor
     replaced: frozenset[tuple[Any, ...]] = frozenset()
     place: Place | None = None
     text: int = 0
     override: Callable[..., Tensor] | None = None
-    job: MergeJob | None = None
+    merge: KeyMerge | None = None
     counted: int = 0
     merged: dict[str, None] = field(default_factory=dict)
 
@@ -71,20 +70,17 @@ class Call:
         kept, sides = f"{plan.tokens_in} -> {plan.tokens_kept}", " x ".join(map(str, size))
         self.merged[f"{kept} {what} at {sides}"] = None
 
-    def job_of(
-        self,
-        config: MaMeConfig,
-        grid: tuple[int, ...],
-        number: int,
-        start: int = 0,
-        length: int | None = None,
-    ) -> MergeJob:
-        """The merging of the keys of a layer of that number, whose image begins at `start`."""
-        draw = None if self.draw is None else (self.draw + number) % DRAWS
-        how = KeyMerging(config.fit_queries, config.tile_size, config.seed)
+    def merge_of(
+        self, config: MaMeConfig, grid: tuple[int, ...], number: int, start: int = 0
+    ) -> KeyMerge:
+        """How the keys of a layer of that number merge, whose image begins at `start`."""
         assert config.keep is not None
-        grids = (Grid(start, grid, config.keep),)
-        return MergeJob(grids, length, start, length or 0, how, draw, self.leader)
+        draw = None
+        if config.redraw and self.draw is not None:
+            draw = (self.draw + number) % DRAWS
+        leader = self.leader if config.share_guidance_plan else None
+        how = KeyMerging(config.fit_queries, config.tile_size, config.seed)
+        return KeyMerge(Grid(start, grid, config.keep), how, draw, leader)
 
     def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """What is to attend: another node's attention, or else the engine's `function`."""
@@ -103,7 +99,6 @@ class Merging:
     def __init__(
         self, settings: Settings, layout: UNet | Transformer, start: float = 0.0, end: float = 1.0
     ) -> None:
-        self.config = settings.config
         self.start = start
         self.end = end
         self.always = start <= 0 and end >= 1
@@ -150,13 +145,9 @@ class Merging:
         run = given.get(RUN) or Run()
         sampling = executor.class_obj.model_sampling
         if self._active(sampling, t):
-            redraws = self.config.method == "keys" and self.config.redraw
-            draw = draw_at(sampling.timestep(t).float()) if redraws else None
-            leader = None
-            if self.config.method == "keys" and self.config.share_guidance_plan:
-                leader = leaders_of_chunks(
-                    x, [kind == UNGUIDED for kind in given.get("cond_or_uncond", ())]
-                )
+            draw = draw_at(sampling.timestep(t).float())
+            unguided = [kind == UNGUIDED for kind in given.get("cond_or_uncond", ())]
+            leader = leaders_of_chunks(x, unguided)
             options[KEY] = call = Call(
                 run, draw, leader, override=given.get("optimized_attention_override")
             )

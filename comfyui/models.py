@@ -1,8 +1,7 @@
 """Which models the node merges, and where the image's tokens are in a transformer's attention.
 
-UNets are patched before their projections, by `attn1_patch`. Transformers are not patched alike.
-Flux and Qwen-Image call an attn1_patch with keywords and take a dict, Wan with one dict, SD3 never.
-But all hand q, k and v, after rotation, to `optimized_attention_override`.
+All hand q, k and v, after rotation, to `optimized_attention_override`. UNets alone have one
+`attn1_patch` before their projections, where whole tokens merge.
 """
 
 from __future__ import annotations

@@ -11,18 +11,19 @@ from .merging import KEY, Merging
 from .models import Transformer, UNet, layout_of
 
 DEFAULT = "default"
+UNREAD = "feature", "references", "size"  # settings that only apply_mame follows
 SHARE = {"min": 0.0, "max": 1.0, "step": 0.01, "round": 0.001}
 
 
 class MaMeModelPatch:
-    """Node: merges tokens in the self-attention of a UNet or of the image in a transformer."""
+    """Node: merges keys, or tokens, in the self-attention over an image."""
 
     RETURN_TYPES: ClassVar = ("MODEL",)
     OUTPUT_TOOLTIPS: ClassVar = ("The model, merging. The one that came in is left as it is.",)
     FUNCTION: ClassVar = "patch"
     CATEGORY: ClassVar = "model/patch"
     DESCRIPTION: ClassVar = (
-        "Faster sampling without training: similar tokens merge in large self-attention layers. "
+        "Faster sampling without training: similar keys merge in large self-attention layers. "
         "The log says what merged, or why nothing did."
     )
     SEARCH_ALIASES: ClassVar = ["token merging", "ToMe", "MaRe", "speed"]
@@ -93,7 +94,7 @@ class MaMeModelPatch:
                     },
                 ),
             },
-            "optional": {  # workflows from before it was there load too
+            "optional": {
                 "settings": (
                     "STRING",
                     {"default": ""}
@@ -151,6 +152,12 @@ class MaMeModelPatch:
             config = MaMeConfig.from_dict({**given, "min_tokens": min_tokens or None})
         known = "this UNet" if isinstance(layout, UNet) else layout.family.name
         of_layers = Settings(config, layout.layers, known)
+        for name in UNREAD:
+            if any(name in one.given for one in of_layers.every):
+                raise ValueError(
+                    f"settings: {name}: expected none of {', '.join(UNREAD)} in ComfyUI, which the"
+                    " node does not read; take it out of the file"
+                )
         whole = any(one.method == "tokens" for one in of_layers.every)
         if whole and isinstance(layout, Transformer):
             raise ValueError(

@@ -11,10 +11,7 @@ import torch
 log = logging.getLogger("mame-sd")
 NOT_CALLED = "the engine never handed its attention to the node; update ComfyUI"
 TAKEN = "another node has put its attention instead of ours, and wins: take one of them out"
-UNREACHED = (
-    "MaMe neither corrects nor weighs merged keys: another node has put its attention instead of"
-    " the engine's"
-)
+UNREACHED = "another node has put its attention instead of the engine's: take one of them out"
 OTHER_ATTENTION = "attention that another node has set is called with the merged keys"
 OUTSIDE = "no step was between start_percent and end_percent"
 
@@ -28,14 +25,12 @@ class Run:
     Attributes:
         merged: what merged.
         left: why other layers were left alone.
-        unreached: a UNet's attention does not pass through the engine's, where keys are corrected.
         compiled: whether some calls were a graph's.
         other_attention: another node's attention is called with the merged keys.
     """
 
     merged: dict[str, None] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
-    unreached: bool = False
     compiled: bool = False
     other_attention: bool = False
 
@@ -56,7 +51,5 @@ class Run:
         if self.merged:
             extra = f"; {OTHER_ATTENTION}" if self.other_attention else ""
             log.info("MaMe merged %s%s", ", ".join(sorted(self.merged)), extra)
-            if self.unreached:
-                log.warning(UNREACHED)
         elif not self.compiled:
             log.warning("MaMe merged nothing: %s", "; ".join(sorted(self.left)) or NOT_CALLED)

@@ -20,6 +20,7 @@ from mame_sd.core.devices import least_tokens
 from .attention import EngineCall
 from .layers import Key, Settings
 from .models import UNet
+from .run import UNREACHED
 
 KEY = "mame_sd"
 PLAN = "mame_sd_plan"
@@ -59,10 +60,8 @@ class UNetPatch:
         elif q.shape[0] != batch or (config.method == "tokens" and q.shape != k.shape):
             call.run.note_left(CUT)
         elif config.method == "keys":
-            if not call.run.unreached:
-                number = self.unet.layers.number(name) or 0
-                call.job = call.job_of(config, (h, w), number, length=tokens)
-                call.job.queries = q.shape[1]
+            number = self.unet.layers.number(name) or 0
+            call.merge = call.merge_of(config, (h, w), number)
         else:
             plan = extra_options[PLAN] = plan_tokens(k, config)
             call.note_merged(plan, (h, w), "tokens")
@@ -83,20 +82,19 @@ class UNetPatch:
         """The output of the engine's call; an `optimized_attention_override`."""
         call = kwargs["transformer_options"][KEY]
         engine = EngineCall(call.attention(function), q, k, v, args, kwargs)
-        job, call.job = call.job, None
-        if job is None:
+        merge, call.merge = call.merge, None
+        if merge is None:
             return engine.run()
-        output = engine.merged(job)
-        if job.merged is not None:
-            call.note_merged(job.merged.groups[0], job.grids[0].size)
+        output, groups = engine.merged(merge)
+        call.note_merged(groups, merge.grid.size)
         return output
 
     def after(self, n: Tensor, extra_options: dict[str, Any]) -> Tensor:
         """The output of all tokens."""
         call = extra_options[KEY]
-        if call.job is not None:
-            call.job = None
-            call.run.unreached = True
+        if call.merge is not None:
+            call.merge = None
+            call.run.note_left(UNREACHED)
         plan = extra_options.pop(PLAN, None)
         return n if plan is None else plan.restore(n)
 

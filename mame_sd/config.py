@@ -77,8 +77,9 @@ class MaMeConfig:
     min_tokens: int | None = _field(
         None,
         "layers with fewer tokens stay unmerged; left out: by kind of device",
-        "1,024 on a CPU and on MPS; 8,192 on CUDA from compute capability 9 on; 4,096 elsewhere."
-        " With `MaMeAttnProcessor` on a video model it must be above the number of frames.",
+        "1,024 on a CPU and on MPS; 8,192 on CUDA, 24,576 from compute capability 9 on; 4,096"
+        " elsewhere. With `MaMeAttnProcessor` on a video model it must be above the number of"
+        " frames.",
     )
     fit_queries: int | None = _field(
         None,
@@ -349,7 +350,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _is_side(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

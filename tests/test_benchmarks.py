@@ -4,15 +4,13 @@ verdicts.
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import attention, by_layer, caches, layers, methods, shapes, unet, unets
+from benchmarks import attention, caches, methods, unets
 from benchmarks.caching import DeepCache, calibrated, first_block, pyramid
 from benchmarks.frontier import Frontier
 from benchmarks.frontier_report import markdown, on_frontier, verdict
@@ -29,48 +27,17 @@ from tests.matrix.caches import TRANSFORMERS
 CPU = torch.device("cpu")
 
 
-def test_every_method_is_timed_and_checked_and_a_wrong_one_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_attention_is_timed_beside_all_keys_and_what_computes_otherwise_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    errors = layers.gate(64, CPU, torch.float32, attention.CONFIGS)
-    assert max(errors.values()) < 1e-5
-    case = {"dtype": "float32", "tokens": 256, "dim": 64, "batch": 2}
-    found = attention.measure(case, 1, CPU)["methods"]
-    assert {
-        "sdpa",
-        "free 0.50",
-        "mame+mare .50",
-        "mame kv .25",
-        "mame kv .25, plan given",
-        "global .50",
-    } <= set(found)
-    assert all(row["median_s"] > 0 for row in found.values())
-    assert len(
-        [line for line in capsys.readouterr().out.splitlines() if line.startswith("| m")]
-    ) == 3 + sum(name.startswith("m") for name in attention.CONFIGS)
-    monkeypatch.setitem(layers.TOLERANCE, torch.float32, 1e-12)
-    with pytest.raises(SystemExit, match="nothing was timed"):
-        layers.gate(64, CPU, torch.float32, attention.CONFIGS)
-
-
-def test_every_method_goes_through_the_modules_own_call() -> None:
-    attn, called = layers.attention(64, CPU, torch.float32), 0
-
-    def count(module: Any, args: Any) -> None:
-        nonlocal called
-        called += 1
-
-    attn.register_forward_pre_hook(count)  # copies carry it
-    x = layers.inputs(1, 256, 64, CPU, torch.float32)()
-    processor = attn.processor
-    for layer in (
-        layers.ours(attn, attention.CONFIGS["mame kv .25"], (16, 16)),
-        layers.free(attn, 64, "kv"),
-        layers.free(attn, 64, "qkv"),
-    ):
-        layer(x)
-    assert called == 3
-    assert attn.processor is processor
+    found = attention.row(64, 1, CPU, torch.float32, 2)
+    for keep in attention.KEEPS:
+        low, median, high = found[str(keep)]
+        assert 0 < low <= median <= high
+    fault = torch.float32  # computes nothing in it
+    monkeypatch.setattr(attention, "attention", lambda q, *rest, keep: q * (q.dtype != fault))
+    with pytest.raises(SystemExit, match="expected float64's output"):
+        attention.row(64, 1, CPU, fault, 1)
 
 
 def test_each_method_is_called_once_a_round_on_an_input_of_its_own() -> None:
@@ -138,21 +105,6 @@ def test_the_verdict_names_what_beats_each_rival() -> None:
     assert "Not to be trusted" not in text
     points[1]["itself"] = 0.91
     assert f"0.91 to 0.91 times as fast as itself ({points[1]['name']})" in markdown(points)
-
-
-def test_only_takes_the_method_of_that_name_or_all_that_hold_the_text() -> None:
-    assert set(unet.methods(["default"])) == {"plain", "plain again", "free default", "default"}
-    assert {"default", "tomesd 0.25", "tomesd 0.5"} <= set(unet.methods(["default", "tomesd"]))
-    case = {"dtype": "float32", "tokens": 64, "dim": 64, "batch": 1}
-    found = attention.measure(case, 1, CPU, ["mame kv .25", "global"])["methods"]
-    assert set(found) == {
-        "sdpa",
-        "free 0.50",
-        "free kv 0.25",
-        "mame kv .25",
-        "global .50",
-        "global kv .25",
-    }
 
 
 def test_a_frontier_of_some_settings_keeps_the_rows_measured_before(tmp_path: Path) -> None:
@@ -258,94 +210,3 @@ def test_magcache_takes_the_ratios_that_it_prints_and_a_cache_that_fails_alone_i
         "DeepCache 3",
         "DeepCache 3 + merging",
     ]
-
-
-PUBLISHED = {  # tokens, width, published text tokens or what was chosen
-    "flux": (4096, 3072),
-    "qwen": (4096, 3072),
-    "sd3.5-medium": (4096, 1536),
-    "sd3.5-large": (4096, 2432),
-    "wan": (32760, 1536),
-    "ltx": (6144, 2048),
-}
-
-
-def test_shapes_are_the_published_ones_and_a_cut_has_fewer_frames_or_a_smaller_square() -> None:
-    assert {name: (shape.tokens, shape.dim) for name, shape in shapes.SHAPES.items()} == PUBLISHED
-    assert shapes.SHAPES["flux"].cut(1024).size == (32, 32)
-    assert shapes.SHAPES["wan"].cut(16384).size == (11, 30, 52)
-    assert shapes.SHAPES["wan"].cut(64).size == (1, 8, 8)
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["attention", "block"])
-@pytest.mark.parametrize("name", ["flux", "sd3.5-medium", "wan"])
-def test_a_published_layer_is_measured_on_the_path_that_users_get(name: str, whole: bool) -> None:
-    shape = replace(shapes.SHAPES[name].cut(256), heads=1, text=8)
-    layer = shapes.Layer(shape, CPU, torch.float32, whole)
-    every = shapes.shape_methods(shape)
-    chosen = {
-        name: every[name]
-        for name in ("sdpa", shapes.WITHOUT, "free 0.25", "mame kv 0.25", "means 0.25")
-    }
-    rows = shapes.measure_shape(layer, chosen, 1, CPU)
-    assert not has_hooks(layer.model)
-    assert {name: row["kept"] for name, row in rows.items() if row["kept"]} == {
-        "mame kv 0.25": 0.25,
-        "means 0.25": 0.25,
-    }
-    assert rows["mame kv 0.25"]["captured"] is not None
-    assert "| mame kv 0.25 | 0.25 |" in shapes.shape_table(shape, rows, whole, "float32")
-    work = {}
-    for method in ("sdpa", "free 0.25", "mame kv 0.25"):
-        with torch.no_grad(), AttentionWork(-1) as counted, every[method][2](layer.model):
-            layer.reach()
-            layer(layer.tokens(0))
-        work[method] = counted.work
-    queries = {"flux": 264, "sd3.5-medium": 264 + 256 * whole, "wan": 256}[
-        name
-    ]  # a block of the second has two attentions
-    assert work["sdpa"] - work["mame kv 0.25"] == queries * 192 * shape.dim
-    assert work["free 0.25"] == work["mame kv 0.25"]
-
-
-def test_where_merging_pays_by_the_cost_condition_and_by_a_sweep() -> None:
-    assert shapes.cost_rule(MaMeConfig(keep=0.25)) == 64
-    assert shapes.cost_rule(MaMeConfig(keep=0.5)) == 128
-    assert shapes.cost_rule(MaMeConfig(keep=0.25, tiles=0)) == 0
-
-    def swept(low: float, high: float) -> dict[str, Any]:
-        return {"sdpa": {"quartiles_s": (1.0, 1.1)}, "ours": {"quartiles_s": (low, high)}}
-
-    sweep = [
-        (64, swept(0.8, 0.9)),
-        (256, swept(0.9, 1.05)),
-        (1024, swept(0.6, 0.7)),
-        (4096, swept(0.3, 0.4)),
-    ]
-    assert shapes.measured_from(sweep, "ours") == 1024, "what pays at 64 tokens alone is noise"
-    assert shapes.measured_from(sweep[:2], "ours") is None
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"a key": {"forward": [1.0], "layers": {}}}',  # before there were forms
-        '{"a key": {"forms": [{"keep": 0.5}], "forward": [1.0], "layers": {}}}',  # others
-        "[1]",
-        "{",
-    ],
-)
-def test_measurements_of_another_version_are_one_line(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "measured.json"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(SystemExit, match=r"measured.json: expected measurements of .* delete it"):
-        by_layer.measured(None, ["a key"], 2, file)
-    assert file.read_text(encoding="utf-8") == text
-
-
-def test_measurements_of_todays_forms_are_taken_up(tmp_path: Path) -> None:
-    rows = {"a key": {"forms": list(by_layer.FORMS), "forward": [1.0], "layers": {}}}
-    file = tmp_path / "measured.json"
-    file.write_text(json.dumps(rows), encoding="utf-8")
-    found = by_layer.measured(None, ["a key"], 2, file)
-    assert found == json.loads(json.dumps(rows))

@@ -158,6 +158,24 @@ def test_the_last_of_several_images_merges() -> None:
         handle.report()
 
 
+def test_a_refiner_of_images_is_not_the_whole_sequence() -> None:
+    """Z-Image's omni mode: a reference and what SigLIP sees of it fill 64 tokens each, so that the
+    refiner has as many tokens as image and SigLIP's together.
+    """
+    model: Any = images.z_image(siglip_feat_dim=16).eval()
+    inputs = images.omni()
+    big = normal(4, 1, 10, 24)  # 5 x 12 tokens
+    inputs["x"] = [[big, inputs["x"][i][1]] for i in range(2)]
+    inputs["siglip_feats"] = [[normal(3, 4, 16), None] for _ in range(2)]
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    with torch.no_grad():
+        model(**inputs)
+    assert {layer.name.partition(".")[0]: layer.merged for layer in handle.report().layers} == {
+        "layers": True,
+        "noise_refiner": False,
+    }
+
+
 def test_a_text_refiner_stays_whole_where_captions_are_as_long_as_the_image() -> None:
     """Z-Image: its attention can be told from the image's by its path alone."""
     case = next(case for case in CASES if case.name == "ZImageTransformer2DModel")

@@ -53,7 +53,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_settings_and_names_exist() -> None:
-    settings = {"study", *(field.name for kind in (MaMeConfig, Family) for field in fields(kind))}
+    settings = {field.name for kind in (MaMeConfig, Family) for field in fields(kind)}
     assert set(re.findall(r"`(\w+)=", USAGE)) <= settings
     for name in ("apply_mame", "remove_mame", "mame", "MaMeAttnProcessor", "NothingMergedError"):
         assert name in USAGE

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from mame_sd.caches import CacheView
+from mame_sd.caches import CacheView, merge_cache
 from mame_sd.errors import UserError
 
+from ..memory import allocations, most
 from .measure import Meter, cache_of
+from .model import load_language_model
 from .rows import all_rows
 
 HIDDEN, HEADS, KEY_HEADS, HEAD, INNER, DEPTH = 2048, 32, 8, 64, 8192, 16
@@ -23,10 +26,11 @@ SQUARE = ("h2o", "paper")  # work and memory that grow with the square of the to
 # tokens of a prompt that is run; of a longer one keys, values and queries are drawn at random
 LONGEST = 8192
 _STEPS = 8
+_TIMES = 3
 
 
-def cost_table(lengths: str, keep: float, layers: int) -> str:
-    """Markdown: a row for each length and method.
+def cost_table(lengths: str, keep: float, layers: int, model: str | None = None) -> str:
+    """Markdown: a row for each length and method, or, of a `model` with weights, time and memory.
 
     Raises:
         UserError: bad numbers.
@@ -43,14 +47,51 @@ def cost_table(lengths: str, keep: float, layers: int) -> str:
         raise UserError(f"--keep: expected a share above 0 and below 1, got {keep}")
     if layers < 1:
         raise UserError(f"--layers: expected at least 1, got {layers}")
-    model = _model(layers)
+    if model is not None:
+        return _table_of(model, sizes, keep)
+    shape = _model(layers)
     lines = [
         "| tokens | method | compressing / prefill | decoding / full | MiB of cache | M"
         " multiply-adds a token |",
         "|---|---|---|---|---|---|",
     ]
     for size in sizes:
-        lines += _rows(model, size, keep)
+        lines += _rows(shape, size, keep)
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def _table_of(name: str, sizes: list[int], keep: float) -> str:
+    """Of a model with weights: what `merge_cache` adds to a prefill, and most bytes at once."""
+    model: Any = load_language_model(name)[0]
+    lines = [
+        "| tokens | method | prefill, s | compressing / prefill | MiB of cache | peak / full |",
+        "|---|---|---|---|---|---|",
+    ]
+    for size in sizes:
+        ids = torch.randint(9, 9999, (1, size), generator=torch.Generator().manual_seed(0))
+
+        def run(share: float, ids: torch.Tensor = ids) -> Any:
+            cache = DynamicCache()
+            with merge_cache(model, share):
+                model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            return cache
+
+        def seconds(share: float) -> float:
+            start = time.process_time()
+            run(share)
+            return time.process_time() - start
+
+        run(keep)
+        pairs = [(seconds(1.0), seconds(keep)) for _ in range(_TIMES)]  # in turns
+        plain = sorted(p for p, _ in pairs)[_TIMES // 2]
+        extra = sorted(s / p - 1 for p, s in pairs)[_TIMES // 2]
+        full = sum(layer.keys.nbytes + layer.values.nbytes for layer in run(1.0).layers)
+        short = sum(layer.nbytes for layer in run(keep).layers)
+        for method, share, held, more in (("full", 1.0, full, 0.0), ("ours", keep, short, extra)):
+            peak = most(allocations(partial(run, share))) / full
+            figures = f"{plain:.2f} | {more:.2f} | {held / 2**20:.1f} | {peak:.2f}"
+            lines.append(f"| {size} | {method} | {figures} |")
     return "\n".join(lines)
 
 

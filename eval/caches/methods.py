@@ -19,6 +19,7 @@ from . import values
 SHARES = ("none", "heads", "all")
 DROPPED = ("drop", "d2o", "cam")
 SINKS, RECENT, FLOOR = 4, 32, 0.2
+OBSERVED = 256  # newest queries whose attention weighs keys of CaM
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Published:
         if self.dropped == "d2o":
             return values.by_similarity(view, kept, place, stays)
         if self.dropped == "cam":
-            return values.to_neighbours(view, kept, place, stays)
+            mass = received(view, OBSERVED).sum(2)
+            return values.to_neighbours(view, kept, place, stays, mass)
         return kept
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mame_sd.caches import CacheView, Kept
 
-OBSERVED = 256  # newest queries whose attention weighs keys
 WINDOW = 32  # tokens that stay among which CaM deals out a value
 
 
@@ -33,16 +32,13 @@ def by_similarity(view: CacheView, kept: Kept, place: Tensor, stays: Tensor) -> 
     return replace(kept, values=(sums / total.unsqueeze(-1)).to(kept.values.dtype))
 
 
-def to_neighbours(view: CacheView, kept: Kept, place: Tensor, stays: Tensor) -> Kept:
+def to_neighbours(view: CacheView, kept: Kept, place: Tensor, stays: Tensor, mass: Tensor) -> Kept:
     """CaM's rule: a dropped value is dealt evenly to the next `WINDOW` keys that stay, or not, by a
     draw.
 
-    The chance is the attention that it received over the mean of those that it is dealt to, 1 at
-    most.
+    The chance is the attention that it received (`mass`, [B, h, L]) over the mean of those that it
+    is dealt to, 1 at most.
     """
-    from .methods import received
-
-    mass = received(view, OBSERVED).sum(2)
     most = place.shape[2]
     count = stays.sum(-1, keepdim=True)
     start = torch.minimum(

@@ -172,12 +172,12 @@ def smaller(keep: float) -> Callable[[Any], Any]:
     return on
 
 
-def merged(inside: bool = False, **fields: Any) -> Callable[[Any], Any]:
-    """MaMe behind the tower, or `inside`, in every second of its blocks."""
+def merged(every: int | None = None, **fields: Any) -> Callable[[Any], Any]:
+    """MaMe behind the tower, or in `every` so many of its blocks."""
 
     @contextmanager
     def on(model: Any) -> Iterator[Calls]:
-        blocks = tuple(range(0, layer_of(model), 2)) if inside else None
+        blocks = None if every is None else tuple(range(0, layer_of(model), every))
         handle = apply_captioner(model, blocks=blocks, **fields)
         try:
             calls = calls_on(model)
@@ -288,13 +288,13 @@ ROWS: dict[str, Row] = {
     "baseline": Row("baseline", chosen(everything)),
     "tome": Row("ToMe, r = 8", tome(8)),
     "tau-0.8": Row("MaMe, tau .8", merged(tau=0.8)),
-    "plain-0.8": Row("MaMe, paper's form, tau .8", renumbered(merged(tau=0.8))),
+    "plain-0.8": Row("MaMe, paper's form, tau .8", renumbered(merged(1, tau=0.8))),
     **{f"keep-{k}": Row(f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
     **{
         f"renumbered-{k}": Row(f"MaMe, keep {k}, renumbered", renumbered(merged(keep=k)))
         for k in SHARES
     },
-    **{f"inside-{k}": Row(f"MaMe in blocks, keep {k}", merged(True, keep=k)) for k in SHARES},
+    **{f"inside-{k}": Row(f"MaMe in blocks, keep {k}", merged(2, keep=k)) for k in SHARES},
     **{f"random-{k}": Row(f"random dropping, {k}", chosen(random_of(k))) for k in SHARES},
     **{f"pool-{k}": Row(f"pooling, {k}", pooled(k)) for k in SHARES},
     **{f"smaller-{k}": Row(f"smaller image, {k}", smaller(k)) for k in SHARES},

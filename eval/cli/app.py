@@ -373,11 +373,15 @@ def cache_cost_command(
     ] = "4096,16384,32768",
     keep: Annotated[float, typer.Option(help="Share of the cache that stays.")] = 0.25,
     layers: Annotated[int, typer.Option(help="Layers that are timed, of random weights.")] = 1,
+    model: Annotated[
+        str | None,
+        typer.Option(help="smollm2, a folder or hub id: time and memory of its prefill instead."),
+    ] = None,
 ) -> None:
     """Measure short caches at the shapes of a model of 1B parameters: time, bytes, FLOPs."""
     from ..caches.cost import cost_table
 
-    print(cost_table(lengths, keep, layers))
+    print(cost_table(lengths, keep, layers, model))
 
 
 @app.command("report")

@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.devices import least_tokens
 from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.jobs import GenerateSettings, Job, jobs_of
 from mame_sd.runs.loading import LoadedModel
@@ -90,7 +91,7 @@ def tune(
     said = [(label, config.to_dict()) for label, config in rows]
     about = digest([asdict(settings), [asdict(job) for job in jobs], said], model)
     found = read_rows(out / MEASURED, about)
-    least = rows[0][1].min_tokens
+    least = least_tokens(rows[0][1].min_tokens, model.pipe.device)
     configs: dict[str, MaMeConfig | None] = {BASELINE: None, **dict(rows), FLOOR: None}
 
     def image(label: str, job: Job, settings: GenerateSettings) -> tuple[Image.Image, float, float]:

@@ -47,7 +47,8 @@ class Attention:
         cos, sin = (t.to(x) for t in turn)
         turned = cos.shape[-1]  # of the features; Phi and StableLM leave others as they are
         apply = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
-        part = apply(x[..., :turned], x[..., :turned], cos, sin)[0]
+        part = x[..., :turned]
+        part = apply(part, part[:, :1], cos, sin)[0]  # queries and keys: of keys one head will do
         return part if turned == x.shape[-1] else torch.cat([part, x[..., turned:]], -1)
 
     @property

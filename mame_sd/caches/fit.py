@@ -45,7 +45,6 @@ def _one(
     logits = logits[:, 0].flatten(1, 2)  # [B, G N, L]
     weight = counted.repeat(1, g).unsqueeze(-1).to(logits.dtype)
     at = place[:, head].unsqueeze(1).expand(-1, logits.shape[1], -1)
-    near = logits.gather(2, at)
     everything = logits.softmax(-1)
     if view.real is not None:
         everything = everything.nan_to_num()
@@ -54,11 +53,14 @@ def _one(
     count = torch.full((place.shape[0],), place.shape[2], device=place.device)
     if kept.real is not None:
         missing = ~kept.real[:, head].unsqueeze(1)
-        near, share = near.masked_fill(missing, -torch.inf), share.masked_fill(missing, 0)
+        share = share.masked_fill(missing, 0)
         count = kept.real[:, head].sum(-1).clamp(min=1)
-    change = _ridge(share, weight - share.sum(-1, keepdim=True), RIDGE_MASS, count).squeeze(-1)
+    mass = weight - share.sum(-1, keepdim=True)
+    a, b = (t.unflatten(1, (g, -1))[:, :, ::2].flatten(1, 2) for t in (share, mass))  # half will do
+    change = _ridge(a, b, RIDGE_MASS, count).squeeze(-1)
     bias = (1 + change).clamp(LEAST, MOST).log()
-    attention = (near + bias.unsqueeze(1)).softmax(-1).nan_to_num() * weight
+    attention = share * bias.exp().unsqueeze(1)
+    attention = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(share.dtype).tiny)
     start = kept.values[:, head].to(logits.dtype)
     return start + _ridge(attention, target * weight - attention @ start, RIDGE_VALUES, count), bias
 

@@ -267,8 +267,9 @@ class _Work:
             kwargs.get("position_ids"),
         )
         forward.looks[view.layer] = self.method.look(view, self.handle.keep)
-        # The layer's input may go now.
-        forward.views[view.layer] = replace(view, hidden_states=view.hidden_states[:, :0])
+        # The layer's input may go now, which a slice of it would hold.
+        none = hidden.new_empty(hidden.shape[0], 0, hidden.shape[2])
+        forward.views[view.layer] = replace(view, hidden_states=none)
         if module is self.last:
             self._shorten(cache, self.forwards.pop(cache))
 

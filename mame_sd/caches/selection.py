@@ -18,7 +18,7 @@ from mame_sd.caches.view import CacheView
 
 SINKS, RECENT = 4, 32  # first and newest tokens that stay in every head
 FLOOR = 0.2  # of an equal share, which every layer keeps
-COUNT, AHEAD = 256, 128  # queries that values are fitted to, and the positions they are spread over
+COUNT, AHEAD = 192, 128  # queries that values are fitted to, and the positions they are spread over
 # Bytes that a kept key takes beside its key and value: the token at which it stands.
 SLOT = 4
 MOST = 1e30  # a score beyond it counts as it, so that sums over heads are finite
@@ -68,8 +68,7 @@ class Selection:
         if isinstance(own, FutureAttention):  # some of the queries that score the keys
             moved, counted = view.to_come(own.count, own.ahead)
             scores = own.of(view, moved, counted)
-            step = -(-moved.shape[2] // COUNT)
-            moved, counted = moved[:, :, step - 1 :: step].clone(), counted[:, step - 1 :: step]
+            moved, counted = _fewer(moved, counted)
         else:
             scores, (moved, counted) = own.score(view), view.to_come(COUNT, AHEAD)
         if scores.shape != view.slots.shape:
@@ -107,6 +106,18 @@ class Selection:
         """The keys of the highest scores, with fitted values."""
         kept, place = gathered(view, look.scores, length)
         return with_fitted_values(view, kept, place, look.queries, look.counted)
+
+
+def _fewer(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """`COUNT` of the queries [B, H, N, D] at most, evenly spaced over those that count, bool [B,
+    N], which come first: a sample has the same ones whatever stands beside it.
+    """
+    n = counted.sum(1, keepdim=True)
+    most = n.clamp(min=1, max=COUNT)
+    each = torch.arange(min(COUNT, queries.shape[2]), device=n.device)
+    index = ((each + 1) * n // most - 1).clamp(min=0, max=queries.shape[2] - 1)
+    wide = index[:, None, :, None].expand(-1, queries.shape[1], -1, queries.shape[3])
+    return queries.gather(2, wide), each < n
 
 
 def full_price_of(view: CacheView) -> int:

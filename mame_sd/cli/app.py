@@ -20,6 +20,7 @@ from mame_sd.cli.errors import exit_status
 from mame_sd.cli.groups import (
     MODEL,
     ONE_IMAGE,
+    PAPERS,
     PROMPTS,
     SAMPLING,
     MergingOptions,
@@ -100,7 +101,7 @@ def generate_command(
 
 
 @app.command("compare")
-@takes(model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions(without=("tau", "keep")))
+@takes(model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions(without=("tau", "keep", *PAPERS)))
 def compare_command(
     *,
     prompt: PromptArgument,
@@ -238,7 +239,7 @@ def show_merge_command(
     prompts=PROMPTS,
     model=MODEL,
     sampling=TUNED,
-    merging=MergingOptions(without=("tau", "keep", "stride", "tiles", "merge", "size")),
+    merging=MergingOptions(without=("tau", "keep", "fit_queries", *PAPERS)),
 )
 def tune_command(
     *,
@@ -361,7 +362,7 @@ def sheet_command(
 
 
 @app.command("ui")
-@takes(model=MODEL, merging=MergingOptions(without=("tau", "keep")))
+@takes(model=MODEL, merging=MergingOptions(without=("tau", "keep", *PAPERS)))
 def ui_command(
     *,
     prompt: Annotated[

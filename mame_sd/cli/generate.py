@@ -130,7 +130,7 @@ def _outcome(summary: Summary, out: Path) -> str:
 
 
 def _print_levels(levels: Sequence[dict[str, Any]], method: MaMeConfig | Method | None) -> None:
-    what = "keys" if isinstance(method, MaMeConfig) and method.merge == "kv" else "tokens"
+    what = "keys" if isinstance(method, MaMeConfig) and method.method == "keys" else "tokens"
     for level in levels:
         kept, count = level["tokens_kept"], level["tokens_in"]
         print(f"level {level['level']}: {kept:.0f} of {count:.0f} {what} kept ({kept / count:.0%})")

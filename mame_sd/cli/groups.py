@@ -19,6 +19,8 @@ from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.options import option
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompts_from_texts
 
+# fields that go with tau alone
+PAPERS = tuple(f.name for f in fields(MaMeConfig) if f.metadata.get("method") == "tokens")
 RunFolderOption = Annotated[
     Path, typer.Option(help="Run folder: new, empty, or begun by the same command.", metavar="DIR")
 ]

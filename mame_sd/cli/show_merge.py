@@ -100,11 +100,18 @@ def capture_merge(
     finally:
         handle.remove()
     plan = plans[chosen.name]
-    # The last sample is the one with the prompt, under guidance too.
-    kept = plan.kept if plan.kept.dim() == 1 else plan.kept[-1]
-    owners = kept[plan.groups[-1]].cpu().numpy()
+    owners = owners_of(plan)
     height, width = chosen.size or grid_like(image, len(owners))
     return MergeMap(image, owners.reshape(height, width), chosen.name, step, plan.tokens_kept)
+
+
+def owners_of(plan: Any) -> np.ndarray:
+    """The token that each one of a plan's last sample went to [L], itself where it was kept.
+
+    The last sample is the one with the prompt, under guidance too.
+    """
+    kept = plan.kept if plan.kept.dim() == 1 else plan.kept[-1]
+    return np.asarray(kept[plan.groups[-1]].cpu())
 
 
 def prompt_to_draw(text: str) -> Prompt:

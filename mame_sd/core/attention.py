@@ -156,7 +156,8 @@ def merge_keys(
             the fit makes up for it.
     """
     with no_autocast(q):
-        parts, sizes, columns, groups, end = [], [], [], [], 0
+        parts, sizes, end = [], [], 0
+        groups: list[Groups] = []
         first: Cells | None = None
         for grid in grids:
             cells = cells_of(grid.size, (1 - ALONE) * grid.keep, how.tile_size, how.seed, k.device)
@@ -178,7 +179,6 @@ def merge_keys(
                 )
             )
             sizes.append(found.sizes)
-            columns.append((end, grid.start, found))
             groups.append(found)
             end = every.stop
         if end < k.shape[2]:
@@ -190,7 +190,7 @@ def merge_keys(
         mask = attn_mask
         if mask is not None and mask.shape[-1] > 1:
             mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
-            at_key = _columns(columns, end, k.shape[2])[:, None, None]  # [B, 1, 1, K]
+            at_key = _positions(grids, groups, k.shape[2])[:, None, None]  # [B, 1, 1, K]
             mask = torch.take_along_dim(mask, at_key.to(mask.device), -1)
         bias = _added(mask, bias)
         assert first is not None
@@ -204,7 +204,14 @@ def merge_keys(
             if first_query is None:
                 first_query = grids[0].start if q.shape[2] == k.shape[2] else 0
             value = _fitted(
-                q, at + first_query, (k, v), (key, value), bias, attn_mask, scale, grids
+                q,
+                at + first_query if first_query else at,
+                (k, v),
+                (key, value),
+                bias,
+                attn_mask,
+                scale,
+                grids,
             )
     return Merged(key, value, bias, tuple(groups))
 
@@ -235,24 +242,37 @@ def _fitted(
         )  # [B, H', shared * m, D]
         bias = bias if bias.shape[-2] == 1 else bias.repeat(1, 1, shared, 1)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    logits = some.to(dtype) @ kept[0].to(dtype).transpose(-1, -2) * scale + bias
+    some, key, value, exact = (_flat(t, dtype) for t in (some, *kept, exact))
+    shape = *kept[0].shape[:2], some.shape[1], key.shape[1]
+    bias = (
+        bias.to(dtype).expand(shape).reshape(-1, *shape[2:])
+        if bias.shape[-2] > 1
+        else (bias.to(dtype).expand(shape[0], shape[1], 1, shape[3]).reshape(-1, 1, shape[3]))
+    )
+    logits = torch.baddbmm(bias, some, key.transpose(1, 2), alpha=scale)
     first = grids[0].start
     last = kept[0].shape[2] - (full[0].shape[2] - grids[-1].start - _count(grids[-1]))
-    fitted = fitted_values(torch.softmax(logits, -1), kept[1], exact, first, last)
-    return fitted.to(kept[1].dtype)
+    fitted = fitted_values(torch.softmax(logits, -1), value, exact, first, last)
+    return fitted.view(kept[1].shape).to(kept[1].dtype)
+
+
+def _flat(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """t [B, H, n, D] as [B * H, n, D] in `dtype`, in one copy at most."""
+    return t.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 def _count(grid: Grid) -> int:
     return torch.Size(grid.size).numel()
 
 
-def _columns(columns: Sequence[tuple[int, int, Groups]], end: int, length: int) -> Tensor:
+def _positions(grids: Sequence[Grid], groups: Sequence[Groups], length: int) -> Tensor:
     """The positions [B, K] among all keys that the kept ones stand at."""
-    row = columns[0][2].row
+    row = groups[0].row
     every = torch.arange(length, device=row.device).expand(len(row), -1)
-    parts = []
-    for before, start, groups in columns:
-        parts += [every[:, before:start], groups.kept + start]
+    parts, end = [], 0
+    for grid, found in zip(grids, groups, strict=True):
+        parts += [every[:, end : grid.start], found.kept + grid.start]
+        end = grid.start + found.tokens_in
     return torch.cat([*parts, every[:, end:]], 1)
 
 

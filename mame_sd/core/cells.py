@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,7 +126,8 @@ def _made(
     with _cacheable():
         made = _cut(size, keep, tile_size, seed)
         values = (getattr(made, f.name) for f in fields(made))
-        return Cells(*(v.to(device) if isinstance(v, Tensor) else v for v in values))
+        moved: Any = [v.to(device) if isinstance(v, Tensor) else v for v in values]
+        return Cells(*moved)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import torch
 MIN_TOKENS = {
     "cpu": 1024,
     "mps": 1024,
-    "cuda": 4096,  # below compute capability 9, and ROCm
-    "cuda, capability 9 and above": 8192,
+    "cuda": 8192,  # below compute capability 9, and ROCm
+    "cuda, capability 9 and above": 24576,
     "other": 4096,
 }
 

@@ -24,28 +24,31 @@ def fitted_values(
     LU decompositions of this size are wrong on some processors.
 
     Args:
-        weights: attention of m queries over the kept keys, [B, H, m, K].
-        values: V' of the kept keys, [B, H, K, D].
-        exact: O, the attention of the same queries over all keys, [B, H, m, D].
+        weights: attention of m queries over the kept keys, [.., m, K].
+        values: V' of the kept keys, [.., K, D].
+        exact: O, the attention of the same queries over all keys, [.., m, D].
         first, last: which of the kept keys are merged ones, whose values may change.
         ridge: the regularisation, above 0.
 
     Returns:
-        V'' [B, H, K, D], differentiable in all three tensors.
+        V'' [.., K, D] in fp32 (fp64), differentiable in all three tensors.
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
     shape = values.shape
-    weights, values, exact = (t.to(dtype).flatten(0, 1) for t in (weights, values, exact))
+    weights, values, exact = (t.to(dtype).flatten(0, -3) for t in (weights, values, exact))
     merged = weights[..., first:last]
     lacking = torch.baddbmm(exact, weights, values, alpha=-1)
     gram = torch.bmm(merged, merged.transpose(1, 2))
-    diagonal = gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    diagonal = gram.diagonal(dim1=1, dim2=2)
     # The least number keeps a head that sees none of the merged keys away from 0 / 0.
-    gram.diagonal(dim1=-2, dim2=-1).add_(ridge * diagonal + torch.finfo(dtype).tiny ** 0.5)
+    least = torch.finfo(dtype).tiny ** 0.5
+    gram = gram + torch.diag_embed(
+        (ridge * diagonal.mean(-1, keepdim=True) + least).expand(diagonal.shape)
+    )
     factor, _ = torch.linalg.cholesky_ex(gram)  # checks nothing: that would wait for the device
     half = torch.linalg.solve_triangular(factor, lacking, upper=False)
     solved = torch.linalg.solve_triangular(factor.transpose(1, 2), half, upper=True)
     fitted = torch.baddbmm(values[:, first:last], merged.transpose(1, 2), solved)
-    if (first, last) != (0, shape[-2]):
+    if (first, last) != (0, values.shape[1]):
         fitted = torch.cat([values[:, :first], fitted, values[:, last:]], 1)
     return fitted.view(shape)

@@ -9,9 +9,11 @@ on the order of threads, and what is not finite stays within its tile.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.core.cells import Cells
+from mame_sd.core.draws import constant, counting
 
 
 class Groups:
@@ -36,29 +38,29 @@ class Groups:
     ) -> None:
         self.cells, self.dst, self.row, self.stay, self._dtype = cells, dst, row, stay, dtype
         self.tokens_in, self.tokens_kept = cells.tokens, cells.kept + stay.shape[1]
-        self._members: Tensor | None = None
-        self._sizes: Tensor | None = None
-
-    # functools.cached_property takes a lock before Python 3.12, which torch.compile refuses.
-    @property
-    def members(self) -> Tensor:
-        """[B * T, m, P], 1 where the token of a slot belongs to a destination."""
-        if self._members is None:
-            rows = self.row.view(-1, 1, self.cells.width)
-            self._members = (rows == self.cells.number[: self.cells.m, None]).to(self._dtype)
-        return self._members
-
-    @property
-    def _counts(self) -> Tensor:
-        if self._sizes is None:
-            self._sizes = self.members.sum(-1).view(self.row.shape[0], self.cells.kept)
-        return self._sizes
+        self._belonging: tuple[Tensor, Tensor] | None = None
+        self._shares: dict[torch.dtype, Tensor] = {}
 
     @property
     def sizes(self) -> Tensor:
         """[B, K], how many tokens each group has."""
-        counts, stay = self._counts, self.stay
-        return torch.cat([counts, counts.new_ones(stay.shape)], 1) if stay.shape[1] else counts
+        counts = self._counted()[1].view(self.row.shape[0], self.cells.kept)
+        return F.pad(counts, (0, self.stay.shape[1]), value=1.0) if self.stay.shape[1] else counts
+
+    def _counted(self) -> tuple[Tensor, Tensor]:
+        """Whether a slot's token belongs to a destination [B * T, m, P], and of how many it is."""
+        if self._belonging is None:
+            rows = self.row.view(-1, 1, self.cells.width)
+            belongs = rows == constant(counting, self.cells.m, rows.device).view(-1, 1)
+            self._belonging = belongs, belongs.sum(-1, keepdim=True, dtype=self._dtype)
+        return self._belonging
+
+    def _means(self, dtype: torch.dtype) -> Tensor:
+        """[B * T, m, P], of each token's slot its share of the mean of its group."""
+        if dtype not in self._shares:
+            belongs, counts = self._counted()
+            self._shares[dtype] = (belongs / counts).to(dtype)
+        return self._shares[dtype]
 
     @property
     def kept(self) -> Tensor:
@@ -88,27 +90,38 @@ class Groups:
 
     def means(self, slots: Tensor) -> Tensor:
         """The same of the tokens in all slots, [B, T * P, C]."""
-        means = (self._sums(slots) / self._counts.unsqueeze(-1)).to(slots.dtype)
+        # Shares of the mean rather than sums, which leave fp16's range.
+        dtype = _of_products(slots)
+        exact = slots.to(dtype).view(-1, self.cells.width, slots.shape[2])
+        means = torch.bmm(self._means(dtype), exact).to(slots.dtype)
+        means = means.view(slots.shape[0], self.cells.kept, slots.shape[2])
         if self.stay.shape[1]:
             at = self.stay.unsqueeze(-1).expand(-1, -1, slots.shape[2])
             means = torch.cat([means, slots.gather(1, at)], 1)
         return means
 
-    def sums(self, t: Tensor) -> Tensor:
-        """The sums [B, K] of the groups of t [B, L]."""
-        slots = t.index_select(1, self.cells.order)
-        sums = self._sums(slots.unsqueeze(-1)).squeeze(-1).to(t.dtype)
-        return torch.cat([sums, slots.gather(1, self.stay)], 1) if self.stay.shape[1] else sums
-
     def restore(self, y: Tensor) -> Tensor:
         """All tokens [B, L, C] as copies of their groups' y [B, K, C]."""
         return y.gather(1, self.groups.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
-    def _sums(self, slots: Tensor) -> Tensor:
-        exact = slots.to(torch.promote_types(slots.dtype, self._dtype))
-        exact = exact.view(-1, self.cells.width, slots.shape[2])
-        sums = torch.bmm(self.members.to(exact.dtype), exact)
-        return sums.view(slots.shape[0], self.cells.kept, slots.shape[2])
+
+def _of_products(t: Tensor) -> torch.dtype:
+    """What means of t are computed in: cards multiply 16 bits and sum in fp32, CPUs hardly do."""
+    halves = t.dtype in (torch.float16, torch.bfloat16)
+    return t.dtype if halves and t.is_cuda else torch.promote_types(t.dtype, torch.float32)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b [n, i, k] of a [n, i, j] and b [n, j, k], in fp32 (fp64 for fp64) at least."""
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return torch.bmm(a.to(dtype), b.to(dtype))
+
+
+def _squares(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """|x|^2 [B, n] of tokens [B, n, d]."""
+    return torch.linalg.vector_norm(t, dim=-1, dtype=dtype).square()
 
 
 @torch.no_grad()
@@ -142,23 +155,22 @@ def group_tokens(
             leader, place = leader.unique(return_inverse=True)
         if place is None or len(leader) < batch:
             slots = slots.index_select(0, leader)
-    every = slots.to(dtype)
-    chosen = every.index_select(1, dst)
+    chosen = slots.index_select(1, dst)
     # |x - d|^2 = |x|^2 - 2 (x . d - |d|^2 / 2), of which the last part tells the nearest.
-    nearness = torch.baddbmm(
-        chosen.square().sum(-1).view(-1, cells.m, 1),
+    nearness = _product(
         chosen.view(-1, cells.m, chosen.shape[2]),
-        every.view(-1, cells.width, every.shape[2]).transpose(1, 2),
-        beta=-0.5,
+        slots.view(-1, cells.width, slots.shape[2]).transpose(1, 2),
     )
+    nearness = torch.sub(nearness, _squares(chosen, dtype).view(-1, cells.m, 1), alpha=0.5)
     best, row = nearness.max(1)
     row = row.view(len(slots), cells.tiles * cells.width)
-    row = row.index_copy(1, dst, cells.number.expand(len(slots), -1))
+    numbers = constant(_own_numbers, cells.m, cells.tiles, row.device)
+    row = row.index_copy(1, dst, numbers.expand(len(slots), -1))
     if cells.pad is not None:
         row = row.masked_fill(cells.pad, -1)
     staying = row[:, :0]
     if stay:
-        far = torch.sub(every.square().sum(-1), best.view(row.shape), alpha=2)
+        far = torch.sub(_squares(slots, dtype), best.view_as(row), alpha=2)
         far = far.index_fill(1, dst, -torch.inf)
         if cells.pad is not None:
             far = far.masked_fill(cells.pad, -torch.inf)
@@ -167,3 +179,8 @@ def group_tokens(
     if place is not None:
         row, staying = row.index_select(0, place), staying.index_select(0, place)
     return Groups(cells, dst, row, staying, dtype)
+
+
+def _own_numbers(m: int, tiles: int, device: torch.device) -> Tensor:
+    """Of each destination of all tiles its number in its tile, [T * m]."""
+    return torch.arange(m, device=device).repeat(tiles)

@@ -116,7 +116,7 @@ class SDPAInterceptor(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             self._outer = getattr(_running, "job", None)
             _running.job = self.job
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         if not torch.compiler.is_compiling():

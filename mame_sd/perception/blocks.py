@@ -173,7 +173,7 @@ class MergedBlock:
         """
         assert self.config is not None
         assert self.counts is not None
-        tokens, least, now = x.shape[1], self.config.min_tokens, self.shared.now
+        tokens, least, now = x.shape[1], self.config.min_tokens or 0, self.shared.now
         if tokens - self.shared.special < least:
             if now.counting:
                 self.counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")

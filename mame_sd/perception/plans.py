@@ -82,4 +82,5 @@ def plan_block(
         body = torch.nn.functional.normalize(body.to(dtype), dim=-1)
         stay = max(0, round(config.keep * body.shape[1]) - cells.kept)
         found = group_tokens(body.index_select(1, cells.order), cells, stay=stay)
+        found.stay = found.stay.sort(1).values  # later blocks see tokens in their order
     return GroupPlan(found, special)

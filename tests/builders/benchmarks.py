@@ -40,7 +40,7 @@ SETTINGS = GenerateSettings(steps=2)
 KEEP = MaMeConfig(keep=0.5, min_tokens=16)
 
 
-TAU = MaMeConfig(preset="plain", tau=0.3, min_tokens=16)
+TAU = MaMeConfig(tau=0.3, min_tokens=16)
 
 
 LIKE_SDXL = {  # no attention at the largest level

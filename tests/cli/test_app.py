@@ -22,13 +22,12 @@ from typer.main import get_command
 
 from mame_sd.cli import app as cli
 from mame_sd.cli.console import Bar
-from mame_sd.config import MaMeConfig, Study
-from mame_sd.embedded.model import embedded_model_path
+from mame_sd.config import MaMeConfig
 from tests.builders.console import error_of
 from tests.builders.tiny import save_tiny_pipeline
 
 LONG = "x" * 300
-PLAIN_NAMES = {"seed": "--mame-seed", "variant": "--mame-variant"}
+PLAIN_NAMES = {"seed": "--merge-seed"}
 
 
 @pytest.fixture
@@ -94,28 +93,28 @@ BAD = {
     ),
     "keep": (["generate", "--prompt", "x", "--keep", "0"], "keep: expected a share above 0"),
     "partition": (
-        ["generate", "--prompt", "x", "--study", "partition=odd"],
+        ["generate", "--prompt", "x", "--tau", "0.8", "--partition", "odd"],
         "partition: expected one of alternating",
     ),
-    "stride": (
-        ["generate", "--prompt", "x", "--study", "stride=two"],
-        "stride: expected two whole numbers such as 2x2, got 'two'",
+    "of-the-other-method": (
+        ["generate", "--prompt", "x", "--metric", "dot"],
+        "metric: goes with tau, got metric='dot' beside keep",
     ),
-    "tiles-long": (
-        ["generate", "--prompt", "x", "--tiles", str(2**63)],
-        "tiles: expected a whole number of at most 2^63 - 1",
+    "tile-size-long": (
+        ["generate", "--prompt", "x", "--tile-size", str(2**63)],
+        "tile_size: expected a side of at least 2 tokens",
     ),
-    "stride-long": (
-        ["generate", "--prompt", "x", "--study", f"stride={10**20},1"],
-        "stride: expected a whole number of at most 2^63 - 1",
+    "fit-queries-long": (
+        ["generate", "--prompt", "x", "--fit-queries", str(10**20)],
+        "fit_queries: expected a whole number from 0 to 2^63 - 1",
     ),
     "config-folder": (
         ["generate", "--prompt", "x", "--config", "."],
         "--config .: expected a .json or .toml file, got a folder",
     ),
     "baseline": (
-        ["generate", "--prompt", "x", "--baseline", "--mame-seed", "1"],
-        "--baseline: expected no merging options beside it, got --mame-seed",
+        ["generate", "--prompt", "x", "--baseline", "--merge-seed", "1"],
+        "--baseline: expected no merging options beside it, got --merge-seed",
     ),
     "config-kind": (
         ["generate", "--prompt", "x", "--config", "a.yaml"],
@@ -221,7 +220,10 @@ def test_settings_are_not_waited_for_on_a_pipe(
     ("settings", "message"),
     [
         ('{"kep": 0.5}', "--config a.json: unknown setting 'kep'"),
-        ('{"tiles": 9223372036854775808}', "--config a.json: tiles: expected a whole number"),
+        (
+            '{"tile_size": 9223372036854775808}',
+            "--config a.json: tile_size: expected a side of at least 2",
+        ),
         ('{"layers": {"none": {"keep": 0.5}}}', "--config (or the model's mame.json): layers: "),
         ('{"made_for": "another"}', "--config (or the model's mame.json): made_for: "),
         ('{"references": 0.5}', "--references: "),
@@ -395,62 +397,38 @@ def test_a_size_is_no_option_of_an_image(run_cli: Any, capsys: pytest.CaptureFix
     assert "--size" in line
 
 
-def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "config"),
+    [
+        (
+            "--tau 0.1 --partition random --metric dot --feature k --no-refine --merge-seed 3",
+            {"tau": 0.1, "partition": "random", "metric": "dot", "feature": "k", "refine": False}
+            | {"seed": 3},
+        ),
+        (
+            "--keep 0.5 --fit-queries 8 --tile-size 0 --no-redraw --no-share-guidance-plan",
+            {"keep": 0.5, "fit_queries": 8, "tile_size": 0, "redraw": False}
+            | {"share_guidance_plan": False},
+        ),
+    ],
+    ids=["tau", "keep"],
+)
+def test_every_field_of_the_config_is_an_option(
+    run_cli: Any, tmp_path: Path, options: str, config: dict[str, Any]
+) -> None:
     command = get_command(cli.app).commands["generate"]  # type: ignore[attr-defined]
     flags = {flag for parameter in command.params for flag in parameter.opts}
-    options = [f.name for f in fields(MaMeConfig) if f.metadata["option"]]
-    expected = {PLAIN_NAMES.get(name, "--" + name.replace("_", "-")) for name in options}
+    names = [f.name for f in fields(MaMeConfig) if f.metadata.get("option")]
+    expected = {PLAIN_NAMES.get(name, "--" + name.replace("_", "-")) for name in names}
     assert expected <= flags
-    values = {
-        "preset": "plain",
-        "tau": "0.1",
-        "merge": "qkv",
-        "tiles": "0",
-        "mame-seed": "3",
-    }
-    study = [
-        "partition=random",
-        "metric=dot",
-        "feature=k",
-        "variant=paper",
-        "eps=1e-5",
-        "stride=2x3",
-    ]
-    study += ["refine=false", "redraw=true"]
-    options = [part for name, value in values.items() for part in (f"--{name}", value)]
-    options += [part for text in study for part in ("--study", text)]
-    assert run_cli("generate", "--prompt", "key", "--out", "run", *options, quick=True) == 0
+    given = ["generate", "--prompt", "key", "--out", "run", *options.split()]
+    assert run_cli(*given, quick=True) == 0
     mame = json.loads((tmp_path / "run/manifest.json").read_text())["settings"]["mame"]
-    assert MaMeConfig.from_dict(mame) == MaMeConfig(
-        preset="plain",
-        tau=0.1,
-        merge="qkv",
-        tiles=0,
-        seed=3,
-        min_tokens=16,
-        study=Study(
-            partition="random",
-            metric="dot",
-            feature="k",
-            variant="paper",
-            eps=1e-5,
-            stride=(2, 3),
-            refine=False,
-            redraw=True,
-        ),
-    )
-
-
-def test_an_option_that_moved_says_where(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for option in ("--weights", "--no-refine", "--mame-variant"):
-        assert run_cli("generate", "--prompt", "key", option) == 2
-        assert f"{option}: moved to --study; give --study" in capsys.readouterr().err
-    assert run_cli("generate", "--prompt", "key", "--study", "weight=pick") == 2
-    assert "--study: expected NAME=VALUE of partition, stride" in capsys.readouterr().err
+    assert MaMeConfig.from_dict(mame) == MaMeConfig(min_tokens=16, **config)
 
 
 def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
-    (tmp_path / "mame.toml").write_text('keep = 0.6\n[study]\nfeature = "k"\nstride = [2, 2]\n')
+    (tmp_path / "mame.toml").write_text("keep = 0.6\nfit_queries = 8\nseed = 3\n")
     arguments = ["generate", "--prompt", "key", "--config", "mame.toml", "--out"]
     assert run_cli(*arguments, "a", quick=True) == 0
     assert run_cli(*arguments, "b", "--tau", "0.5", quick=True) == 0
@@ -458,8 +436,8 @@ def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
         json.loads((tmp_path / name / "manifest.json").read_text())["settings"]["mame"]
         for name in "ab"
     )
-    assert (a["keep"], a["tau"], a["study"]["feature"]) == (0.6, None, "k")
-    assert (b["keep"], b["tau"], b["study"]["feature"]) == (None, 0.5, "k")
+    assert (a["keep"], a["tau"], a["fit_queries"], a["seed"]) == (0.6, None, 8, 3)
+    assert (b["keep"], b["tau"], b["fit_queries"], b["seed"]) == (None, 0.5, None, 3)
 
 
 def test_ids_can_not_leave_the_folder(
@@ -486,27 +464,15 @@ def test_help_and_usage_errors_wait_for_no_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_what_the_model_decides_is_said(
-    run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    given = (
-        "--prompt",
-        "owl on a red brick background",
-        "--model",
-        "embedded-transformer",
-        "--steps",
-        "1",
-    )
-    assert run_cli("generate", *given, "--out", "run") == 0
-    assert "of 1024 tokens kept" in capsys.readouterr().out
-    settings = json.loads((tmp_path / "run" / "manifest.json").read_text(encoding="utf-8"))[
-        "settings"
-    ]["mame"]
-    beside = MaMeConfig.from_file(embedded_model_path("transformer") / "mame.json")
-    assert settings["layers"] == beside.to_dict()["layers"], (
-        "what was calibrated lies beside the weights"
-    )
-    assert run_cli("show-merge", given[1], *given[2:], "--out", "merge.png") == 0
+def test_settings_beside_the_weights_are_taken_and_said(run_cli: Any, tmp_path: Path) -> None:
+    folder = save_tiny_pipeline(tmp_path / "tiny")
+    beside = {"min_tokens": 16, "layers": {"down_blocks": {"keep": 0.5}, "up_blocks": False}}
+    (folder / "mame.json").write_text(json.dumps(beside))
+    given = ["--model", "tiny", "--device", "cpu", "--steps", "1"]
+    assert run_cli("generate", "--prompt", "key", *given, "--out", "run") == 0
+    settings = json.loads((tmp_path / "run" / "manifest.json").read_text(encoding="utf-8"))
+    assert settings["settings"]["mame"]["layers"] == beside["layers"]
+    assert run_cli("show-merge", "key", *given, "--out", "merge.png") == 0
     with Image.open(tmp_path / "merge.png") as image:
         drawn = json.loads(image.text["mame_sd"])["mame"]  # type: ignore[attr-defined]
-    assert drawn["layers"] == settings["layers"]
+    assert drawn["layers"] == beside["layers"]

@@ -23,9 +23,8 @@ from mame_sd.cli.compare import (
 )
 from mame_sd.cli.difference import difference, nearness
 from mame_sd.cli.sheet import Cell, draw_sheet, write_sheet
-from mame_sd.cli.show_merge import MergeMap, capture_merge, draw_merge, prompt_to_draw
+from mame_sd.cli.show_merge import MergeMap, capture_merge, draw_merge, owners_of, prompt_to_draw
 from mame_sd.config import MaMeConfig
-from mame_sd.core.owners import owners_of
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
@@ -54,9 +53,9 @@ def test_panels_are_the_baseline_and_then_each_setting(model: LoadedModel) -> No
 
 
 def test_nothing_to_merge_is_an_error(model: LoadedModel) -> None:
-    with pytest.raises(UserError, match="min_tokens=1024"):
+    with pytest.raises(UserError, match="fewer than 1024 tokens"):
         compare(model, "key", TWO_STEPS, variants_of(MaMeConfig(), [0.8], []))
-    with pytest.raises(UserError, match="min_tokens=1024"):
+    with pytest.raises(UserError, match="fewer than 1024 tokens"):
         capture_merge(model, "key", TWO_STEPS, MaMeConfig(), step=1)
 
 
@@ -108,7 +107,7 @@ def test_a_step_is_one_of_the_scheduler(model_folder: Path) -> None:
         handle.capture()
 
         def keep(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            maps.append({name: owners_of(plan)[-1] for name, plan in handle.plans().items()})
+            maps.append({name: owners_of(plan) for name, plan in handle.plans().items()})
             return tensors
 
         (job,) = jobs_of([prompt_to_draw("key")], GenerateSettings(steps=3))

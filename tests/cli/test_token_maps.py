@@ -101,7 +101,7 @@ def test_on_the_command_line(
     assert cli.run([*words, "--blocks", "3", "--colors", colors, "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        *(f"block {n}: {left} of 36 patches left" for n, left in ((0, 13), (1, 7), (2, 4))),
+        *(f"block {n}: {left} of 36 patches left" for n, left in ((0, 13), (1, 6), (2, 4))),
         str(out),
     ]
     with Image.open(out) as image:
@@ -122,7 +122,7 @@ def test_on_the_command_line(
         (["--colors", "red"], "--colors: expected mean or distinct, got 'red'"),
         (["--steps", "3"], "expected no options of sampling beside an image"),
         (["--level", "1"], "expected no options of sampling beside an image"),
-        (["--merge", "kv"], "merging: merge: expected none for a vision transformer"),
+        (["--tile-size", "8"], "merging: tile_size: expected none for a vision transformer"),
         (["--min-tokens", "99"], "expected blocks that merge, but none had enough patches"),
     ],
 )

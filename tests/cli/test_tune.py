@@ -245,7 +245,7 @@ def test_the_command_writes_a_config_that_generate_takes(
     assert {"chosen", "uniform"} == set(about["measured"])
     config = MaMeConfig.from_file(tmp_path / "config.json")
     assert config.min_tokens == 16
-    assert written["study"]["weights"] == config.weights, (
+    assert written["tile_size"] == config.tile_size, (
         "written whole: a later version's defaults change nothing"
     )
     assert MaMeConfig.from_dict(written) == config
@@ -287,7 +287,7 @@ def with_speed(
         (["--max-lpips", "0"], "--max-lpips: expected a number above 0"),
         (["--speed", "1"], "--speed: expected a number above 1, got 1.0"),
         (["--speed", "nan"], "--speed: expected a number above 1, got nan"),
-        (["--speed", "1.2", "--study", "variant=paper"], "merging: variant: 'paper'"),
+        (["--speed", "1.2", "--metric", "dot"], "No such option: --metric"),
         (["--speed", "1.2", "--num", "0"], "--num: expected at least 1, got 0"),
     ],
     ids=str,

@@ -63,7 +63,7 @@ def test_both_images_are_of_the_same_noise(model: LoadedModel) -> None:
 
 
 def test_the_button_says_what_the_command_line_says(model: LoadedModel) -> None:
-    both = SideBySide(model, SMALL.replace(metric="euclidean"))
+    both = SideBySide(model, SMALL.replace(tau=-1.0, metric="euclidean"))
     for values, message in (
         (("", "keep", 0.5, 0.8, 2, 0, 1), "expected a prompt, got an empty one"),
         (

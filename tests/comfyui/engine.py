@@ -661,20 +661,19 @@ def embedded_transformer() -> Any:
     return sd3(weights, size | {"pos_embed_max_size": 32, "out_channels": 4})
 
 
-def sd3(weights: dict[str, Tensor], size: dict[str, Any], twice: tuple[int, ...] = ()) -> Any:
+def sd3(weights: dict[str, Tensor], size: dict[str, Any]) -> Any:
     """ComfyUI's SD3 with weights that diffusers' has, by the engine's own table of their names.
 
     Args:
         weights: by diffusers' names.
         size: with 64 channels for each of `depth`, as many `num_blocks`.
-        twice: blocks that attend to the image alone too.
     """
     comfy, texts, last = engine(), weights["context_embedder.weight"].shape, size["num_blocks"] - 1
     linear = {"in_features": texts[1], "out_features": texts[0]}
     context = {"target": "torch.nn.Linear", "params": linear}
     pooled = weights["time_text_embed.text_embedder.linear_1.weight"].shape[1]
     size = size | {"adm_in_channels": pooled, "context_embedder_config": context}
-    model = patcher("SD3", **size, qk_norm="rms", x_block_self_attn_layers=list(twice))
+    model = patcher("SD3", **size, qk_norm="rms", x_block_self_attn_layers=[])
     names = comfy.utils.mmdit_to_diffusers(size)
     swap = next(to[2] for to in names.values() if isinstance(to, tuple) and len(to) == 3)
     for end in ("weight", "bias"):  # the table takes the block of number `depth` for the last
@@ -682,14 +681,6 @@ def sd3(weights: dict[str, Tensor], size: dict[str, Any], twice: tuple[int, ...]
             to = f"joint_blocks.{i}.context_block.adaLN_modulation.1.{end}"
             theirs = f"transformer_blocks.{i}.norm1_context.linear.{end}"
             names[theirs] = (to, None, swap) if i == last else to
-    _load(model, weights, names)
-    return model
-
-
-def auraflow(weights: dict[str, Tensor], size: dict[str, Any]) -> Any:
-    """ComfyUI's AuraFlow with weights that diffusers' has."""
-    model = patcher("AuraFlow", **size)
-    names = engine().utils.auraflow_to_diffusers(TINY["AuraFlow"].size | size)
     _load(model, weights, names)
     return model
 

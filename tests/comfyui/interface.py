@@ -95,119 +95,13 @@ class UNetModel(nn.Module):
         override = options.get("optimized_attention_override")
         heads = self.attn.heads
         return (
-            attention(q, k, v, heads)
+            attention_pytorch(q, k, v, heads)
             if override is None
-            else override(attention, q, k, v, heads, **named)
+            else override(attention_pytorch, q, k, v, heads, **named)
         )
 
 
-class Projections(nn.Module):
-    """SD3's attention of the image or of the text, with the weights that diffusers' has for it."""
-
-    def __init__(self, attn: Any, *names: str) -> None:
-        super().__init__()
-        self.num_heads = attn.heads
-        self.parts = nn.ModuleList(getattr(attn, name) or nn.Identity() for name in names[:-1])
-        out = getattr(attn, names[-1])
-        self.proj = out[0] if isinstance(out, nn.ModuleList) else out
-
-    def pre_attention(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        to_q, to_k, to_v, norm_q, norm_k = self.parts
-        q, k, v = (to(x).unflatten(2, (self.num_heads, -1)) for to in (to_q, to_k, to_v))
-        return norm_q(q).flatten(2), norm_k(k).flatten(2), v
-
-    def post_attention(self, x: Tensor) -> Tensor:
-        output: Tensor = self.proj(x)
-        return output
-
-
-class Half(nn.Module):
-    """The image's or the text's half of SD3's block."""
-
-    x_block_self_attn = False
-
-    def __init__(self, attn: Projections, *parts: nn.Module | None) -> None:
-        super().__init__()
-        self.attn = attn
-        self.norm1, self.norm2, self.ff = parts
-
-    def pre_attention(self, x: Tensor, c: Tensor) -> Any:
-        assert self.norm1 is not None
-        if self.ff is None:  # the last text
-            return self.attn.pre_attention(self.norm1(x, c)), None
-        normed, *gates = self.norm1(x, emb=c)
-        return self.attn.pre_attention(normed), (x, *gates)
-
-    def post_attention(self, output: Tensor, x: Tensor, *gates: Tensor) -> Tensor:
-        gate, shift, scale, last = (one.unsqueeze(1) for one in gates)
-        x = x + gate * self.attn.post_attention(output)
-        assert self.norm2 is not None
-        assert self.ff is not None
-        result: Tensor = x + last * self.ff(self.norm2(x) * (1 + scale) + shift)
-        return result
-
-
-class JointBlock(nn.Module):
-    """SD3's block, which asks its halves for projections, around the engine's attention."""
-
-    def __init__(self, block: Any) -> None:
-        super().__init__()
-        norms = "norm_q", "norm_k"
-        added = "norm_added_q", "norm_added_k", "to_add_out"
-        image = Projections(block.attn, "to_q", "to_k", "to_v", *norms, "to_out")
-        text = Projections(block.attn, "add_q_proj", "add_k_proj", "add_v_proj", *added)
-        self.x_block = Half(image, block.norm1, block.norm2, block.ff)
-        parts = block.norm1_context, block.norm2_context, block.ff_context
-        self.context_block = Half(text, *parts)
-
-    def forward(
-        self, context: Any, x: Tensor, c: Tensor, use_checkpoint: bool = True, **options: Any
-    ) -> Any:
-        text, kept = self.context_block.pre_attention(context, c)
-        image, ours = self.x_block.pre_attention(x, c)
-        q, k, v = (torch.cat(pair, 1) for pair in zip(text, image, strict=True))
-        heads = self.x_block.attn.num_heads
-        override = options["transformer_options"].get("optimized_attention_override")
-        run = attention if override is None else lambda *a, **n: override(attention, *a, **n)
-        output = run(q, k, v, heads=heads, **options)
-        length = text[0].shape[1]
-        context = kept and self.context_block.post_attention(output[:, :length], *kept)
-        return context, self.x_block.post_attention(output[:, length:], *ours)
-
-
-class OpenAISignatureMMDITWrapper(nn.Module):
-    """SD3's blocks, with the weights that diffusers' have."""
-
-    patch_size = 2
-
-    def __init__(self, blocks: Any) -> None:
-        super().__init__()
-        self.joint_blocks = nn.ModuleList(map(JointBlock, blocks))
-
-    def forward(self, x: Tensor, context: Any, c: Tensor, options: dict[str, Any]) -> Tensor:
-        """x [B, L, C] of the image's tokens, behind those of the context."""
-        replaced = options.get("patches_replace", {}).get("dit", {})
-        for i, block in enumerate(self.joint_blocks):
-            given = {"img": x, "txt": context, "vec": c, "transformer_options": options}
-
-            def original(args: dict[str, Any], block: nn.Module = block) -> dict[str, Any]:
-                text, image = block(
-                    args["txt"],
-                    args["img"],
-                    c=args["vec"],
-                    transformer_options=args["transformer_options"],
-                )
-                return {"txt": text, "img": image}
-
-            other = replaced.get(("double_block", i))
-            output = (
-                original(given) if other is None else other(given, {"original_block": original})
-            )
-            context, x = output["txt"], output["img"]
-        return x
-
-
-def attention(
+def attention_pytorch(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -40,7 +40,7 @@ node = module.NODE_CLASS_MAPPINGS["MaMeModelPatch"]
 import mame_sd, torch
 assert mame_sd.__file__.startswith(folder) == (sys.argv[2] == "beside"), mame_sd.__file__
 assert sys.path == path
-plan = mame_sd.plan_merge(torch.randn(1, 64, 8), mame_sd.MaMeConfig(keep=0.25), (8, 8))
+plan = mame_sd.plan_tokens(torch.randn(1, 64, 8), mame_sd.MaMeConfig(tau=-1.0))
 print(plan.tokens_kept, node.CATEGORY)
 """
 
@@ -57,26 +57,16 @@ def clone(folder: Path, *parts: str) -> Path:
     return folder
 
 
-def load(folder: Path, where: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", LOAD, str(folder), where]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-
-
-def test_a_clone_in_custom_nodes_needs_pytorch_alone(tmp_path: Path) -> None:
-    folder = clone(tmp_path / "custom_nodes" / "mame-sd.git", "__init__.py", "comfyui", "mame_sd")
-    done = load(folder, "beside", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["16", "model/patch"]
-
-
 def test_the_registry_gets_what_the_node_needs_and_little_else(tmp_path: Path) -> None:
-    """Comfy's tool uploads what git tracks, less .comfyignore: with the weights 101 MB."""
+    """Comfy's tool uploads what git tracks, less .comfyignore: with the weights 101 MB. It loads
+    with PyTorch alone.
+    """
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     rules = (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
     ignored = PathSpec.from_lines("gitwildmatch", rules)
-    folder = tmp_path / "mame-sd"
+    folder = tmp_path / "custom_nodes" / "mame-sd.git"
     for name in listed.stdout.splitlines():
         if not ignored.match_file(name):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -84,8 +74,10 @@ def test_the_registry_gets_what_the_node_needs_and_little_else(tmp_path: Path) -
     assert sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 2_000_000
     expected = {"__init__.py", "comfyui", "mame_sd", "pyproject.toml", "README.md", "LICENSE"}
     assert {path.name for path in folder.iterdir()} == expected
-    done = load(folder, "beside", tmp_path)
+    command = [sys.executable, "-c", LOAD, str(folder), "beside"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["32", "model/patch"]
 
 
 def test_the_folder_alone_says_what_is_missing(tmp_path: Path) -> None:
@@ -102,20 +94,11 @@ def test_a_checkout_may_be_called_as_a_package_is(tmp_path: Path) -> None:
     """The root's __init__.py is ComfyUI's: it must not make a package of the checkout for
     pytest.
     """
-    for name in ("mame_sd", "mame-sd"):
-        folder = clone(tmp_path / name, "__init__.py", "pyproject.toml", "comfyui", "mame_sd")
-        (folder / "tests").mkdir()
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "mame_sd/config.py",
-        ]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
+    folder = clone(tmp_path / "mame_sd", "__init__.py", "pyproject.toml", "comfyui", "mame_sd")
+    (folder / "tests").mkdir()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "mame_sd/config.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_requirements_replace_nothing() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from mame_sd import apply_mame
 from tests.comfyui.engine import engine, needs_engine
-from tests.comfyui.interface import Model, SpatialTransformer, attention
+from tests.comfyui.interface import Model, SpatialTransformer, attention_pytorch
 
-VALUES = {"mode": "default", "keep": 0.25, "tau": 0.8, "merge": "keys and values", "min_tokens": 64}
+VALUES = {"mode": "default", "keep": 0.25, "tau": 0.8, "min_tokens": 64}
 # By model: what the engine's detection gives of it, and diffusers' config.
 LEVELS = ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"]
 SD = {
@@ -181,7 +181,7 @@ def lengths(model: Model, blocks: list[dict[str, Any]]) -> list[int]:
 
     def noted(q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
         seen.append(k.shape[2])
-        return attention(q, k, v, heads, **kwargs)
+        return attention_pytorch(q, k, v, heads, **kwargs)
 
     q, k, v = torch.randn(3, 2, 2, 103, 32, generator=torch.Generator().manual_seed(0)).unbind()
 
@@ -207,7 +207,6 @@ def test_each_layer_merges_as_the_file_says(node: Any, tmp_path: Path, caplog: A
     path = written(
         tmp_path,
         keep=0.5,
-        merge="kv",
         min_tokens=64,
         layers={"transformer_blocks.0": False, "single_transformer_blocks.[12]": {"keep": 0.25}},
         made_for="FluxTransformer2DModel with 5 self-attentions",
@@ -220,9 +219,7 @@ def test_each_layer_merges_as_the_file_says(node: Any, tmp_path: Path, caplog: A
     for order in (every, every[::-1], every[2:]):
         blocks = [{"block_type": kind, "block_index": i} for kind, i in order]
         assert lengths(model, blocks) == [kept[key] for key in order]
-    assert caplog.messages[0] == (
-        "MaMe merged 96 -> 24 tokens at 8 x 12, 96 -> 48 tokens at 8 x 12"
-    )
+    assert caplog.messages[0] == ("MaMe merged 96 -> 24 keys at 8 x 12, 96 -> 48 keys at 8 x 12")
     assert lengths(node.patch(model, **VALUES)[0], [{}]) == [7 + 24]  # the file is off again
 
 
@@ -264,9 +261,12 @@ FLUX = "FluxTransformer2DModel with 5 self-attentions"
         ("Flux", None, "settings: .*settings.json: expected a .json or .toml file of settings"),
         (
             "Flux",
-            '{"layers": {"*": {"merge": "qkv"}}}',
-            "merge: expected 'keys and values' for Flux, got 'queries too'",
+            '{"layers": {"*": {"tau": 0.8}}}',
+            "tau: expected mode keep for Flux, whose keys alone merge in ComfyUI, got tau",
         ),
+        ("Flux", '{"references": 0.5}', "settings: references: expected none of feature, refer"),
+        ("Flux", '{"size": [8, 12]}', "settings: size: expected none of"),
+        ("Flux", '{"layers": {"*": {"tau": 1, "feature": "k"}}}', "settings: feature: expected"),
         (
             "NextDiT",
             '{"layers": {"layers.0": false}}',

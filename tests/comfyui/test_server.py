@@ -129,24 +129,12 @@ def test_the_example_workflow_runs_and_says_what_merged(
     assert answer["node_errors"] == {}
     lines = server.until("Prompt executed in")
     assert any(
-        line.endswith("MaMe merged 1024 -> 256 tokens at 32 x 32, 4096 -> 1024 tokens at 64 x 64")
+        line.endswith("MaMe merged 1024 -> 256 keys at 32 x 32, 4096 -> 1024 keys at 64 x 64")
         for line in lines
     )
     done = server.ask(f"/history/{answer['prompt_id']}")[answer["prompt_id"]]
     assert done["status"]["status_str"] == "success"
     assert done["outputs"]["8"]["images"]
-
-
-def test_a_workflow_from_before_the_correction_runs(server: Server, prompt: dict[str, Any]) -> None:
-    old = json.loads(json.dumps(prompt))
-    change(old, "KSampler", steps=1, seed=1)
-    node = next(node for node in old.values() if node["class_type"] == "MaMeModelPatch")
-    assert node["inputs"].pop("correct") is True
-    answer = server.ask("/prompt", {"prompt": old})
-    assert answer["node_errors"] == {}
-    server.until("Prompt executed in")
-    done = server.ask(f"/history/{answer['prompt_id']}")[answer["prompt_id"]]
-    assert done["status"]["status_str"] == "success"
 
 
 def test_a_file_in_the_input_folder_gives_each_layer_its_settings(
@@ -156,7 +144,7 @@ def test_a_file_in_the_input_folder_gives_each_layer_its_settings(
     rules = {"down_blocks.0": {"keep": 0.5}, "up_blocks.1": {"keep": 0.125}}
     model = "UNet2DConditionModel with 7 self-attentions"
     for made_for, status in ((model, "success"), ("another", "error")):
-        table = {"keep": 0.25, "merge": "kv", "layers": rules, "made_for": made_for}
+        table = {"keep": 0.25, "layers": rules, "made_for": made_for}
         (server.base / "input" / f"{status}.json").write_text(json.dumps(table), encoding="utf-8")
         given = json.loads(json.dumps(prompt))
         change(given, "KSampler", steps=1, seed=2)
@@ -168,8 +156,8 @@ def test_a_file_in_the_input_folder_gives_each_layer_its_settings(
         assert done["status"]["status_str"] == status
         said = "\n".join(lines)
         if status == "success":
-            merged = "1024 -> 256 tokens at 32 x 32, 4096 -> 2048 tokens at 64 x 64"
-            assert f"MaMe merged {merged}, 4096 -> 512 tokens at 64 x 64" in said
+            merged = "1024 -> 256 keys at 32 x 32, 4096 -> 2048 keys at 64 x 64"
+            assert f"MaMe merged {merged}, 4096 -> 512 keys at 64 x 64" in said
         else:
             assert f"expected settings that were found for {model}, got ones for another" in said
 

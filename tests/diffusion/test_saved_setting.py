@@ -59,7 +59,7 @@ def test_options_go_over_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFi
     assert run(tmp_path / "b", *model, "--tau", "0.5") == base.replace(tau=0.5)
     assert run(tmp_path / "c", *model, "--keep", "0.5") == base.replace(keep=0.5)
     assert run(tmp_path / "d", *model, "--baseline") is None
-    refused = ["--metric", "euclidean"]  # whose tau is at most 0
+    refused = ["--fit-queries", "8"]  # which goes with keep
     assert (
         cli.run(["generate", "--prompt", "key", *model, *refused, "--out", str(tmp_path / "e")])
         == 2

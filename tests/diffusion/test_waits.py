@@ -14,7 +14,6 @@ import torch
 from benchmarks.gpu_models import SHAPES, Case, _cut, unets
 from benchmarks.launches import META, on_card, pretended
 from mame_sd import mame
-from mame_sd.diffusion.families.layouts import read
 from tests.builders.tiny import tiny_unet
 
 SMALL = {"heads": 2, "size": (8, 12), "text": 7}
@@ -58,16 +57,3 @@ def test_nothing_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch
 def test_a_wait_would_be_seen(wait: Callable[[Any], Any]) -> None:
     with pretended(), pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)meta"):
         wait(torch.ones(3, device=META))
-
-
-def test_an_argument_is_read_again_where_it_has_changed() -> None:
-    ids = torch.arange(4)
-    first = read(ids)
-    assert read(ids) is first
-    ids += 1
-    assert read(ids).tolist() == [1, 2, 3, 4]
-    with torch.inference_mode():
-        untold = torch.arange(4)
-        read(untold)
-        untold += 1
-        assert read(untold).tolist() == [1, 2, 3, 4]

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
-from tests.builders.settings import nested
 
 REQUIRED = [
     "rocket",
@@ -140,10 +139,10 @@ def test_the_transformer_generates_and_merges() -> None:
     for seed, merging in (
         (0, {}),
         (1, {}),
-        (0, {"keep": 0.25, "correct": False}),
+        (0, {"keep": 0.25, "fit_queries": 0}),
         (0, {"keep": 0.25}),
     ):
-        handle = apply_mame(pipe, **nested(merging)) if merging else None
+        handle = apply_mame(pipe, **merging) if merging else None
         generator = torch.Generator().manual_seed(seed)
         images.append(pipe(**call, generator=generator, output_type="pt").images)
         if handle is not None:
@@ -152,9 +151,9 @@ def test_the_transformer_generates_and_merges() -> None:
             )
             handle.remove()
     assert images[0].shape == (1, 3, 256, 256)
-    whole, other, merged, corrected = images
-    assert not torch.equal(corrected, merged)
-    for image in (merged, corrected):  # which of them is nearer, one image can't tell
+    whole, other, merged, fitted = images
+    assert not torch.equal(fitted, merged)
+    for image in (merged, fitted):  # which of them is nearer, one image can't tell
         assert 0 < (image - whole).norm() < 0.5 * (other - whole).norm()
 
 

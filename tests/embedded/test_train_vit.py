@@ -75,7 +75,7 @@ def test_what_is_written_is_a_small_vit_in_every_form_that_the_suite_finds(whole
         "form": "last",
         "seed": 1,
         "steps": 1,
-        "merging": {"preset": "plain", "keep": 0.5, "blocks": [-1]},
+        "merging": {"tau": 0.5, "blocks": [-1]},
     }
 
 

@@ -76,7 +76,6 @@ def test_other_numbers_of_tokens_are_not_timed(
 
 
 def test_the_row_gives_medians_ratios_and_what_is_captured() -> None:
-    best = [0.6] * 3
     given = (
         [1.0] * 3,
         [0.5, 0.4, 0.8],

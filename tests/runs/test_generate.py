@@ -334,7 +334,7 @@ def test_a_full_disk_is_the_machines_fault_and_loses_nothing(
 
 
 def test_a_run_in_which_nothing_can_merge_is_refused(model: LoadedModel, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="min_tokens=1024"):
+    with pytest.raises(UserError, match="fewer than 1024 tokens"):
         run(model, tmp_path, config=MaMeConfig(tau=0.8))
     assert run(model, tmp_path / "baseline", config=None).levels == []
 

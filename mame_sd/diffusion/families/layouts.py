@@ -6,36 +6,49 @@ Each function takes (model, arguments) and gives `Tokens`, or the reason why the
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mame_sd.diffusion.families.family import Rows
 from mame_sd.diffusion.layer import Call, Tokens
 
 Layout = Callable[[Any, Call], Tokens | str | None]
+Read = TypeVar("Read", bound=Callable[..., Any])
 UNLIKE = "samples of a batch have their image's tokens at other positions"
-_READ = WeakTensorKeyDictionary()
 
 
-def read(t: Tensor) -> Tensor:
-    """The values of an argument, on the processor.
-
-    Reading waits for the device, which no capture of a CUDA graph allows. Pipelines give the same
-    tensor in each step, so it is read again only where it has changed. Tensors of inference mode
-    don't tell whether they have.
+def read_once(read: Read) -> Read:
+    """Makes a function of tensors' values remember what it gave while these are the same tensors,
+    unchanged as PyTorch counts it: reading them waits for the device, and a pipeline gives the same
+    ones at each step. What nothing counts, such as tensors of inference mode, is read each time.
     """
-    if t.is_inference():
-        return t.cpu()
-    known: tuple[int, Tensor] | None = _READ.get(t)
-    if known is None or known[0] != t._version:
-        known = _READ[t] = t._version, t.cpu().detach().clone()  # no entry may hold its key
-    return known[1]
+    kept: dict[Any, tuple[list[tuple[weakref.ref[Tensor], int]], Any]] = {}
+
+    @functools.wraps(read)
+    def remembered(*given: Any) -> Any:
+        tensors = [value for value in given if isinstance(value, Tensor)]
+        if any(type(t) is not Tensor or t.is_inference() for t in tensors):
+            return read(*given)
+        key = tuple(id(value) if isinstance(value, Tensor) else value for value in given)
+        known, value = kept.get(key, ([], None))
+        if len(known) == len(tensors) and all(
+            found() is t and version == t._version
+            for (found, version), t in zip(known, tensors, strict=True)
+        ):
+            return value
+        value = read(*given)
+        of = [(weakref.ref(t, lambda _: kept.pop(key, None)), t._version) for t in tensors]
+        kept[key] = of, value
+        return value
+
+    return remembered  # type: ignore[return-value]
 
 
 def patches(model: Any, call: Call) -> Tokens:
@@ -109,24 +122,28 @@ def packed(model: Any, call: Call) -> Tokens | str:
     """
     if call.get("kv_cache_mode") == "extract":
         return "this call fills a cache of reference images"
-    ids = read(call["img_ids"])
-    ids = (ids[0] if ids.dim() == 3 else ids).long()  # [L, 3], or more columns behind
-    same = ids[:, 0] == ids[0, 0]
-    size, grid = _grid(ids[: int(same.sum()), 1:3])
+    size, after, references = _packed(call["img_ids"])
     mode = int(
         getattr(model, "union", False)
     )  # a ControlNet-Union puts a token of its mode before the text
     before = mode + call["encoder_hidden_states"].shape[1]
     conditions = call.get("image_cond_hidden_states")
     behind = 0 if conditions is None else conditions.shape[1]
-    if not same[: math.prod(size)].all():
-        return Tokens((ids.shape[0],), before=before, after=behind)
-    return Tokens(
-        size if grid else (math.prod(size),),
-        before=before,
-        after=ids.shape[0] - math.prod(size) + behind,
-        references=_images(ids[math.prod(size) :]),
-    )
+    return Tokens(size, before=before, after=after + behind, references=references)
+
+
+@read_once
+def _packed(ids: Tensor) -> tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]]:
+    """By `ids` [L, 3 or more] or of a batch: the first image's size, how many tokens follow it, and
+    the sizes of the images that these are.
+    """
+    ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()
+    same = ids[:, 0] == ids[0, 0]
+    size, grid = _grid(ids[: int(same.sum()), 1:3])
+    count = math.prod(size)
+    if not same[:count].all():
+        return (ids.shape[0],), 0, ()
+    return size if grid else (count,), ids.shape[0] - count, _images(ids[count:])
 
 
 def shapes_given(model: Any, call: Call) -> Tokens:
@@ -199,12 +216,16 @@ def sides_or_coordinates(model: Any, call: Call) -> Tokens | str:
     [B, 3, L]. Frames that conditions add stand before the video, which begins at the last frame
     that is not later than the one before it.
     """
-    if call.get("video_coords") is None:
-        return sides_given(model, call)
-    coordinates = read(call["video_coords"])
+    coordinates = call.get("video_coords")
+    return sides_given(model, call) if coordinates is None else _of_coordinates(coordinates)
+
+
+@read_once
+def _of_coordinates(coordinates: Tensor) -> Tokens | str:
+    """See `sides_or_coordinates`."""
     if not (coordinates == coordinates[:1]).all():
         return UNLIKE
-    places = coordinates[0]  # [3, L]
+    places = coordinates[0].cpu()  # [3, L]
     h, w = (len(axis.unique()) for axis in places[1:])
     times = places[0, :: h * w]
     back = (times[1:] <= times[:-1]).nonzero()
@@ -228,9 +249,14 @@ def with_registers(model: Any, call: Call) -> Tokens:
 
 def placed(model: Any, call: Call) -> Tokens:
     """Krea 2: text, then the image, with its rows and columns in `position_ids` [L, 3]."""
-    count = call["hidden_states"].shape[1]
-    size, grid = _grid(read(call["position_ids"])[-count:, 1:3].long())
-    return Tokens(size if grid else (count,), before=None)
+    return Tokens(_last_grid(call["position_ids"], call["hidden_states"].shape[1]), before=None)
+
+
+@read_once
+def _last_grid(places: Tensor, count: int) -> tuple[int, ...]:
+    """(h, w) of the last `count` of them [L, 3], or (count,)."""
+    size, grid = _grid(places[-count:, 1:3].cpu().long())
+    return size if grid else (count,)
 
 
 def indicated(model: Any, call: Call) -> Tokens | str:
@@ -239,13 +265,20 @@ def indicated(model: Any, call: Call) -> Tokens | str:
     `indicator` [B, L] tells which tokens are the image's, `position_ids` [B, L, 3] their rows and
     columns.
     """
-    image = read(call["indicator"]) == model_constant(model, "OUTPUT_IMAGE_INDICATOR")
+    constant = model_constant(model, "OUTPUT_IMAGE_INDICATOR")
+    return _indicated(call["indicator"], call["position_ids"], constant)
+
+
+@read_once
+def _indicated(indicator: Tensor, places: Tensor, constant: Any) -> Tokens | str:
+    """See `indicated`."""
+    image = (indicator == constant).cpu()
     if not (image == image[:1]).all():
         return UNLIKE
     count, first = int(image[0].sum()), int(image[0].long().argmax())
     if not image[0, first : first + count].all():
         return "the image's tokens are not one behind the other"
-    size, grid = _grid(read(call["position_ids"])[0, first : first + count, 1:3].long())
+    size, grid = _grid(places[0, first : first + count, 1:3].cpu().long())
     return Tokens(size if grid else (count,), before=first, after=image.shape[1] - first - count)
 
 
@@ -253,14 +286,20 @@ def indexed(model: Any, call: Call) -> Tokens | str:
     """MiniMax H3: `video_indices` among text and sound, `position_ids` [L, 3] with the generated
     video's frames last.
     """
-    at = read(call["video_indices"])
-    ids = read(call["position_ids"])[at]
+    return _indexed(call["video_indices"], call["position_ids"])
+
+
+@read_once
+def _indexed(indices: Tensor, places: Tensor) -> Tokens | str:
+    """See `indexed`."""
+    at = indices.cpu()
+    ids = places.cpu()[at]
     same = torch.cat(
         [torch.ones(1, dtype=torch.bool), (ids[1:, 1:] == ids[0, 1:]).all(-1)]
     )  # where a frame begins
     area, total = (
         len(at) if int(same.sum()) < 2 else int(same.nonzero()[1]),
-        call["position_ids"].shape[0],
+        places.shape[0],
     )
     h = len(ids[:area, 1].unique())
     frames = len(at) // area
@@ -278,8 +317,15 @@ def indexed(model: Any, call: Call) -> Tokens | str:
 
 def captioned(model: Any, call: Call) -> Tokens | str:
     """Lumina 2: the caption, then the image; captions of unequal length put the image elsewhere."""
-    lengths = {int(n) for n in read(call["encoder_attention_mask"]).sum(1)}
+    lengths = set(_lengths(call["encoder_attention_mask"]))
     return Tokens(patches(model, call).size, before=lengths.pop()) if len(lengths) == 1 else UNLIKE
+
+
+@read_once
+def _lengths(mask: Tensor) -> list[int]:
+    """How many tokens each sample has, of a mask [B, L]."""
+    found: list[int] = mask.sum(1).tolist()
+    return found
 
 
 def listed(model: Any, call: Call) -> Tokens | str:
@@ -297,12 +343,23 @@ def listed(model: Any, call: Call) -> Tokens | str:
     )
 
 
+@dataclass(frozen=True)
+class _InWhole(Tokens):
+    """Tokens in a sequence of a known length, and in no other."""
+
+    def start(self, length: int) -> int | None:
+        """See `Tokens`."""
+        assert self.before is not None
+        whole = self.before + self.count + (self.after or 0)
+        return self.before if length == whole else None
+
+
 def _omni(model: Any, call: Call) -> Tokens | str:
     """Z-Image with references: of each sample captions, images, and what SigLIP sees of them.
 
     The generated image is the last one. Each part is filled up to a multiple of 32 tokens. One that
     is absent is 32 tokens too. The refiner's sequence of images alone is another one, and stays
-    whole.
+    whole, whatever its length.
     """
     side, depth = call.get("patch_size", 2), call.get("f_patch_size", 1)
     seen = call.get("siglip_feats") or [None]
@@ -317,7 +374,7 @@ def _omni(model: Any, call: Call) -> Tokens | str:
         if seen[0] is not None:
             parts = seen[number]
             after += sum(_filled(0 if part is None else part[..., 0].numel()) for part in parts)
-        places.add(Tokens(_flat(size), before=before, after=after))
+        places.add(_InWhole(_flat(size), before=before, after=after))
     return UNLIKE if len(places) > 1 else places.pop()
 
 
@@ -334,7 +391,7 @@ def with_gist(model: Any, call: Call) -> Tokens | str:
 
     mask, get = call.get("encoder_attention_mask"), model.config
     batch, _, length = call["encoder_hidden_states"].shape[:3]
-    lengths = [length] * batch if mask is None else read(mask).sum(1).tolist()
+    lengths = [length] * batch if mask is None else _lengths(mask)
     names = (
         "min_num_gist_tokens",
         "max_num_gist_tokens",
@@ -356,9 +413,7 @@ def sized(model: Any, call: Call) -> Tokens | str:
         return in_sequence(patches, after=None)(model, call) or UNLIKE
     if call.get("img_sizes") is None:
         return "img_sizes are not given"
-    given = call["img_sizes"]
-    given = read(given) if isinstance(given, Tensor) else given
-    sizes = {tuple(int(n) for n in size) for size in given}
+    sizes = {tuple(int(n) for n in size) for size in call["img_sizes"]}
     return Tokens(sizes.pop(), after=None) if len(sizes) == 1 else UNLIKE
 
 

@@ -26,7 +26,7 @@ def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
         "MaMe default",
     ]
     config = paper_rows()[3].config["mame"]
-    assert (config["tau"], config["preset"], config["merge"]) == (0.7, "plain", "qkv")
+    assert (config["tau"], config["keep"]) == (0.7, None)
     assert [row.name for row in chosen_rows("mame-default")] == ["baseline", "mame-default"]
     default = [row.label for row in chosen_rows(None)]
     assert default == [*labels, "means of 2 × 2 keys", "one random key of 2 × 2", "mean attention"]

@@ -212,7 +212,7 @@ def test_what_is_wrong_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
         ({"prompt": "hello"}, "--prompt: expected <image> once"),
         ({"prompt": "<image><image>"}, "--prompt: expected <image> once"),
         ({"prompt": "<image> hello", "model": None}, "--prompt: expected none for embedded-"),
-        ({"out": good / "out"}, "can't be written"),
+        ({"out": good / "out"}, "expected a folder, got the file"),
         ({"out": other}, "expected results of the same model"),
         ({"device": "cuda:99"}, "--device cuda:99: expected a CUDA device"),
         ({"revision": "main", "model": str(tmp_path)}, "--revision: expected none beside a folder"),
@@ -268,7 +268,10 @@ def test_dtype_acts_on_a_published_form(tmp_path: Path) -> None:
 
 def test_the_papers_form_counts_what_is_left_from_zero() -> None:
     model, inputs = tiny.llava(), call()
-    for name, same in (("renumbered-0.25", {"keep": 0.25}), ("plain-0.8", {"preset": "plain"})):
+    for name, same in (
+        ("renumbered-0.25", {"keep": 0.25}),
+        ("plain-0.8", {"tau": 0.8, "blocks": 4}),
+    ):
         with ROWS[name].on(model):
             found = model(**inputs).logits[0]
             output = model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)

@@ -123,7 +123,7 @@ def test_answers_flops_and_accuracy_are_those_of_the_model_called_by_hand(
     images = open_images(place / "data")
     right, same, flops, plain = 0, 0, [], []
     for merged in (False, True):
-        handle = apply_encoder(encoder.model, preset="plain", tau=0.3, blocks=3) if merged else None
+        handle = apply_encoder(encoder.model, tau=0.3, blocks=3) if merged else None
         found: list[int] = []
         for batch in images.batches(5):
             pixels = [np.asarray(load_image(place / "data" / images.files[n])) for n in batch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +12,14 @@ from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.tomesd import NotApplicable
 from mame_sd.eval.perception.methods import RIVALS, Merged, Unmerged, at_flops, flops_of
 from mame_sd.eval.perception.rows import BASELINE, PICTURES, SUITES, chosen_rows, row_named
-from mame_sd.perception.settings import DEFAULTS, EVERY, LEFT
+from mame_sd.perception.settings import EVERY, LEFT
 from tests.builders.perception import PATCHES, ROWS, SIDE
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 SIGLIP = next(row for row in ROWS if row.name == "Siglip2ForImageClassification")
 
 
-OURS = {**DEFAULTS, "stride": [2, 2], "left": LEFT, "schedule": "decreasing", "every": EVERY}
+OURS = {"left": LEFT, "schedule": "decreasing", "every": EVERY}
 
 
 @pytest.mark.parametrize(
@@ -27,8 +28,8 @@ OURS = {**DEFAULTS, "stride": [2, 2], "left": LEFT, "schedule": "decreasing", "e
         ("baseline", "baseline", {}),
         ("mame-default", "mame", {"mame": {"blocks": None, "defaults": OURS}}),
         ("default-0.8", "mame", {"mame": {"keep": 0.8, "blocks": None, "defaults": OURS}}),
-        ("mame-0.8", "mame", {"mame": {"tau": 0.8, "preset": "plain", "blocks": "first"}}),
-        ("mame-keep-0.5", "mame", {"mame": {"keep": 0.5, "preset": "plain", "blocks": "quarters"}}),
+        ("mame-0.8", "mame", {"mame": {"tau": 0.8, "blocks": "first"}}),
+        ("mame-quarters-0.5", "mame", {"mame": {"tau": 0.5, "blocks": "quarters"}}),
         ("tome-8", "tome", {"rival": {"name": "ToMe", "r": 8.0, "prop_attn": True}}),
         ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7, "fuse": True}}),
         ("random-0.7", "rival", {"rival": {"name": "RandomDrop", "keep": 0.7, "seed": 0}}),
@@ -53,7 +54,7 @@ def test_a_name_says_what_runs(name: str, family: str, config: dict[str, Any]) -
         "mame",
         "mame-2",
         "mame-0",
-        "mame-keep-x",
+        "mame-quarters-x",
         "tome",
         "tome-0",
         "tome-inf",
@@ -104,16 +105,19 @@ def test_every_ablation_runs_on_a_vit_and_does_something_of_its_own() -> None:
     seen = []
     for row in SUITES["ablation"][1]:
         method = row.method()
+        if row.name.startswith("mame-0.8"):  # random patches are less alike
+            near = {"cosine": 0.3, "euclidean": -1.0}.get(method.fields.get("metric", "cosine"))
+            method = replace(method, fields={**method.fields, "tau": near or method.fields["tau"]})
         with method.counted(model) as handle:
             logits = model(**inputs).logits
             kept = [block.tokens_kept for block in handle.report().blocks]
-        if row.name.startswith("mame-keep-0.5"):
-            assert kept == [37, 19, 10, 6]
+        if row.name.startswith("mame-0.8"):
+            assert kept[0] < 37, row.name
             if "restored" not in row.name:  # a class token alone is read
                 seen.append(logits)
     for number, one in enumerate(seen):
         assert not any(torch.equal(one, other) for other in seen[:number]), number
-    assert len(seen) == 17
+    assert len(seen) == 14
 
 
 def call_of(model: Any, inputs: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Merging in engines that serve diffusion models with code of their own."""

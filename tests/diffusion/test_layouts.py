@@ -1,0 +1,85 @@
+"""Where a call's tensors tell how tokens lie, they are read once, not at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mame_sd.diffusion.families import layouts
+from mame_sd.diffusion.families.layouts import read_once
+
+READS = {"cpu", "tolist", "item", "__int__", "__bool__", "nonzero", "unique", "unique_consecutive"}
+
+
+class NoReads(TorchFunctionMode):
+    """While entered, nothing may wait for the device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert getattr(func, "__name__", "") not in READS, func
+        return func(*args, **(kwargs or {}))
+
+
+def places(h: int, w: int, *first: int) -> Tensor:
+    """[h * w, 3] of (image, row, column)."""
+    return torch.cartesian_prod(torch.tensor(first or (0,)), torch.arange(h), torch.arange(w))
+
+
+def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    text = torch.zeros(1, 7, 4)
+    return {
+        "Flux": (layouts.packed, {"img_ids": places(3, 4, 0, 1), "encoder_hidden_states": text}),
+        "Krea 2": (
+            layouts.placed,
+            {"position_ids": places(3, 4), "hidden_states": torch.zeros(1, 12, 4)},
+        ),
+        "MiniMax H3": (
+            layouts.indexed,
+            {"video_indices": torch.arange(12), "position_ids": places(3, 4)},
+        ),
+        "LTX": (layouts.sides_or_coordinates, {"video_coords": places(3, 4).T[None].float()}),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_a_second_step_reads_nothing_and_a_change_is_seen(name: str) -> None:
+    layout, call = calls()[name]
+    first = layout(None, call)
+    assert first.size[-2:] == (3, 4)
+    with NoReads():
+        assert layout(None, call) == first
+        assert layout(None, {**call, "hidden_states": torch.ones(1, 12, 4)}) == first
+    wider = calls()[name][1]
+    changed = next(key for key in call if key in ("img_ids", "position_ids", "video_coords"))
+    call[changed].copy_(call[changed].flip(0 if changed != "video_coords" else -1))
+    with pytest.raises(AssertionError), NoReads():
+        layout(None, call)
+    with pytest.raises(AssertionError), NoReads():
+        layout(None, wider)  # equal, but not the same
+
+
+def test_what_nothing_counts_is_read_each_time_and_nothing_is_kept_alive() -> None:
+    seen: list[Tensor] = []
+
+    @read_once
+    def total(t: Tensor, more: int) -> int:
+        seen.append(t.clone())
+        return int(t.sum()) + more
+
+    with torch.inference_mode():
+        t = torch.ones(3)
+        assert (total(t, 1), total(t, 1)) == (4, 4)
+    assert len(seen) == 2
+    t = torch.ones(3)
+    assert (total(t, 1), total(t, 1), total(t, 2)) == (4, 4, 5)
+    assert len(seen) == 4
+    t.add_(1)
+    assert total(t, 1) == 7
+    for _ in range(3):  # at the place of one that is gone
+        del t
+        t = torch.full((3,), 5.0)
+        assert total(t, 1) == 16

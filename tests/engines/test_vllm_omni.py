@@ -1,0 +1,222 @@
+"""vLLM-Omni's plugin, in the interface that its diffusion backends have: the engine's own registry,
+abstract classes and SDPA backend where MAME_VLLM_OMNI names an unpacked wheel (0.30.0), else
+stand-ins of a few lines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from enum import Enum
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WHEEL = os.environ.get("MAME_VLLM_OMNI", "")
+BACKENDS = "vllm_omni.diffusion.attention.backends"
+T, H, W, TEXT, PADDING = 2, 3, 4, 5, 3
+
+
+class SDPABackend:
+    """The engine's backend, as far as ours meets it."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "SDPA"
+
+
+class SDPAImpl:
+    """Its implementation, [B, L, H, D]."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, softmax_scale: float, causal: bool = False, **_: Any
+    ) -> None:
+        self.causal, self.softmax_scale = causal, softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Any:
+        return self._forward_impl(query, key, value, attn_metadata)
+
+    def _forward_impl(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any, mode: str = ""
+    ) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+        mask = getattr(attn_metadata, "attn_mask", None)
+        mask = None if mask is None else mask[:, None, None]
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=self.softmax_scale).transpose(
+            1, 2
+        )
+
+
+class Backend(Enum):
+    TORCH_SDPA = "torch"
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its modules, importable; `chosen` is what was registered, `config` the model's."""
+    state = SimpleNamespace(config=SimpleNamespace(model_class_name="WanPipeline"), chosen={})
+    paths = {"vllm_omni": "vllm_omni", BACKENDS.rpartition(".")[0]: "vllm_omni/diffusion/attention"}
+    paths |= {"vllm_omni.diffusion": "vllm_omni/diffusion", BACKENDS: ""}
+    paths[BACKENDS] = "vllm_omni/diffusion/attention/backends"
+    made: dict[str, ModuleType] = {name: ModuleType(name) for name in paths}
+    for name, path in paths.items():
+        made[name].__path__ = [str(Path(WHEEL) / path)] if WHEEL else []
+    made["vllm_omni.diffusion.config"] = config = ModuleType("vllm_omni.diffusion.config")
+    config.get_current_diffusion_config_or_none = lambda: state.config  # type: ignore[attr-defined]
+    if WHEEL:
+        for name, values in {
+            "vllm": {},
+            "vllm.logger": {
+                "init_logger": lambda name: SimpleNamespace(debug=print, warning=print)
+            },
+            "vllm.utils": {},
+            "vllm.utils.import_utils": {"resolve_obj_by_qualname": None},
+            "vllm_omni.platforms": {
+                "current_omni_platform": SimpleNamespace(
+                    is_rocm=lambda: False, is_cuda=lambda: True
+                )
+            },
+        }.items():
+            made[name] = ModuleType(name)
+            made[name].__dict__.update(values)
+    else:
+        made[f"{BACKENDS}.sdpa"] = ModuleType("sdpa")
+        made[f"{BACKENDS}.sdpa"].__dict__.update(SDPABackend=SDPABackend, SDPAImpl=SDPAImpl)
+        made[f"{BACKENDS}.registry"] = ModuleType("registry")
+        made[f"{BACKENDS}.registry"].__dict__.update(
+            DiffusionAttentionBackendEnum=Backend,
+            register_diffusion_backend=state.chosen.__setitem__,
+        )
+    known = set(sys.modules)
+    for name, module in made.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    yield state
+    for name in set(sys.modules) - known:
+        if name.startswith(("vllm", "mame_sd.engines.vllm")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Calls of `mame_sd.attention.attention`, which here keeps every key."""
+    seen: list[dict[str, Any]] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        seen.append({"shape": tuple(q.shape), **how})
+        return F.scaled_dot_product_attention(q, k, v)
+
+    module = ModuleType("mame_sd.attention")
+    module.attention = attention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mame_sd.attention", module)
+    return seen
+
+
+def registered(engine: Any) -> dict[str, str]:
+    """What stands in for which backend, once the entry point was called."""
+    entry = EntryPoint("mame_sd", "mame_sd.engines.vllm_omni:register", "vllm_omni.general_plugins")
+    entry.load()()
+    if WHEEL:
+        registry = importlib.import_module(f"{BACKENDS}.registry")
+        return {key.name: path for key, path in registry._DIFFUSION_ATTN_OVERRIDES.items()}
+    return {key.name: path for key, path in engine.chosen.items()}
+
+
+def layer(scale: float = 16**-0.5) -> Any:
+    """An attention layer, made as the engine makes it from the path that was registered."""
+    module = importlib.import_module("mame_sd.engines.vllm_omni")
+    given = {"num_heads": 2, "head_size": 16, "softmax_scale": scale, "causal": False}
+    return module.MergedBackend.get_impl_cls()(**given, role="self", backend_explicit=True)
+
+
+def layout(**values: Any) -> Any:
+    plain = {"prefix_len": None, "latent_grid": None, "used_len": None, "video_spans": ()}
+    return SimpleNamespace(
+        attn_mask=values.pop("mask", None),
+        full_attn_spans=None,
+        video_layout=SimpleNamespace(**{**plain, **values}),
+    )
+
+
+def span(start: int, grid: tuple[int, int, int], role: str) -> Any:
+    return SimpleNamespace(start=start, latent_grid=grid, role=role)
+
+
+VIDEO = T * H * W
+H3 = {"used_len": TEXT + 6 + 4 + VIDEO}
+LAYOUTS = {
+    "Wan": (VIDEO, layout(prefix_len=0, latent_grid=(T, H, W), used_len=VIDEO), 0),
+    "Wan, padded": (
+        VIDEO + PADDING,
+        layout(prefix_len=0, latent_grid=(T, H, W), used_len=VIDEO),
+        0,
+    ),
+    "H3": (TEXT + VIDEO + PADDING, layout(prefix_len=TEXT, latent_grid=(T, H, W)), TEXT),
+    "H3, a reference": (
+        TEXT + 6 + 4 + VIDEO,
+        layout(
+            video_spans=(span(TEXT, (1, 2, 3), "reference"), span(TEXT + 10, (T, H, W), "target")),
+            **H3,
+        ),
+        TEXT + 10,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("scale", [16**-0.5, 0.4])
+def test_a_video_merges_where_the_model_says_it_lies(
+    engine: Any, calls: Any, monkeypatch: pytest.MonkeyPatch, name: str, scale: float
+) -> None:
+    monkeypatch.setenv("MAME_SD_VLLM_OMNI_KEEP", "0.25")
+    assert registered(engine) == {"TORCH_SDPA": "mame_sd.engines.vllm_omni.MergedBackend"}
+    length, metadata, start = LAYOUTS[name]
+    attention, used = layer(scale), start + VIDEO
+    q, k, v = torch.randn(3, 1, length, 2, 16, generator=torch.Generator().manual_seed(0))
+    got = attention.forward(q, k, v, metadata)
+    assert got.shape == q.shape
+    heads = (t[:, :used].transpose(1, 2) for t in (q, k, v))
+    want = F.scaled_dot_product_attention(*heads, scale=scale).transpose(1, 2)
+    torch.testing.assert_close(got[:, :used], want)
+    (call,) = calls
+    assert call == {
+        "shape": (1, 2, used, 16),
+        "grid": (T, H, W),
+        "before": start,
+        "after": 0,
+        "keep": 0.25,
+    }
+
+
+def test_attention_to_text_is_the_engines(
+    engine: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAME_SD_VLLM_OMNI_KEEP", "0.25")
+    attention = layer()
+    q, (k, v) = torch.randn(1, VIDEO, 2, 16), torch.randn(2, 1, TEXT, 2, 16)
+    want = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+    torch.testing.assert_close(attention.forward(q, k, v, None), want)
+    assert not calls
+
+
+def test_what_can_not_act_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert registered(engine) == {}  # nobody asked
+    for value in ("0", "1.5", "a quarter", "nan"):
+        monkeypatch.setenv("MAME_SD_VLLM_OMNI_KEEP", value)
+        with pytest.raises(ValueError, match="expected a share above 0 and at most 1, got"):
+            registered(engine)
+    monkeypatch.setenv("MAME_SD_VLLM_OMNI_KEEP", "0.5")
+    attention = layer()
+    q, k = torch.randn(1, VIDEO // 2, 2, 16), torch.randn(1, VIDEO, 2, 16)
+    with pytest.raises(RuntimeError, match="expected all of a video's queries"):
+        attention.forward(q, k, k, LAYOUTS["Wan"][1])
+    for name in ("FluxPipeline", "WanVACEPipeline"):
+        engine.config = SimpleNamespace(model_class_name=name)
+        with pytest.raises(ValueError, match=f"got {name}: unset MAME_SD_VLLM_OMNI_KEEP"):
+            layer()
