@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_run_is_rehearsed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compiled = "FLUX.1 at 1024, compiled"
+    compiled = "Wan 2.1 14B, 480p, compiled"
     chosen = [name for name in STEPS if "compiled" not in name or name == compiled]
     command = ["--device", "cpu", "--tiny", "--out", str(tmp_path), "--only", *chosen]
     assert device_run.main(command) == 0
