@@ -100,6 +100,9 @@ def test_both_commands_are_installed(wheel: Path) -> None:
     assert lines[1:] == [
         "mame-sd = mame_sd.__main__:main",
         "mame-sd-eval = mame_sd.eval.__main__:main",
+        "",
+        "[vllm_omni.general_plugins]",
+        "mame_sd = mame_sd.engines.vllm_omni:register",
     ]
 
 

@@ -105,16 +105,14 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Calls of `mame_sd.attention.attention`, which here keeps every key."""
+    """Calls of `mame_sd.attention`, which here keeps every key."""
     seen: list[dict[str, Any]] = []
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **how: Any) -> Tensor:
         seen.append({"shape": tuple(q.shape), **how})
-        return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
-    module = ModuleType("mame_sd.attention")
-    module.attention = attention  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mame_sd.attention", module)
+    monkeypatch.setattr("mame_sd.core.attention.attention", attention)
     return seen
 
 
