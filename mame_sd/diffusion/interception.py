@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -149,6 +148,8 @@ def watch_backends() -> None:
     A watched backend does as before where no `MergeJob` runs in its thread. The native one needs
     none: it calls scaled_dot_product_attention.
     """
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+
     for name, backend in list(Registry._backends.items()):
         if name.value != "native" and not hasattr(backend, "_mame_watched"):
             Registry._backends[name] = _watched(backend, name.value)
