@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,21 +69,25 @@ def reckon(case: Case, cards: Sequence[Card]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def table(name: str, rows: Mapping[str, Any], cards: Sequence[Card]) -> str:
-    """One case as Markdown: times as fast as unmerged, likely / harsh / faster attention."""
+def table(row: str, found: Mapping[str, Mapping[str, Any]], cards: Sequence[Card]) -> str:
+    """One row of all cases as Markdown: times as fast as unmerged, likely / harsh / faster
+    attention; of the unmerged models the milliseconds, likely.
+    """
     heads = " | ".join(card.name.removeprefix("GeForce RTX ") for card in cards)
-    lines = [f"### {name}", "", f"| | launches | {heads} |", "|---" * (len(cards) + 2) + "|"]
-    for row, found in rows.items():
-        least, most = min(found["launches"]), max(found["launches"])
-        launches = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-        cells = []
+    lines = [f"| {row} | launches | {heads} |", "|---" * (len(cards) + 2) + "|"]
+    for name, rows in found.items():
+        if row not in rows:
+            continue
+        least, most = min(rows[row]["launches"]), max(rows[row]["launches"])
+        cells = [f"{least:,}" if least == most else f"{least:,} to {most:,}"]
         for card in cards:
-            plain, own = rows["unmerged"]["seconds"][card.name], found["seconds"][card.name]
-            if row == "unmerged":
-                cells.append(f"{1e3 * own[0]:.1f} ms")
-            else:
-                cells.append(" / ".join(f"{a / b:.2f}" for a, b in zip(plain, own, strict=True)))
-        lines.append(f"| {row} | {launches} | {' | '.join(cells)} |")
+            plain, own = (rows[r]["seconds"][card.name] for r in ("unmerged", row))
+            cells.append(
+                f"{1e3 * own[0]:,.1f} ms"
+                if row == "unmerged"
+                else " / ".join(f"{a / b:.2f}" for a, b in zip(plain, own, strict=True))
+            )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -105,13 +110,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     cards = [CARDS[name] for name in _chosen(parser, "--card", args.card, CARDS)]
     found = {}
     for name in cases:
+        print(f"counting {name}", file=sys.stderr)
         found[name] = reckon(CASES[name], cards)
-        if not args.json:
-            print(table(name, found[name], cards), flush=True)
     if args.json:
         print(json.dumps({"benchmark": "gpu", "measured": False, "note": RECKONED, "cases": found}))
-    else:
-        print(RECKONED)
+        return
+    for row in dict.fromkeys(row for rows in found.values() for row in rows):
+        print(table(row, found, cards))
+    print(RECKONED)
 
 
 def _chosen(

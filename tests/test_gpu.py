@@ -26,11 +26,15 @@ def test_kernels_of_a_case_are_counted_and_printed() -> None:
     assert launches["keys, an eighth"] == launches["keys, a quarter"]
     plain = found["unmerged"]["seconds"]
     assert plain["A100"] > plain["H100"]
-    lines = gpu.table("small", found, BOTH).splitlines()
-    assert lines[2] == "| | launches | A100 | H100 |"
-    shown = {line.split(" | ")[0][2:]: line.split(" | ")[2].split(" / ") for line in lines[4:]}
-    assert len(shown["default"]) == 3
-    likely, harsh, faster = map(float, shown["keys, a quarter"])
+    every = {"small": found}
+    assert (
+        gpu.table("unmerged", every, BOTH).splitlines()[0]
+        == "| unmerged | launches | A100 | H100 |"
+    )
+    line = gpu.table("keys, a quarter", every, BOTH).splitlines()[2]
+    assert line.startswith(f"| small | {launches['keys, a quarter'][0]:,} | ")
+    likely, harsh, faster = map(float, line.split(" | ")[2].split(" / "))
+    assert gpu.table("tomesd, half", every, BOTH).count("small") == 0, "it has no transformers"
     assert likely > harsh > 1, "harsh assumptions leave less to win"
     assert likely > faster > 1, "and so does a faster attention"
 
