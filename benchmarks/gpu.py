@@ -85,7 +85,7 @@ def table(row: str, found: Mapping[str, Mapping[str, Any]], cards: Sequence[Card
             cells.append(
                 f"{1e3 * own[0]:,.1f} ms"
                 if row == "unmerged"
-                else " / ".join(f"{a / b:.2f}" for a, b in zip(plain, own, strict=True))
+                else "/".join(f"{a / b:.2f}" for a, b in zip(plain, own, strict=True))
             )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
