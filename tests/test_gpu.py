@@ -33,7 +33,7 @@ def test_kernels_of_a_case_are_counted_and_printed() -> None:
     )
     line = gpu.table("keys, a quarter", every, BOTH).splitlines()[2]
     assert line.startswith(f"| small | {launches['keys, a quarter'][0]:,} | ")
-    likely, harsh, faster = map(float, line.split(" | ")[2].split(" / "))
+    likely, harsh, faster = map(float, line.split(" | ")[2].split("/"))
     assert gpu.table("tomesd, half", every, BOTH).count("small") == 0, "it has no transformers"
     assert likely > harsh > 1, "harsh assumptions leave less to win"
     assert likely > faster > 1, "and so does a faster attention"
