@@ -4,7 +4,9 @@ its own sampler and nodes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,26 +130,30 @@ def test_reference_images_stay_whole(node: Any, name: str) -> None:
     assert torch.equal(whole.narrow(length, 0, 7), merged.narrow(length, 0, 7))
 
 
-FILE = "file"
-SETTINGS = {"default": {"keep": 0.25}, "keep": {"keep": 0.4}, "tau": {"tau": 0.8}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {"keep": 0.25},
+    "keep": {"keep": 0.4},
+    "file": {"keep": 0.25, "layers": {"*blocks.0": {"keep": 0.5}}},
+}
 
 
-def inputs_of(name: str, path: Any) -> dict[str, Any]:
-    """The node's inputs for these settings: by default, by mode, or the file beside the weights."""
-    if name == FILE:
-        return {"settings": str(path / "mame.json")}
-    return {"mode": name, **SETTINGS[name]}
+def inputs_of(name: str, folder: Path) -> dict[str, Any]:
+    """The node's inputs for these settings: by mode, or by a file of single layers'."""
+    if name != "file":
+        return {"mode": name, **SETTINGS[name]}
+    path = folder / "settings.json"
+    path.write_text(json.dumps(SETTINGS[name]), encoding="utf-8")
+    return {"settings": str(path)}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [*SETTINGS, FILE])
-def test_the_embedded_unet_is_that_of_apply_mame(node: Any, name: str) -> None:
-    """Drawn anew at each step, with one share and with the settings beside its weights."""
-    path = embedded_model_path()
-    unet = UNet2DConditionModel.from_pretrained(path, subfolder="unet")
-    apply_mame(unet, **SETTINGS.get(name, {}))
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_embedded_unet_is_that_of_apply_mame(node: Any, name: str, tmp_path: Path) -> None:
+    """Drawn anew at each step, with one share and with those of single layers."""
+    unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
+    apply_mame(unet, **SETTINGS[name])
     model = embedded_unet()
-    patched = applied(node, model, min_tokens=0, **inputs_of(name, path))
+    patched = applied(node, model, min_tokens=0, **inputs_of(name, tmp_path))
     seen: list[Any] = []
     model.model.diffusion_model.register_forward_hook(
         lambda _, args, output: seen.extend([*args, output])
@@ -181,8 +187,10 @@ def calls_of_both(patched: Any, model: Any, theirs: Any, name: str, **changes: A
     return [output, expected]
 
 
-@pytest.mark.parametrize("name", ["default", "keep", FILE])
-def test_the_embedded_transformer_is_that_of_apply_mame(node: Any, name: str) -> None:
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_embedded_transformer_is_that_of_apply_mame(
+    node: Any, name: str, tmp_path: Path
+) -> None:
     path = embedded_model_path("transformer")
     theirs = SD3Transformer2DModel.from_pretrained(path, subfolder="transformer")
     model, generator = embedded_transformer(), torch.Generator().manual_seed(0)
@@ -191,8 +199,8 @@ def test_the_embedded_transformer_is_that_of_apply_mame(node: Any, name: str) ->
     )
     given = {"x": x, "c_crossattn": text, "y": pooled}
     outputs = [calls_of_both(model, model, theirs, "SD3", **given)]
-    apply_mame(theirs, **SETTINGS.get(name, {}))
-    patched = applied(node, model, min_tokens=0, **inputs_of(name, path))
+    apply_mame(theirs, **SETTINGS[name])
+    patched = applied(node, model, min_tokens=0, **inputs_of(name, tmp_path))
     outputs.append(calls_of_both(patched, model, theirs, "SD3", **given))
     for output, expected in outputs:
         assert (output - expected).norm() < 1e-4 * expected.norm()
