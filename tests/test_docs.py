@@ -188,7 +188,7 @@ def test_readme_quotes_the_harsh_figures_that_are_reckoned_of_cards() -> None:
         line = next((row for row in README.splitlines() if row.startswith(f"| {name} |")), None)
         if line is not None:
             cells = re.findall(r"\d\.\d\d", line)
-            want = [f"{max(1.0, figure):.2f}" for figure in figures[1:]]
+            want = [f"{figure:.2f}" for figure in figures[1:]]
             assert cells == want, name
             quoted += 1
     assert quoted >= 4
