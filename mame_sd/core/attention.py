@@ -243,12 +243,7 @@ def _fitted(
         bias = bias if bias.shape[-2] == 1 else bias.repeat(1, 1, shared, 1)
     dtype = torch.promote_types(q.dtype, torch.float32)
     some, key, value, exact = (_flat(t, dtype) for t in (some, *kept, exact))
-    shape = *kept[0].shape[:2], some.shape[1], key.shape[1]
-    bias = (
-        bias.to(dtype).expand(shape).reshape(-1, *shape[2:])
-        if bias.shape[-2] > 1
-        else (bias.to(dtype).expand(shape[0], shape[1], 1, shape[3]).reshape(-1, 1, shape[3]))
-    )
+    bias = bias.to(dtype).expand(*kept[0].shape[:2], -1, -1).flatten(0, 1)
     logits = torch.baddbmm(bias, some, key.transpose(1, 2), alpha=scale)
     first = grids[0].start
     last = kept[0].shape[2] - (full[0].shape[2] - grids[-1].start - _count(grids[-1]))

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.core.cells import Cells
-from mame_sd.core.draws import constant, counting
 
 
 class Groups:
@@ -51,7 +50,7 @@ class Groups:
         """Whether a slot's token belongs to a destination [B * T, m, P], and of how many it is."""
         if self._belonging is None:
             rows = self.row.view(-1, 1, self.cells.width)
-            belongs = rows == constant(counting, self.cells.m, rows.device).view(-1, 1)
+            belongs = rows == self.cells.number[: self.cells.m].view(-1, 1)  # 0, 1, ...
             self._belonging = belongs, belongs.sum(-1, keepdim=True, dtype=self._dtype)
         return self._belonging
 
@@ -164,8 +163,7 @@ def group_tokens(
     nearness = torch.sub(nearness, _squares(chosen, dtype).view(-1, cells.m, 1), alpha=0.5)
     best, row = nearness.max(1)
     row = row.view(len(slots), cells.tiles * cells.width)
-    numbers = constant(_own_numbers, cells.m, cells.tiles, row.device)
-    row = row.index_copy(1, dst, numbers.expand(len(slots), -1))
+    row = row.index_copy(1, dst, cells.number.expand(len(slots), -1))
     if cells.pad is not None:
         row = row.masked_fill(cells.pad, -1)
     staying = row[:, :0]
@@ -179,8 +177,3 @@ def group_tokens(
     if place is not None:
         row, staying = row.index_select(0, place), staying.index_select(0, place)
     return Groups(cells, dst, row, staying, dtype)
-
-
-def _own_numbers(m: int, tiles: int, device: torch.device) -> Tensor:
-    """Of each destination of all tiles its number in its tile, [T * m]."""
-    return torch.arange(m, device=device).repeat(tiles)

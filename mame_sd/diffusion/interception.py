@@ -20,10 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core.attention import Grid, KeyMerging, Merged, merge_keys
-from mame_sd.core.groups import Groups
+from mame_sd.core.attention import Grid, KeyMerging, Merged, Recall, merge_keys
 
-Recall = Callable[[int, Callable[[], Groups]], Groups]
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _SDPA = torch._C._nn.scaled_dot_product_attention  # whatever else is put in its place
 # Backends of the dispatcher whose kernels take numbers to be added to the logits. For all others
