@@ -12,17 +12,15 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.attention import Merged
+from mame_sd.core.attention import Merged, fitted_to
 from mame_sd.core.cells import cells_of, plane_of
-from mame_sd.core.fit import fitted_values
 from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
 from mame_sd.diffusion.families.unet import PlainAttention
 from mame_sd.diffusion.handle import MaMeHandle
@@ -142,10 +140,11 @@ class RivalJob(MergeJob):
 
     def merge(self, call: Mapping[str, Any], bias: bool = True) -> dict[str, Any] | None:
         """See `MergeJob`; nothing is counted, as published, nor fitted unless it is asked for."""
-        queries, self.how = self.how.fit_queries, replace(self.how, fit_queries=0)
-        if super().merge(call, bias) is None:
+        placed = self.place(call)
+        if placed is None:
             return None
-        start, size, _ = self.grids[0]
+        (grid, *_), first = placed
+        start, size, _ = grid
         end, parts = start + math.prod(size), []
         plan: Any = None
         for t in (call["key"], call["value"]):
@@ -157,23 +156,16 @@ class RivalJob(MergeJob):
         mask = call.get("attn_mask")
         if mask is not None and mask.shape[-1] > 1:
             raise ValueError("attn_mask: expected none, a rival's keys have no place in it")
-        if queries:
-            parts[1] = self._fitted(call, parts, queries)
+        if self.how.fit_queries:
+            drawn = cells_of(size, 0.5, device=image.device).queries
+            at = drawn[0 if self.draw is None else int(self.draw)][: self.how.fit_queries] + first
+            bias_of_none = parts[0].new_zeros(1, 1, 1, parts[0].shape[2])
+            parts[1] = fitted_to(
+                call["query"], at, (call["key"], call["value"]), (parts[0], parts[1]),
+                bias_of_none, mask, call.get("scale"), [grid],
+            )  # fmt: skip
         self.merged = Merged(parts[0], parts[1], parts[0].new_zeros(0), (plan,))
         return {**call, "key": parts[0], "value": parts[1]}
-
-    def _fitted(self, call: Mapping[str, Any], kept: list[Tensor], queries: int) -> Tensor:
-        """The values of the rival's keys, fitted as ours are."""
-        q, (start, size, _) = call["query"], self.grids[0]
-        drawn = cells_of(size, 0.5, device=q.device).queries
-        row = 0 if self.draw is None else int(self.draw)
-        at = drawn[row][:queries] + (start if q.shape[2] == call["key"].shape[2] else 0)
-        some = q.index_select(2, at)
-        exact = F.scaled_dot_product_attention(some, call["key"], call["value"])
-        weights = torch.softmax(some @ kept[0].transpose(2, 3) * q.shape[-1] ** -0.5, -1)
-        others = call["key"].shape[2] - start - math.prod(size)
-        last = kept[0].shape[2] - others
-        return fitted_values(weights, kept[1], exact, start, last).to(kept[1].dtype)
 
 
 @contextmanager

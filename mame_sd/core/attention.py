@@ -203,7 +203,7 @@ def merge_keys(
             at = at[: max(1, queries // shared)]
             if first_query is None:
                 first_query = grids[0].start if q.shape[2] == k.shape[2] else 0
-            value = _fitted(
+            value = fitted_to(
                 q,
                 at + first_query if first_query else at,
                 (k, v),
@@ -216,7 +216,7 @@ def merge_keys(
     return Merged(key, value, bias, tuple(groups))
 
 
-def _fitted(
+def fitted_to(
     q: Tensor,
     at: Tensor,
     full: tuple[Tensor, Tensor],
@@ -226,7 +226,18 @@ def _fitted(
     scale: float | None,
     grids: Sequence[Grid],
 ) -> Tensor:
-    """The values of the kept keys, fitted to the queries at these places of q."""
+    """The values [B, H, K, D'] of the kept keys, fitted to the queries at these places of q.
+
+    Args:
+        q: queries [B, H, Q, D].
+        at: LongTensor [m], which of them.
+        full: all keys and values.
+        kept: the kept keys and their values, those of `grids` where the grids stand.
+        bias: what is added to the logits of the kept keys, broadcast to [B, H, Q, K].
+        attn_mask: of the attention over all keys.
+        scale: of the logits; None: 1 / sqrt(D).
+        grids: the images, as in `merge_keys`; what stands beside them keeps its values.
+    """
     shared = q.shape[1] // kept[0].shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     some = q.index_select(2, at)

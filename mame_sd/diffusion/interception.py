@@ -60,14 +60,14 @@ class MergeJob:
     kernel: str = field(default="", init=False)  # that computed the merged attention
     merged: Merged | None = field(default=None, init=False)  # of the latest call that merged
 
-    def merge(self, call: Mapping[str, Any], bias: bool = True) -> dict[str, Any] | None:
-        """The arguments of an attention call with merged keys and values; None: it is another's.
+    def place(self, call: Mapping[str, Any]) -> tuple[list[Grid], int] | None:
+        """The grids where they stand among the keys of an attention call, and where the first one's
+        queries begin; None: it is another's.
 
         Args:
             call: by the names of scaled_dot_product_attention; tensors [B, H, n, D].
-            bias: whether the kernel takes numbers to be added to the logits.
         """
-        q, k, v = call["query"], call["key"], call["value"]
+        q, k = call["query"], call["key"]
         count = k.shape[-2]
         shift = 0
         if self.length is not None and count != self.length:
@@ -80,20 +80,29 @@ class MergeJob:
         image = torch.Size(self.grids[0].size).numel()
         grids = [grid._replace(start=grid.start + shift) for grid in self.grids]
         if q.shape[2] == count:
-            first = grids[0].start
-        elif q.shape[2] == self.length:  # keys of earlier calls have no queries
-            first = self.grids[0].start
-        elif q.shape[2] == self.queries:
-            first = self.first_query
-        elif q.shape[2] == image:
-            first = 0
-        else:
+            return grids, grids[0].start
+        if q.shape[2] == self.length:  # keys of earlier calls have no queries
+            return grids, self.grids[0].start
+        if q.shape[2] == self.queries:
+            return grids, self.first_query
+        return (grids, 0) if q.shape[2] == image else None
+
+    def merge(self, call: Mapping[str, Any], bias: bool = True) -> dict[str, Any] | None:
+        """The arguments of an attention call with merged keys and values; None: it is another's.
+
+        Args:
+            call: as `place` takes it.
+            bias: whether the kernel takes numbers to be added to the logits.
+        """
+        placed = self.place(call)
+        if placed is None:
             return None
+        grids, first = placed
         scale = self.scale if self.scale is not None else call.get("scale")
         given = call.get("attn_mask")
         self.merged = merge_keys(
-            q, k, v, grids, self.how, given, scale, self.draw, self.leader,
-            first_query=first, recall=self.recall, counted=bias,
+            call["query"], call["key"], call["value"], grids, self.how, given, scale, self.draw,
+            self.leader, first_query=first, recall=self.recall, counted=bias,
         )  # fmt: skip
         mask = self.merged.bias if bias or given is not None else None
         if mask is not None and not bias and given is not None and given.dtype == torch.bool:
