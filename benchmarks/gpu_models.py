@@ -153,7 +153,7 @@ SHAPES = {
         _wan,
         "blocks.0",
         "attn1",
-        about="Wan 2.1 1.3B, 81 frames at 480p",
+        about="Wan 2.1 1.3B, 480p",
     ),
 }
 
@@ -211,7 +211,6 @@ class Case:
 _SD35 = SHAPES["sd3.5-large"]
 _FLUX = SHAPES["flux"]
 _WAN = SHAPES["wan"]
-_VIDEO = "81 frames at 480p"
 
 
 def _cut(shape: Shape, cut: dict[str, int], batch: int = 1, **repeats: int) -> Case:
@@ -231,7 +230,7 @@ CASES: dict[str, Case] = {
     **{f"SD 1.5 at {side}": Case("sd1.5", side) for side in (512, 1024)},
     "SDXL at 1024": Case("sdxl", 1024),
     "SD 3.5 large at 1024": _cut(_SD35, {"num_layers": 3}, 2, transformer_blocks=36),
-    "FLUX.1 at 1024, a step of 4": _cut(
+    "FLUX.1 at 1024": _cut(
         _FLUX,
         {"num_layers": 2, "num_single_layers": 2},
         transformer_blocks=18,
@@ -243,10 +242,10 @@ CASES: dict[str, Case] = {
         transformer_blocks=18,
         single_transformer_blocks=37,
     ),
-    f"Wan 2.1 14B, {_VIDEO}": _cut(
+    "Wan 2.1 14B, 480p": _cut(
         replace(_WAN, heads=40), {"num_layers": 2, "ffn_dim": 13824}, blocks=39
     ),
-    "Wan 2.2 14B, 81 frames at 720p": _cut(
+    "Wan 2.2 14B, 720p": _cut(
         replace(_WAN, heads=40, size=(21, 45, 80)), {"num_layers": 2, "ffn_dim": 13824}, blocks=39
     ),
 }

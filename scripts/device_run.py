@@ -61,14 +61,14 @@ BACKENDS = {  # diffusers' name, and PyTorch's where its own attention takes it
     "cudnn": ("_native_cudnn", SDPBackend.CUDNN_ATTENTION),
 }
 ROWS = ("unmerged", "default", "keep .25", "keep .125")
-MODELS = {
-    "SD 1.5 at 512": "SD 1.5 at 512",
-    "SDXL at 1024": "SDXL at 1024",
-    "SD 1.5 at 1024": "SD 1.5 at 1024",
-    "FLUX.1 at 1024": "FLUX.1 at 1024, a step of 4",
-    "SD 3.5 large at 1024": "SD 3.5 large at 1024",
-    "Wan 2.1 14B, 480p": "Wan 2.1 14B, 81 frames at 480p",
-}
+MODELS = (
+    "SD 1.5 at 512",
+    "SDXL at 1024",
+    "SD 1.5 at 1024",
+    "FLUX.1 at 1024",
+    "SD 3.5 large at 1024",
+    "Wan 2.1 14B, 480p",
+)
 
 
 @dataclass
@@ -438,7 +438,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 def case_of(run: Run, name: str) -> Case:
     """The case of that name; in a rehearsal one of its kind."""
-    case = gpu_models.CASES[MODELS[name]]
+    case = gpu_models.CASES[name]
     if not run.tiny:
         return case
     if isinstance(case.model, str):
@@ -487,11 +487,11 @@ STEPS: dict[str, tuple[float, Callable[[Run], None]]] = {  # seconds that each m
     "machine": (40, machine),
     **{f"near {str(d).split('.')[1]}": (25, partial(is_near, dtype=d)) for d in DTYPES},
     "near layers": (40, layers_are_near),
-    **{name: (60, partial(model, name=name)) for name in list(MODELS)[:2]},
+    **{name: (60, partial(model, name=name)) for name in MODELS[:2]},
     "attention": (45, attention_alone),
     "block": (45, block_alone),
     "launches": (20, launches),
-    **{name: (60, partial(model, name=name)) for name in list(MODELS)[2:]},
+    **{name: (60, partial(model, name=name)) for name in MODELS[2:]},
     **{f"{name}, compiled": (75, partial(compiled, name=name)) for name in reversed(MODELS)},
     "tests": (90, tests),
 }
