@@ -5,7 +5,7 @@ The transformer's tests kill a run, and see that the resumed one gives the very 
 undisturbed one. Both scripts train in `scripts.training.loop`.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -107,25 +107,6 @@ def test_a_crowded_picture_has_pieces_of_others_strewn_over_a_large_glyph() -> N
     assert len(counts) > 1
 
 
-def test_half_of_a_piece_is_missing() -> None:
-    ground = world.Ground("white", "", (0.0, 0.0, 0.0), 40.0, (0.0, 0.0), 0.0)
-    whole = world.Placed(subjects.glyph_names().index("red apple"), 0.5, 0.5, 0.5, 0.0)
-
-    def seen(scene: world.Scene) -> np.ndarray:
-        return (255 - world.render(scene)).max(-1) > 20
-
-    shown = [
-        seen(world.Scene((), ground, (world.Piece(**asdict(whole), half=half),)))
-        for half in range(4)
-    ]
-    apple = seen(world.Scene((whole,), ground))
-    kept = np.zeros((4, 256, 256), bool)
-    kept[0, :128], kept[1, 128:], kept[2, :, :128], kept[3, :, 128:] = True, True, True, True
-    for half, own in zip(shown, kept, strict=True):
-        assert not half[~own].any()
-        assert half[own].sum() > 0.9 * apple[own].sum()
-
-
 @pytest.mark.training
 def test_a_stage_that_leaves_the_text_as_it_is_names_every_glyph(whole: Path) -> None:
     names = subjects.glyph_names()[:6]
@@ -150,15 +131,6 @@ def test_a_stage_that_leaves_the_text_as_it_is_names_every_glyph(whole: Path) ->
     same = {name: torch.equal(before[name], after[name]) for name in before}
     assert all(same[name] for name in same if name.startswith(("text_model", "text_projection")))
     assert not all(same.values())
-
-
-def test_what_hides_a_glyph_covers_a_part_of_it() -> None:
-    placed = world.Placed(0, 0.5, 0.5, 0.5, 0.0)
-    for seed in range(10):
-        pixels = np.full((256, 256, 3), -1.0, np.float32)
-        pictures.hide(pixels, placed, np.random.default_rng(seed))
-        hidden = (pixels[64:192, 64:192] >= 0).all(-1).mean()
-        assert 0 < hidden < 0.5
 
 
 @torch.no_grad()
