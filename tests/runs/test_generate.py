@@ -274,14 +274,6 @@ def test_a_strange_record_is_dropped(model: LoadedModel, tmp_path: Path, strange
     assert snapshot(tmp_path) == before
 
 
-def test_a_folder_in_place_of_the_records_is_named(model: LoadedModel, tmp_path: Path) -> None:
-    (tmp_path / "run" / ".mame-sd" / "samples-0.jsonl").mkdir(parents=True)
-    with pytest.raises(
-        UserError, match=r"samples-0\.jsonl: can't be read \(Is a directory\); take it away"
-    ):
-        run(model, tmp_path / "run")
-
-
 @posix
 def test_a_full_disk_is_the_machines_fault_and_loses_nothing(
     model: LoadedModel, tmp_path: Path
