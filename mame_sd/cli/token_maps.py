@@ -121,9 +121,9 @@ def token_maps(
     try:
         handle.capture()
         model(pixel_values=pixels)
-        special = handle.special
+        prefix = handle.num_prefix_tokens
         for block in sorted(handle.plans()):
-            owners = handle.owners(block)[0, special:].cpu().numpy() - special
+            owners = handle.owners(block)[0, prefix:].cpu().numpy() - prefix
             maps.append(TokenMap(block, owners.reshape(grid_like(seen, len(owners)))))
     finally:
         handle.remove()
