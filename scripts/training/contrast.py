@@ -2,9 +2,7 @@
 well it recognises.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,25 +139,6 @@ def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batc
         if not subjects.is_held_out(*pair):
             others.append(subjects.caption(*pair))
     return [pixels for pixels, _ in made], captions, others
-
-
-@contextmanager
-def drawn_ahead(
-    draw: Callable[[int], Batch], steps: int, ahead: int = 3
-) -> Iterator[Callable[[int], Batch]]:
-    """``draw`` for steps in a row up to ``steps``, the next ``ahead`` of them drawn by a thread
-    beside the training.
-    """
-    waiting = dict[int, Future[Batch]]()
-    with ThreadPoolExecutor(1) as thread:
-
-        def batch(step: int) -> Batch:
-            for s in range(step, min(step + 1 + ahead, steps)):
-                if s not in waiting:
-                    waiting[s] = thread.submit(draw, s)
-            return waiting.pop(step).result()
-
-        yield batch
 
 
 def contrastive_loss(

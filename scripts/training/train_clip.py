@@ -63,19 +63,21 @@ def train_stage(
         contrast.grow(CLIPModel.from_pretrained(start), model)
     elif previous and not (work / f"{stage.name}.pt").exists():
         contrast.grow(load_average(work, previous, tokens.tokenizer), model)
-    with contrast.drawn_ahead(
-        lambda step: contrast.draw_batch(names, stage, seed, step), stage.steps
-    ) as batch:
-        fit(
-            work / f"{stage.name}.pt",
-            stage.name,
-            model,
-            joint.optimizer_for(model),
-            stage.steps,
-            lambda step: contrast.contrastive_loss(model, tokens, stage, batch(step)),
-            lambda step: joint.learning_rate(stage, step),
-            ema=stage.ema,
-        )
+
+    def loss(step: int) -> torch.Tensor:
+        batch = contrast.draw_batch(names, stage, seed, step)
+        return contrast.contrastive_loss(model, tokens, stage, batch)
+
+    fit(
+        work / f"{stage.name}.pt",
+        stage.name,
+        model,
+        joint.optimizer_for(model),
+        stage.steps,
+        loss,
+        lambda step: joint.learning_rate(stage, step),
+        ema=stage.ema,
+    )
 
 
 def draw(
