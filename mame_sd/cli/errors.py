@@ -106,6 +106,7 @@ class _Interrupts:
 
     came: bool = False
     lost: bool = False
+    inside: bool = False  # of the hook below, whose exceptions Python ignores as well
 
 
 @contextmanager
@@ -120,31 +121,39 @@ def _interrupts() -> Iterator[_Interrupts]:
     ):
         yield found
         return
-    again: list[threading.Timer] = []
+    again: list[threading.Thread] = []
+    over = threading.Event()
 
     def note(number: int, frame: Any) -> None:
-        found.came, found.lost = True, False
+        found.came, found.lost = True, found.inside
         signal.default_int_handler(number, frame)
 
     def unraisable(ignored: Any) -> None:
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             before_hook(ignored)
             return
-        found.lost = True
-        # From here it could not be raised: the caller ignores what this function raises, too.
-        timer = threading.Timer(0.05, _interrupt_main_thread)
-        timer.daemon = True
-        again.append(timer)
-        timer.start()
+        found.lost = found.inside = True
+        try:
+            again.append(threading.Thread(target=repeat, daemon=True))
+            again[-1].start()
+        finally:
+            found.inside = False
+
+    def repeat() -> None:
+        # From the hook it could not be raised: the caller ignores what that raises, too.
+        while not over.wait(0.05) and found.lost:
+            _interrupt_main_thread()
 
     before, before_hook = signal.signal(signal.SIGINT, note), sys.unraisablehook
     sys.unraisablehook = unraisable
     try:
         yield found
     finally:
-        for timer in again:
-            timer.cancel()
-            timer.join()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late one of ours would land here
+        over.set()
+        for thread in again:
+            if thread.ident is not None:
+                thread.join()
         sys.unraisablehook = before_hook
         signal.signal(signal.SIGINT, before)
 

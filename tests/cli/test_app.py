@@ -94,7 +94,7 @@ compare x --out a.jpg | --out a.jpg: expected a file ending in .png
 sheet none | none: expected samples.jsonl of a run, found none
 generate x --out LONG | can't be written (File name too long)
 generate --prompts LONG.txt | the prompt file can't be read (File name too long)
-generate x --model LONG | found no such file; check the path
+generate x --model LONG | found no such folder; check the path
 generate x --lora LONG | found nothing; check the path
 generate x --config LONG.json | LONG
 compare x --out LONG.png | can't be written (File name too long)

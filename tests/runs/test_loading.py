@@ -180,7 +180,7 @@ def test_a_folder_goes_before_an_embedded_model(
 
 @pytest.mark.parametrize("name", ["./x/y", "a/b/c", "nothing", "../up", "a/b.safetensors"])
 def test_paths_are_not_taken_for_hub_ids(name: str) -> None:
-    with pytest.raises(UserError, match="found no such file; check the path"):
+    with pytest.raises(UserError, match="found no such folder; check the path"):
         find_model(ModelChoice(model=name))
 
 
