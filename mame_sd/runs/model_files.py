@@ -100,7 +100,7 @@ def find_model(choice: ModelChoice) -> tuple[Path, str]:
             f"--model {folder}: expected the folder of a diffusers pipeline, got one without"
             " model_index.json; give the folder that holds it"
         )
-    return folder, "embedded" if name == f"{EMBEDDED}unet" else name
+    return folder, "embedded" if choice.embedded == "unet" else name
 
 
 def find_folder(name: str, download: Callable[[str], str]) -> tuple[Path, str]:

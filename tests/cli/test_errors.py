@@ -160,14 +160,13 @@ def test_an_interrupt_while_libraries_load_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == "interrupted; finished images are kept, and the same command continues\n"
 
 
-@pytest.mark.parametrize("module", ["torch", "diffusers.models.autoencoders.autoencoder_kl"])
-def test_a_library_that_does_not_load_is_the_machines_fault(tmp_path: Path, module: str) -> None:
-    done = at_import(module, "raise ImportError(f'No module named {name}')", tmp_path)
+def test_a_library_that_does_not_load_is_the_machines_fault(tmp_path: Path) -> None:
+    done = at_import("torch", "raise ImportError(f'No module named {name}')", tmp_path)
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ")
     assert "a package that" in last
-    assert f"No module named {module}" in last
+    assert "No module named torch" in last
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,7 @@ def test_a_damaged_run_goes_on_or_says_why_not(
     damage(random.Random(seed), run, outside)
     status = cli.run(words(model_folder, run))
     if status == 0:
-        wanted, found = snapshot(finished), snapshot(run)
-        assert {**found, "manifest.json": ""} == {**wanted, "manifest.json": ""}
+        assert snapshot(run / "images") == snapshot(finished / "images")
     else:
         assert status == 2
         assert "this is a bug" not in error_of(capsys)

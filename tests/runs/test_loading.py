@@ -19,10 +19,10 @@ from diffusers.loaders import StableDiffusionLoraLoaderMixin
 from safetensors.torch import load_file, save_file
 
 from mame_sd.embedded import model as subjects
-from mame_sd.errors import UserError
+from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.loading import check_text_to_image, load_model
+from mame_sd.runs.loading import _loading, check_text_to_image, load_model
 from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
 from mame_sd.runs.prompt_files import prompts_from_texts
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
@@ -201,6 +201,12 @@ def test_a_tokenizer_without_words_is_named(model_folder: Path, tmp_path: Path) 
         UserError, match="expected the vocabulary of tokenizer, found no such folder"
     ):
         load_model(choice(folder))
+
+
+@pytest.mark.parametrize("error", [ImportError("no xformers"), RuntimeError("Failed to import x")])
+def test_a_package_that_does_not_load_is_the_machines_fault(error: Exception) -> None:
+    with pytest.raises(MachineError, match="a package that it needs does not load"), _loading("x"):
+        raise error
 
 
 def test_a_weight_file_that_lacks_a_tensor_is_named(model_folder: Path, tmp_path: Path) -> None:
