@@ -28,13 +28,16 @@ class Groups:
         row: LongTensor [B, T * P], the number of the destination in its tile that the token of each
             slot joins, -1 for none.
         stay: LongTensor [B, r], the slots of the tokens that stay.
+        dtype: of `sizes`.
 
     Attributes:
         tokens_in, tokens_kept: L and K = T * m + r.
     """
 
-    def __init__(self, cells: Cells, dst: Tensor, row: Tensor, stay: Tensor) -> None:
-        self.cells, self.dst, self.row, self.stay = cells, dst, row, stay
+    def __init__(
+        self, cells: Cells, dst: Tensor, row: Tensor, stay: Tensor, dtype: torch.dtype
+    ) -> None:
+        self.cells, self.dst, self.row, self.stay, self.dtype = cells, dst, row, stay, dtype
         self.tokens_in, self.tokens_kept = cells.tokens, cells.kept + stay.shape[1]
 
     def means(self, *slots: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -70,7 +73,7 @@ class Groups:
     @property
     def sizes(self) -> Tensor:
         """[B, K], how many tokens each group has."""
-        return self.means(self.row.new_empty(*self.row.shape, 0, dtype=torch.float32))[1]
+        return self.means(self.row.new_empty(*self.row.shape, 0, dtype=self.dtype))[1]
 
     @property
     def kept(self) -> Tensor:
@@ -158,4 +161,4 @@ def group_tokens(
         row = row.scatter(1, staying, -1)
     if place is not None:
         row, staying = row.index_select(0, place), staying.index_select(0, place)
-    return Groups(cells, dst, row, staying)
+    return Groups(cells, dst, row, staying, dtype)
