@@ -60,7 +60,7 @@ from mame_sd.diffusion.families.unet import (
 from mame_sd.diffusion.handle import MaMeHandle, Placed
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
-from mame_sd.diffusion.interception import watch_backends
+from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import Layer
 from mame_sd.diffusion.model_hooks import (
     SPREAD,
@@ -110,7 +110,7 @@ def apply_mame(
         RuntimeError: another thread makes an image with the model.
     """
     handle = build_handle(target, make_config(config, fields))
-    watch_backends()
+    watch_kernels()
     with CHANGES:
         check_idle(handle.root, "apply_mame")
         remove_mame(handle.root, processors=False)
@@ -161,10 +161,13 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
             hooks.append((module, MergeHook(shared, stats, layer, known, number)))
     if not any(isinstance(hook, MergeHook) for _, hook in hooks):
         raise ValueError(_nothing_found(root))
-    for _, hook in hooks:
+    for module, hook in hooks:
         if isinstance(hook, StepHook):
-            hook.layers = hook.watched = [
-                other.stats for _, other in hooks if isinstance(other, MergeHook)
+            within = set(module.modules())
+            hook.layers = [
+                other.stats
+                for part, other in hooks
+                if isinstance(other, MergeHook) and part in within
             ]
     return MaMeHandle(root, shared, hooks, None if target is root else target)
 

@@ -19,9 +19,10 @@ from mame_sd.core.pairs import leaders
 from mame_sd.diffusion.families.unet import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import CallHook, PreHook
 from mame_sd.diffusion.hooks import Plans, Shared
+from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import NO_STEP, Call, Step, Tokens
 from mame_sd.diffusion.threads import PerThread, begin, end
-from mame_sd.report import NOTHING_MERGES, TOO_FEW, LayerStats
+from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
 
 # Models whose pipelines put the prompt before the negative one in a batch.
 _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
@@ -36,6 +37,7 @@ _TIMESTEP = (
     "vision_timesteps",
 )  # what models call it
 
+_REPORT = "report() says why"
 
 SPREAD = (
     "{} is spread over devices by enable_parallelism (Ulysses, ring or tensor parallel), where"
@@ -160,8 +162,8 @@ class StepHook(CallHook):
         self.names = _names(module)
         self.shared = shared
         self.latest = LatestCall()
-        self.layers: list[LayerStats] = []
-        self.watched: list[LayerStats] = []  # layers whose first forward has not been looked at
+        self.layers: list[LayerStats] = []  # of this model
+        self.told = False  # that nothing merges, since something did
         # a ControlNet is called with the same latents for each control image
         self.calls_pair = "ControlNet" not in type(module).__name__
         # A UNet of images makes samples of a video's frames, as many at once as it likes.
@@ -169,6 +171,7 @@ class StepHook(CallHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises RuntimeError in a model whose tokens are spread over several devices."""
+        watch_kernels()
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if self.shared.now.active and spread(module):
             raise RuntimeError(SPREAD.format(type(module).__name__))
@@ -228,30 +231,43 @@ class StepHook(CallHook):
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Blocks that are called by themselves share nothing.
 
-        Warns once where the first forward merges nothing.
+        Warns where a forward merges nothing, once until something merges again.
         """
         if not torch.compiler.is_compiling():
             end(module, self.name)
             self.shared.plans.value = None
-            watched, self.watched = self.watched, []
-            called = [stats for stats in watched if stats.calls]
-            if called and self.shared.now.active and all(stats.last_reason for stats in called):
-                largest = max(stats.tokens_in // stats.calls for stats in called)
-                why = "report() says why"
-                if any((stats.last_reason or "").startswith(TOO_FEW) for stats in called):
-                    why = (
-                        f"the largest has {largest} tokens; {why}. Lower min_tokens or generate"
-                        " larger images"
-                    )
-                warnings.warn(
-                    f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {why}",
-                    stacklevel=2,
+        if not self.shared.now.active or not self.layers:
+            return
+        for stats in self.layers:
+            if stats.last_reason is None:
+                if self.told:
+                    self.told = False
+                return
+        called = [stats for stats in self.layers if stats.last_reason != NEVER_CALLED]
+        if called and torch.compiler.is_compiling():  # which happens once
+            _warn(f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {_REPORT}")
+        elif called and not self.told:
+            self.told = True
+            why = _REPORT
+            if any((stats.last_reason or "").startswith(TOO_FEW) for stats in called):
+                counts = (stats.totals() for stats in called)
+                largest = max(tokens_in // max(calls, 1) for calls, tokens_in, _ in counts)
+                why = (
+                    f"the largest has {largest} tokens; {why}. Lower min_tokens or generate"
+                    " larger images"
                 )
+            _warn(f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {why}")
 
     def forget(self) -> None:
         """Lets go of this thread's plans."""
         self.latest.forget()
         self.shared.plans.value = None
+
+
+@torch.compiler.assume_constant_result
+def _warn(text: str) -> None:
+    """Also while a graph is compiled, which holds no warnings."""
+    warnings.warn(text, stacklevel=3)
 
 
 def spread(module: nn.Module) -> bool:

@@ -63,6 +63,8 @@ the cache has the answer, and merging saves nothing. The settings are the test's
 many steps are cached. A letter marks a cache that fails without any of our code, which is tested
 too. Below the table stands why.
 """
+OWN_MODELS = """Caches that work on models of their own, tested alike:
+"""
 BACKENDS = """## In front of other attention kernels
 
 Keys merge before the kernel that `set_attention_backend` chose, before `apply_mame`, after it or
@@ -70,7 +72,8 @@ while merging is on. Each cell says what the kernel is given: merged keys and va
 takes numbers to be added to the logits, the sizes of groups. `report()` names the kernel.
 *PyTorch's*: diffusers calls `scaled_dot_product_attention` there, whatever is set. PyTorch's own
 kernel and flex run for real in the test. For the others stand kernels in that check what they are
-given. With `torch.compile` other kernels than PyTorch's get all keys.
+given. All of this holds under `torch.compile` and in an export, and for kernels that are registered
+later (`tests/diffusion/test_kernels.py`).
 """
 TOOLS = """## Tools and errors
 
@@ -119,6 +122,7 @@ def page() -> str:
     parts += [SWEEP, *sweep.table(), ""]
     models, pairs = [*caches.MODELS, *newest.MODELS], [*caches.EVERY, *newest.EVERY]
     parts += [CACHES, *caches.table(models, pairs), ""]
+    parts += [OWN_MODELS, *caches.own_models(newest.OWN), ""]
     parts += [BACKENDS, *backends.table(), ""]
     parts += [TOOLS, "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in CHECKS]
