@@ -22,6 +22,7 @@ from mame_sd.core.draws import DRAWS, draw_at
 from mame_sd.core.pairs import leaders_of_chunks
 
 from .attention import KeyMerge
+from .handed import handing_on
 from .joint import JointPatch
 from .layers import Settings
 from .models import Place, Transformer, UNet
@@ -159,7 +160,8 @@ class Merging:
             else:
                 call.text = self.patch.transformer.text(c_crossattn, kwargs)
                 call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
-            output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+            with handing_on(options):
+                output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
             if options["optimized_attention_override"] != self.patch.attend:
                 run.note_left(TAKEN)
             run.note_merged(call.merged)

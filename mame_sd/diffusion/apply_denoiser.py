@@ -70,9 +70,11 @@ from mame_sd.diffusion.model_hooks import (
     spread,
     takes_timestep,
 )
+from mame_sd.diffusion.pipeline_check import forget_pipeline
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
+from mame_sd.upstream import require
 
 _OURS = (MergeHook.name, SizeHook.name, StepHook.name)
 # What each block of `hooks_restored` that is under way found on each module, in their order.
@@ -107,8 +109,10 @@ def apply_mame(
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad
             settings.
-        RuntimeError: another thread makes an image with the model.
+        RuntimeError: another thread makes an image with the model, or a name of torch or diffusers
+            that merging needs is gone (`mame_sd.upstream`).
     """
+    require("torch", "diffusers")
     handle = build_handle(target, make_config(config, fields))
     watch_kernels()
     with CHANGES:
@@ -188,6 +192,7 @@ def remove_mame(target: Any, processors: bool = True) -> None:
     root = denoiser_of(target)
     with CHANGES:
         check_idle(root, "remove_mame")
+        forget_pipeline(target)
         for module in root.modules():
             for name in _OURS:
                 take_hook(module, name)

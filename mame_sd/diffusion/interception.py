@@ -61,7 +61,7 @@ class MergeJob:
     note: str = field(default="", init=False)  # for the report
     kernel: str = field(default="", init=False)  # that computed the merged attention
     merged: Merged | None = field(default=None, init=False)  # of the latest call that merged
-    inside: bool = field(default=False, init=False)  # whether a kernel runs over merged keys
+    inside: bool = field(default=False, init=False)  # whether its keys merge, or a kernel runs over them
 
     def place(self, call: Mapping[str, Any]) -> tuple[list[Grid], int] | None:
         """The grids where they stand among the keys of an attention call, and where the first one's
@@ -140,17 +140,17 @@ def _attend(
     if alone:
         call |= {name: call[name].unsqueeze(1) for name in ("query", "key", "value")}
     own = kernel is _SDPA
-    changed = job.merge(call, bias=own)
-    if changed is None:
-        return kernel(*args, **kwargs)
-    job.kernel = "scaled_dot_product_attention" if own else _name_of(kernel)
-    if not own:
-        job.note = f"attention by {job.kernel}{UNCOUNTED}"
-    first = [changed.pop(name) for name in ("query", "key", "value")]
-    given = {name: value for name, value in changed.items() if name in call or value is not None}
     job.inside = True
     try:
-        output = kernel(*first, **given)
+        changed = job.merge(call, bias=own)
+        if changed is None:
+            return kernel(*args, **kwargs)
+        job.kernel = "scaled_dot_product_attention" if own else _name_of(kernel)
+        if not own:
+            job.note = f"attention by {job.kernel}{UNCOUNTED}"
+        qkv = [changed.pop(name) for name in ("query", "key", "value")]
+        given = {name: v for name, v in changed.items() if name in call or v is not None}
+        output = kernel(*qkv, **given)
     finally:
         job.inside = False
     return output.squeeze(1) if alone else output
@@ -222,15 +222,15 @@ def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
         if mask is not None and mask.dim() == 2:  # [B, N], as the dispatcher has it
             mask = mask[:, None, None]
         heads_first = {n: call[n].transpose(1, 2) for n in ("query", "key", "value")}
-        changed = job.merge({**call, **heads_first, "attn_mask": mask}, bias=counted)
-        if changed is None:
-            return backend(**call)
-        job.kernel = name
-        job.note = f"attention by {name}" + ("" if counted else UNCOUNTED)
-        merged = {n: changed[n].transpose(1, 2).contiguous() for n in ("key", "value")}
-        taken = {n: v for n, v in changed.items() if n in call or v is not None}
         job.inside = True
         try:
+            changed = job.merge({**call, **heads_first, "attn_mask": mask}, bias=counted)
+            if changed is None:
+                return backend(**call)
+            job.kernel = name
+            job.note = f"attention by {name}" + ("" if counted else UNCOUNTED)
+            merged = {n: changed[n].transpose(1, 2).contiguous() for n in ("key", "value")}
+            taken = {n: v for n, v in changed.items() if n in call or v is not None}
             return backend(**{**taken, **merged, "query": call["query"]})
         finally:
             job.inside = False

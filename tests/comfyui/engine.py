@@ -500,8 +500,6 @@ TINY |= {
     "Wan Camera": Tiny(
         "WAN21_Camera", "WAN21_Camera", WAN | {"model_type": "camera"}, (16, 3, 16, 24), (7, 24)
     ),
-}
-HIDDEN = {  # whose attention no node is handed
     "ERNIE-Image": Tiny(
         "ErnieImage",
         "ErnieImage",
@@ -510,6 +508,9 @@ HIDDEN = {  # whose attention no node is handed
         (16, 16, 24),
         (7, 24),
     ),
+}
+HANDED = {"ERNIE-Image"}  # whose attention the node hands on, and the engine to no other
+HIDDEN = {  # whose attention no node is handed
     "PixArt": Tiny(
         "PixArtSigma",
         "PixArt",

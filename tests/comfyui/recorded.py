@@ -283,6 +283,12 @@ CALLS = {
         latent=(2, 128, 8, 12),
         attributes={},
     ),
+    "ERNIE-Image": replace(  # as the node hands it on
+        joint("ErnieImageModel", 103, 0),
+        **dict.fromkeys("qkv", (2, 103, 64)),
+        kwargs={"mask": None},
+        attributes={"patch_size": 2, "layers": ()},
+    ),
     "HiDream": replace(
         joint("HiDreamImageTransformer2DModel", 103, 0),
         **dict.fromkeys("qkv", (2, 103, 64)),

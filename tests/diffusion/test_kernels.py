@@ -5,7 +5,6 @@ Stand-ins for kernels that need a GPU note how many keys they are given.
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,8 @@ import torch.nn.functional as F
 from diffusers.models import attention_dispatch as dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
-from torch import Tensor
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from torch import Tensor, nn
 
 from mame_sd import MaMeAttnProcessor, NothingMergedError, apply_mame, remove_mame
 from tests.builders.layers import attention, tokens
@@ -24,13 +24,13 @@ from tests.builders.tiny import one_level_unet, run_unet
 from tests.matrix.transformers import ROWS
 
 MERGING = {"keep": 0.5, "min_tokens": 60}
-SEEN: list[int] = []  # how many keys each call of a stand-in was given
+SEEN: list[tuple[int, int]] = []  # how many queries and keys each call of a stand-in was given
 
 
 @torch.library.custom_op("mame_tests::kernel", mutates_args=())
 def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention [B, H, N, D] that no graph and no function mode looks into."""
-    SEEN.append(key.shape[2])
+    SEEN.append((query.shape[2], key.shape[2]))
     scores = query @ key.mT * query.shape[-1] ** -0.5
     return (scores.softmax(-1) @ value).contiguous()
 
@@ -46,8 +46,16 @@ def sage(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) 
     return kernel(q, k, v).transpose(1, 2)
 
 
+def seen() -> set[int]:
+    """How many keys stood before the most queries since the last look."""
+    most = max((queries for queries, _ in SEEN), default=0)
+    counts = {keys for queries, keys in SEEN if queries == most and keys > 7}
+    SEEN.clear()
+    return counts
+
+
 @pytest.fixture
-def usable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Registers the stand-in under a name; the registry is as before in the end."""
     backends, names = dict(Registry._backends), dict(Registry._supported_arg_names)
     active = Registry._active_backend
@@ -62,151 +70,209 @@ def usable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     Registry._active_backend = active
 
 
-def flux() -> tuple[Any, Callable[[Any], Tensor], int]:
-    """A tiny Flux, a call of it, and how many keys a layer has."""
-    row = next(row for row in ROWS if row.name == "Flux")
-    inputs = row.run.args[0]  # type: ignore[attr-defined]
-
-    @torch.no_grad()
-    def run(model: Any) -> Tensor:
-        output: Tensor = model(**inputs, return_dict=False)[0]
-        return output
-
-    return row.build(), run, inputs["hidden_states"].shape[1]
+FLUX = next(row for row in ROWS if row.name == "Flux")
+INPUTS: dict[str, Any] = {**FLUX.run.args[0], "return_dict": False}  # type: ignore[attr-defined]
 
 
-def seen() -> set[int]:
-    """How many keys the stand-in was given since the last look."""
-    counts = set(SEEN)
-    SEEN.clear()
-    return counts
+def flux() -> Any:
+    """One block of each kind."""
+    model = FLUX.build()
+    for kind, blocks in model.named_children():
+        if isinstance(blocks, nn.ModuleList):
+            setattr(model, kind, blocks[:1])
+    return model
 
 
-def all_and_merged(run: Callable[[], Any], backend: str = "sage") -> int:
-    """Keys of an unmerged call under the context manager of a backend."""
-    with attention_backend(backend):
-        run()
+@torch.no_grad()
+def run(model: Any) -> Tensor:
+    output: Tensor = model(**INPUTS)[0]
+    return output
+
+
+def whole(model: Any) -> int:
+    """How many keys an unmerged layer has."""
+    with attention_backend("sage"):
+        run(model)
     (count,) = seen()
     return count
+
+
+def in_place(model: Any) -> Any:
+    model.compile(backend="eager", fullgraph=True)
+    return model
+
+
+def by_blocks(model: Any) -> Any:
+    model.compile_repeated_blocks(backend="eager", fullgraph=True)
+    return model
 
 
 COMPILED: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
     "compiled": lambda model: torch.compile(model, backend="eager"),
     "one graph": lambda model: torch.compile(model, backend="eager", fullgraph=True),
-    "in place": lambda model: model.compile(backend="eager", fullgraph=True) or model,
-    "blocks": lambda model: (
-        model.compile_repeated_blocks(backend="eager", fullgraph=True) or model
-    ),
+    "in place": in_place,
+    "blocks": by_blocks,
 }
+MODELS = [name for name in COMPILED if name != "blocks"]
 
 
-@pytest.mark.parametrize("how", COMPILED.values(), ids=COMPILED)
+@pytest.mark.parametrize("how", COMPILED)
 @pytest.mark.parametrize("registered", ["before", "after"])
 def test_a_backend_that_is_set_gets_merged_keys(
-    usable: Callable[[str], None], registered: str, how: Callable[[Any], Any]
+    register: Callable[[str], None], registered: str, how: str
 ) -> None:
-    model, run, _ = flux()
-    usable("sage")
-    whole = all_and_merged(lambda: run(model))
+    model = flux()
+    register("sage")
+    every = whole(model)
     if registered == "after":
         del Registry._backends[AttentionBackendName("sage")]
     handle = apply_mame(model, **MERGING)
     if registered == "after":
-        usable("sage")
+        register("sage")
     model.set_attention_backend("sage")
     eager = run(model)
     (merged,) = seen()
-    assert merged < whole
-    called = how(model)
+    assert merged < every
+    called = COMPILED[how](model)
     torch.testing.assert_close(run(called), eager, rtol=1e-4, atol=1e-4)
     assert seen() == {merged}
     assert {layer.reason.split(",")[0] for layer in handle.report().layers} == {"attention by sage"}
     remove_mame(model)
     run(model)
-    assert seen() == {whole}
+    assert seen() == {every}
 
 
-@pytest.mark.parametrize("how", COMPILED.values(), ids=COMPILED)
+@pytest.mark.parametrize("how", ["eager", "one graph", "in place"])
 def test_a_backend_that_is_switched_gets_merged_keys(
-    usable: Callable[[str], None], how: Callable[[Any], Any]
+    register: Callable[[str], None], how: str
 ) -> None:
-    model, run, _ = flux()
+    model = flux()
     for name in ("sage", "flash"):
-        usable(name)
-    whole = all_and_merged(lambda: run(model))
+        register(name)
+    every = whole(model)
     handle = apply_mame(model, **MERGING)
-    called = how(model)
+    called = COMPILED[how](model)
     native = run(called)
     for name in ("sage", "flash", "sage"):
         with attention_backend(name):
             run(called)
-        assert max(seen()) < whole
+        assert max(seen()) < every
         assert any(f"by {name}," in layer.reason for layer in handle.report().layers)
     model.set_attention_backend("flash")
     run(called)
-    assert max(seen()) < whole
+    assert max(seen()) < every
     model.set_attention_backend("native")
     torch.testing.assert_close(run(called), native)
     assert not seen()
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_model_merges_by_the_kernel_that_is_set(
-    usable: Callable[[str], None], strict: bool
+    register: Callable[[str], None],
 ) -> None:
-    row = next(row for row in ROWS if row.name == "Flux")
-    inputs = {**row.run.args[0], "return_dict": False}  # type: ignore[attr-defined]
-    model, run, _ = flux()
-    usable("sage")
-    whole = all_and_merged(lambda: run(model))
+    model = flux()
+    register("sage")
+    every = whole(model)
     apply_mame(model, **MERGING)
     model.set_attention_backend("sage")
     expected = run(model)
     (merged,) = seen()
-    assert merged < whole
-    exported = torch.export.export(model, (), inputs, strict=strict)
+    assert merged < every
+    exported = torch.export.export(model, (), INPUTS, strict=False)
     seen()
-    torch.testing.assert_close(exported.module()(**inputs)[0], expected)
+    torch.testing.assert_close(exported.module()(**INPUTS)[0], expected)
     assert seen() == {merged}
 
 
-def replacement(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
-    """As people put SageAttention in the place of PyTorch's function."""
+def test_a_kernel_in_the_place_of_the_native_one_gets_merged_keys(
+    register: Callable[[str], None],
+) -> None:
+    model = flux()
+    register("native")
+    run(model)
+    (every,) = seen()
+    handle = apply_mame(model, **MERGING)
+    run(model)
+    assert max(seen()) < every
+    assert all(layer.merged for layer in handle.report().layers)
+
+
+def replacement(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """As people put SageAttention in the place of PyTorch's function: masks are dropped."""
     return kernel(query, key, value)
 
 
-@pytest.mark.parametrize("how", list(COMPILED.values())[:4], ids=list(COMPILED)[:4])
+@pytest.mark.parametrize("how", MODELS)
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_what_stands_in_for_scaled_dot_product_attention_gets_merged_keys(
-    monkeypatch: pytest.MonkeyPatch, how: Callable[[Any], Any], order: str
+    monkeypatch: pytest.MonkeyPatch, how: str, order: str
 ) -> None:
     torch._dynamo.reset()
     unet = one_level_unet()
-
-    def replace() -> None:
-        # Whatever was given for a mask is dropped, as SageAttention does.
-        monkeypatch.setattr(
-            F,
-            "scaled_dot_product_attention",
-            lambda q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **more: replacement(
-                q, k, v
-            ),
-        )
-
     if order == "before":
-        replace()
+        monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
     handle = apply_mame(unet, keep=0.5, min_tokens=40)
     if order == "after":
-        replace()
+        monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
     SEEN.clear()
     expected = run_unet(unet)
-    counts = seen()
-    torch.testing.assert_close(run_unet(how(unet)), expected, rtol=1e-4, atol=1e-4)
-    assert seen() == counts
-    assert max(counts) < 64
-    assert any("takes no sizes of groups" in layer.reason for layer in handle.report().layers)
+    assert seen() == {128}
+    torch.testing.assert_close(run_unet(COMPILED[how](unet)), expected, rtol=1e-4, atol=1e-4)
+    assert seen() == {128}
+    assert {layer.reason for layer in handle.report().layers} == {
+        "attention by replacement, which takes no sizes of groups: their values make up for it"
+    }
     remove_mame(unet)
     run_unet(unet)
-    assert max(seen()) == 64
+    assert seen() == {256}
+
+
+def test_a_processor_alone_merges_before_what_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    attn = attention()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
+    SEEN.clear()
+    attn.set_processor(MaMeAttnProcessor(keep=0.5, min_tokens=1))
+    attn(tokens())
+    assert seen() == {32}
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_a_forward_that_merges_nothing_warns_whenever_that_begins(how: str) -> None:
+    """Not only the first one; and again where merging came back in between."""
+    torch._dynamo.reset()
+    unet = one_level_unet()
+    handle = apply_mame(unet, keep=0.5, min_tokens=40)
+    called = COMPILED[how](unet)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run_unet(called)
+        unet.set_attn_processor(AttnProcessor())  # it writes the softmax out
+        with pytest.warns(UserWarning, match=r"no layer merges: each of 3 was left alone, and rep"):
+            run_unet(called)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run_unet(called)
+        with pytest.raises(NothingMergedError, match="AttnProcessor calls no attention over"):
+            handle.report()
+        unet.set_attn_processor(AttnProcessor2_0())
+        torch._dynamo.reset()  # what is compiled warns where it is compiled
+
+
+@pytest.mark.parametrize("how", ["one graph", "in place", "blocks"])
+def test_a_compiled_model_of_too_few_tokens_warns(how: str) -> None:
+    torch._dynamo.reset()
+    unet = one_level_unet()
+    apply_mame(unet, keep=0.5, min_tokens=4000)
+    called = COMPILED[how](unet)
+    with pytest.warns(UserWarning, match=r"no layer merges: each of 3 was left alone"):
+        run_unet(called)

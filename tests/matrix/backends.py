@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from diffusers.models import attention_dispatch as dispatch
-from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from torch import Tensor
 
@@ -29,6 +29,7 @@ BACKENDS = ("native", "flex", "sage", "flash", "xformers")
 # Models whose processors call scaled_dot_product_attention themselves, whatever backend is set.
 OWN_CALL = ("UNet", "Stable Diffusion 3")
 TAKES_NO_MASK = ("sage", "flash")
+NO_MASK = "`attn_mask` is not supported for {}"
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ def stand_ins() -> Iterator[list[str]]:
             assert value.is_contiguous()
             assert query.dtype == key.dtype == value.dtype
             assert not is_causal
-            if name in TAKES_NO_MASK:
-                assert attn_mask is None
-            elif attn_mask is not None:
+            if name in TAKES_NO_MASK and attn_mask is not None:
+                raise ValueError(NO_MASK.format(name))  # as diffusers' own do
+            if attn_mask is not None:
                 assert attn_mask.dim() == 4
                 attn_mask = attn_mask.expand(batch, heads, query.shape[1], key.shape[1])
             q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -159,6 +160,60 @@ def check(pair: Pair) -> None:
         assert torch.equal(run(second), by_native), "set to native again"
         remove_mame(first)
         assert torch.equal(run(first), plain)
+
+
+def of_model(run: Callable[[], list[Tensor]], handle: Any) -> str:
+    """Which kernels of the dispatcher get a model's merged keys, checked by the loop; for the
+    sweep's table.
+
+    Args:
+        run: calls the model.
+        handle: of the merging on it.
+    """
+    native, plain = run(), {layer.name for layer in handle.report().layers if layer.merged}
+    refused: list[str] = []
+    own = 0
+    with stand_ins():
+        for backend in BACKENDS[1:]:
+            handle.reset()
+            counted = backend not in TAKES_NO_MASK
+            with attention_backend(backend), merging() as calls:
+                try:
+                    merged = run()
+                except ValueError as error:
+                    _refuses_whole_keys(run, handle, str(error))
+                    refused.append(backend)
+                    continue
+            layers = [layer for layer in handle.report().layers if layer.merged]
+            assert {layer.name for layer in layers} == plain, backend
+            note = f"attention by {backend}{'' if counted else UNCOUNTED}"
+            assert {layer.reason for layer in layers} <= {"", note}, backend
+            own = sum(not layer.reason for layer in layers)
+            if counted:
+                for one, other in zip(merged, native, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+            elif backend == TAKES_NO_MASK[0]:
+                for call in calls:
+                    check_by_loop(call)
+    handle.reset()
+    if own == len(plain):
+        return "PyTorch's"
+    parts = [f"not {' and '.join(refused)}, which take no mask"] if refused else []
+    parts += [f"PyTorch's in {own}"] if own else []
+    return "; ".join(["all", *parts])
+
+
+def _refuses_whole_keys(run: Callable[[], list[Tensor]], handle: Any, message: str) -> None:
+    """The kernel refuses the model's own mask too."""
+    handle.active = False
+    try:
+        run()
+    except ValueError as error:
+        assert str(error) == message
+    else:
+        raise AssertionError(f"refused only where keys merge: {message}")
+    finally:
+        handle.active = True
 
 
 def _check_report(handle: Any, pair: Pair) -> None:
