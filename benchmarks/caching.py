@@ -268,8 +268,8 @@ def taylorseer(interval: int, before: int = 3, layers: Sequence[str] | None = No
 
 
 def sea(threshold: float = 0.25) -> Cache:
-    """SeaCache (arXiv 2602.18993): all blocks are skipped while what their input's spectrum has
-    changed by stays below `threshold`. The run tells it of each step, see `CacheMixin.cache_context`.
+    """SeaCache (arXiv 2602.18993): all blocks are skipped while the change of their input's
+    spectrum stays below `threshold`. The run tells each step's place to `cache_context`.
     """
     return Cache(
         "SeaCache", {"threshold": threshold}, lambda now: hooks.SeaCacheConfig(threshold=threshold)

@@ -36,6 +36,7 @@ class Family:
         masked: calls with an attention mask merge; else their image starts elsewhere in each
             sample.
         hidden: each block's attention, where the engine hands it to no node (`handed.py`).
+        unnamed: the engine does not say which of its blocks attends, but lets each be replaced.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Family:
     references: Literal["", "behind", "before"] = ""
     masked: bool = True
     hidden: str = ""
+    unnamed: bool = False
 
 
 COSMOS = "patch_temporal patch_spatial patch_spatial"
@@ -53,8 +55,8 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "Flux": Family("Flux", references="behind"),
     "Chroma": Family("Chroma"),
     "QwenImageTransformer2DModel": Family("Qwen-Image", references="behind"),
-    "OpenAISignatureMMDITWrapper": Family("SD3"),
-    "MMDiT": Family("AuraFlow"),
+    "OpenAISignatureMMDITWrapper": Family("SD3", unnamed=True),
+    "MMDiT": Family("AuraFlow", unnamed=True),
     "NextDiT": Family("Lumina 2 or Z-Image", references="before", masked=False),
     "HunyuanVideo": Family("HunyuanVideo"),
     "SingleStreamDiT": Family("Krea 2", "patch", references="behind"),

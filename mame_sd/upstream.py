@@ -40,6 +40,11 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """The KV cache as a keyword argument of a model's forward or generate."""
+    return {cache_argument(type(model).forward) or CACHE_NAMES[0]: cache}
+
+
 def implementation_of(config: Any) -> str | None:
     """The name of the attention function that a model of this config calls."""
     return getattr(config, _IMPLEMENTATION, None)

@@ -61,7 +61,7 @@ class MergeJob:
     note: str = field(default="", init=False)  # for the report
     kernel: str = field(default="", init=False)  # that computed the merged attention
     merged: Merged | None = field(default=None, init=False)  # of the latest call that merged
-    inside: bool = field(default=False, init=False)  # whether its keys merge, or a kernel runs over them
+    inside: bool = field(default=False, init=False)  # a merge or a kernel of it
 
     def place(self, call: Mapping[str, Any]) -> tuple[list[Grid], int] | None:
         """The grids where they stand among the keys of an attention call, and where the first one's

@@ -1,8 +1,8 @@
 """Whether a pipeline still has the denoisers that merge, asked where a call of it begins.
 
 A denoiser that takes another's place (`pipe.unet = other`) carries no hooks, so nothing of it would
-merge, and nothing would say so. Pipelines of diffusers call `progress_bar` before their steps. While
-merging is on, a `PipelineCheck` stands in for that method.
+merge, and nothing would say so. Pipelines of diffusers call `progress_bar` before their steps.
+While merging is on, a `PipelineCheck` stands in for that method.
 """
 
 from __future__ import annotations

@@ -588,7 +588,11 @@ def call(model: Any, name: str, options: dict[str, Any] | None = None, **changes
     given |= {"sigmas": values["t"], "cond_or_uncond": [0, 1], "wrappers": wrappers} | (
         options or {}
     )
-    result: Tensor = model.model.apply_model(**values, transformer_options=given)
+    model.patch_model(load_weights=False)  # object patches, as where a sampler loads it
+    try:
+        result: Tensor = model.model.apply_model(**values, transformer_options=given)
+    finally:
+        model.unpatch_model(unpatch_weights=False)
     return result
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 UNCORRECTED = (
-    "The test compares with a model switched to diffusers' processor without fused attention, whose"
-    " keys can't merge, as `report()` says."
+    "The test compares with a model switched to diffusers' processor without fused attention. There"
+    " merging went uncorrected when this was recorded."
 )
 SIZES = (
     "The test asks for one graph of all sizes (`dynamic=True`, an error at the next one). Merging"
