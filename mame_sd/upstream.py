@@ -2,7 +2,7 @@
 document, each with one check.
 
 `require` raises where a name is gone, so that nothing is silently left undone: `apply_mame` asks
-for torch's and diffusers', `merge_cache` for transformers'. `mame-sd doctor` asks for all.
+for torch's and diffusers', `compress_cache` for transformers'. `mame-sd doctor` asks for all.
 """
 
 from __future__ import annotations

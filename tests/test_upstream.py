@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from mame_sd import apply_mame, upstream
-from mame_sd.caches import merge_cache
+from mame_sd.caches import compress_cache
 from mame_sd.cli import app as cli
 from tests.builders.tiny import tiny_unet
 
@@ -41,7 +41,7 @@ def test_releases_are_those_that_the_package_asks_for() -> None:
 CALLED: dict[str, Callable[[], object]] = {
     "torch": lambda: apply_mame(tiny_unet()),
     "diffusers": lambda: apply_mame(tiny_unet()),
-    "transformers": lambda: merge_cache(nn.Identity()).__enter__(),
+    "transformers": lambda: compress_cache(nn.Identity()).__enter__(),
 }
 
 
