@@ -8,12 +8,14 @@ While merging is on, a `PipelineCheck` stands in for that method.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from mame_sd.diffusion.denoisers import denoisers_of
+from mame_sd.diffusion.hook_registry import hook_on
+from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.report import NothingMergedError
 
 _ATTRIBUTE = "progress_bar"
@@ -38,22 +40,20 @@ class PipelineCheck:
         """What is wrong where the pipeline has other denoisers than those that merge; a wrapper
         around one (torch.compile's) is none.
         """
+        return next((told for _, told in self._others()), "")
+
+    def _others(self) -> Iterator[tuple[nn.Module, str]]:
+        """Denoisers that came after `apply_mame`, and what to say of each."""
         pipe = self._pipe()
-        for name, model in {} if pipe is None else denoisers_of(pipe).items():
-            if self._merging and name not in self._merging:
-                return (
-                    f"expected merging on pipe.{name}, but that {type(model).__name__} came after"
-                    " apply_mame, and nothing of it merges: call apply_mame again"
-                )
-        for name, placed in self._merging.items():
-            now = getattr(pipe, name, None)
-            there = set(now.modules()) if isinstance(now, nn.Module) else set()
-            if placed and now is not None and all(module() not in there for module in placed):
-                return (
-                    f"expected merging on pipe.{name}, but it is another {type(now).__name__} than"
-                    " at apply_mame, and nothing of it merges: call apply_mame again"
-                )
-        return ""
+        for name, model in denoisers_of(pipe).items() if self._merging else ():
+            placed, there = self._merging.get(name), set(model.modules())
+            if placed is None:
+                came = f"that {type(model).__name__} came after apply_mame"
+            elif placed and all(module() not in there for module in placed):
+                came = f"it is another {type(model).__name__} than at apply_mame"
+            else:
+                continue
+            yield model, f"expected merging on pipe.{name}, but {came}: call apply_mame again"
 
     def put(self) -> None:
         """Puts it on the pipeline, if that has such a method of its class."""
@@ -69,10 +69,12 @@ class PipelineCheck:
             delattr(pipe, _ATTRIBUTE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NothingMergedError where the pipeline has another denoiser now."""
-        wrong = self.replaced()
-        if wrong:
-            raise NothingMergedError(f"{wrong}, or remove_mame(pipe)")
+        """Raises NothingMergedError where the pipeline has another denoiser now, of which nothing
+        merges.
+        """
+        for model, told in self._others():
+            if not any(hook_on(module, MergeHook.name) for module in model.modules()):
+                raise NothingMergedError(f"{told}, or remove_mame(pipe): nothing of it merges")
         assert self._inner is not None
         return self._inner(self._pipe(), *args, **kwargs)
 

@@ -5,8 +5,7 @@ They come from ComfyUI's own classes at tiny size, in 0.33.0 (783545f6) and 0.3.
 record means that both agree. The prompt has 7 tokens, and a video 3 frames. The latents are 16 x 24
 (8 x 12 for LTX-Video) in patches of 2 x 2. `test_engine.py` records them again.
 
-Those of MiniMax H3 and of Z-Image Omni's long contexts were not recorded: they follow from the
-engine's source (01a56b76, 617048a5).
+Those of MiniMax H3 with references follow from the engine's source (01a56b76).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tests.builders.pipelines import once
 from tests.builders.tiny import tiny_pipeline
 
 MERGING = {"keep": 0.5, "min_tokens": 40}
-TOLD = r"on pipe\.unet, but it is another UNet2DConditionModel .* or remove_mame\(pipe\)"
+TOLD = r"on pipe\.unet, but it is another UNet2DConditionModel .* or remove_mame\(pipe\): nothing"
 
 
 def other() -> Any:
@@ -63,6 +63,14 @@ def test_a_wrapped_denoiser_goes_on() -> None:
     pipe.unet = torch.compile(pipe.unet, backend="eager")
     torch.testing.assert_close(once(pipe), merged)
     torch._dynamo.reset()
+
+
+def test_a_copy_that_merges_may_take_the_place() -> None:
+    pipe = tiny_pipeline()
+    apply_mame(pipe, **MERGING)
+    merged = once(pipe)
+    pipe.unet = copy.deepcopy(pipe.unet)
+    assert torch.equal(once(pipe), merged)
 
 
 @pytest.mark.parametrize("copied", ["deepcopy", "saved whole"])
