@@ -245,7 +245,10 @@ class StepHook(CallHook):
                 return
         called = [stats for stats in self.layers if stats.last_reason != NEVER_CALLED]
         if called and torch.compiler.is_compiling():  # which happens once
-            _warn(f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {_REPORT}")
+            _warn(
+                type(module).__name__,
+                f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {_REPORT}",
+            )
         elif called and not self.told:
             self.told = True
             why = _REPORT
@@ -256,7 +259,10 @@ class StepHook(CallHook):
                     f"the largest has {largest} tokens; {why}. Lower min_tokens or generate"
                     " larger images"
                 )
-            _warn(f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {why}")
+            _warn(
+                type(module).__name__,
+                f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {why}",
+            )
 
     def forget(self) -> None:
         """Lets go of this thread's plans."""
@@ -265,9 +271,11 @@ class StepHook(CallHook):
 
 
 @torch.compiler.assume_constant_result
-def _warn(text: str) -> None:
-    """Also while a graph is compiled, which holds no warnings."""
-    warnings.warn(text, stacklevel=3)
+def _warn(model: str, text: str) -> None:
+    """Also while a graph is compiled, which holds no warnings; and of each model, where PyTorch's
+    line that calls this hook would be told of once.
+    """
+    warnings.warn_explicit(text, UserWarning, model, 1)
 
 
 def spread(module: nn.Module) -> bool:

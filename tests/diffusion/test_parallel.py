@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from diffusers import ContextParallelConfig
 
 from mame_sd import apply_mame, remove_mame
@@ -53,4 +55,19 @@ def test_a_model_that_is_spread_over_two_processes_is_refused(degree: str) -> No
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(process, (port, degree), nprocs=2)
+    command = [sys.executable, "-m", "tests.diffusion.test_parallel"]
+    both = [
+        subprocess.Popen(
+            [*command, str(rank), str(port), degree],
+            cwd=Path(__file__).parents[2],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [one.communicate()[1] for one in both]
+    assert [one.returncode for one in both] == [0, 0], "\n".join(told)
+
+
+if __name__ == "__main__":
+    process(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -101,6 +101,8 @@ def stand_ins() -> Iterator[list[str]]:
             if name in TAKES_NO_MASK and attn_mask is not None:
                 raise ValueError(NO_MASK.format(name))  # as diffusers' own do
             if attn_mask is not None:
+                if attn_mask.dim() == 2:  # [B, N], as the dispatcher has it
+                    attn_mask = attn_mask[:, None, None]
                 assert attn_mask.dim() == 4
                 attn_mask = attn_mask.expand(batch, heads, query.shape[1], key.shape[1])
             q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -196,8 +198,11 @@ def of_model(run: Callable[[], list[Tensor]], handle: Any) -> str:
             )
             own = sum("attention by" not in layer.reason for layer in layers)
             if counted:
-                with attention_backend(backend):
-                    alone = _whole(run, handle)
+                try:
+                    with attention_backend(backend):
+                        alone = _whole(run, handle)
+                except RuntimeError:  # diffusers' flex and a mask [B, N] of NucleusMoE
+                    alone = whole
                 for one, other, a, b in zip(merged, native, alone, whole, strict=True):
                     rounding = float((a - b).abs().max())  # some models are in bf16
                     torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 + 2 * rounding)
