@@ -18,9 +18,10 @@ from mame_sd.core.draws import DRAWS, constant, counting, draw_at
 from mame_sd.core.pairs import leaders
 from mame_sd.diffusion.families.unet import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import CallHook, PreHook
-from mame_sd.diffusion.hooks import Plans, Shared
+from mame_sd.diffusion.hooks import Later, Shared
 from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import NO_STEP, Call, Step, Tokens
+from mame_sd.diffusion.plans import Plans
 from mame_sd.diffusion.threads import PerThread, begin, end
 from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
 
@@ -36,8 +37,6 @@ _TIMESTEP = (
     "timestep_ratio",
     "vision_timesteps",
 )  # what models call it
-
-_REPORT = "report() says why"
 
 SPREAD = (
     "{} is spread over devices by enable_parallelism (Ulysses, ring or tensor parallel), where"
@@ -193,9 +192,6 @@ class StepHook(CallHook):
         compiling = torch.compiler.is_compiling()
         keys = setting.config.method == "keys"  # whole tokens are drawn once
         redraws = setting.config.redraw and keys
-        draw = draw_at(timestep) if timestep is not None and redraws else None
-        if inputs and draw is not None:
-            draw = draw.to(inputs[0].device)
         pairs = (
             setting.config.share_guidance_plan
             and keys
@@ -205,12 +201,20 @@ class StepHook(CallHook):
         prompt_first = type(module).__name__ in _PROMPT_FIRST
         frames = self.by_frame and bool(inputs) and inputs[0].dim() == 5
         leads = pairs and not frames
-        leader = leaders(inputs[0], prompt_first) if leads else None
-        draws = None
-        if draw is not None and not compiling:
-            draws = (draw + constant(counting, DRAWS, draw.device)) % DRAWS
+        first = inputs[0] if inputs else None
+
+        def step() -> Step:
+            draw = draws = None
+            if timestep is not None and redraws:
+                draw = draw_at(timestep)
+                draw = draw if first is None else draw.to(first.device)
+                if not compiling:
+                    draws = (draw + constant(counting, DRAWS, draw.device)) % DRAWS
+            leader = leaders(first, prompt_first) if leads and first is not None else None
+            return Step(draw, draws, leader)
+
         again = _checkpoints(module)
-        self.shared.step.value = NO_STEP if again else Step(draw, draws, leader)
+        self.shared.step.value = NO_STEP if again else step() if compiling else Later(step)
         if not compiling:
             self.shared.learning.begin(timestep)
         if compiling:  # a graph holds no plans
@@ -236,6 +240,8 @@ class StepHook(CallHook):
         if not torch.compiler.is_compiling():
             end(module, self.name)
             self.shared.plans.value = None
+            if isinstance(step := self.shared.step.value, Later):
+                step.let_go()
         if not self.shared.now.active or not self.layers:
             return
         for stats in self.layers:
@@ -244,30 +250,31 @@ class StepHook(CallHook):
                     self.told = False
                 return
         called = [stats for stats in self.layers if stats.last_reason != NEVER_CALLED]
-        if called and torch.compiler.is_compiling():  # which happens once
+        if called and not self.told:
+            if not torch.compiler.is_compiling():  # which happens once
+                self.told = True
             _warn(
                 type(module).__name__,
-                f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {_REPORT}",
-            )
-        elif called and not self.told:
-            self.told = True
-            why = _REPORT
-            if any((stats.last_reason or "").startswith(TOO_FEW) for stats in called):
-                counts = (stats.totals() for stats in called)
-                largest = max(tokens_in // max(calls, 1) for calls, tokens_in, _ in counts)
-                why = (
-                    f"the largest has {largest} tokens; {why}. Lower min_tokens or generate"
-                    " larger images"
-                )
-            _warn(
-                type(module).__name__,
-                f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {why}",
+                f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {_why(called)}",
             )
 
     def forget(self) -> None:
         """Lets go of this thread's plans."""
         self.latest.forget()
         self.shared.plans.value = None
+
+
+def _why(called: list[LayerStats]) -> str:
+    """What to say of layers that were all left alone."""
+    few = any((stats.last_reason or "").startswith(TOO_FEW) for stats in called)
+    if not few or torch.compiler.is_compiling():  # where counts are tensors
+        return "report() says why"
+    counts = (stats.totals() for stats in called)
+    largest = max(tokens_in // max(calls, 1) for calls, tokens_in, _ in counts)
+    return (
+        f"the largest has {largest} tokens; report() says why. Lower min_tokens or generate larger"
+        " images"
+    )
 
 
 @torch.compiler.assume_constant_result
