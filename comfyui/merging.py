@@ -160,7 +160,7 @@ class Merging:
             else:
                 call.text = self.patch.transformer.text(c_crossattn, kwargs)
                 call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
-                if self.patch.transformer.family.unnamed:
+                if self.patch.transformer.family.unnamed and self.patch.settings.by_layer:
                     _name_blocks(options, self.patch.transformer.layers)
             with handing_on(options):
                 output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
@@ -190,7 +190,11 @@ def _patch_unet(options: dict[str, Any], call: Call, patch: UNetPatch) -> None:
 
 
 def _name_blocks(options: dict[str, Any], layers: Layers) -> None:
-    """Each block says which one it is, around what another node puts in its place."""
+    """Each block says which one it is, around what another node puts in its place.
+
+    Only where layers have settings of their own: the engine checkpoints a block that is replaced,
+    which breaks a compiled graph.
+    """
     given = options.get("patches_replace", {})
     others = given.get("dit", {})
     blocks = {
