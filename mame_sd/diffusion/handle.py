@@ -139,6 +139,8 @@ class MaMeHandle:
             if value != setting.active:
                 check_idle(self.root, "active")
             self._shared.setting = Setting(setting.config, value, setting.asked, self._names)
+            if self._check_pipe is not None:
+                self._check_pipe.put() if value else self._check_pipe.take()
 
     @property
     def described(self) -> str:
@@ -413,7 +415,8 @@ class _Applied:
         if handle is not None:
             handle.hold(on)
         if self._check is not None:
-            self._check.put() if on else self._check.take()
+            merges = on and (handle is None or handle.active)
+            self._check.put() if merges else self._check.take()
 
     def __deepcopy__(self, memo: Any) -> None:
         return None

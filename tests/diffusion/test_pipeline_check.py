@@ -55,6 +55,19 @@ def test_nothing_is_told_once_merging_is_removed(removed: str) -> None:
     assert torch.equal(once(pipe), plain)
 
 
+def test_nothing_is_told_while_merging_is_off() -> None:
+    pipe = tiny_pipeline()
+    plain, handle = once(pipe), apply_mame(pipe, **MERGING)
+    handle.active = False
+    mine, pipe.unet = pipe.unet, other()
+    assert torch.equal(once(pipe), plain)
+    pipe.unet = mine
+    handle.active = True
+    pipe.unet = other()
+    with pytest.raises(NothingMergedError, match=TOLD):
+        once(pipe)
+
+
 def test_a_wrapped_denoiser_goes_on() -> None:
     pipe = tiny_pipeline()
     apply_mame(pipe, **MERGING)
