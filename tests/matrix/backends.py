@@ -212,9 +212,8 @@ def of_model(run: Callable[[], list[Tensor]], handle: Any) -> str:
     handle.reset()
     if own == len(plain):
         return "PyTorch's"
-    parts = [f"not {' and '.join(refused)}, which take no mask"] if refused else []
-    parts += [f"PyTorch's in {own}"] if own else []
-    return "; ".join(["all", *parts])
+    all_of = f"all but {', '.join(refused)} (no mask)" if refused else "all"
+    return f"{all_of}; PyTorch's in {own}" if own else all_of
 
 
 def _refuses_whole_keys(run: Callable[[], list[Tensor]], handle: Any, message: str) -> None:

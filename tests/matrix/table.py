@@ -94,8 +94,10 @@ are not square. `tests/test_models.py` checks for each:
 *`tau` too* says whether `tau`, which merges whole tokens, merges the same layers. Otherwise it
 leaves them alone, as `report()` tells. *kernels* says in front of which attention kernels keys
 merge, whichever diffusers' dispatcher is set to: PyTorch's own, flex, and stand-ins for sage, flash
-and xformers. *all*: each of them is given merged keys. *PyTorch's*: the model calls
-`scaled_dot_product_attention` itself, whatever is set. For each refusal a test shows the reason in
+and xformers. *all*: each of them is given merged keys. *no mask*: these refuse the model's mask,
+merged or not. *PyTorch's*: the model calls `scaled_dot_product_attention` itself, whatever is set.
+
+For each refusal a test shows the reason in
 the model's own code. These tables are written by `python -m tests.matrix --sweep`.
 
 `references=` merges the reference images of edits with Flux Kontext, Flux 2, Qwen-Image-Edit,
