@@ -16,10 +16,8 @@ from mame_sd.core.groups import Groups
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.calibration import (
     Calibration,
-    Measurement,
-    calibration_of,
     check_speed,
-    measure_image,
+    measure_images,
     plain_values,
 )
 from mame_sd.diffusion.denoisers import denoisers_of
@@ -244,14 +242,17 @@ class MaMeHandle:
                 f"calibrate: expected a pipeline and a few prompts, got {came}; see"
                 " apply_mame(pipe)"
             )
-        found = Measurement()
-        for number, prompt in enumerate(prompts):
-            generator = torch.Generator().manual_seed(seed + number)
-            run = partial(
-                self.pipe, prompt, generator=generator, **{"output_type": "latent", **call}
+        runs = [
+            partial(
+                self.pipe,
+                prompt,
+                generator=torch.Generator().manual_seed(seed + number),
+                **{"output_type": "latent", **call},
             )
-            found.add(measure_image(self, run, number, len(prompts)))
-        calibration = calibration_of(self, found, {"prompts": len(prompts), **plain_values(call)})
+            for number, prompt in enumerate(prompts)
+        ]
+        about = {"prompts": len(prompts), "seed": seed, **plain_values(call)}
+        calibration = measure_images(self, runs, about)
         self.set(calibration.config(speed))
         return calibration
 
