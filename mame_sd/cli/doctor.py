@@ -19,6 +19,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device
 from mame_sd.runs.model_files import ModelChoice, find_model
+from mame_sd.upstream import NAMES, complaint
 
 NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow")
 # What a plain installation lacks: the command or option, and the packages that it would miss.
@@ -94,7 +95,9 @@ def _versions() -> Iterator[Check]:
         yield Check("mame-sd", "note", "running from a folder, not installed")
     for name in NEEDED:
         try:
-            yield Check(name, "ok", importlib.metadata.version(name))
+            version = importlib.metadata.version(name)
+            lacks = complaint(name) if name in NAMES else ""
+            yield Check(name, "fail" if lacks else "ok", lacks or version)
         except importlib.metadata.PackageNotFoundError:
             yield Check(name, "fail", f"missing; pip install {name}")
 
