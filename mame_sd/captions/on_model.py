@@ -10,11 +10,10 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -23,44 +22,12 @@ from mame_sd.upstream import cache_in, hidden_states_are_apart
 
 _NAMES = ("forward", "generate")
 _CHANGES = threading.RLock()  # held while what stands on a model changes
-_TOWERS: WeakKeyDictionary[nn.Module, TowerLock] = WeakKeyDictionary()
+_TOWER = threading.RLock()
 
 
-class TowerLock:
-    """Many calls go through a tower at once as it is, or one alone that has hooks on its blocks."""
-
-    def __init__(self) -> None:
-        self._changed, self._many, self._one = threading.Condition(), 0, False
-
-    @contextmanager
-    def many(self) -> Iterator[None]:
-        """Held while images go through the tower as it is."""
-        if not hidden_states_are_apart():
-            with self.alone():
-                yield
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: not self._one)
-            self._many += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._many -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Held while hooks are on the tower."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._one and not self._many)
-            self._one = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._one = False
-                self._changed.notify_all()
+def tower_turn() -> AbstractContextManager[Any]:
+    """Held while images go through a tower: one call at a time where transformers can't do more."""
+    return nullcontext() if hidden_states_are_apart() else _TOWER
 
 
 class Slot:
@@ -118,7 +85,7 @@ class OnModel:
         calls = self._calls() if images and not (whole and name == "forward") else None
         if name == "forward":
             if calls is None:
-                with tower_of(self.model).many() if images else nullcontext():
+                with tower_turn() if images else nullcontext():
                     return own(**at_places(call, running))
             return calls.forward(own, call)
         if calls is None:
@@ -205,12 +172,6 @@ def _signature(kind: Any, name: str) -> inspect.Signature:
     """Of a method, without its first argument."""
     own = inspect.signature(getattr(kind, name))
     return own.replace(parameters=[*own.parameters.values()][1:], return_annotation=Any)
-
-
-def tower_of(model: nn.Module) -> TowerLock:
-    """The lock of the tower of `model`."""
-    with _CHANGES:
-        return _TOWERS.setdefault(model, TowerLock())
 
 
 def on_model(module: nn.Module) -> OnModel | None:

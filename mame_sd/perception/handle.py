@@ -382,18 +382,6 @@ class EncoderHandle:
         """How many tokens come before the patches."""
         return self._shared.num_prefix_tokens
 
-    def kept(self, blocks: int, samples: int, tokens: int, device: torch.device) -> Tensor:
-        """LongTensor [B, L']: places of the tokens that are left of `samples` after the first
-        `blocks` in the latest forward, in its order. A merged token has its destination's place.
-
-        Raises RuntimeError where no forward has run since `capture`.
-        """
-        place: Tensor | None = None
-        for _, plan in (one for one in self._captured() if self.active and one[0] < blocks):
-            kept = plan.kept.to(device).expand(samples, -1)
-            place = kept if place is None else place.gather(1, kept)
-        return torch.arange(tokens, device=device).expand(samples, -1) if place is None else place
-
     def restore(self, features: Tensor, block: int | None = None) -> Tensor:
         """All tokens [B, L, C] of the latest forward's features [B, L', C], each at its place
         (MaRe, last block first).
