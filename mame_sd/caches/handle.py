@@ -5,9 +5,9 @@
     print(handle.report())
 
 After each forward of several tokens (a prompt, or a chunk of one) the cache is cut to a share of
-its bytes. With `every` also after so many single tokens. Later tokens keep the positions of the
-full sequence. Works by hooks on the attention layers: weights, configs and generation stay as they
-are, and leaving the block takes all of it back.
+its bytes. Later tokens keep the positions of the full sequence. Works by hooks on the attention
+layers: weights, configs and generation stay as they are, and leaving the block takes all of it
+back.
 
 The block is one of its thread (a context variable tells): other threads' forwards on the same model
 are left alone, unless they enter a block of their own.
@@ -28,7 +28,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from mame_sd import upstream
 from mame_sd.caches.attention import Attention, attention_layers
-from mame_sd.caches.kept import Kept
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.caches.selection import Method, full_price_of, method_of
 from mame_sd.caches.view import CacheView
@@ -81,7 +80,7 @@ class CacheHandle:
 
 @contextmanager
 def compress_cache(
-    model: nn.Module, keep: float = 0.25, method: Any = None, *, every: int | None = None
+    model: nn.Module, keep: float = 0.25, method: Any = None
 ) -> Iterator[CacheHandle]:
     """Compresses the KV cache of a transformers model while the block runs.
 
@@ -94,11 +93,10 @@ def compress_cache(
             one key of each layer stays. Lower saves more memory and time, and moves the model's
             answers further from those of the full cache.
         method: an object with `score` (`mame_sd.caches.scores`) or a `Method`; None: the default.
-        every: compress also after so many single tokens. None: prompts and chunks alone.
 
     Raises:
         TypeError: no transformers model, or no method.
-        ValueError: `keep` or `every` out of range, or a model, attention or cache that can't be
+        ValueError: `keep` out of range, or a model, attention or cache that can't be
             compressed.
         RuntimeError: the installed transformers lacks a name that this relies on.
         NothingMergedError: the block ends, forwards of several tokens ran, and no layer was
@@ -107,8 +105,6 @@ def compress_cache(
     upstream.require()
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise ValueError(f"every: expected a number of tokens, at least 1, or None, got {every!r}")
     chosen, layers = method_of(method), attention_layers(model)
     config = getattr(model, "generation_config", None)
     cache = getattr(config, "cache_implementation", None)
@@ -129,7 +125,7 @@ def compress_cache(
     if keep == 1:
         yield handle
         return
-    work = _Work(layers, chosen, handle, every)
+    work = _Work(layers, chosen, handle)
     _RUNNING.set((*running, work))
     try:
         work.install()
@@ -176,12 +172,10 @@ class _Hook:
 class _Work:
     """The hooks of one `compress_cache`."""
 
-    def __init__(
-        self, layers: list[Attention], method: Method, handle: CacheHandle, every: int | None
-    ) -> None:
+    def __init__(self, layers: list[Attention], method: Method, handle: CacheHandle) -> None:
         self.layers = {id(layer.module): layer for layer in layers}
         self.first, self.last = layers[0].module, layers[-1].module
-        self.method, self.handle, self.every = method, handle, every
+        self.method, self.handle = method, handle
         self.forwards: WeakKeyDictionary[Cache, _Forward] = WeakKeyDictionary()
         self.hooks: list[Any] = []
         self.live = True
@@ -238,9 +232,7 @@ class _Work:
 
     @torch.no_grad()
     def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Looks at a layer after several tokens, or after `every` single ones; compresses all after
-        the last.
-        """
+        """Looks at a layer after several tokens; compresses all layers after the last."""
         cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
         first = module is self.first and hidden.shape[1] > 1
         if not self._acts():
@@ -251,21 +243,10 @@ class _Work:
             return
         layer = None if cache is None else _checked(cache, module.layer_idx)
         self.ran += first
-        if layer is None:
+        if layer is None or hidden.shape[1] == 1:
             return
-        if hidden.shape[1] == 1:
-            gathered = self._gathered(cache, layer, module.layer_idx, hidden)
-            if gathered is None:
-                return
-            hidden = gathered
-        forward = self.forwards[cache]
-        view = self._view(
-            self.layers[id(module)],
-            cache.layers[module.layer_idx],
-            hidden,
-            forward.mask,
-            kwargs.get("position_ids"),
-        )
+        forward, attention = self.forwards[cache], self.layers[id(module)]
+        view = self._view(attention, layer, hidden, forward.mask, kwargs.get("position_ids"))
         forward.looks[view.layer] = self.method.look(view, self.handle.keep)
         # The layer's input may go now, which a slice of it would hold.
         none = hidden.new_empty(hidden.shape[0], 0, hidden.shape[2])
@@ -286,22 +267,6 @@ class _Work:
             full = full_price_of(view) * view.seen * view.keys.shape[0]
             held[index] = full, layer.nbytes
         self.handle.tokens, self.handle.bytes = tokens, held
-
-    def _gathered(
-        self, cache: Cache, layer: DynamicLayer, index: int, hidden: Tensor
-    ) -> Tensor | None:
-        """The inputs [B, n, C] of the single tokens since the last compression, when there are
-        `every` of them.
-        """
-        if self.every is None:
-            return None
-        if not isinstance(layer, CompressedLayer):
-            b, h, n, _ = layer.keys.shape
-            slots = torch.arange(n, device=layer.keys.device).expand(b, h, n)
-            layer = cache.layers[index] = CompressedLayer(Kept(layer.keys, layer.values, slots), n)
-        before = layer.pending
-        layer.pending = hidden if before is None else torch.cat([before, hidden], 1)
-        return layer.pending if layer.pending.shape[1] >= self.every else None
 
     def _view(
         self,

@@ -5,6 +5,7 @@ fewer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,36 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from mame_sd.caches.kept import Kept
+_BY_SAMPLE = ("keys", "values", "slots", "bias", "real")
 
-_BY_SAMPLE = ("keys", "values", "slots", "bias", "real", "pending")
+
+@dataclass(frozen=True)
+class Kept:
+    """A shorter cache of one attention layer.
+
+    Samples, and heads of a method of one's own, may keep different numbers of keys: they are padded
+    to the largest one, and `real` says which slots hold a key.
+    """
+
+    keys: Tensor  # [B, H, K, D], rotated, H heads of keys
+    values: Tensor  # [B, H, K, D]
+    slots: Tensor  # LongTensor [B, H, K]: the token of the sequence at which each key stands
+    bias: Tensor | None = None  # [B, H, K], added to every query's logits; None: 0
+    real: Tensor | None = None  # bool [B, H, K]; None: every slot holds a key
+
+    def __post_init__(self) -> None:
+        shape = self.keys.shape[:3]
+        parts = {"values": self.values, "slots": self.slots, "bias": self.bias, "real": self.real}
+        for name, part in parts.items():
+            if part is not None and part.shape[:3] != shape:
+                raise ValueError(
+                    f"{name}: expected [B, H, K] = {list(shape)} as keys have, got"
+                    f" {list(part.shape[:3])}"
+                )
+
+    def real_keys(self) -> Tensor:
+        """Bool [B, H, K]: which slots hold a key."""
+        return torch.ones_like(self.slots, dtype=torch.bool) if self.real is None else self.real
 
 
 class CompressedLayer(DynamicLayer):
@@ -38,9 +66,6 @@ class CompressedLayer(DynamicLayer):
         self.bias, self.real = kept.bias, kept.real
         self.compressed = self.seen = seen
         self.masked = False  # whether the mask of what comes next was made from `mask`
-        self.pending: Tensor | None = (
-            None  # hidden states [B, n, C] of the tokens since, where those are counted
-        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -133,8 +158,6 @@ class CompressedLayer(DynamicLayer):
             )
         if count:
             self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
-            if self.pending is not None:
-                self.pending = self.pending[:, :-count]
             self.seen -= count
 
     def reset(self) -> None:
@@ -143,7 +166,7 @@ class CompressedLayer(DynamicLayer):
         self.keys = self.values = None  # type: ignore[assignment]
         self.is_initialized = False
         self.slots = self.slots[..., :0]
-        self.bias = self.real = self.pending = None
+        self.bias = self.real = None
         self.compressed = self.seen = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.caches.fit import with_fitted_values
-from mame_sd.caches.kept import Kept
+from mame_sd.caches.layer import Kept
 from mame_sd.caches.scores import FutureAttention, Scores
 from mame_sd.caches.view import CacheView
 
