@@ -5,7 +5,7 @@ merging.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +14,6 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
 from mame_sd.perception.blocks import MergedBlock
-from mame_sd.perception.calibration import (
-    Measured,
-    Run,
-    batches_of,
-    check_flops,
-    errors_alone,
-)
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.hooks import (
     CheckHook,
@@ -45,15 +38,11 @@ from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_bl
 from mame_sd.perception.settings import (
     EVERY,
     changed,
-    check_made_for,
     check_meaning,
     chosen_blocks,
     configs_of,
     is_paper,
     ruled,
-    schedule_of,
-    taken,
-    without_shares,
 )
 from mame_sd.perception.shared import ForwardState, no_sizes
 from mame_sd.report import device_of
@@ -79,17 +68,16 @@ class EncoderHandle:
         restore: bool | None,
         prop_attn: bool | None,
         make_block: Callable[..., MergedBlock] = MergedBlock,
-        schedule: str | None = None,
     ) -> None:
+        if config is not None and not isinstance(config, MaMeConfig):
+            raise TypeError(
+                f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or"
+                " tau=0.8"
+            )
         self.root = root
-        self._how: dict[str, Any] = {
-            "restore": restore,
-            "prop_attn": prop_attn,
-            "make_block": make_block,
-            "schedule": schedule,
-        }
-        config, fields, own = taken(config, fields)
-        self._asked = config, fields
+        rules = fields.get("layers") or (config and config.layers)
+        fields = {name: value for name, value in fields.items() if name != "layers"}
+        config = config and config.replace(layers=None)
         self.encoder, modules, known = find_encoder(root)
         self._known = known
         names = {module: name for name, module in root.named_modules()}
@@ -97,12 +85,10 @@ class EncoderHandle:
         self._blocks = modules
         self._paper = is_paper(config, fields)
         chosen = chosen_blocks(blocks, len(modules), 1 if self._paper else EVERY)
-        self._schedule = schedule_of(schedule, config, fields)
         self._has_keys = known.keys in dict(modules[0].named_modules())
-        self.configs = configs_of(config, fields, chosen, self._schedule)
-        check_made_for(own.get("made_for"), self.described)
-        if own.get("layers") is not None:
-            self.configs = ruled(self.configs, own["layers"], self._names)
+        self.configs = configs_of(config, fields, chosen)
+        if rules:
+            self.configs = ruled(self.configs, rules, self._names)
             check_meaning(self.configs.values())
             chosen = tuple(self.configs)
         takes_sizes = known.adds_mask and _has_mask(known, modules[0])
@@ -166,78 +152,6 @@ class EncoderHandle:
         return [BlockCost(block, self._known) for block in self._blocks]
 
     @property
-    def described(self) -> str:
-        """The model in words that tell it from those that settings by block do not go for, as
-        `made_for` has them.
-        """
-        count = len(self._blocks)
-        return f"{type(self.encoder).__name__} with {count} block{'s' * (count > 1)}"
-
-    def calibrate(
-        self, images: Tensor | Iterable[Tensor], *, flops: float, run: Run | None = None
-    ) -> Measured:
-        """Finds which blocks should merge and how much for a number of FLOPs, and puts that in
-        force.
-
-            handle = apply_mame(vit)
-            found = handle.calibrate(pixel_values, flops=0.5)
-            found.save("settings.json", flops=0.5)
-
-        Each block merges alone, to several shares of its patches, and what that changes of the
-        model's outputs is seen (`mame_sd.perception.calibration`).
-
-        Args:
-            images: pixel values [N, 3, H, W] as the model takes them, or batches of them; a few
-                dozen.
-            flops: at most this share of the unmerged model's multiply-adds.
-            run: gives the model's output of a batch; None: the model is called with it.
-
-        Raises:
-            RuntimeError: merging was removed or replaced.
-            ValueError: no images, or fewer FLOPs than merging can give; the settings are as before
-                then.
-        """
-        if not self.installed:
-            raise RuntimeError(
-                "expected merging to be applied, but it was removed or replaced: call apply_mame"
-                " again"
-            )
-        check_flops(flops)
-        run, batches = run or self.root, list(batches_of(images))
-        if not batches:
-            raise ValueError("calibrate: expected a few images, got none")
-        base, how = without_shares(*self._asked), {**self._how, "schedule": None}
-
-        def alone(number: int, share: float) -> EncoderHandle:
-            return EncoderHandle(self.root, base, (number,), {"keep": share}, **how)
-
-        self.remove()
-        try:
-            errors = errors_alone(len(self._blocks), batches, run, alone)
-            counting = alone(0, 1.0)
-            counting.install()
-            run(batches[0][:1])
-            counting.remove()
-            tokens = round(counting.report().blocks[0].tokens_in)
-            places, prefix = counting._shared.places, counting._shared.num_prefix_tokens
-            found = Measured(
-                names=tuple(self._names),
-                costs=tuple(self._costs),
-                errors=errors,
-                patches=tokens - prefix,
-                num_prefix_tokens=prefix,
-                around=around_blocks(self.encoder, self._blocks, places, tokens, tokens),
-                base=base,
-                described=self.described,
-                about={"calibrated_on_images": sum(map(len, batches))},
-            )
-            config = found.config(flops)
-            self.__init__(self.root, config, None, {}, **how)  # type: ignore[misc]
-        finally:
-            self.install()
-        return found
-
-    @property
     def config(self) -> MaMeConfig:
         """The settings now in force, of the first block that merges (`configs` has those of
         each).
@@ -276,8 +190,8 @@ class EncoderHandle:
 
         Raises:
             RuntimeError: merging was removed or replaced, so the change would have no effect.
-            ValueError: a field is unknown, out of its range or without meaning here, or another
-                preset, which decides on sizes too; nothing has changed then.
+            ValueError: a field is unknown, out of its range or without meaning here, or the other
+                method, which decides on sizes too; nothing has changed then.
         """
         if not self.installed:
             raise RuntimeError(
@@ -292,9 +206,9 @@ class EncoderHandle:
                 " by keep), got the other; call apply_mame again"
             )
         if config is None:
-            new = changed(self.configs, fields, self._schedule)
+            new = changed(self.configs, fields)
         else:
-            new = configs_of(config, fields, self.configs, self._schedule)
+            new = configs_of(config, fields, self.configs)
         _check_parts(new, self._shared.prop_attn, self._known, self._blocks[0])
         self.configs = new
         for number, config in self.configs.items():

@@ -30,9 +30,7 @@ MEAN = next(row for row in ROWS if row.name == "SiglipForImageClassification")
 @torch.no_grad()
 def test_few_tokens_are_left_alone() -> None:
     model = VIT.build()
-    handle = apply_encoder(
-        model, keep=0.5, blocks=DEPTH, min_tokens=18, restore=True, schedule="constant"
-    )
+    handle = apply_encoder(model, keep=[0.5] * DEPTH, blocks=DEPTH, min_tokens=18, restore=True)
     assert model.vit(**VIT.batch()).last_hidden_state.shape[1] == PATCHES + 1
     assert tokens(handle) == [19, 10, 10, 10]
     assert [block.note for block in handle.report().blocks] == [
@@ -42,7 +40,7 @@ def test_few_tokens_are_left_alone() -> None:
     ]
     register_encoder(MINE)
     model = MyViT(blocks=5)
-    handle = apply_encoder(model, keep=0.5, blocks=5, schedule="constant")
+    handle = apply_encoder(model, keep=[0.5] * 5, blocks=5)
     assert model(torch.randn(2, 1 + 4, 8)).shape[1] == 1 + 1
     assert not handle.prop_attn, "its description does not say that attention adds a mask"
     assert tokens(handle) == [3, 2, 2, 2, 2]
@@ -223,7 +221,7 @@ def test_timm_checkpoints_and_gives_features_directly(
     row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, image = row.build().double(), row.batch()["pixel_values"].double()
-    handle = apply_encoder(model, keep=0.5, blocks=(0, 2), schedule="constant")
+    handle = apply_encoder(model, keep=(0.5, 0.5), blocks=(0, 2))
     assert model.forward_features(image).shape[1] == 1 + 9
     handle = apply_encoder(model, keep=0.5, blocks=(0, 2), prop_attn=False)
     grads = []

@@ -63,7 +63,7 @@ SETTINGS: list[tuple[dict[str, Any], Any]] = [
     ({"tau": 0.2, "feature": "x"}, (0, 1, 3)),
     ({"keep": (0.6, 0.7), "prop_attn": False}, (0, 2)),
     ({"tau": 0.2, "feature": "k"}, (0, 1)),
-    ({"schedule": "constant"}, 4),
+    ({"keep": [0.7] * 4}, 4),
 ]
 
 
@@ -141,7 +141,7 @@ def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:
     model, inputs = row.build(), row.batch()
     before, names, state = row.call(model, inputs), dir(model), list(model.state_dict())
     assert is_encoder(model)
-    handle = apply_encoder(model, keep=0.5, blocks=(0, -1), schedule="constant")
+    handle = apply_encoder(model, keep=(0.5, 0.5), blocks=(0, -1))
     assert not handle.report().calls
     row.call(model, inputs)
     report = handle.report()

@@ -346,9 +346,7 @@ def test_convolutions_count_at_the_places_where_they_compute(kind: str) -> None:
         report = handle.report()
         assert counter.get_total_flops() / 2 == (report.flops if active else report.flops_before)
     handle.active = True
-    found = handle.calibrate(image, flops=(1 + report.share) / 2)
     assert not handle.report().blocks[0].note, "the last convolution's grid is the patches'"
-    assert found.flops(found.choose((1 + report.share) / 2)) < 1
 
 
 @torch.no_grad()
