@@ -59,7 +59,7 @@ class CacheHandle:
     bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def report(self) -> str:
-        """One line on what stayed, and one on layers that were passed by."""
+        """Say in one line what stayed, and in a second which layers were passed by."""
         if not self.tokens:
             lines = [f"keep={self.keep}: nothing was compressed"]
         else:
@@ -306,7 +306,8 @@ class _Work:
 
 
 def _real_tokens(mask: Tensor | None, samples: int) -> Tensor | None:
-    """Bool [B, N]: which tokens the newest one sees, from a layer's mask [B, 1, Q, N]; None: all.
+    """Read off a layer's mask [B, 1, Q, N] which tokens the newest one sees, bool [B, N]; None:
+    all.
 
     A sample of padding alone counts as one of tokens, so that what is kept of it is finite.
     """
@@ -320,7 +321,7 @@ def _real_tokens(mask: Tensor | None, samples: int) -> Tensor | None:
 
 
 def _next(positions: Tensor | None, tokens: Tensor | None, seen: int, samples: int) -> Tensor:
-    """LongTensor [B]: the position after that of the newest token that is no padding."""
+    """Return the position after that of the newest token that is no padding, LongTensor [B]."""
     if positions is None or positions.dim() != 2:
         return torch.full((samples,), seen) if tokens is None else tokens.sum(1)
     positions = positions.expand(samples, -1)
@@ -341,7 +342,7 @@ def _layer_of(cache: Cache, index: int) -> Any:
 
 
 def _checked(cache: Cache, index: int) -> DynamicLayer:
-    """A layer of a cache that can be compressed."""
+    """Return a layer of a cache, and refuse one that can't be compressed."""
     layer = _layer_of(cache, index)
     if type(layer) not in (DynamicLayer, CompressedLayer):
         raise ValueError(

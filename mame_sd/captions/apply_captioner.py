@@ -90,7 +90,7 @@ def remove_captioner(target: nn.Module) -> None:
 
 @contextmanager
 def captioner_restored(target: nn.Module) -> Iterator[None]:
-    """What is applied to `target` in the block goes with it, and merges for this thread alone."""
+    """Take off after the block what it applied to `target`, which merges for this thread alone."""
     with ExitStack() as blocks:
         for module in target.modules():
             if name_of(module) in KNOWN:

@@ -31,7 +31,7 @@ class CaptionReport:
     visual_after: float
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Return the report as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ class CaptionHandle:
         self.config = new
 
     def report(self) -> CaptionReport:
-        """Visual tokens since the last `reset`."""
+        """Return the visual tokens since the last `reset`."""
         counts = self._calls.counts
         images = max(counts.images, 1)
         return CaptionReport(counts.images, counts.unmerged / images, counts.kept / images)

@@ -47,7 +47,7 @@ REFUSED = {
 
 
 def name_of(target: Any) -> str | None:
-    """The class of `target` that is known or refused; None where there is none."""
+    """Name the class of `target` that is known or refused; None where there is none."""
     if not isinstance(target, nn.Module):
         return None
     names = (kind.__name__ for kind in type(target).__mro__)
@@ -55,14 +55,14 @@ def name_of(target: Any) -> str | None:
 
 
 def is_captioner(target: Any) -> bool:
-    """Whether `target` holds a model that reads images for a language model: one that is known, or
-    known to be refused.
+    """Tell whether `target` holds a model that reads images for a language model: one that is
+    known, or known to be refused.
     """
     return isinstance(target, nn.Module) and any(map(name_of, target.modules()))
 
 
 def reader_in(target: Any) -> nn.Module | None:
-    """The outermost model in `target` whose prompts have a token for images, known or not."""
+    """Find the outermost model in `target` whose prompts have a token for images, known or not."""
     names = ("image_token_id", "image_token_index")
     modules = target.modules() if isinstance(target, nn.Module) else ()
     for module in modules:
@@ -73,7 +73,7 @@ def reader_in(target: Any) -> nn.Module | None:
 
 
 def layer_of(model: Any) -> int:
-    """The tower's hidden state that the language model reads: how many blocks come before it.
+    """Count the blocks before the tower's hidden state that the language model reads.
 
     Raises:
         ValueError: it reads several.
@@ -125,7 +125,8 @@ def images_of(
 
 
 def axes_of(model: Any, ids: Tensor, call: dict[str, Any]) -> Tensor | None:
-    """Positions [3, B, L] by time, row and column of prompts ids [B, L]; None: they have one axis.
+    """Return positions [3, B, L] by time, row and column of prompts ids [B, L]; None where they
+    have one axis.
 
     Raises:
         ValueError: the model needs to be told which tokens are of images, and is not.
@@ -144,12 +145,12 @@ def axes_of(model: Any, ids: Tensor, call: dict[str, Any]) -> Tensor | None:
 
 
 def _alike(counts: list[int]) -> list[list[int]]:
-    """Which images have as many tokens as one another."""
+    """Group the images that have as many tokens as one another."""
     return [[n for n, own in enumerate(counts) if own == count] for count in {*counts}]
 
 
 def _with_lines(model: Any, spots: Tensor, own: Tensor, stay: Tensor) -> Image:
-    """An image of which tokens `own` [k, C] stay, with the model's tokens for new lines.
+    """Put the model's tokens for new lines among the tokens `own` [k, C] of an image that stay.
 
     Args:
         spots: of each of the image's tokens [L], LINE at new lines.
@@ -166,7 +167,7 @@ def _with_lines(model: Any, spots: Tensor, own: Tensor, stay: Tensor) -> Image:
 
 
 def _tiles(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    """The tiles of each image [n, 3, h, w], the small image first."""
+    """Split a call's pixels into the tiles of each image [n, 3, h, w], the small image first."""
     from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
     config, pixels = model.config, inputs["pixel_values"]

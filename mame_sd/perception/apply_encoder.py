@@ -83,7 +83,7 @@ def remove_encoder(target: nn.Module) -> None:
 
 
 def has_encoder_hooks(target: nn.Module) -> bool:
-    """Whether any merging is on a vision transformer in `target`, active or not."""
+    """Tell whether any merging is on a vision transformer in `target`, active or not."""
     return any(ours_on(module) for module in target.modules())
 
 
@@ -101,7 +101,7 @@ _OPENED: list[_Opened] = []  # the innermost last
 
 @contextmanager
 def encoder_restored(target: nn.Module) -> Iterator[None]:
-    """After the block `target` carries the same merging as before it, whatever the block applied or
+    """Put back after the block what merged on `target` before it, whatever the block applied or
     removed.
 
     Blocks may be left in any order: what one applied goes when it is left, or stays in force where

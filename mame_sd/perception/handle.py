@@ -215,7 +215,7 @@ class EncoderHandle:
             self._merged[number].set(config)
 
     def advice(self) -> str:
-        """What is nearer to the unmerged model than settings that merge so much; empty where
+        """Say what is nearer to the unmerged model than settings that merge so much; empty where
         nothing is known to be.
 
         By `keep` it is reckoned before an image is seen. By `tau` the report has it afterwards.
@@ -228,7 +228,7 @@ class EncoderHandle:
         return advice and f"these settings leave about {share:.0%}; {advice}"
 
     def report(self) -> EncoderReport:
-        """Tokens and FLOPs of every block since the last `reset`, means over forwards."""
+        """Return tokens and FLOPs of every block since the last `reset`, means over forwards."""
         blocks, calls = make_blocks(self._names, self._costs, self._counts)
         before, after = blocks[0].tokens_in, blocks[-1].tokens_kept
         around = [
@@ -258,11 +258,12 @@ class EncoderHandle:
             self._shared.now.plans = {}
 
     def plans(self) -> dict[int, Plan | GroupPlan]:
-        """The plans of the latest forward since `capture`, by number of block."""
+        """Return the plans of the latest forward since `capture`, by number of block."""
         return dict(self._shared.now.plans)
 
     def owners(self, block: int | None = None) -> Tensor:
-        """LongTensor [B, L]: the input token that each one mainly merged into, over all blocks.
+        """Return the input token that each one mainly merged into, over all blocks, LongTensor [B,
+        L].
 
         A token that is kept has itself.
 
@@ -297,10 +298,10 @@ class EncoderHandle:
         return self._shared.num_prefix_tokens
 
     def restore(self, features: Tensor, block: int | None = None) -> Tensor:
-        """All tokens [B, L, C] of the latest forward's features [B, L', C], each at its place
-        (MaRe, last block first).
+        """Restore all tokens [B, L, C] of the latest forward's features [B, L', C], each at its
+        place (MaRe, last block first).
 
-        Special tokens stand first in both.
+        Prefix tokens stand first in both.
 
         Args:
             features: the model's output, or a hidden state: what a block gave.
@@ -378,14 +379,14 @@ def _check_parts(
 
 
 def _has_mask(known: Encoder, block: nn.Module) -> bool:
-    """Whether the attention of `block` takes a mask, or is known to us with one."""
+    """Tell whether the attention of `block` takes a mask, or is known to us with one."""
     attention = type(block.get_submodule(known.attention[1]))
     return known.attend is not None or known.mask in inspect.signature(attention.forward).parameters
 
 
 def _convolutions(model: nn.Module, blocks: list[nn.Module]) -> tuple[list[str], str | None]:
-    """Paths of the convolutions of `model` outside of its blocks, and of that which cuts patches:
-    the last one before the blocks, else the first.
+    """Find the convolutions of `model` outside of its blocks, by path, and the one that cuts
+    patches: the last one before the blocks, else the first.
     """
     inside = {part for block in blocks for part in block.modules()}
     paths: list[str] = []

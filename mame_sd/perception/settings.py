@@ -34,8 +34,8 @@ _NO_MEANING = {
 def chosen_blocks(
     blocks: int | Iterable[int] | None, depth: int, every: int = 1
 ) -> tuple[int, ...]:
-    """The blocks of `depth` that merge, ascending, counted from 0: every `every`-th, the first
-    ones, or those that are named (negative ones count from the end).
+    """Choose the blocks of `depth` that merge, ascending, counted from 0: every `every`-th, the
+    first ones, or those that are named (negative ones count from the end).
     """
     if blocks is None:
         return tuple(range(0, depth, every))
@@ -61,15 +61,15 @@ def chosen_blocks(
 
 
 def is_paper(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
-    """Whether blocks merge as the paper has it, by `tau`."""
+    """Tell whether blocks merge as the paper has it, by `tau`."""
     if fields.get("tau") is not None or fields.get("keep") is not None:
         return fields.get("tau") is not None
     return config is not None and config.tau is not None
 
 
 def shares(keep: float, count: int) -> list[float]:
-    """The shares of their tokens that `count` blocks keep, `keep` in the mean. The share that
-    merges falls as the square root of how many blocks are still to merge.
+    """Spread `keep`, the mean share of tokens, over `count` blocks. The share that merges falls as
+    the square root of how many blocks are still to merge.
 
     >>> [round(share, 2) for share in shares(0.8, 6)]
     [0.73, 0.75, 0.78, 0.81, 0.84, 0.89]
@@ -80,7 +80,7 @@ def shares(keep: float, count: int) -> list[float]:
 
 
 def mean_share(count: int) -> float:
-    """The mean share of their tokens that `count` blocks keep by default: so that the last one
+    """Find the mean share of their tokens that `count` blocks keep by default: so that the last one
     leaves `LEFT` of the patches.
 
     It is at least `LEAST`.
@@ -95,7 +95,7 @@ def mean_share(count: int) -> float:
 def configs_of(
     config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Iterable[int]
 ) -> dict[int, MaMeConfig]:
-    """The settings of each block: those of `config` that were given, over the defaults of
+    """Make the settings of each block: those of `config` that were given, over the defaults of
     perception, with `fields` over both.
 
     Where neither `tau` nor `keep` is given, the blocks keep `mean_share`.
@@ -116,8 +116,8 @@ def configs_of(
 
 
 def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any]) -> dict[int, MaMeConfig]:
-    """The settings of each block with `fields` over them; one that is None is left as it is. `tau`
-    and `keep` may be one number for each block, and one `keep` is shared out by `shares`.
+    """Put `fields` over the settings of each block; one that is None is left as it is. `tau` and
+    `keep` may be one number for each block, and one `keep` is shared out by `shares`.
 
     Raises:
         ValueError: a field is unknown, out of its range or without meaning here, or not one for
@@ -157,8 +157,8 @@ def check_meaning(configs: Iterable[MaMeConfig]) -> None:
 def ruled(
     configs: Mapping[int, MaMeConfig], rules: Any, names: Sequence[str]
 ) -> dict[int, MaMeConfig]:
-    """The settings of the blocks that merge: `configs` (by number) under `rules`, by patterns of
-    `names`. A block that a rule gives settings merges; False leaves one unmerged.
+    """Put `rules`, by patterns of `names`, over the settings `configs` of blocks, by number. A
+    block that a rule gives settings merges; False leaves one unmerged.
 
     Raises:
         ValueError: a pattern that means no block, a setting that can't be, or no block that merges.
