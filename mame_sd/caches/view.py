@@ -116,7 +116,7 @@ class CacheView:
         return x
 
     def attention(self, queries: Tensor, slots: Tensor | None = None) -> Tensor:
-        """Compute attention in fp32 [B, h, G, Q, L]; 0 for a query of padding, which sees no key."""
+        """Compute attention in fp32 [B, h, G, Q, L]; a query of padding sees no key and gives 0."""
         found = self.logits(queries, slots).softmax(-1)
         return found if self.real is None else torch.nan_to_num(found)
 

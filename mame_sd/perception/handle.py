@@ -85,15 +85,11 @@ class EncoderHandle:
         self._blocks = modules
         self._paper = is_paper(config, fields)
         chosen = chosen_blocks(blocks, len(modules), 1 if self._paper else EVERY)
-        self._has_keys = known.keys in dict(modules[0].named_modules())
         self.configs = configs_of(config, fields, chosen)
         if rules:
             self.configs = ruled(self.configs, rules, self._names)
             check_meaning(self.configs.values())
             chosen = tuple(self.configs)
-        takes_sizes = known.adds_mask and _has_mask(known, modules[0])
-        if prop_attn is None and (self._paper or not takes_sizes):
-            prop_attn = False
         if restore is False and known.dense:
             raise ValueError(
                 f"restore: expected True for {type(self.encoder).__name__}, whose heads read every"
@@ -101,45 +97,45 @@ class EncoderHandle:
             )
         if restore is None:
             restore = takes_mean(root) and not self._paper
-        last = len(modules) - 1
-        self._shared = shared = ForwardState(
-            self.encoder,
-            known.prefix_tokens_of(self.encoder),
-            last,
-            restore,
-            known.dense,
-            prop_attn,
-        )
+        if prop_attn is None and (
+            self._paper or not (known.adds_mask and _has_mask(known, modules[0]))
+        ):
+            prop_attn = False
         _check_parts(self.configs, prop_attn, known, modules[0])
+        prefix = known.prefix_tokens_of(self.encoder)
+        last = len(modules) - 1
+        self._shared = ForwardState(self.encoder, prefix, last, restore, known.dense, prop_attn)
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
         self._merged = {
             number: make_block(
-                modules[number], known, number, shared, self.configs.get(number), self._counts
+                modules[number], known, number, self._shared, self.configs.get(number), self._counts
             )
             for number in range(chosen[0], len(modules))
         }
         self._ours: list[tuple[nn.Module, Ours]] = [
             (modules[number], one) for number, one in self._merged.items()
         ]
-        self._ours += [
-            (self.encoder, CheckHook(shared, known.mask)),
-            (self.encoder, EndHook(shared)),
-        ]
-        self._ours += [(self.encoder, MapsHook(shared, name)) for name in known.maps]
-        if self._has_keys:
-            for number in chosen:
-                self._follow(modules[number], known.keys or "", KeysHook(self._merged[number]))
-        paths, patches = _convolutions(self.encoder, modules)
-        self._clips = patches is not None and isinstance(
-            self.encoder.get_submodule(patches), nn.Conv3d
-        )
+        last_name = names[modules[-1]][len(names[self.encoder]) :].lstrip(".")
+        self._add_hooks(known.output or last_name)
+
+    def _add_hooks(self, output: str) -> None:
+        """Add what goes on other modules than blocks; `output` is the path of what heads read."""
+        shared, known, encoder = self._shared, self._known, self.encoder
+        hooks = [CheckHook(shared, known.mask), EndHook(shared)]
+        hooks += [MapsHook(shared, name) for name in known.maps]
+        self._ours += [(encoder, hook) for hook in hooks]
+        if known.keys in dict(self._blocks[0].named_modules()):
+            for number in self.configs:
+                block = self._blocks[number]
+                self._follow(block, known.keys or "", KeysHook(self._merged[number]))
+        paths, patches = _convolutions(encoder, self._blocks)
+        self._clips = patches is not None and isinstance(encoder.get_submodule(patches), nn.Conv3d)
         for path in paths:
-            self._follow(self.encoder, path, GridHook(shared, path, path == patches))
-        output = known.output or names[modules[-1]][len(names[self.encoder]) :].lstrip(".")
-        self._follow(self.encoder, output, NoteHook(shared))
-        if restore and not known.dense:
-            self._follow(self.encoder, output, RestoreHook(shared))
+            self._follow(encoder, path, GridHook(shared, path, path == patches))
+        self._follow(encoder, output, NoteHook(shared))
+        if shared.restore and not known.dense:
+            self._follow(encoder, output, RestoreHook(shared))
 
     def _follow(self, owner: nn.Module, path: str, hook: Hook) -> None:
         """Lets `hook` lie on what stands at `path` in `owner`, now and later."""
