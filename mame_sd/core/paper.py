@@ -19,7 +19,6 @@ True
 
 from __future__ import annotations
 
-import contextlib
 from functools import lru_cache
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.devices import no_autocast
 
 # Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a
 # tie, up to rounding), the unrefined weights are taken. Below it, fp32 decides by rounding alone.
@@ -243,11 +243,3 @@ def _partition(
         drawn = torch.randperm(tokens, generator=generator, device="cpu").to(device)
         return drawn[:m].sort().values, drawn[m:].sort().values
     return every[:m], every[m:]
-
-
-def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Autocast off on the device of `t`, where it is on."""
-    kind = t.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
