@@ -120,7 +120,8 @@ def test_beams_and_chunks_have_short_caches(method: Any, how: dict[str, Any]) ->
     assert cache.get_seq_length() == 51
     held = sum(k for _, k in handle.tokens.values()) / 2
     assert held <= 0.5 * 40 + 1
-    assert sum(layer.keys.shape[2] for layer in cache.layers) / 2 == held + 11
+    stored = sum(layer.keys.shape[2] for layer in cache.layers) / 2  # as long as the longest sample
+    assert held + 11 <= stored < 40
 
 
 @pytest.mark.parametrize("left", [12, 0, 5])
