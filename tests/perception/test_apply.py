@@ -186,7 +186,7 @@ def test_hidden_states_are_those_that_blocks_give() -> None:
 def test_tau_compiles_around_merging() -> None:
     torch._dynamo.reset()
     model = SHALLOW.build()
-    handle = apply_encoder(model, tau=0.4, blocks=2, prop_attn=True)
+    handle = apply_encoder(model, tau=0.4, blocks=1, prop_attn=True)
     graphs = []
 
     def backend(graph: Any, inputs: Any) -> Any:

@@ -31,8 +31,6 @@ def test_rules_are_the_same_as_blocks_and_shares(row: Row) -> None:
     assert torch.equal(row.call(model, inputs)["logits"], expected)
     assert tokens(handle) == kept
     assert [block.merged for block in handle.report().blocks] == [False, True] * (DEPTH // 2)
-    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(row.call(compiled, inputs)["logits"], expected)
     apply_encoder(model, keep=0.6, layers={names(model)[0]: False})
     assert not torch.equal(row.call(model, inputs)["logits"], expected)
 
