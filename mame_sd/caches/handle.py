@@ -15,6 +15,7 @@ are left alone, unless they enter a block of their own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -136,6 +137,10 @@ def compress_cache(
         _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not work))
 
 
+_ELSEWHERE = (
+    "they ran in threads that didn't enter compress_cache; enter it there, or start them by"
+    " contextvars.copy_context().run"
+)
 _ASSISTED = (
     "assistant_model, prompt_lookup_num_tokens: expected none inside compress_cache, whose caches"
     " can't give tokens back; generate without them"
@@ -194,7 +199,12 @@ class _Work:
             hook.remove()
 
     def check(self) -> None:
-        """Raises NothingMergedError where nothing was compressed and something should have been."""
+        """Raises NothingMergedError where nothing was compressed and something should have been, and
+        warns of forwards that no block compressed.
+        """
+        if self.elsewhere and self.used:
+            forwards = f"{counted(self.elsewhere, 'forward')} of several tokens"
+            warnings.warn(f"{forwards} had whole caches: {_ELSEWHERE}", UserWarning, stacklevel=4)
         if self.handle.tokens:
             return
         if self.ran:
@@ -205,8 +215,7 @@ class _Work:
             )
         if self.elsewhere and not self.used:
             raise NothingMergedError(
-                "expected forwards to compress the cache, but all ran in threads that didn't enter"
-                " compress_cache: enter it there, or start them by contextvars.copy_context().run"
+                f"expected forwards to compress the cache, but none did: {_ELSEWHERE}"
             )
 
     def _acts(self) -> bool:
@@ -236,7 +245,8 @@ class _Work:
         cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
         first = module is self.first and hidden.shape[1] > 1
         if not self._acts():
-            self.elsewhere += first
+            others = any(work.live and id(module) in work.layers for work in _RUNNING.get())
+            self.elsewhere += first and not others
             return
         self.used = True
         if not self.handle.compressing:
