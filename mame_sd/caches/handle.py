@@ -199,8 +199,8 @@ class _Work:
             hook.remove()
 
     def check(self) -> None:
-        """Raises NothingMergedError where nothing was compressed and something should have been, and
-        warns of forwards that no block compressed.
+        """Raise NothingMergedError where nothing was compressed and something should have been, and
+        warn of forwards that no block compressed.
         """
         if self.elsewhere and self.used:
             forwards = f"{counted(self.elsewhere, 'forward')} of several tokens"
