@@ -269,22 +269,14 @@ class EncoderHandle:
         Raises:
             RuntimeError: no forward has run since `capture`.
         """
-        plans = [plan for number, plan in self._captured() if block is None or number <= block]
-        first = self._captured()[0][1]
-        here = torch.arange(first.tokens_in, device=first.sizes.device).expand(
-            first.sizes.shape[0], -1
-        )
-        holder, place = (
-            here,
-            here,
-        )  # [B, L] present row of each token's holder; [B, L'] input position of each row
-        for plan in plans:
-            kept = plan.kept.expand(len(here), -1)
-            rows = torch.arange(plan.tokens_kept, device=kept.device).expand(len(here), -1)
-            owners = kept.gather(1, plan.groups)
-            holder = (
-                torch.zeros_like(owners).scatter(1, kept, rows).gather(1, owners.gather(1, holder))
-            )
+        captured = self._captured()
+        first = captured[0][1]
+        samples, device = first.sizes.shape[0], first.sizes.device
+        here = torch.arange(first.tokens_in, device=device).expand(samples, -1)
+        holder, place = here, here  # [B, L] each token's row; [B, L'] each row's position
+        for plan in (plan for number, plan in captured if block is None or number <= block):
+            kept = plan.kept.expand(samples, -1)
+            holder = plan.groups.gather(1, holder)
             place = place.gather(1, kept)
         return place.gather(1, holder)
 
