@@ -76,12 +76,8 @@ class Row:
     pictures: int = 1
 
 
-def _merged(**fields: Any) -> Callable[[float, int], Method]:
-    return lambda keep, depth: Merged(None, {"keep": keep, **fields})
-
-
 ROWS: dict[str, Row] = {
-    "default": Row("MaMe default", _merged()),
+    "default": Row("MaMe default", lambda keep, _: Merged(None, {"keep": keep})),
     "paper-tau": Row(
         "MaMe, the paper's form by tau",
         lambda tau, _: Merged("first", {"tau": tau}),
@@ -101,10 +97,9 @@ ROWS: dict[str, Row] = {
         lambda share, _: Smaller(share, {"keep": 1 - (1 - share) / 3}),
         least=0.1,
     ),
-    "constant-x": Row("MaMe, constant, tokens compared", _merged(schedule="constant", feature="x")),
 }
 DEFAULT_ROWS = (
-    *("default", "paper-tau", "constant-x", "tome", "tome-decreasing", "random", "pool"),
+    *("default", "paper-tau", "tome", "tome-decreasing", "random", "pool"),
     *("smaller", "smaller-merged"),
 )
 REFERENCE = "smaller"  # the row that differences are from
