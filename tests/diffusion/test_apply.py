@@ -23,7 +23,6 @@ from mame_sd.diffusion.hooks import Setting, Shared
 from mame_sd.diffusion.model_hooks import StepHook
 from tests.builders.layers import CONFIGS, attention, tokens
 from tests.builders.tiny import (
-    one_level_unet,
     run_unet,
     seeded,
     tiny_sdxl_unet,
@@ -624,19 +623,6 @@ def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
     assert shared.step.value.leader is None
     hook(unet, (video.squeeze(axis), 5, None), {})
     assert shared.step.value.leader.tolist() == [1, 1]
-
-
-def test_compiled_a_pair_merges_alike_too() -> None:
-    unet = one_level_unet()
-    plain = {apart: guided(unet, apart) for apart in (0.0, 1e-3)}
-    with torch.no_grad(), mame(unet, min_tokens=40):
-        inputs = unet_inputs(unet)
-        compiled = torch.compile(unet, backend="eager", fullgraph=True)
-        for apart in (0.0, 1e-3):  # one graph for both
-            with torch._dynamo.config.patch(error_on_recompile=apart > 0):
-                latents = inputs["sample"][:1]
-                got = compiled(**{**inputs, "sample": torch.cat([latents, latents + apart])}).sample
-            torch.testing.assert_close(got, torch.stack(plain[apart]))
 
 
 def test_images_too_small_to_merge_are_told_once() -> None:

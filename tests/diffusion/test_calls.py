@@ -255,8 +255,12 @@ def test_a_compiled_model_and_its_calls_stand_alone() -> None:
     apply_mame(model, keep=0.25, min_tokens=1)
     alone = run({**unguided, "hidden_states": guided["hidden_states"].clone()}, model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
     run(guided, compiled)
-    torch.testing.assert_close(run(unguided, compiled), alone)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        torch.testing.assert_close(run(unguided, compiled), alone)
+    # Its own, and the small one of the hook that reads the step.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize("end", ["latents", "turned off"])

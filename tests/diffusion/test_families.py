@@ -185,7 +185,7 @@ def test_flux_tokens_that_lie_in_no_grid_merge_without_one(ids: str) -> None:
 def test_a_merged_flux_is_exported_after_a_forward_of_that_size() -> None:
     model, inputs = flux(**ONE_OF_EACH)
     inputs["return_dict"] = False
-    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    apply_mame(model, keep=0.5, min_tokens=1)
     with pytest.raises(ValueError, match="run the model once"):
         torch.export.export(model, (), inputs, strict=False)
     model(**{**inputs, "encoder_hidden_states": normal(2, 3, 16), "txt_ids": torch.zeros(3, 3)})
@@ -194,10 +194,6 @@ def test_a_merged_flux_is_exported_after_a_forward_of_that_size() -> None:
     want = model(**inputs)[0]
     exported = torch.export.export(model, (), inputs, strict=False).module()
     torch.testing.assert_close(exported(**inputs)[0], want)
-    handle.active = False
-    off = torch.export.export(model, (), inputs, strict=False).module()
-    torch.testing.assert_close(off(**inputs)[0], model(**inputs)[0])
-    assert not torch.allclose(off(**inputs)[0], want)
 
 
 @torch.no_grad()

@@ -95,17 +95,6 @@ def test_scores_in_fp32(inner: Any, fields: dict[str, Any], dtype: torch.dtype) 
     assert attn(tokens().to(dtype)).dtype == dtype
 
 
-def test_a_copy_that_has_not_run_is_compiled_whole() -> None:
-    torch._dynamo.reset()
-    attn, x = attention(), tokens(length=60)
-    with_processor(attn, keep=0.5)
-    twin = copy.deepcopy(attn)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        got = torch.compile(twin, backend="eager", fullgraph=True)(x)
-        torch.testing.assert_close(got, attn(x))
-
-
 def test_keys_are_averaged_over_their_own_heads() -> None:
     attn = seeded(Attention, 0, query_dim=32, heads=4, kv_heads=2, dim_head=8)  # [B, L, 2 * 8] keys
     x = tokens(dim=32)
