@@ -11,6 +11,7 @@ stale where the place is no longer there. Libraries are loaded once, and each fa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -20,9 +21,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# FILE: TESTS, then faults of that file, OLD => NEW.
+# FILE: TESTS, below mame_sd and tests, then faults of that file, OLD => NEW.
 FAULTS = """
-core/attention.py: tests/core tests/diffusion/test_hooks_models.py
+core/attention.py: core diffusion/test_hooks_models.py
     stay = max(0, round(grid.keep * cells.tokens) - cells.kept) => stay = 0
     grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
     (count.log() if counted => (torch.zeros_like(count) if counted
@@ -31,84 +32,84 @@ core/attention.py: tests/core tests/diffusion/test_hooks_models.py
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
     at[: max(1, queries // shared)] => at[:queries]
     last = kept[0].shape[2] - (full[0].shape[2] => last = kept[0].shape[2] - 0 * (full[0].shape[2]
-core/groups.py: tests/core
+core/groups.py: core
     (-1, cells.m, 1), alpha=0.5) => (-1, cells.m, 1), alpha=1.0)
     far = far.index_fill(1, dst, -torch.inf) => far = far + 0
     row = row.masked_fill(cells.pad, -1) => row = row + 0
     slots = slots.index_select(0, leader) => slots = slots[: len(leader)]
     view(-1, 1) * cells.m => view(-1, 1)
-core/cells.py: tests/core
+core/cells.py: core
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
     own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own
     with torch.inference_mode(False), _disable_current_modes(), => with _disable_current_modes(),
-core/draws.py: tests/core
+core/draws.py: core
     times.float().amax() => times.float().amin()
-core/fit.py: tests/core
+core/fit.py: core
     (ridge * diagonal.mean(-1, keepdim=True) + least) => (ridge * diagonal + least)
     values, alpha=-1) => values, alpha=1)
-core/pairs.py: tests/core
+core/pairs.py: core
     (0 if prompt_first else half) => (half if prompt_first else 0)
     (inputs[:half] == inputs[half:]).all() => (inputs[:half] == inputs[half:]).any()
-core/paper.py: tests/core tests/diffusion/test_processor.py
+core/paper.py: core diffusion/test_processor.py
     src).transpose(1, 2)).clamp(-1, 1) => src).transpose(1, 2))
     stays = ~merges.all(0) => stays = ~merges.any(0)
     tie = mass <= REFINE_FLOOR * total => tie = mass < 0 * total
     .transpose(1, 2), dst) => .transpose(1, 2), dst / self.counts.unsqueeze(-1).to(dst))
-diffusion/hooks.py: tests/diffusion/test_calls.py tests/diffusion
+diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py
     is latents and self._version == latents._version and => is latents and
     same = len(others) == len(self._others) and => same = False and
     [layer, number], config, shape => [layer, number], shape
     step.draws[self.place : self.place + 1] => step.draws[:1]
     self._moved = not _same( => self._moved = False and not _same(
     plans = None if learns else => plans =
-diffusion/model_hooks.py: tests/diffusion
+diffusion/model_hooks.py: diffusion/test_apply.py diffusion/test_families.py
     leads = pairs and not frames => leads = pairs
     again = _checkpoints(module) => again = False
     elif shapes != self._shapes.value: => elif False:
-diffusion/interception.py: tests/test_models.py tests/test_matrix.py
+diffusion/interception.py: test_matrix.py::test_backend test_models.py
     shift = count - self.length => shift = 0
     mask is not None and mask.dim() == 2: => False:
     mask = mask == 0 => mask = mask
-diffusion/layer.py: tests/diffusion tests/test_models.py tests/test_matrix.py
+diffusion/layer.py: test_references.py diffusion/test_families.py diffusion/test_apply.py
     start += tokens.count => start += 0
     if length == self.before + self.count + self.after else None => if length else None
     stats.skipped(route, layer.count(call, known)) => stats.skipped("", 0)
-diffusion/hook_registry.py: tests/diffusion
+diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
     order.insert(0, order.pop()) => order.reverse()
     hook.forget() => hook.name
-diffusion/apply_denoiser.py: tests/diffusion tests/test_matrix.py
+diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py test_models.py
     "temporal_transformer_blocks", => "temporal",
     isinstance(getattr(module, "processor", None), MaMeAttnProcessor) => False
     check_idle(handle.root, "apply_mame") => handle.root
-diffusion/families/layouts.py: tests/diffusion tests/test_models.py tests/test_matrix.py
+diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:
     if len(firsts) > 1: => if False:
     found() is t and version == t._version => found() is t
-diffusion/families/sequence.py: tests/diffusion/test_families.py tests/test_models.py
+diffusion/families/sequence.py: diffusion/test_families.py test_models.py
     after + context) if family.text_last else => after + context) if not family.text_last else
     mask is not None and not family.mask: => False:
     kept.to(t.device) + start => kept.to(t.device)
-diffusion/families/unet.py: tests/diffusion
+diffusion/families/unet.py: diffusion/test_processor.py diffusion/test_apply.py test_models.py
     if not call.module.scale_qk: => if False:
     if attn.residual_connection: => if False:
-config.py: tests/test_config.py tests/diffusion/test_processor.py
+config.py: test_config.py diffusion/test_processor.py
     and not 0 < value <= 1: => and not 0 < value:
     if self.tau is not None and self.keep is not None: => if False:
     changes = {other: None, **changes} => changes = {**changes}
-caches/view.py: tests/caches
+caches/view.py: caches
     self.slots[:, :, None, None] > slots.view(-1, 1) => self.slots[:, :, None, None] >= 9**9
-caches/layer.py: tests/caches
+caches/layer.py: caches
     self.seen += key_states.shape[-2] => self.seen += 1
     first = (first + self.bias.unsqueeze(2).to(dtype)) => first = first
-captions/farthest.py: tests/captions
+captions/farthest.py: captions
     torch.maximum(nearest, row) => torch.minimum(nearest, row)
-captions/calls.py: tests/captions
+captions/calls.py: captions
     kept.of(call["labels"], -100) => kept.of(call["labels"], 0)
-perception/blocks.py: tests/perception
+perception/blocks.py: perception
     else sizes.log().to(normed.dtype) => else sizes.to(normed.dtype)
     plan.merge(x.to(exact) * share) / held => plan.merge(x.to(exact))
-runs/run_folder.py: tests/runs
+runs/run_folder.py: runs
     and sha256 in (None, hashlib => and sha256 not in (0, hashlib
     if foreign and self.manifest.name not in foreign: => if False:
 """
@@ -124,7 +125,7 @@ def faults() -> list[tuple[str, str, str, list[str]]]:
             found.append((f"mame_sd/{file}", old, new, tests))
         else:
             file, _, rest = line.partition(": ")
-            tests = rest.split()
+            tests = [f"tests/{test}" for test in rest.split()]
     return found
 
 
@@ -150,19 +151,26 @@ def passes(place: Path, tests: list[str], output: Path) -> bool:
         import pytest
 
         options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--rootdir={place}"]
-        os._exit(int(pytest.main([*options, *(t for t in tests if (place / t).exists())])))
+        os._exit(
+            int(
+                pytest.main(
+                    [*options, *(t for t in tests if (place / t.partition("::")[0]).exists())]
+                )
+            )
+        )
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def main() -> None:
-    """Prints what became of each fault, and how many were caught."""
+    """Prints a row of Markdown for each fault: what caught it; and how many were caught."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="faults whose file has this in its name")
     only = parser.parse_args().only
-    import diffusers  # noqa: F401, loaded once for all forks
-    import peft  # noqa: F401
-    import transformers  # noqa: F401
+    import diffusers
 
+    for name in dir(diffusers):  # loaded once for all forks
+        with contextlib.suppress(Exception):
+            getattr(diffusers, name)
     chosen = [fault for fault in faults() if only in fault[0]]
     caught = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -170,19 +178,22 @@ def main() -> None:
         copied(place)
         for file, old, new, tests in chosen:
             text = (place / file).read_text() if (place / file).exists() else ""
-            began, why = time.monotonic(), ""
-            if text.count(old) != 1:
-                said = "stale"
-            else:
+            began, said = time.monotonic(), "stale"
+            if text.count(old) == 1:
                 (place / file).write_text(text.replace(old, new))
-                missed = passes(place, tests, output)
+                said = "**missed**" if passes(place, tests, output) else first_failure(output)
                 (place / file).write_text(text)
-                said = "missed" if missed else "caught"
-                failed = [x for x in output.read_text().splitlines() if x.startswith("FAILED")]
-                why = failed[0].partition(" - ")[0] if failed and not missed else ""
-            caught += said == "caught"
-            print(f"{said} {time.monotonic() - began:4.0f} s  {file}: {old}  {why}", flush=True)
+            caught += said not in ("stale", "**missed**")
+            row = f"| {file.removeprefix('mame_sd/')} | `{old[:50]}` | {said[:45]} |"
+            print(f"{row}  <!-- {time.monotonic() - began:.0f} s -->", flush=True)
     print(f"{caught} of {len(chosen)} caught")
+
+
+def first_failure(output: Path) -> str:
+    """The test that failed first, or the last line where none ran."""
+    lines = output.read_text().splitlines() or ["no output"]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split()[1].rpartition("/")[2].partition("[")[0] if failed else lines[-1]
 
 
 if __name__ == "__main__":

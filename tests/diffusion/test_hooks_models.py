@@ -8,17 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    UNet2DConditionModel,
-)
+from diffusers import UNet2DConditionModel
 
 from mame_sd import apply_mame, remove_mame
 from tests.builders.pipelines import SIDE, animatediff
-from tests.builders.tiny import (
-    seeded,
-    tiny_unet,
-    unet_inputs,
-)
+from tests.builders.tiny import seeded, tiny_unet, unet_inputs
 from tests.builders.transformers import normal
 
 LATENT_UPSCALER: dict[str, Any] = {
