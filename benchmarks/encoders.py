@@ -202,8 +202,8 @@ class Fewer(Halved):
     """Half of the patches dropped, unseen."""
 
     def __call__(self, given: Given) -> Reduced:
-        patches = given.x.shape[1] - given.special
-        return Reduced(given.x[:, : given.special + (patches + 1) // 2])
+        patches = given.x.shape[1] - given.prefix
+        return Reduced(given.x[:, : given.prefix + (patches + 1) // 2])
 
 
 WARM_BATCH = 8  # images at most that a CPU warms up with; 64 of 512 x 512 take it minutes

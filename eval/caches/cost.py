@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from mame_sd.caches import CacheView, merge_cache
+from mame_sd.caches import CacheView, compress_cache
 from mame_sd.errors import UserError
 
 from ..memory import allocations, most
@@ -62,7 +62,7 @@ def cost_table(lengths: str, keep: float, layers: int, model: str | None = None)
 
 @torch.no_grad()
 def _table_of(name: str, sizes: list[int], keep: float) -> str:
-    """Of a model with weights: what `merge_cache` adds to a prefill, and most bytes at once."""
+    """Of a model with weights: what `compress_cache` adds to a prefill, and most bytes at once."""
     model: Any = load_language_model(name)[0]
     lines = [
         "| tokens | method | prefill, s | compressing / prefill | MiB of cache | peak / full |",
@@ -73,7 +73,7 @@ def _table_of(name: str, sizes: list[int], keep: float) -> str:
 
         def run(share: float, ids: torch.Tensor = ids) -> Any:
             cache = DynamicCache()
-            with merge_cache(model, share):
+            with compress_cache(model, share):
                 model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             return cache
 

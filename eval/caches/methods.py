@@ -16,8 +16,8 @@ from mame_sd.caches.view import wide
 
 from . import values
 
-SHARES = ("none", "heads", "all")
-DROPPED = ("drop", "d2o", "cam")
+BUDGETS = ("head", "layer", "model")
+EVICTED = ("drop", "d2o", "cam")
 SINKS, RECENT, FLOOR = 4, 32, 0.2
 OBSERVED = 256  # newest queries whose attention weighs keys of CaM
 
@@ -28,20 +28,21 @@ class Published:
 
     Attributes:
         method: scores the keys.
-        share: what shares a budget of keys by its scores. "none": each head keeps as many. "heads":
-            those of a layer share (AdaKV, arXiv 2407.11550). "all": all heads of all layers share
-            (KVzip, arXiv 2505.23416). Heads of a layer are padded to its largest.
-        dropped: what becomes of the other keys. "drop": nothing. "d2o": their values join the most
+        budget: what has a budget of keys, which its heads share by their scores. "head": each head
+            keeps as many. "layer": heads of a layer share (AdaKV, arXiv 2407.11550). "model": all
+            heads of all layers share (KVzip, arXiv 2505.23416). Heads of a layer are padded to its
+            largest.
+        evicted: what becomes of the other keys. "drop": nothing. "d2o": their values join the most
             similar key that stays (kvpress' MergingPress, D2O, arXiv 2406.13035). "cam": values are
             dealt to the next tokens that stay (CaM, ICML 2024).
     """
 
     method: Scores
-    share: str = "none"
-    dropped: str = "drop"
+    budget: str = "head"
+    evicted: str = "drop"
 
     def __post_init__(self) -> None:
-        for name, known in (("dropped", DROPPED), ("share", SHARES)):
+        for name, known in (("evicted", EVICTED), ("budget", BUDGETS)):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
@@ -50,20 +51,20 @@ class Published:
     def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
         """Every layer's shorter cache."""
         scores = [self.method.score(view).float() for view in views]
-        if self.share != "all":
+        if self.budget != "model":
             pairs = zip(views, scores, strict=True)
-            return [self._finish(v, chosen(s, cut_of(v), keep, self.share)) for v, s in pairs]
+            return [self._finish(v, chosen(s, cut_of(v), keep, self.budget)) for v, s in pairs]
         lengths = [s.shape[2] for s in scores]
         padded = torch.cat([F.pad(s, (0, max(lengths) - s.shape[2])) for s in scores], 1)
-        stays = chosen(padded, _joined(views), keep, self.share)
+        stays = chosen(padded, _joined(views), keep, self.budget)
         parts = stays.split([s.shape[1] for s in scores], 1)
         return [self._finish(v, s[..., :n]) for v, s, n in zip(views, parts, lengths, strict=True)]
 
     def _finish(self, view: CacheView, stays: Tensor) -> Kept:
         kept, place = gathered(view, stays)
-        if self.dropped == "d2o":
+        if self.evicted == "d2o":
             return values.by_similarity(view, kept, place, stays)
-        if self.dropped == "cam":
+        if self.evicted == "cam":
             mass = received(view, OBSERVED).sum(2)
             return values.to_neighbours(view, kept, place, stays, mass)
         return kept
@@ -100,7 +101,7 @@ def keys_of(view: CacheView | Cut, keep: float) -> Tensor:
     return (counts * keep).round().long().clamp(min=1)
 
 
-def chosen(scores: Tensor, cut: Cut, keep: float, share: str) -> Tensor:
+def chosen(scores: Tensor, cut: Cut, keep: float, budget: str) -> Tensor:
     """Which keys stay, bool [B, h, L]. The first `SINKS` and newest `RECENT` tokens always do, of a
     small budget at most a quarter and a half.
     """
@@ -110,7 +111,7 @@ def chosen(scores: Tensor, cut: Cut, keep: float, share: str) -> Tensor:
     last = cut.ranks >= cut.counts.view(-1, 1, 1) - (count // 2).clamp(max=RECENT)
     scores = scores.masked_fill(first | last, torch.inf).masked_fill(~cut.real, -torch.inf)
     rank = _ranks(scores)
-    if share == "none":
+    if budget == "head":
         return (rank < count) & cut.real
     always = ((first | last) & cut.real).sum(-1, keepdim=True)
     least = torch.maximum((count * FLOOR).long(), always)

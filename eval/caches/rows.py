@@ -81,7 +81,7 @@ class Once:
 
 @dataclass(frozen=True)
 class Ours:
-    """What `merge_cache` does to all layers.
+    """What `compress_cache` does to all layers.
 
     Attributes:
         selection: of `mame_sd.caches`.
@@ -114,20 +114,20 @@ def all_rows() -> list[Row]:
             Published(ExpectedAttention()),
             _ALL,
         ),
-        Row("adakv", "SnapKV, budgets by head", Published(SnapKV(), share="heads")),
+        Row("adakv", "SnapKV, budgets by head", Published(SnapKV(), budget="layer")),
         Row(DEFAULT, "the default", Ours(Selection()), _ALL),
         Row("ours-keys", "the default's keys alone", Ours(Selection(), fit=False)),
         Row("paper", "the paper's causal merging", CausalMaMe(), _ALL),
         Row(
             "kvzip",
             "attention while the prompt is repeated, budgets over the model",
-            Published(Repeated(), share="all"),
+            Published(Repeated(), budget="model"),
         ),
         Row("kvzip-fit", "KVzip's scores in the default", Ours(Selection(Repeated()))),
         Row("keydiff", "keys least like their mean", Published(KeyDiff())),
         Row("chunkkv", "SnapKV, whole chunks of 20", Published(ChunkKV())),
-        Row("d2o", "SnapKV, values merged as D2O does", Published(SnapKV(), dropped="d2o")),
-        Row("cam", "SnapKV, values dealt out as CaM does", Published(SnapKV(), dropped="cam")),
+        Row("d2o", "SnapKV, values merged as D2O does", Published(SnapKV(), evicted="d2o")),
+        Row("cam", "SnapKV, values dealt out as CaM does", Published(SnapKV(), evicted="cam")),
         Row("every-kth", "keys at even distances", Published(EveryKth())),
         Row("paper-acausal", "the paper's merging without its mask", CausalMaMe(causal="none")),
         Row(

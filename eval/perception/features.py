@@ -149,7 +149,7 @@ def patch_of(model: nn.Module) -> int:
 def view(source: Source, method: Method | Smaller, pixels: Tensor) -> View:
     """The features of one picture [1, 3, H, W] under `method`, patches at all of their places."""
     encoder, _, known = find_encoder(source.model)
-    special, patch = known.special_of(encoder), patch_of(source.model)
+    prefix, patch = known.prefix_tokens_of(encoder), patch_of(source.model)
     size = (pixels.shape[2], pixels.shape[3])
     grid = (size[0] // patch, size[1] // patch)
     small = smaller_grid(grid, method.share) if isinstance(method, Smaller) else grid
@@ -166,11 +166,11 @@ def view(source: Source, method: Method | Smaller, pixels: Tensor) -> View:
             tokens = handle.restore(tokens)
         flops = handle.report().flops
     tokens = tokens.float()
-    mapped = source.map(tokens[:, special:], small, size)
+    mapped = source.map(tokens[:, prefix:], small, size)
     if small != grid:
-        tokens = grown(tokens, special, grid, small)
-    patches = tokens[0, special:]
-    summary = tokens[0, 0] if special else patches.mean(0)
+        tokens = grown(tokens, prefix, grid, small)
+    patches = tokens[0, prefix:]
+    summary = tokens[0, 0] if prefix else patches.mean(0)
     return View(summary, patches, None if mapped is None else mapped[0, 0], flops)
 
 

@@ -92,7 +92,7 @@ def summary(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         )
     encoder, _, known = find_encoder(model)
     pooled = getattr(output, "pooler_output", None)
-    if known.special_of(encoder):
+    if known.prefix_tokens_of(encoder):
         pooled = tokens[:, 0]
     return F.normalize((tokens.mean(1) if pooled is None else pooled).float(), dim=-1)
 

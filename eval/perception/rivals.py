@@ -74,7 +74,7 @@ class RivalBlock(MergedBlock):
         sized: bool,
     ) -> tuple[Tensor, Tensor | None]:
         assert self.counts is not None
-        given = Given(x, self.shared.special, self._place, sizes, grid, **self._heard)
+        given = Given(x, self.shared.num_prefix_tokens, self._place, sizes, grid, **self._heard)
         self._heard = {}
         if self.shared.capture and grid is not None:
             given.coords = self._coords(grid, x) if self._place == 0 else self.trace.coords
@@ -112,7 +112,7 @@ class Trace:
                 "expected tokens that can be traced to patches, got a rule that tells nothing of"
                 " them"
             )
-        return Grown(given.grid, given.special, first=given.place == 0)
+        return Grown(given.grid, given.prefix, first=given.place == 0)
 
 
 @dataclass(frozen=True)
@@ -133,25 +133,25 @@ class Grown:
     """
 
     grid: tuple[int, int]
-    special: int
+    prefix: int
     first: bool
 
     def restore(self, y: Tensor) -> Tensor:
         """All tokens of the first block; of a later one what came."""
-        return grown(y, self.special, self.grid) if self.first else y
+        return grown(y, self.prefix, self.grid) if self.first else y
 
 
 def grown(
-    y: Tensor, special: int, grid: tuple[int, int], small: tuple[int, int] | None = None
+    y: Tensor, prefix: int, grid: tuple[int, int], small: tuple[int, int] | None = None
 ) -> Tensor:
-    """Tokens [B, special + h' w', C] of a smaller grid `small` at the patches of `grid`, by
+    """Tokens [B, prefix + h' w', C] of a smaller grid `small` at the patches of `grid`, by
     bilinear interpolation.
     """
-    body = y[:, special:]
+    body = y[:, prefix:]
     small = small or grid_of(body.shape[1], grid)
     image = body.transpose(1, 2).unflatten(2, small)
     body = F.interpolate(image, grid, mode="bilinear").flatten(2).transpose(1, 2)
-    return torch.cat([y[:, :special], body], 1)
+    return torch.cat([y[:, :prefix], body], 1)
 
 
 def grid_of(cells: int, grid: tuple[int, int]) -> tuple[int, int]:
@@ -182,7 +182,7 @@ def rival_on(
         NotApplicable: it lacks what the rule works by (a class token, a grid, keys).
     """
     encoder, blocks, known = find_encoder(model)
-    if rule.class_token and known.special_of(encoder) == 0:
+    if rule.class_token and known.prefix_tokens_of(encoder) == 0:
         raise NotApplicable(
             f"expected a class token to prune by, but {type(encoder).__name__} has none; choose"
             " another method"

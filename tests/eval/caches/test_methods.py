@@ -59,18 +59,18 @@ def test_shares_of_heads_and_layers_add_up() -> None:
         for i in range(3)
     ]
     scores = scores_of(next(row for row in all_rows() if row.name == "expected-attention"))
-    for share in ("none", "heads", "all"):
-        kept = Published(scores, share=share).compress_all(views, 0.25)
+    for budget in ("head", "layer", "model"):
+        kept = Published(scores, budget=budget).compress_all(views, 0.25)
         sizes = [one.real_keys().sum(-1)[0].tolist() for one in kept]
         assert sum(map(sum, sizes)) == 96
-        assert share == "all" or all(sum(layer) == 32 for layer in sizes)
-        assert share != "none" or all(layer == [16, 16] for layer in sizes)
+        assert budget == "model" or all(sum(layer) == 32 for layer in sizes)
+        assert budget != "head" or all(layer == [16, 16] for layer in sizes)
 
 
 def test_a_loop_picks_the_same_keys() -> None:
     view = view_of(32)
     scores = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(3))
-    stays = chosen(scores, cut_of(view), 0.5, "none")
+    stays = chosen(scores, cut_of(view), 0.5, "head")
     for head in range(2):
         fixed = {*range(4), *range(24, 32)}
         rest = sorted(set(range(32)) - fixed, key=lambda t: -float(scores[0, head, t]))
@@ -147,8 +147,8 @@ def test_a_masked_source_reaches_no_earlier_destination() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: Published(EveryKth(), dropped="mean"), "dropped: expected one of drop, d2o"),
-        (lambda: Published(EveryKth(), share="head"), "share: expected one of none, heads"),
+        (lambda: Published(EveryKth(), evicted="mean"), "evicted: expected one of drop, d2o"),
+        (lambda: Published(EveryKth(), budget="all"), "budget: expected one of head, layer"),
         (lambda: CausalMaMe(causal="yes"), "causal: expected one of mask, strict, none"),
     ],
 )
