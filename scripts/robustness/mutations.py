@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -27,16 +26,16 @@ core/attention.py: core diffusion/test_hooks_models.py
     stay = max(0, round(grid.keep * cells.tokens) - cells.kept) => stay = 0
     grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
     (count.log() if counted => (torch.zeros_like(count) if counted
-    bias = _added(mask, bias) => bias = _added(None, bias)
+    mask = attn_mask => mask = None
     found.kept + grid.start] => found.kept]
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
     at[: max(1, queries // shared)] => at[:queries]
-    last = kept[0].shape[2] - (full[0].shape[2] => last = kept[0].shape[2] - 0 * (full[0].shape[2]
+    (grids[0].start, last) => (0, last)
 core/groups.py: core
-    (-1, cells.m, 1), alpha=0.5) => (-1, cells.m, 1), alpha=1.0)
-    far = far.index_fill(1, dst, -torch.inf) => far = far + 0
+    of_chosen, alpha=0.5) => of_chosen, alpha=1.0)
+    alpha=2).index_fill(1, dst, -torch.inf) => alpha=2)
     row = row.masked_fill(cells.pad, -1) => row = row + 0
-    slots = slots.index_select(0, leader) => slots = slots[: len(leader)]
+    else slots.index_select(0, leader) => else slots[: len(leader)]
     view(-1, 1) * cells.m => view(-1, 1)
 core/cells.py: core
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
@@ -45,7 +44,7 @@ core/cells.py: core
 core/draws.py: core
     times.float().amax() => times.float().amin()
 core/fit.py: core
-    (ridge * diagonal.mean(-1, keepdim=True) + least) => (ridge * diagonal + least)
+    mean = diagonal.mean(-1, keepdim=True) => mean = diagonal.amax(-1, keepdim=True)
     values, alpha=-1) => values, alpha=1)
 core/pairs.py: core
     (0 if prompt_first else half) => (half if prompt_first else 0)
@@ -55,12 +54,14 @@ core/paper.py: core diffusion/test_processor.py
     stays = ~merges.all(0) => stays = ~merges.any(0)
     tie = mass <= REFINE_FLOOR * total => tie = mass < 0 * total
     .transpose(1, 2), dst) => .transpose(1, 2), dst / self.counts.unsqueeze(-1).to(dst))
-diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py
+diffusion/plans.py: diffusion/test_calls.py
     is latents and self._version == latents._version and => is latents and
     same = len(others) == len(self._others) and => same = False and
     [layer, number], config, shape => [layer, number], shape
+    self._of is not self._now and not same( => self._of is self._now and not same(
+diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py
     step.draws[self.place : self.place + 1] => step.draws[:1]
-    self._moved = not _same( => self._moved = False and not _same(
+    self._moved = not same( => self._moved = False and not same(
     plans = None if learns else => plans =
 diffusion/model_hooks.py: diffusion/test_apply.py diffusion/test_families.py
     leads = pairs and not frames => leads = pairs
@@ -178,14 +179,13 @@ def main() -> None:
         copied(place)
         for file, old, new, tests in chosen:
             text = (place / file).read_text() if (place / file).exists() else ""
-            began, said = time.monotonic(), "stale"
+            said = "stale"
             if text.count(old) == 1:
                 (place / file).write_text(text.replace(old, new))
                 said = "**missed**" if passes(place, tests, output) else first_failure(output)
                 (place / file).write_text(text)
             caught += said not in ("stale", "**missed**")
-            row = f"| {file.removeprefix('mame_sd/')} | `{old[:50]}` | {said[:45]} |"
-            print(f"{row}  <!-- {time.monotonic() - began:.0f} s -->", flush=True)
+            print(f"| {file.removeprefix('mame_sd/')} | `{old[:44]}` | {said[:44]} |", flush=True)
     print(f"{caught} of {len(chosen)} caught")
 
 
