@@ -67,7 +67,7 @@ diffusion/model_hooks.py: diffusion/test_apply.py diffusion/test_families.py
     leads = pairs and not frames => leads = pairs
     again = _checkpoints(module) => again = False
     elif shapes != self._shapes.value: => elif False:
-diffusion/interception.py: test_matrix.py::test_backend test_models.py
+diffusion/interception.py: diffusion/test_interception.py test_models.py
     shift = count - self.length => shift = 0
     mask is not None and mask.dim() == 2: => False:
     mask = mask == 0 => mask = mask
@@ -76,7 +76,7 @@ diffusion/layer.py: test_references.py diffusion/test_families.py diffusion/test
     if length == self.before + self.count + self.after else None => if length else None
     stats.skipped(route, layer.count(call, known)) => stats.skipped("", 0)
 diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
-    order.insert(0, order.pop()) => order.reverse()
+    order.insert(0, order.pop()) => order.append(order.pop())
     hook.forget() => hook.name
 diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py test_models.py
     "temporal_transformer_blocks", => "temporal",
