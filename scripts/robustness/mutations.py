@@ -81,7 +81,7 @@ diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls
 diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py test_models.py
     "temporal_transformer_blocks", => "temporal",
     isinstance(getattr(module, "processor", None), MaMeAttnProcessor) => False
-    check_idle(handle.root, "apply_mame") => handle.root
+    check_idle(root, "remove_mame") => root
 diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:
