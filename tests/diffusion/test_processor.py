@@ -59,14 +59,24 @@ def test_the_paper_s_line_is_the_paper() -> None:
     torch.testing.assert_close(attn(x), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("inner", [AttnProcessor(), SlicedAttnProcessor(1), AttnProcessor2_0()])
-def test_keep_is_attention_over_merged_keys_whatever_computes_it(inner: Any) -> None:
-    attn, x = attention(), tokens()
+@pytest.mark.parametrize(
+    ("inner", "scaled"),
+    [
+        (AttnProcessor(), True),
+        (AttnProcessor(), False),
+        (SlicedAttnProcessor(1), True),
+        (AttnProcessor2_0(), True),
+    ],
+)
+def test_keep_is_attention_over_merged_keys_whatever_computes_it(inner: Any, scaled: bool) -> None:
+    attn, x = attention(scale_qk=scaled), tokens()
     processor = with_processor(attn, keep=0.25, inner=inner)
     q, k, v = (
         to(x).unflatten(-1, (2, 8)).transpose(1, 2) for to in (attn.to_q, attn.to_k, attn.to_v)
     )
-    expected = attn.to_out[0](mame_sd.attention(q, k, v, (8, 8)).transpose(1, 2).flatten(2))
+    scale = None if scaled else 1.0
+    merged = mame_sd.attention(q, k, v, (8, 8), scale=scale)
+    expected = attn.to_out[0](merged.transpose(1, 2).flatten(2))
     torch.testing.assert_close(attn(x), expected)
     assert processor.report().layers[0].tokens_kept == 16
 
