@@ -95,7 +95,7 @@ diffusion/families/unet.py: diffusion/test_processor.py diffusion/test_apply.py 
     if not call.module.scale_qk: => if False:
     if attn.residual_connection: => if False:
 config.py: test_config.py diffusion/test_processor.py
-    and not 0 < value <= 1: => and not 0 < value:
+    if not 0 < number <= 1: => if not 0 < number:
     if self.tau is not None and self.keep is not None: => if False:
     changes = {other: None, **changes} => changes = {**changes}
 caches/view.py: caches
@@ -111,7 +111,7 @@ perception/blocks.py: perception
     else sizes.log().to(normed.dtype) => else sizes.to(normed.dtype)
     plan.merge(x.to(exact) * share) / held => plan.merge(x.to(exact))
 runs/run_folder.py: runs
-    and sha256 in (None, hashlib => and sha256 not in (0, hashlib
+    and record.get("sha256", digest) == digest => and digest
     if foreign and self.manifest.name not in foreign: => if False:
 """
 
