@@ -28,7 +28,7 @@ from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.diffusion.interception import MergeJob
-from mame_sd.diffusion.layer import Layer, LayerCall, Route, Step, Tokens
+from mame_sd.diffusion.layer import AttentionAdapter, LayerCall, Route, Step, Tokens
 
 
 class Run:
@@ -80,10 +80,10 @@ class Run:
 MakePlan = Callable[[Tensor, tuple[int, int], Run], Any]
 
 
-class RivalLayer(Layer):
+class RivalLayer(AttentionAdapter):
     """A layer that merges by a rival's plan and is `inner` in all else."""
 
-    def __init__(self, inner: Layer, make: MakePlan, run: Run) -> None:
+    def __init__(self, inner: AttentionAdapter, make: MakePlan, run: Run) -> None:
         super().__init__()
         self.inner, self.make, self.run = inner, make, run
 

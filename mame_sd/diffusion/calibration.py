@@ -225,8 +225,8 @@ class Single(MergeHook):
 
     def merged(self, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
         """The output of `call`, merged by `form` as in the step of the model's call around it."""
-        step = self.told()._replace(plans=None)
-        return merged_call(self.layer, call, self.tokens(), form, stats, lambda: step)
+        step = self.step()._replace(plans=None)
+        return merged_call(self.layer, call, self.layout(), form, stats, lambda: step)
 
 
 class Probe(Single):

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.core.draws import DRAWS, draw_at
 from mame_sd.diffusion.apply_denoiser import has_hooks
-from mame_sd.diffusion.hooks import Setting, Shared
+from mame_sd.diffusion.hooks import ResolvedConfig, Shared
 from mame_sd.diffusion.model_hooks import StepHook
 from tests.builders.layers import CONFIGS
 from tests.builders.tiny import (
@@ -542,7 +542,7 @@ def test_two_prompts_and_their_guidance() -> None:
 def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
     """A batch of two videos of one frame, as a chunk of two frames: each frame by itself."""
     unet = tiny_unet()
-    hook = StepHook(unet, shared := Shared(Setting(MaMeConfig(), True)))
+    hook = StepHook(unet, shared := Shared(ResolvedConfig(MaMeConfig(), True)))
     video = torch.zeros(2, 4, 8, 8).unsqueeze(axis)
     hook(unet, (video, 5, None), {})
     assert shared.step.value.step().leader is None
