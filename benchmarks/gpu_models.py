@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import unets
-from benchmarks.tomesd import tomesd_on
 from mame_sd import mame
+from mame_sd.eval.benchmark.tomesd import tomesd_on
 
 On = Callable[[Any], AbstractContextManager[Any]]
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32

@@ -100,7 +100,7 @@ class MaMeModelPatch:
                     {"default": ""}
                     | {
                         "tooltip": (
-                            "A file of settings by layer, such as mame-sd tune writes: a path in"
+                            "A file of settings by layer, as mame-sd calibrate writes it: a path in"
                             " ComfyUI's input folder, or an absolute one. It holds instead of mode,"
                             " keep, tau and min_tokens. Empty: those hold."
                         )

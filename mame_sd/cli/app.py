@@ -6,7 +6,6 @@ errors come at once.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ app = typer.Typer(
     no_args_is_help=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-TUNED = FieldOptions(
+CALIBRATED = FieldOptions(
     GenerateSettings, "Sampling", without=("batch_size", "images_per_prompt", "height", "width")
 )
 IMAGE_ENDINGS = (
@@ -234,41 +233,27 @@ def show_merge_command(
     print(out)
 
 
-@app.command("tune")
+@app.command("calibrate")
 @takes(
     prompts=PROMPTS,
     model=MODEL,
-    sampling=TUNED,
+    sampling=CALIBRATED,
     merging=MergingOptions(without=("tau", "keep", "fit_queries", *PAPERS)),
 )
-def tune_command(
+def calibrate_command(
     *,
-    max_lpips: Annotated[
-        float | None,
-        typer.Option(help="Choose the fastest setting whose mean LPIPS is at most this."),
-    ] = None,
     speed: Annotated[
-        float | None,
-        typer.Option(
-            help="Choose the setting of least LPIPS that is at least this many times faster."
-        ),
-    ] = None,
+        float, typer.Option(help="How many times as fast the denoiser is to be.", metavar="NUMBER")
+    ],
     pixels: Annotated[
         str | None,
         typer.Option(
             "--size", help="Image size in pixels. Without it, the model's own.", metavar="S|HxW"
         ),
     ] = None,
-    weights_dir: Annotated[
-        Path | None, typer.Option(help="Folder of LPIPS weights.", metavar="DIR")
-    ] = None,
     out: Annotated[
-        Path,
-        typer.Option(
-            help="Folder for config.json and the measurements; run again to continue.",
-            metavar="DIR",
-        ),
-    ] = Path("out/tune"),
+        Path, typer.Option(help="The file of settings, for --config.", metavar="FILE")
+    ] = Path("out/calibrated.json"),
     prompts: PromptOptions,
     model: ModelChoice,
     sampling: GenerateSettings,
@@ -276,67 +261,41 @@ def tune_command(
 ) -> None:
     """Find which layers of your model should merge, and write them for --config.
 
-    A few prompts calibrate: they tell what each form changes and costs in each layer.
-
-    The other prompts check what was found.
+    Images of a few prompts tell what each form changes and costs in each layer.
     """
-    from mame_sd.cli.console import note, progress
+    from mame_sd.cli.console import progress
     from mame_sd.cli.generate import load_to_merge
     from mame_sd.diffusion.apply_denoiser import denoiser_of
+    from mame_sd.diffusion.calibration import check_speed
     from mame_sd.diffusion.families.transformers import uniform
-    from mame_sd.eval.tuning.calibrate import calibrate, check_forms, settings_to_check
-    from mame_sd.eval.tuning.choice import check_wish, choose, concrete, measured, remarks
-    from mame_sd.eval.tuning.measure import lpips_distance, tune
-    from mame_sd.eval.tuning.table import table, text_plot
-    from mame_sd.runs.files import check_place, write_atomically
+    from mame_sd.runs.calibrate import calibrate, check_forms
+    from mame_sd.runs.files import check_place, writing
 
-    check_place(out, out)
-    check_wish(max_lpips, speed)
+    check_place(out.parent, out)
+    try:
+        check_speed(speed)
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
     check_forms(merging)
     if pixels is not None:
         height, width = pair("--size", pixels if "x" in pixels else f"{pixels}x{pixels}")
         sampling = replace(sampling, height=height, width=width)
     prompts = prompts.or_demo()
     if not prompts.texts and prompts.num is None:
-        prompts = replace(prompts, num=8)
+        prompts = replace(prompts, num=4)
     chosen = prompts.read()
-    few = min(4, max(1, len(chosen) // 4))
-    distance = lpips_distance(weights_dir, model.offline)
     loaded, merging = load_to_merge(model, merging)
     merging = uniform(denoiser_of(loaded.pipe), merging)
     with progress("prompts") as on_progress:
-        found = calibrate(loaded, chosen[:few], sampling, merging, out, on_progress)
-    checked = chosen[few:]
-    if not checked:
-        note("one prompt calibrates and checks, which flatters the choice; give more")
-        checked = chosen
-    with progress("images") as on_progress:
-        trials = tune(
-            loaded,
-            checked,
-            sampling,
-            settings_to_check(found, merging, speed),
-            distance,
-            out,
-            on_progress,
-        )
+        found = calibrate(loaded, chosen, sampling, merging, on_progress)
     try:
-        best = choose(trials, max_lpips, speed)
-    except UserError:
-        print(table(trials, None))
-        raise
-    print(table(trials, best), text_plot(trials), sep="\n\n", end="\n\n")
-    for remark in remarks(trials, best):
-        note(remark)
-    assert best.config is not None
-    wish = {"max_lpips": max_lpips} if speed is None else {"speed": speed}
-    about = {"found_by": "mame-sd tune", "wish": wish, **found.about}
-    about |= {"checked_on_prompts": len(checked), "measured": measured(trials, best)}
-    file = out / "config.json"
-    write_atomically(
-        file, (json.dumps({**concrete(best.config), "about": about}, indent=1) + "\n").encode()
-    )
-    print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
+        print(found.table(speed))
+    except ValueError as error:
+        raise UserError(f"--{error}") from None
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        found.save(out, speed, found_by="mame-sd calibrate")
+    print(f"{out}: mame-sd generate --config {out}, or apply_mame(pipe, {str(out)!r})")
 
 
 @app.command("sheet")

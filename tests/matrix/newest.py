@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from benchmarks.caching import taylorseer
 from mame_sd import apply_mame
+from tests.builders.caches import taylorseer
 from tests.builders.transformers import run
 from tests.matrix.caches import (
     DISTILLED,
