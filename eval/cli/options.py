@@ -16,6 +16,7 @@ from mame_sd.runs.options import option
 from ..metric_list import FID_BACKENDS
 
 METHODS = ("baseline", "mame", "tomesd")
+CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "trained", "video")  # of `perception.rows`
 DEFAULT_RATIO = 0.5
 CLIP_HELP = "CLIP to score with: a folder, clip-vit-b-32, clip-vit-l-14 or embedded-clip."
 SUITE_SAMPLING = GivenOptions(

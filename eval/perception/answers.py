@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from .data import ImageSet
 from .heads import Head
 from .methods import Method
 
-FORMAT = "mame-sd answers 2"
+FORMAT = "mame-sd answers 3"
 SAVE_EVERY = 5.0  # seconds
 
 
@@ -39,12 +39,14 @@ class Batch:
         flops: multiply-adds for one of them.
         tokens: before the first block, then after each one.
         files: a digest of the names and sizes of its files.
+        near: of a model that gives features alone, `Head.nearness`.
     """
 
     answers: list[int]
     flops: float
     tokens: list[float]
     files: str
+    near: Mapping[str, list[float]] = field(default_factory=dict)
 
 
 Batches = dict[int, Batch]
@@ -83,14 +85,15 @@ def answers_of(
     count, total = sum(len(batches[number]) for number in done), len(images.files)
     on_progress(count, total)
     saved = time.monotonic()
-    with _kept(file, about, process.rank, own), method.counted(head.encoder.model) as handle:
+    with _kept(file, about, process.rank, own):
         for number in mine:
             inputs = inputs_of(head, images, batches[number])
-            handle.reset()
-            answers = head.logits(inputs).argmax(-1).tolist()
-            report = handle.report()
+            with method.counted(head.encoder.model) as handle:
+                answers = head.logits(inputs).argmax(-1).tolist()
+                report = handle.report()
             tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
-            own[number] = Batch(answers, report.flops, tokens, files[number])
+            near = head.nearness(method, inputs)
+            own[number] = Batch(answers, report.flops, tokens, files[number], near)
             count += len(answers)
             on_progress(count, total)
             if time.monotonic() - saved > SAVE_EVERY:

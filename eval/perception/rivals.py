@@ -48,6 +48,7 @@ class RivalBlock(MergedBlock):
         super().__init__(*args)
         self.rule, self.trace = rule, trace
         self._place = sorted(args[-1]).index(self.number) if self.number in args[-1] else -1
+        self._places = len(args[-1])
         self._heard: dict[str, Tensor] = {}
 
     def _attend(self, normed: Tensor, sizes: Tensor | None, call: dict[str, Any]) -> Tensor:
@@ -75,6 +76,7 @@ class RivalBlock(MergedBlock):
     ) -> tuple[Tensor, Tensor | None]:
         assert self.counts is not None
         given = Given(x, self.shared.special, self._place, sizes, grid, **self._heard)
+        given.places = self._places
         self._heard = {}
         if self.shared.capture and grid is not None:
             given.coords = self._coords(grid, x) if self._place == 0 else self.trace.coords

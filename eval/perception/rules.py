@@ -29,7 +29,7 @@ class Given:
     Attributes:
         x: x' [B, L, C], special tokens first.
         special: how many of them.
-        place: how many blocks have reduced the tokens before.
+        place: how many blocks have reduced the tokens before, of `places` in all.
         sizes: [B, L] how many tokens each one stands for, fp32; None: 1 each.
         grid: (h, w) of the patches before the first block; None where unknown.
         coords: [B, patches, 2] where the patches lie in it, for rules that only drop some.
@@ -44,6 +44,7 @@ class Given:
     keys: Tensor | None = None
     queries: Tensor | None = None
     coords: Tensor | None = None
+    places: int = 1
 
 
 @dataclass
@@ -123,10 +124,10 @@ class ToMe(Rule):
         """All."""
         return tuple(range(depth))
 
-    def fewer(self, place: int) -> int:
+    def fewer(self, place: int, places: int) -> int:
         """How many tokens it merges in the block of that place, where there are enough.
 
-        >>> [ToMe(2.5).fewer(place) for place in range(4)], ToMe(8).fewer(5)
+        >>> [ToMe(2.5).fewer(place, 4) for place in range(4)], ToMe(8).fewer(5, 12)
         ([3, 2, 3, 2], 8)
         """
         return math.floor(self.r * (place + 1) + 0.5) - math.floor(self.r * place + 0.5)
@@ -135,7 +136,7 @@ class ToMe(Rule):
         assert given.keys is not None
         x, metric = given.x, given.keys.mean(1)
         sizes = x.new_ones(x.shape[:2], dtype=torch.float32) if given.sizes is None else given.sizes
-        r = min(self.fewer(given.place), (x.shape[1] - given.special) // 2)
+        r = min(self.fewer(given.place, given.places), (x.shape[1] - given.special) // 2)
         if r < 1:
             return Reduced(x, sizes)
         merge = bipartite_soft_matching(metric, r, given.special)
@@ -155,19 +156,17 @@ def matched_sets(tokens: int, special: int) -> tuple[range, range]:
 
 @dataclass(frozen=True)
 class DecreasingToMe(ToMe):
-    """ToMe with its decreasing schedule (section 4): from 2 `r` fewer in the first of `depth`
-    blocks down to 0 in the last.
+    """ToMe with its decreasing schedule (section 4): from 2 `r` fewer in the first block down to 0
+    in the last.
     """
 
-    depth: int = 12
-
-    def fewer(self, place: int) -> int:
+    def fewer(self, place: int, places: int) -> int:
         """See `ToMe`.
 
-        >>> [DecreasingToMe(8, depth=5).fewer(place) for place in range(5)]
+        >>> [DecreasingToMe(8).fewer(place, 5) for place in range(5)]
         [16, 12, 8, 4, 0]
         """
-        return round(2 * self.r * (1 - place / (self.depth - 1)))
+        return round(2 * self.r * (1 - place / (places - 1)))
 
 
 class Matching:

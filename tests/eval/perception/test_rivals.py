@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mame_sd.eval.benchmark.tomesd import NotApplicable
-from mame_sd.eval.perception.methods import RIVALS
+from mame_sd.eval.perception.methods import RIVALS, Rival
 from mame_sd.eval.perception.rivals import counted, on_smaller_images, rival_on
 from mame_sd.eval.perception.rules import (
     EViT,
@@ -338,13 +338,35 @@ def test_what_a_rule_works_by_must_be_there() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["random", "evit", "pool"])
-def test_a_rival_reduces_in_its_own_blocks_or_in_all(name: str) -> None:
-    model, inputs = DEIT.build(), DEIT.batch(2)
-    for suffix, expected in (("", quarters(DEPTH)), ("-all", tuple(range(DEPTH)))):
-        with RIVALS[name + suffix](0.7).counted(model) as handle:
-            DEIT.call(model, inputs)
+def test_a_rival_reduces_in_its_own_blocks_or_in_all() -> None:
+    model, inputs = VIT.build(), VIT.batch(1)
+    reduced = {}
+    for name in ("random", "random-all"):
+        with RIVALS[name].make(0.7).counted(model) as handle, torch.no_grad():
+            model(**inputs)
             blocks = handle.report().blocks
-        assert [n for n, block in enumerate(blocks) if block.tokens_kept < block.tokens_in] == [
-            *expected
-        ]
+        reduced[name] = [n for n, block in enumerate(blocks) if block.tokens_kept < block.tokens_in]
+    assert reduced["random"] == [*quarters(DEPTH)]
+    assert reduced["random-all"] == [*range(DEPTH)]
+
+
+@pytest.mark.parametrize("rule", [ToMe(4), RandomDrop(0.8)], ids=lambda rule: type(rule).__name__)
+def test_a_rival_s_tokens_come_back_where_they_were(rule: Any) -> None:
+    row = next(row for row in ROWS if row.name == "Dinov2Model, SwiGLU")
+    pixels = row.batch(1)["pixel_values"]
+    with Rival(rule).counted(row.build()) as handle, torch.no_grad():
+        handle.capture()
+        tokens = handle.encoder(pixels).last_hidden_state
+        whole = handle.restore(tokens)
+    assert whole.shape[1] == PATCHES + 1 > tokens.shape[1]
+    rows = {tuple(row.tolist()) for row in tokens[0]}
+    assert {tuple(row.tolist()) for row in whole[0]} == rows
+    assert torch.equal(whole[:, 0], tokens[:, 0])
+
+
+def test_a_matching_s_rows_are_the_groups_it_sums_up() -> None:
+    metric = torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(0))
+    merge = bipartite_soft_matching(metric, 4, 1)
+    members = merge(torch.eye(12).expand(2, -1, -1))  # [2, 8, 12]: which tokens are in each
+    assert torch.equal(members.argmax(1), merge.rows())
+    assert members.sum(1).eq(1).all()
