@@ -337,18 +337,14 @@ def cache_cost_command(
     *,
     lengths: Annotated[
         str, typer.Option(help="Tokens of the prompt, with commas between.", metavar="NUMBERS")
-    ] = "4096,16384,32768",
+    ] = "1024,2048",
     keep: Annotated[float, typer.Option(help="Share of the cache that stays.")] = 0.25,
-    layers: Annotated[int, typer.Option(help="Layers that are timed, of random weights.")] = 1,
-    model: Annotated[
-        str | None,
-        typer.Option(help="smollm2, a folder or hub id: time and memory of its prefill instead."),
-    ] = None,
+    model: Annotated[str, typer.Option(help="smollm2, a folder or hub id.")] = "smollm2",
 ) -> None:
-    """Measure short caches at the shapes of a model of 1B parameters: time, bytes, FLOPs."""
+    """Measure what a short cache adds to a prefill on the CPU: time, bytes, most bytes at once."""
     from ..caches.cost import cost_table
 
-    print(cost_table(lengths, keep, layers, model))
+    print(cost_table(lengths, keep, model))
 
 
 @app.command("report")

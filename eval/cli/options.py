@@ -11,6 +11,7 @@ from mame_sd.cli.groups import MergingOptions
 from mame_sd.cli.options import GivenOptions, keyword
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
+from mame_sd.runs.model_files import DTYPES
 from mame_sd.runs.options import option
 
 from ..metric_list import FID_BACKENDS
@@ -94,7 +95,7 @@ class CacheOptions:
     )
     texts: str | None = option(
         None,
-        "Folder of HTML, manual pages, Python or plain text. Without it, Python's own.",
+        "Folder of HTML, Python or plain text. Without it, Python's own.",
         metavar="DIR",
     )
     half: str = option("report", "Which half of the files: report, or development to tune on.")
@@ -102,12 +103,15 @@ class CacheOptions:
     prompts: int = option(40, "Prompts of each task.")
     length: int = option(1024, "Tokens of a prompt.")
     rest: int = option(128, "Tokens that follow it, on which methods are compared.")
-    shares: str | None = option(
-        None, "Shares of the cache, with commas between. Without it, each row's own."
-    )
+    shares: str = option("0.25,0.125", "Shares of the cache, with commas between.")
     tasks: str = option(
         "", "Retrieval tasks, with commas between: needles, pairs.", metavar="NAMES"
     )
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
+    dtype: str = option(
+        "float32", "Number format of the model.", metavar="|".join(("auto", *DTYPES))
+    )
+    revision: str | None = option(None, "Revision of a hub id.")
     weights_dir: str | None = option(None, "Folder with weights, looked into first.", metavar="DIR")
     offline: bool = option(False, "Never ask a network.")
 
