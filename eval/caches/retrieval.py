@@ -22,9 +22,10 @@ from .measure import Meter, every_key, kept_by, left
 
 TASKS = ("needles", "pairs")
 _WORDS = (
-    "apple bread chair cloud crown dance eagle field flame ghost grape heart horse house juice"
-    " knife lemon light money mouse music night ocean paint paper piano plant queen river robot"
-    " salad sheep smoke snake spoon stone storm sugar table tiger tower train water whale wheel world"
+    "apple bread chair cloud crown dance eagle field flame ghost grape heart horse house"
+    " juice knife lemon light money mouse music night ocean paint paper piano plant queen"
+    " river robot salad sheep smoke snake spoon stone storm sugar table tiger tower train"
+    " water whale wheel world"
 )
 _NAMES = _WORDS.split()
 _FILLER = (
