@@ -38,7 +38,6 @@ def bench(
     rounds: int,
     record: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    must_merge: bool = False,
 ) -> dict[str, list[Timing]]:
     """Time one batch with every row, `rounds` times over; by row, in order of rounds.
 
@@ -49,8 +48,7 @@ def bench(
             continues after the last round in them. Were they taken of anything else (prompts, rows
             and their settings, model, machine), it starts over.
 
-    Raises UserError when `record` is another file and, if `must_merge`, when a row changes
-    nothing in the first batch.
+    Raises UserError when `record` is another file.
     """
     about = {
         "environment": environment(model),
@@ -64,10 +62,8 @@ def bench(
     peaks: dict[str, Timing] = {}
 
     def warm_up(name: str) -> None:
-        with installed(model, by_name[name], batches[0]) as method:
+        with installed(model, by_name[name], batches[0]):
             sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
-            if must_merge and method is not None:
-                method.levels()
         if (
             model.pipe.device.type == "cpu"
         ):  # CUDA counts while it is timed, the CPU in a call of its own
@@ -86,16 +82,6 @@ def bench(
         done[number] = timings
         write_record(record, about, done)
     return {name: [done[number][name] for number in range(rounds)] for name in by_name}
-
-
-def check_applies(
-    model: LoadedModel, settings: GenerateSettings, batch: Sequence[Job], row: Row
-) -> None:
-    """One step of the row's method. Raises NotApplicable where it can do nothing with the model."""
-    with installed(model, row, batch) as method:
-        if method is not None:
-            sample(model, replace(settings, steps=1), batch)
-            method.levels()
 
 
 def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:

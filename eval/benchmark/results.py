@@ -23,18 +23,7 @@ BUSY = "bench-busy.jsonl"  # timings of a busy machine, which the next start tak
 DEEPEST = (
     100  # levels of lists and objects; Python's stack ends before many more are walked through
 )
-OWN = {
-    "runs",
-    "answers",
-    "scores",
-    "features",
-    TIMINGS,
-    BUSY,
-    "report.html",
-    "report.md",
-    "table.csv",
-    "table.tex",
-}
+OWN = {"runs", "answers", TIMINGS, BUSY, "report.html", "report.md", "table.csv"}
 
 
 def check_out(out: Path) -> None:
@@ -121,8 +110,7 @@ def resumed(
     """`results` with the rows that an earlier start of the same benchmark has left in `out`: what
     was made, no figures.
 
-    Figures come back from bench.jsonl, scores/ and features/, which know what they are of: another
-    reference or other weights can't be mixed with these.
+    Timings come back from bench.jsonl, which knows what they are of; scores are computed again.
 
     Raises UserError when `out` was begun with another model, other settings or prompts: its results
     stay as they are.

@@ -104,8 +104,9 @@ def sharing(rows: list[Row]) -> list[Row]:
         method = row.method
         scores = scores_of(row)
         if scores is not None:
-            key = Repeated if isinstance(scores, Repeated) else scores
-            shared = once.setdefault(key, Once(scores))
+            again = isinstance(scores, Repeated)  # a new one: its scores are of one prompt
+            key = Repeated if again else scores
+            shared = once.setdefault(key, Once(Repeated() if again else scores))
             if isinstance(method, Ours):
                 method = replace(method, selection=Selection(shared))
             else:

@@ -49,7 +49,6 @@ QUIET = {
     "KINETO_LOG_LEVEL": "99",
 }
 FORMATS = ("table", "json", "csv")
-ONE_PROMPT = FieldOptions(GenerateSettings, "Sampling", without=("images_per_prompt",))
 PROMPT_FILE = FieldOptions(PromptOptions, without=("texts",))
 FormatOption = Annotated[
     str, typer.Option("--format", help="Of what goes to stdout.", metavar="|".join(FORMATS))
@@ -127,28 +126,19 @@ def score_command(
     chosen = chosen_metrics(metrics)
     _check_format(form)
     from mame_sd.runs.devices import pick_device
-    from mame_sd.runs.processes import joined, this_process
 
     from ..scoring.tools import CLIPS, Tools
-    from ..weights.load import default_folder
     from .score import format_scores, score_runs
 
-    process = this_process()
     tools = Tools(
         weights_dir=None if scoring.weights_dir is None else Path(scoring.weights_dir),
         offline=scoring.offline,
-        device=pick_device(scoring.device, process.local_rank),
+        device=pick_device(scoring.device),
         clip=scoring.clip or CLIPS[0],
-        fid_backend=scoring.fid_backend,
-        cache=default_folder() / "features" if scoring.cache is None else Path(scoring.cache),
-        process=process,
     )
-    with joined(process), progress("images", process.is_main) as tools.on_progress:
-        found = score_runs(
-            run_a, run_b, reference, chosen, tools, note if process.is_main else lambda text: None
-        )
-    if process.is_main:
-        print(format_scores(found, form))
+    with progress("images") as tools.on_progress:
+        found = score_runs(run_a, run_b, reference, chosen, tools, note)
+    print(format_scores(found, form))
 
 
 @app.command("benchmark")
@@ -200,33 +190,6 @@ def benchmark_command(
     )
     if written:
         print(place / "report.html")
-
-
-@app.command("bench")
-@takes(prompts=PROMPTS, model=MODEL, sampling=ONE_PROMPT)
-def bench_command(
-    *,
-    out: Annotated[
-        Path, typer.Option(help="Folder for bench.jsonl, every timing.", metavar="DIR")
-    ] = Path("out/bench"),
-    rows: RowsOption = None,
-    rounds: Annotated[int, typer.Option(help="Rounds; each times every row once.")] = 5,
-    form: FormatOption = "table",
-    prompts: PromptOptions,
-    model: ModelChoice,
-    sampling: GenerateSettings,
-) -> None:
-    """Measure latency and memory alone, rows interleaved, another prompt each round.
-
-    Run again to continue. Without --prompts it takes those of the demo.
-    """
-    _check_format(form)
-    from ..benchmark.bench_table import format_bench
-    from .benchmark import run_bench
-
-    print(
-        format_bench(run_bench(out, prompts.or_demo().read(), rows, rounds, model, sampling), form)
-    )
 
 
 @app.command("classify")

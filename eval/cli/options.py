@@ -14,8 +14,6 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import DTYPES
 from mame_sd.runs.options import option
 
-from ..metric_list import FID_BACKENDS
-
 METHODS = ("baseline", "mame", "tomesd")
 CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "trained", "video")  # of `perception.rows`
 DEFAULT_RATIO = 0.5
@@ -75,15 +73,7 @@ class ScoringOptions:
     )
     offline: bool = option(False, "Never ask a network.")
     clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
-    fid_backend: str = option(
-        FID_BACKENDS[0],
-        f"Whose code computes FID and KID: {' or '.join(FID_BACKENDS)} (extra clean-fid).",
-        metavar="|".join(FID_BACKENDS),
-    )
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
-    cache: str | None = option(
-        None, "Folder that keeps features of images. Default: beside the weights.", metavar="DIR"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from mame_sd.perception.settings import EVERY, LEFT, SCHEDULES
 from mame_sd.runs.methods import NotApplicable
 
 from .rivals import counted, embedding_of, on_fewer_frames, on_smaller_images, rival_on
-from .rules import DecreasingToMe, EViT, Pool, RandomDrop, Rule, ToMe, quarters
+from .rules import DecreasingToMe, EViT, RandomDrop, Rule, ToMe, quarters
 
 HALVINGS = 16  # of the knob's range
 BLOCKS: dict[
@@ -177,7 +177,6 @@ RIVALS: dict[str, Knob] = {
     ),
     "evit": Knob("EViT keep {}", "EViT", lambda keep: Rival(EViT(keep))),
     "random": Knob("random keep {}", "random dropping", lambda keep: Rival(RandomDrop(keep))),
-    "pool": Knob("pooled keep {}", "pooling", lambda keep: Rival(Pool(keep))),
     "random-all": Knob(
         "random in all blocks, keep {}",
         "random dropping in all blocks",

@@ -21,7 +21,7 @@ from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.encoders import LoadedEncoder
 from mame_sd.runs.model_files import ModelChoice
 
-from ..networks.pretrained import DEVIATION, MEAN, SALIENCY, load_dinov2_saliency
+from ..networks.pretrained import DEVIATION, MEAN, SALIENCY, load_dinov2
 from ..weights.registry import REGISTRY
 from .answers import inputs_of
 from .data import ImageSet
@@ -31,15 +31,15 @@ from .rivals import embedding_of, grown
 
 
 def load_saliency(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
-    """The DINOv2-S of `load_dinov2_saliency`, whose weights are fetched, without its head.
+    """The DINOv2-S of `load_dinov2`, whose weights are fetched.
 
-    Raises as `load_encoder`, and as `load_dinov2_saliency`.
+    Raises as `load_encoder`, and as `load_dinov2`.
     """
     from transformers import BitImageProcessor
 
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
-    model = load_dinov2_saliency(offline=choice.offline).backbone.requires_grad_(False)
+    model = load_dinov2(offline=choice.offline).requires_grad_(False)
     processor = BitImageProcessor(
         size={"shortest_edge": 224},
         crop_size={"height": 224, "width": 224},

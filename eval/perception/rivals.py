@@ -75,7 +75,7 @@ class RivalBlock(MergedBlock):
         sized: bool,
     ) -> tuple[Tensor, Tensor | None]:
         assert self.counts is not None
-        given = Given(x, self.shared.special, self._place, sizes, grid, **self._heard)
+        given = Given(x, self.shared.special, self._place, sizes, **self._heard)
         given.places = self._places
         self._heard = {}
         if self.shared.capture and grid is not None:
@@ -83,7 +83,7 @@ class RivalBlock(MergedBlock):
         reduced = self.rule(given)
         self.trace.coords = given.coords
         if self.shared.capture and reduced.x.shape[1] < x.shape[1]:
-            self.shared.keep(self.number, cast(Any, self.trace.plan(reduced, given)))
+            self.shared.keep(self.number, cast(Any, self.trace.plan(reduced)))
         if self.shared.now.counting:
             self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
         return reduced.x, reduced.sizes
@@ -105,16 +105,14 @@ class Trace:
     def __init__(self) -> None:
         self.coords: Tensor | None = None
 
-    def plan(self, reduced: Reduced, given: Given) -> Traced | Grown:
+    def plan(self, reduced: Reduced) -> Traced:
         """What puts back what one block took away."""
-        if reduced.rows is not None:
-            return Traced(reduced.rows)
-        if given.grid is None:
+        if reduced.rows is None:
             raise NotApplicable(
                 "expected tokens that can be traced to patches, got a rule that tells nothing of"
                 " them"
             )
-        return Grown(given.grid, given.special, first=given.place == 0)
+        return Traced(reduced.rows)
 
 
 @dataclass(frozen=True)
@@ -128,42 +126,14 @@ class Traced:
         return y.gather(1, self.rows.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
 
-@dataclass(frozen=True)
-class Grown:
-    """Puts pooled patches back: the first block's interpolates to the whole grid, the others' leave
-    it to that one.
-    """
-
-    grid: tuple[int, int]
-    special: int
-    first: bool
-
-    def restore(self, y: Tensor) -> Tensor:
-        """All tokens of the first block; of a later one what came."""
-        return grown(y, self.special, self.grid) if self.first else y
-
-
-def grown(
-    y: Tensor, special: int, grid: tuple[int, int], small: tuple[int, int] | None = None
-) -> Tensor:
-    """Tokens [B, special + h' w', C] of a smaller grid `small` at the patches of `grid`, by
-    bilinear interpolation.
+def grown(y: Tensor, special: int, grid: tuple[int, int]) -> Tensor:
+    """Tokens [B, special + h' w', C] of a square grid at the patches of `grid`, by bilinear
+    interpolation.
     """
     body = y[:, special:]
-    small = small or grid_of(body.shape[1], grid)
-    image = body.transpose(1, 2).unflatten(2, small)
+    image = body.transpose(1, 2).unflatten(2, (math.isqrt(body.shape[1]), -1))
     body = F.interpolate(image, grid, mode="bilinear").flatten(2).transpose(1, 2)
     return torch.cat([y[:, :special], body], 1)
-
-
-def grid_of(cells: int, grid: tuple[int, int]) -> tuple[int, int]:
-    """The grid of so many cells whose proportions are nearest to those of `grid`.
-
-    >>> grid_of(110, (16, 16)), grid_of(66, (8, 16))
-    ((10, 11), (6, 11))
-    """
-    made = [(rows, cells // rows) for rows in range(1, cells + 1) if cells % rows == 0]
-    return min(made, key=lambda one: abs(math.log(one[0] / one[1] * grid[1] / grid[0])))
 
 
 @contextmanager
@@ -188,13 +158,6 @@ def rival_on(
         raise NotApplicable(
             f"expected a class token to prune by, but {type(encoder).__name__} has none; choose"
             " another method"
-        )
-    if rule.grid and not (
-        known.grid and any(isinstance(part, nn.Conv2d) for part in encoder.modules())
-    ):
-        raise NotApplicable(
-            f"expected patches of a grid, but those of {type(encoder).__name__} come as a list or"
-            " from several frames; choose another method"
         )
     for what in rule.hears:
         if projection_of(known, what) not in dict(blocks[0].named_modules()):

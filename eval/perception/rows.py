@@ -8,7 +8,7 @@
 | mame-0.8 | the paper's method, tau .8, in the first two thirds of the blocks (its first 8 of 12) |
 | mame-quarters-0.5 | the same, tau .5, in blocks 3, 6 and 9 of 12 |
 | tome-8 | ToMe, 8 tokens fewer in each block; tome-decreasing-8: 16 in the first, 0 in the last |
-| evit-0.7, random-0.7, pool-0.7 | pruning, random dropping, pooling in blocks 3, 6 and 9 of 12 |
+| evit-0.7, random-0.7 | pruning, random dropping in blocks 3, 6 and 9 of 12 |
 | random-all-0.9 | random dropping in every block |
 | smaller-160 | the unmerged model on images of 160 x 160 pixels |
 | frames-4 | the unmerged model on so many frames of each clip |
@@ -94,7 +94,7 @@ def row_named(name: str) -> Row:
         return Row(name=name, label=label, family=_family(kind), rival=kind, method=method)
     raise UserError(
         "--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8,"
-        " mame-quarters-0.5, tome-8, evit-0.7, random-0.7, pool-0.7, random-all-0.9,"
+        " mame-quarters-0.5, tome-8, evit-0.7, random-0.7, random-all-0.9,"
         f" smaller-160, frames-4 or tome@mame-0.8, got {name!r}; correct it"
     )
 

@@ -4,7 +4,7 @@
   leaves r tokens fewer in every block, weighs means by size and makes attention proportional;
 * `EViT` (Liang et al., arXiv 2202.07800), without its training: the tokens that the class token
   attends to least become one;
-* `RandomDrop`: a random share stays; `Pool`: means of cells of the grid.
+* `RandomDrop`: a random share stays.
 
 Special tokens stand first, take no part and stay first.
 """
@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Grid = tuple[int, int]
-
 
 @dataclass
 class Given:
@@ -31,7 +29,6 @@ class Given:
         special: how many of them.
         place: how many blocks have reduced the tokens before, of `places` in all.
         sizes: [B, L] how many tokens each one stands for, fp32; None: 1 each.
-        grid: (h, w) of the patches before the first block; None where unknown.
         coords: [B, patches, 2] where the patches lie in it, for rules that only drop some.
         keys, queries: the attention's [B, heads, L, d]; None where the rule does not ask for them.
     """
@@ -40,7 +37,6 @@ class Given:
     special: int
     place: int
     sizes: Tensor | None = None
-    grid: Grid | None = None
     keys: Tensor | None = None
     queries: Tensor | None = None
     coords: Tensor | None = None
@@ -71,13 +67,11 @@ class Rule:
         prop_attn: the log of a token's size is added to its attention logits.
         hears: what of the attention it is given, "keys" and "queries".
         class_token: it works by a class token.
-        grid: it works on the grid of patches.
     """
 
     prop_attn: bool = False
     hears: ClassVar[tuple[str, ...]] = ()
     class_token: ClassVar[bool] = False
-    grid: ClassVar[bool] = False
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         """The blocks of `depth` in which it reduces the tokens, counted from 0: a quarter, half and
@@ -316,46 +310,3 @@ class RandomDrop(Rule):
             first = torch.arange(special, device=x.device).expand(len(x), -1)
             rows, given.coords = torch.cat([first, nearest], 1), kept
         return Reduced(torch.cat([x[:, :special], body], 1), rows=rows)
-
-
-@dataclass(frozen=True)
-class Pool(Rule):
-    """The grid of patches becomes a smaller one of the share `keep`, by means over its cells. This
-    is in three blocks unless others are named. Cells overlap where the share is no square's: in
-    many blocks that blurs.
-    """
-
-    keep: float
-    grid: ClassVar[bool] = True
-
-    def __call__(self, given: Given) -> Reduced:
-        assert given.grid is not None
-        x, special = given.x, given.special
-        before, after = (
-            smaller_grid(given.grid, self.keep**times) for times in (given.place, given.place + 1)
-        )
-        image = x[:, special:].transpose(1, 2).unflatten(2, before)
-        body = F.adaptive_avg_pool2d(image, after).flatten(2).transpose(1, 2)
-        return Reduced(torch.cat([x[:, :special], body], 1))
-
-
-def smaller_grid(grid: Grid, share: float) -> Grid:
-    """The grid of about the same proportions whose cells are nearest to the share `share` of those
-    of `grid`, at least one.
-
-    >>> smaller_grid((14, 14), 0.5), smaller_grid((14, 14), 0.25)
-    ((10, 10), (7, 7))
-    >>> smaller_grid((8, 16), 0.5), smaller_grid((6, 6), 1.0)
-    ((6, 11), (6, 6))
-    """
-    sides = [{max(1, math.floor(n * share**0.5)), min(n, math.ceil(n * share**0.5))} for n in grid]
-    made = [(rows, columns) for rows in sides[0] for columns in sides[1]]
-    cells = share * grid[0] * grid[1]
-    return min(
-        made,
-        key=lambda one: (
-            abs(one[0] * one[1] - cells),
-            abs(one[0] / grid[0] - one[1] / grid[1]),
-            one,
-        ),
-    )

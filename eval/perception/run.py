@@ -28,7 +28,7 @@ from mame_sd.runs.processes import Process
 from ..benchmark.results import TIMINGS, resumed, write_results
 from ..benchmark.timings import summary
 from ..metric_list import Metric
-from ..results.schema import NOT_YET, Gate, Kept, Results, Value
+from ..results.schema import NOT_YET, Gate, Results, Value
 from ..results.schema import Row as Line
 from ..stats import mean_interval, share_difference, wilson
 from .answers import Batches, answers_of, inputs_of, weighted
@@ -230,9 +230,6 @@ class Classification:
                 every = [one for _, batch in sorted(batches.items()) for one in batch.near[column]]
                 keys = {str(place): str(place) for place in range(len(every))}
                 values[column] = Value(**mean_interval(dict(zip(keys, every, strict=True)), keys))
-            self.results.row(name).kept = [
-                Kept(block, 0, max(tokens[0], kept), kept) for block, kept in enumerate(tokens[1:])
-            ]
         values["top1"] = self._top1(name, found)
         self._save()
 

@@ -18,16 +18,12 @@ from mame_sd.eval.benchmark.bench import alike_batches, bench, peak_call, timed_
 from mame_sd.eval.benchmark.results import check_out
 from mame_sd.eval.benchmark.rows import Row
 from mame_sd.eval.benchmark.timings import FORMAT, Timing, read_record, summary
-from mame_sd.eval.benchmark.tomesd import NotApplicable
-from mame_sd.eval.cli import app as cli
 from mame_sd.eval.results.schema import Value
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
-from mame_sd.runs.loading import LoadedModel, load_model
+from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
-from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import prompts_from_texts
-from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, rivals, tiny_rows
-from tests.builders.tiny import save_tiny_pipeline
+from tests.builders.benchmarks import PROMPTS, SETTINGS, tiny_rows
 
 
 def test_timings_continue_and_start_over_when_anything_else_is_timed(
@@ -135,55 +131,6 @@ def test_batches_that_are_timed_are_of_one_size_and_length() -> None:
     ]
     batches = alike_batches(jobs_of(prompts, SETTINGS), 2)
     assert [[job.prompt.id for job in batch] for batch in batches] == [["0", "1"], ["4", "5"]]
-
-
-@rivals
-def test_bench_refuses_rows_that_do_nothing(tmp_path: Path) -> None:
-    folder = save_tiny_pipeline(tmp_path / "like-sdxl", **LIKE_SDXL)
-    like_sdxl = load_model(ModelChoice(model=str(folder), device="cpu"))
-    batches = alike_batches(jobs_of(PROMPTS, SETTINGS), 1)
-    with pytest.raises(NotApplicable, match="only at the largest level"):
-        bench(
-            like_sdxl,
-            SETTINGS,
-            batches,
-            tiny_rows()[:2],
-            1,
-            tmp_path / "bench.jsonl",
-            must_merge=True,
-        )
-
-
-def test_bench_times_alone(
-    model_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    options = [
-        "bench",
-        "--model",
-        str(model_folder),
-        "--device",
-        "cpu",
-        "--steps",
-        "1",
-        "--rounds",
-        "1",
-    ]
-    options += ["--rows", "baseline", "--height", "64", "--width", "64", "--format", "json"]
-    assert cli.run([*options, "--batch-size", "13"]) == 2
-    assert (
-        "--batch-size: expected at most 12, as many prompts as there are" in capsys.readouterr().err
-    )
-    assert cli.run([*options, "--prompt", "key", "--prompt", "ant"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"]["baseline"]["latency"]["n"] == 1
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cli.run(options) == 2
-    assert capsys.readouterr().err.startswith(
-        "error: bench: expected one process, got 2, which would slow each other down"
-    )
 
 
 @pytest.mark.parametrize("other", ["prompt", "config", "rows"])

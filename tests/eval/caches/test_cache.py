@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mame_sd.errors import UserError
-from mame_sd.eval.caches.measure import Meter, every_key
+from mame_sd.eval.caches.measure import Meter, every_key, measure_passage
 from mame_sd.eval.caches.retrieval import TASKS, Prompt, measure_prompt, prompts
 from mame_sd.eval.caches.rows import Ours, all_rows, scores_of, sharing
 from mame_sd.eval.caches.table import format_table, summary
-from mame_sd.eval.caches.texts import half_of, passages, read_text
+from mame_sd.eval.caches.texts import Passage, half_of, passages, read_text
 from mame_sd.eval.cli import app as cli
+from mame_sd.eval.tables import Row
 from tests.caches.tiny import SHAPE, prompt, tiny
 
 WORDS = [f"w{i}" for i in range(40)]
@@ -160,6 +162,19 @@ def test_every_row_keeps_its_share_and_scores_once() -> None:
             assert total == 56 if isinstance(row.method, Ours) else 62 <= total <= 64, row.name
         one, other = (row for row in rows if row.name.startswith("kvzip"))
         assert one.method.method is other.method.selection.method
+
+
+def test_kvzip_repeats_each_passage() -> None:
+    rows = [all_rows()["kvzip"]]
+
+    def measured(rows: list[Row], seed: int) -> list[dict[str, Any]]:
+        passage = Passage("a", prompt(64, seed=seed)[0].tolist(), [3, 4, 5])
+        found = measure_passage(meter, passage, sharing(rows), (0.25,), lambda row, share: False)
+        return list(found)
+
+    with Meter(tiny("llama"), [3, 4]) as meter:
+        measured(rows, 0)
+        assert measured(rows, 1) == measured([all_rows()["kvzip"]], 1)
 
 
 def test_a_table_says_who_is_best() -> None:

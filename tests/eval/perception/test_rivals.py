@@ -19,7 +19,6 @@ from mame_sd.eval.perception.rivals import counted, on_smaller_images, rival_on
 from mame_sd.eval.perception.rules import (
     EViT,
     Given,
-    Pool,
     RandomDrop,
     Rule,
     ToMe,
@@ -40,7 +39,6 @@ RULES = [
     EViT(0.7),
     EViT(0.6, fuse=False),
     RandomDrop(0.5),
-    Pool(0.5),
 ]
 rules = pytest.mark.parametrize("rule", RULES, ids=str)
 
@@ -206,12 +204,6 @@ def test_queries_and_keys_are_those_of_the_attention() -> None:
         torch.testing.assert_close(got, want[block])
 
 
-def test_pooling_takes_means_of_cells() -> None:
-    x = torch.arange(1 + 16.0).view(1, 17, 1)
-    got = Pool(0.25)(Given(x, 1, 0, grid=(4, 4))).x
-    assert got.flatten().tolist() == [0, 3.5, 5.5, 11.5, 13.5]
-
-
 def test_random_dropping_keeps_other_patches_for_each_sample_and_the_same_ones_again() -> None:
     x = torch.arange(1 + 40.0).view(1, 41, 1).expand(3, -1, -1)
     one, two, later = (RandomDrop(0.5)(Given(x, 1, place)).x for place in (0, 0, 1))
@@ -227,9 +219,7 @@ def test_random_dropping_keeps_other_patches_for_each_sample_and_the_same_ones_a
 def applicable(row: Row, rule: Rule) -> bool:
     if isinstance(rule, EViT) and row.special == 0:
         return False
-    return not (
-        isinstance(rule, Pool) and row.name.startswith(("Siglip2", "ViTMAE", "Video", "Vivit"))
-    )
+    return True
 
 
 @every
@@ -321,7 +311,7 @@ def test_a_side_that_is_no_multiple_of_the_patch_is_refused() -> None:
 def test_without_fewer_tokens_outputs_are_the_models_own() -> None:
     model, inputs = DEIT.build(), DEIT.batch()
     want = model(**inputs).logits
-    for rule in (ToMe(0), EViT(1.0), RandomDrop(1.0), Pool(1.0)):
+    for rule in (ToMe(0), EViT(1.0), RandomDrop(1.0)):
         with rival_on(model, rule):
             torch.testing.assert_close(model(**inputs).logits, want)
 

@@ -38,7 +38,6 @@ OURS = {"left": LEFT, "schedule": "decreasing", "every": EVERY}
         ),
         ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7, "fuse": True}}),
         ("random-0.7", "rival", {"rival": {"name": "RandomDrop", "keep": 0.7, "seed": 0}}),
-        ("pool-0.7", "rival", {"rival": {"name": "Pool", "keep": 0.7}}),
         (
             "random-all-0.9",
             "rival",
@@ -161,7 +160,6 @@ def test_what_a_rival_lacks_is_said() -> None:
     model, inputs = SIGLIP.build(), SIGLIP.batch(1)
     for name, reason in (
         ("evit", "class token"),
-        ("pool", "as a list"),
         ("smaller", "images of one size"),
         ("frames", "tubelets can be left out"),
     ):
