@@ -55,7 +55,7 @@ class Published:
 
 def _stay_together(
     views: Sequence[CacheView], scores: Sequence[Tensor], keep: float
-) -> Sequence[Tensor]:
+) -> list[Tensor]:
     """Which keys of each layer stay, bool [B, h, L], where all heads of all layers share a budget;
     each keeps at least `FLOOR` of its part.
     """

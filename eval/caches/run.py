@@ -113,8 +113,9 @@ def run_cache(
     asked = [
         p for task in settings.tasks for p in prompts(task, tokenizer, settings.prompts, length)
     ]
+    every: list[Any] = [*texts, *asked]
     with Meter(model, tokens(REPEAT)) as meter:
-        for number, case in enumerate([*texts, *asked], 1):
+        for number, case in enumerate(every, 1):
             about = {"model": settings.model, "half": settings.half, "case": case.name}
             about |= {"kind": getattr(case, "task", "text"), "length": length}
 
@@ -125,8 +126,8 @@ def run_cache(
             measure = measure_passage if about["kind"] == "text" else measure_prompt
             for result in measure(meter, case, sharing(rows), shares, done):
                 store.add({**about, **result})
-            on_progress(number, len(texts) + len(asked))
-    cases = {p.name for p in (*texts, *asked)}
+            on_progress(number, len(every))
+    cases = {case.name for case in every}
     names = {row.name for row in rows} | {"full"}
     return [
         r

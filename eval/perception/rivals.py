@@ -75,7 +75,8 @@ class RivalBlock(MergedBlock):
         sized: bool,
     ) -> tuple[Tensor, Tensor | None]:
         assert self.counts is not None
-        given = Given(x, self.shared.special, self._place, sizes, **self._heard)
+        keys, queries = (self._heard.get(what) for what in ("keys", "queries"))
+        given = Given(x, self.shared.special, self._place, sizes, keys, queries)
         given.places = self._places
         self._heard = {}
         if self.shared.capture and grid is not None:

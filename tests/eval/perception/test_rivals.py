@@ -217,9 +217,7 @@ def test_random_dropping_keeps_other_patches_for_each_sample_and_the_same_ones_a
 
 
 def applicable(row: Row, rule: Rule) -> bool:
-    if isinstance(rule, EViT) and row.special == 0:
-        return False
-    return True
+    return not (isinstance(rule, EViT) and row.special == 0)
 
 
 @every
