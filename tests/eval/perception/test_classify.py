@@ -395,7 +395,7 @@ def test_a_model_of_features_alone_answers_by_the_nearest_image_of_a_gallery(
     assert read_results(out)["manifest"]["answers"]["gallery"]["images"] == middle
     near = {name: row["values"] for name, row in rows_of(out).items()}
     for column in ("class_token", "patches"):
-        assert near["baseline"][column]["mean"] == pytest.approx(1, abs=1e-5)
+        assert column not in near["baseline"]
         assert near["mame-0.3"][column]["mean"] < 0.9999
     inputs = encoder.inputs([images.load(middle)])
     whole = encoder.model(**inputs).last_hidden_state

@@ -35,9 +35,7 @@ DEIT = next(row for row in ROWS if row.name == "DeiTForImageClassification")
 SIGLIP = next(row for row in ROWS if row.name == "SiglipVisionModel")
 RULES = [
     ToMe(5),
-    ToMe(3.5, prop_attn=False),
     EViT(0.7),
-    EViT(0.6, fuse=False),
     RandomDrop(0.5),
 ]
 rules = pytest.mark.parametrize("rule", RULES, ids=str)

@@ -67,8 +67,7 @@ def _own(url: str, report: str) -> bool:
     return url == report or url.startswith("data:")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1280, "dark")])
 def test_nothing_overflows(
     browser: Any, report: str, trouble: list[str], width: int, scheme: str
 ) -> None:

@@ -120,7 +120,7 @@ JUNK = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_junk_anywhere_is_named_or_shown(drawn: Results, data: st.DataObject) -> None:
     results = copy.deepcopy(drawn)
