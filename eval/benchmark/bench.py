@@ -24,7 +24,7 @@ from mame_sd.runs.sampling import sample
 from ..memory import allocations, most, weight_bytes
 from ..timing import interleaved, synchronize, timed
 from .rows import Row
-from .timings import Timing, read_record, write_record
+from .timings import Record, Timing
 
 WARM_UP_STEPS = 2
 _DECODING = "mame-sd: decoding"
@@ -57,7 +57,7 @@ def bench(
         "batches": [[asdict(job) for job in batch] for batch in batches],
         "methods": {row.name: row.config for row in rows},
     }
-    done = read_record(record, about)
+    done = Record(record, about)
     by_name = {row.name: row for row in rows}
     peaks: dict[str, Timing] = {}
 
@@ -77,11 +77,10 @@ def bench(
         )
 
     for number, timings in interleaved(
-        list(by_name), rounds, call, done=done, warm_up=warm_up, on_progress=on_progress
+        list(by_name), rounds, call, done=done.rounds, warm_up=warm_up, on_progress=on_progress
     ):
-        done[number] = timings
-        write_record(record, about, done)
-    return {name: [done[number][name] for number in range(rounds)] for name in by_name}
+        done.add(number, timings)
+    return {name: [done.rounds[number][name] for number in range(rounds)] for name in by_name}
 
 
 def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:

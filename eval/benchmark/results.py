@@ -16,7 +16,7 @@ from mame_sd.runs.run_folder import differences, in_short
 from ..json_text import json_text
 from ..results.read import parse
 from ..results.schema import FORMAT, Results, Row
-from .timings import read_record
+from .timings import check_record
 
 NAME, TIMINGS = "results.json", "bench.jsonl"
 BUSY = "bench-busy.jsonl"  # timings of a busy machine, which the next start takes anew
@@ -47,7 +47,7 @@ def check_out(out: Path) -> None:
     if NAME in entries:
         read_results(out)
     if TIMINGS in entries:
-        read_record(out / TIMINGS)
+        check_record(out / TIMINGS)
 
 
 def read_results(out: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from mame_sd.eval.benchmark import timings
 from mame_sd.eval.benchmark.bench import alike_batches, bench, peak_call, timed_call
 from mame_sd.eval.benchmark.results import check_out
 from mame_sd.eval.benchmark.rows import Row
-from mame_sd.eval.benchmark.timings import FORMAT, Timing, read_record, summary
+from mame_sd.eval.benchmark.timings import FORMAT, Timing, check_record, summary
 from mame_sd.eval.results.schema import Value
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
@@ -87,14 +87,13 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(
 def test_a_file_that_is_no_record_of_timings_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     (tmp_path / "bench.jsonl").write_text(text)
     (tmp_path / "runs").mkdir()
-    for check in (lambda: read_record(tmp_path / "bench.jsonl"), lambda: check_out(tmp_path)):
+    for check in (lambda: check_record(tmp_path / "bench.jsonl"), lambda: check_out(tmp_path)):
         with pytest.raises(
             UserError,
-            match=r"bench.jsonl: expected timings \('mame-sd timings 1'\), got another file",
+            match=r"bench.jsonl: expected timings \('mame-sd timings 2'\), got another file",
         ):
             check()
     assert (tmp_path / "bench.jsonl").read_text() == text
-    assert read_record(tmp_path / "none.jsonl") == {}
 
 
 def test_each_round_times_another_prompt_and_every_method_on_it(
