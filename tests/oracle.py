@@ -68,21 +68,21 @@ class TokenPlan:
     Attributes:
         weights: W^F [B, M, N].
         preserved: sources that stay, in all samples alike, as indices into `src`.
-        dst, src: positions, the `special` tokens before them not counted.
+        dst, src: positions, the `prefix` tokens before them not counted.
     """
 
     weights: Tensor
     preserved: list[int]
     dst: list[int]
     src: list[int]
-    special: int
+    prefix: int
 
     def merge(self, t: Tensor) -> Tensor:
-        """[B, L, C] to [B, L', C]: special tokens, destinations, preserved sources."""
+        """[B, L, C] to [B, L', C]: prefix tokens, destinations, preserved sources."""
         out = []
         for w, sample in zip(self.weights, t.double(), strict=True):
-            image = sample[self.special :]
-            rows = list(sample[: self.special])
+            image = sample[self.prefix :]
+            rows = list(sample[: self.prefix])
             for i, p in enumerate(self.dst):
                 fused = image[p] + sum(w[i, j] * image[q] for j, q in enumerate(self.src))
                 rows.append(fused / (1 + w[i].sum()))
@@ -94,14 +94,14 @@ class TokenPlan:
         """[B, L', C] to [B, L, C], every token at its original position."""
         out = []
         for w, sample in zip(self.weights, y.double(), strict=True):
-            rows = dict(enumerate(sample[: self.special]))
-            merged = sample[self.special : self.special + len(self.dst)]
-            rest = iter(sample[self.special + len(self.dst) :])
+            rows = dict(enumerate(sample[: self.prefix]))
+            merged = sample[self.prefix : self.prefix + len(self.dst)]
+            rest = iter(sample[self.prefix + len(self.dst) :])
             for i, p in enumerate(self.dst):
-                rows[self.special + p] = merged[i]
+                rows[self.prefix + p] = merged[i]
             for j, q in enumerate(self.src):
                 back = next(rest) if j in self.preserved else (w[:, j, None] * merged).sum(0)
-                rows[self.special + q] = back
+                rows[self.prefix + q] = back
             out.append(torch.stack([rows[p] for p in range(len(rows))]))
         return torch.stack(out)
 
@@ -112,12 +112,12 @@ def token_plan(
     metric: str = "cosine",
     kind: str = "alternating",
     refine: bool = True,
-    special: int = 0,
+    prefix: int = 0,
 ) -> TokenPlan:
     """Algorithm 1's plan for x [B, L, d] in its settled form; a source stays in all samples where
     it has no destination above tau in any of them.
     """
-    x = x.double()[:, special:]
+    x = x.double()[:, prefix:]
     dst, src = partition(x.shape[1], kind)
     found = [
         [
@@ -133,7 +133,7 @@ def token_plan(
         for j in preserved:
             columns[j] = torch.zeros_like(columns[j])
     weights = [torch.stack(c, 1) if c else x.new_zeros(len(dst), 0) for c in found]
-    return TokenPlan(torch.stack(weights), preserved, dst, src, special)
+    return TokenPlan(torch.stack(weights), preserved, dst, src, prefix)
 
 
 def algorithm_1(

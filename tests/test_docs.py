@@ -181,7 +181,7 @@ def test_readme_quotes_the_harsh_figures_that_are_reckoned_of_cards() -> None:
     row = r"^\| ([^|]+) \| [^|]+ " + r"\| ([\d./ ]+) " * 5 + r"\|$"
     for name, *cells in re.findall(row, gains, re.M):
         triples = [[float(figure) for figure in cell.split("/")] for cell in cells]
-        assert min(map(min, triples)) >= 0.98, name
+        assert min(map(min, triples)) >= 1, name
         reckoned[name] = [harsh for _, harsh, _ in triples]
     assert len(reckoned) >= 8
     quoted = 0

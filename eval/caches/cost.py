@@ -1,4 +1,4 @@
-"""What `merge_cache` costs a prefill on the CPU: time, bytes of the cache, most bytes at once."""
+"""What `compress_cache` costs a prefill on the CPU: time, bytes of the cache, most bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from mame_sd.caches import merge_cache
+from mame_sd.caches import compress_cache
 from mame_sd.errors import UserError
 
 from ..memory import allocations, most
@@ -20,7 +20,7 @@ _TIMES = 3
 
 @torch.no_grad()
 def cost_table(lengths: str, keep: float, name: str) -> str:
-    """Markdown: what `merge_cache` adds to the prefill of a model, and most bytes at once.
+    """Markdown: what `compress_cache` adds to the prefill of a model, and most bytes at once.
 
     Raises:
         UserError: bad numbers, no model.
@@ -45,7 +45,7 @@ def cost_table(lengths: str, keep: float, name: str) -> str:
 
         def run(share: float, ids: torch.Tensor = ids) -> Any:
             cache = DynamicCache()
-            with merge_cache(model, share):
+            with compress_cache(model, share):
                 model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             return cache
 

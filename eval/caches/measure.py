@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mame_sd.caches import CacheHandle, CacheView, Kept, merge_cache
-from mame_sd.caches.layer import MergedLayer
+from mame_sd.caches import CacheHandle, CacheView, Kept, compress_cache
+from mame_sd.caches.layer import CompressedLayer
 
 from ..tables import Row
 from .rows import Once, Repeated, scores_of
@@ -56,7 +56,7 @@ class Meter:
     def __init__(self, model: Any, repeat: Sequence[int] = ()) -> None:
         """`repeat`: token ids that ask the model to repeat its prompt, for KVzip."""
         self.model, self.repeat, self.recorder = model, list(repeat), Recorder()
-        self._context = merge_cache(model, 0.5, self.recorder)
+        self._context = compress_cache(model, 0.5, self.recorder)
 
     def __enter__(self) -> Meter:
         self.handle: CacheHandle = self._context.__enter__()
@@ -118,7 +118,7 @@ def every_key(views: Sequence[CacheView]) -> list[Kept]:
 def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
     """A cache that holds what was kept of `seen` tokens."""
     cache = DynamicCache()
-    cache.layers = [MergedLayer(one, seen) for one in kept]
+    cache.layers = [CompressedLayer(one, seen) for one in kept]
     return cache
 
 
@@ -181,7 +181,7 @@ def measure_passage(
             "kl": kl,
             "nll": _loss(got, target),
             "kept": sum(counts) / len(counts) / seen,
-            "bytes": sum(MergedLayer(k, seen).nbytes for k in kept) / size,
+            "bytes": sum(CompressedLayer(k, seen).nbytes for k in kept) / size,
         }
 
 

@@ -52,7 +52,7 @@ class Once:
 
 @dataclass(frozen=True)
 class Ours:
-    """What `merge_cache` does to all layers.
+    """What `compress_cache` does to all layers.
 
     Attributes:
         selection: of `mame_sd.caches`.

@@ -38,7 +38,7 @@ def whole_of(model: Any, pixels: Tensor) -> Tensor:
 
 
 def _states(model: Any, pixels: Tensor) -> Tensor:
-    """Tokens [L, C] that the projector is given of pixels [1, 3, h, w], special ones included."""
+    """Tokens [L, C] that the projector is given of pixels [1, 3, h, w], prefix ones included."""
     output = model.model.vision_tower(pixels, output_hidden_states=True, return_dict=True)
     states: Tensor = output.hidden_states[layer_of(model)][0]
     return states
@@ -112,11 +112,11 @@ def pooled(keep: float) -> Callable[[Any], Any]:
     def on(model: Any) -> Any:
         def image(pixels: Tensor) -> Image:
             encoder, _, known = find_encoder(model.model.vision_tower)
-            states, special = _states(model, pixels), known.special_of(encoder)
-            side = math.isqrt(len(states) - special)
-            grid = states[special:].T.unflatten(1, (side, side))
+            states, prefix = _states(model, pixels), known.prefix_tokens_of(encoder)
+            side = math.isqrt(len(states) - prefix)
+            grid = states[prefix:].T.unflatten(1, (side, side))
             small = F.adaptive_avg_pool2d(grid, max(1, round(side * keep**0.5)))
-            seen = torch.cat([states[:special], small.flatten(1).T])
+            seen = torch.cat([states[:prefix], small.flatten(1).T])
             return _short(model, seen, small.shape[1], side)
 
         return _giving(model, image)

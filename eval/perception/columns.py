@@ -41,7 +41,7 @@ COLUMNS: dict[str, Metric] = {
             better="lower",
             block="cost",
             needs="alone",
-            about="After the last block, special tokens included, mean over all images.",
+            about="After the last block, prefix tokens included, mean over all images.",
         ),
         Metric(
             name="agreement",

@@ -85,7 +85,7 @@ class NearestHead(Head):
         """
         model = self.encoder.model
         encoder, _, known = find_encoder(model)
-        special = known.special_of(encoder)
+        prefix = known.prefix_tokens_of(encoder)
         whole = model(**inputs).last_hidden_state.float()
         with method.counted(model) as handle:
             handle.capture()
@@ -94,10 +94,10 @@ class NearestHead(Head):
         if own.shape[1] != whole.shape[1]:  # of smaller images
             patch = embedding_of(encoder).kernel_size[-1]
             height, width = (side // patch for side in inputs["pixel_values"].shape[-2:])
-            own = grown(own, special, (height, width))
+            own = grown(own, prefix, (height, width))
         cosines = F.cosine_similarity(own, whole, dim=-1)  # [B, L]
-        first = cosines[:, 0] if special else cosines.mean(1)
-        return {"class_token": first.tolist(), "patches": cosines[:, special:].mean(1).tolist()}
+        first = cosines[:, 0] if prefix else cosines.mean(1)
+        return {"class_token": first.tolist(), "patches": cosines[:, prefix:].mean(1).tolist()}
 
 
 def summary(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -115,7 +115,7 @@ def summary(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
         )
     encoder, _, known = find_encoder(model)
     pooled = getattr(output, "pooler_output", None)
-    if known.special_of(encoder):
+    if known.prefix_tokens_of(encoder):
         pooled = tokens[:, 0]
     return F.normalize((tokens.mean(1) if pooled is None else pooled).float(), dim=-1)
 

@@ -76,7 +76,7 @@ class RivalBlock(MergedBlock):
     ) -> tuple[Tensor, Tensor | None]:
         assert self.counts is not None
         keys, queries = (self._heard.get(what) for what in ("keys", "queries"))
-        given = Given(x, self.shared.special, self._place, sizes, keys, queries)
+        given = Given(x, self.shared.num_prefix_tokens, self._place, sizes, keys, queries)
         given.places = self._places
         self._heard = {}
         if self.shared.capture and grid is not None:
@@ -127,14 +127,14 @@ class Traced:
         return y.gather(1, self.rows.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
 
-def grown(y: Tensor, special: int, grid: tuple[int, int]) -> Tensor:
-    """Tokens [B, special + h' w', C] of a square grid at the patches of `grid`, by bilinear
+def grown(y: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
+    """Tokens [B, prefix + h' w', C] of a square grid at the patches of `grid`, by bilinear
     interpolation.
     """
-    body = y[:, special:]
+    body = y[:, prefix:]
     image = body.transpose(1, 2).unflatten(2, (math.isqrt(body.shape[1]), -1))
     body = F.interpolate(image, grid, mode="bilinear").flatten(2).transpose(1, 2)
-    return torch.cat([y[:, :special], body], 1)
+    return torch.cat([y[:, :prefix], body], 1)
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def rival_on(
         NotApplicable: it lacks what the rule works by (a class token, a grid, keys).
     """
     encoder, blocks, known = find_encoder(model)
-    if rule.class_token and known.special_of(encoder) == 0:
+    if rule.class_token and known.prefix_tokens_of(encoder) == 0:
         raise NotApplicable(
             f"expected a class token to prune by, but {type(encoder).__name__} has none; choose"
             " another method"

@@ -25,8 +25,8 @@ class Given:
     """What a rule is given in one block.
 
     Attributes:
-        x: x' [B, L, C], special tokens first.
-        special: how many of them.
+        x: x' [B, L, C], prefix tokens first.
+        prefix: how many of them.
         place: how many blocks have reduced the tokens before, of `places` in all.
         sizes: [B, L] how many tokens each one stands for, fp32; None: 1 each.
         coords: [B, patches, 2] where the patches lie in it, for rules that only drop some.
@@ -34,7 +34,7 @@ class Given:
     """
 
     x: Tensor
-    special: int
+    prefix: int
     place: int
     sizes: Tensor | None = None
     keys: Tensor | None = None
@@ -130,22 +130,22 @@ class ToMe(Rule):
         assert given.keys is not None
         x, metric = given.x, given.keys.mean(1)
         sizes = x.new_ones(x.shape[:2], dtype=torch.float32) if given.sizes is None else given.sizes
-        r = min(self.fewer(given.place, given.places), (x.shape[1] - given.special) // 2)
+        r = min(self.fewer(given.place, given.places), (x.shape[1] - given.prefix) // 2)
         if r < 1:
             return Reduced(x, sizes)
-        merge = bipartite_soft_matching(metric, r, given.special)
+        merge = bipartite_soft_matching(metric, r, given.prefix)
         weight = sizes.unsqueeze(-1)
         merged, size = merge(x * weight.to(x.dtype)), merge(weight)
-        sources, destinations = matched_sets(x.shape[1], given.special)
+        sources, destinations = matched_sets(x.shape[1], given.prefix)
         cost = len(sources) * len(destinations) * metric.shape[-1]
         return Reduced(merged / size.to(x.dtype), size.squeeze(-1), cost, merge.rows())
 
 
-def matched_sets(tokens: int, special: int) -> tuple[range, range]:
-    """Positions of sets A and B: every other token, the first one in A; without special tokens,
+def matched_sets(tokens: int, prefix: int) -> tuple[range, range]:
+    """Positions of sets A and B: every other token, the first one in A; without prefix tokens,
     which nothing merges with.
     """
-    return range(special + special % 2, tokens, 2), range(special + (special + 1) % 2, tokens, 2)
+    return range(prefix + prefix % 2, tokens, 2), range(prefix + (prefix + 1) % 2, tokens, 2)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class Matching:
         sets: positions of A and B.
         merging, rest, target: [B, r], [B, |A| - r] rows of A that merge and that stay, [B, r] rows
             of B that they join.
-        special: leading tokens that take no part.
+        prefix: leading tokens that take no part.
     """
 
     def __init__(
@@ -179,14 +179,14 @@ class Matching:
         merging: Tensor,
         rest: Tensor,
         target: Tensor,
-        special: int,
+        prefix: int,
     ) -> None:
-        self.sets, self.merging, self.rest, self.target, self.special = (
+        self.sets, self.merging, self.rest, self.target, self.prefix = (
             sets,
             merging,
             rest,
             target,
-            special,
+            prefix,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -198,52 +198,50 @@ class Matching:
         sources, kept = x[:, self.sets[0]], x[:, self.sets[1]]
         at = self.target.unsqueeze(-1).expand(-1, -1, x.shape[-1])
         summed = kept.scatter_add(1, at, rows(sources, self.merging))
-        return torch.cat([x[:, : self.special], rows(sources, self.rest), summed], 1)
+        return torch.cat([x[:, : self.prefix], rows(sources, self.rest), summed], 1)
 
     def rows(self) -> Tensor:
         """LongTensor [B, L]: which of the merged tokens each token went to."""
         a, b = self.sets
         count = len(self.merging)
-        first = self.special + self.rest.shape[1]  # where B stands after merging
-        found = torch.zeros(
-            count, self.special + len(a) + len(b), dtype=torch.long, device=a.device
-        )
-        found[:, : self.special] = torch.arange(self.special, device=a.device)
+        first = self.prefix + self.rest.shape[1]  # where B stands after merging
+        found = torch.zeros(count, self.prefix + len(a) + len(b), dtype=torch.long, device=a.device)
+        found[:, : self.prefix] = torch.arange(self.prefix, device=a.device)
         found[:, b] = torch.arange(first, first + len(b), device=a.device)
-        stays = torch.arange(self.special, first, device=a.device).expand(count, -1)
+        stays = torch.arange(self.prefix, first, device=a.device).expand(count, -1)
         in_a = torch.zeros(count, len(a), dtype=torch.long, device=a.device)
         in_a.scatter_(1, self.rest, stays).scatter_(1, self.merging, self.target + first)
         found[:, a] = in_a
         return found
 
 
-def bipartite_soft_matching(metric: Tensor, r: int, special: int) -> Matching:
+def bipartite_soft_matching(metric: Tensor, r: int, prefix: int) -> Matching:
     """Bipartite soft matching (ToMe, section 3): each token of A has one edge, to the most similar
     of B; the r most similar edges merge.
 
     Args:
         metric: [B, L, d], compared by cosine.
         r: edges to merge, at most as many as A has tokens.
-        special: leading tokens that take no part.
+        prefix: leading tokens that take no part.
 
     Returns:
-        what sums up merging tokens of [B, L, C] and gives [B, L - r, C]. These are the special
-        tokens, the rest of A, then B. The rest of A keeps its order where there are special tokens.
+        what sums up merging tokens of [B, L, C] and gives [B, L - r, C]. These are the prefix
+        tokens, the rest of A, then B. The rest of A keeps its order where there are prefix tokens.
         Elsewhere the most similar come first, as published.
     """
     a, b = (
         torch.arange(one.start, one.stop, 2, device=metric.device)
-        for one in matched_sets(metric.shape[1], special)
+        for one in matched_sets(metric.shape[1], prefix)
     )
     metric = F.normalize(metric, dim=-1)
     best, target = (metric[:, a] @ metric[:, b].transpose(1, 2)).max(-1)  # [B, |A|]
     edges = best.argsort(dim=-1, descending=True)
     merging, rest = edges[:, :r], edges[:, r:]
-    if special:
+    if prefix:
         rest = rest.sort(dim=-1).values
     target = target.gather(1, merging)  # [B, r]
 
-    return Matching((a, b), merging, rest, target, special)
+    return Matching((a, b), merging, rest, target, prefix)
 
 
 @dataclass(frozen=True)
@@ -263,21 +261,21 @@ class EViT(Rule):
     def __call__(self, given: Given) -> Reduced:
         assert given.keys is not None
         assert given.queries is not None
-        x, special, queries = given.x, given.special, given.queries[:, :, :1]
+        x, prefix, queries = given.x, given.prefix, given.queries[:, :, :1]
         logits = queries @ given.keys.transpose(2, 3) * queries.shape[-1] ** -0.5
-        attention = logits.float().softmax(-1)[:, :, 0, special:].mean(1)  # [B, patches]
+        attention = logits.float().softmax(-1)[:, :, 0, prefix:].mean(1)  # [B, patches]
         width = given.keys.shape[1] * given.keys.shape[3]
-        patches = x.shape[1] - special
+        patches = x.shape[1] - prefix
         left = math.ceil(self.keep * patches)
         if left >= patches:
             return Reduced(x, cost=width * x.shape[1])
         order = attention.argsort(dim=-1, descending=True)
-        body = x[:, special:]
+        body = x[:, prefix:]
 
         def rows(at: Tensor) -> Tensor:
             return body.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
-        parts = [x[:, :special], rows(order[:, :left])]
+        parts = [x[:, :prefix], rows(order[:, :left])]
         if self.fuse:
             weights = attention.gather(1, order[:, left:]).to(x.dtype).unsqueeze(1)
             parts.append(weights @ rows(order[:, left:]))
@@ -295,18 +293,18 @@ class RandomDrop(Rule):
     seed: int = 0
 
     def __call__(self, given: Given) -> Reduced:
-        x, special = given.x, given.special
-        patches = x.shape[1] - special
+        x, prefix = given.x, given.prefix
+        patches = x.shape[1] - prefix
         generator = torch.Generator(x.device).manual_seed(self.seed * 1000 + given.place)
         drawn = torch.rand(len(x), patches, generator=generator, device=x.device)
         at = drawn.topk(max(1, round(self.keep * patches)), dim=-1).indices.sort(dim=-1).values
-        body = x[:, special:].gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+        body = x[:, prefix:].gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
         rows = None
         if (
             given.coords is not None
         ):  # what is dropped is seen again as the patch that is nearest in the image
             kept = given.coords.gather(1, at.unsqueeze(-1).expand(-1, -1, 2))
-            nearest = torch.cdist(given.coords.float(), kept.float()).argmin(-1) + special
-            first = torch.arange(special, device=x.device).expand(len(x), -1)
+            nearest = torch.cdist(given.coords.float(), kept.float()).argmin(-1) + prefix
+            first = torch.arange(prefix, device=x.device).expand(len(x), -1)
             rows, given.coords = torch.cat([first, nearest], 1), kept
-        return Reduced(torch.cat([x[:, :special], body], 1), rows=rows)
+        return Reduced(torch.cat([x[:, :prefix], body], 1), rows=rows)

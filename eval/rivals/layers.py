@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.attention import Merged, fitted_to
+from mame_sd.core.attention import Merged
 from mame_sd.core.cells import cells_of, plane_of
+from mame_sd.core.fit import fitted_to
 from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
@@ -156,10 +157,10 @@ class RivalJob(MergeJob):
         if self.how.fit_queries:
             drawn = cells_of(size, 0.5, device=image.device).queries
             at = drawn[0 if self.draw is None else int(self.draw)][: self.how.fit_queries] + first
-            bias_of_none = parts[0].new_zeros(1, 1, 1, parts[0].shape[2])
+            no_bias = parts[0].new_zeros(1, 1, 1, parts[0].shape[2])
             parts[1] = fitted_to(
-                call["query"], at, (call["key"], call["value"]), (parts[0], parts[1]),
-                bias_of_none, mask, call.get("scale"), [grid],
+                call["query"], at, (call["key"], call["value"]), (parts[0], parts[1]), no_bias,
+                mask, call.get("scale"), (start, parts[0].shape[2] - tokens.shape[1] + end),
             )  # fmt: skip
         self.merged = Merged(parts[0], parts[1], parts[0].new_zeros(0), (plan,))
         return {**call, "key": parts[0], "value": parts[1]}

@@ -1,6 +1,6 @@
 """Shorter KV caches of language models: the keys that will be read stay, with fitted values."""
 
-from mame_sd.caches.handle import CacheHandle, merge_cache
+from mame_sd.caches.handle import CacheHandle, compress_cache
 from mame_sd.caches.kept import Kept
 from mame_sd.caches.scores import FutureAttention
 from mame_sd.caches.selection import Selection
@@ -12,5 +12,5 @@ __all__ = [
     "FutureAttention",
     "Kept",
     "Selection",
-    "merge_cache",
+    "compress_cache",
 ]

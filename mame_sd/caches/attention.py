@@ -172,7 +172,7 @@ def _layer(model: nn.Module, path: str, module: Any) -> Attention:
     if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
         raise ValueError(
             f"model: expected positions of one axis, got {name}, whose images have three; leave"
-            " merge_cache out"
+            " compress_cache out"
         )
     if getattr(module, "sinks", None) is not None:
         raise ValueError(f"model: expected attention without learned sinks, got {name}")

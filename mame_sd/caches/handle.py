@@ -1,6 +1,6 @@
-"""merge_cache: a shorter KV cache while a block runs.
+"""compress_cache: a shorter KV cache while a block runs.
 
-    with merge_cache(model, keep=0.25) as handle:
+    with compress_cache(model, keep=0.25) as handle:
         model.generate(**inputs, max_new_tokens=64)
     print(handle.report())
 
@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from mame_sd import upstream
 from mame_sd.caches.attention import Attention, attention_layers
 from mame_sd.caches.kept import Kept
-from mame_sd.caches.layer import MergedLayer
+from mame_sd.caches.layer import CompressedLayer
 from mame_sd.caches.selection import Method, full_price_of, method_of
 from mame_sd.caches.view import CacheView
 from mame_sd.report import NothingMergedError, counted
@@ -39,7 +39,7 @@ _RUNNING: ContextVar[tuple[_Work, ...]] = ContextVar("_RUNNING", default=())
 
 @dataclass
 class CacheHandle:
-    """What `merge_cache` did.
+    """What `compress_cache` did.
 
     Attributes:
         keep: share of the bytes that stays.
@@ -80,7 +80,7 @@ class CacheHandle:
 
 
 @contextmanager
-def merge_cache(
+def compress_cache(
     model: nn.Module, keep: float = 0.25, method: Any = None, *, every: int | None = None
 ) -> Iterator[CacheHandle]:
     """Compresses the KV cache of a transformers model while the block runs.
@@ -99,7 +99,7 @@ def merge_cache(
     Raises:
         TypeError: no transformers model, or no method.
         ValueError: `keep` or `every` out of range, or a model, attention or cache that can't be
-            merged.
+            compressed.
         RuntimeError: the installed transformers lacks a name that this relies on.
         NothingMergedError: the block ends, forwards of several tokens ran, and no layer was
             compressed.
@@ -124,7 +124,7 @@ def merge_cache(
         )
     running = _RUNNING.get()
     if any(work.live and work.layers.keys() & {id(x.module) for x in layers} for work in running):
-        raise ValueError("model: its cache is merged already; leave that merge_cache first")
+        raise ValueError("model: its cache is compressed already; leave that compress_cache first")
     handle = CacheHandle(float(keep), layers=tuple(x.index for x in layers), passed_by=passed)
     if keep == 1:
         yield handle
@@ -141,7 +141,7 @@ def merge_cache(
 
 
 _ASSISTED = (
-    "assistant_model, prompt_lookup_num_tokens: expected none inside merge_cache, whose caches"
+    "assistant_model, prompt_lookup_num_tokens: expected none inside compress_cache, whose caches"
     " can't give tokens back; generate without them"
 )
 
@@ -174,7 +174,7 @@ class _Hook:
 
 
 class _Work:
-    """The hooks of one `merge_cache`."""
+    """The hooks of one `compress_cache`."""
 
     def __init__(
         self, layers: list[Attention], method: Method, handle: CacheHandle, every: int | None
@@ -207,12 +207,12 @@ class _Work:
             raise NothingMergedError(
                 f"expected forwards to compress the cache, but {self.ran} of several tokens ran and"
                 " no layer was: give them use_cache=True and a DynamicCache, or leave out"
-                " merge_cache"
+                " compress_cache"
             )
         if self.elsewhere and not self.used:
             raise NothingMergedError(
                 "expected forwards to compress the cache, but all ran in threads that didn't enter"
-                " merge_cache: enter it there, or start them by contextvars.copy_context().run"
+                " compress_cache: enter it there, or start them by contextvars.copy_context().run"
             )
 
     def _acts(self) -> bool:
@@ -231,7 +231,7 @@ class _Work:
                 raise ValueError(_ASSISTED)
             self.forwards[cache] = _Forward(mask)
         layer = _layer_of(cache, module.layer_idx)
-        if isinstance(layer, MergedLayer) and layer.seen:
+        if isinstance(layer, CompressedLayer) and layer.seen:
             heads = module.config.num_attention_heads
             kwargs["attention_mask"] = layer.mask(mask, hidden.shape[1], heads, hidden.dtype)
         return args, kwargs
@@ -281,7 +281,7 @@ class _Work:
         for index, length in zip(list(views), lengths, strict=True):
             view = views.pop(index)
             kept = self.method.shorten(view, looks.pop(index), length.to(view.keys.device))
-            layer = cache.layers[index] = MergedLayer(kept, view.seen)
+            layer = cache.layers[index] = CompressedLayer(kept, view.seen)
             tokens[index] = view.seen, float(kept.real_keys().sum() / kept.slots[..., 0].numel())
             full = full_price_of(view) * view.seen * view.keys.shape[0]
             held[index] = full, layer.nbytes
@@ -295,10 +295,10 @@ class _Work:
         """
         if self.every is None:
             return None
-        if not isinstance(layer, MergedLayer):
+        if not isinstance(layer, CompressedLayer):
             b, h, n, _ = layer.keys.shape
             slots = torch.arange(n, device=layer.keys.device).expand(b, h, n)
-            layer = cache.layers[index] = MergedLayer(Kept(layer.keys, layer.values, slots), n)
+            layer = cache.layers[index] = CompressedLayer(Kept(layer.keys, layer.values, slots), n)
         before = layer.pending
         layer.pending = hidden if before is None else torch.cat([before, hidden], 1)
         return layer.pending if layer.pending.shape[1] >= self.every else None
@@ -313,7 +313,7 @@ class _Work:
     ) -> CacheView:
         keys, module, seen = layer.keys, attention.module, layer.get_seq_length()
         b, h, n, _ = keys.shape
-        if isinstance(layer, MergedLayer):
+        if isinstance(layer, CompressedLayer):
             slots, bias, real = layer.slots_now(), layer.bias_now(), layer.real_now()
         else:
             slots, bias, real = torch.arange(n, device=keys.device).expand(b, h, n), None, None
@@ -378,7 +378,7 @@ def _layer_of(cache: Cache, index: int) -> Any:
 def _checked(cache: Cache, index: int) -> DynamicLayer:
     """A layer of a cache that can be compressed."""
     layer = _layer_of(cache, index)
-    if type(layer) not in (DynamicLayer, MergedLayer):
+    if type(layer) not in (DynamicLayer, CompressedLayer):
         raise ValueError(
             f"cache: expected a DynamicCache, got {type(cache).__name__} with a"
             f" {type(layer).__name__}; leave cache_implementation out"

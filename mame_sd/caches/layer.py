@@ -17,7 +17,7 @@ from mame_sd.caches.kept import Kept
 _BY_SAMPLE = ("keys", "values", "slots", "bias", "real", "pending")
 
 
-class MergedLayer(DynamicLayer):
+class CompressedLayer(DynamicLayer):
     """A `DynamicLayer` whose first keys are those that a method kept; the tokens that came later
     follow them whole.
 
@@ -48,10 +48,10 @@ class MergedLayer(DynamicLayer):
         """Appends keys and values [B, H, n, D]; returns all that the layer holds.
 
         Raises:
-            ValueError: outside of merge_cache, where nothing masks what was dropped.
+            ValueError: outside of compress_cache, where nothing masks what was dropped.
         """
         if self.seen and not self.masked:
-            raise ValueError("cache: this cache was compressed by merge_cache; use it inside")
+            raise ValueError("cache: this cache was compressed by compress_cache; use it inside")
         self.masked = False
         self.seen += key_states.shape[-2]
         return super().update(key_states, value_states, *args, **kwargs)

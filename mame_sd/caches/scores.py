@@ -6,7 +6,7 @@ Scores of your own need one function:
         def score(self, view):
             return view.slots.float()            # [B, h, L], one number for each key
 
-    with merge_cache(model, keep=0.5, method=Newest()): ...
+    with compress_cache(model, keep=0.5, method=Newest()): ...
 """
 
 from __future__ import annotations

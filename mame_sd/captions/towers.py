@@ -120,12 +120,12 @@ def images_behind(
     if single:
         spots = list(numbers)  # of each image the tokens that it gives
     else:
-        special = states.shape[1] - _patches(inputs["pixel_values"], model)
+        prefix = states.shape[1] - _patches(inputs["pixel_values"], model)
         line, every = numbers.new_tensor([LINE]), torch.arange(states.shape[1])
         spots = []
         for own, size in zip(numbers.split([*map(len, tiles)]), inputs["image_sizes"], strict=True):
             seen = [(one[:, None], every.to(one.device)) for one in own]
-            spots.append(_packed(model, seen, size, special, line).features[:, 0])
+            spots.append(_packed(model, seen, size, prefix, line).features[:, 0])
     flat, like = features.flatten(0, 1), states.flatten(0, 1)
     images: dict[int, Image] = {}
     for some in _alike([int((own != LINE).sum()) for own in spots]):
@@ -188,15 +188,15 @@ def images_of(model: Any, tower: EncoderHandle, inputs: dict[str, Any], one: boo
     pixels = inputs["pixel_values"]
     if name_of(model) == "LlavaForConditionalGeneration":
         found = _seen(model, tower, pixels, one)
-        unmerged = _patches(pixels, model) + tower.special - _skipped(model)
+        unmerged = _patches(pixels, model) + tower.num_prefix_tokens - _skipped(model)
         return [Image(features, places, unmerged) for features, places in found]
     tiles = _tiles(model, inputs)
     found = _seen(model, tower, torch.cat(tiles), one)
     images = []
     for tile, size in zip(tiles, inputs["image_sizes"], strict=True):
         own, found = found[: len(tile)], found[len(tile) :]
-        special = tower.special - _skipped(model)
-        images.append(_packed(model, own, size, special, model.model.image_newline))
+        prefix = tower.num_prefix_tokens - _skipped(model)
+        images.append(_packed(model, own, size, prefix, model.model.image_newline))
     return images
 
 
@@ -218,7 +218,7 @@ def _seen(
     """
     skip, count = _skipped(model), layer_of(model)
     found: list[tuple[Tensor, Tensor]] = []
-    unmerged = _patches(pixels, model) + tower.special - skip
+    unmerged = _patches(pixels, model) + tower.num_prefix_tokens - skip
     for some in pixels.split(1) if one and tower.active else (pixels,):
         output = model.model.vision_tower(some, output_hidden_states=True, return_dict=True)
         states = output.hidden_states[count]
@@ -260,7 +260,7 @@ def _tiles(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
 
 
 def _packed(
-    model: Any, tiles: list[tuple[Tensor, Tensor]], size: Tensor, special: int, newline: Tensor
+    model: Any, tiles: list[tuple[Tensor, Tensor]], size: Tensor, prefix: int, newline: Tensor
 ) -> Image:
     """The image of which tiles were seen, as LLaVA-NeXT packs it. The small image comes first, then
     rows of all tiles together without padding, each with the model's token for a new line.
@@ -269,7 +269,7 @@ def _packed(
         model: a LLaVA-NeXT.
         tiles: of each its features [k, C] and their places; the small image first.
         size: (height, width) of the image in pixels.
-        special: how many tokens that are no patches the language model sees of each tile.
+        prefix: how many tokens that are no patches the language model sees of each tile.
         newline: the model's token for a new line [C].
     """
     from transformers.models.llava_next.modeling_llava_next import (
@@ -279,7 +279,7 @@ def _packed(
 
     config = model.config
     side = config.vision_config.image_size // config.vision_config.patch_size
-    small = side * side + special
+    small = side * side + prefix
     base, places = tiles[0]
     if len(tiles) == 1:
         after = torch.cat([places, places.new_tensor([small])])
@@ -297,8 +297,8 @@ def _packed(
     packed[plane.flatten()] = spots[:, :columns].flatten()
     spot, seen = [], []
     for number, (features, own) in enumerate(tiles[1:]):
-        patch = own >= special
-        where = packed[own[patch] - special + number * side * side]
+        patch = own >= prefix
+        where = packed[own[patch] - prefix + number * side * side]
         spot.append(where[where >= 0])
         seen.append(features[patch][where >= 0])
     lines = newline[None].expand(rows, -1).to(base)

@@ -207,9 +207,9 @@ def _owners(
     try:
         handle.capture()
         model(pixel_values=pixels)
-        special = handle.special
+        prefix = handle.num_prefix_tokens
         found = [
-            (block, handle.owners(block)[0, special:].cpu().numpy() - special)
+            (block, handle.owners(block)[0, prefix:].cpu().numpy() - prefix)
             for block in sorted(handle.plans())
         ]
     finally:

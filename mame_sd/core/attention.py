@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.core.cells import Cells, cells_of
-from mame_sd.core.fit import fitted_values
+from mame_sd.core.devices import no_autocast
+from mame_sd.core.fit import fitted_to
 from mame_sd.core.groups import Groups, group_tokens
-from mame_sd.core.paper import no_autocast
 
 Kernel = Callable[..., Tensor]
 ALONE = 0.125  # of the kept keys, those that stay as they are: the farthest from all others
@@ -155,6 +155,8 @@ def merge_keys(
         counted: whether logits count each group by its size; else, for kernels that take no bias,
             the fit makes up for it.
     """
+    if first_query is None:
+        first_query = grids[0].start if q.shape[2] == k.shape[2] else 0
     with no_autocast(q):
         parts, sizes, end = [], [], 0
         groups: list[Groups] = []
@@ -169,30 +171,29 @@ def merge_keys(
             ]  # [B, T * P, H, D]
             compare = partial(group_tokens, slots[0].flatten(2), cells, draw, leader, stay)
             found = compare() if recall is None else recall(len(groups), compare)
+            means, counts = found.means(*slots)
             if grid.start > end:
-                parts.append(tuple(t[:, :, end : grid.start] for t in (k, v)))
-                sizes.append(found.sizes.new_ones(k.shape[0], grid.start - end))
-            parts.append(
-                tuple(
-                    found.means(t.flatten(2)).unflatten(2, t.shape[2:]).transpose(1, 2)
-                    for t in slots
-                )
-            )
-            sizes.append(found.sizes)
+                parts.append([t[:, :, end : grid.start] for t in (k, v)])
+                sizes.append(counts.new_ones(k.shape[0], grid.start - end))
+            parts.append([t.transpose(1, 2) for t in means])
+            sizes.append(counts)
             groups.append(found)
             end = every.stop
+        last = sum(t.shape[1] for t in sizes)
         if end < k.shape[2]:
-            parts.append(tuple(t[:, :, end:] for t in (k, v)))
+            parts.append([t[:, :, end:] for t in (k, v)])
             sizes.append(sizes[0].new_ones(k.shape[0], k.shape[2] - end))
         key, value = (torch.cat(of, 2) if len(of) > 1 else of[0] for of in zip(*parts, strict=True))
         count = torch.cat(sizes, 1) if len(sizes) > 1 else sizes[0]
-        bias = (count.log() if counted else torch.zeros_like(count)).to(q.dtype)[:, None, None]
+        bias = (count.log() if counted else torch.zeros_like(count))[:, None, None]
         mask = attn_mask
         if mask is not None and mask.shape[-1] > 1:
             mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
             at_key = _positions(grids, groups, k.shape[2])[:, None, None]  # [B, 1, 1, K]
             mask = torch.take_along_dim(mask, at_key.to(mask.device), -1)
-        bias = _added(mask, bias)
+        if mask is not None:
+            boolean = mask.dtype == torch.bool
+            bias = torch.where(mask, bias, -torch.inf) if boolean else mask + bias
         assert first is not None
         queries = how.fit_queries
         if queries is None:
@@ -201,74 +202,11 @@ def merge_keys(
             shared = q.shape[1] // k.shape[1]  # heads of queries for each head of keys
             at = first.queries[0] if draw is None else first.queries.index_select(0, draw).view(-1)
             at = at[: max(1, queries // shared)]
-            if first_query is None:
-                first_query = grids[0].start if q.shape[2] == k.shape[2] else 0
+            at = at + first_query if first_query else at
             value = fitted_to(
-                q,
-                at + first_query if first_query else at,
-                (k, v),
-                (key, value),
-                bias,
-                attn_mask,
-                scale,
-                grids,
+                q, at, (k, v), (key, value), bias, attn_mask, scale, (grids[0].start, last)
             )
-    return Merged(key, value, bias, tuple(groups))
-
-
-def fitted_to(
-    q: Tensor,
-    at: Tensor,
-    full: tuple[Tensor, Tensor],
-    kept: tuple[Tensor, Tensor],
-    bias: Tensor,
-    attn_mask: Tensor | None,
-    scale: float | None,
-    grids: Sequence[Grid],
-) -> Tensor:
-    """The values [B, H, K, D'] of the kept keys, fitted to the queries at these places of q.
-
-    Args:
-        q: queries [B, H, Q, D].
-        at: LongTensor [m], which of them.
-        full: all keys and values.
-        kept: the kept keys and their values, those of `grids` where the grids stand.
-        bias: what is added to the logits of the kept keys, broadcast to [B, H, Q, K].
-        attn_mask: of the attention over all keys.
-        scale: of the logits; None: 1 / sqrt(D).
-        grids: the images, as in `merge_keys`; what stands beside them keeps its values.
-    """
-    shared = q.shape[1] // kept[0].shape[1]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    some = q.index_select(2, at)
-    rows = attn_mask
-    if rows is not None and rows.dim() > 1 and rows.shape[-2] > 1:
-        rows = rows.index_select(-2, at)
-        bias = bias.index_select(-2, at)
-    more: Any = {"enable_gqa": True} if shared > 1 else {}
-    exact = F.scaled_dot_product_attention(some, *full, attn_mask=rows, scale=scale, **more)
-    if shared > 1:
-        some, exact = (
-            t.unflatten(1, (-1, shared)).flatten(2, 3) for t in (some, exact)
-        )  # [B, H', shared * m, D]
-        bias = bias if bias.shape[-2] == 1 else bias.repeat(1, 1, shared, 1)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    some, key, value, exact = (_flat(t, dtype) for t in (some, *kept, exact))
-    bias = bias.to(dtype).expand(*kept[0].shape[:2], -1, -1).flatten(0, 1)
-    logits = torch.baddbmm(bias, some, key.transpose(1, 2), alpha=scale)
-    first = grids[0].start
-    last = kept[0].shape[2] - (full[0].shape[2] - grids[-1].start - _count(grids[-1]))
-    fitted = fitted_values(torch.softmax(logits, -1), value, exact, first, last)
-    return fitted.view(kept[1].shape).to(kept[1].dtype)
-
-
-def _flat(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """t [B, H, n, D] as [B * H, n, D] in `dtype`, in one copy at most."""
-    return t.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
-
-
-def _count(grid: Grid) -> int:
-    return torch.Size(grid.size).numel()
+    return Merged(key, value, bias.to(q.dtype), tuple(groups))
 
 
 def _positions(grids: Sequence[Grid], groups: Sequence[Groups], length: int) -> Tensor:
@@ -280,12 +218,3 @@ def _positions(grids: Sequence[Grid], groups: Sequence[Groups], length: int) -> 
         parts += [every[:, end : grid.start], found.kept + grid.start]
         end = grid.start + found.tokens_in
     return torch.cat([*parts, every[:, end:]], 1)
-
-
-def _added(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """The bias [B, 1, 1, K] with the mask of the kept keys in it."""
-    if mask is None:
-        return bias
-    if mask.dtype == torch.bool:
-        return torch.where(mask, bias, -torch.inf)
-    return mask + bias

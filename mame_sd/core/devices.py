@@ -1,4 +1,4 @@
-"""From how many tokens on a layer merges, by the kind of device: the one table of that rule.
+"""What depends on the device, above all from how many tokens on a layer merges: the one table.
 
 It is deterministic, so that a seed gives the same image on the same kind of device. The counts for
 cards are reckoned at harsh assumptions (docs/gpu.md); `MaMeHandle.calibrate` measures instead.
@@ -6,9 +6,11 @@ cards are reckoned at harsh assumptions (docs/gpu.md); `MaMeHandle.calibrate` me
 
 from __future__ import annotations
 
+import contextlib
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 MIN_TOKENS = {
     "cpu": 1024,
@@ -39,3 +41,11 @@ def too_few(given: int | None, device: torch.device) -> str:
         return f"fewer than min_tokens={given}"
     kind = kind_of(device)
     return f"fewer than {MIN_TOKENS[kind]} tokens, the min_tokens of {kind}"
+
+
+def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Autocast off on the device of `t`, where it is on."""
+    kind = t.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()

@@ -8,8 +8,13 @@ same idea serves language models' caches in Attention Matching (arXiv 2602.16284
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from mame_sd.core.groups import product
 
 RIDGE = 0.1  # of the mean diagonal of A A^T
 
@@ -41,10 +46,8 @@ def fitted_values(
     gram = torch.bmm(merged, merged.transpose(1, 2))
     diagonal = gram.diagonal(dim1=1, dim2=2)
     # The least number keeps a head that sees none of the merged keys away from 0 / 0.
-    least = torch.finfo(dtype).tiny ** 0.5
-    gram = gram + torch.diag_embed(
-        (ridge * diagonal.mean(-1, keepdim=True) + least).expand(diagonal.shape)
-    )
+    mean = diagonal.mean(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny ** 0.5)
+    diagonal.add_(mean, alpha=ridge)
     factor, _ = torch.linalg.cholesky_ex(gram)  # checks nothing: that would wait for the device
     half = torch.linalg.solve_triangular(factor, lacking, upper=False)
     solved = torch.linalg.solve_triangular(factor.transpose(1, 2), half, upper=True)
@@ -52,3 +55,49 @@ def fitted_values(
     if (first, last) != (0, values.shape[1]):
         fitted = torch.cat([values[:, :first], fitted, values[:, last:]], 1)
     return fitted.view(shape)
+
+
+def fitted_to(
+    q: Tensor,
+    at: Tensor,
+    full: tuple[Tensor, Tensor],
+    kept: tuple[Tensor, Tensor],
+    bias: Tensor,
+    attn_mask: Tensor | None,
+    scale: float | None,
+    merged: tuple[int, int],
+) -> Tensor:
+    """The values of kept keys, fitted to the exact attention of the queries at these places of q.
+
+    Args:
+        q: queries [B, H, Q, D].
+        at: LongTensor [m], which of them.
+        full: all keys and values.
+        kept: the kept keys [B, H, K, D] and their values [B, H, K, D'].
+        bias: what is added to the logits of the kept keys, broadcast to [B, H, Q, K].
+        attn_mask: of the attention over all keys.
+        scale: of the logits; None: 1 / sqrt(D).
+        merged: the first and last of the kept keys whose values may change, as in `fitted_values`.
+
+    Returns:
+        [B, H, K, D'] in the dtype of the kept values.
+    """
+    shared = q.shape[1] // kept[0].shape[1]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    some = q.index_select(2, at)
+    rows = attn_mask
+    if rows is not None and rows.dim() > 1 and rows.shape[-2] > 1:
+        rows = rows.index_select(-2, at)
+        bias = bias.index_select(-2, at)
+    more: Any = {"enable_gqa": True} if shared > 1 else {}
+    exact = F.scaled_dot_product_attention(some, *full, attn_mask=rows, scale=scale, **more)
+    if shared > 1:
+        some, exact = (
+            t.unflatten(1, (-1, shared)).flatten(2, 3) for t in (some, exact)
+        )  # [B, H', shared * m, D]
+        bias = bias if bias.shape[-2] == 1 else bias.repeat(1, 1, shared, 1)
+    some, key, value, exact = (t.flatten(0, 1) for t in (some, *kept, exact))
+    logits = product(some, key.transpose(1, 2)).unflatten(0, kept[0].shape[:2])
+    weights = torch.softmax(torch.add(bias, logits, alpha=scale), -1).flatten(0, 1)
+    fitted = fitted_values(weights, value, exact, *merged)
+    return fitted.view(kept[1].shape).to(kept[1].dtype)

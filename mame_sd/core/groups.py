@@ -8,6 +8,8 @@ on the order of threads, and what is not finite stays within its tile.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +28,7 @@ class Groups:
         row: LongTensor [B, T * P], the number of the destination in its tile that the token of each
             slot joins, -1 for none.
         stay: LongTensor [B, r], the slots of the tokens that stay.
-        dtype: of sizes, and of sums at least.
+        dtype: of `sizes`.
 
     Attributes:
         tokens_in, tokens_kept: L and K = T * m + r.
@@ -35,31 +37,43 @@ class Groups:
     def __init__(
         self, cells: Cells, dst: Tensor, row: Tensor, stay: Tensor, dtype: torch.dtype
     ) -> None:
-        self.cells, self.dst, self.row, self.stay, self._dtype = cells, dst, row, stay, dtype
+        self.cells, self.dst, self.row, self.stay, self.dtype = cells, dst, row, stay, dtype
         self.tokens_in, self.tokens_kept = cells.tokens, cells.kept + stay.shape[1]
-        self._belonging: tuple[Tensor, Tensor] | None = None
-        self._shares: dict[torch.dtype, Tensor] = {}
+
+    def means(self, *slots: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The means of the groups, and how many tokens each has.
+
+        Args:
+            slots: tokens [B, T * P, ...] in the order of the slots, all of one dtype.
+
+        Returns:
+            [B, K, ...] of each, in its dtype, and the sizes [B, K] in fp32 (fp64 for fp64).
+        """
+        cells, batch = self.cells, self.row.shape[0]
+        least = torch.promote_types(slots[0].dtype, torch.float32)
+        # Cards multiply 16 bits and sum in fp32, CPUs hardly do.
+        halves = slots[0].is_cuda and slots[0].dtype in (torch.float16, torch.bfloat16)
+        dtype = slots[0].dtype if halves else least
+        rows = self.row.view(batch * cells.tiles, 1, cells.width)
+        belongs = rows == cells.number[: cells.m].view(-1, 1)  # 0, 1, ...
+        counts = belongs.sum(-1, keepdim=True, dtype=least)
+        # Shares of the mean rather than sums, which leave fp16's range.
+        shares = (belongs / counts).to(dtype)
+        found = []
+        for t in slots:
+            exact = t.to(dtype).reshape(batch * cells.tiles, cells.width, math.prod(t.shape[2:]))
+            mean = torch.bmm(shares, exact).to(t.dtype).view(batch, cells.kept, *t.shape[2:])
+            if self.stay.shape[1]:
+                at = self.stay.view(batch, -1, *[1] * (t.dim() - 2))
+                mean = torch.cat([mean, t.gather(1, at.expand(-1, -1, *t.shape[2:]))], 1)
+            found.append(mean)
+        sizes = counts.view(batch, cells.kept)
+        return found, F.pad(sizes, (0, self.stay.shape[1]), value=1.0)
 
     @property
     def sizes(self) -> Tensor:
         """[B, K], how many tokens each group has."""
-        counts = self._counted()[1].view(self.row.shape[0], self.cells.kept)
-        return F.pad(counts, (0, self.stay.shape[1]), value=1.0) if self.stay.shape[1] else counts
-
-    def _counted(self) -> tuple[Tensor, Tensor]:
-        """Whether a slot's token belongs to a destination [B * T, m, P], and of how many it is."""
-        if self._belonging is None:
-            rows = self.row.view(-1, 1, self.cells.width)
-            belongs = rows == self.cells.number[: self.cells.m].view(-1, 1)  # 0, 1, ...
-            self._belonging = belongs, belongs.sum(-1, keepdim=True, dtype=self._dtype)
-        return self._belonging
-
-    def _means(self, dtype: torch.dtype) -> Tensor:
-        """[B * T, m, P], of each token's slot its share of the mean of its group."""
-        if dtype not in self._shares:
-            belongs, counts = self._counted()
-            self._shares[dtype] = (belongs / counts).to(dtype)
-        return self._shares[dtype]
+        return self.means(self.row.new_empty(*self.row.shape, 0, dtype=self.dtype))[1]
 
     @property
     def kept(self) -> Tensor:
@@ -79,48 +93,22 @@ class Groups:
             found = found.scatter(1, self.stay, numbers.expand(self.stay.shape))
         return found.index_select(1, cells.slot)
 
-    def alone(self) -> Groups:
-        """The same groups without what was computed from them, which takes memory."""
-        return Groups(self.cells, self.dst, self.row, self.stay, self._dtype)
-
     def merge(self, t: Tensor) -> Tensor:
         """The means [B, K, C] of the groups of t [B, L, C], in the dtype of t."""
-        return self.means(t.index_select(1, self.cells.order))
-
-    def means(self, slots: Tensor) -> Tensor:
-        """The same of the tokens in all slots, [B, T * P, C]."""
-        # Shares of the mean rather than sums, which leave fp16's range.
-        dtype = _of_products(slots)
-        exact = slots.to(dtype).view(-1, self.cells.width, slots.shape[2])
-        means = torch.bmm(self._means(dtype), exact).to(slots.dtype)
-        means = means.view(slots.shape[0], self.cells.kept, slots.shape[2])
-        if self.stay.shape[1]:
-            at = self.stay.unsqueeze(-1).expand(-1, -1, slots.shape[2])
-            means = torch.cat([means, slots.gather(1, at)], 1)
-        return means
+        return self.means(t.index_select(1, self.cells.order))[0][0]
 
     def restore(self, y: Tensor) -> Tensor:
         """All tokens [B, L, C] as copies of their groups' y [B, K, C]."""
         return y.gather(1, self.groups.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
 
-def _of_products(t: Tensor) -> torch.dtype:
-    """What means of t are computed in: cards multiply 16 bits and sum in fp32, CPUs hardly do."""
-    halves = t.dtype in (torch.float16, torch.bfloat16)
-    return t.dtype if halves and t.is_cuda else torch.promote_types(t.dtype, torch.float32)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """a b [n, i, k] of a [n, i, j] and b [n, j, k], in fp32 (fp64 for fp64) at least."""
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+    learns = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and not learns:
         return torch.bmm(a, b, out_dtype=torch.float32)
     dtype = torch.promote_types(a.dtype, torch.float32)
     return torch.bmm(a.to(dtype), b.to(dtype))
-
-
-def _squares(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """|x|^2 [B, n] of tokens [B, n, d]."""
-    return torch.linalg.vector_norm(t, dim=-1, dtype=dtype).square()
 
 
 @torch.no_grad()
@@ -149,27 +137,24 @@ def group_tokens(
     batch, dtype = slots.shape[0], torch.promote_types(slots.dtype, torch.float32)
     place = None
     if leader is not None and leader.shape[0] == batch and batch > 1:
+        place = leader
         if slots.device.type == "cpu" and not torch.compiler.is_compiling():
             # Nothing waits here, and samples with one leader are compared once.
             leader, place = leader.unique(return_inverse=True)
-        if place is None or len(leader) < batch:
-            slots = slots.index_select(0, leader)
-    chosen = slots.index_select(1, dst)
+            slots = slots if len(leader) == batch else slots.index_select(0, leader)
+    squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square()
+    chosen = slots.index_select(1, dst).view(-1, cells.m, slots.shape[2])
     # |x - d|^2 = |x|^2 - 2 (x . d - |d|^2 / 2), of which the last part tells the nearest.
-    nearness = _product(
-        chosen.view(-1, cells.m, chosen.shape[2]),
-        slots.view(-1, cells.width, slots.shape[2]).transpose(1, 2),
-    )
-    nearness = torch.sub(nearness, _squares(chosen, dtype).view(-1, cells.m, 1), alpha=0.5)
-    best, row = nearness.max(1)
+    nearness = product(chosen, slots.view(-1, cells.width, slots.shape[2]).transpose(1, 2))
+    of_chosen = squares.index_select(1, dst).view(-1, cells.m, 1)
+    best, row = torch.sub(nearness, of_chosen, alpha=0.5).max(1)
     row = row.view(len(slots), cells.tiles * cells.width)
     row = row.index_copy(1, dst, cells.number.expand(len(slots), -1))
     if cells.pad is not None:
         row = row.masked_fill(cells.pad, -1)
     staying = row[:, :0]
     if stay:
-        far = torch.sub(_squares(slots, dtype), best.view_as(row), alpha=2)
-        far = far.index_fill(1, dst, -torch.inf)
+        far = torch.sub(squares, best.view_as(row), alpha=2).index_fill(1, dst, -torch.inf)
         if cells.pad is not None:
             far = far.masked_fill(cells.pad, -torch.inf)
         staying = far.topk(stay).indices

@@ -19,7 +19,6 @@ True
 
 from __future__ import annotations
 
-import contextlib
 from functools import lru_cache
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.devices import no_autocast
 
 # Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a
 # tie, up to rounding), the unrefined weights are taken. Below it, fp32 decides by rounding alone.
@@ -41,19 +41,19 @@ class Plan:
         preserved: LongTensor [r], the sources that stay, in all samples alike, as indices into
             `src`.
         dst, src: LongTensor [M] and [N], the positions of destinations and sources.
-        special: leading tokens that take no part.
+        prefix: leading tokens that take no part.
 
     Attributes:
-        tokens_in, tokens_kept: L and L', special tokens included.
+        tokens_in, tokens_kept: L and L', prefix tokens included.
     """
 
     def __init__(
-        self, weights: Tensor, preserved: Tensor, dst: Tensor, src: Tensor, special: int = 0
+        self, weights: Tensor, preserved: Tensor, dst: Tensor, src: Tensor, prefix: int = 0
     ) -> None:
         self.weights, self.preserved = weights, preserved
-        self.dst, self.src, self.special = dst, src, special
-        self.tokens_in = special + dst.shape[0] + src.shape[0]
-        self.tokens_kept = special + dst.shape[0] + preserved.shape[0]
+        self.dst, self.src, self.prefix = dst, src, prefix
+        self.tokens_in = prefix + dst.shape[0] + src.shape[0]
+        self.tokens_kept = prefix + dst.shape[0] + preserved.shape[0]
 
     @property
     def counts(self) -> Tensor:
@@ -64,26 +64,26 @@ class Plan:
     def sizes(self) -> Tensor:
         """How many tokens each of those that `merge` gives stands for, [B, L']; L in all."""
         counts = self.counts
-        ones = counts.new_ones(counts.shape[0], self.special + self.preserved.shape[0])
-        return torch.cat([ones[:, : self.special], counts, ones[:, self.special :]], 1)
+        ones = counts.new_ones(counts.shape[0], self.prefix + self.preserved.shape[0])
+        return torch.cat([ones[:, : self.prefix], counts, ones[:, self.prefix :]], 1)
 
     @property
     def kept(self) -> Tensor:
         """LongTensor [L'], the positions of the tokens that `merge` gives, in its order."""
-        body = torch.cat([self.dst, self.src.index_select(0, self.preserved)]) + self.special
-        return torch.cat([torch.arange(self.special, device=body.device), body])
+        body = torch.cat([self.dst, self.src.index_select(0, self.preserved)]) + self.prefix
+        return torch.cat([torch.arange(self.prefix, device=body.device), body])
 
     @property
     def groups(self) -> Tensor:
         """LongTensor [B, L], which of the tokens that `merge` gives each token mainly went to."""
-        batch, device, special = self.weights.shape[0], self.dst.device, self.special
+        batch, device, prefix = self.weights.shape[0], self.dst.device, self.prefix
         numbers = torch.arange(self.tokens_kept, device=device).expand(batch, -1)
         found = numbers.new_empty(batch, self.tokens_in)
-        found[:, :special] = numbers[:, :special]
-        found[:, special + self.dst] = numbers[:, special : special + len(self.dst)]
-        mainly = self.weights.argmax(1) + special
-        mainly[:, self.preserved] = numbers[:, special + len(self.dst) :]
-        found[:, special + self.src] = mainly
+        found[:, :prefix] = numbers[:, :prefix]
+        found[:, prefix + self.dst] = numbers[:, prefix : prefix + len(self.dst)]
+        mainly = self.weights.argmax(1) + prefix
+        mainly[:, self.preserved] = numbers[:, prefix + len(self.dst) :]
+        found[:, prefix + self.src] = mainly
         return found
 
     def merge(self, t: Tensor) -> Tensor:
@@ -93,14 +93,14 @@ class Plan:
         Raises ValueError where `t` has not the samples and tokens that were planned for.
         """
         self._check(t, self.tokens_in, "merge")
-        body = t[:, self.special :]
+        body = t[:, self.prefix :]
         dst, src = body.index_select(1, self.dst), body.index_select(1, self.src)
         with no_autocast(t):
             counts = self.counts.unsqueeze(-1)
             # Shares of the mean rather than sums, which leave fp16's range.
             share, own = (self.weights / counts).to(t.dtype), (1 / counts).to(t.dtype)
             parts = [torch.baddbmm(dst * own, share, src), src.index_select(1, self.preserved)]
-        return torch.cat([t[:, : self.special], *parts], 1)
+        return torch.cat([t[:, : self.prefix], *parts], 1)
 
     def restore(self, y: Tensor) -> Tensor:
         """X^rec: all tokens from y [B, L', C] at their original positions, [B, L, C] (Algorithm 2).
@@ -109,16 +109,16 @@ class Plan:
         """
         self._check(y, self.tokens_kept, "restore")
         m = self.dst.shape[0]
-        dst = y[:, self.special : self.special + m]
+        dst = y[:, self.prefix : self.prefix + m]
         with no_autocast(y):
             src = torch.bmm(self.weights.to(y.dtype).transpose(1, 2), dst)
-        src = src.index_copy(1, self.preserved, y[:, self.special + m :])
+        src = src.index_copy(1, self.preserved, y[:, self.prefix + m :])
         body = torch.cat([dst, src], 1)
         order = torch.cat([self.dst, self.src])
         back = torch.empty_like(order).index_copy(
             0, order, torch.arange(len(order), device=order.device)
         )
-        return torch.cat([y[:, : self.special], body.index_select(1, back)], 1)
+        return torch.cat([y[:, : self.prefix], body.index_select(1, back)], 1)
 
     def _check(self, t: Tensor, tokens: int, call: str) -> None:
         batch = self.weights.shape[0]
@@ -129,7 +129,7 @@ class Plan:
             )
 
 
-def plan_tokens(x: Tensor, config: MaMeConfig, special: int = 0) -> Plan:
+def plan_tokens(x: Tensor, config: MaMeConfig, num_prefix_tokens: int = 0) -> Plan:
     """Decides which tokens merge, from the similarity of the tokens of x (Algorithm 1).
 
     A source stays where any sample of the batch has no destination above tau for it ("Batch
@@ -140,7 +140,7 @@ def plan_tokens(x: Tensor, config: MaMeConfig, special: int = 0) -> Plan:
             is merged. Similarities and weights are fp32 whatever its dtype (fp64 for fp64), under
             autocast too.
         config: `tau`, `metric`, `partition`, `refine` and `seed` are read.
-        special: leading tokens that take no part, such as a class token.
+        num_prefix_tokens: leading tokens that take no part, such as a class token.
 
     Raises:
         ValueError: a shape or dtype that can't be, or settings without a tau.
@@ -149,20 +149,21 @@ def plan_tokens(x: Tensor, config: MaMeConfig, special: int = 0) -> Plan:
         raise ValueError(
             f"x: expected floating point tokens [B, L, d], got {x.dtype} {list(x.shape)}"
         )
-    if not 0 <= special < x.shape[1]:
+    prefix = num_prefix_tokens
+    if not 0 <= prefix < x.shape[1]:
         raise ValueError(
-            f"special: expected fewer than the {x.shape[1]} tokens of x, got {special}"
+            f"num_prefix_tokens: expected fewer than the {x.shape[1]} tokens of x, got {prefix}"
         )
     if config.tau is None:
         raise ValueError(f"config: expected settings with a tau, got keep={config.keep}")
-    body = x[:, special:]
+    body = x[:, prefix:]
     dst, src = partition(body.shape[1], config.partition, config.seed, x.device)
     with no_autocast(x):
         s = similarity(body.index_select(1, dst), body.index_select(1, src), config.metric)
         weights, merges = fusion_weights(s, config.tau, config.refine)
         stays = ~merges.all(0)
         weights = weights.masked_fill(stays, 0)
-    return Plan(weights, stays.nonzero().squeeze(-1), dst, src, special)
+    return Plan(weights, stays.nonzero().squeeze(-1), dst, src, prefix)
 
 
 def similarity(dst: Tensor, src: Tensor, metric: str = "cosine") -> Tensor:
@@ -242,11 +243,3 @@ def _partition(
         drawn = torch.randperm(tokens, generator=generator, device="cpu").to(device)
         return drawn[:m].sort().values, drawn[m:].sort().values
     return every[:m], every[m:]
-
-
-def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Autocast off on the device of `t`, where it is on."""
-    kind = t.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()

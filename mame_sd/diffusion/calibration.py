@@ -241,8 +241,8 @@ class Single(MergeHook):
 
     def merged(self, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
         """The output of `call`, merged by `form` as in the step of the model's call around it."""
-        known, step = self.told()
-        return merged_call(self.layer, call, known, form, stats, step._replace(plans=None))
+        step = self.told()._replace(plans=None)
+        return merged_call(self.layer, call, self.tokens(), form, stats, lambda: step)
 
 
 class Probe(Single):

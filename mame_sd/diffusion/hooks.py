@@ -1,30 +1,22 @@
 """The hook that merges around a layer, and what it shares with those that read a model's calls.
 
 The latter are in `model_hooks.py`. The hooks share the settings, the step, and plans that two calls
-of one input share.
-
-Guidance may take two calls: the second, of the same latents at the same timestep, merges by the
-plans of the first. What a batch of both is to `mame_sd.core.pairs`. Pipelines of Qwen-Image, Wan,
-Chroma and Flux call the model with the prompt and then, with the very same tensor, with the
-negative prompt. A call with all the same tensors is none of these: it is repeated, with other
-weights perhaps.
+of one input share (`plans.py`).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from diffusers.hooks import ModelHook
-from torch import Tensor, nn
+from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import DRAWS
-from mame_sd.core.groups import Groups
 from mame_sd.diffusion.layer import NO_STEP, Layer, Step, Tokens, merged_call
+from mame_sd.diffusion.plans import noted, same
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
 
@@ -64,7 +56,7 @@ class Shared:
     Attributes:
         setting: every thread's, but for those that have one of their own.
         own: each thread's own Setting.
-        step: the Step of its latest call of the model.
+        step: the Step of its latest call of the model, or a Later one.
         plans: what the call under way shares with those before it.
         learning: what is known of calls with gradients.
         applied: is told whether the hooks that merge are put on the model or taken off.
@@ -84,88 +76,22 @@ class Shared:
         return self.own.value or self.setting
 
 
-class Plans:
-    """Plans of a model's layers, for all calls of the same latents at one timestep.
+class Later:
+    """A step that is worked out when a layer first asks for it: where none merges, nothing is."""
 
-    Args:
-        latents: the model's input; with it go the plans.
-    """
+    def __init__(self, make: Callable[[], Step]) -> None:
+        self._make: Callable[[], Step] | None = make
+        self._made = NO_STEP
 
-    def __init__(self, latents: Tensor) -> None:
-        found: dict[tuple[Any, ...], Groups] = {}
-        self._found = found
-        self._calls: Counter[tuple[str, int]] = Counter()
-        self._latents = weakref.ref(latents, lambda _: found.clear())
-        self._version = latents._version
-        self._others: list[weakref.ref[Tensor]] = []  # of the latest call
-        self._of = self._now = _noted(None)  # the timesteps of the plans and of the call under way
+    def step(self) -> Step:
+        """The step."""
+        if self._make is not None:
+            self._made, self._make = self._make(), None
+        return self._made
 
-    def go_for(self, latents: Tensor, others: list[Tensor]) -> bool:
-        """Whether they go for a call with this very tensor, unchanged since as PyTorch counts it,
-        and other tensors than the latest call's.
-        """
-        same = len(others) == len(self._others) and all(
-            known() is other for known, other in zip(self._others, others, strict=True)
-        )
-        return self._latents() is latents and self._version == latents._version and not same
-
-    def begin(self, timestep: Any, others: list[Tensor]) -> Plans:
-        """To be called at the start of each call of the model."""
-        self._calls.clear()
-        self._now = _noted(timestep)
-        self._others = [weakref.ref(other) for other in others]
-        return self
-
-    def groups(
-        self,
-        layer: str,
-        config: MaMeConfig,
-        shape: tuple[int, ...],
-        number: int,
-        make: Callable[[], Groups],
-    ) -> Groups:
-        """What merges in a grid of the next call of a layer.
-
-        These are the groups that its call of the same number made in an earlier call of the model,
-        else new ones, which are kept.
-
-        Args:
-            layer: its name.
-            config: its settings.
-            shape: of the grids that merge.
-            number: of the grid, from 0.
-            make: gives new groups.
-        """
-        if self._latents() is None:  # a call that was interrupted, of which no hook is told
-            return make()
-        if self._found and self._of is not self._now and not _same(self._of, self._now):
-            self._found.clear()
-        self._of = self._now
-        self._calls[layer, number] += 1  # attention may run sample by sample
-        key = layer, number, self._calls[layer, number], config, shape
-        found = self._found.get(key)
-        if found is None:
-            found = make()
-            self._found[key] = found.alone()
-        return found
-
-
-def _noted(timestep: Any) -> tuple[Any, int]:
-    """A timestep, and how often it was changed."""
-    counted = isinstance(timestep, Tensor) and not timestep.is_inference()
-    return timestep, timestep._version if counted else 0
-
-
-def _same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
-    """Whether two timesteps that were noted are the same, and neither has changed since."""
-    (first, version), (second, _) = before, now
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
-        return type(first) is type(second) and bool(first == second)
-    if _noted(first) != (first, version) or first.is_inference():
-        return False
-    if first is second:
-        return True
-    return first.device == second.device and not first.is_meta and torch.equal(first, second)
+    def let_go(self) -> None:
+        """Holds on to none of the call's tensors any more: it is over."""
+        self._make = None
 
 
 class Learning:
@@ -180,9 +106,9 @@ class Learning:
     def begin(self, timestep: Any) -> None:
         """To be called at the start of each call of the model."""
         if torch.is_grad_enabled() and (self._first is None or self._over):
-            self._first, self._moved, self._over = _noted(timestep), False, False
+            self._first, self._moved, self._over = noted(timestep), False, False
         elif self._first is not None and not self._moved:
-            self._moved = not _same(self._first, _noted(timestep))
+            self._moved = not same(self._first, noted(timestep))
 
     def again(self) -> None:
         """Raises RuntimeError where a call at another timestep came since."""
@@ -265,16 +191,20 @@ class MergeHook(ModelHook):
             return forward(*args, **kwargs)
         config: MaMeConfig | None = setting.config
         call = self.layer.call(module, forward, args, kwargs)
-        known, step = self.told()
         if setting.of_layer:  # a name would be a constant of each compiled block
             config = setting.of_layer.get(stats.name, config)
         if config is None:
-            stats.skipped(LEFT, self.layer.count(call, known))
+            stats.skipped(LEFT, self.layer.count(call, self.tokens()))
             return call.run()
-        return merged_call(self.layer, call, known, config, stats, step)
+        return merged_call(self.layer, call, self.tokens(), config, stats, self.told)
 
-    def told(self) -> tuple[Tokens | None, Step]:
-        """What this thread's latest call of the model says: how the tokens lie, and of the step.
+    def tokens(self) -> Tokens | None:
+        """How the tokens lie in this thread's latest call of the model; None: unknown."""
+        known = self.known
+        return None if known is None else getattr(known.mine, "value", known.latest)
+
+    def told(self) -> Step:
+        """What this thread's latest call of the model says of the step.
 
         A call gives the same with gradients as without them, but for plans, which it shares with
         none. Where the model checkpoints gradients there is no step: a block that is computed
@@ -282,20 +212,21 @@ class MergeHook(ModelHook):
 
         Raises RuntimeError in a block that is computed again after a call at another timestep.
         """
-        shared, noted = self.shared, self.known
-        known = None if noted is None else getattr(noted.mine, "value", noted.latest)
-        step: Step | None = getattr(shared.step.mine, "value", shared.step.latest)
+        shared = self.shared
+        step: Step | Later | None = getattr(shared.step.mine, "value", shared.step.latest)
+        if isinstance(step, Later):
+            step = step.step()
         if step is None or step is NO_STEP:
-            return known, NO_STEP
+            return NO_STEP
         learns = torch.is_grad_enabled()
         if torch.compiler.is_compiling():  # a number would be a constant of the graph
             draw = None if step.draw is None else (step.draw + self.number) % DRAWS
-            return known, Step(draw, leader=step.leader)  # a graph holds no plans
+            return Step(draw, leader=step.leader)  # a graph holds no plans
         draw = None if step.draws is None else step.draws[self.place : self.place + 1]
         if learns and torch._C._current_graph_task_id() >= 0:  # in a backward pass
             shared.learning.again()
         plans = None if learns else getattr(shared.plans.mine, "value", None)
-        return known, Step(draw, leader=step.leader, plans=plans)
+        return Step(draw, leader=step.leader, plans=plans)
 
     def put(self, module: nn.Module) -> Any:
         """Is told that it was put on `module`, whose `forward` is now what it gives."""

@@ -16,15 +16,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.attention import Grid, KeyMerging
-from mame_sd.core.groups import Groups
 from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.interception import MergeJob, SDPAInterceptor
+from mame_sd.diffusion.plans import Plans
 from mame_sd.report import LayerStats
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
@@ -107,20 +107,6 @@ class LayerCall(NamedTuple):
         return self.forward(*args, *self.rest, **given)
 
 
-class KeptGroups(Protocol):
-    """Groups of an earlier call of the same input (`mame_sd.diffusion.hooks.Plans`)."""
-
-    def groups(
-        self,
-        layer: str,
-        config: MaMeConfig,
-        shape: tuple[int, ...],
-        number: int,
-        make: Callable[[], Groups],
-    ) -> Groups:
-        """What merges in a grid of the next call of a layer."""
-
-
 class Step(NamedTuple):
     """What the call of the model around a layer says of merging in it.
 
@@ -136,10 +122,15 @@ class Step(NamedTuple):
     draw: Tensor | None = None
     draws: Tensor | None = None
     leader: Tensor | None = None
-    plans: KeptGroups | None = None
+    plans: Plans | None = None
 
 
 NO_STEP = Step()
+
+
+def no_step() -> Step:
+    """The step of layers around which nothing tells of one."""
+    return NO_STEP
 
 
 @dataclass(frozen=True)
@@ -254,7 +245,7 @@ def merged_call(
     known: Tokens | None,
     config: MaMeConfig,
     stats: LayerStats,
-    step: Step = NO_STEP,
+    step: Callable[[], Step] = no_step,
 ) -> Any:
     """The output of `call`, merged where that is sound, and counted.
 
@@ -264,14 +255,14 @@ def merged_call(
         known: how the tokens lie, from the model around the layer; None where nothing says it.
         config: the settings.
         stats: counters of this layer.
-        step: what the model around says of this step.
+        step: gives what the model around says of this step; asked where keys merge.
     """
     route = layer.route(call, known, config)
     if isinstance(route, str):
         stats.skipped(route, layer.count(call, known))
         return call.run()
-    if config.method == "keys":
-        return _keys_merged(layer.job(route, stats.name, step), route, stats)
+    if config.tau is None:
+        return _keys_merged(layer.job(route, stats.name, step()), route, stats)
     assert route.merge_tokens is not None
     plan = layer.plan(route)
     stats.merged(plan, route.tokens.size, route.note)

@@ -18,8 +18,9 @@ from mame_sd.core.draws import DRAWS, constant, counting, draw_at
 from mame_sd.core.pairs import leaders
 from mame_sd.diffusion.families.unet import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import CallHook, PreHook
-from mame_sd.diffusion.hooks import Plans, Shared
+from mame_sd.diffusion.hooks import Later, Shared
 from mame_sd.diffusion.layer import NO_STEP, Call, Step, Tokens
+from mame_sd.diffusion.plans import Plans
 from mame_sd.diffusion.threads import PerThread, begin, end
 from mame_sd.report import NOTHING_MERGES, TOO_FEW, LayerStats
 
@@ -190,9 +191,6 @@ class StepHook(CallHook):
         compiling = torch.compiler.is_compiling()
         keys = setting.config.method == "keys"  # whole tokens are drawn once
         redraws = setting.config.redraw and keys
-        draw = draw_at(timestep) if timestep is not None and redraws else None
-        if inputs and draw is not None:
-            draw = draw.to(inputs[0].device)
         pairs = (
             setting.config.share_guidance_plan
             and keys
@@ -202,12 +200,20 @@ class StepHook(CallHook):
         prompt_first = type(module).__name__ in _PROMPT_FIRST
         frames = self.by_frame and bool(inputs) and inputs[0].dim() == 5
         leads = pairs and not frames
-        leader = leaders(inputs[0], prompt_first) if leads else None
-        draws = None
-        if draw is not None and not compiling:
-            draws = (draw + constant(counting, DRAWS, draw.device)) % DRAWS
+        first = inputs[0] if inputs else None
+
+        def step() -> Step:
+            draw = draws = None
+            if timestep is not None and redraws:
+                draw = draw_at(timestep)
+                draw = draw if first is None else draw.to(first.device)
+                if not compiling:
+                    draws = (draw + constant(counting, DRAWS, draw.device)) % DRAWS
+            leader = leaders(first, prompt_first) if leads and first is not None else None
+            return Step(draw, draws, leader)
+
         again = _checkpoints(module)
-        self.shared.step.value = NO_STEP if again else Step(draw, draws, leader)
+        self.shared.step.value = NO_STEP if again else step() if compiling else Later(step)
         if not compiling:
             self.shared.learning.begin(timestep)
         if compiling:  # a graph holds no plans
@@ -233,6 +239,8 @@ class StepHook(CallHook):
         if not torch.compiler.is_compiling():
             end(module, self.name)
             self.shared.plans.value = None
+            if isinstance(step := self.shared.step.value, Later):
+                step.let_go()
             watched, self.watched = self.watched, []
             called = [stats for stats in watched if stats.calls]
             if called and self.shared.now.active and all(stats.last_reason for stats in called):

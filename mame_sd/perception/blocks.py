@@ -174,7 +174,7 @@ class MergedBlock:
         assert self.config is not None
         assert self.counts is not None
         tokens, least, now = x.shape[1], self.config.min_tokens or 0, self.shared.now
-        if tokens - self.shared.special < least:
+        if tokens - self.shared.num_prefix_tokens < least:
             if now.counting:
                 self.counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
             return x, sizes
@@ -210,11 +210,11 @@ class MergedBlock:
         assert config is not None
         if config.keep is not None and self.first:
             h, w = grid or (0, 0)
-            known = self.encoder.grid and h * w == x.shape[1] - self.shared.special
+            known = self.encoder.grid and h * w == x.shape[1] - self.shared.num_prefix_tokens
             size = (h, w) if known else None
             note = "" if size else UNKNOWN
         feature = self._feature(x, normed, self._compared)
-        plan = plan_block(feature, config, size, self.shared.special)
+        plan = plan_block(feature, config, size, self.shared.num_prefix_tokens)
         if self.shared.now.counting:
             note = note or self._fewer_merge(len(x))
             self._count(plan, x.shape, feature.shape[2], sizes is not None, note)

@@ -43,7 +43,7 @@ class Measured:
         costs: of the blocks.
         errors: by block, in the order of SHARES: the relative squared error of the outputs.
         patches: of an image.
-        special: tokens before them, which never merge.
+        num_prefix_tokens: tokens before them, which never merge.
         around: multiply-adds of what is around the blocks.
         base: the settings that the blocks have beside their shares.
         described: the model in words, for `made_for`.
@@ -54,7 +54,7 @@ class Measured:
     costs: tuple[BlockCost, ...]
     errors: tuple[tuple[float, ...], ...]
     patches: int
-    special: int
+    num_prefix_tokens: int
     around: float
     base: MaMeConfig
     described: str
@@ -127,7 +127,7 @@ class Measured:
 
     def _work(self, number: int, n: np.ndarray, m: np.ndarray) -> np.ndarray:
         """Multiply-adds of a block from n patches to m."""
-        tokens, left = n + self.special, m + self.special
+        tokens, left = n + self.num_prefix_tokens, m + self.num_prefix_tokens
         cost = self.costs[number]
         # Destinations are compared with all tokens, and a matrix of ones makes the means.
         compared = np.minimum(m, n // 2) * n * 2 * cost.width * (m < n)

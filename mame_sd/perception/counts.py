@@ -43,7 +43,7 @@ class BlockCounts:
             self.compiled = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
 
     def add(self, tokens: int, kept: int, merging: int, note: str = "") -> None:
-        """Count a call of `tokens` that kept `kept` of them; special tokens included."""
+        """Count a call of `tokens` that kept `kept` of them; prefix tokens included."""
         values = (1, tokens, tokens * tokens, kept, kept * kept, merging)
         self.note = note
         if torch.compiler.is_exporting():  # whose graphs change no tensor of ours

@@ -117,7 +117,12 @@ class EncoderHandle:
             restore = takes_mean(root) and not self._paper
         last = len(modules) - 1
         self._shared = shared = ForwardState(
-            self.encoder, known.special_of(self.encoder), last, restore, known.dense, prop_attn
+            self.encoder,
+            known.prefix_tokens_of(self.encoder),
+            last,
+            restore,
+            known.dense,
+            prop_attn,
         )
         _check_parts(self.configs, prop_attn, known, modules[0])
         device = device_of(self.encoder)
@@ -214,13 +219,13 @@ class EncoderHandle:
             run(batches[0][:1])
             counting.remove()
             tokens = round(counting.report().blocks[0].tokens_in)
-            places, special = counting._shared.places, counting._shared.special
+            places, prefix = counting._shared.places, counting._shared.num_prefix_tokens
             found = Measured(
                 names=tuple(self._names),
                 costs=tuple(self._costs),
                 errors=errors,
-                patches=tokens - special,
-                special=special,
+                patches=tokens - prefix,
+                num_prefix_tokens=prefix,
                 around=around_blocks(self.encoder, self._blocks, places, tokens, tokens),
                 base=base,
                 described=self.described,
@@ -373,9 +378,9 @@ class EncoderHandle:
         return place.gather(1, holder)
 
     @property
-    def special(self) -> int:
+    def num_prefix_tokens(self) -> int:
         """How many tokens come before the patches."""
-        return self._shared.special
+        return self._shared.num_prefix_tokens
 
     def kept(self, blocks: int, samples: int, tokens: int, device: torch.device) -> Tensor:
         """LongTensor [B, L']: places of the tokens that are left of `samples` after the first

@@ -8,7 +8,7 @@ MyViT with one class token, whose MyBlock has the modules norm_a, attend, norm_b
     from mame_sd.perception.known_encoders import Encoder, register_encoder
 
     register_encoder(Encoder("mine", ("MyViT",), "MyBlock", ("norm_a", "attend"), ("norm_b", "mlp"),
-    special=1))
+    num_prefix_tokens=1))
 
 This module imports neither transformers nor timm: classes are known by their names.
 """
@@ -35,8 +35,8 @@ class Encoder:
             then the attention. The attention is called with the tokens and with the block's further
             arguments by name; of a tuple that it returns the first entry counts.
         mlp: the modules of its MLP branch.
-        special: how many tokens before the patches are none (class, distillation, register tokens),
-            or what says so of a model.
+        num_prefix_tokens: how many tokens before the patches are none (class, distillation,
+            register tokens), or what says so of a model.
         keys: path in a block of the projection that gives keys, for `feature`; None: keys can't be
             compared.
         joined: that projection gives queries, keys and values side by side.
@@ -58,7 +58,7 @@ class Encoder:
     block: str
     attention: tuple[str, ...]
     mlp: tuple[str, ...]
-    special: int | Callable[[Any], int] = 0
+    num_prefix_tokens: int | Callable[[Any], int] = 0
     keys: str | None = None
     output: str | None = None
     mask: str = "attention_mask"
@@ -69,9 +69,10 @@ class Encoder:
     maps: tuple[str, ...] = ()
     joined: bool = False
 
-    def special_of(self, model: nn.Module) -> int:
-        """How many special tokens stand before the patches of `model`."""
-        return self.special if isinstance(self.special, int) else int(self.special(model))
+    def prefix_tokens_of(self, model: nn.Module) -> int:
+        """How many prefix tokens stand before the patches of `model`."""
+        count = self.num_prefix_tokens
+        return count if isinstance(count, int) else int(count(model))
 
     def misfit(self, block: nn.Module) -> str | None:
         """What keeps `block` from being the one described; None where it is."""
@@ -252,7 +253,7 @@ def _prefix(model: Any) -> int:
     return int(model.num_prefix_tokens)
 
 
-def _vit(kind: str, special: int, grid: bool = True) -> None:
+def _vit(kind: str, prefix: int, grid: bool = True) -> None:
     """Models of transformers that are laid out as its ViT."""
     first, second = "layernorm_before", "layernorm_after"
     after = ("intermediate", "output.dense", "output.dropout")
@@ -260,11 +261,11 @@ def _vit(kind: str, special: int, grid: bool = True) -> None:
         ((first, "attention"), (second, *after), "attention.attention.key"),  # transformers 5.0
         ((first, "attention", "dropout"), (second, "mlp", "dropout"), "attention.k_proj"),
     ):
-        named = kind, (f"{kind}Model",), f"{kind}Layer", attention, mlp, special, keys
+        named = kind, (f"{kind}Model",), f"{kind}Layer", attention, mlp, prefix, keys
         register_encoder(Encoder(*named, output="layernorm", grid=grid, adds_mask=True))
 
 
-def _older(kind: str, model: str, special: int, dense: bool = False) -> None:
+def _older(kind: str, model: str, prefix: int, dense: bool = False) -> None:
     """Models in the layout that ViT had: an intermediate layer, and an output that adds its input
     itself.
     """
@@ -275,7 +276,7 @@ def _older(kind: str, model: str, special: int, dense: bool = False) -> None:
             f"{kind}Layer",
             attention=("layernorm_before", "attention"),
             mlp=("layernorm_after", "intermediate", "output.dense", "output.dropout"),
-            special=special,
+            num_prefix_tokens=prefix,
             keys="attention.attention.key",
             adds_mask=True,
             attend=masked,
@@ -284,35 +285,35 @@ def _older(kind: str, model: str, special: int, dense: bool = False) -> None:
     )
 
 
-def _dino(kind: str, special: int | Callable[[Any], int]) -> None:
+def _dino(kind: str, prefix: int | Callable[[Any], int]) -> None:
     """DINOv2: a scale at the end of each branch."""
     attention = ("norm1", "attention", "layer_scale1", "drop_path")
     mlp = ("norm2", "mlp", "layer_scale2", "drop_path")
     block: dict[str, Any] = {"block": f"{kind}Layer", "attention": attention, "mlp": mlp}
-    block |= {"special": special, "keys": "attention.k_proj", "adds_mask": True}
+    block |= {"num_prefix_tokens": prefix, "keys": "attention.k_proj", "adds_mask": True}
     register_encoder(Encoder(kind, (f"{kind}Model",), output="layernorm", **block))
     register_encoder(Encoder(kind, (f"{kind}Backbone",), dense=True, **block))
 
 
-def _clip(kind: str, special: int, output: str | None) -> None:
+def _clip(kind: str, prefix: int, output: str | None) -> None:
     """The image halves of CLIP and its kin, whose text halves have blocks of the same class."""
     models = (f"{kind}VisionModel", f"{kind}VisionTransformer")
     branches = ("layer_norm1", "self_attn"), ("layer_norm2", "mlp")
-    named = kind, models, f"{kind}EncoderLayer", *branches, special, "self_attn.k_proj", output
+    named = kind, models, f"{kind}EncoderLayer", *branches, prefix, "self_attn.k_proj", output
     register_encoder(Encoder(*named, adds_mask=True))
 
 
-_vit("ViT", special=1)
-_vit("DeiT", special=2)
-_vit("ViTMAE", special=1, grid=False)  # shuffled
-_vit("Vivit", special=1)
-_older("VideoMAE", "VideoMAEModel", special=0)
-_older("DPTViT", "DPTModel", special=1, dense=True)
-_dino("Dinov2", special=1)
-_dino("Dinov2WithRegisters", special=_registers)
-_clip("CLIP", special=1, output=None)  # normalises the class token alone
-_clip("Siglip", special=0, output="post_layernorm")
-_clip("Siglip2", special=0, output="post_layernorm")
+_vit("ViT", prefix=1)
+_vit("DeiT", prefix=2)
+_vit("ViTMAE", prefix=1, grid=False)  # shuffled
+_vit("Vivit", prefix=1)
+_older("VideoMAE", "VideoMAEModel", prefix=0)
+_older("DPTViT", "DPTModel", prefix=1, dense=True)
+_dino("Dinov2", prefix=1)
+_dino("Dinov2WithRegisters", prefix=_registers)
+_clip("CLIP", prefix=1, output=None)  # normalises the class token alone
+_clip("Siglip", prefix=0, output="post_layernorm")
+_clip("Siglip2", prefix=0, output="post_layernorm")
 register_encoder(
     Encoder(
         "timm",
@@ -320,7 +321,7 @@ register_encoder(
         "Block",
         ("norm1", "attn", "ls1", "drop_path1"),
         ("norm2", "mlp", "ls2", "drop_path2"),
-        special=_prefix,
+        num_prefix_tokens=_prefix,
         keys="attn.qkv",
         joined=True,
         output="norm",

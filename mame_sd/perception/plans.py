@@ -7,8 +7,9 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import cells_of
+from mame_sd.core.devices import no_autocast
 from mame_sd.core.groups import Groups, group_tokens
-from mame_sd.core.paper import Plan, no_autocast, plan_tokens
+from mame_sd.core.paper import Plan, plan_tokens
 
 GRID, ROW = 0.25, 0.5  # shares of the destinations at most: of 2 x 2 patches one, or every second
 
@@ -18,48 +19,48 @@ class GroupPlan:
 
     Args:
         found: the groups.
-        special: how many tokens stand before those of the groups.
+        prefix: how many tokens stand before those of the groups.
 
     Attributes:
-        tokens_in, tokens_kept: L and L', special tokens included.
+        tokens_in, tokens_kept: L and L', prefix tokens included.
     """
 
-    def __init__(self, found: Groups, special: int) -> None:
-        self.found, self.special = found, special
-        self.tokens_in = special + found.tokens_in
-        self.tokens_kept = special + found.tokens_kept
+    def __init__(self, found: Groups, prefix: int) -> None:
+        self.found, self.prefix = found, prefix
+        self.tokens_in = prefix + found.tokens_in
+        self.tokens_kept = prefix + found.tokens_kept
 
     @property
     def sizes(self) -> Tensor:
         """How many tokens each of those that `merge` gives stands for, [B, L']."""
         sizes = self.found.sizes
-        return torch.cat([sizes.new_ones(len(sizes), self.special), sizes], 1)
+        return torch.cat([sizes.new_ones(len(sizes), self.prefix), sizes], 1)
 
     @property
     def kept(self) -> Tensor:
         """LongTensor [B, L'], the positions of the tokens that `merge` gives."""
-        return self._after_special(self.found.kept)
+        return self._after_prefix(self.found.kept)
 
     @property
     def groups(self) -> Tensor:
         """LongTensor [B, L], which of the tokens that `merge` gives each token went to."""
-        return self._after_special(self.found.groups)
+        return self._after_prefix(self.found.groups)
 
     def merge(self, t: Tensor) -> Tensor:
         """Means of the groups of t [B, L, C], as [B, L', C]."""
-        return torch.cat([t[:, : self.special], self.found.merge(t[:, self.special :])], 1)
+        return torch.cat([t[:, : self.prefix], self.found.merge(t[:, self.prefix :])], 1)
 
     def restore(self, y: Tensor) -> Tensor:
         """All tokens [B, L, C] as copies of their groups' y [B, L', C]."""
-        return torch.cat([y[:, : self.special], self.found.restore(y[:, self.special :])], 1)
+        return torch.cat([y[:, : self.prefix], self.found.restore(y[:, self.prefix :])], 1)
 
-    def _after_special(self, index: Tensor) -> Tensor:
-        first = torch.arange(self.special, device=index.device).expand(len(index), -1)
-        return torch.cat([first, index + self.special], 1)
+    def _after_prefix(self, index: Tensor) -> Tensor:
+        first = torch.arange(self.prefix, device=index.device).expand(len(index), -1)
+        return torch.cat([first, index + self.prefix], 1)
 
 
 def plan_block(
-    feature: Tensor, config: MaMeConfig, size: tuple[int, int] | None, special: int
+    feature: Tensor, config: MaMeConfig, size: tuple[int, int] | None, prefix: int
 ) -> Plan | GroupPlan:
     """What merges in a block.
 
@@ -69,13 +70,13 @@ def plan_block(
             similar angle (ToMe, arXiv 2210.09461, compares keys so), and the least similar ones
             stay.
         size: (h, w) of the patches; None: they are no grid any more.
-        special: leading tokens that take no part.
+        prefix: leading tokens that take no part.
     """
     if config.tau is not None:
-        return plan_tokens(feature, config, special)
+        return plan_tokens(feature, config, prefix)
     assert config.keep is not None
     with no_autocast(feature), torch.no_grad():
-        body = feature[:, special:]
+        body = feature[:, prefix:]
         share = min(config.keep, ROW if size is None else GRID)
         cells = cells_of(size or (body.shape[1],), share, 0, None, body.device)
         dtype = torch.promote_types(body.dtype, torch.float32)
@@ -83,4 +84,4 @@ def plan_block(
         stay = max(0, round(config.keep * body.shape[1]) - cells.kept)
         found = group_tokens(body.index_select(1, cells.order), cells, stay=stay)
         found.stay = found.stay.sort(1).values  # later blocks see tokens in their order
-    return GroupPlan(found, special)
+    return GroupPlan(found, prefix)

@@ -155,10 +155,9 @@ def configs_of(
     given = {} if config is None else {**config.given}
     given.setdefault("min_tokens", MIN_TOKENS)
     if is_paper(config, fields):
-        if _one_each(fields.get("tau")):  # the first stands in until each block has its own
-            given["tau"] = fields["tau"][0] if fields["tau"] else None
-        elif "tau" in fields:
-            given["tau"] = fields["tau"]
+        given.update({name: fields[name] for name in ("tau", "metric") if name in fields})
+        if _one_each(given.get("tau")):  # the first stands in until each block has its own
+            given["tau"] = given["tau"][0] if given["tau"] else None
         return changed(dict.fromkeys(blocks, MaMeConfig.from_dict(given)), fields, schedule)
     if not {"tau", "keep"} & {*given, *fields}:
         given["keep"] = mean_share(len(blocks), schedule)

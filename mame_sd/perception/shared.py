@@ -55,7 +55,7 @@ class ForwardState:
 
     Attributes:
         model: the vision transformer.
-        special: tokens before the patches.
+        num_prefix_tokens: tokens before the patches.
         last: number of its last block.
         restore: the blocks' output has every token again.
         dense: what each block gives has every token again, for heads that read it.
@@ -70,13 +70,13 @@ class ForwardState:
     def __init__(
         self,
         model: nn.Module,
-        special: int,
+        num_prefix_tokens: int,
         last: int,
         restore: bool = False,
         dense: bool = False,
         prop_attn: bool | None = False,
     ) -> None:
-        self.model, self.special, self.last = model, special, last
+        self.model, self.num_prefix_tokens, self.last = model, num_prefix_tokens, last
         self.restore, self.dense, self.prop_attn = restore, dense, prop_attn
         self.active, self.capture = True, False
         self.places: dict[str, int] = {}

@@ -47,7 +47,7 @@ class Row:
     Attributes:
         name: of the class, and what is special.
         build: makes the model, in eval mode.
-        special: tokens that are no patches.
+        prefix: tokens that are no patches.
         norm: the module of a block whose input is x'.
         attention: the attention of a block.
         inputs: what it is called with, of a batch and a generator.
@@ -55,7 +55,7 @@ class Row:
 
     name: str
     build: Callable[[], nn.Module]
-    special: int
+    prefix: int
     norm: str
     attention: str
     inputs: Callable[[int, torch.Generator], dict[str, Any]]
@@ -117,24 +117,24 @@ def _of(name: str, *args: Any, **overrides: Any) -> nn.Module:
     return model
 
 
-def _vit(name: str, special: int, inputs: Any = pixels, **overrides: Any) -> Row:
+def _vit(name: str, prefix: int, inputs: Any = pixels, **overrides: Any) -> Row:
     return Row(
         name,
         lambda: _of(name, **{**_SIZES, **_MLP, **overrides}),
-        special,
+        prefix,
         "layernorm_after",
         "attention",
         inputs,
     )
 
 
-def _dino(name: str, special: int, note: str = "", **overrides: Any) -> Row:
+def _dino(name: str, prefix: int, note: str = "", **overrides: Any) -> Row:
     sizes = {**_SIZES, "mlp_ratio": 2, "layerscale_value": 0.5, **overrides}
-    return Row(name + note, lambda: _of(name, **sizes), special, "norm2", "attention", pixels)
+    return Row(name + note, lambda: _of(name, **sizes), prefix, "norm2", "attention", pixels)
 
 
-def _clip(name: str, special: int, inputs: Any = pixels, **overrides: Any) -> Row:
-    return Row(name, lambda: _of(name, **overrides), special, "layer_norm2", "self_attn", inputs)
+def _clip(name: str, prefix: int, inputs: Any = pixels, **overrides: Any) -> Row:
+    return Row(name, lambda: _of(name, **overrides), prefix, "layer_norm2", "self_attn", inputs)
 
 
 _VISION = {**_SIZES, **_MLP}
@@ -211,7 +211,7 @@ DENSE = [  # every hidden state is read, each token at its place
 ]
 
 
-def _timm(note: str, special: int, kind: str = "VisionTransformer", **overrides: Any) -> Any:
+def _timm(note: str, prefix: int, kind: str = "VisionTransformer", **overrides: Any) -> Any:
     sizes = {
         "img_size": SIDE,
         "patch_size": PATCH,
@@ -227,7 +227,7 @@ def _timm(note: str, special: int, kind: str = "VisionTransformer", **overrides:
             0,
             **{**sizes, **overrides},
         ),
-        special,
+        prefix,
         "norm2",
         "attn",
         pixels,

@@ -1,4 +1,4 @@
-"""merge_cache beside what else runs on a model: threads, copies, other blocks, rotary states."""
+"""compress_cache beside what else runs on a model: threads, copies, other blocks, rotary states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mame_sd.caches import merge_cache
+from mame_sd.caches import compress_cache
 from mame_sd.report import NothingMergedError
 from tests.caches.tiny import SHAPE, padded, prompt, tiny
 
@@ -53,11 +53,11 @@ def test_two_threads_at_once_are_answered_as_alone() -> None:
         if not inside:
             found[name] = answer(model, asked[name])
             return
-        with merge_cache(model, 0.25):
+        with compress_cache(model, 0.25):
             found[name] = answer(model, asked[name])
 
     plain = answer(model, asked["B"])
-    with merge_cache(model, 0.25):
+    with compress_cache(model, 0.25):
         alone = {name: answer(model, ids) for name, ids in asked.items()}
     hook = model.model.layers[0].register_forward_hook(meet)
     for inside, want in ((True, alone["B"]), (False, plain)):
@@ -77,7 +77,7 @@ def test_two_threads_at_once_are_answered_as_alone() -> None:
 
 def test_a_thread_is_inside_with_the_blocks_context_alone() -> None:
     model, ids = tiny("llama"), prompt(60)
-    with merge_cache(model, 0.25):
+    with compress_cache(model, 0.25):
         want = answer(model, ids)
         with ThreadPoolExecutor(1) as pool:
             inside = copy_context()
@@ -85,7 +85,7 @@ def test_a_thread_is_inside_with_the_blocks_context_alone() -> None:
             assert not torch.equal(pool.submit(answer, model, ids).result(), want)
 
     def streamed() -> None:
-        with ThreadPoolExecutor(1) as pool, merge_cache(model, 0.25):
+        with ThreadPoolExecutor(1) as pool, compress_cache(model, 0.25):
             pool.submit(answer, model, ids).result()
 
     with pytest.raises(NothingMergedError, match="all ran in threads that didn't enter"):
@@ -107,7 +107,7 @@ def test_prompts_are_answered_as_alone(
     asked = [prompt(n, seed=i) for i, n in enumerate(lengths)]
 
     def run(ids: Tensor) -> Tensor:
-        with merge_cache(model, keep):
+        with compress_cache(model, keep):
             return answer(model, ids)
 
     want = [run(ids) for ids in asked]
@@ -120,7 +120,7 @@ def test_prompts_are_answered_as_alone(
     whole = torch.cat([mask, torch.ones(len(asked), 4, dtype=torch.long)], 1)
     places = (whole.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        with merge_cache(model, keep) as handle:
+        with compress_cache(model, keep) as handle:
             out = model(ids, attention_mask=mask, position_ids=places[:, :most], use_cache=True)
             handle.compressing = False
             got = model(
@@ -132,7 +132,7 @@ def test_prompts_are_answered_as_alone(
         for i, one in enumerate(asked):
             if one.shape[1] == 1:  # one token is no prompt that is cut
                 continue
-            with merge_cache(model, keep) as handle:
+            with compress_cache(model, keep) as handle:
                 cache = model(one, use_cache=True).past_key_values
                 handle.compressing = False
                 want_i = model(new, past_key_values=cache).logits[0]
@@ -143,12 +143,12 @@ def test_prompts_are_answered_as_alone(
 def test_a_copy_made_inside_is_not_merged(take: Any) -> None:
     model, ids = tiny("llama"), prompt()
     plain = answer(model, ids)
-    with merge_cache(model, 0.2):
+    with compress_cache(model, 0.2):
         copied = take(model)
         merged = answer(model, ids)
         assert torch.equal(answer(copied, ids), plain)
     assert torch.equal(answer(copied, ids), plain)
-    with merge_cache(copied, 0.2):
+    with compress_cache(copied, 0.2):
         assert torch.equal(answer(copied, ids), merged)
 
 
@@ -156,9 +156,9 @@ def test_a_model_and_its_part_do_not_nest() -> None:
     model = tiny("llama")
     for outer, inner in ((model, model), (model, model.model), (model.model, model)):
         with (
-            merge_cache(outer, 0.5),  # type: ignore[arg-type]
-            pytest.raises(ValueError, match="its cache is merged already"),
-            merge_cache(inner, 0.5),  # type: ignore[arg-type]
+            compress_cache(outer, 0.5),  # type: ignore[arg-type]
+            pytest.raises(ValueError, match="its cache is compressed already"),
+            compress_cache(inner, 0.5),  # type: ignore[arg-type]
         ):
             pass
 
@@ -168,14 +168,14 @@ def test_blocks_left_out_of_order_leave_nothing() -> None:
     plain = [answer(m, ids) for m in models]
     stacks = [ExitStack(), ExitStack()]
     for stack, model in zip(stacks, models, strict=True):
-        stack.enter_context(merge_cache(model, 0.2))
+        stack.enter_context(compress_cache(model, 0.2))
     stacks[0].close()
     assert torch.equal(answer(models[0], ids), plain[0])
     assert not torch.equal(answer(models[1], ids), plain[1])
     stacks[1].close()
     for model, want in zip(models, plain, strict=True):
         assert torch.equal(answer(model, ids), want)
-        with merge_cache(model, 0.2):
+        with compress_cache(model, 0.2):
             assert not torch.equal(answer(model, ids), want)
 
 
@@ -205,7 +205,7 @@ def test_rotary_embeddings_are_left_as_they_are(kind: str) -> None:
         for merged in (False, True):
             with ExitStack() as stack:
                 if merged:
-                    stack.enter_context(merge_cache(model, 0.5))
+                    stack.enter_context(compress_cache(model, 0.5))
                 logits = model(ids).logits
             rotary = model.model.rotary_emb
             state[merged] = [logits, rotary.inv_freq.clone(), model(ids[:, :50]).logits]
@@ -223,7 +223,7 @@ def test_assisted_generation_is_refused_at_once(how: str) -> None:
     model.lm_head.register_forward_hook(lambda *_: seen.append(1))
     with (
         pytest.raises(ValueError, match="assistant_model, prompt_lookup_num_tokens: expected none"),
-        merge_cache(model, 0.5),
+        compress_cache(model, 0.5),
     ):
         model.generate(ids, max_new_tokens=8, **given)  # type: ignore[operator]
     assert not seen

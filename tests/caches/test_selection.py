@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mame_sd.caches import CacheView, FutureAttention, Kept, Selection
 from mame_sd.caches.fit import _ridge, with_fitted_values
-from mame_sd.caches.layer import MergedLayer
+from mame_sd.caches.layer import CompressedLayer
 from mame_sd.caches.selection import full_price_of, gathered, marked
 from tests.caches import oracle
 from tests.caches.views import view_of, with_padding
@@ -52,7 +52,7 @@ def test_the_share_is_one_of_bytes(keep: float) -> None:
     ]
     kept = shortened(views, keep)
     whole = sum(full_price_of(view) * 128 for view in views)
-    held = sum(MergedLayer(one, 128).nbytes for one in kept)
+    held = sum(CompressedLayer(one, 128).nbytes for one in kept)
     assert keep * whole - full_price_of(views[0]) * 2 < held <= keep * whole
     counts = [one.keys.shape[2] for one in kept]
     assert keep == 0.75 or counts[0] < counts[2]  # larger values earn more

@@ -109,14 +109,14 @@ def seen_by_hand(
     with torch.no_grad(), encoder_restored(tower.root):
         tower.install()
         states = model.model.vision_tower(picture[None], output_hidden_states=True)
-        places = list(range(GRID * GRID + tower.special))
+        places = list(range(GRID * GRID + tower.num_prefix_tokens))
         for number, plan in sorted(tower.plans().items()):
             if number < blocks:
                 kept = plan.kept.expand(1, -1)[0].tolist()
                 places = [places[row] for row in kept]
         found = {}
         for place, state in zip(places, states.hidden_states[blocks][0], strict=True):
-            found[place - tower.special] = project(state[None])[0]
+            found[place - tower.num_prefix_tokens] = project(state[None])[0]
     return found
 
 

@@ -196,7 +196,3 @@ def test_cells_are_looked_up_and_no_graph_is_kept() -> None:
     assert not found.row.requires_grad
     assert found.merge(x).requires_grad
     assert isinstance(found.cells, Cells)
-    bare = found.alone()
-    assert torch.equal(bare.groups, found.groups)
-    assert bare._belonging is None
-    assert not bare._shares

@@ -22,18 +22,18 @@ FORMS = [
 ]
 
 
-def slow(x: Tensor, config: MaMeConfig, special: int = 0) -> oracle.TokenPlan:
+def slow(x: Tensor, config: MaMeConfig, prefix: int = 0) -> oracle.TokenPlan:
     assert config.tau is not None
-    return oracle.token_plan(x, config.tau, config.metric, config.partition, config.refine, special)
+    return oracle.token_plan(x, config.tau, config.metric, config.partition, config.refine, prefix)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 24])
 @pytest.mark.parametrize("fields", FORMS, ids=str)
 def test_values_and_gradients_equal_the_loops(fields: dict[str, Any], length: int) -> None:
-    config, special = MaMeConfig(**fields), 1
-    x = tokens(2, length + special, 6, dtype=torch.float64).requires_grad_()
-    y = tokens(2, length + special, 3, seed=1, dtype=torch.float64)
-    plan, loop = plan_tokens(x, config, special), slow(x, config, special)
+    config, prefix = MaMeConfig(**fields), 1
+    x = tokens(2, length + prefix, 6, dtype=torch.float64).requires_grad_()
+    y = tokens(2, length + prefix, 3, seed=1, dtype=torch.float64)
+    plan, loop = plan_tokens(x, config, prefix), slow(x, config, prefix)
     close = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(plan.weights, loop.weights, **close)
     assert plan.preserved.tolist() == loop.preserved
@@ -92,7 +92,7 @@ def test_columns_sum_to_one_or_are_zero_and_sizes_to_all_tokens(fields: dict[str
 def test_tau_one_merges_nothing_and_preserved_tokens_come_back_bit_equal() -> None:
     x = tokens(2, 33, 8)
     x[:, 1::2] = x[:, :-1:2] * 3  # copies in direction: cosine 1, which is not above 1
-    plan = plan_tokens(x, MaMeConfig(tau=1.0), special=2)
+    plan = plan_tokens(x, MaMeConfig(tau=1.0), num_prefix_tokens=2)
     assert plan.tokens_kept == plan.tokens_in
     assert torch.equal(plan.restore(plan.merge(x)), x)
     plan = plan_tokens(tokens(1, 33, 8), MaMeConfig(tau=0.85))
@@ -172,7 +172,7 @@ def test_wrong_shapes_are_named() -> None:
     for call, message in (
         (lambda: plan_tokens(x[0], config), "x: expected floating point tokens"),
         (lambda: plan_tokens(x.long(), config), "x: expected floating point tokens"),
-        (lambda: plan_tokens(x, config, special=9), "special: expected fewer than the 9 tokens"),
+        (lambda: plan_tokens(x, config, 9), "num_prefix_tokens: expected fewer than the 9 tokens"),
         (lambda: plan_tokens(x, MaMeConfig(keep=0.5)), "config: expected settings with a tau"),
         (lambda: plan.merge(x[:1]), r"merge: expected tokens \[2, 9, C\]"),
         (lambda: plan.restore(x[:, :1]), r"restore: expected tokens \[2, \d, C\]"),

@@ -621,9 +621,9 @@ def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
     hook = StepHook(unet, shared := Shared(Setting(MaMeConfig(), True)))
     video = torch.zeros(2, 4, 8, 8).unsqueeze(axis)
     hook(unet, (video, 5, None), {})
-    assert shared.step.value.leader is None
+    assert shared.step.value.step().leader is None
     hook(unet, (video.squeeze(axis), 5, None), {})
-    assert shared.step.value.leader.tolist() == [1, 1]
+    assert shared.step.value.step().leader.tolist() == [1, 1]
 
 
 def test_compiled_a_pair_merges_alike_too() -> None:

@@ -17,7 +17,7 @@ from mame_sd.core.cells import cells_of
 from mame_sd.core.groups import Groups, group_tokens
 from mame_sd.diffusion import model_hooks
 from mame_sd.diffusion.hook_registry import hook_on
-from mame_sd.diffusion.hooks import Plans
+from mame_sd.diffusion.plans import Plans
 from tests.builders.pipelines import SIDE, controlnet, noise
 from tests.builders.threads import in_thread
 from tests.builders.tiny import LATENT, tiny_unet, unet_inputs

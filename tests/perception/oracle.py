@@ -132,7 +132,7 @@ def _forward(
             keys[0] = keys[0].unflatten(-1, (3, -1))[..., 1, :]
         compared = config.feature if config.tau is not None else "k"
         feature = seen[0] if compared == "x" else keys[0]
-        plan = _plan(feature, config, size, row.special)
+        plan = _plan(feature, config, size, row.prefix)
         before = sizes[-1] if sizes else torch.ones_like(seen[0][..., 0])
         merged = plan.merge(seen[0])
         if prop_attn:  # means over all that tokens stand for
@@ -147,10 +147,10 @@ def _forward(
 
 
 class _Groups:
-    """Hard groups of tokens [B, L, d] behind special ones, by the angle of what is compared."""
+    """Hard groups of tokens [B, L, d] behind prefix ones, by the angle of what is compared."""
 
-    def __init__(self, feature: Tensor, keep: float, size: Any, special: int) -> None:
-        body = torch.nn.functional.normalize(feature[:, special:].double(), dim=-1)
+    def __init__(self, feature: Tensor, keep: float, size: Any, prefix: int) -> None:
+        body = torch.nn.functional.normalize(feature[:, prefix:].double(), dim=-1)
         count = body.shape[1]
         if size == "square":
             size = (round(count**0.5), round(count**0.5))
@@ -159,11 +159,11 @@ class _Groups:
         stay = max(0, round(keep * count) - len(dst))
         whole = [(0, 0)] * count
         self.groups = [oracle.grouped(sample, dst, whole, stay)[0] for sample in body]
-        self.special = special
+        self.prefix = prefix
 
     def merge(self, t: Tensor) -> Tensor:
         rows = [
-            torch.cat([sample[: self.special], oracle.means(sample[self.special :], groups)[0]])
+            torch.cat([sample[: self.prefix], oracle.means(sample[self.prefix :], groups)[0]])
             for sample, groups in zip(t.double(), self.groups, strict=True)
         ]
         return torch.stack(rows)
@@ -173,30 +173,30 @@ class _Groups:
         held = torch.ones_like(merged[..., 0])
         for row, groups in zip(held, self.groups, strict=True):
             for number in set(groups):
-                row[self.special + number] = groups.count(number)
+                row[self.prefix + number] = groups.count(number)
         return held
 
 
 class _Paper:
     """The paper's plan."""
 
-    def __init__(self, feature: Tensor, config: MaMeConfig, special: int) -> None:
+    def __init__(self, feature: Tensor, config: MaMeConfig, prefix: int) -> None:
         assert config.tau is not None
         kind, refine = config.partition, config.refine
-        self.plan = oracle.token_plan(feature, config.tau, config.metric, kind, refine, special)
+        self.plan = oracle.token_plan(feature, config.tau, config.metric, kind, refine, prefix)
 
     def merge(self, t: Tensor) -> Tensor:
         return self.plan.merge(t)
 
     def held(self, merged: Tensor) -> Tensor:
         held = torch.ones_like(merged[..., 0])
-        first, m = self.plan.special, len(self.plan.dst)
+        first, m = self.plan.prefix, len(self.plan.dst)
         held[:, first : first + m] = 1 + self.plan.weights.sum(-1)
         return held
 
 
-def _plan(feature: Tensor, config: MaMeConfig, size: Any, special: int) -> Any:
+def _plan(feature: Tensor, config: MaMeConfig, size: Any, prefix: int) -> Any:
     if config.tau is not None:
-        return _Paper(feature, config, special)
+        return _Paper(feature, config, prefix)
     assert config.keep is not None
-    return _Groups(feature, config.keep, size, special)
+    return _Groups(feature, config.keep, size, prefix)

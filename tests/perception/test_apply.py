@@ -374,7 +374,9 @@ class MyViT(nn.Module):
         return self.blocks(x)
 
 
-MINE = Encoder("mine", ("MyViT",), "MyBlock", ("norm_a", "attend"), ("norm_b", "mlp"), special=1)
+MINE = Encoder(
+    "mine", ("MyViT",), "MyBlock", ("norm_a", "attend"), ("norm_b", "mlp"), num_prefix_tokens=1
+)
 
 
 @torch.no_grad()

@@ -127,12 +127,12 @@ def test_merging_in_the_last_block_changes_no_answer_that_is_read_from_a_class_t
     plain = logits_and_gradient()
     handle = apply_encoder(model, keep=0.5, blocks=(-1,))
     merged = logits_and_gradient()
-    assert handle.report().blocks[-1].tokens_kept < row.special + PATCHES
+    assert handle.report().blocks[-1].tokens_kept < row.prefix + PATCHES
     same = [
         torch.allclose(one, other, rtol=1e-4, atol=1e-4)
         for one, other in zip(plain, merged, strict=True)
     ]
-    assert same == [row.special == 1] * 2
+    assert same == [row.prefix == 1] * 2
 
 
 @every
@@ -148,10 +148,10 @@ def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:
     patches = TOKENS.get(row.name, PATCHES)
     half, quarter = -(-patches // 2), -(-patches // 2) // 2 + (-(-patches // 2) % 2)
     assert [block.tokens_in for block in report.blocks] == [
-        patches + row.special,
-        *[half + row.special] * (DEPTH - 1),
+        patches + row.prefix,
+        *[half + row.prefix] * (DEPTH - 1),
     ]
-    assert report.blocks[-1].tokens_kept == quarter + row.special
+    assert report.blocks[-1].tokens_kept == quarter + row.prefix
     assert [block.merged for block in report.blocks] == [True, False, False, True]
     assert report.calls == 1
     assert report.flops < report.flops_before

@@ -66,6 +66,14 @@ def test_the_last_block_leaves_a_quarter_by_any_schedule(depth: int, schedule: s
     assert (keeps == sorted(keeps), len({*keeps}) == 1) == (True, schedule == "constant")
 
 
+def test_a_threshold_is_checked_by_the_metric_beside_it() -> None:
+    for fields in ({"tau": -40.0}, {"tau": [-40.0, -30.0]}):
+        found = configs_of(MaMeConfig(tau=0.5), {**fields, "metric": "euclidean"}, range(2))
+        assert [one.metric for one in found.values()] == ["euclidean"] * 2
+    with pytest.raises(ValueError, match="from -1 to 1 for metric 'cosine'"):
+        configs_of(None, {"tau": -40.0}, range(2))
+
+
 @pytest.mark.parametrize(
     "fields", [{"tau": 0.8}, {"keep": [0.5, 0.5]}, {"schedule": "falling"}], ids=str
 )

@@ -294,7 +294,7 @@ def test_timm_s_feature_maps_have_every_token_at_its_place(
     for map_, block, tokens in zip(got, (1, 3), states, strict=True):
         whole = handle.restore(tokens, block=block)
         whole = vit.norm(whole) if norm else whole
-        torch.testing.assert_close(map_.flatten(2).mT, whole[:, handle.special :])
+        torch.testing.assert_close(map_.flatten(2).mT, whole[:, handle.num_prefix_tokens :])
     assert handle.report().blocks[-1].tokens_kept <= 20
     remove_encoder(model)
     assert all(map(torch.equal, maps(model), plain))

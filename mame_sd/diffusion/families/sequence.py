@@ -60,7 +60,7 @@ class SequenceAttention(Layer):
             return reason
         first = first or 0
         text = _text(family, given)
-        if config.method == "tokens":
+        if config.tau is not None:
             reason = self._refusal(call, known, config)
             if reason is not None:
                 return reason

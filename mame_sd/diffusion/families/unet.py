@@ -80,7 +80,7 @@ class PlainAttention(Layer):
         tokens = layout_of(hidden, known, config)
         if isinstance(tokens, str):
             return tokens
-        if config.method == "tokens":
+        if config.tau is not None:
             feature = compared(call.module, hidden, config.feature)
             return Route(call, config, tokens, merge_tokens=_tokens_merged, feature=feature)
         notes = [NO_SIZE] if len(tokens.size) == 1 else []
@@ -209,7 +209,7 @@ def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
         return too_few(config.min_tokens, hidden.device)
     if call.kind == "MaMeAttnProcessor":
         return f"a {call.kind} on the module merges already"
-    if config.method == "keys" and skips_scores(call.module):
+    if config.tau is None and skips_scores(call.module):
         return f"{LAYER_SKIP}; tau goes with it"
     return None
 

@@ -42,7 +42,7 @@ rules = pytest.mark.parametrize("rule", RULES, ids=str)
 
 
 def tome_by_loops(
-    x: Tensor, metric: Tensor, sizes: Tensor, r: int, special: int
+    x: Tensor, metric: Tensor, sizes: Tensor, r: int, prefix: int
 ) -> tuple[Tensor, Tensor]:
     """Section 3 of the paper for one sample: alternating sets, one edge each, the r most similar
     merge, means by size.
@@ -50,7 +50,7 @@ def tome_by_loops(
     x [L, C], metric [L, d], sizes [L]. Special tokens stay; the rest of A follows in its order,
     then B.
     """
-    tokens = range(special, len(x))
+    tokens = range(prefix, len(x))
     a, b = [n for n in tokens if n % 2 == 0], [n for n in tokens if n % 2 == 1]
     edges = []
     for source in a:
@@ -61,8 +61,8 @@ def tome_by_loops(
         edges.append((float(cosine[best]), source, b[best]))
     edges.sort(key=lambda edge: -edge[0])
     merging, rest = edges[:r], [source for _, source, _ in edges[r:]]
-    rest = sorted(rest) if special else rest
-    groups = [[n] for n in [*range(special), *rest]]
+    rest = sorted(rest) if prefix else rest
+    groups = [[n] for n in [*range(prefix), *rest]]
     groups += [[n, *(source for _, source, target in merging if target == n)] for n in b]
     merged = [
         sum(sizes[n] * x[n] for n in group) / sum(sizes[n] for n in group) for group in groups
@@ -78,7 +78,7 @@ def vit_by_loops(model: Any, pixels: Tensor, r: int, prop_attn: bool) -> Tensor:
     for image in pixels:
         x = model.embeddings(image[None])[0]
         sizes = torch.ones(len(x), dtype=x.dtype)
-        special = len(x) - PATCHES
+        prefix = len(x) - PATCHES
         for block in model.layers if hasattr(model, "layers") else model.encoder.layer:
             normed, at = block.layernorm_before(x), block.attention
             width = x.shape[1] // model.config.num_attention_heads
@@ -92,26 +92,26 @@ def vit_by_loops(model: Any, pixels: Tensor, r: int, prop_attn: bool) -> Tensor:
                 logits = query @ key.T / math.sqrt(width) + (sizes.log() if prop_attn else 0)
                 out.append(logits.softmax(-1) @ value)
             y = x + at.o_proj(torch.cat(out, 1))
-            fewer = min(r, (len(x) - special) // 2)
-            x, sizes = tome_by_loops(y, sum(keys) / len(keys), sizes, fewer, special)
+            fewer = min(r, (len(x) - prefix) // 2)
+            x, sizes = tome_by_loops(y, sum(keys) / len(keys), sizes, fewer, prefix)
             x = x + block.mlp(block.layernorm_after(x))
         rows.append(model.layernorm(x))
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("special", [0, 1, 2, 5])
+@pytest.mark.parametrize("prefix", [0, 1, 2, 5])
 @pytest.mark.parametrize("r", [0, 1, 4, 6])
-def test_matching_is_that_of_plain_loops(special: int, r: int) -> None:
-    generator = torch.Generator().manual_seed(special * 10 + r)
+def test_matching_is_that_of_plain_loops(prefix: int, r: int) -> None:
+    generator = torch.Generator().manual_seed(prefix * 10 + r)
     x, metric, sizes = (
-        torch.randn(3, special + 13, n, generator=generator).double() for n in (8, 4, 1)
+        torch.randn(3, prefix + 13, n, generator=generator).double() for n in (8, 4, 1)
     )
     sizes = sizes.abs() + 1
-    merge = bipartite_soft_matching(metric, r, special)
+    merge = bipartite_soft_matching(metric, r, prefix)
     summed, size = merge(x * sizes), merge(sizes)
-    assert summed.shape[1] == special + 13 - r
+    assert summed.shape[1] == prefix + 13 - r
     for sample in range(3):
-        want, want_sizes = tome_by_loops(x[sample], metric[sample], sizes[sample, :, 0], r, special)
+        want, want_sizes = tome_by_loops(x[sample], metric[sample], sizes[sample, :, 0], r, prefix)
         torch.testing.assert_close(summed[sample] / size[sample], want)
         torch.testing.assert_close(size[sample, :, 0], want_sizes)
     torch.testing.assert_close(size.sum(1), sizes.sum(1))
@@ -156,15 +156,15 @@ def test_proportional_attention_counts_what_merged() -> None:
         assert not torch.allclose(model(pixels).last_hidden_state[:, 0], want, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("special", [1, 2])
+@pytest.mark.parametrize("prefix", [1, 2])
 @pytest.mark.parametrize("fuse", [True, False])
 def test_pruning_by_the_class_tokens_attention_is_that_of_plain_loops(
-    special: int, fuse: bool
+    prefix: int, fuse: bool
 ) -> None:
-    generator = torch.Generator().manual_seed(special)
-    x = torch.randn(2, special + 9, 8, generator=generator).double()
-    queries, keys = torch.randn(2, 2, 2, special + 9, 4, generator=generator).double()
-    got = EViT(0.6, fuse)(Given(x, special, 0, queries=queries, keys=keys)).x
+    generator = torch.Generator().manual_seed(prefix)
+    x = torch.randn(2, prefix + 9, 8, generator=generator).double()
+    queries, keys = torch.randn(2, 2, 2, prefix + 9, 4, generator=generator).double()
+    got = EViT(0.6, fuse)(Given(x, prefix, 0, queries=queries, keys=keys)).x
     for sample in range(2):
         weight = [0.0] * 9
         for head in range(2):
@@ -172,11 +172,11 @@ def test_pruning_by_the_class_tokens_attention_is_that_of_plain_loops(
             total = sum(math.exp(logit) for logit in logits)
             weight = [
                 w + math.exp(logit) / total / 2
-                for w, logit in zip(weight, logits[special:], strict=True)
+                for w, logit in zip(weight, logits[prefix:], strict=True)
             ]
         order = sorted(range(9), key=lambda n: -weight[n])
-        want = [*x[sample, :special], *(x[sample, special + n] for n in order[:6])]  # ceil(5.4)
-        want += [sum(weight[n] * x[sample, special + n] for n in order[6:])] if fuse else []
+        want = [*x[sample, :prefix], *(x[sample, prefix + n] for n in order[:6])]  # ceil(5.4)
+        want += [sum(weight[n] * x[sample, prefix + n] for n in order[6:])] if fuse else []
         torch.testing.assert_close(got[sample], torch.stack(want))
 
 
@@ -215,7 +215,7 @@ def test_random_dropping_keeps_other_patches_for_each_sample_and_the_same_ones_a
 
 
 def applicable(row: Row, rule: Rule) -> bool:
-    return not (isinstance(rule, EViT) and row.special == 0)
+    return not (isinstance(rule, EViT) and row.prefix == 0)
 
 
 @every
@@ -285,7 +285,7 @@ def test_smaller_images(row: Row) -> None:
     left = PATCHES // 9 if clips else 6 if "noise" in inputs else PATCHES // 4
     with on_smaller_images(model, side), counted(model) as handle:
         row.call(model, inputs)
-        assert handle.report().blocks[0].tokens_in == row.special + left
+        assert handle.report().blocks[0].tokens_in == row.prefix + left
     if "noise" not in inputs:
         with on_smaller_images(model, whole):
             same = row.call(model, inputs)

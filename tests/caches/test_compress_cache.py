@@ -1,4 +1,4 @@
-"""merge_cache on real decoder classes: generation, chunks, padding, beams, and what is refused."""
+"""compress_cache on real decoder classes: generation, chunks, padding, beams, refusals."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
-from mame_sd.caches import CacheView, Kept, merge_cache
-from mame_sd.caches.layer import MergedLayer
+from mame_sd.caches import CacheView, Kept, compress_cache
+from mame_sd.caches.layer import CompressedLayer
 from mame_sd.report import NothingMergedError
 from tests.caches.tiny import MODELS, SHAPE, padded, prompt, tiny
 
@@ -53,7 +53,7 @@ def generated(model: nn.Module, ids: Tensor, **fields: Any) -> Tensor:
 def test_models_generate_with_a_shorter_cache(name: str, attention: str) -> None:
     model, ids = tiny(name, attention), prompt()
     cache = DynamicCache(config=model.config)
-    with merge_cache(model, 0.25) as handle:
+    with compress_cache(model, 0.25) as handle:
         generated(model, ids, past_key_values=cache)
     full = [
         i
@@ -63,7 +63,7 @@ def test_models_generate_with_a_shorter_cache(name: str, attention: str) -> None
     assert handle.layers == tuple(full)
     for index in full:
         layer = cache.layers[index]
-        assert isinstance(layer, MergedLayer)
+        assert isinstance(layer, CompressedLayer)
         assert layer.get_seq_length() == 48 + 7
         assert layer.keys.shape[2] - layer.slots.shape[2] == 7
     before, after = (sum(b[i] for b in handle.bytes.values()) for i in (0, 1))
@@ -82,7 +82,7 @@ def test_a_cache_that_keeps_everything_gives_the_same(name: str, attention: str)
             model(new[:, :5], past_key_values=cache).logits,
             model(new[:, 5:6], past_key_values=cache).logits,
         ]
-        with merge_cache(model, 0.5, Everything()):
+        with compress_cache(model, 0.5, Everything()):
             model(ids, past_key_values=other)
             got = [
                 model(new[:, :5], past_key_values=other).logits,
@@ -106,7 +106,7 @@ def test_beams_and_chunks_of_everything_are_those_of_the_full_cache(how: dict[st
         return generated(model, ids, attention_mask=mask, past_key_values=DynamicCache(), **how)
 
     want = run()
-    with merge_cache(model, 0.5, Everything(), every=3):
+    with compress_cache(model, 0.5, Everything(), every=3):
         assert torch.equal(run(), want)
 
 
@@ -114,7 +114,7 @@ def test_beams_and_chunks_of_everything_are_those_of_the_full_cache(how: dict[st
 @pytest.mark.parametrize("method", [None, Newest()])
 def test_running_caches_stay_short(method: Any, how: dict[str, Any]) -> None:
     model, cache = tiny("llama"), DynamicCache()
-    with merge_cache(model, 0.5, method, every=4) as handle:
+    with compress_cache(model, 0.5, method, every=4) as handle:
         out = generated(model, prompt(40, 2), past_key_values=cache, max_new_tokens=12, **how)
     assert out.shape == (2, 12)
     seen = cache.get_seq_length()
@@ -134,7 +134,7 @@ def test_a_padded_sample_is_answered_as_alone(name: str, left: int, tokens: int)
     batch = torch.cat([long, other, torch.zeros_like(other)])
     masks = torch.cat([mask, torch.ones_like(mask), torch.zeros_like(mask)])
     new = prompt(6, seed=1)
-    with torch.no_grad(), merge_cache(model, 0.3) as handle:
+    with torch.no_grad(), compress_cache(model, 0.3) as handle:
         alone, both = DynamicCache(), DynamicCache()
         model(ids, past_key_values=alone)
         places = (masks.cumsum(1) - 1).clamp(min=0)
@@ -156,7 +156,7 @@ def test_all_of_a_cache_is_bit_equal() -> None:
     with torch.no_grad():
         want = model(ids).logits
         plain = generated(model, ids, output_logits=True, return_dict_in_generate=False)
-        with merge_cache(model, 1) as handle:
+        with compress_cache(model, 1) as handle:
             assert torch.equal(model(ids).logits, want)
             assert torch.equal(generated(model, ids), plain)
     assert handle.report() == "keep=1.0: nothing was compressed"
@@ -169,9 +169,9 @@ def test_leaving_takes_everything_back() -> None:
         name: dict(m._forward_hooks) | dict(m._forward_pre_hooks)
         for name, m in model.named_modules()
     }
-    with merge_cache(model, 0.2):
+    with compress_cache(model, 0.2):
         generated(model, ids)
-    with pytest.raises(IndexError), merge_cache(model, 0.2):
+    with pytest.raises(IndexError), compress_cache(model, 0.2):
         model(torch.tensor([[999]]))
     assert {
         name: dict(m._forward_hooks) | dict(m._forward_pre_hooks)
@@ -184,7 +184,7 @@ def test_a_block_that_compressed_nothing_says_so() -> None:
     model, ids = tiny("llama"), prompt()
 
     def run(end: Exception | None, *prompts: Tensor) -> None:
-        with torch.no_grad(), merge_cache(model, 0.5):
+        with torch.no_grad(), compress_cache(model, 0.5):
             for each in prompts:
                 model(each, use_cache=False)
             if end:
@@ -207,7 +207,7 @@ def test_a_shorter_cache_moves_the_answer_the_more_the_shorter() -> None:
         want = model(new, past_key_values=cache).logits
         for keep in (0.8, 0.4, 0.1):
             cache = DynamicCache()
-            with merge_cache(model, keep) as handle:
+            with compress_cache(model, keep) as handle:
                 model(ids, past_key_values=cache)
                 handle.compressing = False
                 gaps.append(
@@ -222,7 +222,7 @@ def test_a_later_chunk_changes_no_earlier_output() -> None:
     with torch.no_grad():
         for chunk in later:
             cache = DynamicCache()
-            with merge_cache(model, 0.5):
+            with compress_cache(model, 0.5):
                 outputs.append(
                     torch.cat(
                         [
@@ -239,7 +239,7 @@ def test_a_later_chunk_changes_no_earlier_output() -> None:
 
 def test_a_method_of_ones_own_is_one_function() -> None:
     model, ids, cache = tiny("llama"), prompt(120), DynamicCache()
-    with merge_cache(model, 0.5, Newest()):
+    with compress_cache(model, 0.5, Newest()):
         generated(model, ids, past_key_values=cache)
     slots = cache.layers[0].slots[0, 0]
     assert slots.tolist() == [0, 1, 2, 3, *range(124 - len(slots), 120)]
@@ -247,7 +247,7 @@ def test_a_method_of_ones_own_is_one_function() -> None:
 
 def test_an_empty_or_cropped_layer() -> None:
     model, ids, cache = tiny("llama"), prompt(), DynamicCache()
-    with torch.no_grad(), merge_cache(model, 0.5) as handle:
+    with torch.no_grad(), compress_cache(model, 0.5) as handle:
         model(ids, past_key_values=cache)
         handle.compressing = False
         want = model(ids[:, :4], past_key_values=cache).logits
@@ -265,11 +265,11 @@ def test_an_empty_or_cropped_layer() -> None:
 def test_a_cache_used_outside_says_so() -> None:
     model, ids, cache = tiny("llama"), prompt(), DynamicCache()
     with torch.no_grad():
-        with merge_cache(model, 0.5):
+        with compress_cache(model, 0.5):
             model(ids, past_key_values=cache)
         with pytest.raises(
             ValueError,
-            match="cache: this cache was compressed by merge_cache; use it inside",
+            match="cache: this cache was compressed by compress_cache; use it inside",
         ):
             model(ids[:, :1], past_key_values=cache)
 
@@ -293,7 +293,7 @@ def test_a_cache_used_outside_says_so() -> None:
 def test_bad_arguments_are_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
     with (
         pytest.raises((TypeError, ValueError), match=message) as error,
-        merge_cache(tiny("llama"), **fields),
+        compress_cache(tiny("llama"), **fields),
     ):
         pass
     assert "\n" not in str(error.value)
@@ -369,7 +369,10 @@ def _other(cls: str, config: str, **fields: Any) -> nn.Module:
     ],
 )
 def test_models_that_cannot_be_merged_are_refused(build: Any, message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message) as error, merge_cache(build(), 0.5):
+    with (
+        pytest.raises((TypeError, ValueError), match=message) as error,
+        compress_cache(build(), 0.5),
+    ):
         pass
     assert "\n" not in str(error.value)
 
@@ -377,21 +380,21 @@ def test_models_that_cannot_be_merged_are_refused(build: Any, message: str) -> N
 def test_static_caches_and_nesting_are_refused() -> None:
     model, ids = tiny("llama"), prompt()
     static = StaticCache(config=model.config, max_cache_len=64)
-    with merge_cache(model, 0.5):
+    with compress_cache(model, 0.5):
         with pytest.raises(
             ValueError,
             match="cache: expected a DynamicCache, got StaticCache with a StaticLayer",
         ):
             model(ids, past_key_values=static)
         with (
-            pytest.raises(ValueError, match="its cache is merged already"),
-            merge_cache(model, 0.5),
+            pytest.raises(ValueError, match="its cache is compressed already"),
+            compress_cache(model, 0.5),
         ):
             pass
     flash = _other("LlamaForCausalLM", "LlamaConfig", **SHAPE)
     flash.config._attn_implementation = "flash_attention_2"
     with (
         pytest.raises(ValueError, match="attn_implementation: expected sdpa or eager"),
-        merge_cache(flash, 0.5),
+        compress_cache(flash, 0.5),
     ):
         pass
