@@ -30,46 +30,31 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(
     model: LoadedModel, tmp_path: Path
 ) -> None:
     rows = [row for row in tiny_rows() if row.family != "tomesd"]
+    one_step = GenerateSettings(steps=1)
     batches = alike_batches(jobs_of(PROMPTS, SETTINGS), 1)
     record = tmp_path / "bench.jsonl"
-    counts: list[int] = []
-    found = bench(
-        model, SETTINGS, batches, rows, 2, record, lambda done, total: counts.append(done)
-    )
+
+    def timed(rounds: int, settings: GenerateSettings = one_step) -> tuple[list[int], Any]:
+        counts: list[int] = []
+        found = bench(
+            model, settings, batches, rows, rounds, record, lambda done, total: counts.append(done)
+        )
+        return counts, found
+
+    counts, found = timed(2)
     assert counts == list(range(7))
     assert {name: len(timings) for name, timings in found.items()} == {row.name: 2 for row in rows}
     lines = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [(line["round"], line["method"]) for line in lines[1:]] == [
-        (0, "baseline"),
-        (0, "mame-tau"),
-        (0, "mame-default"),
-        (1, "mame-default"),
-        (1, "mame-tau"),
-        (1, "baseline"),
-    ]
-    counts.clear()
-    again = bench(
-        model, SETTINGS, batches, rows, 3, record, lambda done, total: counts.append(done)
-    )
+    forward = ["baseline", "mame-tau", "mame-default"]
+    assert [line["method"] for line in lines[1:]] == [*forward, *forward[::-1]]
+    assert [line["round"] for line in lines[1:]] == [0, 0, 0, 1, 1, 1]
+    counts, again = timed(3)
     assert counts == [6, 7, 8, 9]
     assert {name: timings[:2] for name, timings in again.items()} == found
-    record.write_text(
-        "".join(record.read_text().splitlines(keepends=True)[:9])
-    )  # stopped within the third round
-    counts.clear()
-    bench(model, SETTINGS, batches, rows, 3, record, lambda done, total: counts.append(done))
-    assert counts == [6, 7, 8, 9], "a round of which a part is missing is timed as a whole"
-    counts.clear()
-    bench(
-        model,
-        GenerateSettings(steps=1),
-        batches,
-        rows,
-        1,
-        record,
-        lambda done, total: counts.append(done),
-    )
-    assert counts == [0, 1, 2, 3]
+    whole = record.read_text().splitlines(keepends=True)
+    record.write_text("".join(whole[:9]))  # stopped within the third round
+    assert timed(3)[0] == [6, 7, 8, 9], "a round of which a part is missing is timed as a whole"
+    assert timed(1, SETTINGS)[0] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

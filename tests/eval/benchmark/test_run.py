@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +17,8 @@ import torch
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.results import check_out, read_results
 from mame_sd.eval.cli import app as cli
-from mame_sd.eval.cli.benchmark import command_again
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.report import render
-from mame_sd.eval.scoring.retrieval import subjects_by_caption
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt
@@ -199,48 +196,6 @@ def test_results_as_deep_as_no_benchmark_writes_them_are_refused(
             match=r"expected the results of a benchmark, got: (more than 100 levels|maximum)",
         ):
             read_results(tmp_path)
-
-
-def test_the_report_names_its_command_and_another_model_has_no_ground_truth(
-    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "two words"
-    options = [
-        "benchmark",
-        "--offline",
-        "--num",
-        "2",
-        "--steps",
-        "1",
-        "--rows",
-        "mame-default",
-        "--rounds",
-        "1",
-    ]
-    given = [
-        *options,
-        "--height",
-        "64",
-        "--width",
-        "64",
-        "--model",
-        str(model_folder),
-        "--device",
-        "cpu",
-    ]
-    assert cli.run([*given, "--out", str(out)]) == 0, capsys.readouterr().err
-    results = read_results(out)
-    assert all(prompt["prompt"] in subjects_by_caption() for prompt in results["images"].values())
-    assert not {"retrieval", "background"} & set(results["metrics"])
-    assert results["reference"] is None
-    command = shlex.join(["mame-sd-eval", *given])
-    assert results["manifest"]["command"] == command
-    assert command in (out / "report.md").read_text(encoding="utf-8")
-    assert "2 prompts (drawn with seed 0), 1 step, seed 0, model tiny" in results["notes"][0]
-    assert (
-        command_again(["benchmark", "--out=x", "--prompts", "a b"])
-        == "mame-sd-eval benchmark --prompts 'a b'"
-    )
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")

@@ -107,12 +107,10 @@ def test_every_row_has_every_value(finished: Path) -> None:
     )
     near = [rows[name]["values"]["flops"]["mean"] for name in ("mame-0.3", "tome@mame-0.3")]
     assert near[1] == pytest.approx(near[0], rel=0.05)
-    assert [entry["step"] for entry in rows["evit-0.5"]["kept"]] == [0, 1, 2, 3]
     page = (finished / "report.html").read_text(encoding="utf-8")
     assert "ToMe, FLOPs of MaMe τ 0.3 (paper)" in page
     assert "McNemar" in page
     assert "prompt" not in page.split("</style>")[1].split("<script>")[0]
-    assert "Top-1" in (finished / "table.tex").read_text(encoding="utf-8")
 
 
 @torch.no_grad()

@@ -111,7 +111,8 @@ def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:
 def test_a_reference_of_statistics_withholds_what_it_cannot_serve(
     tmp_path: Path, count: int
 ) -> None:
-    run = Run.open(write_run(tmp_path / "run", coloured(count, 0)))
+    one = Run.open(write_run(tmp_path / "run", coloured(1, 0)))
+    run = replace(one, items={f"{n}_0": one.items["000_0"] for n in range(count)})
     inception = Extractor({})
 
     def reasons(name: str, dims: int, source: str) -> list[str | None]:
