@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from mame_sd.caches import compress_cache
 from mame_sd.errors import UserError
+from mame_sd.upstream import with_cache
 
 from ..memory import allocations, most
 from .model import load_language_model
@@ -46,7 +47,7 @@ def cost_table(lengths: str, keep: float, name: str) -> str:
         def run(share: float, ids: torch.Tensor = ids) -> Any:
             cache = DynamicCache()
             with compress_cache(model, share):
-                model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                model(ids, **with_cache(model, cache), use_cache=True, logits_to_keep=1)
             return cache
 
         def seconds(share: float) -> float:

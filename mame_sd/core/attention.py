@@ -101,7 +101,7 @@ def attention(
     """
     size = tuple(int(side) for side in grid)
     call = {name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how}
-    if not 0 < keep <= 1:
+    if isinstance(keep, bool) or not 0 < keep <= 1:
         raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
     count = before + torch.Size(size).numel() + after
     if q.dim() != 4 or k.dim() != 4 or k.shape[2] != count or v.shape[:3] != k.shape[:3]:

@@ -30,6 +30,7 @@ from mame_sd.diffusion.families.unet import (
     processed,
     skip_reason,
 )
+from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import NO_SIZE, LayerCall, merged_call
 from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
 
@@ -100,6 +101,7 @@ class MaMeAttnProcessor:
             raise ValueError(
                 "layers: a processor does not know the names of layers; use apply_mame"
             )
+        watch_kernels()
         self.inner = inner
         self._stats: dict[Attention, LayerStats] = {}
         self._passed: Counter[str] = (

@@ -247,6 +247,7 @@ def test_errors_are_one_line() -> None:
         (lambda: attention(q[:, :1], k, v, GRID, BEFORE, AFTER), "in a multiple of 2 heads"),
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=0), "keep: expected a share above 0"),
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=1.5), "keep: expected a share"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=True), "keep: .*, got True"),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             call()
