@@ -71,8 +71,8 @@ def counted(
     """The report of one image through the architecture `name`, merged in `blocks`."""
     with torch.device("meta"):
         model = vit(name, side)
-        schedule = "constant" if isinstance(keep, float) else None
-        handle = apply_encoder(model, keep=keep, blocks=blocks, schedule=schedule)
+        each = [keep] * len(blocks) if isinstance(keep, float) and blocks else keep
+        handle = apply_encoder(model, keep=each, blocks=blocks)
         model(torch.empty(1, 3, side, side))
     return handle.report()
 

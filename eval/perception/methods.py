@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.known_encoders import find_encoder
-from mame_sd.perception.settings import EVERY, LEFT, SCHEDULES
+from mame_sd.perception.settings import EVERY, LEFT
 from mame_sd.runs.methods import NotApplicable
 
 from .rivals import counted, embedding_of, on_fewer_frames, on_smaller_images, rival_on
@@ -83,7 +83,7 @@ class Merged:
         given = {**self.fields, "blocks": self.blocks}
         if "tau" not in given:
             every = {"every": EVERY} if self.blocks is None else {}
-            given["defaults"] = {"left": LEFT, "schedule": SCHEDULES[0], **every}
+            given["defaults"] = {"left": LEFT, "schedule": "decreasing", **every}
         return {"mame": _listed(given)}
 
     @contextmanager
