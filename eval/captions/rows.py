@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,29 +24,13 @@ from mame_sd.captions.farthest import cosines, farthest_first
 from mame_sd.captions.on_model import calls_on, put, take
 from mame_sd.captions.prompts import Image, Kept, Positions, counted
 from mame_sd.captions.towers import layer_of
-from mame_sd.errors import UserError
 from mame_sd.perception.known_encoders import find_encoder
 
 from ..perception.rivals import Traced, on_smaller_images, rival_on
 from ..perception.rules import ToMe
-from .fastv import dropped_after, fastv
+from ..tables import Row, named
 
 Seen = Callable[[Tensor], tuple[Tensor, Tensor]]  # pixels [1, 3, h, w] to states [L, C], places [L]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row.
-
-    Attributes:
-        label: its name in the table.
-        on: puts it on a LLaVA for a `with` block.
-        at_once: a caption can be read in one call with its prompt.
-    """
-
-    label: str
-    on: Callable[[Any], Any]
-    at_once: bool = True
 
 
 def whole_of(model: Any, pixels: Tensor) -> Tensor:
@@ -267,72 +251,32 @@ def _tokens_in(plan: Any) -> int:
     return plan.rows.shape[1] if isinstance(plan, Traced) else plan.tokens_in
 
 
-def fast(keep: float) -> Callable[[Any], Any]:
-    """FastV in the language model, which reads all visual tokens in its first two layers."""
-
-    @contextmanager
-    def on(model: Any) -> Iterator[Calls]:
-        token = int(model.config.image_token_id)
-        with fastv(model.model.language_model, keep) as pruning:
-
-            def images(call: dict[str, Any]) -> list[Image]:
-                ids = call["input_ids"]
-                if len(ids) > 1:
-                    raise UserError("FastV: expected one prompt at a time, got a batch")
-                pruning.visual = ids[0] == token
-                found = []
-                for pixels in call["pixel_values"].split(1):
-                    features = whole_of(model, pixels)
-                    found.append(Image(features, everything(features), len(features)))
-                return found
-
-            calls = Calls(model, images)
-            put(calls)
-            try:
-                yield calls
-            finally:
-                take(calls)
-
-    return on
-
-
 SHARES = (0.5, 0.25, 0.11)
 PAPER = in_tower(lambda tower, count: mame(tower, tau=0.8, blocks=count))
-ROWS: dict[str, Row] = {
-    "baseline": Row("baseline", chosen(everything)),
-    "tome": Row("ToMe, r = 8", in_tower(lambda tower, _: rival_on(tower, ToMe(8)))),
-    "tau-0.8": Row("MaMe, tau .8", merged(tau=0.8)),
-    "plain-0.8": Row("MaMe, paper's form, tau .8", renumbered(PAPER)),
-    **{f"keep-{k}": Row(f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
+_EVERY: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "baseline": ("baseline", chosen(everything)),
+    "tome": ("ToMe, r = 8", in_tower(lambda tower, _: rival_on(tower, ToMe(8)))),
+    "tau-0.8": ("MaMe, tau .8", merged(tau=0.8)),
+    "plain-0.8": ("MaMe, paper's form, tau .8", renumbered(PAPER)),
+    **{f"keep-{k}": (f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
     **{
-        f"renumbered-{k}": Row(f"MaMe, keep {k}, renumbered", renumbered(merged(keep=k)))
+        f"renumbered-{k}": (f"MaMe, keep {k}, renumbered", renumbered(merged(keep=k)))
         for k in SHARES
     },
-    **{f"random-{k}": Row(f"random dropping, {k}", chosen(random_of(k))) for k in SHARES},
-    **{f"pool-{k}": Row(f"pooling, {k}", pooled(k)) for k in SHARES},
-    **{f"smaller-{k}": Row(f"smaller image, {k}", smaller(k)) for k in SHARES},
-    **{f"divprune-{k}": Row(f"DivPrune, {k}", chosen(divprune_of(k))) for k in SHARES},
-    **{f"fastv-{k}": Row(f"FastV after layer 2, {k}", fast(k), False) for k in SHARES},
+    **{f"random-{k}": (f"random dropping, {k}", chosen(random_of(k))) for k in SHARES},
+    **{f"pool-{k}": (f"pooling, {k}", pooled(k)) for k in SHARES},
+    **{f"smaller-{k}": (f"smaller image, {k}", smaller(k)) for k in SHARES},
+    **{f"divprune-{k}": (f"DivPrune, {k}", chosen(divprune_of(k))) for k in SHARES},
+}
+# a row's `method` puts it on a LLaVA for a `with` block
+ROWS = {
+    name: Row(name=name, label=label, method=method) for name, (label, method) in _EVERY.items()
 }
 
 
-def read_by_layers(name: str, visual: float, layers: int) -> float:
-    """Visual tokens that a layer of the language model reads in the mean, where it is given
-    `visual`.
-    """
-    if name.startswith("fastv-"):
-        return dropped_after(float(name.removeprefix("fastv-")), round(visual), layers)
-    return visual
-
-
 def chosen_rows(text: str | None) -> list[str]:
-    """The baseline and the rows named with commas between; None: all.
+    """Names of the baseline and of the rows named with commas between; None: all.
 
-    Raises:
-        UserError: one that there isn't.
+    Raises UserError for one that there isn't.
     """
-    names = [one.strip() for one in text.split(",") if one.strip()] if text else list(ROWS)
-    for name in names:
-        if name not in ROWS:
-            raise UserError(f"--rows: expected {', '.join(ROWS)}, got {name!r}; correct it")
-    return ["baseline", *(name for name in dict.fromkeys(names) if name != "baseline")]
+    return list({"baseline": None, **named(text, ROWS)})

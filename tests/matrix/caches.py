@@ -16,7 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.caching import (
+from mame_sd import MaMeHandle, apply_mame, remove_mame
+from mame_sd.core.draws import DRAWS, draw_at
+from mame_sd.diffusion.apply_denoiser import denoiser_of
+from tests.builders.caches import (
     AnyCache,
     DeepCache,
     faster,
@@ -26,9 +29,6 @@ from benchmarks.caching import (
     pyramid,
     taylorseer,
 )
-from mame_sd import MaMeHandle, apply_mame, remove_mame
-from mame_sd.core.draws import DRAWS, draw_at
-from mame_sd.diffusion.apply_denoiser import denoiser_of
 from tests.builders.pipelines import once
 from tests.builders.tiny import tiny_pipeline
 from tests.matrix import transformers

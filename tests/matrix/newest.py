@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from benchmarks.caching import one_run, sea, taylorseer, text_keys
 from mame_sd import apply_mame
+from tests.builders.caches import one_run, sea, taylorseer, text_keys
 from tests.builders.transformers import run
 from tests.matrix.caches import (
     DISTILLED,

@@ -11,8 +11,8 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
 from peft import LoraConfig
 from torch import Tensor
 
-from benchmarks.caching import Cache
 from mame_sd import apply_mame, remove_mame
+from tests.builders.caches import Cache
 from tests.builders.tiny import seeded
 from tests.builders.transformers import TEXT, normal
 from tests.matrix.caches import FIRST, PYRAMID
