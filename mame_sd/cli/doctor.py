@@ -153,7 +153,7 @@ def _model(choice: ModelChoice) -> Check:
     from mame_sd.diffusion.apply_denoiser import build_handle
     from mame_sd.runs.loading import load_model
 
-    folder, name = find_model(choice)
+    source, name = find_model(choice)
     model = load_model(choice)
     bad = _not_finite(model.pipe)
     if bad is not None:
@@ -162,7 +162,8 @@ def _model(choice: ModelChoice) -> Check:
             " get the model again"
         )
     layers = len(build_handle(model.pipe, MaMeConfig()).report().layers)
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
+    files = [source] if source.is_file() else source.rglob("*")
+    size = sum(file.stat().st_size for file in files if file.is_file()) / 2**20
     kind = type(model.pipe).__name__
     said = f"{name}, {kind}, {size:.0f} MiB, {layers} self-attentions may merge"
     return Check("model", "ok", said)

@@ -139,7 +139,8 @@ class EncoderOptions(FieldOptions):
     """The options of a ModelChoice that count for a vision transformer."""
 
     def __init__(self) -> None:
-        super().__init__(ModelChoice, "Model", without=("scheduler", "loras", "variant"))
+        left_out = ("scheduler", "loras", "variant", "single_file_config")
+        super().__init__(ModelChoice, "Model", without=left_out)
 
     def help(self, f: Field[Any]) -> str:
         if f.name == "model":

@@ -1,4 +1,4 @@
-"""Load any text-to-image pipeline: the embedded one, a folder or a hub id.
+"""Load any text-to-image pipeline: the embedded one, a folder, a hub id or a .safetensors file.
 
 Whatever goes wrong becomes a UserError that says what was expected, what came and what to do, or a
 MachineError when memory runs out.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,11 +22,22 @@ from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.report import NOTHING_MERGES
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.loras import add_loras, lora_identity
-from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
+from mame_sd.runs.model_files import (
+    ModelChoice,
+    check_tokenizers,
+    digest_of,
+    find_model,
+    name_and_digest,
+)
 from mame_sd.runs.schedulers import set_scheduler
+from mame_sd.runs.single_file import load_single_file
 
 # arguments of pipelines that make video or audio
 _LENGTHS = ("num_frames", "video_length", "audio_length_in_s", "audio_end_in_s", "audio_duration")
+
+# what to check where loading fails
+_OF_A_FOLDER = "its files, --variant and --revision"
+_OF_A_FILE = "the file and --single-file-config"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +47,7 @@ class LoadedModel:
     Attributes:
         pipe: the pipeline, on its device, without progress bars.
         identity: JSON values that tell this model from others: name, pipeline class, a digest of
-            its files, variant, scheduler, LoRAs, dtype and device type.
+            its files, variant, single-file configuration, scheduler, LoRAs, dtype and device type.
         guidance: the guidance scale that the model is called with when none is given; None: it
             takes none.
         saved_merging: the setting saved with a StableDiffusionMaMePipeline, which is loaded as the
@@ -98,10 +108,12 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
     _be_quiet()
-    folder, name = find_model(choice)
-    with _loading(name):
-        pipe = _load_folder(folder, choice, dtype)
-        saved = read_saved_merging(folder)
+    source, name = find_model(choice)
+    is_file, config = source.is_file(), choice.single_file_config
+    with _loading(name, _OF_A_FILE if is_file else _OF_A_FOLDER):
+        pipe = (load_single_file if is_file else _load_folder)(source, choice, dtype)
+        _check_weights(pipe, name)
+        saved = None if is_file else read_saved_merging(source)
     check_text_to_image(pipe, name)
     if choice.scheduler is not None:
         set_scheduler(pipe, choice.scheduler)
@@ -109,12 +121,13 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     pipe.set_progress_bar_config(disable=True)
     with _loading(name):
         pipe.to(device)
-        digest = digest_of(folder)
+        digest = digest_of(source)
     identity = {
         "name": name,
         "pipeline": type(pipe).__name__,
         "sha256": digest,
         "variant": choice.variant,
+        "single_file_config": None if config is None else name_and_digest(config),
         "scheduler": choice.scheduler or type(pipe.scheduler).__name__,
         "loras": [lora_identity(lora) for lora in choice.loras],
         "dtype": str(dtype).removeprefix("torch."),
@@ -125,7 +138,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
 
 
 @contextlib.contextmanager
-def _loading(name: str) -> Iterator[None]:
+def _loading(name: str, to_check: str = _OF_A_FOLDER) -> Iterator[None]:
     try:
         yield
     except (UserError, MachineError):
@@ -147,7 +160,7 @@ def _loading(name: str) -> Iterator[None]:
             ) from error
         raise UserError(
             f"--model {name}: expected a text-to-image pipeline that diffusers can load, but"
-            f" {first_line(error)}; check its files, --variant and --revision"
+            f" {first_line(error)}; check {to_check}"
         ) from error
 
 
@@ -168,7 +181,7 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     name = diffusers.DiffusionPipeline.load_config(str(folder)).get("_class_name")
     name = name[-1] if isinstance(name, (list, tuple)) else name
     kind = getattr(diffusers, str(name), None)
-    _check_tokenizers(folder)
+    check_tokenizers(folder)
     if kind is None:
         raise UserError(
             f"--model {folder}: expected a pipeline class of diffusers, got {name!r}; convert the"
@@ -177,26 +190,8 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     pipe = kind.from_pretrained(
         str(folder), dtype=dtype, variant=choice.variant, local_files_only=choice.offline
     )
-    _check_weights(pipe, folder.name)
     # Merging comes from outside, by `saved_merging` and the options.
     return pipe if type(pipe) is kind else kind.from_pipe(pipe, dtype=dtype)
-
-
-def _check_tokenizers(folder: Path) -> None:
-    """Raise UserError for a tokenizer without a vocabulary, which transformers would load as an
-    empty one.
-    """
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    for name, entry in index.items():
-        if not name.startswith("tokenizer") or not isinstance(entry, list) or entry[-1] is None:
-            continue
-        there = [file.name for file in (folder / name).glob("*") if file.is_file()]
-        known = ("_config.json", "special_tokens_map.json")
-        if all(file.endswith(known) for file in there):
-            raise UserError(
-                f"--model {folder}: expected the vocabulary of {name}, found"
-                f" {'none' if there else 'no such folder'}; copy the whole model again"
-            )
 
 
 def _check_weights(pipe: Any, name: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError, first_line
-from mame_sd.runs.model_files import HUB_ID, digest_of
+from mame_sd.runs.model_files import HUB_ID, name_and_digest
 
 
 def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
@@ -29,12 +29,7 @@ def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
 def lora_identity(lora: str) -> dict[str, Any]:
     """JSON values that tell this LoRA and its scale from others."""
     source, scale = _scale(lora)
-    path, there = Path(source), os.path.exists(source)
-    return {
-        "name": path.name if there else source,
-        "scale": scale,
-        "sha256": digest_of(path) if there else None,
-    }
+    return {**name_and_digest(source), "scale": scale}
 
 
 def _scale(lora: str) -> tuple[str, float]:

@@ -1,10 +1,11 @@
-"""Where a model's files are: which folder a name means, hub downloads, a digest that tells models
-apart.
+"""Where a model's files are: which folder or file a name means, hub downloads, a digest that tells
+models apart.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable
@@ -27,12 +28,12 @@ class ModelChoice:
     """What to load and how; each field's help text says what it means.
 
     Raises:
-        UserError: a scheduler or dtype that there is none of.
+        UserError: a scheduler or dtype that there is none of, or a configuration without a file.
     """
 
     model: str | None = option(
         None,
-        "Folder, hub id or embedded-NAME to load. Default: embedded-unet.",
+        "Folder, hub id, .safetensors file or embedded-NAME to load. Default: embedded-unet.",
         metavar="PATH_OR_ID",
     )
     scheduler: str | None = option(
@@ -53,6 +54,11 @@ class ModelChoice:
     variant: str | None = option(None, "Variant of the model's files, such as fp16.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     offline: bool = option(False, "Never ask the hub; take what is cached.")
+    single_file_config: str | None = option(
+        None,
+        "Pipeline folder or hub id of the same architecture, for a .safetensors file.",
+        metavar="PATH_OR_ID",
+    )
 
     @property
     def embedded(self) -> str | None:
@@ -73,14 +79,27 @@ class ModelChoice:
                 f"--dtype: expected auto, {', '.join(DTYPES)}, got {self.dtype!r}; give one of"
                 " these"
             )
+        if self.single_file_config is not None and Path(self.model or "").suffix != ".safetensors":
+            raise UserError(
+                "--single-file-config: expected a .safetensors file as --model, got"
+                f" {self.model or 'none'}; leave it out"
+            )
 
 
 def find_model(choice: ModelChoice) -> tuple[Path, str]:
-    """The folder of the pipeline that `choice.model` means, downloaded if need be, and a name for
-    it without its place.
+    """The pipeline's folder or the file that `choice.model` means, downloaded if need be, and a
+    name for it without its place.
 
-    Raises UserError when there is none.
+    Raises UserError when there is none, or for a file of another kind.
     """
+    file = Path(choice.model or "")
+    if os.path.isfile(file):
+        if file.suffix != ".safetensors":
+            raise UserError(
+                f"--model {file}: expected a folder, a hub id or a .safetensors file, got another"
+                " file; convert it"
+            )
+        return file, shown(file.name)
 
     def download(name: str) -> str:
         from diffusers import DiffusionPipeline
@@ -103,12 +122,15 @@ def find_model(choice: ModelChoice) -> tuple[Path, str]:
     return folder, "embedded" if choice.embedded == "unet" else name
 
 
-def find_folder(name: str, download: Callable[[str], str]) -> tuple[Path, str]:
+def find_folder(
+    name: str, download: Callable[[str], str], flag: str = "--model"
+) -> tuple[Path, str]:
     """The folder that `--model NAME` means, and the name without its place.
 
     Args:
         name: a folder, embedded-NAME or a hub id.
         download: gives the folder of a hub model.
+        flag: the option that gave the name, for errors.
 
     Raises UserError when there is none.
     """
@@ -117,8 +139,8 @@ def find_folder(name: str, download: Callable[[str], str]) -> tuple[Path, str]:
         return path, shown(path.resolve().name)
     if os.path.isfile(path):
         raise UserError(
-            f"--model {name}: expected a folder or a hub id, got a file; make a folder of it by"
-            " diffusers' from_single_file(...).save_pretrained(FOLDER)"
+            f"{flag} {name}: expected a folder or a hub id, got a file; give the folder that holds"
+            " it"
         )
     if name.startswith(EMBEDDED):
         from mame_sd.embedded.model import embedded_model_path
@@ -126,20 +148,37 @@ def find_folder(name: str, download: Callable[[str], str]) -> tuple[Path, str]:
         try:
             return embedded_model_path(name.removeprefix(EMBEDDED)), name
         except FileNotFoundError as error:
-            raise UserError(f"--model {name}: {error}") from None
+            raise UserError(f"{flag} {name}: {error}") from None
     if not HUB_ID.fullmatch(name):
         raise UserError(
-            f"--model {name}: expected a folder or a hub id (owner/name), found no such folder;"
-            " check the path"
+            f"{flag} {name}: expected a folder or a hub id (owner/name), found nothing there; check"
+            " the path"
         )
     try:
         return Path(download(name)), name
     except Exception as error:  # offline, unknown, gated, no such revision: it can't be had
         reason = first_line(error).partition(" (")[0]
         raise UserError(
-            f"--model {name}: expected a folder, or a model of the hub that can be reached or is"
+            f"{flag} {name}: expected a folder, or a model of the hub that can be reached or is"
             f" cached, but {reason}; check the name and the network, or give a folder"
         ) from error
+
+
+def check_tokenizers(folder: Path, flag: str = "--model") -> None:
+    """Raise UserError for a tokenizer without a vocabulary, which transformers would load as an
+    empty one.
+    """
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    for name, entry in index.items():
+        if not name.startswith("tokenizer") or not isinstance(entry, list) or entry[-1] is None:
+            continue
+        there = [file.name for file in (folder / name).glob("*") if file.is_file()]
+        known = ("_config.json", "special_tokens_map.json")
+        if all(file.endswith(known) for file in there):
+            raise UserError(
+                f"{flag} {folder}: expected the vocabulary of {name}, found"
+                f" {'none' if there else 'no such folder'}; copy the whole model again"
+            )
 
 
 def digest_of(source: Path) -> str:
@@ -150,7 +189,7 @@ def digest_of(source: Path) -> str:
     root = source.parent if source.is_file() else source
     for path in [source] if source.is_file() else sorted(p for p in source.rglob("*")):
         place = path.relative_to(root)
-        hidden = any(part.startswith(".") for part in place.parts)
+        hidden = path != source and any(part.startswith(".") for part in place.parts)
         if not path.is_file() or hidden or path.suffix in (".md", ".py", ".pyc"):
             continue
         if path.name != SETTINGS_FILE:
@@ -159,3 +198,13 @@ def digest_of(source: Path) -> str:
                 while chunk := file.read(1 << 20):
                     digest.update(chunk)
     return digest.hexdigest()
+
+
+def name_and_digest(source: str) -> dict[str, str | None]:
+    """JSON values that tell a path or hub id from others: its name without its place, and a digest
+    of what lies there (None: a hub id).
+    """
+    if not os.path.exists(source):
+        return {"name": source, "sha256": None}
+    name = os.path.basename(os.path.abspath(source))
+    return {"name": shown(name), "sha256": digest_of(Path(source))}

@@ -86,6 +86,7 @@ generate --prompt '' | --prompt: expected a prompt, got an empty one
 generate --prompts none.txt | none.txt: expected a prompt file, found nothing there
 generate x --model ./none | --model ./none: expected a folder
 generate x --model nobody/nothing | --model nobody/nothing: expected a folder, or a model of the hub
+generate x --single-file-config x | expected a .safetensors file as --model, got none; leave it out
 generate x --model . | got one without model_index.json
 compare x --tau 0.6,high | --tau: expected numbers with commas between
 compare x --tau 0.6,7 | tau: expected a finite number from -1 to 1
@@ -94,7 +95,7 @@ compare x --out a.jpg | --out a.jpg: expected a file ending in .png
 sheet none | none: expected samples.jsonl of a run, found none
 generate x --out LONG | can't be written (File name too long)
 generate --prompts LONG.txt | the prompt file can't be read (File name too long)
-generate x --model LONG | found no such folder; check the path
+generate x --model LONG | found nothing there; check the path
 generate x --lora LONG | found nothing; check the path
 generate x --config LONG.json | LONG
 compare x --out LONG.png | can't be written (File name too long)
@@ -174,7 +175,7 @@ def test_broken_models_are_one_line(
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "model_index.json").write_text("{")
     for model, message in {
-        "model.ckpt": "expected a folder or a hub id, got a file; make a folder of it",
+        "model.ckpt": "expected a folder, a hub id or a .safetensors file, got another file",
         "foreign": "expected a pipeline class of diffusers, got 'MagicPipeline'",
         "cut": "expected a text-to-image pipeline that diffusers can load",
     }.items():

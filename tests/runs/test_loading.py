@@ -25,6 +25,8 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import _loading, check_text_to_image, load_model
 from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
 from mame_sd.runs.prompt_files import prompts_from_texts
+from tests.builders.single_file import save_single_file
+from tests.builders.tiny import generate as images_of
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
 
 
@@ -45,14 +47,8 @@ def test_identity_follows_the_files_not_their_place(model_folder: Path, tmp_path
     )
 
 
-def test_a_single_file_is_told_to_become_a_folder(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"got a file; make a folder of it by diffusers' from_sing"):
-        find_model(choice(tmp_path / "model.safetensors"))
-
-
 def test_the_digest_sees_every_byte(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
+    file = tmp_path / ".model.safetensors"  # hidden, which a folder's files may not be
     digests = set()
     for position in (None, 0, 2_500_000, 4_999_999):
         data = bytearray(5_000_000)
@@ -153,6 +149,61 @@ def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
     assert type(model.pipe).__name__ == "StableDiffusionPipeline"
 
 
+def single(file: Path, config: Path | str | None = None) -> ModelChoice:
+    given = None if config is None else str(config)
+    return ModelChoice(model=str(file), single_file_config=given, device="cpu", offline=True)
+
+
+def test_a_single_file_gives_the_pipeline_that_it_was_made_of(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    file = save_single_file(tiny_pipeline(), tmp_path / "model.safetensors")
+    model = load_model(single(file, model_folder))
+    assert torch.equal(images_of(model.pipe), images_of(tiny_pipeline()))
+    found = [model.identity[key] for key in ("name", "pipeline", "sha256", "single_file_config")]
+    config = {"name": "tiny", "sha256": digest_of(model_folder)}
+    assert found == ["model.safetensors", "StableDiffusionPipeline", digest_of(file), config]
+
+
+FIRST = "model.diffusion_model.input_blocks.0.0.weight"
+XL = "conditioner.embedders.1.model.transformer.resblocks.9.mlp.c_proj.bias"
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"x": (1,)}, "Diffusion 1, 2 or XL in its original layout, got another layout; give a"),
+        ({FIRST: (4, 9, 3, 3)}, "got inpainting; give a diffusers folder"),
+        ({FIRST: (4, 4, 3, 3)}, "--single-file-config stable-diffusion-v1-5/.* can be reached"),
+        ({FIRST: (4, 4, 3, 3), XL: (4,)}, "--single-file-config stabilityai/stable-diffusion-xl"),
+    ],
+    ids=["other layout", "other kind", "hub, v1", "hub, xl"],
+)
+def test_a_single_file_that_is_not_taken_or_needs_the_hub(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: dict[str, tuple[int, ...]],
+    message: str,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    file = tmp_path / "model.safetensors"
+    save_file({name: torch.zeros(shape) for name, shape in weights.items()}, file)
+    with pytest.raises(UserError, match=message):
+        load_model(single(file))
+
+
+def test_a_configuration_that_does_not_fit_the_single_file(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    file = save_single_file(tiny_pipeline(), tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"expected shape .*; check the file and --single-file-con"):
+        load_model(single(file, "embedded-unet"))
+    folder = Path(shutil.copytree(model_folder, tmp_path / "config"))
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(UserError, match=r"--single-file-config .* expected the vocabulary of tok"):
+        load_model(single(file, folder))
+
+
 def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_model(ModelChoice(model="embedded-unet")) == find_model(ModelChoice())
     with pytest.raises(
@@ -180,7 +231,7 @@ def test_a_folder_goes_before_an_embedded_model(
 
 @pytest.mark.parametrize("name", ["./x/y", "a/b/c", "nothing", "../up", "a/b.safetensors"])
 def test_paths_are_not_taken_for_hub_ids(name: str) -> None:
-    with pytest.raises(UserError, match="found no such folder; check the path"):
+    with pytest.raises(UserError, match="found nothing there; check the path"):
         find_model(ModelChoice(model=name))
 
 

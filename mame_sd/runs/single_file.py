@@ -1,0 +1,66 @@
+"""Load a single .safetensors checkpoint of Stable Diffusion 1, 2 or XL in its original layout.
+
+Such a file holds weights alone. What else a pipeline is made of (configurations, scheduler,
+tokenizers) comes from a pipeline of the same architecture: --single-file-config, or the one of the
+hub that diffusers knows for the kind of checkpoint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mame_sd.errors import UserError
+from mame_sd.runs.model_files import ModelChoice, check_tokenizers, find_folder
+
+_CLASSES = {
+    "v1": "StableDiffusionPipeline",
+    "v2": "StableDiffusionPipeline",
+    "xl_base": "StableDiffusionXLPipeline",
+    "playground-v2-5": "StableDiffusionXLPipeline",
+}
+
+
+def load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
+    """The pipeline of a checkpoint.
+
+    Raises:
+        UserError: another kind of checkpoint or another layout, or a configuration that isn't
+            there. Other exceptions of diffusers: a configuration of another architecture.
+    """
+    import diffusers
+    from diffusers.loaders.single_file_utils import (
+        fetch_diffusers_config,
+        infer_diffusers_model_type,
+    )
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as file:
+        shapes = {
+            key: torch.empty(file.get_slice(key).get_shape(), device="meta")
+            for key in list(file.keys())
+        }
+    kind = "another layout"
+    if any(key.startswith("model.diffusion_model.input_blocks.") for key in shapes):
+        kind = infer_diffusers_model_type(shapes)
+    if kind not in _CLASSES:
+        raise UserError(
+            f"--model {path}: expected a checkpoint of Stable Diffusion 1, 2 or XL in its original"
+            f" layout, got {kind}; give a diffusers folder instead"
+        )
+
+    def download(name: str) -> str:
+        from huggingface_hub import snapshot_download
+
+        files = ["*.json", "*.txt", "*.model"]
+        return snapshot_download(name, local_files_only=choice.offline, allow_patterns=files)
+
+    config = choice.single_file_config
+    config = config or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
+    folder, _ = find_folder(config, download, "--single-file-config")
+    check_tokenizers(folder, "--single-file-config")
+    return getattr(diffusers, _CLASSES[kind]).from_single_file(
+        str(path), config=str(folder), dtype=dtype
+    )
