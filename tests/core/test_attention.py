@@ -247,6 +247,19 @@ def test_errors_are_one_line() -> None:
         (lambda: attention(q[:, :1], k, v, GRID, BEFORE, AFTER), "in a multiple of 2 heads"),
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=0), "keep: expected a share above 0"),
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=1.5), "keep: expected a share"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=True), "keep: expected a number"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep="x"), "keep: expected a number"),  # type: ignore[arg-type]
+        (
+            lambda: attention(q, k, v, GRID, BEFORE, AFTER, tile_size=1),
+            "tile_size: expected a side",
+        ),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, fit_queries=-1), "fit_queries: expected"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, seed=1.5), "seed: expected a whole"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, seed=None), "seed: expected a number"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, redraw=True), "unknown argument 'redraw'"),
+        (lambda: attention(q, k, v, (-6, -9), BEFORE, AFTER), "grid, before, after: expected"),
+        (lambda: attention(q, k, v, (6.5, 9), BEFORE, AFTER), "grid, before, after: expected"),  # type: ignore[arg-type]
+        (lambda: attention(q, k, v, GRID, -1, AFTER), "grid, before, after: expected"),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             call()
