@@ -3,7 +3,6 @@
     handle = apply_encoder(model)  # in every second block, about half of the FLOPs
     handle = apply_encoder(model, keep=0.9)  # nine tenths of the patches stay, in the mean
     handle = apply_encoder(model, tau=0.8, blocks=8)  # by similarity, in the first 8 blocks
-    handle = apply_encoder(model, preset="plain", blocks=8)  # the paper's training-free form
     logits = model(pixel_values).logits
     print(handle.report())  # tokens of each block, FLOPs before and after
     remove_encoder(model)  # bit-equal to before
@@ -48,7 +47,7 @@ def apply_encoder(
 
     Merging that is on it already is replaced. With neither `tau` nor `keep` given, the last block
     that merges leaves a quarter of the patches (where 3 or more merge). That is about half of the
-    FLOPs. With `preset="plain"` it is the paper's form, tau 0.8.
+    FLOPs. By `tau` it is the paper's form.
 
     Args:
         target: a model that holds one vision transformer that is known
@@ -56,7 +55,7 @@ def apply_encoder(
         config: the settings; of its fields only those that were given count. It does not hold
             `blocks`.
         blocks: how many blocks merge, from the first; or which ones, counted from 0 (-1 is the
-            last). None: every second one from 0 on, but all with `preset="plain"`.
+            last). None: every second one from 0 on, but all by `tau`.
         restore: give the model's output all of its tokens again, so that means and pooling count
             what each stands for; and hidden states that dense heads read. None: where a head is
             known to take a mean or to be dense.
@@ -64,10 +63,10 @@ def apply_encoder(
             (ToMe's proportional attention). This holds in all blocks after the first merging. Those
             that merge again take means over all of these tokens. Attention implementations eager
             and sdpa only. None: where the model's attention can take it (`handle.prop_attn` says),
-            but not with `preset="plain"`.
+            but not by `tau`.
         schedule: how one `keep`, or none, is shared out over the blocks that merge. With
             "decreasing" the first ones merge most. With "constant" all keep the same share. None:
-            decreasing, but constant with `preset="plain"`.
+            decreasing, but constant by `tau`.
         fields: fields of MaMeConfig over those of `config`; `tau` and `keep` may be one number for
             each block. `layers` gives blocks settings of their own by patterns of their names, as a
             report has them: `{"*.layer.[02]": {"keep": 0.7}, "*.layer.4": False}`.

@@ -88,6 +88,9 @@ class EncoderHandle:
             "make_block": make_block,
             "schedule": schedule,
         }
+        for name, value in (("restore", restore), ("prop_attn", prop_attn)):
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(f"{name}: expected True, False or None, got {value!r}")
         config, fields, own = taken(config, fields)
         self._asked = config, fields
         self.encoder, modules, known = find_encoder(root)
@@ -276,8 +279,8 @@ class EncoderHandle:
 
         Raises:
             RuntimeError: merging was removed or replaced, so the change would have no effect.
-            ValueError: a field is unknown, out of its range or without meaning here, or another
-                preset, which decides on sizes too; nothing has changed then.
+            ValueError: a field is unknown, out of its range or without meaning here, or `tau` comes
+                for `keep` or the other way round; nothing has changed then.
         """
         if not self.installed:
             raise RuntimeError(
