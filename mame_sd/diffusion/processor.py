@@ -73,6 +73,7 @@ class MaMeAttnProcessor:
         fields: any other field of MaMeConfig but `references` and `layers`, over those of `config`.
 
     Raises:
+        TypeError: `config` is no MaMeConfig, or `inner` no processor.
         ValueError: a field is unknown or out of its range, or `references` or `layers` are given.
     """
 
@@ -99,6 +100,10 @@ class MaMeAttnProcessor:
         if self.config.layers is not None:
             raise ValueError(
                 "layers: a processor does not know the names of layers; use apply_mame"
+            )
+        if inner is not None and (isinstance(inner, type) or not callable(inner)):
+            raise TypeError(
+                f"inner: expected an attention processor, got {inner!r}; give one that was made"
             )
         self.inner = inner
         self._stats: dict[Attention, LayerStats] = {}
