@@ -131,7 +131,7 @@ def rows() -> dict[str, On]:
         made[f"{name} keep= of the library"] = partial(library, keep=keep)
     made["3/8 keep= of the library"] = partial(library, keep=0.375)
     for tau in (0.8, 0.7):
-        made[f"the paper's form, tau {tau}"] = partial(library, tau=tau, preset="plain")
+        made[f"the paper's form, tau {tau}"] = partial(library, tau=tau)
     return made
 
 
