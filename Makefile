@@ -37,7 +37,8 @@ score: $(READY)  ## how good the embedded model is, and what the default costs i
 	$(BIN)/python -m benchmarks.embedded
 
 model: $(READY)  ## train the embedded model from nothing (hours)
-	$(BIN)/python -m scripts.training.train_unet --work out/train --out mame_sd/embedded/unet
+	$(BIN)/python -m scripts.training.train_unet --work out/train
+	$(BIN)/python -m scripts.training.train_unet --work out/train --export mame_sd/embedded/unet
 
 $(READY): pyproject.toml constraints.txt mame_sd/embedded/pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv

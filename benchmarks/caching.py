@@ -267,6 +267,20 @@ def taylorseer(interval: int, before: int = 3, layers: Sequence[str] | None = No
     )
 
 
+def sea(threshold: float = 0.25) -> Cache:
+    """SeaCache (arXiv 2602.18993): all blocks are skipped while the change of their input's
+    spectrum stays below `threshold`. The run tells each step's place to `cache_context`.
+    """
+    return Cache(
+        "SeaCache", {"threshold": threshold}, lambda now: hooks.SeaCacheConfig(threshold=threshold)
+    )
+
+
+def text_keys() -> Cache:
+    """TextKVCache: keys and values of the text are computed once for all steps."""
+    return Cache("TextKVCache", {}, lambda now: hooks.TextKVCacheConfig())
+
+
 def calibrated(target: Any, steps: int, run: Callable[[], object]) -> list[float]:
     """MagCache's ratios of a model: those that it prints at the end of a `run` of `steps` steps
     without skipping.

@@ -8,7 +8,7 @@
     # where nothing but attention mixes space:
     python -m benchmarks.frontier --model transformer --rivals
     # what calibration found:
-    python -m benchmarks.frontier --only default --settings out/tune/config.json
+    python -m benchmarks.frontier --only default --settings out/calibrate/config.json
     python -m benchmarks.frontier --device cuda --num 64 --steps 25
 
 LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and

@@ -13,7 +13,7 @@ from torch import Tensor
 from mame_sd.core.devices import least_tokens
 
 from .attention import EngineCall
-from .layers import Settings
+from .layers import Key, Settings
 from .models import Transformer
 from .unet import KEY, RULED_OUT, SMALL
 
@@ -54,7 +54,9 @@ class JointPatch:
         start = self._start(call, engine.heads_last(q).shape[1], length, engine.mask)
         if start is None:
             return engine.run()
-        key = options.get("block_type"), options.get("block_index")
+        key: Key = options.get("block_type"), options.get("block_index")
+        if length == math.prod(call.place.grid) and (*key, 1) in self.transformer.layers.names:
+            key = (*key, 1)  # SD3.5's second attention of a block, over the image alone
         number = self.transformer.layers.number(key)
         if number is None:
             number = call.counted

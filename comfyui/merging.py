@@ -22,8 +22,9 @@ from mame_sd.core.draws import DRAWS, draw_at
 from mame_sd.core.pairs import leaders_of_chunks
 
 from .attention import KeyMerge
+from .handed import handing_on
 from .joint import JointPatch
-from .layers import Settings
+from .layers import Layers, Settings
 from .models import Place, Transformer, UNet
 from .run import OUTSIDE, TAKEN, Run
 from .unet import UNetPatch
@@ -159,7 +160,10 @@ class Merging:
             else:
                 call.text = self.patch.transformer.text(c_crossattn, kwargs)
                 call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
-            output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+                if self.patch.transformer.family.unnamed and self.patch.settings.by_layer:
+                    _name_blocks(options, self.patch.transformer.layers)
+            with handing_on(options):
+                output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
             if options["optimized_attention_override"] != self.patch.attend:
                 run.note_left(TAKEN)
             run.note_merged(call.merged)
@@ -183,3 +187,30 @@ def _patch_unet(options: dict[str, Any], call: Call, patch: UNetPatch) -> None:
     patches["attn1_patch"] = [*patches.get("attn1_patch", []), patch.before]
     patches["attn1_output_patch"] = [patch.after, *patches.get("attn1_output_patch", [])]
     options["patches"] = patches
+
+
+def _name_blocks(options: dict[str, Any], layers: Layers) -> None:
+    """Each block says which one it is, around what another node puts in its place.
+
+    Only where layers have settings of their own: the engine checkpoints a block that is replaced,
+    which breaks a compiled graph.
+    """
+    given = options.get("patches_replace", {})
+    others = given.get("dit", {})
+    blocks = {
+        (f"{kind}_block", number): partial(
+            _named_block, kind, number, others.get((f"{kind}_block", number))
+        )
+        for kind, number, *_ in layers.names
+    }
+    options["patches_replace"] = {**given, "dit": {**others, **blocks}}
+
+
+def _named_block(
+    kind: str, number: int, replaced: Any, args: dict[str, Any], extra: dict[str, Any]
+) -> Any:
+    given = args.get("transformer_options")
+    if given is not None:  # which older engines leave out
+        named = {**given, "block_type": kind, "block_index": number}
+        args = {**args, "transformer_options": named}
+    return extra["original_block"](args) if replaced is None else replaced(args, extra)

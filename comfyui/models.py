@@ -35,6 +35,8 @@ class Family:
             others, or nowhere.
         masked: calls with an attention mask merge; else their image starts elsewhere in each
             sample.
+        hidden: each block's attention, where the engine hands it to no node (`handed.py`).
+        unnamed: the engine does not say which of its blocks attends, but lets each be replaced.
     """
 
     name: str
@@ -42,6 +44,8 @@ class Family:
     image: Literal["last", "first", "alone"] = "last"
     references: Literal["", "behind", "before"] = ""
     masked: bool = True
+    hidden: str = ""
+    unnamed: bool = False
 
 
 COSMOS = "patch_temporal patch_spatial patch_spatial"
@@ -51,8 +55,8 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "Flux": Family("Flux", references="behind"),
     "Chroma": Family("Chroma"),
     "QwenImageTransformer2DModel": Family("Qwen-Image", references="behind"),
-    "OpenAISignatureMMDITWrapper": Family("SD3"),
-    "MMDiT": Family("AuraFlow"),
+    "OpenAISignatureMMDITWrapper": Family("SD3", unnamed=True),
+    "MMDiT": Family("AuraFlow", unnamed=True),
     "NextDiT": Family("Lumina 2 or Z-Image", references="before", masked=False),
     "HunyuanVideo": Family("HunyuanVideo"),
     "SingleStreamDiT": Family("Krea 2", "patch", references="behind"),
@@ -67,11 +71,11 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "WanModel": Family("Wan", image="first"),
     "LTXVModel": Family("LTX-Video", "patchifier.patch_size", "alone"),
     "LTXAVModel": Family("LTX-2", "patchifier.patch_size", "alone"),
+    "ErnieImageModel": Family("ERNIE-Image", image="first", hidden="layers.{}.self_attention"),
     # Text, references and sound before the video. Those with keyframes have them there too.
     "MiniMaxH3Model": Family("MiniMax H3"),
     "CausalWanModel": ("Wan CausVid and Self-Forcing", CAUSAL),
     "WanAnimate2Model": ("Wan Animate 2", "its attention goes by windows of frames"),
-    "ErnieImageModel": ("ERNIE-Image", HIDDEN),
     "PixArtMS": ("PixArt", HIDDEN),
     "HunYuanDiT": ("HunyuanDiT", HIDDEN),
     "StageC": ("Stable Cascade", UNKNOWN),
@@ -124,6 +128,7 @@ class Transformer:
             leaves them out.
         sees: of Z-Image Omni, whether it has what SigLIP sees of the references.
         layers: its self-attentions over the image.
+        hidden: attention that the engine hands to no node, by its path in the model.
     """
 
     family: Family
@@ -133,6 +138,7 @@ class Transformer:
     reference_method: Any = ""
     sees: bool = False
     layers: Layers = field(default_factory=Layers)
+    hidden: Mapping[str, Any] = field(default_factory=dict)
 
     def grid(self, latent: Sequence[int]) -> tuple[int, int, int]:
         """(frames, rows, columns) of tokens of a latent of shape [B, C, ..., H, W]."""
@@ -251,4 +257,16 @@ def layout_of(model: Any) -> UNet | Transformer:
         getattr(model, "default_ref_method", "") if "SingleStreamDiT" in bases else "",
         getattr(model, "siglip_embedder", None) is not None,
         layers_of_transformer(model),
+        _hidden(model, family),
     )
+
+
+def _hidden(model: Any, family: Family) -> dict[str, Any]:
+    """See `Transformer`."""
+    if not family.hidden:
+        return {}
+    blocks, _, name = family.hidden.partition(".{}.")
+    return {
+        family.hidden.format(i): getattr(block, name)
+        for i, block in enumerate(getattr(model, blocks))
+    }

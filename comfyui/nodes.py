@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from mame_sd import MaMeConfig
 
+from .handed import handed
 from .layers import Settings, place_of, settings_in
 from .merging import KEY, Merging
 from .models import Transformer, UNet, layout_of
@@ -100,7 +101,7 @@ class MaMeModelPatch:
                     {"default": ""}
                     | {
                         "tooltip": (
-                            "A file of settings by layer, such as mame-sd tune writes: a path in"
+                            "A file of settings by layer, as mame-sd calibrate writes: a path in"
                             " ComfyUI's input folder, or an absolute one. It holds instead of mode,"
                             " keep, tau and min_tokens. Empty: those hold."
                         )
@@ -172,6 +173,9 @@ class MaMeModelPatch:
         ):
             clone.remove_wrappers_with_key(kind_of_call, KEY)
             clone.add_wrapper_with_key(kind_of_call, KEY, wrapper)
+        hidden = layout.hidden if isinstance(layout, Transformer) else {}
+        for path, attention in hidden.items():
+            clone.add_object_patch(f"diffusion_model.{path}.forward", handed(attention))
         return (clone,)
 
 

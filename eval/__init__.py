@@ -1,4 +1,4 @@
-"""Evaluation of merged models: metrics, benchmark suites, tuning and a report.
+"""Evaluation of merged models: metrics, benchmark suites and a report.
 
 ``mame-sd-eval`` or ``python -m mame_sd.eval``. In a checkout too the package has that name alone.
 """

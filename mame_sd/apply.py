@@ -37,7 +37,7 @@ def apply_mame(
             (`mame_sd.perception.apply_encoder`). Where both stand in one module, the diffusion
             model merges; give the encoder itself to merge it. Or a LLaVA or Qwen-VL, whose visual
             tokens merge behind its tower (`mame_sd.captions.apply_captioner`).
-        config: the settings, or a .json or .toml file of them; None is the measured default.
+        config: the settings, or a .json file of them; None is the measured default.
         fields: fields of MaMeConfig, over those of `config`; for a vision transformer also
             `blocks`, `restore`, `prop_attn`.
 

@@ -12,43 +12,122 @@ whole tokens before the attention and restores them after it (MaMe and MaRe, arX
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from mame_sd.json_files import read_object
 from mame_sd.layer_rules import LayerRules
 
 # a file of settings in a model's folder, which merging takes where nothing else is given
 SETTINGS_FILE = "mame.json"
 DEFAULT_KEEP = 0.25
+Partition = Literal["alternating", "sequential", "random"]
+Metric = Literal["cosine", "dot", "euclidean", "softmax"]
+Feature = Literal["x", "k", "k-mean"]
 TAU_RANGE: dict[str, tuple[float, float]] = {
     "cosine": (-1.0, 1.0),
     "dot": (-math.inf, math.inf),
     "euclidean": (-math.inf, 0.0),
     "softmax": (0.0, 1.0),
 }
+Check = Callable[[Any], Any]  # a field's value as it is kept; ValueError: what was expected
+
+
+def _is_whole(value: Any) -> bool:  # a number of NumPy's too
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise ValueError("expected a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.inf
+    if math.isnan(number):
+        raise ValueError("expected a number")
+    return number
+
+
+def _share(value: Any) -> float:
+    number = _number(value)
+    if not 0 < number <= 1:
+        raise ValueError("expected a share above 0 and at most 1")
+    return number
+
+
+def _whole(least: int) -> Check:
+    def check(value: Any) -> int:
+        if not (_is_whole(value) and least <= value < 2**63):
+            raise ValueError(f"expected a whole number from {least} to 2^63 - 1")
+        return int(value)
+
+    return check
+
+
+def _side(value: Any) -> int:
+    if not (_is_whole(value) and (value == 0 or 2 <= value < 2**31)):
+        raise ValueError("expected 0 for no tiles, or a side of 2 to 2^31 - 1 tokens")
+    return int(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("expected True or False")
+    return value
+
+
+def _one_of(kind: Any) -> Check:
+    def check(value: Any) -> str:
+        if value not in get_args(kind):
+            raise ValueError(f"expected one of {', '.join(get_args(kind))}")
+        return str(value)
+
+    return check
+
+
+def _size(value: Any) -> tuple[int, int]:
+    sides = tuple(value) if isinstance(value, (list, tuple)) else ()
+    if len(sides) != 2 or not all(_is_whole(n) and 1 <= n < 2**31 for n in sides):
+        raise ValueError("expected two whole numbers from 1 to 2^31 - 1")
+    return int(sides[0]), int(sides[1])
+
+
+def _layers(value: Any) -> LayerRules:
+    return value if isinstance(value, LayerRules) else LayerRules(value)
+
+
+def _made_for(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("expected what calibration wrote, or nothing")
+    return value
 
 
 def _field(
-    default: Any, help: str, about: str = "", option: bool = True, method: str | None = None
+    default: Any,
+    check: Check,
+    help: str,
+    about: str = "",
+    option: bool = True,
+    method: str | None = None,
 ) -> Any:
     """A setting.
 
     Args:
         default: its value where it is left out.
+        check: gives the value as it is kept, and refuses one that can't be.
         help: what it does, in one line.
         about: what docs/settings.md tells beyond that.
         option: whether commands have an option for it.
         method: the one method that has it, "keys" or "tokens"; None: both.
     """
-    return field(
-        default=default, metadata={"help": help, "about": about, "option": option, "method": method}
-    )
+    about_it = {"check": check, "help": help, "about": about, "option": option, "method": method}
+    return field(default=default, metadata=about_it)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +144,20 @@ class MaMeConfig:
 
     keep: float | None = _field(
         None,
+        _share,
         "share of the keys to keep, above 0 to 1; lower is faster and further off",
         "Keys and values of an image merge at the attention call; the merged values are fitted to a"
         " few exact queries. In vision transformers it is the share of the tokens.",
     )
     tau: float | None = _field(
         None,
+        _number,
         "similarity above which whole tokens merge (the paper's method); lower merges more",
         "The cosine goes from -1 to 1, where 1 merges nothing. Give `tau` or `keep`, not both.",
     )
     min_tokens: int | None = _field(
         None,
+        _whole(1),
         "layers with fewer tokens stay unmerged; left out: by kind of device",
         "1,024 on a CPU and on MPS; 8,192 on CUDA, 24,576 from compute capability 9 on; 4,096"
         " elsewhere. With `MaMeAttnProcessor` on a video model it must be above the number of"
@@ -83,24 +165,28 @@ class MaMeConfig:
     )
     fit_queries: int | None = _field(
         None,
+        _whole(0),
         "queries that merged values are fitted to; 0: values are means",
         "More are nearer and slower. Left out: one of 32 tokens, from 64 to 256.",
         method="keys",
     )
     tile_size: int = _field(
         16,
+        _side,
         "side of the square tiles in which keys are compared; 0 compares all",
         "A tile has at least 2 tokens a side.",
         method="keys",
     )
     redraw: bool = _field(
         True,
+        _flag,
         "whether each step draws other destinations and queries",
         "Errors of the steps then do not add up. Only `apply_mame` sees the timestep.",
         method="keys",
     )
     share_guidance_plan: bool = _field(
         True,
+        _flag,
         "whether guided and unguided samples merge the same keys",
         "Guidance would multiply what merging does to one sample and not to the other. The two may"
         " share a batch, or be two calls of one input. Only `apply_mame` sees them.",
@@ -108,39 +194,48 @@ class MaMeConfig:
     )
     seed: int = _field(
         0,
+        _whole(0),
         "seed of what is drawn",
         "It has a generator of its own, never the global one.",
     )
     references: float | None = _field(
         None,
+        _share,
         "share of each reference image's keys to keep in an edit; off unless given",
         "Above 0 to 1. Each reference merges on a grid of its own. Models of edits take it, by"
         " `apply_mame`.",
         method="keys",
     )
-    partition: Literal["alternating", "sequential", "random"] = _field(
-        "alternating", "how destinations are chosen by position", method="tokens"
+    partition: Partition = _field(  # noqa: RUF009
+        "alternating",
+        _one_of(Partition),
+        "how destinations are chosen by position",
+        method="tokens",
     )
-    metric: Literal["cosine", "dot", "euclidean", "softmax"] = _field(
+    metric: Metric = _field(  # noqa: RUF009
         "cosine",
+        _one_of(Metric),
         "how similarity is measured",
         "`dot` is x.y / sqrt(d), `euclidean` is -|x - y| / sqrt(d), and `softmax` is the dot"
         " product's softmax over destinations.",
         method="tokens",
     )
-    feature: Literal["x", "k", "k-mean"] = _field(
+    feature: Feature = _field(  # noqa: RUF009
         "x",
+        _one_of(Feature),
         "what similarity compares: the layer's input, its keys, or their mean over heads",
         method="tokens",
     )
     refine: bool = _field(
         True,
+        _flag,
         "whether weights below a source's mean are dropped",
         "The paper's adaptive refining.",
         method="tokens",
     )
     size: tuple[int, int] | None = _field(
         None,
+        _size,
         "latent height and width, for layers that don't know them",
         "`MaMeAttnProcessor` and single attention modules need it. Models know theirs, and refuse"
         " another.",
@@ -148,6 +243,7 @@ class MaMeConfig:
     )
     layers: LayerRules | None = _field(  # noqa: RUF009
         None,
+        _layers,
         "settings of single layers by patterns of their names",
         "They override those of all layers: `{'blocks.[24]': {'keep': 0.5}}`. False leaves a layer"
         " unmerged. Self-attention takes them, by `apply_mame`.",
@@ -155,6 +251,7 @@ class MaMeConfig:
     )
     made_for: str | None = _field(
         None,
+        _made_for,
         "model that the settings were found for; others refuse them",
         "Calibration writes it.",
         option=False,
@@ -165,8 +262,7 @@ class MaMeConfig:
         for f in fields(self):
             if f.init:
                 value = getattr(self, f.name)
-                value = f.default if value is None else _checked(f.name, value)
-                object.__setattr__(self, f.name, value)
+                object.__setattr__(self, f.name, _checked(f, value))
         if self.tau is not None and self.keep is not None:
             raise ValueError(
                 f"expected tau or keep, got both (tau={self.tau!r}, keep={self.keep!r}); drop one"
@@ -268,16 +364,16 @@ class MaMeConfig:
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
-        """A config from a .json or .toml file that holds fields at its top level.
+        """A config from a .json file that holds fields at its top level.
 
         `about`, where a file tells how it was found, is left to readers.
 
         Raises ValueError that names the file, for a file that can't be read, parsed or accepted.
         """
+        values = read_object(Path(path), 'settings such as {"keep": 0.5}')
+        values.pop("about", None)
         try:
-            table = _read_table(Path(path))
-            table.pop("about", None)
-            return cls.from_dict(table)
+            return cls.from_dict(values)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -285,14 +381,6 @@ class MaMeConfig:
 NAMES = tuple(f.name for f in fields(MaMeConfig) if f.init)
 _DEFAULTS = {f.name: f.default for f in fields(MaMeConfig) if f.init}
 _METHODS = {f.name: f.metadata["method"] for f in fields(MaMeConfig) if f.init}
-_CHOICES = {
-    "partition": ("alternating", "sequential", "random"),
-    "metric": tuple(TAU_RANGE),
-    "feature": ("x", "k", "k-mean"),
-}
-_SHARES = ("keep", "references")
-_FLAGS = ("redraw", "share_guidance_plan", "refine")
-_LEAST = {"min_tokens": 1, "fit_queries": 0, "seed": 0}
 
 
 def check_names(values: Mapping[str, Any]) -> None:
@@ -304,93 +392,17 @@ def check_names(values: Mapping[str, Any]) -> None:
             raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(NAMES)})")
 
 
-def _checked(name: str, value: Any) -> Any:
-    """The value of a field as it is kept, NumPy's numbers as Python's own.
-
-    Raises ValueError for one that can't be.
-    """
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if name in _CHOICES and value not in _CHOICES[name]:
-        raise ValueError(f"{name}: expected one of {', '.join(_CHOICES[name])}, got {value!r}")
-    if name in _FLAGS and not isinstance(value, bool):
-        raise ValueError(f"{name}: expected True or False, got {value!r}")
-    if name in ("tau", *_SHARES):
-        if not isinstance(value, numbers.Real) or isinstance(value, bool):
-            raise ValueError(f"{name}: expected a number, got {value!r}")
-        try:
-            value = float(value)
-        except OverflowError:
-            raise ValueError(f"{name}: expected a number of float's range, got more") from None
-        if math.isnan(value):
-            raise ValueError(f"{name}: expected a number, got {value!r}")
-        if name in _SHARES and not 0 < value <= 1:
-            raise ValueError(f"{name}: expected a share above 0 and at most 1, got {value!r}")
-    elif name in _LEAST:
-        if not (whole and _LEAST[name] <= value < 2**63):
-            raise ValueError(
-                f"{name}: expected a whole number from {_LEAST[name]} to 2^63 - 1, got {value!r}"
-            )
-        value = int(value)
-    elif name == "tile_size":
-        if not (whole and (value == 0 or 2 <= value < 2**31)):
-            raise ValueError(
-                f"tile_size: expected a side of at least 2 tokens, or 0 for none, got {value!r}"
-            )
-        value = int(value)
-    elif name == "size":
-        pair = tuple(value) if isinstance(value, (list, tuple)) else ()
-        if len(pair) != 2 or not all(_is_side(n) for n in pair):
-            raise ValueError(f"size: expected two whole numbers of at least 1, got {value!r}")
-        value = int(pair[0]), int(pair[1])
-    elif name == "layers":
-        value = value if isinstance(value, LayerRules) else LayerRules(value)
-    elif name == "made_for" and not isinstance(value, str):
-        raise ValueError(f"made_for: expected what calibration wrote, or nothing, got {value!r}")
-    return value
-
-
-def _is_side(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
-
-
-def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs of a JSON file.
-
-    Raises ValueError for a name that stands there twice.
-    """
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the name {name!r} stands in one object twice")
-        found[name] = value
-    return found
-
-
-def _read_table(path: Path) -> dict[str, Any]:
-    kind = path.suffix.lower()
-    if kind not in (".json", ".toml"):
-        raise ValueError(
-            f"expected a .json or .toml file of settings, got {kind or 'no ending'}; rename or"
-            " convert it"
-        )
+def _checked(f: Any, value: Any) -> Any:
+    """The value of a field as it is kept. Raises ValueError that names the field and the value."""
+    if value is None:
+        return f.default
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"expected a .json or .toml file of settings that can be read, got {error}"
-        ) from None
-    try:
-        if kind == ".toml":
-            import tomllib
-
-            values: Any = tomllib.loads(text)
-        else:
-            values = json.loads(text, object_pairs_hook=once_each)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"expected {kind.lstrip('.')}, but {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f'expected an object of settings such as {{"tau": 0.8}}, got {values!r}')
-    return values
+        return f.metadata["check"](value)
+    except ValueError as error:
+        said = str(error)
+        if said.startswith(f"{f.name}: "):
+            raise
+        raise ValueError(f"{f.name}: {said}, got {value!r}") from None
 
 
 def _json(value: Any) -> Any:

@@ -24,7 +24,6 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "comfyui/README.md": "comfyui.md",
-    "comfyui/graph.webp": "graph.webp",
     "mame_sd/embedded/video/README.md": "embedded-video.md",
 }
 # What users import: a module, and where its `__all__` stands in a checkout.

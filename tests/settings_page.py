@@ -14,8 +14,7 @@ HEAD = """# Settings
 
 This page is made by `python -m tests.settings_page` from `MaMeConfig`. The keywords of `apply_mame`
 and `MaMeAttnProcessor`, the options of the commands and the files of `--config` share these names.
-One option is called otherwise: `--merge-seed`, since `--seed` is the image's. The `--size` of
-`tune` is in pixels.
+One option is called otherwise: `--merge-seed`, since `--seed` is the image's.
 
 The number that is given tells the method: `keep` merges keys and values and fits the merged values,
 `tau` merges whole tokens as the paper does. Without either, `keep` is {keep:g}.

@@ -48,8 +48,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tau": 0.1, "metric": "euclidean"}, "tau: .*'euclidean', got 0.1"),
     ({"tau": -0.1, "metric": "softmax"}, "tau: .*from 0 to 1"),
     ({"tau": float("inf"), "metric": "dot"}, "tau: expected a finite number"),
-    ({"tau": 10**400, "metric": "dot"}, "tau: expected a number of float's range"),
-    ({"tau": np.float32("nan")}, "tau: expected a number, got nan"),
+    ({"tau": 10**400, "metric": "dot"}, "tau: expected a finite number"),
+    ({"tau": np.float32("nan")}, "tau: expected a number, got np.float32"),
     ({"tau": np.True_}, "tau: expected a number"),
     ({"tau": 1j}, "tau: expected a number"),
     ({"keep": True}, "keep: expected a number, got True"),
@@ -62,7 +62,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fit_queries": -1}, "fit_queries: expected a whole number from 0"),
     ({"fit_queries": True}, "fit_queries: expected a whole number"),
     ({"seed": -1}, "seed: expected a whole number from 0"),
-    ({"tile_size": 1}, "tile_size: expected a side of at least 2 tokens, or 0"),
+    ({"tile_size": 1}, "tile_size: expected 0 for no tiles, or a side of 2 to"),
+    ({"tile_size": 2**63}, r"tile_size: expected 0 for no tiles, or a side of 2 to 2\^31 - 1"),
     ({"redraw": 1}, "redraw: expected True or False, got 1"),
     ({"size": (0, 4)}, "size: expected two whole numbers"),
     ({"size": 4}, "size: expected two whole numbers"),
@@ -150,21 +151,15 @@ def test_goes_through_dicts_and_files(tmp_path_factory: Any, given: dict[str, An
     assert MaMeConfig(**{**config.given}) == config
 
 
-def test_reads_toml(tmp_path: Path) -> None:
-    file = tmp_path / "mame.toml"
-    file.write_text('tau = 0.7\nmetric = "cosine"\n')
-    assert MaMeConfig.from_file(file) == MaMeConfig(tau=0.7)
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.yaml", "tau: 1", "expected a .json or .toml file of settings, got .yaml"),
-        ("a.json", "{", "expected json, but"),
+        ("a.yaml", "tau: 1", "expected a .json file of settings .*, got .yaml"),
+        ("a.json", "{", "expected a .json file of settings .*, but"),
         ("a.json", "[1]", "expected an object of settings"),
         ("a.json", '{"tau": 0.5, "tau": 0.6}', "the name 'tau' stands in one object twice"),
         ("a.json", '{"tau": 7}', "tau: expected a finite number"),
-        ("a.json", "[" * 200_000, "expected json, but"),
+        ("a.json", "[" * 200_000, "expected a .json file of settings .*, but"),
     ],
 )
 def test_a_bad_file_is_told_by_its_name(tmp_path: Path, name: str, text: str, message: str) -> None:

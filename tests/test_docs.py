@@ -74,10 +74,16 @@ def test_models_that_readme_names_were_tested() -> None:
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[-1][:40])
-def test_python_examples_run(code: str) -> None:
+def test_python_examples_run_and_warn_of_nothing(
+    code: str, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
+) -> None:
     scope: dict[str, object] = {}
     exec(compile(code, "README.md", "exec"), scope)
     assert scope["image"].size == (256, 256)  # type: ignore[attr-defined]
+    hidden = (DeprecationWarning, PendingDeprecationWarning)  # which Python shows to no user
+    assert [str(w.message) for w in recwarn if not issubclass(w.category, hidden)] == []
+    said = capfd.readouterr().err.replace("\r", "\n").splitlines()
+    assert [line for line in said if line.strip() and "%|" not in line] == [], "bars alone"
 
 
 def test_there_are_examples_to_run() -> None:

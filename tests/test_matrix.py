@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
+from diffusers import hooks
+from diffusers.models.cache_utils import CacheMixin
 from packaging.version import Version
 
 from tests.matrix import (
@@ -85,6 +88,14 @@ def test_the_page_is_current() -> None:
 @pytest.mark.parametrize("pair", backends.PAIRS, ids=lambda pair: pair.name)
 def test_backend(pair: backends.Pair) -> None:
     backends.check(pair)
+
+
+def test_every_cache_of_diffusers_is_tried() -> None:
+    tried = {pair.cache.name for pair in (*caches.PAIRS, *newest.PAIRS)}
+    own = inspect.getsource(CacheMixin.disable_cache)
+    configs = {name for name in dir(hooks) if name.endswith("Config") and name in own}
+    assert len(configs) >= 5
+    assert {name for name in configs if not any(map(name.startswith, tried))} == set()
 
 
 def test_names_are_told_apart() -> None:

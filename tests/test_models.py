@@ -32,36 +32,20 @@ from tests.matrix.models import images, refusals
 from tests.matrix.models.case import Case
 from tests.matrix.models.images import WORDS
 from tests.matrix.models.probe import check_probe
-from tests.matrix.models.sweep import CASES, GRIDS, RECORD, classes, outcome
+from tests.matrix.models.sweep import CASES, GRIDS, RECORD, classes, flat, outcome, tensors_of
 from tests.matrix.models.videos import T
 from tests.matrix.models.watch import Attention, check_by_loop, merging
-
-
-def run(model: Any, case: Case) -> list[torch.Tensor]:
-    with torch.no_grad():
-        output = model(**case.inputs())
-    return tensors(
-        output if isinstance(output, tuple | list | torch.Tensor) else list(output.values())
-    )
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [t for part in value for t in tensors(part)] if isinstance(value, tuple | list) else []
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_model(case: Case) -> None:
     model: Any = case.build().eval()
-    before = run(model, case)
+    before = tensors_of(model, case)
     found, handle = outcome(case, model)
     assert found == json.loads(RECORD.read_text())[case.name], "run: python -m tests.matrix --sweep"
     handle.reset()
     with merging() as calls:
-        merged = run(model, case)
+        merged = tensors_of(model, case)
     assert any(not torch.equal(a, b) for a, b in zip(merged, before, strict=True)), (
         "merging changed nothing"
     )
@@ -69,7 +53,7 @@ def test_model(case: Case) -> None:
     for call in calls:
         check_by_loop(call)
     remove_mame(model)
-    assert all(map(torch.equal, run(model, case), before)), "removal is not bit-exact"
+    assert all(map(torch.equal, tensors_of(model, case), before)), "removal is not bit-exact"
     if case.image:
         check_probe(case, model)
 
@@ -433,7 +417,7 @@ def test_three_of_four_layers_of_sana_wm_are_linear() -> None:
 @pytest.mark.parametrize("case", refusals.SOUNDS, ids=lambda case: case.name)
 def test_sound_is_a_row(case: Case) -> None:
     """Nothing of the input has rows and columns, and attention is over parts of that row."""
-    assert all(value.dim() <= 3 for value in tensors(case.inputs()))
+    assert all(value.dim() <= 3 for value in flat(case.inputs()))
     assert lengths(case)
 
 
@@ -443,7 +427,7 @@ def test_tokens_of_no_image() -> None:
     """
     prior, _, protein = refusals.OTHERS
     for case in (prior, protein):
-        assert all(value.dim() <= 3 for value in tensors(case.inputs()))
+        assert all(value.dim() <= 3 for value in flat(case.inputs()))
     assert lengths(prior) == {7 + 4}  # text; its pooled embedding, time, image, what is asked for
     assert lengths(protein) == {refusals.RESIDUES}
 

@@ -2,44 +2,80 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
-from mame_sd import upstream
+from mame_sd import apply_mame, upstream
+from mame_sd.caches import compress_cache
+from mame_sd.cli import app as cli
+from tests.builders.tiny import tiny_unet
 
 
 @pytest.fixture
-def _fresh() -> object:
+def _fresh() -> Iterator[None]:
     upstream.missing.cache_clear()
     yield
     upstream.missing.cache_clear()
 
 
-def test_the_installed_release_has_every_name() -> None:
-    assert upstream.missing() == ()
-    upstream.require()
+def test_the_installed_releases_have_every_name() -> None:
+    for library in upstream.NAMES:
+        assert upstream.missing(library) == ()
+        assert upstream.complaint(library) == ""
+    upstream.require(*upstream.NAMES)
+
+
+def test_releases_are_those_that_the_package_asks_for() -> None:
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    for library, releases in upstream.RELEASES.items():
+        (lowest,) = re.findall(rf'"{library}>=([\d.]+)"', project)
+        assert releases.startswith(f"between {lowest} and ")
+
+
+CALLED: dict[str, Callable[[], object]] = {
+    "torch": lambda: apply_mame(tiny_unet()),
+    "diffusers": lambda: apply_mame(tiny_unet()),
+    "transformers": lambda: compress_cache(nn.Identity()).__enter__(),
+}
 
 
 @pytest.mark.usefixtures("_fresh")
-@pytest.mark.parametrize("gone", [lambda: False, lambda: upstream._of("cache_utils:NoSuchLayer")])
-def test_a_name_that_is_gone_is_told(gone: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(upstream.NAMES, "a name of no release", gone)
-    with pytest.raises(RuntimeError, match=r"transformers 5\.\d+.*expected a name of no release"):
-        upstream.require()
+@pytest.mark.parametrize("library", upstream.NAMES)
+@pytest.mark.parametrize(
+    "gone",
+    [lambda: False, lambda: upstream._of("torch:NoSuchName"), lambda: upstream._of("nowhere:a")],
+)
+def test_a_name_that_is_gone_is_told(
+    library: str,
+    gone: Callable[[], bool],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model_folder: Path,
+) -> None:
+    monkeypatch.setitem(upstream.NAMES[library], "a name of no release", gone)
+    told = rf"{library} \d+\.\d+.*: expected a name of no release, found none; install"
+    with pytest.raises(RuntimeError, match=told):
+        CALLED[library]()
+    assert cli.run(["doctor", "--device", "cpu", "--model", str(model_folder)]) == 1
+    assert re.search(rf"^fail  {library} +{told}", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize("name", upstream.CACHE_NAMES)
 def test_the_cache_is_found_by_both_names(name: str) -> None:
-    class Attention(nn.Module):
-        def old(self, hidden_states: object, past_key_values: object = None) -> None: ...
+    def forward(hidden_states: object, **cache: object) -> None: ...
 
-        def new(self, hidden_states: object, cache: object = None) -> None: ...
-
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(n, kind) for n in ("hidden_states", name)]
+    )
     assert upstream.cache_in({name: 3, "use_cache": True}) == 3
     assert upstream.cache_in({name: None}) is None
     assert upstream.cache_of(SimpleNamespace(**{name: 3})) == 3
-    assert upstream.cache_argument(Attention.new) == "cache"
-    assert upstream.cache_argument(Attention.old) == "past_key_values"
+    assert upstream.cache_argument(forward) == name
     assert upstream.cache_argument(nn.Linear.forward) is None

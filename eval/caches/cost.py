@@ -14,6 +14,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from mame_sd.caches import CacheView, compress_cache
 from mame_sd.errors import UserError
+from mame_sd.upstream import with_cache
 
 from ..memory import allocations, most
 from .measure import Meter, cache_of
@@ -74,7 +75,7 @@ def _table_of(name: str, sizes: list[int], keep: float) -> str:
         def run(share: float, ids: torch.Tensor = ids) -> Any:
             cache = DynamicCache()
             with compress_cache(model, share):
-                model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                model(ids, **with_cache(model, cache), use_cache=True, logits_to_keep=1)
             return cache
 
         def seconds(share: float) -> float:
@@ -118,7 +119,7 @@ def _rows(model: Any, size: int, keep: float) -> list[str]:
 
     def step(cache: Any) -> float:
         start = time.process_time()
-        model(token, past_key_values=cache)
+        model(token, **with_cache(model, cache))
         return time.process_time() - start
 
     with Meter(model) as meter:

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from mame_sd.caches import CacheHandle, CacheView, Kept, compress_cache
 from mame_sd.caches.layer import CompressedLayer
+from mame_sd.upstream import with_cache
 
 from .rows import Once, Repeated, Row, scores_of
 from .texts import Passage
@@ -69,7 +70,9 @@ class Meter:
         """Runs a prompt once."""
         self.handle.compressing = True
         ids = torch.tensor([list(prompt)], device=self.model.device)
-        out = self.model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1)
+        out = self.model(
+            ids, **with_cache(self.model, DynamicCache()), use_cache=True, logits_to_keep=1
+        )
         self.handle.compressing = False
         return Prefilled(self.recorder.views, out.logits[0, -1].float())
 
@@ -82,7 +85,7 @@ class Meter:
         """
         cache = cache_of(kept, seen)
         tokens = torch.tensor([list(ids)], device=self.model.device)
-        out = self.model(tokens, past_key_values=cache, use_cache=True)
+        out = self.model(tokens, **with_cache(self.model, cache), use_cache=True)
         return out.logits[0].float().log_softmax(-1), cache
 
     @torch.no_grad()
@@ -93,7 +96,7 @@ class Meter:
         tokens = torch.tensor([[*self.repeat, *prompt]], device=self.model.device)
         self.model(
             tokens,
-            past_key_values=cache_of(full, start.views[0].seen),
+            **with_cache(self.model, cache_of(full, start.views[0].seen)),
             use_cache=True,
             logits_to_keep=1,
         )

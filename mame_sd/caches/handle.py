@@ -104,7 +104,7 @@ def compress_cache(
         NothingMergedError: the block ends, forwards of several tokens ran, and no layer was
             compressed.
     """
-    upstream.require()
+    upstream.require("transformers")
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
     if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):

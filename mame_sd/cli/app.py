@@ -6,7 +6,6 @@ errors come at once.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from mame_sd.cli.groups import (
     PromptOptions,
     RunFolderOption,
 )
-from mame_sd.cli.options import FieldOptions, pair, takes
+from mame_sd.cli.options import takes
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
@@ -40,21 +39,7 @@ app = typer.Typer(
     no_args_is_help=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-TUNED = FieldOptions(
-    GenerateSettings, "Sampling", without=("batch_size", "images_per_prompt", "height", "width")
-)
-IMAGE_ENDINGS = (
-    ".png",
-    ".jpg",
-    ".jpeg",
-    ".webp",
-    ".bmp",
-    ".gif",
-    ".tif",
-    ".tiff",
-    ".avif",
-    ".heic",
-)
+IMAGE_ENDINGS = ["png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff", "avif", "heic"]
 PromptArgument = Annotated[
     str, typer.Argument(help="The prompt.", metavar="PROMPT", show_default=False)
 ]
@@ -108,11 +93,7 @@ def compare_command(
     tau: Annotated[str | None, typer.Option(help="Taus to show, with commas between.")] = None,
     keep: Annotated[
         str | None,
-        typer.Option(
-            help=(
-                "Shares to keep to show, with commas between. Default: the model's own, 0.5, 0.125."
-            )
-        ),
+        typer.Option(help="Shares to keep, with commas. Default: the model's own, 0.5, 0.125."),
     ] = None,
     out: SheetOption = Path("compare.png"),
     model: ModelChoice,
@@ -126,27 +107,20 @@ def compare_command(
     from mame_sd.cli.sheet import check_sheet_path, write_sheet
 
     neither = tau is None and keep is None
-    taus = _numbers("--tau", "0.6,0.7,0.8,0.9" if neither and merging.tau is not None else tau)
-    keeps = _numbers("--keep", "0.5,0.125" if neither and merging.tau is None else keep)
-    variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
+    if neither:
+        tau, keep = (None, "0.5,0.125") if merging.tau is None else ("0.6,0.7,0.8,0.9", None)
+    numbers = _numbers("--tau", tau), _numbers("--keep", keep)
+    variants_of(merging, *numbers)  # refuses bad numbers before anything is loaded
     check_sheet_path(out)
     loaded, merging = load_to_merge(model, merging, prompt)
+    variants = variants_of(merging, *numbers)
+    if neither and keep:
+        variants.insert(0, ("as given" if merging.given else "default", merging))
     with progress("images") as on_progress:
-        first = [("as given" if merging.given else "default", merging)] if neither and keeps else []
-        panels = compare(
-            loaded,
-            prompt,
-            sampling,
-            first + variants_of(merging, taus, keeps),
-            on_progress,
-            on_progress.step,
-        )
-    about = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
-    write_sheet(
-        out,
-        compare_sheet(prompt, panels),
-        {"prompt": prompt, "model": loaded.identity, "panels": about},
-    )
+        panels = compare(loaded, prompt, sampling, variants, on_progress, on_progress.step)
+    rows = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
+    about = {"prompt": prompt, "model": loaded.identity, "panels": rows}
+    write_sheet(out, compare_sheet(prompt, panels), about)
     for panel in panels:
         print("  ".join(panel.lines(panels[0])))
     print(out)
@@ -161,7 +135,7 @@ def show_merge_command(
     prompt: Annotated[
         str,
         typer.Argument(
-            help="The prompt, an image file, a folder of a clip's frames, or demo.png.",
+            help="The prompt, an image file, or demo.png.",
             metavar="PROMPT|IMAGE",
             show_default=False,
         ),
@@ -172,17 +146,10 @@ def show_merge_command(
             help="Blocks of an image's encoder that merge: 8, or 3,6,9. Default: every second one."
         ),
     ] = None,
-    colors: Annotated[
-        str | None,
-        typer.Option(
-            help="Paint groups in their mean colours (default) or in distinct ones.",
-            metavar="mean|distinct",
-        ),
-    ] = None,
     step: Annotated[int, typer.Option(help="Denoising step to draw, from 1.")] = 1,
-    level: Annotated[int, typer.Option(help="Attention level to draw; 0 has the most tokens.")] = 0,
     layer: Annotated[
-        str | None, typer.Option(help="A layer's name, or a part of it, instead of --level.")
+        str | None,
+        typer.Option(help="A layer's name, or a part of it. Default: one of the largest."),
     ] = None,
     out: Annotated[Path, typer.Option(help="The drawing, a .png file.", metavar="FILE")] = Path(
         "show-merge.png"
@@ -191,22 +158,20 @@ def show_merge_command(
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Draw over the image which tokens merged into which, at one level and step.
+    """Draw over the image which tokens merged into which, in one layer and step.
 
     An image file is drawn as a vision transformer merges it (--model, or embedded-clip).
-
-    A folder of frames is drawn as a video transformer does (--model embedded-video).
     """
     file = image_file(prompt)
     if file is not None:
         from mame_sd.cli.token_maps import show_image
 
-        if (step, level, layer, sampling) != (1, 0, None, GenerateSettings()):
+        if (step, layer, sampling) != (1, None, GenerateSettings()):
             raise UserError(
                 f"show-merge {prompt}: expected no options of sampling beside an image, got some;"
                 " leave them out"
             )
-        show_image(file, blocks, colors, out, model, merging)
+        show_image(file, blocks, out, model, merging)
         return
     if blocks is not None:
         raise UserError(
@@ -215,60 +180,36 @@ def show_merge_command(
         )
     from mame_sd.cli.generate import load_to_merge
     from mame_sd.cli.sheet import check_sheet_path, write_sheet
-    from mame_sd.cli.show_merge import capture_merge, check_colors, draw_merge
+    from mame_sd.cli.show_merge import capture_merge, draw_merge
 
-    check_colors(colors)
     check_sheet_path(out)
     loaded, merging = load_to_merge(model, merging, prompt)
-    found = capture_merge(loaded, prompt, sampling, merging, step, level, layer)
-    merging = loaded.resolved(merging)
-    about = {
-        "prompt": prompt,
-        "model": loaded.identity,
-        "mame": merging.to_dict(),
-        "layer": found.layer,
-        "step": step,
-    }
-    write_sheet(out, draw_merge(found, prompt, colors or "mean"), about)
+    found = capture_merge(loaded, prompt, sampling, merging, step, layer)
+    settings = loaded.resolved(merging).to_dict()
+    about = {"prompt": prompt, "model": loaded.identity, "mame": settings, "layer": found.layer}
+    write_sheet(out, draw_merge(found, prompt), {**about, "step": step})
     print(f"{found.layer}, step {step}: {found.tokens_kept} of {found.owners.size} tokens kept")
     print(out)
 
 
-@app.command("tune")
+@app.command("calibrate")
 @takes(
     prompts=PROMPTS,
     model=MODEL,
-    sampling=TUNED,
+    sampling=ONE_IMAGE,
     merging=MergingOptions(without=("tau", "keep", "fit_queries", *PAPERS)),
 )
-def tune_command(
+def calibrate_command(
     *,
-    max_lpips: Annotated[
-        float | None,
-        typer.Option(help="Choose the fastest setting whose mean LPIPS is at most this."),
-    ] = None,
     speed: Annotated[
-        float | None,
-        typer.Option(
-            help="Choose the setting of least LPIPS that is at least this many times faster."
-        ),
-    ] = None,
-    pixels: Annotated[
-        str | None,
-        typer.Option(
-            "--size", help="Image size in pixels. Without it, the model's own.", metavar="S|HxW"
-        ),
-    ] = None,
-    weights_dir: Annotated[
-        Path | None, typer.Option(help="Folder of LPIPS weights.", metavar="DIR")
-    ] = None,
+        float, typer.Option(help="How many times as fast the denoiser is to be.")
+    ] = 1.2,
     out: Annotated[
         Path,
         typer.Option(
-            help="Folder for config.json and the measurements; run again to continue.",
-            metavar="DIR",
+            help="Folder for config.json and measurements; run again to continue.", metavar="DIR"
         ),
-    ] = Path("out/tune"),
+    ] = Path("out/calibrate"),
     prompts: PromptOptions,
     model: ModelChoice,
     sampling: GenerateSettings,
@@ -276,67 +217,18 @@ def tune_command(
 ) -> None:
     """Find which layers of your model should merge, and write them for --config.
 
-    A few prompts calibrate: they tell what each form changes and costs in each layer.
-
-    The other prompts check what was found.
+    A few prompts calibrate, the others check what was found.
     """
-    from mame_sd.cli.console import note, progress
+    from mame_sd.cli.calibrate import calibrate, check_wish
     from mame_sd.cli.generate import load_to_merge
-    from mame_sd.diffusion.apply_denoiser import denoiser_of
-    from mame_sd.diffusion.families.transformers import uniform
-    from mame_sd.eval.tuning.calibrate import calibrate, check_forms, settings_to_check
-    from mame_sd.eval.tuning.choice import check_wish, choose, concrete, measured, remarks
-    from mame_sd.eval.tuning.measure import lpips_distance, tune
-    from mame_sd.eval.tuning.table import table, text_plot
-    from mame_sd.runs.files import check_place, write_atomically
 
-    check_place(out, out)
-    check_wish(max_lpips, speed)
-    check_forms(merging)
-    if pixels is not None:
-        height, width = pair("--size", pixels if "x" in pixels else f"{pixels}x{pixels}")
-        sampling = replace(sampling, height=height, width=width)
+    check_wish(speed, merging)
     prompts = prompts.or_demo()
     if not prompts.texts and prompts.num is None:
         prompts = replace(prompts, num=8)
     chosen = prompts.read()
-    few = min(4, max(1, len(chosen) // 4))
-    distance = lpips_distance(weights_dir, model.offline)
     loaded, merging = load_to_merge(model, merging)
-    merging = uniform(denoiser_of(loaded.pipe), merging)
-    with progress("prompts") as on_progress:
-        found = calibrate(loaded, chosen[:few], sampling, merging, out, on_progress)
-    checked = chosen[few:]
-    if not checked:
-        note("one prompt calibrates and checks, which flatters the choice; give more")
-        checked = chosen
-    with progress("images") as on_progress:
-        trials = tune(
-            loaded,
-            checked,
-            sampling,
-            settings_to_check(found, merging, speed),
-            distance,
-            out,
-            on_progress,
-        )
-    try:
-        best = choose(trials, max_lpips, speed)
-    except UserError:
-        print(table(trials, None))
-        raise
-    print(table(trials, best), text_plot(trials), sep="\n\n", end="\n\n")
-    for remark in remarks(trials, best):
-        note(remark)
-    assert best.config is not None
-    wish = {"max_lpips": max_lpips} if speed is None else {"speed": speed}
-    about = {"found_by": "mame-sd tune", "wish": wish, **found.about}
-    about |= {"checked_on_prompts": len(checked), "measured": measured(trials, best)}
-    file = out / "config.json"
-    write_atomically(
-        file, (json.dumps({**concrete(best.config), "about": about}, indent=1) + "\n").encode()
-    )
-    print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
+    calibrate(loaded, chosen, sampling, merging, speed, out)
 
 
 @app.command("sheet")
@@ -421,25 +313,20 @@ def invoke(arguments: Sequence[str] | None = None) -> Any:
 
 
 def image_file(text: str) -> Path | None:
-    """The image file or folder of frames that `text` names; None for a prompt.
+    """The image file that `text` names; None for a prompt.
 
     `demo.png`, where there is no such file, is the packaged image.
 
     Raises UserError for what looks like a file's name where there is none.
     """
-    if os.path.isfile(text) or (os.path.isdir(text) and "/" in text):
+    if os.path.isfile(text):
         return Path(text)
-    if text == "demo":
-        raise UserError(
-            "show-merge demo: expected a prompt or an image, got demo, which names prompts; give a"
-            " prompt of them, or demo.png for the packaged image"
-        )
     if text == "demo.png":
         from mame_sd.runs.prompt_files import packaged_file
 
         return packaged_file("demo.png")
-    words = text.split()
-    if Path(text).suffix.lower() in IMAGE_ENDINGS or (len(words) == 1 and "/" in text):
+    ending = Path(text).suffix.lower().removeprefix(".")
+    if text == "demo" or ending in IMAGE_ENDINGS or ("/" in text and " " not in text.strip()):
         raise UserError(
             f"show-merge {text}: expected an image file or a prompt, found no such file; check the"
             " path, or give demo.png"

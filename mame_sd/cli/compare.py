@@ -19,8 +19,8 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.prompt_files import prompts_from_texts
-from mame_sd.runs.records import Sample, read_samples
+from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
+from mame_sd.runs.records import read_samples
 from mame_sd.runs.sampling import levels_of, merge_in, sample
 
 PANEL_SIDE = 512
@@ -70,7 +70,7 @@ def variants_of(
 
 def compare(
     model: LoadedModel,
-    prompt: str,
+    prompt: str | Prompt,
     settings: GenerateSettings,
     variants: Sequence[tuple[str, MaMeConfig]],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -83,7 +83,9 @@ def compare(
     Raises:
         UserError: a variant in which nothing could merge, or that the model refuses.
     """
-    (job,) = jobs_of([replace(*prompts_from_texts([prompt]), id="compare")], settings)
+    if isinstance(prompt, str):
+        prompt = replace(*prompts_from_texts([prompt]), id="compare")
+    (job,) = jobs_of([prompt], settings)
     total = 1 + len(variants)
     on_progress(0, total)
     sample(model, replace(settings, steps=1), [job])
@@ -94,11 +96,8 @@ def compare(
             start, cpu = time.perf_counter(), time.process_time()
             (image,) = sample(model, settings, [job], on_step=on_step)
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-            share = (
-                cpu / (seconds * torch.get_num_threads())
-                if model.identity["device"] == "cpu"
-                else 1.0
-            )
+            on_cpu = model.identity["device"] == "cpu"
+            share = cpu / (seconds * torch.get_num_threads()) if on_cpu else 1.0
             levels = [] if handle is None else levels_of(handle)
             panels.append(Panel(label, image, seconds, levels, share))
         finally:
@@ -143,7 +142,7 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
     Raises:
         UserError: a folder that holds no run, or lacks an image that the first one has.
     """
-    runs = [_samples(folder) for folder in folders]
+    runs = [read_samples(folder, "run generate into a new folder") for folder in folders]
     columns = []  # one an image: its cell of each run
     for name, first in list(runs[0].items())[:limit]:
         column: list[Cell] = []
@@ -154,39 +153,27 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
                     " finish that run first"
                 )
             image = _open(samples[name].path)
-            lines = _sample_lines(folder, samples[name].row)
+            lines = [_about(folder, samples[name].row)]
             if column and image.size == column[0].image.size:
-                lines = (*lines, nearness(column[0].image, image))
-            column.append(Cell(image, lines if column else (first.prompt, *lines)))
+                lines.append(nearness(column[0].image, image))
+            column.append(Cell(image, tuple(lines if column else [first.prompt, *lines])))
         if len(folders) == 2 and column[0].image.size == column[1].image.size:
             column.append(Cell(difference(column[0].image, column[1].image), (DIFFERENCE,)))
         columns.append(column)
-    rows = [
-        row
-        for i in range(0, len(columns), COLUMNS)
-        for row in zip(*columns[i : i + COLUMNS], strict=True)
-    ]
-    if not rows:
+    if not columns:
         raise UserError(f"{folders[0]}: expected a run with images, found none; run generate first")
-    return draw_sheet(rows)
+    parts = [columns[i : i + COLUMNS] for i in range(0, len(columns), COLUMNS)]
+    return draw_sheet([row for part in parts for row in zip(*part, strict=True)])
 
 
-def _sample_lines(folder: Path, row: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds = row.get("seconds")
-    kept = [
-        f"{v['tokens_kept'] / v['tokens_in']:.0%} of {v['tokens_in']:.0f} tokens"
-        for v in row.get("levels", [])[:1]
-    ]
-    return (", ".join([folder.name, *([f"{seconds:.2f} s"] if seconds else []), *kept]),)
-
-
-def _samples(folder: Path) -> dict[str, Sample]:
-    if not (folder / "samples.jsonl").is_file():
-        raise UserError(
-            f"{folder}: expected the folder of a finished run, found no samples.jsonl; run generate"
-            " first"
-        )
-    return read_samples(folder, "run generate into a new folder")
+def _about(folder: Path, row: Mapping[str, Any]) -> str:
+    parts = [folder.name]
+    if row.get("seconds"):
+        parts.append(f"{row['seconds']:.2f} s")
+    for level in row.get("levels", [])[:1]:
+        share = level["tokens_kept"] / level["tokens_in"]
+        parts.append(f"{share:.0%} of {level['tokens_in']:.0f} tokens")
+    return ", ".join(parts)
 
 
 def _open(path: Path) -> Image.Image:

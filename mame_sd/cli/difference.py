@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from PIL import Image
 
@@ -16,8 +18,14 @@ def nearness(one: Image.Image, other: Image.Image) -> str:
     >>> nearness(grey, grey), nearness(grey, Image.new("RGB", (2, 2), (101, 101, 101)))
     ('equal to the baseline', 'PSNR 48.1 dB')
     """
+    near = psnr(one, other)
+    return "equal to the baseline" if near == math.inf else f"PSNR {near:.1f} dB"
+
+
+def psnr(one: Image.Image, other: Image.Image) -> float:
+    """In dB, of two 8-bit images of one size; infinite where they are equal."""
     error = float(np.mean((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2))
-    return f"PSNR {10 * np.log10(255**2 / error):.1f} dB" if error else "equal to the baseline"
+    return float(10 * np.log10(255**2 / error)) if error else math.inf
 
 
 def difference(one: Image.Image, other: Image.Image) -> Image.Image:

@@ -65,59 +65,38 @@ def describe(error: BaseException) -> tuple[int, str]:
         return USAGE, str(error)
     if isinstance(error, MachineError):
         return MACHINE, str(error)
-    format_message = getattr(error, "format_message", None)
-    if format_message is not None and hasattr(
-        error, "exit_code"
-    ):  # typer's and click's usage errors
-        return USAGE, _usage_message(error, format_message())
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's and click's
+        return USAGE, _usage_message(error)
+    return MACHINE, _of_the_machine(error, " ".join(str(error).split())[:300])
+
+
+def _of_the_machine(error: BaseException, said: str) -> str:
+    """What to say of an error that is not the input's; `said` is its own message in one line."""
+    said = said or type(error).__name__
     if _is_out_of_memory(error):
         return (
-            MACHINE,
-            (
-                f"there is not enough memory ({_one_line(error)}); lower --batch-size, --height and"
-                " --width, or use --dtype float16"
-            ),
+            f"there is not enough memory ({said}); lower --batch-size, --height and --width, or use"
+            " --dtype float16"
         )
     if isinstance(error, BrokenPipeError):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (nothing reads it any more)
         return (
-            MACHINE,
-            (
-                "the program that was reading the output ended before all of it was written;"
-                " nothing else is wrong"
-            ),
+            "the program that was reading the output ended before all of it was written; nothing"
+            " else is wrong"
         )
-    extra = (
-        EXTRAS.get(getattr(error, "name", None) or "") if isinstance(error, ImportError) else None
-    )
-    if extra is not None:
-        package = error.name  # type: ignore[attr-defined]
-        return (
-            MACHINE,
-            f"expected the package {package}, found none; pip install 'mame-sd[{extra}]'",
-        )
+    if isinstance(error, ImportError) and error.name in EXTRAS:
+        extra = EXTRAS[error.name]
+        return f"expected the package {error.name}, found none; pip install 'mame-sd[{extra}]'"
     if isinstance(error, ImportError):
         return (
-            MACHINE,
-            (
-                f"a package that mame-sd needs does not load ({_one_line(error)}); install mame-sd"
-                " again with pip, in a fresh environment if need be"
-            ),
+            f"a package that mame-sd needs does not load ({said}); install mame-sd again with pip,"
+            " in a fresh environment if need be"
         )
     if isinstance(error, OSError):
-        return (
-            MACHINE,
-            (
-                f"a file could not be read or written ({_one_line(error)}); mend that and run the"
-                " command again"
-            ),
-        )
+        return f"a file could not be read or written ({said}); mend that and run the command again"
     return (
-        MACHINE,
-        (
-            f"unexpected {type(error).__name__}: {_one_line(error)}; this is a bug,"
-            " MAME_SD_TRACEBACK=1 shows where it is"
-        ),
+        f"unexpected {type(error).__name__}: {said}; this is a bug, MAME_SD_TRACEBACK=1 shows where"
+        " it is"
     )
 
 
@@ -127,6 +106,7 @@ class _Interrupts:
 
     came: bool = False
     lost: bool = False
+    inside: bool = False  # of the hook below, whose exceptions Python ignores as well
 
 
 @contextmanager
@@ -141,31 +121,39 @@ def _interrupts() -> Iterator[_Interrupts]:
     ):
         yield found
         return
-    again: list[threading.Timer] = []
+    again: list[threading.Thread] = []
+    over = threading.Event()
 
     def note(number: int, frame: Any) -> None:
-        found.came, found.lost = True, False
+        found.came, found.lost = True, found.inside
         signal.default_int_handler(number, frame)
 
     def unraisable(ignored: Any) -> None:
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             before_hook(ignored)
             return
-        found.lost = True
-        # From here it could not be raised: the caller ignores what this function raises, too.
-        timer = threading.Timer(0.05, _interrupt_main_thread)
-        timer.daemon = True
-        again.append(timer)
-        timer.start()
+        found.lost = found.inside = True
+        try:
+            again.append(threading.Thread(target=repeat, daemon=True))
+            again[-1].start()
+        finally:
+            found.inside = False
+
+    def repeat() -> None:
+        # From the hook it could not be raised: the caller ignores what that raises, too.
+        while not over.wait(0.05) and found.lost:
+            _interrupt_main_thread()
 
     before, before_hook = signal.signal(signal.SIGINT, note), sys.unraisablehook
     sys.unraisablehook = unraisable
     try:
         yield found
     finally:
-        for timer in again:
-            timer.cancel()
-            timer.join()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late one of ours would land here
+        over.set()
+        for thread in again:
+            if thread.ident is not None:
+                thread.join()
         sys.unraisablehook = before_hook
         signal.signal(signal.SIGINT, before)
 
@@ -186,21 +174,18 @@ def _escape_what_stdout_lacks() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _usage_message(error: BaseException, message: str) -> str:
-    context = getattr(error, "ctx", None)
-    path = getattr(context, "command_path", None) or "mame-sd"
-    if not message.strip() or "\n" in message.strip():  # a whole help text
+def _usage_message(error: Any) -> str:
+    message = error.format_message().strip().rstrip(".")
+    path = getattr(getattr(error, "ctx", None), "command_path", None) or "mame-sd"
+    if not message or "\n" in message:  # a whole help text
         message = "expected a command, got none"
-    return f"{message.strip().rstrip('.')}; {path} --help shows what can be given"
+    return f"{message}; {path} --help shows what can be given"
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and any(
-        text in str(error).lower() for text in _MEMORY_MESSAGES
+    said = str(error).lower()
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and any(text in said for text in _MEMORY_MESSAGES))
     )
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

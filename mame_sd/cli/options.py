@@ -20,24 +20,12 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
-from mame_sd.errors import UserError
 
-
-class Group(Protocol):
-    """Options that together make one argument of a command."""
-
-    def parameters(self) -> list[inspect.Parameter]:
-        """One keyword-only parameter for each option, annotated for typer."""
-
-    def build(self, values: Mapping[str, Any]) -> Any:
-        """The command's argument, of the options' values by parameter name."""
-
-
-def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(**groups: FieldOptions) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace the parameters named in `groups` by the options of their groups, `<group>_<option>`
     each.
     """
@@ -69,8 +57,8 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 class FieldOptions:
-    """The options of a dataclass, one for each field that has a help text; `build` gives an
-    instance.
+    """The options of a dataclass, one for each field that has a help text; they make one argument
+    of a command.
 
     Args:
         panel: heading of these options in the help text.
@@ -79,18 +67,31 @@ class FieldOptions:
     """
 
     def __init__(self, kind: type, panel: str | None = None, without: Iterable[str] = ()) -> None:
-        self._kind = kind
-        self._panel = panel
-        options = [
-            f for f in fields(kind) if "help" in f.metadata and f.metadata.get("option", True)
+        self._kind, self._panel, left_out = kind, panel, set(without)
+        self._fields = [
+            f
+            for f in fields(kind)
+            if "help" in f.metadata and f.metadata.get("option", True) and f.name not in left_out
         ]
-        self._fields = [f for f in options if f.name not in set(without)]
 
     def parameters(self) -> list[inspect.Parameter]:
+        """One keyword-only parameter for each option, annotated for typer."""
         hints = inspect.get_annotations(self._kind, eval_str=True)
-        return [self._parameter(f, hints[f.name]) for f in self._fields]
+        return [
+            keyword(
+                f.name,
+                hints[f.name],
+                self.default(f),
+                self.help(f),
+                *(f.metadata.get("flags") or (self.flag(f.name),)),
+                panel=self._panel,
+                metavar=f.metadata.get("metavar"),
+            )
+            for f in self._fields
+        ]
 
     def build(self, values: Mapping[str, Any]) -> Any:
+        """The command's argument, an instance, of the options' values by parameter name."""
         return self._kind(
             **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         )
@@ -106,13 +107,6 @@ class FieldOptions:
     def default(self, f: Field[Any]) -> Any:
         """What the option is when it is not given."""
         return f.default
-
-    def _parameter(self, f: Field[Any], kind: Any) -> inspect.Parameter:
-        flags = f.metadata.get("flags") or (self.flag(f.name),)
-        metavar = f.metadata.get("metavar")
-        return keyword(
-            f.name, kind, self.default(f), self.help(f), *flags, panel=self._panel, metavar=metavar
-        )
 
 
 class GivenOptions(FieldOptions):
@@ -151,22 +145,19 @@ def keyword(
     """A parameter that typer makes an option of, whose type is the annotation `kind` of a
     dataclass's field.
 
-    `Literal` shows its values. `tuple[str, ...]` may be given again and again. `tuple[int, int]` is
-    written 2x3. A bool without a default has a --no- form.
+    `Literal` shows its values. `tuple[str, ...]` may be given again and again. A bool without a
+    default has a --no- form.
     """
     if get_origin(kind) in (Union, UnionType):
         (kind,) = (member for member in get_args(kind) if member is not NoneType)
     flags = flags or (flag_of(name),)
-    parser = None
     if get_origin(kind) is Literal:
         kind, metavar = str, "|".join(get_args(kind))
-    elif kind == tuple[int, int]:
-        kind, metavar, parser = str, "HxW", functools.partial(pair, flags[0])
     elif kind == tuple[str, ...]:
         kind, default = list[str], list(default)
     elif kind is bool and default is None:
         flags = (f"{flags[0]}/--no-{flags[0].removeprefix('--')}",)
-    made = typer.Option(*flags, help=help, metavar=metavar, rich_help_panel=panel, parser=parser)
+    made = typer.Option(*flags, help=help, metavar=metavar, rich_help_panel=panel)
     annotation: Any = Annotated[kind if default is not None else kind | None, made]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
@@ -175,14 +166,3 @@ def keyword(
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def pair(flag: str, text: str) -> tuple[int, int]:
-    """`"2x3"` as (2, 3). Raises UserError, naming the option, for anything else."""
-    first, _, second = text.lower().replace(",", "x").partition("x")
-    try:
-        return int(first), int(second)
-    except ValueError:
-        raise UserError(
-            f"{flag}: expected two whole numbers such as 2x2, got {text!r}; give HEIGHTxWIDTH"
-        ) from None

@@ -1,18 +1,14 @@
-"""Draw which tokens were merged into which, over the image.
-
-A group is a destination and the sources that mainly went to it. It is painted in its mean colour,
-with an outline, or in a colour of its own as in the paper's figures. There a dot marks each
-destination that others joined.
+"""Draw which tokens were merged into which, over the image: a group is a destination and the
+sources that mainly went to it. It is painted in its mean colour, with an outline.
 """
 
 from __future__ import annotations
 
-import colorsys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from mame_sd.cli.sheet import Cell, draw_sheet
 from mame_sd.config import MaMeConfig
@@ -20,15 +16,9 @@ from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
-from mame_sd.runs.sampling import levels_of, merge_in, sample
+from mame_sd.runs.sampling import STEP_END, levels_of, merge_in, sample
 
 PANEL_SIDE = 768
-COLORS = ("mean", "distinct")
-LEGENDS = {
-    "mean": "each group in its mean colour, outlined",
-    "distinct": "a colour is a group, a dot its destination, clear tokens are alone",
-}
-_OPACITY = 0.6
 _DARKER = 0.55  # what is left of the light on the border between two groups
 
 
@@ -58,7 +48,6 @@ def capture_merge(
     settings: GenerateSettings,
     config: MaMeConfig,
     step: int,
-    level: int = 0,
     layer: str | None = None,
 ) -> MergeMap:
     """Generate one image and keep how a layer merged at `step`.
@@ -66,17 +55,17 @@ def capture_merge(
     Args:
         step: a step of the scheduler, from 1; where it evaluates the model more than once (Heun),
             the first of them.
-        level: 0 is the level with the most tokens; its first layer that merged is taken.
-        layer: a layer's name, or a part of it that only one layer has, instead of `level`.
+        layer: a layer's name, or a part of it that only one layer has; None: the first of those
+            with the most tokens that merged.
 
     Raises:
-        UserError: no such step, level or layer, or a pipeline without step callbacks.
+        UserError: no such step or layer, or a pipeline without step callbacks.
     """
     if not 1 <= step <= settings.steps:
         raise UserError(
             f"--step: expected 1 to {settings.steps} (--steps), got {step}; give one of these"
         )
-    if "callback_on_step_end" not in model.arguments:
+    if STEP_END not in model.arguments:
         raise UserError(
             f"expected a pipeline that reports its steps, but {type(model.pipe).__name__} does not;"
             " use another model"
@@ -86,9 +75,8 @@ def capture_merge(
     plans: dict[str, Any] = {}
 
     def keep_plans(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        if index == first_evaluation(
-            step, settings.steps, len(pipe.scheduler.timesteps), pipe.scheduler.order
-        ):
+        evaluations, order = len(pipe.scheduler.timesteps), pipe.scheduler.order
+        if index == first_evaluation(step, settings.steps, evaluations, order):
             plans.update(handle.plans())
         return tensors
 
@@ -96,9 +84,10 @@ def capture_merge(
         handle.capture()
         (image,) = sample(model, settings, [job], callback_on_step_end=keep_plans)
         levels_of(handle)  # raises when nothing merged
-        chosen = _choose(handle.report().layers, plans, level, layer)
+        merged = [found for found in handle.report().layers if found.name in plans]
     finally:
         handle.remove()
+    chosen = min(merged, key=lambda found: found.level) if layer is None else _named(merged, layer)
     plan = plans[chosen.name]
     owners = owners_of(plan)
     height, width = chosen.size or grid_like(image, len(owners))
@@ -139,48 +128,30 @@ def first_evaluation(step: int, steps: int, evaluations: int, order: int) -> int
     return 0 if step == 1 else max(0, evaluations - steps * order) + (step - 1) * order
 
 
-def check_colors(colors: str | None) -> None:
-    """Raise UserError for colours that there are none of."""
-    if colors is not None and colors not in COLORS:
-        raise UserError(
-            f"--colors: expected {' or '.join(COLORS)}, got {colors!r}; give one of these"
-        )
-
-
-def draw_merge(found: MergeMap, prompt: str, colors: str = "mean") -> Image.Image:
+def draw_merge(found: MergeMap, prompt: str) -> Image.Image:
     """The image and, beside it, the image under its groups' colours."""
     factor = max(1, PANEL_SIDE // max(found.image.size))
     size = found.image.width * factor, found.image.height * factor
     plain = found.image.resize(size, Image.Resampling.LANCZOS)
-    total = found.owners.size
+    kept = f"{found.tokens_kept} of {found.owners.size} tokens kept"
     legend = (
         f"{found.layer}, step {found.step}",
-        f"{found.tokens_kept} of {total} tokens kept; {LEGENDS[colors]}"
-        + (", dark ones dropped" if (found.owners < 0).any() else ""),
+        f"{kept}; each group in its mean colour, outlined",
     )
-    return draw_sheet(
-        [[Cell(plain, (prompt,)), Cell(PAINTERS[colors](plain, found.owners), legend)]]
-    )
+    return draw_sheet([[Cell(plain, (prompt,)), Cell(mean_colors(plain, found.owners), legend)]])
 
 
 def mean_colors(image: Image.Image, owners: np.ndarray) -> Image.Image:
-    """Every group in the mean colour of its pixels, borders between groups darker, dropped tokens
-    black.
-    """
-    positions = np.where(owners < 0, owners.size, owners)
-    size = image.width, image.height
-    groups = np.asarray(
-        Image.fromarray(positions.astype(np.int32)).resize(size, Image.Resampling.NEAREST)
-    )
+    """Every group in the mean colour of its pixels, borders between groups darker."""
+    positions = Image.fromarray(owners.astype(np.int32))
+    groups = np.asarray(positions.resize(image.size, Image.Resampling.NEAREST))
     values = np.asarray(image, np.float64)
-    counts = np.bincount(groups.ravel(), minlength=owners.size + 1)
+    counts = np.bincount(groups.ravel(), minlength=owners.size)
     sums = [
-        np.bincount(groups.ravel(), values[..., channel].ravel(), owners.size + 1)
+        np.bincount(groups.ravel(), values[..., channel].ravel(), owners.size)
         for channel in range(3)
     ]
-    means = np.stack(sums, -1) / np.maximum(counts, 1)[:, None]
-    means[-1] = 0
-    drawn = means[groups]
+    drawn = (np.stack(sums, -1) / np.maximum(counts, 1)[:, None])[groups]
     border = np.zeros(groups.shape, bool)
     border[1:] |= groups[1:] != groups[:-1]
     border[:, 1:] |= groups[:, 1:] != groups[:, :-1]
@@ -188,61 +159,14 @@ def mean_colors(image: Image.Image, owners: np.ndarray) -> Image.Image:
     return Image.fromarray(np.rint(drawn).astype(np.uint8))
 
 
-def overlay(image: Image.Image, owners: np.ndarray) -> Image.Image:
-    """`image` with every group of two or more tokens in a colour of its own, and dropped tokens
-    dark.
-    """
-    rows, columns = owners.shape
-    dropped = owners.reshape(-1) < 0
-    flat = np.where(dropped, np.arange(dropped.size), owners.reshape(-1))
-    sizes = np.bincount(
-        flat, minlength=flat.size
-    )  # [L], tokens of each group, at its owner's position
-    colours = np.array([_colour(position) for position in range(flat.size)], np.uint8)  # [L, 3]
-    grouped = sizes[flat] > 1
-    colours[dropped] = 0
-    cells = colours[flat].reshape(rows, columns, 3)
-    alpha = ((grouped | dropped).reshape(rows, columns) * round(255 * _OPACITY)).astype(np.uint8)
-    colour_layer = Image.fromarray(cells).resize(image.size, Image.Resampling.NEAREST)
-    result = Image.composite(
-        colour_layer, image, Image.fromarray(alpha).resize(image.size, Image.Resampling.NEAREST)
-    )
-    draw = ImageDraw.Draw(result)
-    cell_width, cell_height = image.width / columns, image.height / rows
-    radius = max(1.0, min(cell_width, cell_height) / 6)
-    for position in np.flatnonzero((flat == np.arange(flat.size)) & grouped):
-        x, y = (position % columns + 0.5) * cell_width, (position // columns + 0.5) * cell_height
-        draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(0, 0, 0))
-    return result
-
-
-def _colour(position: int) -> tuple[int, int, int]:
-    """A colour for a group; neighbours in numbering are far apart in hue (golden ratio)."""
-    hue, value = position * 0.618033988749895 % 1.0, 0.75 + 0.25 * (position * 0.754877666 % 1.0)
-    red, green, blue = colorsys.hsv_to_rgb(hue, 0.85, value)
-    return round(255 * red), round(255 * green), round(255 * blue)
-
-
-def _choose(layers: Any, plans: dict[str, Any], level: int, name: str | None) -> Any:
-    """The report of the layer to draw."""
-    merged = [layer for layer in layers if layer.name in plans]
-    if name is not None:
-        found = [layer for layer in merged if layer.name == name] or [
-            layer for layer in merged if name in layer.name
-        ]
-        if len(found) != 1:
-            raise UserError(
-                f"--layer: expected a part of one layer's name, but {name!r} fits {len(found)} of"
-                f" those that merge ({', '.join(layer.name for layer in merged)}); give one of"
-                " these"
-            )
-        return found[0]
-    found = [layer for layer in merged if layer.level == level]
-    if not found:
-        there = sorted({layer.level for layer in merged})
+def _named(merged: list[Any], name: str) -> Any:
+    """The report of the layer of that name, or of a name that holds it."""
+    found = [layer for layer in merged if layer.name == name]
+    found = found or [layer for layer in merged if name in layer.name]
+    if len(found) != 1:
         raise UserError(
-            f"--level: expected a level that merges ({', '.join(map(str, there))}), got {level};"
-            " lower --min-tokens for more"
+            f"--layer: expected a part of one layer's name, but {name!r} fits {len(found)} of"
+            f" those that merge ({', '.join(layer.name for layer in merged)}); give one of these"
         )
     return found[0]
 
@@ -256,6 +180,3 @@ def grid_like(image: Image.Image, tokens: int) -> tuple[int, int]:
             " pixels; choose another layer or model"
         )
     return height, tokens // height
-
-
-PAINTERS = {"mean": mean_colors, "distinct": overlay}

@@ -1,5 +1,5 @@
-"""Draw how a vision transformer merges one image or clip, block by block: each merged group one
-colour, as in the paper's figures. A clip's frames stand side by side, one for each tubelet.
+"""Draw how a vision transformer merges one image, block by block: each merged group one colour, as
+in the paper's figures.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 
 from mame_sd.cli.sheet import Cell, check_sheet_path, draw_sheet, write_sheet
-from mame_sd.cli.show_merge import COLORS, PAINTERS, check_colors, grid_like
+from mame_sd.cli.show_merge import grid_like, mean_colors
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.encoders import LoadedEncoder, load_encoder
-from mame_sd.runs.frames import SUFFIXES, as_shown, evenly, frames_in
+from mame_sd.runs.frames import as_shown
 from mame_sd.runs.model_files import ModelChoice
 
 PANEL_SIDE, PANELS_ACROSS = 448, 4
@@ -32,13 +32,11 @@ class TokenMap:
     Attributes:
         block: counted from 0.
         owners: [h, w], for each patch the one (row * w + column) that it went to over all blocks so
-            far. That is its own place if it was kept. Of a clip w counts the columns of all frames.
-        elsewhere: of a clip the share of what merged that went to another tubelet.
+            far. That is its own place if it was kept.
     """
 
     block: int
     owners: np.ndarray
-    elsewhere: float | None = None
 
     @property
     def kept(self) -> int:
@@ -47,39 +45,22 @@ class TokenMap:
 
 
 def show_image(
-    file: Path,
-    blocks: str | None,
-    colors: str | None,
-    out: Path,
-    choice: ModelChoice,
-    merging: MaMeConfig,
+    file: Path, blocks: str | None, out: Path, choice: ModelChoice, merging: MaMeConfig
 ) -> None:
     """The body of ``show-merge IMAGE``: write the drawing and print how many patches are left.
 
     Raises UserError for options, an image or a model that won't do.
     """
-    check_colors(colors)
     chosen = blocks_of(blocks)
     check_sheet_path(out)
-    if file.is_dir():
-        encoder = load_encoder(choice)
-        seen, maps = clip_maps(encoder, read_frames(file, encoder), merging, chosen)
-    else:
-        picture = read_image(file)
-        encoder = load_encoder(choice)
-        seen, maps = token_maps(encoder, picture, merging, chosen)
-    about = {
-        "image": file.name,
-        "model": encoder.identity,
-        "mame": dict(merging.given) or "default",
-        "blocks": blocks,
-    }
-    write_sheet(out, draw_maps(seen, maps, colors or COLORS[0], file.name), about)
+    picture = read_image(file)
+    encoder = load_encoder(choice)
+    seen, maps = token_maps(encoder, picture, merging, chosen)
+    given = dict(merging.given) or "default"
+    about = {"image": file.name, "model": encoder.identity, "mame": given, "blocks": blocks}
+    write_sheet(out, draw_maps(seen, maps, file.name), about)
     for one in maps:
-        line = f"block {one.block}: {one.kept} of {one.owners.size} patches left"
-        if one.elsewhere is not None:
-            line += f", {one.elsewhere:.0%} of the others in another tubelet"
-        print(line)
+        print(f"block {one.block}: {one.kept} of {one.owners.size} patches left")
     print(out)
 
 
@@ -92,15 +73,13 @@ def blocks_of(text: str | None) -> int | tuple[int, ...] | None:
     if text is None:
         return None
     try:
-        numbers = tuple(int(part) for part in text.split(",") if part.strip())
+        first, *others = (int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        numbers = ()
-    if not numbers:
         raise UserError(
             f"--blocks: expected a number such as 8, or blocks such as 3,6,9, got {text!r};"
             " correct it"
-        )
-    return numbers if "," in text else numbers[0]
+        ) from None
+    return (first, *others) if "," in text else first
 
 
 def read_image(file: Path) -> Image.Image:
@@ -112,59 +91,6 @@ def read_image(file: Path) -> Image.Image:
         raise UserError(
             f"show-merge {file}: expected an image, but it can't be read ({error}); give another"
         ) from None
-
-
-def read_frames(folder: Path, encoder: LoadedEncoder) -> np.ndarray:
-    """The frames in `folder` in the order of the numbers in their names, as many as `encoder` sees,
-    evenly spaced: uint8 [frames, H, W, 3].
-
-    Raises UserError for a model of images, or frames that can't be read or differ in size.
-    """
-    if encoder.frames is None:
-        raise UserError(
-            f"show-merge {folder}: expected a model of clips for a folder of frames, got"
-            f" {type(encoder.model).__name__}; give an image, or --model embedded-video"
-        )
-    files = frames_in(folder)
-    if not files:
-        raise UserError(
-            f"show-merge {folder}: expected frames ({', '.join(SUFFIXES)}), found none; give a"
-            " clip's folder"
-        )
-    chosen = evenly(len(files), encoder.frames)
-    frames = [np.asarray(read_image(files[number])) for number in chosen]
-    if len({frame.shape for frame in frames}) > 1:
-        raise UserError(f"show-merge {folder}: expected frames of one size, got several")
-    return np.stack(frames)
-
-
-@torch.no_grad()
-def clip_maps(
-    encoder: LoadedEncoder,
-    clip: np.ndarray,
-    merging: MaMeConfig,
-    blocks: int | tuple[int, ...] | None,
-) -> tuple[Image.Image, list[TokenMap]]:
-    """The first frame of each tubelet as the model sees it, side by side, and their patches after
-    each block that merges.
-
-    Raises UserError for settings that the model can't merge by.
-    """
-    pixels = encoder.inputs([clip])["pixel_values"]  # [1, frames, 3, H, W]
-    tubelet = int(encoder.model.config.tubelet_size)
-    shown = [pixels_seen(frame, encoder.processor) for frame in pixels[0, ::tubelet]]
-    seen = Image.fromarray(np.concatenate([np.asarray(frame) for frame in shown], 1))
-    maps = []
-    for block, flat in _owners(encoder.model, pixels, merging, blocks):
-        h, w = grid_like(shown[0], len(flat) // len(shown))
-        frame, row, column = np.unravel_index(flat, (len(shown), h, w))
-        place = row * (w * len(shown)) + frame * w + column
-        owners = place.reshape(len(shown), h, w).transpose(1, 0, 2).reshape(h, -1)
-        own = np.arange(len(flat))
-        elsewhere = frame != own // (h * w)
-        merged = max(1, int((flat != own).sum()))
-        maps.append(TokenMap(block, owners, float(elsewhere.sum() / merged)))
-    return seen, maps
 
 
 @torch.no_grad()
@@ -187,38 +113,25 @@ def token_maps(
             f" {type(model).__name__}; give another"
         )
     seen = pixels_seen(pixels[0], encoder.processor)
-    return seen, [
-        TokenMap(block, owners.reshape(grid_like(seen, len(owners))))
-        for block, owners in _owners(model, pixels, merging, blocks)
-    ]
-
-
-def _owners(
-    model: torch.nn.Module,
-    pixels: torch.Tensor,
-    merging: MaMeConfig,
-    blocks: int | tuple[int, ...] | None,
-) -> list[tuple[int, np.ndarray]]:
-    """Each block that merges, and which patch each one went to by then [patches]."""
     try:
         handle = apply_encoder(model, merging, blocks=blocks)
     except ValueError as error:
         raise UserError(f"merging: {error}") from None
+    maps = []
     try:
         handle.capture()
         model(pixel_values=pixels)
         prefix = handle.num_prefix_tokens
-        found = [
-            (block, handle.owners(block)[0, prefix:].cpu().numpy() - prefix)
-            for block in sorted(handle.plans())
-        ]
+        for block in sorted(handle.plans()):
+            owners = handle.owners(block)[0, prefix:].cpu().numpy() - prefix
+            maps.append(TokenMap(block, owners.reshape(grid_like(seen, len(owners)))))
     finally:
         handle.remove()
-    if not found:
+    if not maps:
         raise UserError(
             "expected blocks that merge, but none had enough patches; lower --min-tokens"
         )
-    return found
+    return seen, maps
 
 
 def pixels_seen(pixels: torch.Tensor, processor: Any) -> Image.Image:
@@ -229,16 +142,13 @@ def pixels_seen(pixels: torch.Tensor, processor: Any) -> Image.Image:
     return Image.fromarray((values * 255).round().clamp(0, 255).byte().numpy())
 
 
-def draw_maps(seen: Image.Image, maps: list[TokenMap], colors: str, name: str) -> Image.Image:
+def draw_maps(seen: Image.Image, maps: list[TokenMap], name: str) -> Image.Image:
     """The image, then it after each block."""
-    factor = max(1, PANEL_SIDE // max(min(seen.size), max(seen.size) // 2))
+    factor = max(1, PANEL_SIDE // max(seen.size))
     large = seen.resize((seen.width * factor, seen.height * factor), Image.Resampling.LANCZOS)
-    wide = seen.width > 2 * seen.height  # frames side by side
-    across = 1 if wide else PANELS_ACROSS
-    draw = PAINTERS[colors]
     cells = [Cell(large, (name, f"{maps[0].owners.size} patches"))]
     for one in maps:
-        cells.append(
-            Cell(draw(large, one.owners), (f"block {one.block}", f"{one.kept} patches left"))
-        )
-    return draw_sheet([cells[start : start + across] for start in range(0, len(cells), across)])
+        lines = f"block {one.block}", f"{one.kept} patches left"
+        cells.append(Cell(mean_colors(large, one.owners), lines))
+    starts = range(0, len(cells), PANELS_ACROSS)
+    return draw_sheet([cells[start : start + PANELS_ACROSS] for start in starts])

@@ -37,7 +37,7 @@ class SideBySide:
 
     Args:
         model: the model to generate with.
-        base: the settings that the sliders change `tau` or `keep` of.
+        base: the settings that the slider changes `keep` of.
     """
 
     def __init__(self, model: LoadedModel, base: MaMeConfig) -> None:
@@ -65,44 +65,38 @@ class SideBySide:
         self._plain("warm-up", GenerateSettings(steps=1))
 
     def generate(
-        self,
-        prompt: str,
-        by: str,
-        keep: float,
-        tau: float,
-        steps: float,
-        seed: float | None,
-        step: float,
+        self, prompt: str, keep: float, steps: float, seed: float | None, step: float
     ) -> tuple[Image.Image, Image.Image, Image.Image, str]:
         """Baseline, merged image, merge map at `step`, and a table of seconds and tokens.
-
-        Args:
-            by: "keep" or "tau", which of the two sliders counts.
 
         Raises:
             UserError, MachineError: what the command line would say.
         """
         settings = GenerateSettings(steps=_integer("Steps", steps), seed=_integer("Seed", seed))
-        step = _integer("Step of the merge map", step)
+        step = min(_integer("Step of the merge map", step), settings.steps)
         try:
-            config = self._base.replace(**{by: {"keep": keep, "tau": tau}[by]})
+            config = self._base.replace(keep=keep)
         except ValueError as error:
             raise UserError(str(error)) from None
         plain, plain_seconds = self._plain(prompt, settings)
         start = time.perf_counter()
-        found = capture_merge(self._model, prompt, settings, config, min(step, settings.steps))
+        found = capture_merge(self._model, prompt, settings, config, step)
         seconds = time.perf_counter() - start
-        total = found.owners.size
+        total, kept = found.owners.size, found.tokens_kept
         shown = enlarge(found.image, SIDE)
-        table = (
-            f"| | baseline | merged |\n|---|---|---|\n| seconds | {plain_seconds:.2f} |"
-            f" {seconds:.2f} ({plain_seconds / seconds:.2f} x as fast) |\n|"
-            f" {'keys' if config.method == 'keys' else 'tokens'} kept, largest level, step"
-            f" {found.step} | {total} of {total} | {found.tokens_kept} of {total}"
-            f" ({found.tokens_kept / total:.0%}) |\n| nearness to the baseline | |"
-            f" {nearness(plain, found.image)} |\n\nThe merge map paints each group of tokens in its"
-            " mean colour and outlines it.\n"
-        )
+        rows = [
+            ("", "baseline", "merged"),
+            ("---", "---", "---"),
+            ("seconds", f"{plain_seconds:.2f}", f"{seconds:.2f} ({plain_seconds / seconds:.2f} x)"),
+            (
+                f"keys kept, largest level, step {found.step}",
+                f"{total} of {total}",
+                f"{kept} of {total} ({kept / total:.0%})",
+            ),
+            ("nearness to the baseline", "", nearness(plain, found.image)),
+        ]
+        table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        table += "\nThe merge map paints each group of tokens in its mean colour and outlines it.\n"
         return enlarge(plain, SIDE), shown, mean_colors(shown, found.owners), table
 
     def _plain(self, prompt: str, settings: GenerateSettings) -> tuple[Image.Image, float]:
@@ -147,11 +141,7 @@ def build_page(both: SideBySide, prompt: str = "") -> Any:
             text = gradio.Textbox(prompt, label="Prompt", scale=4, autofocus=True)
             button = gradio.Button("Generate", variant="primary", scale=1)
         with gradio.Row():
-            by = gradio.Radio(
-                ["keep", "tau"], value="keep", label="Merge by", info="share to keep, or similarity"
-            )
             keep = gradio.Slider(0.05, 1, MaMeConfig().keep, step=0.005, label="keep")
-            tau = gradio.Slider(0, 1, 0.8, step=0.01, label="tau", visible=False)
             steps = gradio.Slider(1, 50, 20, step=1, label="Steps")
             seed = gradio.Number(0, label="Seed", minimum=0)
             step = gradio.Slider(1, 50, 10, step=1, label="Step of the merge map")
@@ -163,15 +153,7 @@ def build_page(both: SideBySide, prompt: str = "") -> Any:
                 for label in ("Baseline", "Merged", "Merge map")
             ]
         table = gradio.Markdown()
-        by.change(
-            lambda chosen: (
-                gradio.update(visible=chosen == "keep"),
-                gradio.update(visible=chosen == "tau"),
-            ),
-            by,
-            [keep, tau],
-        )
-        inputs, outputs = [text, by, keep, tau, steps, seed, step], [*shown, table]
+        inputs, outputs = [text, keep, steps, seed, step], [*shown, table]
         gradio.on(
             [button.click, text.submit],
             generate,

@@ -60,7 +60,7 @@ from mame_sd.diffusion.families.unet import (
 from mame_sd.diffusion.handle import MaMeHandle, Placed
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
-from mame_sd.diffusion.interception import watch_backends
+from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import Layer
 from mame_sd.diffusion.model_hooks import (
     SPREAD,
@@ -70,9 +70,11 @@ from mame_sd.diffusion.model_hooks import (
     spread,
     takes_timestep,
 )
+from mame_sd.diffusion.pipeline_check import forget_pipeline
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
+from mame_sd.upstream import require
 
 _OURS = (MergeHook.name, SizeHook.name, StepHook.name)
 # What each block of `hooks_restored` that is under way found on each module, in their order.
@@ -107,10 +109,12 @@ def apply_mame(
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad
             settings.
-        RuntimeError: another thread makes an image with the model.
+        RuntimeError: another thread makes an image with the model, or a name of torch or diffusers
+            that merging needs is gone (`mame_sd.upstream`).
     """
+    require("torch", "diffusers")
     handle = build_handle(target, make_config(config, fields))
-    watch_backends()
+    watch_kernels()
     with CHANGES:
         check_idle(handle.root, "apply_mame")
         remove_mame(handle.root, processors=False)
@@ -161,10 +165,13 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
             hooks.append((module, MergeHook(shared, stats, layer, known, number)))
     if not any(isinstance(hook, MergeHook) for _, hook in hooks):
         raise ValueError(_nothing_found(root))
-    for _, hook in hooks:
+    for module, hook in hooks:
         if isinstance(hook, StepHook):
-            hook.layers = hook.watched = [
-                other.stats for _, other in hooks if isinstance(other, MergeHook)
+            within = set(module.modules())
+            hook.layers = [
+                other.stats
+                for part, other in hooks
+                if isinstance(other, MergeHook) and part in within
             ]
     return MaMeHandle(root, shared, hooks, None if target is root else target)
 
@@ -185,6 +192,7 @@ def remove_mame(target: Any, processors: bool = True) -> None:
     root = denoiser_of(target)
     with CHANGES:
         check_idle(root, "remove_mame")
+        forget_pipeline(target)
         for module in root.modules():
             for name in _OURS:
                 take_hook(module, name)

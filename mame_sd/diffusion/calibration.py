@@ -1,25 +1,26 @@
-"""What merging would cost and change in each layer of a model, and the choice for each layer that
+"""What merging costs and changes in each layer of a model, and the choice for each layer that
 follows.
 
 `measure` replays a few calls of the denoiser that were recorded without merging. In each
 self-attention that could merge it computes every form (fields of `MaMeConfig`) beside the unmerged
-attention. It notes the relative squared error of the output, and the seconds on this device. How
+attention, and notes the relative squared error of the output and the seconds on this device. How
 much a layer's error matters is seen at the denoiser's output, where one form merges in that layer
 alone.
 
 `choose` then gives each layer one form. Of all choices that save enough seconds it takes the one
-whose errors at the output have the least sum. That is a knapsack, which dynamic programming solves
-exactly on a grid of seconds.
+whose errors at the output have the least sum.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
 from statistics import median
@@ -36,99 +37,81 @@ from mame_sd.diffusion.layer import LayerCall, merged_call
 from mame_sd.report import LayerStats, device_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
-Name = TypeVar("Name", bound=Hashable)  # of a layer, or of a layer in one of several steps
+Name = TypeVar("Name", bound=Hashable)
 Clock = Callable[[], float]
-# What a layer may be given beside nothing, in the words of `layers`.
+# What a layer may be given, in the words of `layers`.
 FORMS: tuple[dict[str, Any], ...] = tuple(
     {"keep": keep, "fit_queries": queries}
     for keep in (0.5, 0.25, 0.125, 0.0625)
     for queries in (0, 32, 64, 128)
 )
-# the form that tells how much a layer matters
-REFERENCE = {"keep": 0.125, "fit_queries": 0}
-AT = (
-    0.15,
-    0.45,
-    0.8,
-)  # where in an image's calls of the denoiser is measured: 0 the first, 1 the last
-GRID = 2000  # steps of the grid of seconds
+REFERENCE = FORMS.index({"keep": 0.125, "fit_queries": 0})  # tells how much a layer matters
+AT = (0.15, 0.45, 0.8)  # where in an image's calls is measured: 0 the first, 1 the last
 FORWARDS = 200  # of the denoiser in a calibration, with those of its images, as far as can be
+STATES = 20_000  # choices that are kept while one is looked for
 
 
 class Merging(Protocol):
-    """What calibration needs of a `MaMeHandle`."""
+    """What calibration needs of a `MaMeHandle`, which imports this module."""
 
     @property
-    def root(self) -> nn.Module:
-        """The denoiser."""
-
+    def root(self) -> nn.Module: ...
     @property
-    def config(self) -> MaMeConfig:
-        """The settings now in force."""
-
+    def config(self) -> MaMeConfig: ...
     @property
-    def layers(self) -> Sequence[tuple[nn.Module, MergeHook]]:
-        """The modules that may merge, each with its hook."""
-
+    def layers(self) -> Sequence[tuple[nn.Module, MergeHook]]: ...
     @property
-    def described(self) -> str:
-        """The model in words."""
+    def described(self) -> str: ...
 
 
 @dataclass
 class Measured:
-    """One layer: seconds of the unmerged attention, and by number of the form errors and seconds;
-    one entry for each call.
+    """What was measured in one layer; lists have an entry for each call.
 
-    `effect`: the error of the denoiser's output where the form REFERENCE merges in this layer
-    alone, in the calls in which that was tried.
-    `own`: the error of the layer's output in the same calls.
+    Attributes:
+        unmerged: seconds of the unmerged attention.
+        seconds, errors: of each of `FORMS`, of the layer's output; empty where it can't merge.
+        effect: error of the denoiser's output where the form REFERENCE merges in this layer alone,
+            in the calls in which that was tried.
+        own: error of the layer's output in the same calls.
     """
 
     unmerged: list[float] = field(default_factory=list)
+    seconds: list[list[float]] = field(default_factory=lambda: [[] for _ in FORMS])
+    errors: list[list[float]] = field(default_factory=lambda: [[] for _ in FORMS])
     effect: list[float] = field(default_factory=list)
-    seconds: dict[int, list[float]] = field(default_factory=dict)
-    errors: dict[int, list[float]] = field(default_factory=dict)
     own: list[float] = field(default_factory=list)
+
+    @property
+    def forms(self) -> list[int]:
+        """Numbers of the forms by which the layer merged."""
+        return [number for number, seconds in enumerate(self.seconds) if seconds]
 
 
 @dataclass
 class Measurement:
-    """What calls of a denoiser took without merging, in seconds, and what was measured in each of
-    its layers, of which `forms`.
-    """
+    """Seconds of the denoiser's calls without merging, and what was measured in each layer."""
 
-    forms: list[dict[str, Any]] = field(default_factory=lambda: list(map(dict, FORMS)))
     forward: list[float] = field(default_factory=list)
     layers: dict[str, Measured] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Measurement:
-        """What `to_dict` gave, also after JSON has made texts of its numbers."""
-        layers = {}
-        for name, found in values["layers"].items():
-            seconds, errors = (
-                {int(n): list(v) for n, v in found[what].items()} for what in ("seconds", "errors")
-            )
-            unmerged, effect, own = (list(found[what]) for what in ("unmerged", "effect", "own"))
-            layers[name] = Measured(unmerged, effect, seconds, errors, own)
-        return cls(list(values["forms"]), list(values["forward"]), layers)
+        """What `dataclasses.asdict` gave, also after it was JSON."""
+        layers = {name: Measured(**found) for name, found in values["layers"].items()}
+        return cls(list(values["forward"]), layers)
 
     def add(self, other: Measurement) -> None:
-        """Take in what was measured on further calls, of the same forms."""
+        """Take in what was measured on further calls."""
         self.forward += other.forward
         for name, found in other.layers.items():
             mine = self.layers.setdefault(name, Measured())
             mine.unmerged += found.unmerged
             mine.effect += found.effect
             mine.own += found.own
-            for known, more in ((mine.seconds, found.seconds), (mine.errors, found.errors)):
-                for number, values in more.items():
-                    known.setdefault(number, []).extend(values)
+            for number in range(len(FORMS)):
+                mine.seconds[number] += found.seconds[number]
+                mine.errors[number] += found.errors[number]
 
 
 @dataclass(frozen=True)
@@ -173,8 +156,7 @@ class Calibration:
         )
 
     def choose(self, speed: float) -> dict[str, Option]:
-        """The option for each layer of the least sum of errors, with which the denoiser is reckoned
-        to be `speed` times as fast as unmerged.
+        """The options with which the denoiser is reckoned to be `speed` times as fast as unmerged.
 
         Raises:
             ValueError: `speed` is no number above 1, or more than these options give.
@@ -210,8 +192,10 @@ class Calibration:
         lines = [f"{'layer':<{width}}  takes                    error     ms  unmerged"]
         for name, option in chosen.items():
             unmerged = self.options[name][0].seconds
+            rule = option.rule
+            takes = f"{rule['keep']:.1%} of keys, {rule['fit_queries']} queries" if rule else "all"
             lines.append(
-                f"{name:<{width}}  {in_words(option.rule):<20} {option.error:8.1e}"
+                f"{name:<{width}}  {takes:<23} {option.error:8.1e}"
                 f" {1e3 * option.seconds:6.1f}  {1e3 * unmerged:8.1f}"
             )
         lines.append(f"reckoned {self.reckoned(chosen):.2f} times as fast as unmerged")
@@ -263,10 +247,8 @@ class Probe(Single):
             stats = LayerStats(self.stats.name)
             merged, seconds = _timed(partial(self.merged, call, form, stats), self._clock)
             if stats.last_reason is None:
-                self._measured.seconds.setdefault(number, []).append(seconds)
-                self._measured.errors.setdefault(number, []).append(
-                    relative_error(merged, unmerged)
-                )
+                self._measured.seconds[number].append(seconds)
+                self._measured.errors[number].append(relative_error(merged, unmerged))
         return unmerged
 
 
@@ -274,8 +256,6 @@ class Probe(Single):
 def measure(
     handle: Merging,
     calls: Sequence[Call],
-    clock: Clock | None = None,
-    forms: Sequence[dict[str, Any]] = FORMS,
     tried: Callable[[int, int, int], bool] = lambda call, layer, layers: True,
 ) -> Measurement:
     """Replay `calls` of the handle's denoiser; gives what each form changes and costs in each
@@ -284,20 +264,18 @@ def measure(
     Args:
         handle: of `apply_mame`; its settings decide on what forms leave open.
         calls: of the denoiser without merging, see `recorded`.
-        clock: seconds; by default the device's (`clock_of`).
-        forms: what is tried in each layer, in the words of `layers`.
         tried: says in which call which of how many layers merges alone, which costs a forward.
 
     Raises:
         ValueError: no layer could merge.
     """
-    clock = clock or clock_of(device_of(handle.root))
+    clock = clock_of(device_of(handle.root))
     base = handle.config.replace(layers=None)
-    found = Measurement(list(map(dict, forms)))
-    configs = [base.replace(**form) for form in forms]
+    found = Measurement()
+    forms = [base.replace(**form) for form in FORMS]
 
     def probe(hook: MergeHook) -> Probe:
-        return Probe(hook, configs, found.layers.setdefault(hook.stats.name, Measured()), clock)
+        return Probe(hook, forms, found.layers.setdefault(hook.stats.name, Measured()), clock)
 
     for number, (args, kwargs) in enumerate(calls):
         run = partial(handle.root, *args, **kwargs)
@@ -308,27 +286,20 @@ def measure(
         found.forward.append(seconds)
         with hooks_replaced(handle, probe):
             run()
-        merging = {name: layer for name, layer in found.layers.items() if layer.seconds}
+        merging = {name: layer for name, layer in found.layers.items() if layer.forms}
         for at, (name, layer) in enumerate(merging.items()):
             if tried(number, at, len(merging)):
-                reference = _reference(layer, found.forms)
-                with hooks_replaced(handle, partial(_alone, name=name, form=configs[reference])):
+                form = REFERENCE if REFERENCE in layer.forms else layer.forms[0]
+                with hooks_replaced(handle, partial(_alone, name=name, form=forms[form])):
                     layer.effect.append(relative_error(run(), output))
-                layer.own.append(layer.errors[reference][-1])
-    found.layers = {name: layer for name, layer in found.layers.items() if layer.seconds}
+                layer.own.append(layer.errors[form][-1])
+    found.layers = {name: layer for name, layer in found.layers.items() if layer.forms}
     if not found.layers:
         raise ValueError(
             "calibrate: expected a layer that could merge, found none; lower min_tokens, or make"
             " larger images"
         )
     return found
-
-
-def calls_of(handle: Merging, run: Callable[[], object]) -> list[Call]:
-    """The calls of the handle's denoiser for an image that `run` makes, without merging."""
-    with hooks_replaced(handle, lambda hook: None), recorded(handle.root) as calls:
-        run()
-    return calls
 
 
 def measure_image(
@@ -339,7 +310,8 @@ def measure_image(
     Each layer merges alone in as many of these calls as `FORWARDS` allows. At least these are the
     late and the middle one of one image: they tell nearly as much as all three do.
     """
-    every = calls_of(handle, run)
+    with hooks_replaced(handle, lambda hook: None), recorded(handle.root) as every:
+        run()
     calls = some(every)
     left = FORWARDS - images * (len(every) + 2 * len(calls) + 1)  # 1: the warm-up
 
@@ -348,18 +320,57 @@ def measure_image(
         before = (number - layer) % images * len(calls)  # of other images, which come first
         return before + len(calls) - 1 - call < each
 
-    return measure(handle, calls, tried=tried)
+    return measure(handle, calls, tried)
 
 
-def calibration_of(handle: Merging, found: Measurement, about: Mapping[str, Any]) -> Calibration:
-    """What follows from a measurement of the handle's model."""
+def measure_images(
+    handle: Merging,
+    runs: Sequence[Callable[[], object]],
+    about: Mapping[str, Any],
+    kept_in: str | PathLike[str] | None = None,
+    on_image: Callable[[int, int], None] = lambda done, total: None,
+) -> Calibration:
+    """Measure on an image of each of `runs`, and reckon what each layer may do.
+
+    Args:
+        about: how the images are made, as JSON values.
+        kept_in: a file of what was measured, so that a stopped call goes on with the next image.
+            One of other images, another model, device or versions begins anew.
+        on_image: told (images done, images).
+    """
+    device = device_of(handle.root)
     said = {
-        "device": _device_name(device_of(handle.root)),
-        "forward_s": round(median(found.forward), 4),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "torch": str(torch.__version__),
         **about,
     }
+    mark = json.loads(json.dumps([said, handle.described, handle.config.to_dict(), FORMS]))
+    rows = _rows(kept_in, mark)
+    for number, run in enumerate(runs):
+        on_image(number, len(runs))
+        if number == len(rows):
+            rows.append(asdict(measure_image(handle, run, number, len(runs))))
+            if kept_in is not None:
+                part = Path(f"{os.fspath(kept_in)}.part")
+                part.write_text(json.dumps({"about": mark, "rows": rows}), encoding="utf-8")
+                part.replace(kept_in)
+    on_image(len(runs), len(runs))
+    found = Measurement()
+    for row in rows[: len(runs)]:
+        found.add(Measurement.from_dict(row))
     base = handle.config.replace(layers=None, made_for=None)
-    return Calibration(base, handle.described, median(found.forward), options(found), said)
+    forward = median(found.forward)
+    said = {"forward_s": round(forward, 4), **said}
+    return Calibration(base, handle.described, forward, options(found), said)
+
+
+def _rows(file: str | PathLike[str] | None, mark: Any) -> list[Any]:
+    """What an earlier call with the same mark measured, an entry for each image."""
+    try:
+        found = json.loads(Path(file).read_bytes()) if file is not None else {}
+        return list(found["rows"]) if found["about"] == mark else []
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -392,38 +403,25 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[Call]]:
-    """Keeps the calls of `model` in the block."""
+    """Keeps the calls of `model` in the block. A tensor that comes again, as a prompt's embeddings
+    do, is kept once.
+    """
     calls: list[Call] = []
-    latest: dict[
-        int, tuple[Any, int, Tensor]
-    ] = {}  # the same prompt's embeddings come in every call
 
-    def kept(value: Any) -> Any:
+    def kept(value: Any, before: Any) -> Any:
         """A tensor as it is now: schedulers change theirs in place."""
         if not isinstance(value, Tensor):
             return value
-        version = -1 if value.is_inference() else value._version
-        same, at, copy = latest.get(id(value), (None, -1, value))
-        if same is not value or at != version or version < 0:
-            copy = value.clone()
-        now[id(value)] = value, version, copy
-        return copy
-
-    now: dict[int, tuple[Any, int, Tensor]] = {}
+        same = isinstance(before, Tensor) and before.shape == value.shape
+        return before if same and torch.equal(before, value) else value.clone()
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.append(
-            (tuple(map(kept, args)), {name: kept(value) for name, value in kwargs.items()})
-        )
-        latest.clear()
-        latest.update(now)
-        now.clear()
+        last_args, last = calls[-1] if calls else ((), {})
+        positional = [kept(v, before) for v, before in zip_longest(args, last_args[: len(args)])]
+        named = {name: kept(value, last.get(name)) for name, value in kwargs.items()}
+        calls.append((tuple(positional), named))
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -440,28 +438,20 @@ def some(calls: Sequence[Call]) -> list[Call]:
 def options(found: Measurement) -> dict[str, list[Option]]:
     """What each layer may do: stay unmerged, or take a form that saves seconds.
 
-    Seconds are medians, but means for a `tau`, whose cost depends on each call's tokens. Errors are
-    means, weighted by how much the layer's error matters for the denoiser's output.
+    Seconds are medians. Errors are means, weighted by how much the layer's error matters for the
+    denoiser's output.
     """
     result: dict[str, list[Option]] = {}
     for name, layer in found.layers.items():
         unmerged = median(layer.unmerged)
         matters = float(np.mean(layer.effect)) / max(float(np.mean(layer.own)), 1e-30)
         result[name] = [Option(False, 0.0, unmerged)]
-        for number, seconds in layer.seconds.items():
-            form = found.forms[number]
-            taken = float(np.mean(seconds)) if "tau" in form else median(seconds)
-            option = Option(dict(form), matters * float(np.mean(layer.errors[number])), taken)
+        for number in layer.forms:
+            error = matters * float(np.mean(layer.errors[number]))
+            option = Option(dict(FORMS[number]), error, median(layer.seconds[number]))
             if option.seconds < unmerged:
                 result[name].append(option)
     return result
-
-
-def _reference(layer: Measured, forms: Sequence[dict[str, Any]]) -> int:
-    """The number of the form that tells how much a layer matters: REFERENCE, or the first where
-    that can't be.
-    """
-    return next((n for n in layer.seconds if forms[n] == REFERENCE), min(layer.seconds))
 
 
 def _alone(hook: MergeHook, name: str, form: MaMeConfig) -> MergeHook | None:
@@ -469,70 +459,33 @@ def _alone(hook: MergeHook, name: str, form: MaMeConfig) -> MergeHook | None:
 
 
 def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name, Option] | None:
-    """The option for each layer whose errors have the least sum of all that save at least `saved`
-    seconds; None: none do.
+    """The option for each layer whose errors have the least sum of all choices that save at least
+    `saved` seconds; None: no choice saves so much.
+
+    Layer after layer is added to the choices so far. Of these only such are kept as lose less than
+    all that save as much, `STATES` of them at most.
     """
-    names = list(options)
-    most = sum(
-        max(o.seconds for o in found) - min(o.seconds for o in found) for found in options.values()
-    )
-    unit = max(most, 1e-12) / GRID
-    need = max(0, int(np.ceil(saved / unit - 1e-9)))
-    if need > GRID:
+    gained, lost = np.zeros(1), np.zeros(1)  # of each choice so far
+    kept: list[np.ndarray] = []  # by layer: numbers of choices, those of the layer before x options
+    for found in options.values():
+        gains = gained[:, None] + [found[0].seconds - o.seconds for o in found]
+        losses = lost[:, None] + [o.error for o in found]
+        order = np.lexsort((losses.ravel(), -gains.ravel()))  # those that save most come first
+        least = np.minimum.accumulate(losses.ravel()[order])
+        keep = order[np.append(True, least[1:] < least[:-1])]
+        if len(keep) > STATES:
+            keep = keep[np.linspace(0, len(keep) - 1, STATES).round().astype(int)]
+        gained, lost = gains.ravel()[keep], losses.ravel()[keep]
+        kept.append(keep)
+    enough = np.flatnonzero(gained >= saved * (1 - 1e-9))
+    if not len(enough):
         return None
-    best = np.full(
-        need + 1, np.inf
-    )  # least sum of errors by units saved; the last entry: all that is needed, or more
-    best[0] = 0.0
-    steps: list[
-        tuple[np.ndarray, np.ndarray]
-    ] = []  # of each layer, by units saved: the option, and the units before it
-    for name in names:
-        unmerged = max(o.seconds for o in options[name])
-        after = np.full(need + 1, np.inf)
-        taken, origin = np.zeros(need + 1, int), np.zeros(need + 1, int)
-        for number, option in enumerate(options[name]):
-            gain = min(int((unmerged - option.seconds) / unit), need)
-            reached = np.full(need + 1, np.inf)
-            reached[gain:] = best[: need + 1 - gain] + option.error
-            sources = np.arange(need + 1) - gain
-            last = (
-                need - gain + int(np.argmin(best[need - gain :]))
-            )  # all that reach the end or pass it
-            reached[need], sources[need] = best[last] + option.error, last
-            better = reached < after
-            after[better], taken[better], origin[better] = reached[better], number, sources[better]
-        best = after
-        steps.append((taken, origin))
-    if not np.isfinite(best[need]):  # each layer's gain was rounded down to the grid
-        return _nearly_fastest(options, most - saved) if saved <= most else None
+    at = int(enough[-1])  # the last one loses least
     chosen: dict[Name, Option] = {}
-    units = need
-    for name, (taken, origin) in zip(reversed(names), reversed(steps), strict=True):
-        chosen[name] = options[name][taken[units]]
-        units = origin[units]
-    return {name: chosen[name] for name in names}
-
-
-def _nearly_fastest(options: Mapping[Name, Sequence[Option]], spare: float) -> dict[Name, Option]:
-    """Each layer's fastest option, but for those that fit into `spare` seconds more: the ones that
-    take most off the sum of errors for each second.
-    """
-    chosen = {
-        name: min(found, key=lambda o: (o.seconds, o.error)) for name, found in options.items()
-    }
-    while True:
-        swaps = [
-            (max(o.seconds - chosen[name].seconds, 0.0), chosen[name].error - o.error, name, o)
-            for name, found in options.items()
-            for o in found
-            if o.error < chosen[name].error and o.seconds - chosen[name].seconds <= spare
-        ]
-        if not swaps:
-            return chosen
-        seconds, _, name, option = max(swaps, key=lambda swap: swap[1] / max(swap[0], 1e-12))
-        spare -= seconds
-        chosen[name] = option
+    for name, keep in zip(reversed(list(options)), reversed(kept), strict=True):
+        at, number = divmod(int(keep[at]), len(options[name]))
+        chosen[name] = options[name][number]
+    return {name: chosen[name] for name in options}
 
 
 def relative_error(merged: Any, unmerged: Any) -> float:
@@ -546,16 +499,6 @@ def relative_error(merged: Any, unmerged: Any) -> float:
         )
     apart = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
     return apart / max(sum(float(b.float().square().sum()) for _, b in pairs), 1e-30)
-
-
-def in_words(rule: Any) -> str:
-    """A rule as a table has it."""
-    if rule is False:
-        return "unmerged"
-    if "tau" in rule:
-        return f"tau {rule['tau']:g}"
-    queries = rule.get("fit_queries")
-    return f"{rule['keep']:.1%} of keys" + ("" if queries is None else f", {queries} queries")
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -16,10 +16,8 @@ from mame_sd.core.groups import Groups
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.calibration import (
     Calibration,
-    Measurement,
-    calibration_of,
     check_speed,
-    measure_image,
+    measure_images,
     plain_values,
 )
 from mame_sd.diffusion.denoisers import denoisers_of
@@ -27,6 +25,7 @@ from mame_sd.diffusion.families.transformers import known_as, resolved
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
 from mame_sd.diffusion.model_hooks import SizeHook, StepHook
+from mame_sd.diffusion.pipeline_check import PipelineCheck, held_weakly
 from mame_sd.diffusion.processor import make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
@@ -52,13 +51,16 @@ class MaMeHandle:
     def __init__(
         self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None
     ) -> None:
-        self._root, self._pipe = _reference(root), _held_weakly(pipe)  # whose denoiser `root` is
+        self._root, self._pipe = _reference(root), held_weakly(pipe)  # whose denoiser `root` is
         self._held: Any = None  # both, while merging is on the model
-        # Of its denoisers, by their names in the pipeline, what merges.
-        self._of_pipe: dict[str, list[weakref.ref[nn.Module]]] = {}
-        for name, model in ({} if pipe is None else denoisers_of(pipe)).items():
-            within = set(model.modules())
-            self._of_pipe[name] = [weakref.ref(module) for module, _ in hooks if module in within]
+        self._check_pipe: PipelineCheck | None = None
+        if pipe is not None:
+            parts = {name: set(model.modules()) for name, model in denoisers_of(pipe).items()}
+            merging = {
+                name: [module for module, _ in hooks if module in within]
+                for name, within in parts.items()
+            }
+            self._check_pipe = PipelineCheck(pipe, merging)
         self._shared = shared
         self._placed = [(weakref.ref(module), hook) for module, hook in hooks]
         self._layers = [hook for _, hook in hooks if isinstance(hook, MergeHook)]
@@ -66,7 +68,7 @@ class MaMeHandle:
         shared.setting = self._setting(
             shared.setting.asked, shared.setting.active
         )  # now that the layers have names
-        shared.applied = _Applied(self)
+        shared.applied = _Applied(self, self._check_pipe)
 
     @property
     def root(self) -> nn.Module:
@@ -135,6 +137,8 @@ class MaMeHandle:
             if value != setting.active:
                 check_idle(self.root, "active")
             self._shared.setting = Setting(setting.config, value, setting.asked, self._names)
+            if self._check_pipe is not None:
+                self._check_pipe.put() if value else self._check_pipe.take()
 
     @property
     def described(self) -> str:
@@ -238,14 +242,17 @@ class MaMeHandle:
                 f"calibrate: expected a pipeline and a few prompts, got {came}; see"
                 " apply_mame(pipe)"
             )
-        found = Measurement()
-        for number, prompt in enumerate(prompts):
-            generator = torch.Generator().manual_seed(seed + number)
-            run = partial(
-                self.pipe, prompt, generator=generator, **{"output_type": "latent", **call}
+        runs = [
+            partial(
+                self.pipe,
+                prompt,
+                generator=torch.Generator().manual_seed(seed + number),
+                **{"output_type": "latent", **call},
             )
-            found.add(measure_image(self, run, number, len(prompts)))
-        calibration = calibration_of(self, found, {"prompts": len(prompts), **plain_values(call)})
+            for number, prompt in enumerate(prompts)
+        ]
+        about = {"prompts": len(prompts), "seed": seed, **plain_values(call)}
+        calibration = measure_images(self, runs, about)
         self.set(calibration.config(speed))
         return calibration
 
@@ -269,25 +276,9 @@ class MaMeHandle:
 
     def _replaced(self) -> str:
         """What is wrong where merging is on, and the pipeline has another denoiser than those of
-        `apply_mame`; a wrapper around it (torch.compile's) is none.
+        `apply_mame`.
         """
-        if self.pipe is None or not self._on:
-            return ""
-        for name, model in denoisers_of(self.pipe).items():
-            if self._of_pipe and name not in self._of_pipe:
-                return (
-                    f"expected merging on pipe.{name}, but that {type(model).__name__} came after"
-                    " apply_mame, and nothing of it merges: call apply_mame again"
-                )
-        for name, placed in self._of_pipe.items():
-            now = getattr(self.pipe, name, None)
-            there = set(now.modules()) if isinstance(now, nn.Module) else set()
-            if placed and now is not None and all(module() not in there for module in placed):
-                return (
-                    f"expected merging on pipe.{name}, but it is another {type(now).__name__} than"
-                    " at apply_mame, and nothing of it merges: call apply_mame again"
-                )
-        return ""
+        return self._check_pipe.replaced() if self._check_pipe is not None and self._on else ""
 
     def reset(self) -> None:
         """Sets all counters to zero and drops captured plans, and those of this thread that wait
@@ -395,14 +386,6 @@ class MaMeHandle:
                 raise ValueError(NONE_HERE.format(known_as(model)))
 
 
-def _held_weakly(target: Any) -> Callable[[], Any]:
-    """A weak reference to `target`, or a strong one where its type allows no weak one."""
-    try:
-        return weakref.ref(target)
-    except TypeError:
-        return lambda: target
-
-
 def _reference(root: nn.Module) -> Callable[[], nn.Module | None]:
     """A weak reference to a model, or to each denoiser of a pipeline that has several.
 
@@ -420,15 +403,21 @@ def _reference(root: nn.Module) -> Callable[[], nn.Module | None]:
 
 
 class _Applied:
-    """Lets a handle hold its model while merging is on it. Copies of hooks tell nobody."""
+    """Lets a handle hold its model while merging is on it, and its pipeline be checked. Copies of
+    hooks tell nobody.
+    """
 
-    def __init__(self, handle: MaMeHandle) -> None:
+    def __init__(self, handle: MaMeHandle, check: PipelineCheck | None) -> None:
         self._handle = weakref.ref(handle)
+        self._check = check
 
     def __call__(self, on: bool) -> None:
         handle = self._handle()
         if handle is not None:
             handle.hold(on)
+        if self._check is not None:
+            merges = on and (handle is None or handle.active)
+            self._check.put() if merges else self._check.take()
 
     def __deepcopy__(self, memo: Any) -> None:
         return None

@@ -1,16 +1,19 @@
 """Merging at the attention call of a model's own processor, in front of any kernel.
 
 A processor projects, normalises and rotates queries, keys and values, and calls
-`torch.nn.functional.scaled_dot_product_attention` or a backend of diffusers' dispatcher
-(SageAttention, FlashAttention, xFormers, flex, ...). While a `MergeJob` runs, both are intercepted:
-all that came before the call stays as it is, the image's keys and values merge
-(`mame_sd.core.attention`), and the same kernel computes attention over what is left.
+`torch.nn.functional.scaled_dot_product_attention`, what somebody put in its place, or a backend of
+diffusers' dispatcher (SageAttention, FlashAttention, xFormers, flex, ...). While a `MergeJob` runs,
+all of these are intercepted: all that came before the call stays as it is, the image's keys and
+values merge (`mame_sd.core.attention`), and the same kernel computes attention over what is left.
+
+Which job runs is read from PyTorch's stack of function modes, on which `SDPAInterceptor` stands. It
+is one stack for each thread, and `torch.compile` and `torch.export` follow it.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +31,6 @@ _SDPA = torch._C._nn.scaled_dot_product_attention  # whatever else is put in its
 # groups go uncounted, and the fit makes up for it.
 _TAKES_BIAS = {"native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers"}
 UNCOUNTED = ", which takes no sizes of groups: their values make up for it"
-_running = threading.local()
 
 
 @dataclass
@@ -59,6 +61,7 @@ class MergeJob:
     note: str = field(default="", init=False)  # for the report
     kernel: str = field(default="", init=False)  # that computed the merged attention
     merged: Merged | None = field(default=None, init=False)  # of the latest call that merged
+    inside: bool = field(default=False, init=False)  # a merge or a kernel of it
 
     def place(self, call: Mapping[str, Any]) -> tuple[list[Grid], int] | None:
         """The grids where they stand among the keys of an attention call, and where the first one's
@@ -118,64 +121,109 @@ class SDPAInterceptor(TorchFunctionMode):
         super().__init__()
         self.job = job
 
-    def __enter__(self) -> SDPAInterceptor:
-        if not torch.compiler.is_compiling():
-            self._outer = getattr(_running, "job", None)
-            _running.job = self.job
-        return super().__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        if not torch.compiler.is_compiling():
-            _running.job = self._outer
-        super().__exit__(*exc)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.unflatten:
             # A Python method, which torch.compile follows only where it is called as one.
             return args[0].unflatten(*args[1:], **kwargs)
-        if func is not _SDPA and func is not F.scaled_dot_product_attention:
+        if (func is not _SDPA and func is not F.scaled_dot_product_attention) or self.job.inside:
             return func(*args, **kwargs)
-        call = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-        alone = call["key"].dim() == 3  # [B, n, D]: one head
-        if alone:
-            call |= {name: call[name].unsqueeze(1) for name in ("query", "key", "value")}
-        job = None if getattr(_running, "inside", False) else self.job
-        changed = None if job is None else job.merge(call)
-        if changed is None or job is None:
-            return func(*args, **kwargs)
-        job.kernel = "scaled_dot_product_attention"
-        output = func(changed.pop("query"), changed.pop("key"), changed.pop("value"), **changed)
-        return output.squeeze(1) if alone else output
+        return _attend(func, self.job, args, kwargs)
 
 
-def watch_backends() -> None:
-    """Puts every backend of diffusers' dispatcher that isn't watched yet under interception.
+def _attend(
+    kernel: Callable[..., Tensor], job: MergeJob, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """A call of scaled_dot_product_attention, or of what stands in for it, with merged keys."""
+    call = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    alone = call["key"].dim() == 3  # [B, n, D]: one head
+    if alone:
+        call |= {name: call[name].unsqueeze(1) for name in ("query", "key", "value")}
+    own = kernel is _SDPA
+    job.inside = True
+    try:
+        changed = job.merge(call, bias=own)
+        if changed is None:
+            return kernel(*args, **kwargs)
+        job.kernel = "scaled_dot_product_attention" if own else _name_of(kernel)
+        if not own:
+            job.note = f"attention by {job.kernel}{UNCOUNTED}"
+        qkv = [changed.pop(name) for name in ("query", "key", "value")]
+        given = {name: v for name, v in changed.items() if name in call or v is not None}
+        output = kernel(*qkv, **given)
+    finally:
+        job.inside = False
+    return output.squeeze(1) if alone else output
 
-    A watched backend does as before where no `MergeJob` runs in its thread. The native one needs
-    none: it calls scaled_dot_product_attention.
+
+def _name_of(kernel: Callable[..., Any]) -> str:
+    return str(getattr(kernel, "__name__", type(kernel).__name__))
+
+
+def _job() -> MergeJob | None:
+    """The job of this thread's innermost layer that merges; None: no layer does, or its kernel runs
+    already.
+    """
+    for place in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(place)
+        if isinstance(mode, SDPAInterceptor):
+            return None if mode.job.inside else mode.job
+    return None
+
+
+class _Backends(dict[Any, Callable[..., Any]]):
+    """The backends of diffusers' dispatcher, each under interception, whenever it is registered."""
+
+    def __setitem__(self, name: Any, backend: Callable[..., Any]) -> None:
+        super().__setitem__(name, _watched(backend, name.value))
+
+
+@torch.compiler.assume_constant_result  # while a graph is compiled, not in it
+def watch_kernels() -> None:
+    """Puts each backend of diffusers' dispatcher under interception, those to come too, and
+    whatever somebody put in the place of scaled_dot_product_attention.
+
+    A watched kernel does as before where no layer of its thread merges.
     """
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 
-    for name, backend in list(Registry._backends.items()):
-        if name.value != "native" and not hasattr(backend, "_mame_watched"):
-            Registry._backends[name] = _watched(backend, name.value)
+    if not isinstance(Registry._backends, _Backends):
+        found, Registry._backends = Registry._backends, _Backends()
+        for name, backend in found.items():
+            Registry._backends[name] = backend
+    kernel = F.scaled_dot_product_attention
+    if kernel is not _SDPA and not hasattr(kernel, "_mame_watched"):
+        F.scaled_dot_product_attention = _watched_replacement(kernel)
+
+
+def _watched_replacement(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        job = _job()
+        return kernel(*args, **kwargs) if job is None else _attend(kernel, job, args, kwargs)
+
+    watched._mame_watched = True  # type: ignore[attr-defined]
+    return watched
 
 
 def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
+    if hasattr(backend, "_mame_watched"):
+        return backend
+    # diffusers' own native backend calls scaled_dot_product_attention
+    native = name == "native" and backend.__module__ == "diffusers.models.attention_dispatch"
+    counted = name in _TAKES_BIAS and "attn_mask" in inspect.signature(backend).parameters
+
     @functools.wraps(backend)
     def watched(**call: Any) -> Any:
-        job = None if torch.compiler.is_compiling() else getattr(_running, "job", None)
+        job = None if native else _job()
         mask = call.get("attn_mask")
-        other = mask is not None and not isinstance(mask, Tensor)  # such as flex's BlockMask
-        if job is None or other or getattr(_running, "inside", False):
+        if job is None or (mask is not None and not isinstance(mask, Tensor)):  # flex's BlockMask
             return backend(**call)
         if mask is not None and mask.dim() == 2:  # [B, N], as the dispatcher has it
             mask = mask[:, None, None]
-        _running.inside = True
+        heads_first = {n: call[n].transpose(1, 2) for n in ("query", "key", "value")}
+        job.inside = True
         try:
-            heads_first = {n: call[n].transpose(1, 2) for n in ("query", "key", "value")}
-            counted = name in _TAKES_BIAS
             changed = job.merge({**call, **heads_first, "attn_mask": mask}, bias=counted)
             if changed is None:
                 return backend(**call)
@@ -185,7 +233,10 @@ def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
             taken = {n: v for n, v in changed.items() if n in call or v is not None}
             return backend(**{**taken, **merged, "query": call["query"]})
         finally:
-            _running.inside = False
+            job.inside = False
 
     watched._mame_watched = True  # type: ignore[attr-defined]
     return watched
+
+
+watch_kernels()  # also for models that were saved whole, merging included

@@ -19,10 +19,11 @@ from mame_sd.core.pairs import leaders
 from mame_sd.diffusion.families.unet import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import CallHook, PreHook
 from mame_sd.diffusion.hooks import Later, Shared
+from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import NO_STEP, Call, Step, Tokens
 from mame_sd.diffusion.plans import Plans
 from mame_sd.diffusion.threads import PerThread, begin, end
-from mame_sd.report import NOTHING_MERGES, TOO_FEW, LayerStats
+from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
 
 # Models whose pipelines put the prompt before the negative one in a batch.
 _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
@@ -36,7 +37,6 @@ _TIMESTEP = (
     "timestep_ratio",
     "vision_timesteps",
 )  # what models call it
-
 
 SPREAD = (
     "{} is spread over devices by enable_parallelism (Ulysses, ring or tensor parallel), where"
@@ -161,8 +161,8 @@ class StepHook(CallHook):
         self.names = _names(module)
         self.shared = shared
         self.latest = LatestCall()
-        self.layers: list[LayerStats] = []
-        self.watched: list[LayerStats] = []  # layers whose first forward has not been looked at
+        self.layers: list[LayerStats] = []  # of this model
+        self.told = False  # that nothing merges, since something did
         # a ControlNet is called with the same latents for each control image
         self.calls_pair = "ControlNet" not in type(module).__name__
         # A UNet of images makes samples of a video's frames, as many at once as it likes.
@@ -170,6 +170,7 @@ class StepHook(CallHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises RuntimeError in a model whose tokens are spread over several devices."""
+        watch_kernels()
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if self.shared.now.active and spread(module):
             raise RuntimeError(SPREAD.format(type(module).__name__))
@@ -234,32 +235,54 @@ class StepHook(CallHook):
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Blocks that are called by themselves share nothing.
 
-        Warns once where the first forward merges nothing.
+        Warns where a forward merges nothing, once until something merges again.
         """
         if not torch.compiler.is_compiling():
             end(module, self.name)
             self.shared.plans.value = None
             if isinstance(step := self.shared.step.value, Later):
                 step.let_go()
-            watched, self.watched = self.watched, []
-            called = [stats for stats in watched if stats.calls]
-            if called and self.shared.now.active and all(stats.last_reason for stats in called):
-                largest = max(stats.tokens_in // stats.calls for stats in called)
-                why = "report() says why"
-                if any((stats.last_reason or "").startswith(TOO_FEW) for stats in called):
-                    why = (
-                        f"the largest has {largest} tokens; {why}. Lower min_tokens or generate"
-                        " larger images"
-                    )
-                warnings.warn(
-                    f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {why}",
-                    stacklevel=2,
-                )
+        if not self.shared.now.active or not self.layers:
+            return
+        for stats in self.layers:
+            if stats.last_reason is None:
+                if self.told:
+                    self.told = False
+                return
+        called = [stats for stats in self.layers if stats.last_reason != NEVER_CALLED]
+        if called and not self.told:
+            if not torch.compiler.is_compiling():  # which happens once
+                self.told = True
+            _warn(
+                type(module).__name__,
+                f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {_why(called)}",
+            )
 
     def forget(self) -> None:
         """Lets go of this thread's plans."""
         self.latest.forget()
         self.shared.plans.value = None
+
+
+def _why(called: list[LayerStats]) -> str:
+    """What to say of layers that were all left alone."""
+    few = any((stats.last_reason or "").startswith(TOO_FEW) for stats in called)
+    if not few or torch.compiler.is_compiling():  # where counts are tensors
+        return "report() says why"
+    counts = (stats.totals() for stats in called)
+    largest = max(tokens_in // max(calls, 1) for calls, tokens_in, _ in counts)
+    return (
+        f"the largest has {largest} tokens; report() says why. Lower min_tokens or generate larger"
+        " images"
+    )
+
+
+@torch.compiler.assume_constant_result
+def _warn(model: str, text: str) -> None:
+    """Also while a graph is compiled, which holds no warnings; and of each model, where PyTorch's
+    line that calls this hook would be told of once.
+    """
+    warnings.warn_explicit(text, UserWarning, model, 1)
 
 
 def spread(module: nn.Module) -> bool:

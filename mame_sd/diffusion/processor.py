@@ -30,6 +30,7 @@ from mame_sd.diffusion.families.unet import (
     processed,
     skip_reason,
 )
+from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import NO_SIZE, LayerCall, merged_call
 from mame_sd.report import LayerStats, MaMeReport, NothingMergedError, make_report
 
@@ -105,6 +106,7 @@ class MaMeAttnProcessor:
             raise TypeError(
                 f"inner: expected an attention processor, got {inner!r}; give one that was made"
             )
+        watch_kernels()
         self.inner = inner
         self._stats: dict[Attention, LayerStats] = {}
         self._passed: Counter[str] = (

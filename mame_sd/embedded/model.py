@@ -34,10 +34,7 @@ BACKGROUNDS = {  # sRGB
 HELD_OUT_SHARE = 0.15
 DEFAULT_GUIDANCE = {"unet": 1.25, "transformer": 2.5}  # what an embedded model is sampled with
 DEFAULT_STEPS = 20
-_INDEXES = (
-    "model_index.json",
-    "config.json",
-)  # of a diffusers pipeline; of a model that transformers saved
+_INDEXES = ("model_index.json", "config.json")  # of diffusers' pipelines; of transformers' models
 
 
 @cache
@@ -105,10 +102,8 @@ def _glyphs_folder() -> Path:
 @cache
 def _index() -> dict[str, Any]:
     """What stands on the glyph sheet: names, columns, source."""
-    index: dict[str, Any] = json.loads(
-        (_glyphs_folder() / "glyphs.json").read_text(encoding="utf-8")
-    )
-    return index
+    text = (_glyphs_folder() / "glyphs.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
 
 
 @cache
@@ -124,12 +119,8 @@ def glyphs() -> np.ndarray:
     sheet = np.asarray(Image.open(_glyphs_folder() / "glyphs.webp").convert("RGBA"))
     side = sheet.shape[1] // columns
     rows = sheet.shape[0] // side
-    cells = (
-        sheet.reshape(rows, side, columns, side, 4)
-        .transpose(0, 2, 1, 3, 4)
-        .reshape(-1, side, side, 4)
-    )
-    return cells[: len(glyph_names())]
+    cells = sheet.reshape(rows, side, columns, side, 4).transpose(0, 2, 1, 3, 4)
+    return cells.reshape(-1, side, side, 4)[: len(glyph_names())]
 
 
 def composite(rgba: np.ndarray, background: str) -> np.ndarray:
@@ -157,13 +148,9 @@ def render(name: str, background: str) -> Image.Image:
 
 def nearest_glyph(image: Image.Image, background: str) -> str:
     """Name of the glyph whose rendering on ``background`` has the lowest pixel MSE to ``image``."""
-    target = np.asarray(
-        image.convert("RGB").resize((256, 256), Image.Resampling.LANCZOS), np.float32
-    )
-    errors = [
-        np.mean((composite(glyph, background).astype(np.float32) - target) ** 2)
-        for glyph in glyphs()
-    ]
+    small = image.convert("RGB").resize((256, 256), Image.Resampling.LANCZOS)
+    target = np.asarray(small, np.float32)
+    errors = [np.mean((composite(glyph, background) - target) ** 2) for glyph in glyphs()]
     return glyph_names()[int(np.argmin(errors))]
 
 
@@ -172,15 +159,7 @@ def nearest_background(image: Image.Image) -> str:
     pixels).
     """
     pixels = np.asarray(image.convert("RGB").resize((256, 256)), np.float32)
-    frame = np.concatenate(
-        [
-            pixels[:8].reshape(-1, 3),
-            pixels[-8:].reshape(-1, 3),
-            pixels[:, :8].reshape(-1, 3),
-            pixels[:, -8:].reshape(-1, 3),
-        ]
-    )
-    color = np.median(frame, axis=0)
-    return min(
-        BACKGROUNDS, key=lambda name: float(np.sum((color - np.array(BACKGROUNDS[name])) ** 2))
-    )
+    edges = (pixels[:8], pixels[-8:], pixels[:, :8], pixels[:, -8:])
+    color = np.median(np.concatenate([edge.reshape(-1, 3) for edge in edges]), axis=0)
+    apart = {name: float(np.sum((color - rgb) ** 2)) for name, rgb in BACKGROUNDS.items()}
+    return min(apart, key=lambda name: apart[name])

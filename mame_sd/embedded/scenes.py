@@ -14,48 +14,14 @@ from PIL import Image
 
 from . import model
 
-SUBJECTS = (
-    "rocket",
-    "red apple",
-    "cat face",
-    "star",
-    "red heart",
-    "pizza",
-    "tree",
-    "balloon",
-    "basketball",
-    "soccer ball",
-    "teddy bear",
-    "butterfly",
-    "cactus",
-    "crab",
-    "elephant",
-    "fish",
-    "fox",
-    "frog",
-    "honeybee",
-    "lion",
-    "owl",
-    "panda",
-    "penguin",
-    "pig face",
-    "sunflower",
-    "whale",
-    "banana",
-    "birthday cake",
-    "carrot",
-    "hamburger",
-    "ice cream",
-    "pineapple",
-    "strawberry",
-    "watermelon",
-    "car",
-    "sailboat",
-    "umbrella",
-    "full moon",
-    "t-shirt",
-    "house",
-)
+_NAMES = """
+rocket, red apple, cat face, star, red heart, pizza, tree, balloon, basketball, soccer
+ball, teddy bear, butterfly, cactus, crab, elephant, fish, fox, frog, honeybee, lion,
+owl, panda, penguin, pig face, sunflower, whale, banana, birthday cake, carrot,
+hamburger, ice cream, pineapple, strawberry, watermelon, car, sailboat, umbrella, full
+moon, t-shirt, house
+"""
+SUBJECTS = tuple(name.strip() for name in _NAMES.replace("\n", " ").split(", "))
 TEXTURES = ("", "striped", "checked", "brick")
 SMALLEST, LARGEST = 0.5, 0.9  # side of the subject's cell, in shares of the picture's
 

@@ -9,20 +9,21 @@ from mame_sd.errors import UserError
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """The device that `name` means here. Raises UserError when there is none such."""
+    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":
-        name = (
-            "cuda"
-            if torch.cuda.is_available()
-            else "mps"
-            if torch.backends.mps.is_available()
-            else "cpu"
-        )
+        name = "cuda" if has_cuda else "mps" if has_mps else "cpu"
     try:
         device = torch.device(name)
     except (RuntimeError, ValueError):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda", "mps"):
         raise UserError(
             f"--device {name}: expected auto, cpu, cuda, cuda:N or mps; give one of these"
-        ) from None
+        )
+    if device.type == "mps" and not has_mps:
+        raise UserError(
+            "--device mps: expected a machine with Metal, which this one lacks; give --device cpu"
+        )
     if device.type == "cuda":
         count = torch.cuda.device_count()
         device = torch.device("cuda", local_rank if device.index is None else device.index)
@@ -32,14 +33,6 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
                 f"--device {device}: expected a CUDA device of this machine, which has {there};"
                 " give --device cpu"
             )
-    elif device.type == "mps" and not torch.backends.mps.is_available():
-        raise UserError(
-            "--device mps: expected a machine with Metal, which this one lacks; give --device cpu"
-        )
-    elif device.type not in ("cpu", "mps"):
-        raise UserError(
-            f"--device {name}: expected auto, cpu, cuda, cuda:N or mps; give one of these"
-        )
     return device
 
 

@@ -7,7 +7,6 @@ Whatever goes wrong becomes a UserError that says what was expected, what came a
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mame_sd.embedded.model import embedded_model_path
 from mame_sd.errors import UserError, first_line
 from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.devices import pick_device, pick_dtype
-from mame_sd.runs.files import shown
-from mame_sd.runs.model_files import EMBEDDED, HUB_ID, ModelChoice, digest_of
+from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of, find_folder
 
 EMBEDDED_ENCODER = "clip"
 SMALLEST = 2  # pixels; of one nothing can be told
@@ -185,36 +182,18 @@ def find_encoder_folder(choice: ModelChoice) -> tuple[Path, str]:
 
     Raises UserError when there is none.
     """
-    given = EMBEDDED + EMBEDDED_ENCODER if choice.model is None else choice.model
-    if os.path.isdir(given):
-        return Path(given), shown(Path(given).resolve().name)
-    if given.startswith(EMBEDDED):
-        try:
-            return embedded_model_path(given.removeprefix(EMBEDDED)), given
-        except FileNotFoundError as error:
-            raise UserError(f"--model {given}: {error}") from None
-    if not HUB_ID.fullmatch(given):
-        raise UserError(
-            f"--model {given}: expected the folder of a model of transformers or a hub id"
-            " (owner/name), found no such folder; check the path"
-        )
-    from huggingface_hub import snapshot_download
 
-    try:
-        place = snapshot_download(
-            given,
+    def download(name: str) -> str:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(
+            name,
             revision=choice.revision,
             local_files_only=choice.offline,
             allow_patterns=list(_FILES),
         )
-    except (
-        Exception
-    ) as error:  # offline, unknown id, gated, no such revision: all mean that it can't be had
-        raise UserError(
-            f"--model {given}: expected a folder or a model of the hub that can be reached or is"
-            f" cached, but {first_line(error)}; check the name and the network, or give a folder"
-        ) from error
-    return Path(place), given
+
+    return find_folder(choice.model or EMBEDDED + EMBEDDED_ENCODER, download)
 
 
 def _class_named(folder: Path, transformers: Any) -> Any:
@@ -222,15 +201,7 @@ def _class_named(folder: Path, transformers: Any) -> Any:
     try:
         name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
         return getattr(transformers, name)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        IndexError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"--model {folder}: expected config.json of a model of transformers that names its"
             f" class in architectures, got {type(error).__name__}: {first_line(error)}; give the"

@@ -13,20 +13,10 @@ from typing import BinaryIO
 
 from mame_sd.errors import MachineError, UserError
 
+# The machine's, whoever writes: no space, a broken disk, too many open files.
 _MACHINE_ERRNOS = {
-    getattr(errno, name)
-    for name in (
-        "ENOSPC",
-        "EDQUOT",
-        "EFBIG",
-        "EIO",
-        "ENOMEM",
-        "EMFILE",
-        "ENFILE",
-        "ESTALE",
-        "EBUSY",
-    )
-    if hasattr(errno, name)
+    getattr(errno, f"E{name}", None)
+    for name in ("NOSPC", "DQUOT", "FBIG", "IO", "NOMEM", "MFILE", "NFILE", "STALE", "BUSY")
 }
 
 

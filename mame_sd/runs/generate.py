@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import UserError
+from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import InstalledMethod, Merging, Method
@@ -74,8 +75,8 @@ def generate(
         UserError, MachineError: everything made before stays; the same call continues.
     """
     process = process or Process()
-    method = Merging(method) if isinstance(method, MaMeConfig) else method
-    method = method.on(model) if isinstance(method, Merging) else method
+    if isinstance(method, MaMeConfig):
+        method = Merging(model.resolved(method))
     jobs = jobs_of(prompts, settings)
     known = {job.name: job.known for job in jobs}
     folder = RunFolder(out, process.rank)
@@ -87,25 +88,26 @@ def generate(
     complete = False
     try:
         if process.is_main:
-            manifest = {
-                "settings": described,
-                "environment": environment(model),
-                "prompt_file": prompt_file,
-            }
-            for difference in folder.prepare(manifest):
+            about = {"settings": described, "environment": environment(model)}
+            for difference in folder.prepare({**about, "prompt_file": prompt_file}):
                 on_note(
                     "the folder was begun in another environment, so pixels may differ a little"
                     f" ({difference})"
                 )
             folder.collect(known)
         process.wait()
-        done = folder.finished(list(known))
+        done = folder.finished(known)
         process.wait()  # nobody writes before everybody has looked
         made = run.make_all_but(done)
         process.wait()
         if process.is_main:
             rows = folder.collect(known)
-            folder.check_complete(len(jobs), len(rows))
+            if len(rows) < len(jobs):
+                raise MachineError(
+                    f"{folder.images}: expected the run's {len(jobs)} images, found {len(rows)}"
+                    " whole, for others were taken away or changed meanwhile; the same command"
+                    " makes them again"
+                )
         complete = True
     finally:
         folder.close(complete and process.is_main)
@@ -132,9 +134,7 @@ class _Run:
     on_progress: Callable[[int, int], None]
     on_step: Callable[[int, int], None]
     on_note: Callable[[str], None]
-    unmerged: set[tuple[int | None, int | None]] = field(
-        default_factory=set
-    )  # sizes at which nothing could merge
+    unmerged: set[tuple[int | None, int | None]] = field(default_factory=set)  # sizes
 
     def make_all_but(self, done: set[str]) -> int:
         """Compute this process's batches and write the images that are not `done`.
@@ -180,20 +180,13 @@ class _Run:
         images = sample(self.model, self.settings, batch, on_step=self.on_step)
         seconds = (time.perf_counter() - start) / len(batch)
         levels = [] if installed is None else self._levels(installed, batch[0])
-        note = {"note": NOT_MERGED} if installed is not None and not levels else {}
-        missing = [
-            (job, image) for job, image in zip(batch, images, strict=True) if job.name not in done
-        ]
+        about: dict[str, Any] = {"seconds": seconds, "batch": len(batch), "levels": levels}
+        if installed is not None and not levels:
+            about["note"] = NOT_MERGED
+        pairs = zip(batch, images, strict=True)
+        missing = [(job, image) for job, image in pairs if job.name not in done]
         for job, image in missing:
-            size = {"width": image.width, "height": image.height}
-            record = {
-                **job.known,
-                **size,
-                "seconds": seconds,
-                "batch": len(batch),
-                "levels": levels,
-                **note,
-            }
+            record = {**job.known, "width": image.width, "height": image.height, **about}
             self.folder.write_image(job.name, to_png(image, job, self.described), record)
         return len(missing)
 
@@ -266,15 +259,7 @@ def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int)
             by_level.setdefault(level["level"], []).append(level)
     levels = []
     for number, those in sorted(by_level.items()):
-        tokens_in, kept = (
-            sum(level[key] for level in those) / len(those) for key in ("tokens_in", "tokens_kept")
-        )
-        levels.append(
-            {
-                "level": number,
-                "tokens_in": tokens_in,
-                "tokens_kept": kept,
-                "share": kept / tokens_in,
-            }
-        )
-    return Summary(images, made, found, sum(seconds) / len(seconds) if seconds else None, levels)
+        tokens_in, kept = (fmean(one[key] for one in those) for key in ("tokens_in", "tokens_kept"))
+        level = {"level": number, "tokens_in": tokens_in, "tokens_kept": kept}
+        levels.append({**level, "share": kept / tokens_in})
+    return Summary(images, made, found, fmean(seconds) if seconds else None, levels)

@@ -52,11 +52,9 @@ class GenerateSettings:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "images_per_prompt"):
-            if getattr(self, name) < 1:
-                raise UserError(
-                    f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)};"
-                    " raise it"
-                )
+            flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            if value < 1:
+                raise UserError(f"{flag}: expected at least 1, got {value}; raise it")
         for name in ("height", "width"):
             side = getattr(self, name)
             if side is not None and (side % 8 or not 8 <= side <= MAX_SIDE):
@@ -110,16 +108,16 @@ class Job:
 def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
     """Every image of the run, in order. Raises PromptError for ids that collide."""
     check_unique(prompts)
+
+    def either(own: Any, common: Any) -> Any:
+        return common if own is None else own
+
     return [
         Job(
             prompt=prompt,
             repeat=repeat,
-            seed=settings.seed if prompt.seed is None else prompt.seed,
-            negative_prompt=(
-                settings.negative_prompt
-                if prompt.negative_prompt is None
-                else prompt.negative_prompt
-            ),
+            seed=either(prompt.seed, settings.seed),
+            negative_prompt=either(prompt.negative_prompt, settings.negative_prompt),
             height=prompt.height or settings.height,
             width=prompt.width or settings.width,
         )

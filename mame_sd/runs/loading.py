@@ -1,5 +1,4 @@
-"""Load any text-to-image pipeline: the embedded one, a folder, a hub id or a single .safetensors
-file.
+"""Load any text-to-image pipeline: the embedded one, a folder or a hub id.
 
 Whatever goes wrong becomes a UserError that says what was expected, what came and what to do, or a
 MachineError when memory runs out.
@@ -24,15 +23,8 @@ from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.report import NOTHING_MERGES
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.loras import add_loras, lora_identity
-from mame_sd.runs.model_files import ModelChoice, digest_of, find_model, name_and_digest
+from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
 from mame_sd.runs.schedulers import set_scheduler
-
-_SINGLE_FILE_CLASSES = {
-    "v1": "StableDiffusionPipeline",
-    "v2": "StableDiffusionPipeline",
-    "xl_base": "StableDiffusionXLPipeline",
-    "playground-v2-5": "StableDiffusionXLPipeline",
-}
 
 # arguments of pipelines that make video or audio
 _LENGTHS = ("num_frames", "video_length", "audio_length_in_s", "audio_end_in_s", "audio_duration")
@@ -45,7 +37,7 @@ class LoadedModel:
     Attributes:
         pipe: the pipeline, on its device, without progress bars.
         identity: JSON values that tell this model from others: name, pipeline class, a digest of
-            its files, variant, single-file configuration, scheduler, LoRAs, dtype and device type.
+            its files, variant, scheduler, LoRAs, dtype and device type.
         guidance: the guidance scale that the model is called with when none is given; None: it
             takes none.
         saved_merging: the setting saved with a StableDiffusionMaMePipeline, which is loaded as the
@@ -106,47 +98,30 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
     _be_quiet()
-    source, name = find_model(choice)
+    folder, name = find_model(choice)
     with _loading(name):
-        pipe = (
-            _load_file(source, choice, dtype)
-            if source.is_file()
-            else _load_folder(source, choice, dtype)
-        )
-        saved = None if source.is_file() else read_saved_merging(source)
+        pipe = _load_folder(folder, choice, dtype)
+        saved = read_saved_merging(folder)
     check_text_to_image(pipe, name)
     if choice.scheduler is not None:
         set_scheduler(pipe, choice.scheduler)
     add_loras(pipe, choice.loras, choice.offline)
-    with _loading(name):
-        pipe.to(device)
     pipe.set_progress_bar_config(disable=True)
     with _loading(name):
-        files = {"sha256": digest_of(source), **options_of(source, choice)}
+        pipe.to(device)
+        digest = digest_of(folder)
     identity = {
         "name": name,
         "pipeline": type(pipe).__name__,
-        **files,
-        "scheduler": (
-            type(pipe.scheduler).__name__ if choice.scheduler is None else choice.scheduler
-        ),
+        "sha256": digest,
+        "variant": choice.variant,
+        "scheduler": choice.scheduler or type(pipe.scheduler).__name__,
         "loras": [lora_identity(lora) for lora in choice.loras],
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
     }
     guidance = _default_guidance(pipe, choice)
     return LoadedModel(pipe=pipe, identity=identity, guidance=guidance, saved_merging=saved)
-
-
-def options_of(source: Path, choice: ModelChoice) -> dict[str, Any]:
-    """The loading options that decide which weights and parts a model has, as far as `source` makes
-    use of them.
-    """
-    config = choice.single_file_config if source.is_file() else None
-    return {
-        "variant": None if source.is_file() else choice.variant,
-        "single_file_config": None if config is None else name_and_digest(config),
-    }
 
 
 @contextlib.contextmanager
@@ -161,9 +136,8 @@ def _loading(name: str) -> Iterator[None]:
             " float16, or a smaller model"
         ) from error
     except Exception as error:  # diffusers, transformers and safetensors raise dozens of kinds here
-        if isinstance(error, ImportError) or str(error).startswith(
-            "Failed to import"
-        ):  # the latter: lazy imports
+        lazy_import = str(error).startswith("Failed to import")
+        if isinstance(error, ImportError) or lazy_import:
             cause: BaseException = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
@@ -183,10 +157,9 @@ def _be_quiet() -> None:
     import transformers.utils.logging
 
     warnings.filterwarnings("ignore", NOTHING_MERGES)  # the commands say it in a line of their own
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    for logging in (diffusers.utils.logging, transformers.utils.logging):
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
 
 
 def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
@@ -218,12 +191,11 @@ def _check_tokenizers(folder: Path) -> None:
         if not name.startswith("tokenizer") or not isinstance(entry, list) or entry[-1] is None:
             continue
         there = [file.name for file in (folder / name).glob("*") if file.is_file()]
-        if all(
-            file.endswith("_config.json") or file == "special_tokens_map.json" for file in there
-        ):
+        known = ("_config.json", "special_tokens_map.json")
+        if all(file.endswith(known) for file in there):
             raise UserError(
                 f"--model {folder}: expected the vocabulary of {name}, found"
-                f" {'no such folder' if not there else 'none'}; copy the whole model again"
+                f" {'none' if there else 'no such folder'}; copy the whole model again"
             )
 
 
@@ -232,69 +204,32 @@ def _check_weights(pipe: Any, name: str) -> None:
     device.
     """
     for part, component in pipe.components.items():
-        if isinstance(component, torch.nn.Module):
-            lacking = next((n for n, p in component.named_parameters() if p.is_meta), None)
-            if lacking is not None:
-                raise UserError(
-                    f"--model {name}: expected the tensor {lacking} in {part}, found none; get the"
-                    " file again"
-                )
-
-
-def _load_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
-    import diffusers
-    from diffusers.loaders.single_file_utils import infer_diffusers_model_type
-    from safetensors import safe_open
-
-    with safe_open(str(path), framework="pt") as file:
-        shapes = {
-            key: torch.empty(file.get_slice(key).get_shape(), device="meta")
-            for key in list(file.keys())
-        }
-    kind = infer_diffusers_model_type(shapes)
-    has_unet = any(key.startswith("model.diffusion_model.input_blocks.") for key in shapes)
-    if kind not in _SINGLE_FILE_CLASSES or not has_unet:
-        raise UserError(
-            f"--model {path}: expected a checkpoint of Stable Diffusion 1, 2 or XL in its original"
-            f" layout, got {kind if has_unet else 'something else'}; give a diffusers folder"
-            " instead"
-        )
-    config = choice.single_file_config
-    try:
-        return getattr(diffusers, _SINGLE_FILE_CLASSES[kind]).from_single_file(
-            str(path), config=config, dtype=dtype, local_files_only=choice.offline
-        )
-    except Exception as error:
-        if config is not None:
+        weights = component.named_parameters() if isinstance(component, torch.nn.Module) else ()
+        lacking = next((n for n, p in weights if p.is_meta), None)
+        if lacking is not None:
             raise UserError(
-                f"--single-file-config {config}: expected the folder or hub id of a pipeline of the"
-                f" same architecture, but {first_line(error)}; give another"
-            ) from error
-        raise UserError(
-            f"--model {path}: the hub gave no configuration for this architecture"
-            f" ({first_line(error)}); give a pipeline folder of the same architecture as"
-            " --single-file-config"
-        ) from error
+                f"--model {name}: expected the tensor {lacking} in {part}, found none; get the"
+                " file again"
+            )
 
 
 def check_text_to_image(pipe: Any, name: str) -> None:
     """Raise UserError for a pipeline that does not make images of a prompt alone."""
     parameters = inspect.signature(pipe.__call__).parameters
     needed = [p for p in ("image", "mask_image", "video", "audio") if p in parameters]
-    if "prompt" not in parameters or "num_inference_steps" not in parameters or needed:
+    what = None
+    if "prompt" not in parameters or "num_inference_steps" not in parameters:
+        what = "a text-to-image pipeline", ""
+    elif needed:
+        what = "a text-to-image pipeline", f", which wants {needed[0]}"
+    elif any(length in parameters for length in _LENGTHS):
+        what = "a pipeline that makes images", ", which makes video or audio"
+    elif not (hasattr(pipe, "unet") or hasattr(pipe, "transformer")):
+        what = "a pipeline with a unet or transformer", ""
+    if what is not None:
         raise UserError(
-            f"--model {name}: expected a text-to-image pipeline, got {type(pipe).__name__}"
-            f"{', which wants ' + needed[0] if needed else ''}; give another model"
-        )
-    if any(length in parameters for length in _LENGTHS):
-        raise UserError(
-            f"--model {name}: expected a pipeline that makes images, got {type(pipe).__name__},"
-            " which makes video or audio; give another model"
-        )
-    if not (hasattr(pipe, "unet") or hasattr(pipe, "transformer")):
-        raise UserError(
-            f"--model {name}: expected a pipeline with a unet or transformer, got"
-            f" {type(pipe).__name__}; give another model"
+            f"--model {name}: expected {what[0]}, got {type(pipe).__name__}{what[1]}; give another"
+            " model"
         )
 
 

@@ -1,5 +1,5 @@
-"""Where a model's files are: which folder or file a name means, hub downloads, a digest that tells
-models apart.
+"""Where a model's files are: which folder a name means, hub downloads, a digest that tells models
+apart.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +19,7 @@ from mame_sd.runs.schedulers import check_scheduler
 
 EMBEDDED = "embedded-"  # what the name of an embedded model begins with, as --model takes it
 DTYPES = ("float32", "float16", "bfloat16")
-
-# owner/name, neither part hidden, and no file
-HUB_ID = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+(?<!\.safetensors)")
-_CHUNK_BYTES = 1 << 20
+HUB_ID = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+(?<!\.safetensors)")  # owner/name, and no file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,7 @@ class ModelChoice:
 
     model: str | None = option(
         None,
-        "Folder, hub id, .safetensors file or embedded-NAME to load. Default: embedded-unet.",
+        "Folder, hub id or embedded-NAME to load. Default: embedded-unet.",
         metavar="PATH_OR_ID",
     )
     scheduler: str | None = option(
@@ -55,11 +53,6 @@ class ModelChoice:
     variant: str | None = option(None, "Variant of the model's files, such as fp16.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     offline: bool = option(False, "Never ask the hub; take what is cached.")
-    single_file_config: str | None = option(
-        None,
-        "Pipeline folder or hub id of the same architecture, for a .safetensors file.",
-        metavar="PATH_OR_ID",
-    )
 
     @property
     def embedded(self) -> str | None:
@@ -83,108 +76,86 @@ class ModelChoice:
 
 
 def find_model(choice: ModelChoice) -> tuple[Path, str]:
-    """The file or folder that `choice.model` means, downloaded if need be, and a name for it
-    without its place.
+    """The folder of the pipeline that `choice.model` means, downloaded if need be, and a name for
+    it without its place.
 
     Raises UserError when there is none.
     """
-    if choice.embedded is not None:
-        from mame_sd.embedded.model import embedded_model_path
 
-        name = EMBEDDED + choice.embedded
-        try:
-            folder = embedded_model_path(choice.embedded)
-        except FileNotFoundError as error:
-            raise UserError(f"--model {name}: {error}") from None
-        return _pipeline_folder(folder), "embedded" if choice.embedded == "unet" else name
-    name = choice.model or ""
-    path = Path(name)
-    if os.path.isdir(
-        path
-    ):  # unlike Path.is_dir, False also for names that are too long or out of reach
-        return _pipeline_folder(path), shown(path.resolve().name)
-    if os.path.isfile(path):
-        if path.suffix.lower() != ".safetensors":
-            raise UserError(
-                f"--model {path}: expected a folder, a hub id or a .safetensors file, got another"
-                " file; convert it"
+    def download(name: str) -> str:
+        from diffusers import DiffusionPipeline
+
+        return str(
+            DiffusionPipeline.download(
+                name,
+                variant=choice.variant,
+                revision=choice.revision,
+                local_files_only=choice.offline,
             )
-        return path, shown(path.name)
-    if not HUB_ID.fullmatch(name):
-        raise UserError(
-            f"--model {name}: expected a folder, a .safetensors file or a hub id (owner/name), "
-            "found no such file; check the path"
         )
-    return _download(choice), name
 
-
-def _pipeline_folder(path: Path) -> Path:
-    if not os.path.isfile(path / "model_index.json"):
+    folder, name = find_folder(choice.model or f"{EMBEDDED}unet", download)
+    if not os.path.isfile(folder / "model_index.json"):
         raise UserError(
-            f"--model {path}: expected the folder of a diffusers pipeline, got one without"
+            f"--model {folder}: expected the folder of a diffusers pipeline, got one without"
             " model_index.json; give the folder that holds it"
         )
-    return path
+    return folder, "embedded" if choice.embedded == "unet" else name
 
 
-def _download(choice: ModelChoice) -> Path:
-    """The cached snapshot of a hub model, fetched when it is not there yet."""
-    from diffusers import DiffusionPipeline
+def find_folder(name: str, download: Callable[[str], str]) -> tuple[Path, str]:
+    """The folder that `--model NAME` means, and the name without its place.
 
-    try:
-        folder = DiffusionPipeline.download(
-            choice.model,
-            variant=choice.variant,
-            revision=choice.revision,
-            local_files_only=choice.offline,
+    Args:
+        name: a folder, embedded-NAME or a hub id.
+        download: gives the folder of a hub model.
+
+    Raises UserError when there is none.
+    """
+    path = Path(name)
+    if os.path.isdir(path):  # unlike Path.is_dir, False also for names that are too long
+        return path, shown(path.resolve().name)
+    if os.path.isfile(path):
+        raise UserError(
+            f"--model {name}: expected a folder or a hub id, got a file; make a folder of it by"
+            " diffusers' from_single_file(...).save_pretrained(FOLDER)"
         )
-    except (
-        Exception
-    ) as error:  # offline, unknown id, gated, no such revision: all mean that it can't be had
+    if name.startswith(EMBEDDED):
+        from mame_sd.embedded.model import embedded_model_path
+
+        try:
+            return embedded_model_path(name.removeprefix(EMBEDDED)), name
+        except FileNotFoundError as error:
+            raise UserError(f"--model {name}: {error}") from None
+    if not HUB_ID.fullmatch(name):
+        raise UserError(
+            f"--model {name}: expected a folder or a hub id (owner/name), found no such folder;"
+            " check the path"
+        )
+    try:
+        return Path(download(name)), name
+    except Exception as error:  # offline, unknown, gated, no such revision: it can't be had
         reason = first_line(error).partition(" (")[0]
         raise UserError(
-            f"--model {choice.model}: expected a folder, a .safetensors file, or a model of the hub"
-            f" that can be reached or is cached, but {reason}; check the name and the network, or"
-            " give a folder"
+            f"--model {name}: expected a folder, or a model of the hub that can be reached or is"
+            f" cached, but {reason}; check the name and the network, or give a folder"
         ) from error
-    return Path(folder)
 
 
 def digest_of(source: Path) -> str:
     """A digest of names, sizes and whole contents of the files that decide pixels: no hidden files,
-    model cards or Python's files.
-
-    Nor settings of merging, which a run tells by themselves.
+    model cards, Python's files or settings of merging, which a run tells by themselves.
     """
     digest = hashlib.sha256()
-    files = (
-        [source]
-        if source.is_file()
-        else sorted(
-            p
-            for p in source.rglob("*")
-            if p.is_file() and p.suffix not in (".md", ".py", ".pyc") and p.name != SETTINGS_FILE
-        )
-    )
-    for path in files:
-        if any(part.startswith(".") for part in path.relative_to(source).parts):
+    root = source.parent if source.is_file() else source
+    for path in [source] if source.is_file() else sorted(p for p in source.rglob("*")):
+        place = path.relative_to(root)
+        hidden = any(part.startswith(".") for part in place.parts)
+        if not path.is_file() or hidden or path.suffix in (".md", ".py", ".pyc"):
             continue
-        size = path.stat().st_size
-        name = path.name if path == source else path.relative_to(source).as_posix()
-        digest.update(f"{name}\0{size}\0".encode())
-        with open(path, "rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                digest.update(chunk)
+        if path.name != SETTINGS_FILE:
+            digest.update(f"{place.as_posix()}\0{path.stat().st_size}\0".encode())
+            with open(path, "rb") as file:
+                while chunk := file.read(1 << 20):
+                    digest.update(chunk)
     return digest.hexdigest()
-
-
-def name_and_digest(source: str) -> dict[str, str | None]:
-    """JSON values for a path or a hub id: a name without its place, and a digest of what lies there
-    (None: a hub id).
-    """
-    path = Path(source)
-    return (
-        {"name": shown(path.resolve().name), "sha256": digest_of(path)}
-        if os.path.exists(path)
-        else {"name": source, "sha256": None}
-    )

@@ -38,24 +38,14 @@ class Process:
 
     def wait(self) -> None:
         """A barrier: returns when every process has come here."""
-        if self.count > 1:
-            import torch.distributed
-
-            with self._all_alive():
-                torch.distributed.barrier()
+        self.all_gather(None)
 
     def gather(self, value: T) -> list[T]:
         """On the main process the `value` of every process, in order of rank; on the others an
         empty list.
         """
-        if self.count == 1:
-            return [value]
-        import torch.distributed
-
-        values: list[Any] | None = [None] * self.count if self.is_main else None
-        with self._all_alive():
-            torch.distributed.gather_object(value, values)
-        return values or []
+        values = self.all_gather(value)
+        return values if self.is_main else []
 
     def all_gather(self, value: T) -> list[T]:
         """On every process the `value` of every process, in order of rank."""
@@ -64,19 +54,14 @@ class Process:
         import torch.distributed
 
         values: list[Any] = [None] * self.count
-        with self._all_alive():
-            torch.distributed.all_gather_object(values, value)
-        return values
-
-    @contextlib.contextmanager
-    def _all_alive(self) -> Iterator[None]:
         try:
-            yield
+            torch.distributed.all_gather_object(values, value)
         except RuntimeError as error:
             raise MachineError(
                 f"expected {self.count} processes, but one of the others ended early; its own error"
                 " says why, and the same command continues the run"
             ) from error
+        return values
 
 
 def this_process() -> Process:
@@ -85,18 +70,14 @@ def this_process() -> Process:
 
     Raises UserError for values that are no whole numbers.
     """
-    values = [
-        os.environ.get(name, str(default))
-        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
-    ]
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    values = [os.environ.get(name, default) for name, default in names.items()]
     try:
-        rank, count, local_rank = (int(value) for value in values)
+        return Process(*map(int, values))
     except ValueError:
         raise UserError(
-            f"expected whole numbers in RANK, WORLD_SIZE and LOCAL_RANK, got {', '.join(values)};"
-            " unset them"
+            f"expected whole numbers in {', '.join(names)}, got {', '.join(values)}; unset them"
         ) from None
-    return Process(rank, count, local_rank)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mame_sd.config import once_each
 from mame_sd.errors import UserError
+from mame_sd.json_files import once_each
 
 PROMPT_COLUMNS = ("prompt", "caption")  # compared without case; the first that is present is taken
 KNOWN_COLUMNS = ("id", "seed", "negative_prompt", "width", "height")
@@ -48,12 +48,9 @@ def read_text(path: Path) -> str:
         raise PromptError(
             f"{path}: the prompt file can't be read ({reason}); check the path and its permissions"
         ) from None
-    if data.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
-        raise PromptError(f"{path}: expected UTF-8, got UTF-32; save it as UTF-8")
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise PromptError(f"{path}: expected UTF-8, got UTF-16; save it as UTF-8")
-    if b"\0" in data:
-        line = data[: data.index(b"\0")].count(b"\n") + 1
+    zero = data.find(b"\0")
+    if zero >= 0 and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        line = data[:zero].count(b"\n") + 1
         raise PromptError(
             f"{path}:{line}: expected text, got a binary file (it holds a zero byte); give a text"
             " file"

@@ -12,6 +12,8 @@ from typing import Any
 from mame_sd.errors import UserError
 
 FORMAT = "mame-sd run 1"
+# What reading a line that is no record raises.
+STRANGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -36,16 +38,13 @@ def read_manifest(path: Path, advice: str) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected the manifest of a run, got: {error}; {advice}") from None
-    if not (
-        isinstance(values, dict)
-        and values.get("format") == FORMAT
-        and isinstance(values.get("settings"), dict)
-        and isinstance(values.get("environment", {}), dict)
-    ):
+    known = isinstance(values, dict) and values.get("format") == FORMAT
+    parts = (values.get("settings"), values.get("environment", {})) if known else (None,)
+    if not all(isinstance(part, dict) for part in parts):
         raise UserError(
             f"{path}: expected the manifest of a run ({FORMAT!r}), got another file; {advice}"
         )
-    return values
+    return dict(values)
 
 
 def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
@@ -64,16 +63,16 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: can't be read ({error}); {advice}") from None
-    samples = [
-        _sample(path, number, line, advice) for number, line in enumerate(lines, 1) if line.strip()
-    ]
-    found = {sample.key: sample for sample in samples}
-    if len(found) < len(samples):
-        keys = [sample.key for sample in samples]
-        key = next(key for key in keys if keys.count(key) > 1)
-        raise UserError(
-            f"{path}: expected one record an image, got {keys.count(key)} of {key}; {advice}"
-        )
+    found: dict[str, Sample] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            sample = _sample(path, number, line, advice)
+            if sample.key in found:
+                raise UserError(
+                    f"{path}:{number}: expected one record an image, got another one of"
+                    f" {sample.key}; {advice}"
+                )
+            found[sample.key] = sample
     return found
 
 
@@ -83,20 +82,14 @@ def check_measured(row: Mapping[str, Any]) -> None:
 
     `seconds` and each level's tokens are finite numbers, a level has tokens; either may be missing.
     """
-    levels, numbers = row.get("levels", []), [row.get("seconds", 0.0)]
-    if not isinstance(levels, list) or not all(isinstance(level, dict) for level in levels):
-        raise ValueError(f"levels of another kind ({str(levels)[:40]})")
-    for level in levels:
-        numbers += [level.get(name) for name in ("level", "tokens_in", "tokens_kept")]
-        if not level.get("tokens_in"):
+    numbers = [row.get("seconds", 0.0)]
+    for level in row.get("levels", []):
+        numbers += [level[name] for name in ("level", "tokens_in", "tokens_kept")]
+        if not level["tokens_in"]:
             raise ValueError("a level without tokens")
-    wrong = [
-        n
-        for n in numbers
-        if isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n)
-    ]
-    if wrong:
-        raise ValueError(f"{str(wrong[0])[:40]} for a number")
+    for number in numbers:
+        if isinstance(number, bool) or not math.isfinite(number):
+            raise ValueError(f"{str(number)[:40]} for a number")
 
 
 def _sample(path: Path, number: int, line: str, advice: str) -> Sample:
@@ -104,16 +97,12 @@ def _sample(path: Path, number: int, line: str, advice: str) -> Sample:
     try:
         row = json.loads(line)
         key = f"{row['id']}_{row['repeat']}"
-        if (
-            row["file"] != f"images/{key}.png"
-            or not isinstance(row["prompt"], str)
-            or not isinstance(row["seed"], int)
-        ):
+        if row["file"] != f"images/{key}.png" or "/" in key or "\\" in key:
             raise ValueError(f"file {row['file']!r} for the image {key!r}")
-        if "/" in key or "\\" in key:
-            raise ValueError(f"an image outside of its folder, {key!r}")
+        if not isinstance(row["prompt"], str) or not isinstance(row["seed"], int):
+            raise ValueError(f"{row['prompt']!r:.40} and {row['seed']!r:.40} for prompt and seed")
         check_measured(row)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except STRANGE as error:
         raise UserError(
             f"{path}:{number}: expected the record of an image, got {type(error).__name__}:"
             f" {error}; {advice}"

@@ -19,13 +19,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mame_sd.errors import MachineError, UserError
+from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place, write_atomically, writing
-from mame_sd.runs.records import FORMAT, check_measured, read_manifest
+from mame_sd.runs.records import FORMAT, STRANGE, check_measured, read_manifest
 
 OTHER_OUT = "choose another --out"
 _PNG_END = b"IEND\xaeB`\x82"
@@ -34,7 +34,7 @@ _PNG_END = b"IEND\xaeB`\x82"
 class RunFolder:
     """One run's folder.
 
-    The main process calls `prepare` and `complete`; every process calls the rest.
+    The main process calls `prepare` and `collect`; every process calls the rest.
 
     Args:
         path: the folder; created by `prepare`.
@@ -49,7 +49,6 @@ class RunFolder:
         self.samples = path / "samples.jsonl"
         self._rank = rank
         self._lock: BinaryIO | None = None
-        self._begun_with = b""  # what the manifest holds
 
     def check(self) -> None:
         """Raise UserError when no run could go into the folder; nothing is created.
@@ -96,49 +95,20 @@ class RunFolder:
             for leftover in self.work.glob("*.tmp"):
                 leftover.unlink()
         notes: list[str] = []
-        if self.manifest.exists() and self._has_images():
+        # A folder without images may be begun again with other settings.
+        if self.manifest.exists() and any(self.images.glob("*.png")):
             notes = self._compare(read_manifest(self.manifest, OTHER_OUT), manifest)
         else:
             text = json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n"
             write_atomically(self.manifest, text.encode(), self.work / "manifest.tmp")
-        with writing(self.manifest):
-            self._begun_with = self.manifest.read_bytes()
         with writing(self.images):
             self.images.mkdir(exist_ok=True)
         return notes
 
-    def _has_images(self) -> bool:
-        """Whether anything was made here: a folder without images may be begun again with other
-        settings.
-        """
-        try:
-            return any(name.endswith(".png") for name in os.listdir(self.images))
-        except OSError:
-            return False
-
-    def finished(self, names: Sequence[str]) -> set[str]:
+    def finished(self, names: Iterable[str]) -> set[str]:
         """Those of `names` whose image is there, whole, and the one that its record tells of."""
-        try:
-            present = set(os.listdir(self.images))
-        except FileNotFoundError:  # taken away while the run goes on
-            return set()
-        except OSError as error:
-            raise UserError(
-                f"{self.images}: can't be read ({error.strerror}); check its permissions"
-            ) from error
-        hashes = {name: row.get("sha256") for name, row in self._records().items()}
-        return {
-            name
-            for name in names
-            if f"{name}.png" in present and _is_whole(self.images / f"{name}.png", hashes.get(name))
-        }
-
-    def _records(self) -> dict[str, dict[str, Any]]:
-        """What is written of each image so far, the latest record of each."""
-        records: dict[str, dict[str, Any]] = {}
-        for source in (self.samples, *sorted(self.work.glob("samples-*.jsonl"))):
-            records.update((row["name"], row) for row in _read_rows(source))
-        return records
+        records = self._records()
+        return {name for name in names if self._is_whole(name, records.get(name, {}))}
 
     def write_image(self, name: str, png: bytes, record: Mapping[str, Any]) -> None:
         """Add a finished image: its record first, then the file, in one step."""
@@ -158,7 +128,7 @@ class RunFolder:
             known: for every image of the run its name and what is known of it without making it.
         """
         records = self._records()
-        done = self.finished(list(known))
+        done = self.finished(known)
         for name in known.keys() - done:  # cut short, or put there by others: made again
             with writing(self.images):
                 (self.images / f"{name}.png").unlink(missing_ok=True)
@@ -174,20 +144,6 @@ class RunFolder:
                 part.unlink()
         return rows
 
-    def check_complete(self, images: int, there: int) -> None:
-        """Raise MachineError where what the run wrote was taken away before its end."""
-        if there < images:
-            raise MachineError(
-                f"{self.images}: expected the run's {images} images, found {there} whole, for"
-                " others were taken away or changed meanwhile; the same command makes them again"
-            )
-        if not self.manifest.exists():  # its settings are known, and without it no run goes on
-            write_atomically(self.manifest, self._begun_with, self.work / "manifest.tmp")
-            raise MachineError(
-                f"{self.manifest}: was taken away while the run went on, and is written again; the"
-                " same command checks that all is there"
-            )
-
     def close(self, complete: bool) -> None:
         """Let go of the folder; when the run is complete, its temporary files go too."""
         if complete:
@@ -195,6 +151,23 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+
+    def _records(self) -> dict[str, dict[str, Any]]:
+        """What is written of each image so far, the latest record of each."""
+        sources = (self.samples, *sorted(self.work.glob("samples-*.jsonl")))
+        return {row["name"]: row for source in sources for row in _read_rows(source)}
+
+    def _is_whole(self, name: str, record: Mapping[str, Any]) -> bool:
+        """Whether the image ends like a PNG and has the hash of its record, where that tells one.
+
+        An image that other hands cut short or put in its place is made again.
+        """
+        try:
+            data = (self.images / f"{name}.png").read_bytes()
+        except OSError:
+            return False
+        digest = hashlib.sha256(data).hexdigest()
+        return data.endswith(_PNG_END) and record.get("sha256", digest) == digest
 
     def _take_lock(self) -> None:
         """Keep a second run out.
@@ -210,8 +183,7 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
-            self._lock = None
+            self.close(complete=False)
             raise UserError(
                 f"--out {self.path}: another run is writing to this folder; wait for it, or choose"
                 " another"
@@ -254,18 +226,6 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _is_whole(path: Path, sha256: Any = None) -> bool:
-    """Whether the file ends like a PNG and has the hash of its record, where that tells one.
-
-    An image that other hands cut short or put in its place is made again.
-    """
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return False
-    return data.endswith(_PNG_END) and sha256 in (None, hashlib.sha256(data).hexdigest())
-
-
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     """The records in a file; a line that a kill cut short, or that is none, is dropped.
 
@@ -281,7 +241,7 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         ) from None
     rows = []
     for line in lines:
-        with contextlib.suppress(ValueError, OverflowError, RecursionError):
+        with contextlib.suppress(*STRANGE):
             row = json.loads(line)
             if isinstance(row, dict) and isinstance(row.get("name"), str):
                 check_measured(row)

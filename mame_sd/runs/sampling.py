@@ -61,9 +61,7 @@ def sample(
         call.setdefault(STEP_END, _teller(on_step))
     for name in call:
         if name not in model.arguments:
-            flag = {"guidance_scale": "--guidance", "num_inference_steps": "--steps"}.get(
-                name, "--" + name.replace("_", "-")
-            )
+            flag = "--" + name.replace("guidance_scale", "guidance").replace("_", "-")
             raise UserError(f"{flag}: {type(model.pipe).__name__} does not take this; leave it out")
     try:
         result = model.pipe(**call)
@@ -80,13 +78,9 @@ def sample(
         )
     images = np.asarray(result.images)  # [B, H, W, 3] in [0, 1]
     if not np.isfinite(images).all():
-        dtype = model.identity["dtype"]
-        hint = (
-            "check the model's weights" if dtype == "float32" else "use --dtype float32 or bfloat16"
-        )
         raise MachineError(
             f"prompt {jobs[0].prompt.id!r}: expected finite numbers for pixels, got others in"
-            f" {dtype}; {hint}"
+            f" {model.identity['dtype']}; use --dtype float32 or bfloat16, or check the weights"
         )
     return [Image.fromarray(pixels) for pixels in (images * 255).round().astype(np.uint8)]
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderTiny
-from PIL import Image
 
 from mame_sd.embedded import model as subjects
 
@@ -111,39 +110,5 @@ def all_latents(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> torch.T
                 )
         latents = torch.stack(rows, 1)
         scale = 1 / latents.square().mean().sqrt().item()
-        print(
-            f"latents: scale {scale:.3f}, channel means"
-            f" {[round(v, 2) for v in latents.mean((0, 1, 3, 4)).tolist()]}"
-        )
         atomic_save({"latents": latents * scale, "scale": scale}, path)
     return torch.load(path, weights_only=True)["latents"]
-
-
-def check_grid(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> float:
-    """Reconstruct some glyphs, write ``work/reconstruction.png``, return the mean PSNR in dB."""
-    with torch.no_grad(), mixed_precision():
-        images = torch.cat(
-            [
-                pictures(rgba[i : i + 4], b)
-                for i, b in zip(
-                    range(0, 16, 4), ("white", "black", "light blue", "red"), strict=False
-                )
-            ]
-        )
-        output = vae.decode(vae.encode(images).latents).sample.float().clamp(-1, 1)
-    psnr = -10 * torch.log10(((output - images) / 2).square().mean((1, 2, 3)))
-    grid = (
-        torch.stack([images, output], 1)
-        .flatten(0, 1)[:16]
-        .add(1)
-        .mul(127.5)
-        .round()
-        .byte()
-        .permute(0, 2, 3, 1)
-        .numpy()
-    )
-    side = grid.shape[1]
-    Image.fromarray(
-        grid.reshape(-1, 4, side, side, 3).transpose(0, 2, 1, 3, 4).reshape(-1, 4 * side, 3)
-    ).save(work / "reconstruction.png")
-    return psnr.mean().item()

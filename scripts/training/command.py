@@ -15,13 +15,12 @@ import torch
 from scripts.training.loop import Named, S, checkpoint, train_stages
 
 
-def parser_of(about: str | None, stages: Sequence[Named], sample: str) -> argparse.ArgumentParser:
+def parser_of(about: str | None, stages: Sequence[Named]) -> argparse.ArgumentParser:
     """The common options.
 
     Args:
         about: the script's docstring.
         stages: in order; `--until` takes their names.
-        sample: help of `--sample`.
     """
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -32,7 +31,6 @@ def parser_of(about: str | None, stages: Sequence[Named], sample: str) -> argpar
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1, help="1 beside other work, 2 on two idle cores")
     add("--until", choices=names, default=names[-1], help="the last stage to train")
-    add("--sample", action="store_true", help=sample)
     add("--export", type=Path, metavar="DIR", help="write the newest checkpoint; train nothing")
     add("--smoke", action="store_true", help="a few steps of everything")
     return parser
@@ -51,13 +49,13 @@ def trained(
     stages: list[S],
     train: Callable[[S, S | None], None],
 ) -> tuple[S, dict[str, int]]:
-    """Trains up to `--until`, or trains nothing with `--sample` and `--export`.
+    """Trains up to `--until`, or trains nothing with `--export`.
 
     Returns the newest stage that has a checkpoint, and the steps of each such stage by name. Ends
     the command where there is no checkpoint.
     """
     begun = [stage for stage in stages if (args.work / f"{stage.name}.pt").exists()]
-    if not args.sample and not args.export:
+    if not args.export:
         begun = train_stages(args.work, stages, args.until, train)
     if not begun:
         parser.error(f"--work {args.work}: expected a checkpoint, found none; train first")

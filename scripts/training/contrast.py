@@ -2,23 +2,20 @@
 well it recognises.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
 from mame_sd.embedded.scenes import ground_phrases
 
 from . import joint, pictures, world
-from .loop import mixed_precision
+from .loop import mixed_precision, save_exported
 
 WIDTH, HEADS, BLOCKS, PATCH = 256, 4, 12, 16
 PROJECTION = 256
@@ -144,25 +141,6 @@ def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batc
     return [pixels for pixels, _ in made], captions, others
 
 
-@contextmanager
-def drawn_ahead(
-    draw: Callable[[int], Batch], steps: int, ahead: int = 3
-) -> Iterator[Callable[[int], Batch]]:
-    """``draw`` for steps in a row up to ``steps``, the next ``ahead`` of them drawn by a thread
-    beside the training.
-    """
-    waiting = dict[int, Future[Batch]]()
-    with ThreadPoolExecutor(1) as thread:
-
-        def batch(step: int) -> Batch:
-            for s in range(step, min(step + 1 + ahead, steps)):
-                if s not in waiting:
-                    waiting[s] = thread.submit(draw, s)
-            return waiting.pop(step).result()
-
-        yield batch
-
-
 def contrastive_loss(
     model: CLIPModel, tokens: dict[str, torch.Tensor], stage: Stage, batch: Batch
 ) -> torch.Tensor:
@@ -189,48 +167,6 @@ def contrastive_loss(
     return (by_image + by_text) / 2
 
 
-@torch.no_grad()
-def class_vectors(
-    model: CLIPModel, tokens: dict[str, torch.Tensor], names: Sequence[str]
-) -> torch.Tensor:
-    """[names, d]: the mean over all grounds of each name's captions, of length 1."""
-    rows = []
-    for name in names:
-        ids = torch.stack([tokens[subjects.caption(name, phrase)] for phrase in ground_phrases()])
-        rows.append(F.normalize(unit(model.get_text_features(input_ids=ids)).mean(0), dim=0))
-    return torch.stack(rows)
-
-
-@torch.no_grad()
-def top1(
-    model: CLIPModel,
-    tokens: dict[str, torch.Tensor],
-    names: Sequence[str],
-    side: int,
-    seed: int,
-    count: int,
-    crowd: tuple[int, int] | None = None,
-) -> float:
-    """Share of ``count`` held-out pictures, crowded ones where ``crowd`` is given, whose nearest
-    class is the right one.
-    """
-    vectors, right = class_vectors(model, tokens, names), 0
-    for start in range(0, count, 32):
-        made = [
-            pictures.draw(pictures.rng_of(seed, "held-out", n), names, held_out=True, crowd=crowd)
-            for n in range(start, min(start + 32, count))
-        ]
-        seen = unit(
-            model.get_image_features(pixel_values=prepared([pixels for pixels, _ in made], side))
-        )
-        all_names = subjects.glyph_names()
-        wanted = [list(names).index(all_names[scene.placed[0].glyph]) for _, scene in made]
-        right += sum(
-            a == b for a, b in zip((seen @ vectors.T).argmax(1).tolist(), wanted, strict=True)
-        )
-    return right / count
-
-
 def export(
     out: Path, model: CLIPModel, tokenizer: CLIPTokenizer, provenance: dict[str, str]
 ) -> None:
@@ -246,12 +182,4 @@ def export(
         image_mean=[MEAN] * 3,
         image_std=[STD] * 3,
     ).save_pretrained(out)
-    config = out / "config.json"  # transformers loads in the dtype that stands here
-    text = config.read_text(encoding="utf-8").replace('"dtype": "float16"', '"dtype": "float32"')
-    config.write_text(text, encoding="utf-8")
-    path = out / "model.safetensors"
-    save_file(
-        {k: v.contiguous() for k, v in load_file(path).items()},
-        path,
-        metadata={"format": "pt", **provenance},
-    )
+    save_exported(out, provenance)

@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from diffusers import DPMSolverMultistepScheduler, UNet2DConditionModel
-from pytorch_optimizer import Muon
 from transformers import CLIPTextModel, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
 
-from .loop import cosine, fit, generator, mixed_precision
+from .loop import cosine, fit, generator, mixed_precision, muon
 from .text import TEXT_WIDTH, new_text_encoder
 
 LATENTS = 64  # side of the latent grid at the default size
@@ -165,26 +164,9 @@ def diffusion_loss(model: Denoiser, stage: Stage, data: Data, seed: int, step: i
     return F.mse_loss(F.pixel_shuffle(predicted.float(), stage.patch), target)
 
 
-def optimizer_for(model: Denoiser) -> Muon:
-    """Muon for the weight matrices of the UNet's and the text encoder's layers, AdamW for
-    everything else.
-    """
-    hidden, rest = [], []
-    for name, p in model.named_parameters():
-        edge = "conv_in" in name or "conv_out" in name or "embedding" in name
-        (rest if p.ndim < 2 or edge else hidden).append(p)
-    return Muon(
-        [
-            {
-                "params": hidden,
-                "use_muon": True,
-                "weight_decay": 0.0,
-                "use_adjusted_lr": False,
-                "ns_steps": 4,
-            },
-            {"params": rest, "use_muon": False, "betas": (0.9, 0.98), "eps": 1e-8},
-        ]
-    )
+def is_inside(name: str) -> bool:
+    """Whether a parameter of that name is a weight of the UNet's or the text encoder's layers."""
+    return not any(edge in name for edge in ("conv_in", "conv_out", "embedding"))
 
 
 def train_stage(
@@ -194,7 +176,7 @@ def train_stage(
     data: Data,
     tokenizer: CLIPTokenizer,
     seed: int,
-) -> Denoiser:
+) -> None:
     torch.manual_seed(seed)
     model = Denoiser(new_unet(stage), new_text_encoder(tokenizer)).to(
         memory_format=torch.channels_last
@@ -214,11 +196,9 @@ def train_stage(
         work / f"{stage.name}.pt",
         stage.name,
         model,
-        optimizer_for(model),
+        muon(model, is_inside),
         stage.steps,
         loss,
         lambda step: cosine(step, stage.steps, stage.lr, stage.lr_end, stage.warmup),
         ema=EMA_DECAY,
     )
-    model.load_state_dict(torch.load(work / f"{stage.name}.pt", weights_only=True)["ema"])
-    return model

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderTiny, StableDiffusionPipeline
-from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
 from .diffusion import Denoiser, new_scheduler
+from .loop import save_exported
 
 
 def export(
@@ -33,13 +33,4 @@ def export(
         requires_safety_checker=False,
     )
     pipe.to(dtype=torch.float16).save_pretrained(out)
-    config = (
-        out / "text_encoder" / "config.json"
-    )  # transformers loads in the dtype that stands here, diffusers in fp32
-    config.write_text(
-        config.read_text(encoding="utf-8").replace('"dtype": "float16"', '"dtype": "float32"'),
-        encoding="utf-8",
-    )
-    for path in out.rglob("*.safetensors"):
-        tensors = {k: v.contiguous() for k, v in load_file(path).items()}
-        save_file(tensors, path, metadata={"format": "pt", **provenance})
+    save_exported(out, provenance)

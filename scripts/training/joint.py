@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
-from pytorch_optimizer import Muon
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
 
 from . import world
-from .loop import generator, mixed_precision
+from .loop import generator, mixed_precision, muon
 from .pool import Pool
 from .text import TEXT_WIDTH, new_tokenizer
 
@@ -305,31 +304,13 @@ def flow_loss(
     return F.mse_loss(predicted.float(), noise - clean)
 
 
-def optimizer_for(model: Denoiser) -> Muon:
-    """Muon for the weight matrices inside the layers, AdamW for what meets the outside: embeddings,
-    patches, modulation.
-    """
-    hidden, rest = [], []
-    for name, p in model.named_parameters():
-        inside = ("transformer_blocks" in name and ".norm" not in name) or "encoder.layers" in name
-        (hidden if inside and p.ndim == 2 else rest).append(p)
-    return Muon(
-        [
-            {
-                "params": hidden,
-                "use_muon": True,
-                "weight_decay": 0.05,
-                "use_adjusted_lr": False,
-                "ns_steps": 4,
-            },
-            {
-                "params": rest,
-                "use_muon": False,
-                "betas": (0.9, 0.98),
-                "eps": 1e-8,
-                "weight_decay": 0.0,
-            },
-        ]
+def optimizer_for(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Of the layers of the transformer and of the text encoders, and of all else."""
+    blocks = "transformer_blocks"
+    return muon(
+        model,
+        lambda name: (blocks in name and ".norm" not in name) or "encoder.layers" in name,
+        decay=0.05,
     )
 
 

@@ -4,6 +4,7 @@ continues where it was.
 
 import hashlib
 import math
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
+from pytorch_optimizer import Muon
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors.torch import load_file, save_file
 
 from mame_sd.runs.files import written_whole
 
@@ -41,9 +44,37 @@ def cosine(step: int, steps: int, start: float, end: float, warmup: int) -> floa
     return ramp * (end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
 
 
+def muon(model: torch.nn.Module, inside: Callable[[str], bool], decay: float = 0.0) -> Muon:
+    """Muon for the weight matrices whose names are `inside` of layers, AdamW at a tenth of its
+    learning rate for what meets the outside: embeddings, patches, modulation.
+    """
+    hidden, rest = [], []
+    for name, p in model.named_parameters():
+        (hidden if p.ndim >= 2 and inside(name) else rest).append(p)
+    common = {"use_adjusted_lr": False, "ns_steps": 4, "weight_decay": decay}
+    adam = {"use_muon": False, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.0}
+    return Muon([{"params": hidden, "use_muon": True, **common}, {"params": rest, **adam}])
+
+
+def save_exported(out: Path, metadata: dict[str, str]) -> None:
+    """Finish a folder that was saved in half precision: libraries load it in float32, and the
+    weights' files say where they come from.
+    """
+    for config in out.rglob("config.json"):  # transformers loads in the dtype that stands here
+        text = config.read_text(encoding="utf-8")
+        text = text.replace('"dtype": "float16"', '"dtype": "float32"')
+        # diffusers writes down the folder of this machine that a part was loaded from
+        text = re.sub(r'\n *"_name_or_path": "[^"]*",', "", text)
+        config.write_text(text, encoding="utf-8")
+    for path in out.rglob("*.safetensors"):
+        tensors = {k: v.contiguous() for k, v in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt", **metadata})
+
+
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give each group of parameters its share of `lr`: what it says, else a tenth beside Muon."""
     for group in optimizer.param_groups:
-        group["lr"] = lr if group.get("use_muon", True) else lr / 10
+        group["lr"] = lr * group.get("share", 1.0 if group.get("use_muon", True) else 0.1)
 
 
 class Named(Protocol):
@@ -100,22 +131,11 @@ def fit(
         done, average = state["step"], state["ema"]
 
     def save() -> None:
-        atomic_save(
-            {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "step": done,
-                "ema": average,
-            },
-            path,
-        )
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        atomic_save({**state, "step": done, "ema": average}, path)
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
+    text, bar = TextColumn("{task.description}"), BarColumn()
+    columns = (text, bar, MofNCompleteColumn(), TimeRemainingColumn())
     saved, losses = time.monotonic(), []
     with Progress(*columns) as progress:
         task = progress.add_task(name, total=steps, completed=done)
@@ -130,20 +150,13 @@ def fit(
             decay = min(ema, (1 + done) / (10 + done)) if ema else 0.0
             with torch.no_grad():
                 for key, value in model.state_dict().items():
-                    (
-                        average[key].lerp_(value, 1 - decay)
-                        if value.is_floating_point()
-                        else average[key].copy_(value)
-                    )
+                    kept = decay if value.is_floating_point() else 0.0
+                    average[key].copy_(torch.lerp(value, average[key], kept) if kept else value)
             losses.append(loss.item())
-            progress.update(
-                task, completed=done, description=f"{name} loss {np.mean(losses[-50:]):.4f}"
-            )
+            said = f"{name} loss {np.mean(losses[-50:]):.4f}"
+            progress.update(task, completed=done, description=said)
             if done % 50 == 0:
-                progress.console.print(
-                    f"{time.strftime('%H:%M:%S')} {name} {done}/{steps} loss"
-                    f" {np.mean(losses[-50:]):.4f}"
-                )
+                progress.console.print(f"{time.strftime('%H:%M:%S')} {done}/{steps} {said}")
             if time.monotonic() - saved > SAVE_EVERY or steps < 10 or done == steps:
                 save()
                 saved = time.monotonic()

@@ -12,7 +12,6 @@ the language model. The tower's features are computed once and kept in `--work`.
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +28,14 @@ from mame_sd.eval.networks.pretrained import (
     load_dinov2_saliency,
     load_smollm2,
 )
-from mame_sd.runs.files import written_whole
 from scripts.training import cards
+from scripts.training.loop import fit, generator
 
 SIDE, GRID = 126, 9  # pixels and patches
 LAYER = -4  # hidden state that the projector reads: its patches say most about colour and object
 PICTURES, BATCH = 3000, 4
 RANK = 8
+WORDS, RATE = 1200, 2e-3  # steps of the first training; learning rate of the updates
 PROMPT = "\n"
 
 
@@ -110,20 +110,19 @@ def words_of(scenes: list[cards.Cards], tokenizer, table: Tensor) -> Tensor:
     return torch.stack(targets)
 
 
-def learn_words(projector: nn.Module, x: Tensor, targets: Tensor, steps: int = 1200) -> None:
-    optimizer = torch.optim.AdamW(projector.parameters(), 1e-3, weight_decay=0.01)
+def learn_words(work: Path, projector: nn.Module, x: Tensor, targets: Tensor) -> None:
+    """The first training: each patch says the words of what it shows."""
+    optimizer = torch.optim.AdamW(projector.parameters(), weight_decay=0.01)
     spread = targets[:100].flatten(0, 1).var(0).mean()
-    generator = torch.Generator().manual_seed(0)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * min(1, step / 50, (steps - step) / (steps / 2))
-        rows = torch.randint(len(x), (12,), generator=generator)
-        loss = F.mse_loss(projector(x[rows].float()), targets[rows]) / spread
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step % 100 == 0:
-            print(f"words {step} of {steps}: {loss.item():.3f} of the variance", flush=True)
+
+    def loss(step: int) -> Tensor:
+        rows = torch.randint(len(x), (12,), generator=generator(0, "words", step))
+        return F.mse_loss(projector(x[rows].float()), targets[rows]) / spread
+
+    def rate(step: int) -> float:
+        return 1e-3 * min(1, (step + 1) / 50, (WORDS - step) / (WORDS / 2))
+
+    fit(work / "words.pt", "words", projector, optimizer, WORDS, loss, rate)
 
 
 def train(work: Path, steps: int) -> None:
@@ -135,78 +134,53 @@ def train(work: Path, steps: int) -> None:
     table = language.get_input_embeddings().weight
     torch.manual_seed(0)
     projector = make_projector(x, table.shape[1])
-    updates = nn.ModuleDict()
-    for number, layer in enumerate(language.model.layers):
+    low = nn.ParameterList()
+    for layer in language.model.layers:
         for name in ("q_proj", "v_proj"):
             updated = Updated(getattr(layer.self_attn, name))
             setattr(layer.self_attn, name, updated)
-            updates[f"{number}-{name}"] = updated
-    scenes = [cards.draw(0, "train", i) for i in range(PICTURES)]
-    words = work / "words.pt"
-    if not words.exists():
-        learn_words(projector, x, words_of(scenes, tokenizer, table))
-        torch.save(projector.state_dict(), words)
-    projector.load_state_dict(torch.load(words))
-    low = [p for name, p in updates.named_parameters() if "inner" not in name]
+            low.extend([updated.down, updated.up])
+    scenes = [cards.draw(0, "train", i) for i in range(len(x))]
+    learn_words(work, projector, x, words_of(scenes, tokenizer, table))
     optimizer = torch.optim.AdamW(
-        [{"params": [*projector.parameters()], "lr": 5e-4}, {"params": low, "lr": 2e-3}],
+        [{"params": [*projector.parameters()], "share": 0.25}, {"params": [*low]}],
         weight_decay=0.0,
     )
-    rates = [group["lr"] for group in optimizer.param_groups]
-    path, start = work / "state.pt", 0
-    if path.exists():
-        state = torch.load(path)
-        projector.load_state_dict(state["projector"])
-        for old, new in zip(low, state["low"], strict=True):
-            old.data.copy_(new)
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-    prompt = tokenizer(PROMPT)["input_ids"]
-    end = tokenizer.eos_token_id
-    for step in range(start, steps):
-        share = min(1, (step + 1) / 20, max(0.02, (steps - step) / (0.5 * steps)))
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * share
-        rows = torch.randperm(
-            PICTURES, generator=torch.Generator().manual_seed(step * BATCH // PICTURES)
-        )
-        at = step * BATCH % PICTURES
-        rows = rows[at : at + BATCH]
+    prompt, end = tokenizer(PROMPT)["input_ids"], tokenizer.eos_token_id
+
+    def loss(step: int) -> Tensor:
+        each = len(x) // BATCH
+        order = torch.randperm(len(x), generator=generator(0, "epoch", step // each))
+        rows = order[step % each * BATCH :][:BATCH]
         ids = [tokenizer(scenes[i].caption)["input_ids"] + [end] for i in rows.tolist()]
         longest = max(map(len, ids))
         text = torch.tensor([prompt + one + [end] * (longest - len(one)) for one in ids])
         goal = torch.tensor([one + [-100] * (longest - len(one)) for one in ids])
-        seen = projector(x[rows].float())
-        embeds = torch.cat([seen, F.embedding(text, table)], 1)
+        embeds = torch.cat([projector(x[rows].float()), F.embedding(text, table)], 1)
         hidden = language.model(inputs_embeds=embeds, use_cache=False).last_hidden_state
         logits = language.lm_head(hidden[:, -longest - 1 : -1])
-        loss = F.cross_entropy(logits.flatten(0, 1), goal.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_([*projector.parameters(), *low], 1.0)
-        optimizer.step()
-        if step % 5 == 0:
-            print(
-                f"{step} of {steps}: loss {loss.item():.3f}, {time.process_time():.0f} s of CPU",
-                flush=True,
-            )
-        if step % 10 == 9 or step == steps - 1:
-            state = {"projector": projector.state_dict(), "low": [p.data for p in low]}
-            with written_whole(path) as whole:
-                torch.save({**state, "optimizer": optimizer.state_dict(), "step": step + 1}, whole)
+        return F.cross_entropy(logits.flatten(0, 1), goal.flatten())
+
+    def rate(step: int) -> float:
+        return RATE * min(1, (step + 1) / 20, max(0.02, (steps - step) / (0.5 * steps)))
+
+    model = nn.ModuleDict({"projector": projector, "low": low})
+    fit(work / "state.pt", "captions", model, optimizer, steps, loss, rate)
 
 
 def export(work: Path, folder: Path) -> None:
     """Writes what joins the two models, float16, as `mame-sd-eval caption --model` takes it."""
-    state = torch.load(work / "state.pt")
+    state = torch.load(work / "state.pt", weights_only=True)
     layers = {"0": "linear_1", "2": "linear_2"}
-    tensors = {
-        f"projector.{layers[name[0]]}.{name[2:]}": value
-        for name, value in state["projector"].items()
-    }
     names = [f"layers.{n}.self_attn.{one}" for n in range(30) for one in ("q_proj", "v_proj")]
-    for place, name in enumerate(names):
-        tensors[f"{name}.down"], tensors[f"{name}.up"] = state["low"][2 * place : 2 * place + 2]
+    tensors = {}
+    for name, value in state["model"].items():
+        part, number, *rest = name.split(".")
+        if part == "projector":
+            tensors[f"projector.{layers[number]}.{rest[0]}"] = value
+        else:
+            place, which = divmod(int(number), 2)
+            tensors[f"{names[place]}.{('down', 'up')[which]}"] = value
     folder.mkdir(parents=True, exist_ok=True)
     halves = {name: value.half().contiguous() for name, value in tensors.items()}
     save_file(halves, folder / MINI, {"steps": str(state["step"]), "batch": str(BATCH)})

@@ -2,7 +2,6 @@
 
     python -m scripts.training.train_clip --work out/clip                   # stop, start at will
     python -m scripts.training.train_clip --work out/clip --until tokens64  # up to this stage
-    python -m scripts.training.train_clip --work out/clip --sample  # top-1, held-out pictures
     python -m scripts.training.train_clip --work out/clip --export DIR      # newest checkpoint
     python -m scripts.training.train_clip --work out/clip --draw DIR        # held-out pictures
     python -m scripts.training.train_clip --work out/more --start DIR       # the last stage alone
@@ -38,7 +37,6 @@ STAGES = (
     Stage("tokens256", 256, 850, 32, 160, 0.004),
     Stage("crowd256", 256, 450, 32, 0, 0.003, decay=0.6, crowd=120, ramp=1, locked=True),
 )
-HELD_OUT = 720  # pictures that --sample looks at
 
 
 def load_average(work: Path, stage: Stage, tokenizer: CLIPTokenizer) -> CLIPModel:
@@ -65,19 +63,21 @@ def train_stage(
         contrast.grow(CLIPModel.from_pretrained(start), model)
     elif previous and not (work / f"{stage.name}.pt").exists():
         contrast.grow(load_average(work, previous, tokens.tokenizer), model)
-    with contrast.drawn_ahead(
-        lambda step: contrast.draw_batch(names, stage, seed, step), stage.steps
-    ) as batch:
-        fit(
-            work / f"{stage.name}.pt",
-            stage.name,
-            model,
-            joint.optimizer_for(model),
-            stage.steps,
-            lambda step: contrast.contrastive_loss(model, tokens, stage, batch(step)),
-            lambda step: joint.learning_rate(stage, step),
-            ema=stage.ema,
-        )
+
+    def loss(step: int) -> torch.Tensor:
+        batch = contrast.draw_batch(names, stage, seed, step)
+        return contrast.contrastive_loss(model, tokens, stage, batch)
+
+    fit(
+        work / f"{stage.name}.pt",
+        stage.name,
+        model,
+        joint.optimizer_for(model),
+        stage.steps,
+        loss,
+        lambda step: joint.learning_rate(stage, step),
+        ema=stage.ema,
+    )
 
 
 def draw(
@@ -98,7 +98,7 @@ def draw(
 
 
 def main() -> None:
-    parser = command.parser_of(__doc__, STAGES, "print top-1 on held-out pictures; train nothing")
+    parser = command.parser_of(__doc__, STAGES)
     add = parser.add_argument
     add("--start", type=Path, metavar="DIR", help="begin the last stage from an exported CLIP")
     add("--draw", type=Path, metavar="DIR", help="write held-out pictures; train nothing")
@@ -106,10 +106,10 @@ def main() -> None:
     add("--each", type=int, default=10, help="pictures of each glyph that --draw writes")
     args = parser.parse_args()
     command.begin(args)
-    stages, names, each, held_out = list(STAGES), subjects.glyph_names(), args.each, HELD_OUT
+    stages, names, each = list(STAGES), subjects.glyph_names(), args.each
     if args.smoke:
         stages = [replace(s, steps=1, batch=4, negatives=4) for s in STAGES]
-        names, each, held_out = names[:6], 2, 8
+        names, each = names[:6], 2
     crowd = None if args.plain else pictures.CROWD
     if args.draw:
         draw(args.draw, names, each, args.seed, crowd)
@@ -129,13 +129,6 @@ def main() -> None:
 
     stage, steps = command.trained(parser, args, stages, train)
     model = load_average(args.work, stage, tokens.tokenizer)
-    if args.sample or args.smoke:
-        for kind, crowded in (("plain", None), ("crowded", pictures.CROWD)):
-            share = contrast.top1(model, tokens, names, stage.side, args.seed, held_out, crowded)
-            print(
-                f"{stage.name}, {steps[stage.name]} steps: top-1 of {len(names)} on {held_out}"
-                f" held-out {kind} pictures {share:.1%}"
-            )
     out = command.export_folder(args)
     if out:
         files = [Path(str(module.__file__)) for module in (pictures, contrast, joint, world)]

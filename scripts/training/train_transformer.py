@@ -3,7 +3,6 @@ one another, on a CPU.
 
     python -m scripts.training.train_transformer --work DIR                   # ten hours, two cores
     python -m scripts.training.train_transformer --work DIR --until tokens64  # up to this stage
-    python -m scripts.training.train_transformer --work DIR --sample          # pictures, losses
     python -m scripts.training.train_transformer --work DIR --export MODEL    # newest checkpoint
     python -m scripts.training.train_transformer --work DIR --smoke  # all of it in a minute
 
@@ -39,10 +38,9 @@ from mame_sd.embedded.scenes import SUBJECTS
 from scripts.training import command, joint
 from scripts.training.growth import grow
 from scripts.training.joint import Denoiser, Stage
-from scripts.training.joint_export import export, sample_sheet
+from scripts.training.joint_export import export
 from scripts.training.loop import checkpoint, fit
 from scripts.training.pool import Pool
-from scripts.training.probe import probe
 from scripts.training.text import Tokens
 
 STAGES = (
@@ -91,9 +89,7 @@ def train_stage(
 
 
 def main() -> None:
-    parser = command.parser_of(
-        __doc__, STAGES, "write WORK/STAGE-STEP.png and print losses; train nothing"
-    )
+    parser = command.parser_of(__doc__, STAGES)
     args = parser.parse_args()
     command.begin(args)
     stages, glyphs, shard = list(STAGES), len(SUBJECTS), 64
@@ -111,12 +107,6 @@ def main() -> None:
 
     stage, steps = command.trained(parser, args, stages, train)
     model = load_average(args.work, stage, tokens.tokenizer)
-    if args.sample:
-        probe(model, pools["held-out"], tokens, stage, args.seed)
-        path = sample_sheet(
-            args.work / f"{stage.name}-{steps[stage.name]:05d}.png", model, tokens.tokenizer, stage
-        )
-        print(f"wrote {path}")
     out = command.export_folder(args)
     if out:
         export(

@@ -1,10 +1,9 @@
 """Train the embedded model from nothing: autoencoder, tokenizer, text encoder and UNet, on a CPU or
 a GPU.
 
-    python -m scripts.training.render_glyphs                  # once: the subjects
     python -m scripts.training.train_unet --work out/train    # hours on two cores; stop at will
-    # all of it in a minute, into DIR/model:
-    python -m scripts.training.train_unet --smoke --work DIR
+    python -m scripts.training.train_unet --work out/train --export DIR  # newest checkpoint
+    python -m scripts.training.train_unet --smoke --work DIR  # all of it in a minute, DIR/model
 
 The recipe: the UNet's inner levels are trained first, on 8 x 8 patches of 8 x 8 latents. There a
 step is cheap and every position knows its place from the padding around it. They learn which shape
@@ -14,15 +13,16 @@ levels know stays valid at each growth, since every cell keeps its place in the 
 frozen until the new level has learnt to work with them.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from diffusers import AutoencoderTiny
+from transformers import CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
 from scripts.training import command
-from scripts.training.autoencoder import all_latents, check_grid, train_autoencoder
+from scripts.training.autoencoder import all_latents, train_autoencoder
 from scripts.training.diffusion import (
     Data,
     Denoiser,
@@ -33,7 +33,8 @@ from scripts.training.diffusion import (
     training_pairs,
 )
 from scripts.training.export import export
-from scripts.training.text import new_text_encoder, new_tokenizer
+from scripts.training.loop import checkpoint
+from scripts.training.text import caption_tokens, new_text_encoder, new_tokenizer
 
 STAGES = (
     Stage("patch8", 8, (192, 224), (3, 4), 1100, 64, 0.01, 0.001, decided=0.8),
@@ -44,80 +45,51 @@ STAGES = (
 AUTOENCODER_STEPS = 2400
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--work", type=Path, required=True, help="folder for the training state")
-    parser.add_argument("--out", type=Path, help="pipeline folder to write (default: WORK/model)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
-    parser.add_argument(
-        "--export-now", action="store_true", help="write the last stage's weights as they are"
-    )
-    args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    torch.use_deterministic_algorithms(True)
-    count = 2 if args.smoke else len(subjects.glyph_names())
-    rgba = torch.from_numpy(subjects.glyphs()[:count].copy()).permute(0, 3, 1, 2)
-    stages = (
-        [
-            replace(
-                s,
-                channels=tuple(width // 2 for width in s.channels),
-                steps=1,
-                batch=2,
-                frozen=min(s.frozen, 1),
-            )
-            for s in STAGES
-        ]
-        if args.smoke
-        else list(STAGES)
-    )
-    autoencoder_steps = 1 if args.smoke else AUTOENCODER_STEPS
-
-    vae = train_autoencoder(args.work, rgba, args.seed, autoencoder_steps)
-    print(f"autoencoder: {check_grid(args.work, vae, rgba):.1f} dB")
-    names, backgrounds = subjects.glyph_names()[:count], list(subjects.BACKGROUNDS)
-    captions = [subjects.caption(n, b) for n in subjects.glyph_names() for b in backgrounds]
-    tokenizer = new_tokenizer(captions)
-    ids = tokenizer(
-        [subjects.caption(n, b) for n in names for b in backgrounds],
-        padding="max_length",
-        return_tensors="pt",
-    ).input_ids
-    empty = tokenizer("", padding="max_length", return_tensors="pt").input_ids[0]
-    data = Data(
-        all_latents(args.work, vae, rgba),
-        training_pairs(count),
-        ids.view(count, len(backgrounds), -1),
-        empty,
+def data_of(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor, tokenizer: CLIPTokenizer) -> Data:
+    """Latents and tokens of every glyph of `rgba` on every background."""
+    names, backgrounds = subjects.glyph_names()[: len(rgba)], list(subjects.BACKGROUNDS)
+    captions = [subjects.caption(n, b) for n in names for b in backgrounds]
+    ids = caption_tokens(tokenizer, [*captions, ""])
+    return Data(
+        all_latents(work, vae, rgba),
+        training_pairs(len(rgba)),
+        ids[:-1].view(len(names), len(backgrounds), -1),
+        ids[-1],
         new_scheduler().alphas_cumprod,
     )
-    model = None
-    if args.export_now:
-        model = Denoiser(new_unet(stages[-1]), new_text_encoder(tokenizer))
-        model.load_state_dict(
-            torch.load(args.work / f"{stages[-1].name}.pt", weights_only=True)["ema"]
-        )
-    else:
-        for previous, stage in zip([None, *stages], stages, strict=False):
-            model = train_stage(args.work, stage, previous, data, tokenizer, args.seed)
-    assert model is not None
-    out = args.out or args.work / "model"
-    steps = {
-        stage.name: torch.load(args.work / f"{stage.name}.pt", weights_only=True)["step"]
-        for stage in stages
-    }
-    export(
-        out,
-        vae,
-        model,
-        tokenizer,
-        torch.load(args.work / "latents.pt", weights_only=True),
-        command.provenance(command.modules(), args.seed, steps),
-    )
-    print(f"wrote {out}")
+
+
+def main() -> None:
+    parser = command.parser_of(__doc__, STAGES)
+    args = parser.parse_args()
+    command.begin(args)
+    stages, count, autoencoder_steps = list(STAGES), len(subjects.glyph_names()), AUTOENCODER_STEPS
+    if args.smoke:
+        count, autoencoder_steps = 2, 1
+        small = {"steps": 1, "batch": 2}
+        stages = [
+            replace(s, channels=tuple(w // 2 for w in s.channels), frozen=min(s.frozen, 1), **small)
+            for s in STAGES
+        ]
+    rgba = torch.from_numpy(subjects.glyphs()[:count].copy()).permute(0, 3, 1, 2)
+    vae = train_autoencoder(args.work, rgba, args.seed, autoencoder_steps)
+    backgrounds = list(subjects.BACKGROUNDS)
+    captions = [subjects.caption(n, b) for n in subjects.glyph_names() for b in backgrounds]
+    tokenizer = new_tokenizer(captions)
+    data = data_of(args.work, vae, rgba, tokenizer)
+
+    def train(stage: Stage, previous: Stage | None) -> None:
+        train_stage(args.work, stage, previous, data, tokenizer, args.seed)
+
+    stage, steps = command.trained(parser, args, stages, train)
+    model = Denoiser(new_unet(stage), new_text_encoder(tokenizer))
+    model.load_state_dict(checkpoint(args.work, stage)["ema"])
+    out = command.export_folder(args)
+    if out:
+        latents = torch.load(args.work / "latents.pt", weights_only=True)
+        origin = command.provenance(command.modules(), args.seed, steps)
+        export(out, vae, model, tokenizer, latents, origin)
+        print(f"wrote {out}")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ it shows and how that moves; this head is thrown away.
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from pytorch_optimizer import Muon
 from rich.progress import track
 from torch import Tensor, nn
 from transformers import VideoMAEConfig, VideoMAEForVideoClassification, VideoMAEImageProcessorPil
@@ -25,7 +23,7 @@ from mame_sd.runs.files import written_whole
 from scripts.training import clips
 from scripts.training.clips import CLASSES, FRAMES, MOTIONS, NAMES, SIDE
 from scripts.training.contrast import MEAN, STD
-from scripts.training.loop import fit, generator
+from scripts.training.loop import fit, generator, muon
 
 PATCH, TUBELET = 8, 2  # pixels; frames
 WIDTH, BLOCKS, HEADS, MLP = 96, 6, 3, 192
@@ -124,12 +122,7 @@ def train(work: Path, steps: int, batch_size: int) -> None:
     work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     learner = Learner().train()
-    named = [(name, p) for name, p in learner.named_parameters()]
-    hidden = [p for name, p in named if ".layer." in name and p.ndim == 2]
-    rest = [p for name, p in named if not (".layer." in name and p.ndim == 2)]
-    common: dict[str, Any] = {"weight_decay": 0.02, "use_adjusted_lr": False, "ns_steps": 4}
-    adam = {"use_muon": False, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.0}
-    optimizer = Muon([{"params": hidden, "use_muon": True, **common}, {"params": rest, **adam}])
+    optimizer = muon(learner, lambda name: ".layer." in name, decay=0.02)
 
     def rate(step: int) -> float:
         return RATE * min(1.0, (step + 1) / WARMUP, max(0.02, (steps - step) / (0.6 * steps)))

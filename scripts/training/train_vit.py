@@ -33,7 +33,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from pytorch_optimizer import Muon
 from rich.progress import track
 from transformers import (
     PreTrainedModel,
@@ -48,9 +47,9 @@ from mame_sd import apply_mame
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.perception.forms import FORMS, Form
 from mame_sd.runs.files import write_atomically, written_whole
-from scripts.training import joint, pictures, world
+from scripts.training import command, joint, pictures, world
 from scripts.training.contrast import MEAN, STD
-from scripts.training.loop import checkpoint, fit, generator, mixed_precision, train_stages
+from scripts.training.loop import checkpoint, fit, generator, mixed_precision, muon, train_stages
 
 SIDE, PATCH = 64, 8
 WIDTH, BLOCKS, HEADS = 192, 12, 3
@@ -179,30 +178,6 @@ def new_model(task: Task) -> PreTrainedModel:
     return model
 
 
-def optimizer_for(model: PreTrainedModel) -> Muon:
-    """Muon for the weight matrices of the blocks, AdamW for the rest."""
-    hidden = [p for name, p in model.named_parameters() if ".layers." in name and p.ndim == 2]
-    rest = [p for name, p in model.named_parameters() if not (".layers." in name and p.ndim == 2)]
-    return Muon(
-        [
-            {
-                "params": hidden,
-                "use_muon": True,
-                "weight_decay": 0.05,
-                "use_adjusted_lr": False,
-                "ns_steps": 4,
-            },
-            {
-                "params": rest,
-                "use_muon": False,
-                "betas": (0.9, 0.98),
-                "eps": 1e-8,
-                "weight_decay": 0.0,
-            },
-        ]
-    )
-
-
 def draw_batch(
     pixels: torch.Tensor, labels: torch.Tensor, stage: Stage, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,7 +221,7 @@ def train_stage(
         work / f"{stage.name}.pt",
         stage.name,
         model,
-        optimizer_for(model),
+        muon(model, lambda name: ".layers." in name, decay=0.05),
         stage.steps,
         loss,
         lambda step: joint.learning_rate(stage, step),
@@ -277,44 +252,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--work", type=Path, required=True, help="folder for pictures, training state and models"
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="how many trainings of each form")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="1 beside other work, 2 on two idle cores"
-    )
-    parser.add_argument(
-        "--until", metavar="STAGE", help="the last stage to train, as last-0; without it, all"
-    )
-    parser.add_argument(
-        "--forms",
-        nargs="+",
-        choices=FORMS,
-        default=list(FORMS),
-        help="only these, and what they begin with",
-    )
-    parser.add_argument(
-        "--head", choices=("mean", "class"), default="mean", help="what the answer is read from"
-    )
-    parser.add_argument("--smoke", action="store_true", help="a few steps of everything")
+    add = parser.add_argument
+    add("--work", type=Path, required=True, help="folder for pictures, training state and models")
+    add("--seeds", type=int, default=3, help="how many trainings of each form")
+    add("--threads", type=int, default=1, help="1 beside other work, 2 on two idle cores")
+    add("--until", metavar="STAGE", help="the last stage to train, as last-0; without it, all")
+    forms = {"nargs": "+", "choices": FORMS, "default": list(FORMS)}
+    add("--forms", **forms, help="only these, and what they begin with")
+    add("--head", choices=("mean", "class"), default="mean", help="what the answer is read from")
+    add("--smoke", action="store_true", help="a few steps of everything")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.use_deterministic_algorithms(True)
-    args.work.mkdir(parents=True, exist_ok=True)
-    every, task, count, held_out = (
-        stages(args.seeds),
-        Task(list(NAMES), args.head),
-        PICTURES,
-        HELD_OUT,
-    )
+    command.begin(args)
+    every, task = stages(args.seeds), Task(list(NAMES), args.head)
+    count, held_out = PICTURES, HELD_OUT
     if args.smoke:
-        every, task, count, held_out = (
-            stages(2, steps=1, tuning=1, batch=2),
-            Task(NAMES[:3], args.head),
-            16,
-            12,
-        )
+        every, task = stages(2, steps=1, tuning=1, batch=2), Task(NAMES[:3], args.head)
+        count, held_out = 16, 12
     wanted = {name for form in args.forms for name in (form, FORMS[form].begins)}
     every = [stage for stage in every if stage.form.name in wanted]
     known = [stage.name for stage in every]

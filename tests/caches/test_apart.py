@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mame_sd.caches import compress_cache
 from mame_sd.report import NothingMergedError
+from mame_sd.upstream import cache_of, with_cache
 from tests.caches.tiny import SHAPE, padded, prompt, tiny
 
 
@@ -127,15 +128,15 @@ def test_prompts_are_answered_as_alone(
                 new.expand(len(asked), -1),
                 attention_mask=whole,
                 position_ids=places[:, most:],
-                past_key_values=out.past_key_values,
+                **with_cache(model, cache_of(out)),
             ).logits
         for i, one in enumerate(asked):
             if one.shape[1] == 1:  # one token is no prompt that is cut
                 continue
             with compress_cache(model, keep) as handle:
-                cache = model(one, use_cache=True).past_key_values
+                cache = cache_of(model(one, use_cache=True))
                 handle.compressing = False
-                want_i = model(new, past_key_values=cache).logits[0]
+                want_i = model(new, **with_cache(model, cache)).logits[0]
             torch.testing.assert_close(got[i], want_i, atol=5e-3, rtol=1e-3)
 
 

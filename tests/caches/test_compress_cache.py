@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 from mame_sd.caches import CacheView, Kept, compress_cache
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.report import NothingMergedError
+from mame_sd.upstream import with_cache
 from tests.caches.tiny import MODELS, SHAPE, padded, prompt, tiny
 
 
@@ -54,7 +55,7 @@ def test_models_generate_with_a_shorter_cache(name: str, attention: str) -> None
     model, ids = tiny(name, attention), prompt()
     cache = DynamicCache(config=model.config)
     with compress_cache(model, 0.25) as handle:
-        generated(model, ids, past_key_values=cache)
+        generated(model, ids, **with_cache(model, cache))
     full = [
         i
         for i, kind in enumerate(MODELS[name][2].get("layer_types", ["full_attention"] * 2))
@@ -77,16 +78,16 @@ def test_a_cache_that_keeps_everything_gives_the_same(name: str, attention: str)
     cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
     new = prompt(9, seed=1)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(model, cache))
         want = [
-            model(new[:, :5], past_key_values=cache).logits,
-            model(new[:, 5:6], past_key_values=cache).logits,
+            model(new[:, :5], **with_cache(model, cache)).logits,
+            model(new[:, 5:6], **with_cache(model, cache)).logits,
         ]
         with compress_cache(model, 0.5, Everything()):
-            model(ids, past_key_values=other)
+            model(ids, **with_cache(model, other))
             got = [
-                model(new[:, :5], past_key_values=other).logits,
-                model(new[:, 5:6], past_key_values=other).logits,
+                model(new[:, :5], **with_cache(model, other)).logits,
+                model(new[:, 5:6], **with_cache(model, other)).logits,
             ]
     for one, two in zip(want, got, strict=True):
         torch.testing.assert_close(two, one, atol=1e-5, rtol=1e-4)
@@ -103,7 +104,9 @@ def test_beams_and_chunks_of_everything_are_those_of_the_full_cache(how: dict[st
     mask[0, :11] = 0
 
     def run() -> Tensor:
-        return generated(model, ids, attention_mask=mask, past_key_values=DynamicCache(), **how)
+        return generated(
+            model, ids, attention_mask=mask, **with_cache(model, DynamicCache()), **how
+        )
 
     want = run()
     with compress_cache(model, 0.5, Everything(), every=3):
@@ -115,7 +118,7 @@ def test_beams_and_chunks_of_everything_are_those_of_the_full_cache(how: dict[st
 def test_running_caches_stay_short(method: Any, how: dict[str, Any]) -> None:
     model, cache = tiny("llama"), DynamicCache()
     with compress_cache(model, 0.5, method, every=4) as handle:
-        out = generated(model, prompt(40, 2), past_key_values=cache, max_new_tokens=12, **how)
+        out = generated(model, prompt(40, 2), **with_cache(model, cache), max_new_tokens=12, **how)
     assert out.shape == (2, 12)
     seen = cache.get_seq_length()
     assert seen == 51
@@ -136,15 +139,15 @@ def test_a_padded_sample_is_answered_as_alone(name: str, left: int, tokens: int)
     new = prompt(6, seed=1)
     with torch.no_grad(), compress_cache(model, 0.3) as handle:
         alone, both = DynamicCache(), DynamicCache()
-        model(ids, past_key_values=alone)
+        model(ids, **with_cache(model, alone))
         places = (masks.cumsum(1) - 1).clamp(min=0)
-        model(batch, attention_mask=masks, position_ids=places, past_key_values=both)
+        model(batch, attention_mask=masks, position_ids=places, **with_cache(model, both))
         handle.compressing = False
-        want = model(new, past_key_values=alone).logits
+        want = model(new, **with_cache(model, alone)).logits
         whole = torch.cat([masks, torch.ones(3, 6, dtype=torch.long)], 1)
         later = (whole.cumsum(1) - 1)[:, -6:]
         got = model(
-            new.expand(3, -1), attention_mask=whole, position_ids=later, past_key_values=both
+            new.expand(3, -1), attention_mask=whole, position_ids=later, **with_cache(model, both)
         ).logits
     torch.testing.assert_close(got[:1], want, atol=2e-3, rtol=1e-3)
     assert (got[1] - want[0]).abs().max() > 0.1
@@ -203,15 +206,15 @@ def test_a_shorter_cache_moves_the_answer_the_more_the_shorter() -> None:
     gaps = []
     with torch.no_grad():
         cache = DynamicCache()
-        model(ids, past_key_values=cache)
-        want = model(new, past_key_values=cache).logits
+        model(ids, **with_cache(model, cache))
+        want = model(new, **with_cache(model, cache)).logits
         for keep in (0.8, 0.4, 0.1):
             cache = DynamicCache()
             with compress_cache(model, keep) as handle:
-                model(ids, past_key_values=cache)
+                model(ids, **with_cache(model, cache))
                 handle.compressing = False
                 gaps.append(
-                    float((model(new, past_key_values=cache).logits - want).square().mean())
+                    float((model(new, **with_cache(model, cache)).logits - want).square().mean())
                 )
     assert 0 < gaps[0] < gaps[1] < gaps[2]
 
@@ -226,7 +229,7 @@ def test_a_later_chunk_changes_no_earlier_output() -> None:
                 outputs.append(
                     torch.cat(
                         [
-                            model(t, past_key_values=cache).logits
+                            model(t, **with_cache(model, cache)).logits
                             for t in (first, chunk[:, :10], chunk[:, 10:])
                         ],
                         1,
@@ -240,7 +243,7 @@ def test_a_later_chunk_changes_no_earlier_output() -> None:
 def test_a_method_of_ones_own_is_one_function() -> None:
     model, ids, cache = tiny("llama"), prompt(120), DynamicCache()
     with compress_cache(model, 0.5, Newest()):
-        generated(model, ids, past_key_values=cache)
+        generated(model, ids, **with_cache(model, cache))
     slots = cache.layers[0].slots[0, 0]
     assert slots.tolist() == [0, 1, 2, 3, *range(124 - len(slots), 120)]
 
@@ -248,30 +251,30 @@ def test_a_method_of_ones_own_is_one_function() -> None:
 def test_an_empty_or_cropped_layer() -> None:
     model, ids, cache = tiny("llama"), prompt(), DynamicCache()
     with torch.no_grad(), compress_cache(model, 0.5) as handle:
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(model, cache))
         handle.compressing = False
-        want = model(ids[:, :4], past_key_values=cache).logits
+        want = model(ids[:, :4], **with_cache(model, cache)).logits
         cache.crop(-4)
-        assert torch.equal(model(ids[:, :4], past_key_values=cache).logits, want)
+        assert torch.equal(model(ids[:, :4], **with_cache(model, cache)).logits, want)
         with pytest.raises(
             ValueError, match="at most the 4 tokens that came after the compression, got 5"
         ):
             cache.layers[0].crop(-5)
         cache.reset()
         assert cache.get_seq_length() == 0
-        torch.testing.assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+        torch.testing.assert_close(model(ids, **with_cache(model, cache)).logits, model(ids).logits)
 
 
 def test_a_cache_used_outside_says_so() -> None:
     model, ids, cache = tiny("llama"), prompt(), DynamicCache()
     with torch.no_grad():
         with compress_cache(model, 0.5):
-            model(ids, past_key_values=cache)
+            model(ids, **with_cache(model, cache))
         with pytest.raises(
             ValueError,
             match="cache: this cache was compressed by compress_cache; use it inside",
         ):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **with_cache(model, cache))
 
 
 @pytest.mark.parametrize(
@@ -385,7 +388,7 @@ def test_static_caches_and_nesting_are_refused() -> None:
             ValueError,
             match="cache: expected a DynamicCache, got StaticCache with a StaticLayer",
         ):
-            model(ids, past_key_values=static)
+            model(ids, **with_cache(model, static))
         with (
             pytest.raises(ValueError, match="its cache is compressed already"),
             compress_cache(model, 0.5),

@@ -17,6 +17,7 @@ from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
 from mame_sd.captions.farthest import merged
 from mame_sd.captions.handle import CaptionHandle, left
 from mame_sd.perception.settings import shares
+from mame_sd.upstream import cache_of, with_cache
 from tests.captions import tiny
 
 TOWERS = ("CLIPVisionModel", "SiglipVisionModel")
@@ -108,12 +109,14 @@ def test_calls_in_a_row_write_what_generate_does() -> None:
     while len(found) < 4:
         found.append(int(output.logits[0, -1].argmax()))
         token = torch.tensor([found[-1:]])
-        output = model(input_ids=token, past_key_values=output.past_key_values)
+        output = model(input_ids=token, **with_cache(model, cache_of(output)))
     assert written[0, -4:].tolist() == found
     token = torch.tensor([found[:1]])
     logits, cache = model(**call, return_dict=False)[:2]
     assert int(logits[0, -1].argmax()) == found[0]
-    assert int(model(input_ids=token, past_key_values=cache).logits[0, -1].argmax()) == found[1]
+    assert (
+        int(model(input_ids=token, **with_cache(model, cache)).logits[0, -1].argmax()) == found[1]
+    )
 
 
 def test_copies_join_and_what_is_apart_stays() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -15,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
-from safetensors.torch import save_file
 from typer.main import get_command
 
 from mame_sd.cli import app as cli
@@ -48,161 +47,69 @@ def run_cli(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return run
 
 
-BAD = {
-    "no-command": ([], "Missing command"),
-    "unknown-command": (["paint"], "No such command 'paint'"),
-    "unknown-option": (["generate", "--stepz", "3"], "No such option: --stepz"),
-    "no-value": (["generate", "--steps"], "--steps"),
-    "no-number": (["generate", "--steps", "many"], "Invalid value for '--steps'"),
-    "no-prompts": (["generate"], "expected prompts, got none; give --prompts FILE"),
-    "steps": (["generate", "--prompt", "x", "--steps", "0"], "--steps: expected at least 1, got 0"),
-    "batch-size": (
-        ["generate", "--prompt", "x", "--batch-size", "0"],
-        "--batch-size: expected at least 1, got 0",
-    ),
-    "images": (
-        ["generate", "--prompt", "x", "--images-per-prompt", "-1"],
-        "--images-per-prompt: expected at least 1",
-    ),
-    "num": (["generate", "--prompt", "x", "--num", "0"], "--num: expected at least 1, got 0"),
-    "height": (
-        ["generate", "--prompt", "x", "--height", "100"],
-        "multiple of 8 pixels from 8 to 65536, got 100; try 96",
-    ),
-    "width": (["generate", "--prompt", "x", "--width", "0"], "--width: expected a multiple of 8"),
-    "seed": (
-        ["generate", "--prompt", "x", "--seed", "-1"],
-        "--seed: expected a whole number from 0",
-    ),
-    "half-a-seed": (
-        ["generate", "--prompt", "x", "--seed", "0.5"],
-        "Invalid value for '--seed'",
-    ),
-    "guidance": (
-        ["generate", "--prompt", "x", "--guidance", "nan"],
-        "--guidance: expected a finite number, got nan",
-    ),
-    "tau-nan": (["generate", "--prompt", "x", "--tau", "nan"], "tau: expected a number, got nan"),
-    "tau-range": (
-        ["generate", "--prompt", "x", "--tau", "1.5"],
-        "tau: expected a finite number from -1 to 1",
-    ),
-    "tau-and-keep": (
-        ["generate", "--prompt", "x", "--tau", "0.8", "--keep", "0.5"],
-        "expected tau or keep, got both",
-    ),
-    "keep": (["generate", "--prompt", "x", "--keep", "0"], "keep: expected a share above 0"),
-    "partition": (
-        ["generate", "--prompt", "x", "--tau", "0.8", "--partition", "odd"],
-        "partition: expected one of alternating",
-    ),
-    "of-the-other-method": (
-        ["generate", "--prompt", "x", "--metric", "dot"],
-        "metric: goes with tau, got metric='dot' beside keep",
-    ),
-    "tile-size-long": (
-        ["generate", "--prompt", "x", "--tile-size", str(2**63)],
-        "tile_size: expected a side of at least 2 tokens",
-    ),
-    "fit-queries-long": (
-        ["generate", "--prompt", "x", "--fit-queries", str(10**20)],
-        "fit_queries: expected a whole number from 0 to 2^63 - 1",
-    ),
-    "config-folder": (
-        ["generate", "--prompt", "x", "--config", "."],
-        "--config .: expected a .json or .toml file, got a folder",
-    ),
-    "baseline": (
-        ["generate", "--prompt", "x", "--baseline", "--merge-seed", "1"],
-        "--baseline: expected no merging options beside it, got --merge-seed",
-    ),
-    "config-kind": (
-        ["generate", "--prompt", "x", "--config", "a.yaml"],
-        "a.yaml: expected a .json or .toml file of settings, got .yaml",
-    ),
-    "compare-empty": (["compare", "x", "--tau", ""], "--tau: expected numbers with commas between"),
-    "lora-empty": (["generate", "--prompt", "x", "--lora", ""], "found nothing; check the path"),
-    "config": (
-        ["generate", "--prompt", "x", "--config", "none.json"],
-        "none.json: expected a .json or .toml file",
-    ),
-    "scheduler": (
-        ["generate", "--prompt", "x", "--scheduler", "magic"],
-        "--scheduler: expected one of ddim, ddpm",
-    ),
-    "dtype": (["generate", "--prompt", "x", "--dtype", "int8"], "--dtype: expected auto, float32"),
-    "device": (
-        ["generate", "--prompt", "x", "--device", "abacus"],
-        "--device abacus: expected auto, cpu, cuda",
-    ),
-    "device-number": (
-        ["generate", "--prompt", "x", "--device", "cuda:99"],
-        "--device cuda:99: expected a CUDA device of this machine, which has",
-    ),
-    "empty-prompt": (["generate", "--prompt", ""], "--prompt: expected a prompt, got an empty one"),
-    "prompt-file": (
-        ["generate", "--prompts", "none.txt"],
-        "none.txt: expected a prompt file, found nothing there",
-    ),
-    "model-path": (
-        ["generate", "--prompt", "x", "--model", "./none"],
-        "--model ./none: expected a folder",
-    ),
-    "model-id": (
-        ["generate", "--prompt", "x", "--model", "nobody/nothing"],
-        "--model nobody/nothing: expected a folder, a .safetensors file, or a model of the hub",
-    ),
-    "model-empty": (
-        ["generate", "--prompt", "x", "--model", "."],
-        "got one without model_index.json",
-    ),
-    "compare-tau": (
-        ["compare", "x", "--tau", "0.6,high"],
-        "--tau: expected numbers with commas between",
-    ),
-    "compare-range": (
-        ["compare", "x", "--tau", "0.6,7"],
-        "tau: expected a finite number from -1 to 1",
-    ),
-    "compare-no-prompt": (["compare"], "PROMPT"),
-    "sheet-ending": (
-        ["compare", "x", "--out", "a.jpg"],
-        "--out a.jpg: expected a file ending in .png",
-    ),
-    "sheet-folder": (["sheet", "none"], "none: expected the folder of a finished run"),
-    "out-long": (
-        ["generate", "--prompt", "x", "--out", LONG],
-        "can't be written (File name too long)",
-    ),
-    "prompts-long": (
-        ["generate", "--prompts", LONG + ".txt"],
-        "the prompt file can't be read (File name too long)",
-    ),
-    "model-long": (
-        ["generate", "--prompt", "x", "--model", LONG],
-        "found no such file; check the path",
-    ),
-    "lora-long": (["generate", "--prompt", "x", "--lora", LONG], "found nothing; check the path"),
-    "config-long": (["generate", "--prompt", "x", "--config", LONG + ".json"], LONG),
-    "sheet-long": (
-        ["compare", "x", "--out", LONG + ".png"],
-        "can't be written (File name too long)",
-    ),
-    "show-merge-demo": (["show-merge", "demo"], "got demo, which names prompts"),
-    "sheet-place": (
-        ["show-merge", "x", "--out", "/dev/null/a.png"],
-        "expected a folder, got the file /dev/null",
-    ),
-    "doctor": (["doctor", "--scheduler", "magic"], "--scheduler: expected one of"),
-}
+# What is typed | what stands in the one line of error; `x` is a prompt, LONG a very long name.
+BAD = """\
+| Missing command
+paint | No such command 'paint'
+generate --stepz 3 | No such option: --stepz
+generate --steps | --steps
+generate --steps many | Invalid value for '--steps'
+generate | expected prompts, got none; give --prompts FILE
+generate x --steps 0 | --steps: expected at least 1, got 0
+generate x --batch-size 0 | --batch-size: expected at least 1, got 0
+generate x --images-per-prompt -1 | --images-per-prompt: expected at least 1
+generate x --num 0 | --num: expected at least 1, got 0
+generate x --height 100 | multiple of 8 pixels from 8 to 65536, got 100; try 96
+generate x --width 0 | --width: expected a multiple of 8
+generate x --seed -1 | --seed: expected a whole number from 0
+generate x --seed 0.5 | Invalid value for '--seed'
+generate x --guidance nan | --guidance: expected a finite number, got nan
+generate x --tau nan | tau: expected a number, got nan
+generate x --tau 1.5 | tau: expected a finite number from -1 to 1
+generate x --tau 0.8 --keep 0.5 | expected tau or keep, got both
+generate x --keep 0 | keep: expected a share above 0
+generate x --tau 0.8 --partition odd | partition: expected one of alternating
+generate x --metric dot | metric: goes with tau, got metric='dot' beside keep
+generate x --tile-size 9223372036854775808 | tile_size: expected 0 for no tiles, or a side of 2
+generate x --fit-queries 100000000000000000000 | fit_queries: expected a whole number from 0 to
+generate x --config . | {"keep": 0.5}, got a folder; give a file
+generate x --baseline --merge-seed 1 | expected no merging options beside it, got --merge-seed
+generate x --config a.yaml | a.yaml: expected a .json file of settings such as
+compare x --tau '' | --tau: expected numbers with commas between
+generate x --lora '' | found nothing; check the path
+generate x --config none.json | none.json: expected a .json file
+generate x --scheduler magic | --scheduler: expected one of ddim, ddpm
+generate x --dtype int8 | --dtype: expected auto, float32
+generate x --device abacus | --device abacus: expected auto, cpu, cuda
+generate x --device cuda:99 | --device cuda:99: expected a CUDA device of this machine, which has
+generate --prompt '' | --prompt: expected a prompt, got an empty one
+generate --prompts none.txt | none.txt: expected a prompt file, found nothing there
+generate x --model ./none | --model ./none: expected a folder
+generate x --model nobody/nothing | --model nobody/nothing: expected a folder, or a model of the hub
+generate x --model . | got one without model_index.json
+compare x --tau 0.6,high | --tau: expected numbers with commas between
+compare x --tau 0.6,7 | tau: expected a finite number from -1 to 1
+compare | PROMPT
+compare x --out a.jpg | --out a.jpg: expected a file ending in .png
+sheet none | none: expected samples.jsonl of a run, found none
+generate x --out LONG | can't be written (File name too long)
+generate --prompts LONG.txt | the prompt file can't be read (File name too long)
+generate x --model LONG | found no such folder; check the path
+generate x --lora LONG | found nothing; check the path
+generate x --config LONG.json | LONG
+compare x --out LONG.png | can't be written (File name too long)
+show-merge demo | show-merge demo: expected an image file or
+show-merge x --out /dev/null/a.png | expected a folder, got the file /dev/null
+doctor --scheduler magic | --scheduler: expected one of
+"""
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("case", BAD.splitlines())
 def test_bad_input_is_one_line_and_status_2(
     run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
 ) -> None:
-    arguments, message = BAD[case]
-    assert run_cli(*arguments) == 2
+    typed, _, message = case.replace("LONG", LONG).partition("| ")
+    assert run_cli(*shlex.split(typed.replace("generate x", "generate --prompt x"))) == 2
     assert message in error_of(capsys)
     assert list(tmp_path.iterdir()) == []
 
@@ -213,7 +120,8 @@ def test_settings_are_not_waited_for_on_a_pipe(
 ) -> None:
     os.mkfifo(tmp_path / "a.json")
     assert run_cli("generate", "--prompt", "x", "--config", "a.json") == 2
-    assert "--config a.json: expected a .json or .toml file, got a pipe" in error_of(capsys)
+    assert "--config a.json: expected a .json file of" in (line := error_of(capsys))
+    assert "got a pipe" in line
 
 
 @pytest.mark.parametrize(
@@ -222,7 +130,7 @@ def test_settings_are_not_waited_for_on_a_pipe(
         ('{"kep": 0.5}', "--config a.json: unknown setting 'kep'"),
         (
             '{"tile_size": 9223372036854775808}',
-            "--config a.json: tile_size: expected a side of at least 2",
+            "--config a.json: tile_size: expected 0 for no tiles, or a side of 2",
         ),
         ('{"layers": {"none": {"keep": 0.5}}}', "--config (or the model's mame.json): layers: "),
         ('{"made_for": "another"}', "--config (or the model's mame.json): made_for: "),
@@ -260,19 +168,13 @@ def test_a_folder_whose_name_the_terminal_lacks(
 def test_broken_models_are_one_line(
     run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    save_file({"x": torch.zeros(1)}, tmp_path / "lone.safetensors")
-    (tmp_path / "noise.safetensors").write_bytes(b"\xff" * 64)
     (tmp_path / "model.ckpt").write_bytes(b"x")
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "model_index.json").write_text('{"_class_name": "MagicPipeline"}')
     (tmp_path / "cut").mkdir()
     (tmp_path / "cut" / "model_index.json").write_text("{")
     for model, message in {
-        "lone.safetensors": (
-            "expected a checkpoint of Stable Diffusion 1, 2 or XL in its original layout"
-        ),
-        "noise.safetensors": "expected a text-to-image pipeline that diffusers can load",
-        "model.ckpt": "expected a folder, a hub id or a .safetensors file",
+        "model.ckpt": "expected a folder or a hub id, got a file; make a folder of it",
         "foreign": "expected a pipeline class of diffusers, got 'MagicPipeline'",
         "cut": "expected a text-to-image pipeline that diffusers can load",
     }.items():
@@ -379,7 +281,7 @@ def test_the_manifest_names_the_prompt_file_and_does_not_compare_it(
     }
 
 
-@pytest.mark.parametrize("scheduler", ["dpm++", "euler-a", "heun", "unipc"])
+@pytest.mark.parametrize("scheduler", ["euler-a", "heun"])
 def test_schedulers(run_cli: Any, tmp_path: Path, scheduler: str) -> None:
     assert (
         run_cli("generate", "--prompt", "key", "--scheduler", scheduler, "--out", "run", quick=True)
@@ -428,8 +330,8 @@ def test_every_field_of_the_config_is_an_option(
 
 
 def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
-    (tmp_path / "mame.toml").write_text("keep = 0.6\nfit_queries = 8\nseed = 3\n")
-    arguments = ["generate", "--prompt", "key", "--config", "mame.toml", "--out"]
+    (tmp_path / "mame.json").write_text('{"keep": 0.6, "fit_queries": 8, "seed": 3}')
+    arguments = ["generate", "--prompt", "key", "--config", "mame.json", "--out"]
     assert run_cli(*arguments, "a", quick=True) == 0
     assert run_cli(*arguments, "b", "--tau", "0.5", quick=True) == 0
     a, b = (

@@ -23,7 +23,7 @@ from mame_sd.cli.compare import (
 )
 from mame_sd.cli.difference import difference, nearness
 from mame_sd.cli.sheet import Cell, draw_sheet, write_sheet
-from mame_sd.cli.show_merge import MergeMap, capture_merge, draw_merge, owners_of, prompt_to_draw
+from mame_sd.cli.show_merge import capture_merge, draw_merge, owners_of, prompt_to_draw
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import generate
@@ -76,20 +76,11 @@ def test_the_chosen_step_level_and_layer_are_drawn(model: LoadedModel) -> None:
     second = capture_merge(model, "key", TWO_STEPS, SMALL, step=2)
     assert first.layer == second.layer
     assert (first.owners != second.owners).any()
-    assert capture_merge(model, "key", TWO_STEPS, SMALL, step=1, level=1).owners.shape == (8, 8)
     name = "up_blocks.1.attentions.1.transformer_blocks.0.attn1"
-    assert (
-        capture_merge(
-            model, "key", TWO_STEPS, SMALL, step=1, layer="up_blocks.1.attentions.1"
-        ).layer
-        == name
-    )
-    for wrong, message in (
-        ({"step": 3}, "--step: expected 1 to 2"),
-        ({"level": 7}, "--level: expected a level"),
-    ):
-        with pytest.raises(UserError, match=message):
-            capture_merge(model, "key", TWO_STEPS, SMALL, **{"step": 1, **wrong})
+    found = capture_merge(model, "key", TWO_STEPS, SMALL, 1, "up_blocks.1.attentions.1")
+    assert found.layer == name
+    with pytest.raises(UserError, match="--step: expected 1 to 2"):
+        capture_merge(model, "key", TWO_STEPS, SMALL, step=3)
     with pytest.raises(UserError, match="'up_blocks' fits 4"):
         capture_merge(model, "key", TWO_STEPS, SMALL, step=1, layer="up_blocks")
 
@@ -116,30 +107,6 @@ def test_a_step_is_one_of_the_scheduler(model_folder: Path) -> None:
     for step in (1, 2, 3):
         found = capture_merge(heun, "key", GenerateSettings(steps=3), SMALL, step=step)
         assert np.array_equal(found.owners.reshape(-1), maps[2 * (step - 1)][found.layer])
-
-
-def test_groups_are_coloured_and_lone_tokens_are_clear() -> None:
-    owners = np.arange(16).reshape(4, 4)
-    owners[0, 1] = owners[0, 0]
-    image = Image.new("RGB", (64, 64), (255, 255, 255))
-    drawn = np.asarray(draw_merge(MergeMap(image, owners, "layer", 1, 15), "key", "distinct"))
-    panel = drawn[12:780, 12 + 768 + 12 :][:768, :768].reshape(4, 192, 4, 192, 3)[
-        :, 10, :, 10
-    ]  # a pixel of each cell
-    assert (panel[0, 0] == panel[0, 1]).all()
-    assert (panel[0, 0] != 255).any()
-    assert (panel.reshape(16, 3)[2:] == 255).all()
-    owners[3, 3] = -1
-    with_dropped = np.asarray(
-        draw_merge(MergeMap(image, owners, "layer", 1, 14), "key", "distinct")
-    )
-    cells = (
-        with_dropped[12:780, 12 + 768 + 12 :][:768, :768]
-        .reshape(4, 192, 4, 192, 3)[:, 10, :, 10]
-        .reshape(16, 3)
-    )
-    assert (cells[15] < 200).all(), "a dropped token is dark"
-    assert (cells[2:15] == 255).all()
 
 
 def test_finished_runs_side_by_side(model: LoadedModel, tmp_path: Path) -> None:

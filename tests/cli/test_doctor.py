@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from mame_sd.cli import app as cli
 from mame_sd.cli.doctor import fused_attention
-from mame_sd.eval.cli import app as evaluation
 from tests.builders.console import error_of
 
 
@@ -52,19 +49,6 @@ def test_doctor_reads_the_weights(
     assert cli.run(["doctor", "--device", "cpu", "--model", str(folder)]) == 2
     assert "--model damaged: expected" in (line := error_of(capsys))
     assert damage != "nan" or "unet.conv_in.weight" in line
-
-
-@pytest.mark.parametrize("program", [cli, evaluation], ids=["mame-sd", "mame-sd-eval"])
-def test_both_doctors_miss_a_tokenizer(
-    capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path, program: Any
-) -> None:
-    folder = tmp_path / "damaged"
-    shutil.copytree(model_folder, folder)
-    shutil.rmtree(folder / "tokenizer")
-    assert program.run(["doctor", "--device", "cpu", "--model", str(folder)]) == 2
-    out, err = capsys.readouterr()
-    assert re.search(r"^fail  model +.*expected the vocabulary of tokenizer", out, re.M)
-    assert err.splitlines()[-1].endswith("found no such folder; copy the whole model again")
 
 
 def test_doctor_notes_that_there_is_no_fused_attention() -> None:

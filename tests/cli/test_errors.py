@@ -80,11 +80,6 @@ def in_a_del() -> None:
     SignalsInDel()
 
 
-def in_two_dels() -> None:
-    SignalsInDel()
-    SignalsInDel()
-
-
 def in_a_weak_reference() -> None:
     owner = type("Owner", (), {})()
     reference = weakref.ref(owner, lambda _: signal.raise_signal(signal.SIGINT))
@@ -99,7 +94,7 @@ def in_the_collector() -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("swallow", [in_a_del, in_two_dels, in_a_weak_reference, in_the_collector])
+@pytest.mark.parametrize("swallow", [in_a_del, in_a_weak_reference, in_the_collector])
 def test_an_interrupt_where_python_ignores_exceptions_is_not_lost(
     capsys: pytest.CaptureFixture[str], swallow: Callable[[], None]
 ) -> None:
@@ -126,28 +121,20 @@ def test_user_errors_name_what_to_do(capsys: pytest.CaptureFixture[str]) -> None
     assert error_of(capsys) == "error: expected a, got b; do c"
 
 
-def test_a_long_error_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_error_or_note_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
+    """Either may hold what a file or a run folder's manifest holds."""
+
     def fail() -> None:
-        raise UserError(f"expected a, got {'b' * 10_000_000}; do c")
+        raise UserError(f"expected a\x1b[2J,\n got {'b' * 10_000_000}; do c")
 
     assert exit_status(fail) == 2
     line = error_of(capsys)
-    assert len(line) < 2100
-    assert line.startswith("error: expected a, got bbb")
-    assert line.endswith("bbb; do c")
-
-
-def test_a_note_is_one_line_and_shortened_as_an_error_is(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """It may hold what a run folder's manifest holds."""
-    note(f"a\x1b[2J\n{'b' * 10_000_000} there")
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert len(line) < 2100
-    assert line.startswith(r"note: a\x1b[2J bbb")
-    assert line.endswith("bbb there")
+    note(f"expected a\x1b[2J,\n got {'b' * 10_000_000}; do c")
+    (noted,) = capsys.readouterr().err.splitlines()
+    for found, kind in ((line, "error"), (noted, "note")):
+        assert len(found) < 2100
+        assert found.startswith(rf"{kind}: expected a\x1b[2J,  got bbb")
+        assert found.endswith("bbb; do c")
 
 
 def test_as_a_module_from_another_folder(tmp_path: Path) -> None:
@@ -173,14 +160,13 @@ def test_an_interrupt_while_libraries_load_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == "interrupted; finished images are kept, and the same command continues\n"
 
 
-@pytest.mark.parametrize("module", ["torch", "diffusers.models.autoencoders.autoencoder_kl"])
-def test_a_library_that_does_not_load_is_the_machines_fault(tmp_path: Path, module: str) -> None:
-    done = at_import(module, "raise ImportError(f'No module named {name}')", tmp_path)
+def test_a_library_that_does_not_load_is_the_machines_fault(tmp_path: Path) -> None:
+    done = at_import("torch", "raise ImportError(f'No module named {name}')", tmp_path)
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ")
     assert "a package that" in last
-    assert f"No module named {module}" in last
+    assert "No module named torch" in last
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import pytest
 import typer
 
 from mame_sd.cli.options import FieldOptions, GivenOptions, takes
-from mame_sd.errors import UserError
 from mame_sd.runs.options import option
 
 
@@ -18,7 +16,6 @@ class Fields:
     number: int = option(1, "A number. Of something.")
     text: str | None = option(None, "A text.", "--words")
     kind: Literal["a", "b"] | None = option(None, "A kind.")
-    size: tuple[int, int] | None = option(None, "A size.")
     names: tuple[str, ...] = option((), "A name. Repeatable.", "--name")
     on: bool = option(False, "A switch.")
     own: float = 2.5  # no help text: no option
@@ -40,12 +37,8 @@ def call(arguments: str, **groups: Any) -> dict[str, Any]:
 def test_every_kind_of_field_is_an_option() -> None:
     group = FieldOptions(Fields)
     assert call("", first=group)["first"] == Fields()
-    given = "--number 3 --words x --kind b --size 2x3 --name u --name v --on"
-    assert call(given, first=group)["first"] == Fields(3, "x", "b", (2, 3), ("u", "v"), True)
-    with pytest.raises(
-        UserError, match="--size: expected two whole numbers such as 2x2, got 'two'"
-    ):
-        call("--size two", first=group)
+    given = "--number 3 --words x --kind b --name u --name v --on"
+    assert call(given, first=group)["first"] == Fields(3, "x", "b", ("u", "v"), True)
 
 
 def test_options_without_defaults_give_what_was_given() -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mame_sd.cli import app as cli
 from mame_sd.cli.show_merge import mean_colors
-from mame_sd.cli.token_maps import clip_maps, pixels_seen, read_frames, read_image, token_maps
+from mame_sd.cli.token_maps import pixels_seen, read_image, token_maps
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
@@ -83,9 +83,8 @@ def test_the_image_is_shown_as_the_model_sees_it(place: Path) -> None:
     assert np.unique(np.asarray(seen).reshape(-1, 3), axis=0).tolist() == [[10, 200, 90]]
 
 
-@pytest.mark.parametrize("colors", ["mean", "distinct"])
 def test_on_the_command_line(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], colors: str
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "maps.png"
     words = [
@@ -98,7 +97,7 @@ def test_on_the_command_line(
         "--keep",
         "0.5",
     ]
-    assert cli.run([*words, "--blocks", "3", "--colors", colors, "--out", str(out)]) == 0
+    assert cli.run([*words, "--blocks", "3", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
         *(f"block {n}: {left} of 36 patches left" for n, left in ((0, 13), (1, 6), (2, 4))),
@@ -119,9 +118,8 @@ def test_on_the_command_line(
             "--blocks: expected a number such as 8, or blocks such as 3,6,9, got 'x'",
         ),
         (["--blocks", "9"], "merging: blocks: expected how many of the 4 blocks merge"),
-        (["--colors", "red"], "--colors: expected mean or distinct, got 'red'"),
         (["--steps", "3"], "expected no options of sampling beside an image"),
-        (["--level", "1"], "expected no options of sampling beside an image"),
+        (["--step", "2"], "expected no options of sampling beside an image"),
         (["--tile-size", "8"], "merging: tile_size: expected none for a vision transformer"),
         (["--min-tokens", "99"], "expected blocks that merge, but none had enough patches"),
     ],
@@ -159,30 +157,3 @@ def test_options_of_images_need_an_image(
     assert "expected an image, but it can't be read" in capsys.readouterr().err
     with pytest.raises(UserError, match="it can't be read"):
         read_image(tmp_path / "nothing.png")
-
-
-@torch.no_grad()
-def test_a_clip_s_maps_are_its_groups_with_frames_side_by_side(tmp_path: Path) -> None:
-    encoder = load_encoder(ModelChoice(model="embedded-video", device="cpu"))
-    rng = np.random.default_rng(0)
-    for number in range(9):
-        frame = rng.integers(0, 256, (64, 64, 3), np.uint8)
-        Image.fromarray(frame).save(tmp_path / f"{number}.png")
-    clip = read_frames(tmp_path, encoder)
-    assert clip.shape == (8, 64, 64, 3)
-    seen, maps = clip_maps(encoder, clip, MaMeConfig(keep=0.6), (0, 3))
-    assert seen.size == (4 * 64, 64)
-    inner = encoder.model.videomae
-    handle = apply_encoder(inner, keep=0.6, blocks=(0, 3))
-    handle.capture()
-    inner(**encoder.inputs([clip]))
-    for one in maps:
-        owners = handle.owners(one.block)[0].view(4, 8, 8)
-        for frame, row, column in ((0, 0, 1), (1, 7, 0), (2, 3, 5), (3, 6, 7)):
-            to = int(owners[frame, row, column])
-            there = to % 64 // 8 * 32 + to // 64 * 8 + to % 8
-            assert one.owners[row, frame * 8 + column] == there
-        moved = [(at, int(to)) for at, to in enumerate(owners.flatten()) if at != int(to)]
-        assert one.elsewhere == sum(at // 64 != to // 64 for at, to in moved) / len(moved)
-    with pytest.raises(UserError, match="expected a model of clips for a folder of frames"):
-        read_frames(tmp_path, load_encoder(ModelChoice(device="cpu")))

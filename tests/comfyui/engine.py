@@ -41,7 +41,7 @@ def engine() -> Any:
 @dataclass(frozen=True)
 class Tiny:
     """A tiny model: its names in `comfy.supported_models` and `comfy.model_base`, its size, and
-    what a call of it takes.
+    what a call of it takes, and how many samples.
     """
 
     config: str
@@ -51,6 +51,7 @@ class Tiny:
     context: tuple[int, int]
     extra: dict[str, tuple[int, ...]] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
+    batch: int = 2
 
 
 HEADS = {
@@ -478,6 +479,17 @@ TINY |= {
         {"num_tokens": 7, "ref_latents": [torch.ones(1, 16, 8, 12)]}
         | {"ref_contexts": [torch.ones(1, 9, 24)], "siglip_feats": [torch.ones(1, 4, 6, 24)]},
     ),
+    "Z-Image, longer contexts than the image": Tiny(
+        "Lumina2",
+        "Lumina2",
+        Z_IMAGE | {"siglip_feat_dim": 24},
+        (16, 16, 20),
+        (7, 24),
+        {},
+        {"num_tokens": 7, "ref_latents": [torch.ones(1, 16, 16, 20)] * 2}
+        | {"ref_contexts": [torch.ones(1, 90, 24)] * 2}
+        | {"siglip_feats": [torch.ones(1, 20, 20, 24)] * 2},
+    ),
     "Wan, context latents": Tiny(
         "WAN21_T2V",
         "WAN21",
@@ -500,8 +512,19 @@ TINY |= {
     "Wan Camera": Tiny(
         "WAN21_Camera", "WAN21_Camera", WAN | {"model_type": "camera"}, (16, 3, 16, 24), (7, 24)
     ),
-}
-HIDDEN = {  # whose attention no node is handed
+    "MiniMax H3": Tiny(
+        "MiniMaxH3",
+        "MiniMaxH3",
+        {"hidden_size": 64, "num_layers": 2, "token_refiner_num_layers": 1, "text_dim": 24}
+        | {"num_attention_heads": 2, "attention_head_dim": 32, "ffn_hidden_size": 64}
+        | {"timestep_input_dim": 16, "time_embed_hidden_size": 64, "time_embed_dim": 32}
+        | {"rope_inv_freq_len": 4},
+        (1, 28288),
+        (7, 24),
+        {},
+        {"latent_shapes": ((1, 24, 3, 16, 24), (1, 32, 2, 10))},
+        batch=1,
+    ),
     "ERNIE-Image": Tiny(
         "ErnieImage",
         "ErnieImage",
@@ -510,6 +533,9 @@ HIDDEN = {  # whose attention no node is handed
         (16, 16, 24),
         (7, 24),
     ),
+}
+HANDED = {"ERNIE-Image"}  # whose attention the node hands on, and the engine to no other
+HIDDEN = {  # whose attention no node is handed
     "PixArt": Tiny(
         "PixArtSigma",
         "PixArt",
@@ -556,9 +582,10 @@ def _made(comfy: Any, tiny: Tiny, size: dict[str, Any]) -> Any:
         return _made(comfy, tiny, {key: value for key, value in size.items() if key != unknown[1]})
 
 
-def inputs(name: str, batch: int = 2, seed: int = 1) -> dict[str, Any]:
+def inputs(name: str, batch: int | None = None, seed: int = 1) -> dict[str, Any]:
     """What `apply_model` takes."""
     tiny, generator = (TINY | HIDDEN)[name], torch.Generator().manual_seed(seed)
+    batch = tiny.batch if batch is None else batch
     values: dict[str, Any] = {
         "x": torch.randn(batch, *tiny.latent, generator=generator),
         "t": torch.full((batch,), 0.7),
@@ -584,10 +611,14 @@ def call(model: Any, name: str, options: dict[str, Any] | None = None, **changes
         "transformer_options"
     ]
     values = inputs(name) | changes
-    given |= {"sigmas": values["t"], "cond_or_uncond": [0, 1], "wrappers": wrappers} | (
-        options or {}
-    )
-    result: Tensor = model.model.apply_model(**values, transformer_options=given)
+    chunks = [0, 1][: len(values["x"])]
+    given |= {"sigmas": values["t"], "cond_or_uncond": chunks, "wrappers": wrappers}
+    given |= options or {}
+    model.patch_model(load_weights=False)  # object patches, as where a sampler loads it
+    try:
+        result: Tensor = model.model.apply_model(**values, transformer_options=given)
+    finally:
+        model.unpatch_model(unpatch_weights=False)
     return result
 
 

@@ -7,7 +7,8 @@ against the engine itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -128,6 +129,39 @@ def attention_pytorch(
     return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
 
 
+def optimized_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """The engine's, which hands itself to the override of the options, where it is given any."""
+    override = (kwargs.get("transformer_options") or {}).get("optimized_attention_override")
+    if override is None:
+        return attention_pytorch(*args, **kwargs)
+    result: Tensor = override(attention_pytorch, *args, **kwargs)
+    return result
+
+
+class ErnieAttention(nn.Module):
+    """ERNIE-Image's attention, which gives no options; its tokens are its queries, keys, values."""
+
+    def forward(self, x: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
+        return optimized_attention(x, x, x, 2, mask=attention_mask)
+
+
+class ErnieImageModel(nn.Module):
+    """Its blocks, of tokens [B, L, C], the image's first."""
+
+    patch_size = 2
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Module() for _ in range(layers))
+        for layer in self.layers:
+            layer.self_attention = ErnieAttention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer.self_attention(x)
+        return x
+
+
 class Sampling:
     """Sigmas of a thousand steps: the sigma of timestep t is t / 1000."""
 
@@ -162,6 +196,7 @@ class Model:
         self.wrappers: dict[str, dict[str, list[Wrapper]]] = {}
         self.model_options: dict[str, Any] = {"transformer_options": {}}
         self.model_sampling = Sampling()
+        self.object_patches: dict[str, Any] = {}
 
     def clone(self) -> Model:
         twin = Model(self.network)
@@ -171,7 +206,26 @@ class Model:
         }
         options = self.model_options["transformer_options"]
         twin.model_options = {"transformer_options": dict(options)}
+        twin.object_patches = dict(self.object_patches)
         return twin
+
+    def add_object_patch(self, name: str, value: Any) -> None:
+        self.object_patches[name] = value
+
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """The model with its object patches in place, as the engine loads it for a run."""
+        places = {}
+        for name, value in self.object_patches.items():
+            path, _, last = name.removeprefix("diffusion_model.").rpartition(".")
+            module = self.network.get_submodule(path)
+            places[name] = module, last, getattr(module, last)
+            setattr(module, last, value)
+        try:
+            yield
+        finally:
+            for module, last, before in places.values():
+                setattr(module, last, before)
 
     def get_model_object(self, name: str) -> nn.Module:
         assert name == "diffusion_model"

@@ -5,8 +5,7 @@ They come from ComfyUI's own classes at tiny size, in 0.33.0 (783545f6) and 0.3.
 record means that both agree. The prompt has 7 tokens, and a video 3 frames. The latents are 16 x 24
 (8 x 12 for LTX-Video) in patches of 2 x 2. `test_engine.py` records them again.
 
-Those of MiniMax H3 and of Z-Image Omni's long contexts were not recorded: they follow from the
-engine's source (01a56b76, 617048a5).
+Those of MiniMax H3 with references follow from the engine's source (01a56b76).
 """
 
 from __future__ import annotations
@@ -282,6 +281,12 @@ CALLS = {
         joint("Ideogram4Transformer2DModel", 103, 7, (2, 1, 103, 103)),
         latent=(2, 128, 8, 12),
         attributes={},
+    ),
+    "ERNIE-Image": replace(  # as the node hands it on
+        joint("ErnieImageModel", 103, 0),
+        **dict.fromkeys("qkv", (2, 103, 64)),
+        kwargs={"mask": None},
+        attributes={"patch_size": 2, "layers": ()},
     ),
     "HiDream": replace(
         joint("HiDreamImageTransformer2DModel", 103, 0),

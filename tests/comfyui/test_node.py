@@ -422,7 +422,6 @@ def test_what_cannot_be_is_refused_when_applied(
 REFUSED = {
     "CausalWanModel": "Wan CausVid and Self-Forcing does not merge, since each of its frames",
     "WanAnimate2Model": "Wan Animate 2 does not merge, since its attention goes by windows of",
-    "ErnieImageModel": "ERNIE-Image does not merge, since ComfyUI hands its attention to no node",
     "PixArtMS": "PixArt does not merge, since ComfyUI hands its attention to no node",
     "HunYuanDiT": "HunyuanDiT does not merge, since ComfyUI hands its attention to no node",
     "StageC": "Stable Cascade does not merge, since the node does not know yet where its image is",

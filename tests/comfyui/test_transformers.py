@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mame_sd.core.attention import Grid, KeyMerging, merge_keys
 from mame_sd.core.draws import DRAWS, draw_at
 from tests import oracle
-from tests.comfyui.interface import Model, attention_pytorch
+from tests.comfyui.interface import ErnieImageModel, Model, attention_pytorch
 from tests.comfyui.recorded import CALLS, Recorded
 
 VALUES = {"mode": "keep", "keep": 0.25, "tau": 0.8, "min_tokens": 64}
@@ -279,3 +279,32 @@ def test_the_log_names_another_nodes_attention(node: Any, caplog: Any) -> None:
         "MaMe merged 96 -> 24 keys at 8 x 12; attention that another node has set is called with"
         " the merged keys"
     ]
+
+
+def test_attention_that_the_engine_hands_to_no_node_merges_too(node: Any, caplog: Any) -> None:
+    """ERNIE-Image: the engine's own forward, with the options of the call; nothing after it."""
+    caplog.set_level("INFO")
+    call = CALLS["ERNIE-Image"]
+    x = tensors(call)[0]
+    model = Model(ErnieImageModel(1))
+    plain = model.network(x)
+    (patched,) = node.patch(model, **VALUES)
+
+    def once() -> Tensor:
+        result: Tensor = patched.sample(
+            lambda run: run.apply_model(
+                torch.zeros(call.latent),
+                0.5,
+                lambda given: run.network(x),
+                context=torch.zeros(2, 7, 24),
+            )
+        )
+        return result
+
+    with patched.patched():
+        got = once()
+        assert torch.equal(model.network(x), plain)  # outside of a call
+    assert torch.equal(got, run(node, call, x, x, x))
+    assert not torch.equal(got, plain)
+    assert caplog.messages == ["MaMe merged 96 -> 24 keys at 8 x 12"]
+    assert torch.equal(model.network(x), plain)

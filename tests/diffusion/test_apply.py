@@ -627,6 +627,7 @@ def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
 
 
 def test_compiled_a_pair_merges_alike_too() -> None:
+    torch._dynamo.reset()
     unet = one_level_unet()
     plain = {apart: guided(unet, apart) for apart in (0.0, 1e-3)}
     with torch.no_grad(), mame(unet, min_tokens=40):

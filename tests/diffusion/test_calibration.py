@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mame_sd import MaMeConfig, apply_mame, mame
 from mame_sd.diffusion import calibration as cal
 from mame_sd.diffusion.calibration import (
     FORMS,
-    GRID,
+    Calibration,
     Measurement,
     Option,
     choose,
@@ -53,83 +54,72 @@ def counting() -> Iterator[Callable[[], float]]:
         yield lambda: work.done
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_choice_is_the_best_of_all(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    options = {}
-    for layer in range(4):
-        found = [Option(False, 0.0, 1.0)]
-        found += [
-            Option({"keep": k}, float(e), float(s))
-            for k, (e, s) in enumerate(rng.uniform(0, 1, (4, 2)))
+def some_options(rng: np.random.Generator, layers: int) -> dict[int, list[Option]]:
+    """Layers that differ in seconds and in how much their errors matter."""
+    found = {}
+    for layer, whole in enumerate(rng.dirichlet(np.ones(layers))):
+        weight = 10 ** rng.uniform(-3, 0)
+        found[layer] = [Option(False, 0.0, whole)] + [
+            Option({"keep": keep}, weight * (1 - keep) * rng.uniform(0.8, 1.2), whole * keep)
+            for keep in (0.5, 0.25, 0.125)
         ]
-        options[f"layer {layer}"] = found
-    combinations = [
-        (sum(1 - o.seconds for o in picked), sum(o.error for o in picked))
+    return found
+
+
+def saved_by(options: dict[int, list[Option]], chosen: Any) -> float:
+    return float(
+        sum(found[0].seconds - o.seconds for found, o in zip(options.values(), chosen, strict=True))
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_choice_saves_what_is_asked_for_and_is_the_best_of_all(seed: int) -> None:
+    options = some_options(np.random.default_rng(seed), 5)
+    every = [
+        (saved_by(options, picked), sum(o.error for o in picked))
         for picked in itertools.product(*options.values())
     ]
-    most = max(saved for saved, _ in combinations)
-    for share in (0.1, 0.4, 0.7, 0.95):
+    most = max(saved for saved, _ in every)
+    for share in (0.1, 0.4, 0.7, 0.95, 1.0):
         chosen = choose(options, share * most)
         assert chosen is not None
-        assert sum(1 - o.seconds for o in chosen.values()) >= share * most, (
-            "what is asked for is saved"
-        )
-        slack = len(options) * most / GRID
-        best = min(error for saved, error in combinations if saved >= share * most + slack)
+        assert saved_by(options, chosen.values()) >= share * most - 1e-12
+        best = min(error for saved, error in every if saved >= share * most - 1e-12)
         assert sum(o.error for o in chosen.values()) <= best + 1e-12
     assert choose(options, 1.01 * most) is None
     assert choose(options, 0.0) == {name: found[0] for name, found in options.items()}
 
 
 @pytest.mark.parametrize("layers", [1, 7, 24, 57])
-@pytest.mark.parametrize("left", [0.0, 1e-9, 1e-3])
-def test_all_that_merging_can_save_can_be_asked_for(layers: int, left: float) -> None:
-    """Though a grid of seconds rounds each layer's down."""
+def test_all_that_merging_can_save_can_be_asked_for(layers: int) -> None:
     rng = np.random.default_rng(layers)
-    for _ in range(10):
-        options = {
-            layer: [
-                Option(False, 0.0, seconds),
-                *(
-                    Option({"keep": 0.5}, float(rng.random()), seconds * rng.uniform(0.1, 0.9))
-                    for _ in range(4)
-                ),
-            ]
-            for layer, seconds in enumerate(rng.dirichlet(np.ones(layers)))
-        }
-        most = sum(found[0].seconds - min(o.seconds for o in found) for found in options.values())
+    for left in (0.0, 1e-9, 1e-3):
+        options = some_options(rng, layers)
+        fastest = [min(found, key=lambda o: o.seconds) for found in options.values()]
+        most = saved_by(options, fastest)
         chosen = choose(options, most * (1 - left))
         assert chosen is not None
-        saved = sum(options[layer][0].seconds - chosen[layer].seconds for layer in options)
-        assert saved >= most * (1 - left) - 1e-9
-        fastest = [min(found, key=lambda o: o.seconds) for found in options.values()]
+        assert saved_by(options, chosen.values()) >= most * (1 - left) - 1e-9
         assert sum(o.error for o in chosen.values()) <= sum(o.error for o in fastest)
+        found = Calibration(
+            MaMeConfig(**SMALL), "a model", 2.0, {str(n): o for n, o in options.items()}
+        )
+        for speed in (found.fastest, found.fastest * 0.999):
+            assert found.config(speed).made_for == "a model"
 
 
-def test_near_the_fastest_choice_seconds_left_go_where_they_take_most_error() -> None:
-    options = {
-        name: [
-            Option(False, 0.0, whole),
-            Option({"keep": 0.5}, 0.1, 0.2 + 1e-6),
-            Option({"keep": 0.25}, error, 0.2),
-        ]
-        for name, whole, error in (("a", 1.0, 0.9), ("b", 0.7, 0.5))
-    }
-    chosen = choose(options, 1.3 - 1.5e-6)
-    assert chosen is not None
-    assert [o.rule for o in chosen.values()] == [{"keep": 0.5}, {"keep": 0.25}]
-
-
-def test_errors_are_those_of_the_layers_own_merged_outputs() -> None:
+def test_errors_are_those_of_the_layers_own_merged_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, **SMALL)
     before = run_unet(unet)
     inputs = unet_inputs(unet)
     with counting() as clock:
-        found = measure(handle, [((), inputs)], clock)
+        monkeypatch.setattr(cal, "clock_of", lambda device: clock)
+        found = measure(handle, [((), inputs)])
     assert torch.equal(run_unet(unet), before), "every hook is where it was"
-    assert Measurement.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert Measurement.from_dict(json.loads(json.dumps(asdict(found)))) == found
     names = {layer.name for layer in handle.report().layers}
     assert set(found.layers) <= names
     name = next(reversed(found.layers))
@@ -140,8 +130,7 @@ def test_errors_are_those_of_the_layers_own_merged_outputs() -> None:
         whole, merged = (t.double() for t in pair)
         return float((merged - whole).square().sum() / whole.square().sum())
 
-    reference = FORMS.index(cal.REFERENCE)
-    for number in (1, reference):
+    for number in (1, cal.REFERENCE):
         outputs.clear()
         made = []
         for rule in (False, FORMS[number]):
@@ -151,7 +140,7 @@ def test_errors_are_those_of_the_layers_own_merged_outputs() -> None:
     assert found.layers[name].effect == [pytest.approx(apart(made), rel=1e-4)], (
         "of the model's output"
     )
-    option = next(o for o in cal.options(found)[name] if o.rule == cal.REFERENCE)
+    option = next(o for o in cal.options(found)[name] if o.rule == FORMS[cal.REFERENCE])
     assert option.error == pytest.approx(apart(made), rel=1e-4), (
         "what counts is what the model's output loses"
     )
@@ -210,6 +199,32 @@ def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
     handle.remove()
     apply_mame(pipe, file)
     assert torch.equal(generate(pipe), expected)
+
+
+def test_a_stopped_calibration_goes_on_and_another_one_begins_anew(tmp_path: Path) -> None:
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, **SMALL)
+    made: list[int] = []
+
+    def run(number: int) -> None:
+        made.append(number)
+        generate(pipe, num_inference_steps=1)
+
+    def stop(done: int, total: int) -> None:
+        if done == 1 and len(made) == 1:
+            raise KeyboardInterrupt
+
+    runs, file = [partial(run, number) for number in (0, 1)], tmp_path / "measured.json"
+    with pytest.raises(KeyboardInterrupt):
+        cal.measure_images(handle, runs, {"prompts": 2}, file, stop)
+    first = json.loads(file.read_text())["rows"]
+    found = cal.measure_images(handle, runs, {"prompts": 2}, file)
+    assert made == [0, 1], "the first image is not measured again"
+    assert json.loads(file.read_text())["rows"][:1] == first
+    again = cal.measure_images(handle, runs, {"prompts": 2}, file)
+    assert (made, again) == ([0, 1], found)
+    cal.measure_images(handle, runs, {"prompts": 3}, file)
+    assert made == [0, 1, 0, 1], "other prompts are measured anew"
 
 
 @pytest.mark.parametrize("allowed", [1, 40, 200])

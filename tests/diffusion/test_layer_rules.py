@@ -13,7 +13,7 @@ import torch
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame, mame
 from mame_sd.pipelines import StableDiffusionMaMePipeline
-from tests.builders.tiny import one_level_unet, run_unet, save_tiny_pipeline, seeded, tiny_unet
+from tests.builders.tiny import one_level_unet, run_unet, save_tiny_pipeline, tiny_unet
 from tests.matrix.transformers import ROWS
 
 SMALL: dict[str, Any] = {"min_tokens": 16, "keep": 0.5}
@@ -164,11 +164,3 @@ def test_files_hold_rules_and_every_way_in_takes_them(tmp_path: Path) -> None:
     assert again.mame_config == pipe.mame_config == config
     with pytest.raises(TypeError, match="expected a MaMeConfig or a file of settings, got 3"):
         apply_mame(unet, 3)  # type: ignore[arg-type]
-    table = tmp_path / "settings.toml"
-    table.write_text(
-        f'keep = 0.5\nmin_tokens = 16\n[layers]\n"{DOWN}" = false\n[layers."{UP}"]\nkeep = 0.25\n'
-    )
-    with mame(seeded(tiny_unet, 0), table) as handle:
-        assert (
-            handle.config.layers == config.replace(layers={DOWN: False, UP: {"keep": 0.25}}).layers
-        )

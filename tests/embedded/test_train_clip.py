@@ -5,7 +5,6 @@ The transformer's tests kill a run, and see that the resumed one gives the very 
 undisturbed one. Both scripts train in `scripts.training.loop`.
 """
 
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -82,48 +81,19 @@ def test_pictures_follow_from_their_number_and_keep_what_is_held_out() -> None:
 
 
 def test_a_crowded_picture_has_pieces_of_others_strewn_over_a_large_glyph() -> None:
-    names, counts = subjects.glyph_names(), set()
-    for index in range(8):
-        (pixels, scene), (again, _) = (
+    names = subjects.glyph_names()
+    for index in range(3):
+        made = [
             pictures.draw(pictures.rng_of(0, "crowd", index), names, crowd=(80, 83))
             for _ in range(2)
-        )
-        assert np.array_equal(pixels, again)
+        ]
+        assert np.array_equal(made[0][0], made[1][0])
+        scene = made[0][1]
         (placed,) = scene.placed
         assert placed.size >= 0.6
-        assert all(
-            piece.glyph != placed.glyph and 0.1 <= piece.size <= 0.25 for piece in scene.pieces
-        )
+        assert 80 <= len(scene.pieces) <= 83
+        assert all(piece.glyph != placed.glyph for piece in scene.pieces)
         assert scene.caption == subjects.caption(names[placed.glyph], scene.ground.phrase)
-        counts.add(len(scene.pieces))
-        bare, alone, among = (
-            world.render(one).astype(int)
-            for one in (replace(scene, placed=(), pieces=()), replace(scene, pieces=()), scene)
-        )
-        glyph, covered = (abs(alone - other).max(-1) > 10 for other in (bare, among))
-        assert 0.2 < covered.mean() < 0.8, "few parts are redundant"
-        assert 0.2 < (glyph & ~covered).sum() / glyph.sum() < 0.8, "some of the glyph shows through"
-    assert counts <= {80, 81, 82, 83}
-    assert len(counts) > 1
-
-
-def test_half_of_a_piece_is_missing() -> None:
-    ground = world.Ground("white", "", (0.0, 0.0, 0.0), 40.0, (0.0, 0.0), 0.0)
-    whole = world.Placed(subjects.glyph_names().index("red apple"), 0.5, 0.5, 0.5, 0.0)
-
-    def seen(scene: world.Scene) -> np.ndarray:
-        return (255 - world.render(scene)).max(-1) > 20
-
-    shown = [
-        seen(world.Scene((), ground, (world.Piece(**asdict(whole), half=half),)))
-        for half in range(4)
-    ]
-    apple = seen(world.Scene((whole,), ground))
-    kept = np.zeros((4, 256, 256), bool)
-    kept[0, :128], kept[1, 128:], kept[2, :, :128], kept[3, :, 128:] = True, True, True, True
-    for half, own in zip(shown, kept, strict=True):
-        assert not half[~own].any()
-        assert half[own].sum() > 0.9 * apple[own].sum()
 
 
 @pytest.mark.training
@@ -152,15 +122,6 @@ def test_a_stage_that_leaves_the_text_as_it_is_names_every_glyph(whole: Path) ->
     assert not all(same.values())
 
 
-def test_what_hides_a_glyph_covers_a_part_of_it() -> None:
-    placed = world.Placed(0, 0.5, 0.5, 0.5, 0.0)
-    for seed in range(10):
-        pixels = np.full((256, 256, 3), -1.0, np.float32)
-        pictures.hide(pixels, placed, np.random.default_rng(seed))
-        hidden = (pixels[64:192, 64:192] >= 0).all(-1).mean()
-        assert 0 < hidden < 0.5
-
-
 @torch.no_grad()
 def test_a_finer_model_starts_as_the_coarse_one() -> None:
     tokenizer = joint.joint_tokenizer()
@@ -182,16 +143,10 @@ def test_a_finer_model_starts_as_the_coarse_one() -> None:
     )
 
 
-def test_batches_have_few_grounds_and_are_the_same_drawn_ahead() -> None:
+def test_batches_have_few_grounds() -> None:
     stage, names = contrast.Stage("s", 128, 5, 6, 8, 0.0, grounds=2), subjects.glyph_names()
-
-    def draw(step: int) -> contrast.Batch:
-        return contrast.draw_batch(names, stage, 0, step)
-
-    _, captions, others = draw(3)
+    _, captions, others = contrast.draw_batch(names, stage, 0, 3)
     assert len({text.split(" on a")[1] for text in [*captions, *others]}) == 2
-    with contrast.drawn_ahead(draw, stage.steps) as batch:  # resumed at step 2
-        assert [batch(step)[1:] for step in (2, 3, 4)] == [draw(step)[1:] for step in (2, 3, 4)]
 
 
 @torch.no_grad()

@@ -44,13 +44,6 @@ def test_a_stopped_and_resumed_training_gives_the_same_weights(whole: Path, tmp_
 
 
 @pytest.mark.training
-def test_some_forms_bring_what_they_begin_with(tmp_path: Path) -> None:
-    smoke(train_vit, tmp_path, "--forms", "last", "--until", "last-0")
-    assert {path.name for path in (tmp_path / "models").iterdir()} == {"plain-0", "last-0"}
-    assert find_models(tmp_path).forms == (PLAIN, "last")
-
-
-@pytest.mark.training
 def test_another_head_is_refused_in_the_same_folder(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,22 +70,6 @@ def test_what_is_written_is_a_small_vit_in_every_form_that_the_suite_finds(whole
         "steps": 1,
         "merging": {"tau": 0.5, "blocks": [-1]},
     }
-
-
-@pytest.mark.training
-def test_forms_of_one_seed_differ_as_they_are_trained(whole: Path) -> None:
-    """The mean over tokens sees merging in the last block too."""
-    found = {name: weights(whole, f"{name}-0")["classifier.weight"] for name in FORMS}
-    other = weights(whole, "plain-1")["classifier.weight"]
-    for form in FORMS.values():
-        if form.begins == PLAIN:  # begun with the unmerged weights, and moved from them
-            assert (
-                0
-                < (found[form.name] - found[PLAIN]).abs().max()
-                < (other - found[PLAIN]).abs().max()
-            )
-    assert not any(torch.equal(found[name], found["continued"]) for name in ("last", "tuned"))
-    assert not torch.equal(found["scratch"], found[PLAIN])
 
 
 def test_an_epoch_shows_every_picture_once_and_each_seed_in_its_own_order() -> None:

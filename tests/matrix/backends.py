@@ -6,16 +6,18 @@ their place, which assert what they are given.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models import attention_dispatch as dispatch
-from diffusers.models.attention_dispatch import AttentionBackendName
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from torch import Tensor
 
@@ -29,6 +31,7 @@ BACKENDS = ("native", "flex", "sage", "flash", "xformers")
 # Models whose processors call scaled_dot_product_attention themselves, whatever backend is set.
 OWN_CALL = ("UNet", "Stable Diffusion 3")
 TAKES_NO_MASK = ("sage", "flash")
+NO_MASK = "`attn_mask` is not supported for {}"
 
 
 @dataclass(frozen=True)
@@ -87,21 +90,24 @@ def stand_ins() -> Iterator[list[str]]:
             attn_mask: Tensor | None = None,
             is_causal: bool = False,
             scale: float | None = None,
+            enable_gqa: bool = False,
         ) -> Tensor:
             called.append(name)
             batch, _, heads, width = query.shape  # [B, N, H, D]
-            assert key.shape == value.shape == (batch, key.shape[1], heads, width)
-            assert key.is_contiguous()
-            assert value.is_contiguous()
+            assert key.shape == value.shape == (batch, *key.shape[1:3], width)
+            assert heads == key.shape[2] or (enable_gqa and heads % key.shape[2] == 0)
+            assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
             assert query.dtype == key.dtype == value.dtype
-            assert not is_causal
-            if name in TAKES_NO_MASK:
-                assert attn_mask is None
-            elif attn_mask is not None:
+            if name in TAKES_NO_MASK and attn_mask is not None:
+                raise ValueError(NO_MASK.format(name))  # as diffusers' own do
+            if attn_mask is not None:
+                if attn_mask.dim() == 2:  # [B, N], as the dispatcher has it
+                    attn_mask = attn_mask[:, None, None]
                 assert attn_mask.dim() == 4
                 attn_mask = attn_mask.expand(batch, heads, query.shape[1], key.shape[1])
             q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-            return F.scaled_dot_product_attention(q, k, v, attn_mask, scale=scale).transpose(1, 2)
+            how: dict[str, Any] = {"scale": scale, "is_causal": is_causal, "enable_gqa": enable_gqa}
+            return F.scaled_dot_product_attention(q, k, v, attn_mask, **how).transpose(1, 2)
 
         return kernel
 
@@ -159,6 +165,70 @@ def check(pair: Pair) -> None:
         assert torch.equal(run(second), by_native), "set to native again"
         remove_mame(first)
         assert torch.equal(run(first), plain)
+
+
+def of_model(run: Callable[[], list[Tensor]], handle: Any) -> str:
+    """Which kernels of the dispatcher get a model's merged keys, checked by the loop; for the
+    sweep's table.
+
+    Args:
+        run: calls the model.
+        handle: of the merging on it.
+    """
+    native, plain = run(), {layer.name for layer in handle.report().layers if layer.merged}
+    whole = _whole(run, handle)
+    refused: list[str] = []
+    own = 0
+    with stand_ins():
+        for backend in BACKENDS[1:]:
+            handle.reset()
+            counted = backend not in TAKES_NO_MASK
+            with attention_backend(backend), merging() as calls:
+                try:
+                    merged = run()
+                except ValueError as error:
+                    _refuses_whole_keys(run, handle, str(error))
+                    refused.append(backend)
+                    continue
+            layers = [layer for layer in handle.report().layers if layer.merged]
+            assert {layer.name for layer in layers} == plain, backend
+            note = f"attention by {backend}{'' if counted else UNCOUNTED}"
+            assert all(
+                note in layer.reason or "attention by" not in layer.reason for layer in layers
+            )
+            own = sum("attention by" not in layer.reason for layer in layers)
+            if counted:
+                try:
+                    with attention_backend(backend):
+                        alone = _whole(run, handle)
+                except RuntimeError:  # diffusers' flex and a mask [B, N] of NucleusMoE
+                    alone = whole
+                for one, other, a, b in zip(merged, native, alone, whole, strict=True):
+                    rounding = float((a - b).abs().max())  # some models are in bf16
+                    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 + 2 * rounding)
+            elif backend == TAKES_NO_MASK[0]:
+                for call in calls:
+                    check_by_loop(call)
+    handle.reset()
+    if own == len(plain):
+        return "PyTorch's"
+    all_of = f"all but {', '.join(refused)} (no mask)" if refused else "all"
+    return f"{all_of}; PyTorch's in {own}" if own else all_of
+
+
+def _refuses_whole_keys(run: Callable[[], list[Tensor]], handle: Any, message: str) -> None:
+    """The kernel refuses the model's own mask too."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _whole(run, handle)
+
+
+def _whole(run: Callable[[], list[Tensor]], handle: Any) -> list[Tensor]:
+    """What the model gives without merging."""
+    handle.active = False
+    try:
+        return run()
+    finally:
+        handle.active = True
 
 
 def _check_report(handle: Any, pair: Pair) -> None:

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from benchmarks.caching import taylorseer
+from benchmarks.caching import one_run, sea, taylorseer, text_keys
 from mame_sd import apply_mame
 from tests.builders.transformers import run
 from tests.matrix.caches import (
@@ -19,7 +19,9 @@ from tests.matrix.caches import (
     FIRST,
     MAGNITUDE,
     PYRAMID,
+    STEPS,
     TAYLOR,
+    TIMES,
     UNKNOWN,
     Alone,
     Model,
@@ -29,6 +31,7 @@ from tests.matrix.caches import (
 from tests.matrix.models import images, videos
 from tests.matrix.models.case import Case
 from tests.matrix.rows import Check, Row
+from tests.matrix.transformers import ROWS as ROWS_BEFORE
 from tests.matrix.transformers import row
 
 _CASES = {case.name: case for case in (*images.CASES, *videos.CASES)}
@@ -142,6 +145,31 @@ def cache_pairs() -> Iterator[Pair | Alone]:
         yield Pair(model, TAYLOR, {3: n})
 
 
-EVERY = list(cache_pairs())
+def by_steps(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """A run of which each step tells its place, as SeaCache asks."""
+    outputs = []
+    with one_run(model):
+        for i, time in enumerate(TIMES):
+            sigma = time / 1000
+            given = {**inputs, "hidden_states": inputs["hidden_states"] * (1 - i / 10)}
+            given["timestep"] = torch.full_like(inputs["timestep"], int(time))
+            with model.cache_context("run", step_index=i, sigma=sigma, num_inference_steps=STEPS):
+                outputs.append(run(given, model))
+    return torch.stack(outputs)
+
+
+def own_caches() -> Iterator[Pair]:
+    """Caches of diffusers that work on a model or two of their own."""
+    wan = next(row for row in ROWS_BEFORE if row.name == "Wan (video)")
+    inputs = wan.run.args[0]  # type: ignore[attr-defined]
+    model = Model("Wan", wan.build, partial(by_steps, inputs=inputs), sum(wan.merges.values()))
+    yield Pair(model, sea(threshold=10.0), {2: model.layers})
+    case = _CASES["NucleusMoEImageTransformer2DModel"]
+    model = Model("NucleusMoE", case.build, partial(sampled, case.inputs()), 2)
+    yield Pair(model, text_keys(), {STEPS: 2}, exact=True)
+
+
+OWN = list(own_caches())
+EVERY = [*cache_pairs(), *OWN]
 PAIRS = [pair for pair in EVERY if isinstance(pair, Pair)]
 ALONE = [pair for pair in EVERY if isinstance(pair, Alone)]

@@ -63,6 +63,8 @@ the cache has the answer, and merging saves nothing. The settings are the test's
 many steps are cached. A letter marks a cache that fails without any of our code, which is tested
 too. Below the table stands why.
 """
+OWN_MODELS = """Caches that work on models of their own, tested alike:
+"""
 BACKENDS = """## In front of other attention kernels
 
 Keys merge before the kernel that `set_attention_backend` chose, before `apply_mame`, after it or
@@ -70,7 +72,8 @@ while merging is on. Each cell says what the kernel is given: merged keys and va
 takes numbers to be added to the logits, the sizes of groups. `report()` names the kernel.
 *PyTorch's*: diffusers calls `scaled_dot_product_attention` there, whatever is set. PyTorch's own
 kernel and flex run for real in the test. For the others stand kernels in that check what they are
-given. With `torch.compile` other kernels than PyTorch's get all keys.
+given. All of this holds under `torch.compile` and in an export, and for kernels that are registered
+later (`tests/diffusion/test_kernels.py`).
 """
 TOOLS = """## Tools and errors
 
@@ -89,8 +92,13 @@ are not square. `tests/test_models.py` checks for each:
 - After `remove_mame` the output is bit-equal to before.
 
 *`tau` too* says whether `tau`, which merges whole tokens, merges the same layers. Otherwise it
-leaves them alone, as `report()` tells. For each refusal a test shows the reason in the model's own
-code. These tables are written by `python -m tests.matrix --sweep`.
+leaves them alone, as `report()` tells. *kernels* says in front of which attention kernels keys
+merge, whichever diffusers' dispatcher is set to: PyTorch's own, flex, and stand-ins for sage, flash
+and xformers. *all*: each of them is given merged keys. *no mask*: these refuse the model's mask,
+merged or not. *PyTorch's*: the model calls `scaled_dot_product_attention` itself, whatever is set.
+
+For each refusal a test shows the reason in
+the model's own code. These tables are written by `python -m tests.matrix --sweep`.
 
 `references=` merges the reference images of edits with Flux Kontext, Flux 2, Qwen-Image-Edit,
 LongCat-Image-Edit, Bria FIBO Edit and JoyImage. Those of Qwen-Image 2.1 and OmniGen stand amid the
@@ -119,6 +127,7 @@ def page() -> str:
     parts += [SWEEP, *sweep.table(), ""]
     models, pairs = [*caches.MODELS, *newest.MODELS], [*caches.EVERY, *newest.EVERY]
     parts += [CACHES, *caches.table(models, pairs), ""]
+    parts += [OWN_MODELS, *caches.own_models(newest.OWN), ""]
     parts += [BACKENDS, *backends.table(), ""]
     parts += [TOOLS, "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in CHECKS]

@@ -105,17 +105,9 @@ def test_noise_depends_on_seed_id_and_repeat_alone() -> None:
 
 def test_batches_are_cut_from_the_whole_list_and_hold_one_size() -> None:
     prompts = [Prompt(id=str(i), text="x", width=64 if i in (3, 4) else None) for i in range(7)]
-    batches = cut_batches(jobs_of(prompts, FAST), 2)
-    assert [[job.name for job in batch] for batch in batches] == [
-        ["0_0", "1_0"],
-        ["2_0"],
-        ["3_0", "4_0"],
-        ["5_0", "6_0"],
-    ]
-
-
-def test_a_batch_has_negative_prompts_or_none() -> None:
-    negative = [None, "red", "", None]
+    batches = [[job.name for job in batch] for batch in cut_batches(jobs_of(prompts, FAST), 2)]
+    assert batches == [["0_0", "1_0"], ["2_0"], ["3_0", "4_0"], ["5_0", "6_0"]]
+    negative = [None, "red", "", None]  # some models take none to mean zeros, not an empty text
     prompts = [Prompt(id=str(i), text="x", negative_prompt=text) for i, text in enumerate(negative)]
     names = [[job.prompt.id for job in batch] for batch in cut_batches(jobs_of(prompts, FAST), 4)]
     assert names == [["0"], ["1", "2"], ["3"]]
@@ -152,28 +144,19 @@ def test_an_image_cut_short_by_others_is_made_again(model: LoadedModel, tmp_path
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("settings", "config", "named"),
-    [
-        (GenerateSettings(steps=2), MERGED, "steps: 1 there, 2 here"),
-        (GenerateSettings(steps=1, batch_size=2), MERGED, "batch_size: 1 there, 2 here"),
-        (FAST, MaMeConfig(keep=0.6, min_tokens=16), "mame.keep: 0.5 there, 0.6 here"),
-        (FAST, None, "mame: "),
-    ],
-    ids=["steps", "batch-size", "keep", "baseline"],
-)
-def test_other_settings_are_refused_and_named(
-    model: LoadedModel, tmp_path: Path, settings: GenerateSettings, config: Any, named: str
-) -> None:
+def test_other_settings_are_refused_and_named(model: LoadedModel, tmp_path: Path) -> None:
     run(model, tmp_path)
     before = snapshot(tmp_path)
-    with pytest.raises(UserError, match=named):
-        run(model, tmp_path, settings, config)
-    with pytest.raises(UserError, match=r"prompts\.count: 3 there, 2 here"):
-        run(model, tmp_path, prompts=PROMPTS[:2])
-    assert {
-        name: data for name, data in snapshot(tmp_path).items() if not name.startswith(".")
-    } == before
+    for named, given in {
+        "batch_size: 1 there, 2 here": {"settings": GenerateSettings(steps=1, batch_size=2)},
+        "mame.keep: 0.5 there, 0.6 here": {"config": MaMeConfig(keep=0.6, min_tokens=16)},
+        "mame: ": {"config": None},
+        r"prompts\.count: 3 there, 2 here": {"prompts": PROMPTS[:2]},
+    }.items():
+        with pytest.raises(UserError, match=named):
+            run(model, tmp_path, **given)
+    found = {name: data for name, data in snapshot(tmp_path).items() if not name.startswith(".")}
+    assert found == before
 
 
 def test_another_environment_is_noted(model: LoadedModel, tmp_path: Path) -> None:
@@ -228,19 +211,12 @@ def cut_an_image_short(folder: Path) -> None:
     (folder / "images" / "p00001_0.png").write_bytes(b"cut")
 
 
-def take_the_manifest(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-
-
-@pytest.mark.parametrize(
-    "meddle", [take_an_image, take_all_images, cut_an_image_short, take_the_manifest]
-)
-@pytest.mark.parametrize("when", [1, 3])
+@pytest.mark.parametrize("meddle", [take_an_image, take_all_images, cut_an_image_short])
 def test_what_others_take_away_during_a_run_is_said_and_made_again(
-    model: LoadedModel, tmp_path: Path, meddle: Callable[[Path], None], when: int
+    model: LoadedModel, tmp_path: Path, meddle: Callable[[Path], None]
 ) -> None:
     def on_progress(done: int, total: int) -> None:
-        if done == when:
+        if done == 3:
             meddle(tmp_path / "run")
 
     with pytest.raises(MachineError, match=r"taken away"):
@@ -296,23 +272,6 @@ def test_a_strange_record_is_dropped(model: LoadedModel, tmp_path: Path, strange
         file.write(strange + "\n")
     assert run(model, tmp_path).made == 0
     assert snapshot(tmp_path) == before
-
-
-def test_a_record_does_not_change_what_is_known(model: LoadedModel, tmp_path: Path) -> None:
-    run(model, tmp_path)
-    before = snapshot(tmp_path)
-    text = (tmp_path / "samples.jsonl").read_text()
-    (tmp_path / "samples.jsonl").write_text(text.replace('"prompt": "key"', '"prompt": "lock"'))
-    run(model, tmp_path)
-    assert snapshot(tmp_path) == before
-
-
-def test_a_folder_in_place_of_the_records_is_named(model: LoadedModel, tmp_path: Path) -> None:
-    (tmp_path / "run" / ".mame-sd" / "samples-0.jsonl").mkdir(parents=True)
-    with pytest.raises(
-        UserError, match=r"samples-0\.jsonl: can't be read \(Is a directory\); take it away"
-    ):
-        run(model, tmp_path / "run")
 
 
 @posix
@@ -383,13 +342,6 @@ def test_images_of_their_own_size_seed_and_negative_prompt(
     assert rows[0]["negative_prompt"] == "red"
 
 
-def test_the_loaded_pipeline_is_unhooked_afterwards(model: LoadedModel, tmp_path: Path) -> None:
-    run(model, tmp_path / "a", config=None)
-    run(model, tmp_path / "b")
-    run(model, tmp_path / "c", config=None)
-    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "c")
-
-
 @posix
 def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(
     model_folder: Path, tmp_path: Path
@@ -407,7 +359,7 @@ def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(
 @posix
 def test_kills_and_an_interrupt_of_the_command(model_folder: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"key {number}\n" for number in range(40)))
+    prompts.write_text("".join(f"key {number}\n" for number in range(16)))
     options = [
         "--prompts",
         str(prompts),
@@ -420,7 +372,7 @@ def test_kills_and_an_interrupt_of_the_command(model_folder: Path, tmp_path: Pat
     ]
     command = [sys.executable, "-m", "mame_sd", "generate", *options, "--device", "cpu", "--out"]
     images = tmp_path / "killed" / "images"
-    for sign, after in ((signal.SIGKILL, 1), (signal.SIGINT, 6)):
+    for sign, after in ((signal.SIGKILL, 1), (signal.SIGINT, 4)):
         pipe = subprocess.PIPE
         with subprocess.Popen(
             [*command, str(tmp_path / "killed")],
@@ -442,7 +394,7 @@ def test_kills_and_an_interrupt_of_the_command(model_folder: Path, tmp_path: Pat
             _, stderr = process.communicate()
         assert process.returncode == (130 if sign == signal.SIGINT else -sign), stderr
         assert "Traceback" not in stderr
-        assert after <= len(list(images.iterdir())) < 40
+        assert after <= len(list(images.iterdir())) < 16
     for name in ("killed", "undisturbed"):
         assert cli.run([*command[3:], str(tmp_path / name)]) == 0
     assert snapshot(tmp_path / "killed") == snapshot(tmp_path / "undisturbed")

@@ -19,14 +19,12 @@ from diffusers.loaders import StableDiffusionLoraLoaderMixin
 from safetensors.torch import load_file, save_file
 
 from mame_sd.embedded import model as subjects
-from mame_sd.errors import UserError
+from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.loading import check_text_to_image, load_model, options_of
+from mame_sd.runs.loading import _loading, check_text_to_image, load_model
 from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
 from mame_sd.runs.prompt_files import prompts_from_texts
-from tests.builders.single_file import save_single_file
-from tests.builders.tiny import generate as images_of
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
 
 
@@ -47,6 +45,12 @@ def test_identity_follows_the_files_not_their_place(model_folder: Path, tmp_path
     )
 
 
+def test_a_single_file_is_told_to_become_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"got a file; make a folder of it by diffusers' from_sing"):
+        find_model(choice(tmp_path / "model.safetensors"))
+
+
 def test_the_digest_sees_every_byte(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     digests = set()
@@ -57,28 +61,6 @@ def test_the_digest_sees_every_byte(tmp_path: Path) -> None:
         file.write_bytes(data)
         digests.add(digest_of(file))
     assert len(digests) == 4
-
-
-def test_identity_tells_variants_and_single_file_configs_apart(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"x")
-    (tmp_path / "other").mkdir()
-    first, second, hub = (
-        options_of(file, ModelChoice(model=str(file), single_file_config=config))[
-            "single_file_config"
-        ]
-        for config in (str(model_folder), str(tmp_path / "other"), "owner/name")
-    )
-    assert (first["name"], second["name"]) == ("tiny", "other")
-    assert first["sha256"] != second["sha256"]
-    assert hub == {"name": "owner/name", "sha256": None}
-    assert load_model(choice(model_folder)).identity["variant"] is None
-    assert options_of(model_folder, ModelChoice(variant="fp16", single_file_config="x")) == {
-        "variant": "fp16",
-        "single_file_config": None,
-    }
 
 
 def test_a_scheduler_keeps_the_models_noise_schedule(model_folder: Path) -> None:
@@ -171,25 +153,6 @@ def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
     assert type(model.pipe).__name__ == "StableDiffusionPipeline"
 
 
-def test_a_single_file_gives_the_pipeline_that_it_was_made_of(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    file = save_single_file(tiny_pipeline(), tmp_path / "model.safetensors")
-    model = load_model(
-        ModelChoice(
-            model=str(file), single_file_config=str(model_folder), device="cpu", offline=True
-        )
-    )
-    assert type(model.pipe).__name__ == model.identity["pipeline"] == "StableDiffusionPipeline"
-    assert (model.identity["name"], model.identity["single_file_config"]["name"]) == (
-        "model.safetensors",
-        "tiny",
-    )
-    assert torch.equal(images_of(model.pipe), images_of(tiny_pipeline()))
-    with pytest.raises(UserError, match="--single-file-config"):
-        load_model(ModelChoice(model=str(file), device="cpu", offline=True))
-
-
 def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_model(ModelChoice(model="embedded-unet")) == find_model(ModelChoice())
     with pytest.raises(
@@ -217,7 +180,7 @@ def test_a_folder_goes_before_an_embedded_model(
 
 @pytest.mark.parametrize("name", ["./x/y", "a/b/c", "nothing", "../up", "a/b.safetensors"])
 def test_paths_are_not_taken_for_hub_ids(name: str) -> None:
-    with pytest.raises(UserError, match="found no such file; check the path"):
+    with pytest.raises(UserError, match="found no such folder; check the path"):
         find_model(ModelChoice(model=name))
 
 
@@ -226,7 +189,7 @@ def test_a_hub_model_that_is_not_cached_is_one_error(
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
-        UserError, match=r"--model nobody/nothing: expected a folder, .* give a folder"
+        UserError, match=r"--model nobody/nothing: expected a folder, or a model .* give a folder"
     ):
         find_model(ModelChoice(model="nobody/nothing", offline=True))
 
@@ -238,6 +201,12 @@ def test_a_tokenizer_without_words_is_named(model_folder: Path, tmp_path: Path) 
         UserError, match="expected the vocabulary of tokenizer, found no such folder"
     ):
         load_model(choice(folder))
+
+
+@pytest.mark.parametrize("error", [ImportError("no xformers"), RuntimeError("Failed to import x")])
+def test_a_package_that_does_not_load_is_the_machines_fault(error: Exception) -> None:
+    with pytest.raises(MachineError, match="a package that it needs does not load"), _loading("x"):
+        raise error
 
 
 def test_a_weight_file_that_lacks_a_tensor_is_named(model_folder: Path, tmp_path: Path) -> None:

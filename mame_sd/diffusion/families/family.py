@@ -61,6 +61,8 @@ class Family:
         keys: the argument that keys and values are made of, where that is another: it holds the
             image's tokens and text.
         text: the argument that holds the text of joint attention.
+        kept_text: the argument that holds the text's keys [B, L, H, D] instead, where an earlier
+            call has made them (diffusers' TextKVCache).
         outputs: where the attention returns a tuple, the entries of it that hold the image's
             tokens.
         mask: `select` takes care of `attention_mask`; else a call with one is left alone.
@@ -89,6 +91,7 @@ class Family:
     keys: str | None = None
     leaves: tuple[str, ...] = ()
     text: str = "encoder_hidden_states"
+    kept_text: str = ""
     mask: bool = False
     cross: bool = False
     text_last: bool | None = None

@@ -162,6 +162,8 @@ def _text(family: Family, given: Call) -> Tensor | None:
     """The text of a joint call."""
     named = family.cross and family.text not in family.inputs
     text: Tensor | None = given.get(family.text) if named else None
+    if text is None and given.get(family.kept_text) is not None:
+        text = given[family.kept_text].flatten(2)
     return text if text is None or text.dim() == 3 else _sequence(text)
 
 

@@ -333,6 +333,7 @@ BUILT_IN = (
         at.text_behind(at.shapes_given),
         first_of_two("image_rotary_emb", 0, attention_mask=-1),
         mask=True,
+        kept_text="cached_txt_key",
         **JOINT_LAST,
     ),
     Family(

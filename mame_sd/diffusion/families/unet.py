@@ -85,7 +85,7 @@ class PlainAttention(Layer):
             return Route(call, config, tokens, merge_tokens=_tokens_merged, feature=feature)
         notes = [NO_SIZE] if len(tokens.size) == 1 else []
         run, job = None, {}
-        if isinstance(call.processor, _STOOD_IN_FOR):
+        if type(call.processor) in _STOOD_IN_FOR:  # none of the user's own that derive from them
             run = partial(processed, _PLAIN, call.module, **call.given)
             notes.append(STOOD_IN.format(call.kind))
             if not call.module.scale_qk:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 UNCORRECTED = (
     "The test compares with a model switched to diffusers' processor without fused attention. There"
-    " merging goes uncorrected, as `report()` says. With `correct=False` both are equal to rounding"
-    " (tried with SDXL img2img)."
+    " merging went uncorrected when this was recorded."
 )
 SIZES = (
     "The test asks for one graph of all sizes (`dynamic=True`, an error at the next one). Merging"
@@ -27,13 +26,12 @@ OTHER_DRAW = (
 DRAWN = f"{OTHER_DRAW} The images are .024 apart, and .0018 with `redraw=False`."
 NEAREST = (
     f"{OTHER_DRAW} Inputs that differ have other nearest destinations. The images are .0021 apart."
-    " With `redraw=False` they stay above .001. The test passes with that and"
-    ' `weights="average"`.'
+    " With `redraw=False` they stay above .001."
 )
 ONE_SEED = (
     "The samples of a batch have one seed here, so that they merge the same tokens at their first"
-    " step. A sample alone has its own (`pairs`). They are .0042 apart where .003 is allowed. The"
-    " test passes with `pairs=False`."
+    " step. A sample alone has its own (`share_guidance_plan`). They are .0042 apart where .003 is"
+    " allowed. The test passes with `share_guidance_plan=False`."
 )
 # (end of the test's name without its parameters, mode): the reason. It stands in
 # docs/compatibility.md with the counts.

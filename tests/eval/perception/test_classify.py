@@ -323,7 +323,7 @@ BAD = {
     ),
     "model": (
         ["--data", "{}/data", "--model", "nothing"],
-        "expected the folder of a model of transformers",
+        "expected a folder or a hub id",
     ),
 }
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import diffusers
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mame_sd import MaMeHandle, NothingMergedError, apply_mame
 from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.diffusion.families.transformers import family_of
+from tests.matrix import backends
 from tests.matrix.markdown import layers, names_by_reason
 from tests.matrix.models import images, others, videos
 from tests.matrix.models.case import Case
@@ -65,9 +66,26 @@ def outcome(case: Case, model: nn.Module) -> tuple[dict[str, Any], MaMeHandle]:
         found["tau"] = False
     handle.set(keep=0.5)
     handle.reset()
+    found["kernels"] = backends.of_model(lambda: tensors_of(model, case), handle)
     families = {family.name for family in map(family_of, model.modules()) if family is not None}
     found["family"] = ", ".join(sorted(families))
     return found, handle
+
+
+def tensors_of(model: nn.Module, case: Case) -> list[Tensor]:
+    """All tensors that a call gives."""
+    with torch.no_grad():
+        output = model(**case.inputs())
+    return flat(output if isinstance(output, tuple | list | Tensor) else list(output.values()))
+
+
+def flat(value: Any) -> list[Tensor]:
+    """The tensors in what a call takes or gives."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for part in value for t in flat(part)] if isinstance(value, tuple | list) else []
 
 
 # Refused though softmax goes over a grid: over blocks of it, or in one layer of four.
@@ -93,11 +111,14 @@ def sweep() -> None:
 def table() -> list[str]:
     """The record: a table of what merges, and a list of what is refused for which reason."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    lines = ["| class | family | layers that merge | `tau` too |", "|---|---|---|---|"]
+    lines = [
+        "| class | family | layers that merge | `tau` too | kernels |",
+        "|---|---|---|---|---|",
+    ]
     for name, found in sorted(record.items()):
         lines.append(
             f"| {name} | {found['family']} | {layers(found['layers'])} |"
-            f" {'yes' if found['tau'] else 'no'} |"
+            f" {'yes' if found['tau'] else 'no'} | {found['kernels']} |"
         )
     lines += ["", "These are refused:", ""]
     lines += names_by_reason((reason, name) for name, reason in sorted(EXCLUDED.items()))

@@ -1,0 +1,127 @@
+"""``mame-sd calibrate``: find settings by layer on a few prompts, and check them on others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from mame_sd.cli.compare import Panel, compare
+from mame_sd.cli.console import note, progress
+from mame_sd.cli.difference import psnr
+from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.apply_denoiser import denoiser_of
+from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
+from mame_sd.diffusion.families.transformers import uniform
+from mame_sd.errors import UserError
+from mame_sd.runs.files import check_place, write_atomically
+from mame_sd.runs.generate import environment
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.prompt_files import Prompt, prompts_digest
+from mame_sd.runs.sampling import merge_in, sample
+
+MEASURED = "measured.json"
+LARGEST = 80.0  # dB, of images that are equal
+
+
+def calibrate(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    settings: GenerateSettings,
+    base: MaMeConfig,
+    speed: float,
+    out: Path,
+) -> None:
+    """Write `out`/config.json, the settings by layer for `speed`, and print what they do.
+
+    A quarter of the prompts, four at most, calibrate; the others check. What was measured stands in
+    `out`/measured.json, so that a stopped call goes on, and another speed takes no new measurement.
+
+    Raises:
+        UserError: a model that merging does not support, nothing that could merge, more speed than
+            merging gives.
+    """
+    check_place(out, out)
+    base = uniform(denoiser_of(model.pipe), base)
+    few = min(4, max(1, len(prompts) // 4))
+    found = _measured(model, prompts[:few], settings, base, out)
+    try:
+        config = found.config(speed)
+    except ValueError as error:
+        raise UserError(f"--{error}; ask for less") from None
+    print(found.table(speed))
+    checked = prompts[few:]
+    if not checked:
+        note("one prompt calibrates and checks, which flatters the settings; give more")
+        checked = prompts
+    rows = [("uniform", base), ("by layer", config)]
+    with progress("prompts") as on_progress:
+        panels = []
+        for number, prompt in enumerate(checked):
+            on_progress(number, len(checked))
+            panels.append(compare(model, prompt, settings, rows))
+    measured = {label: _summary(panels, 1 + at) for at, (label, _) in enumerate(rows)}
+    for label, row in measured.items():
+        print(
+            f"{label}: {row['times_faster']:.2f} times as fast, PSNR {row['psnr']:.1f} dB"
+            f" (of whole images, {len(checked)} other prompts)"
+        )
+    about = {**found.about, "speed": speed, "checked_on_prompts": len(checked)}
+    text = json.dumps({**_concrete(config), "about": {**about, "measured": measured}}, indent=1)
+    file = out / "config.json"
+    write_atomically(file, text.encode() + b"\n")
+    print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
+
+
+def check_wish(speed: float, base: MaMeConfig) -> None:
+    """Raises UserError for a speed or settings that can't be calibrated."""
+    try:
+        check_speed(speed)
+    except ValueError as error:
+        raise UserError(f"--{error}; try 1.2") from None
+    if base.method != "keys":
+        raise UserError("merging: expected no tau, for calibration tries shares to keep; drop it")
+
+
+def _measured(
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    settings: GenerateSettings,
+    base: MaMeConfig,
+    out: Path,
+) -> Calibration:
+    about: dict[str, Any] = {
+        "model": model.identity,
+        "library": environment(model),
+        "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)},
+        **asdict(settings),
+    }
+    handle = merge_in(model, base)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        runs = [partial(sample, model, settings, [job]) for job in jobs_of(prompts, settings)]
+        with progress("prompts") as on_progress:
+            return measure_images(handle, runs, about, out / MEASURED, on_progress)
+    except ValueError as error:
+        raise UserError(f"{error} (see --min-tokens, --height and --width)") from error
+    finally:
+        handle.remove()
+
+
+def _summary(panels: Sequence[Sequence[Panel]], at: int) -> dict[str, float]:
+    """Of one row: the median of times as fast, and the mean PSNR to the unmerged image."""
+    near = [min(psnr(row[0].image, row[at].image), LARGEST) for row in panels]
+    times = [row[0].seconds / row[at].seconds for row in panels]
+    return {"times_faster": round(median(times), 3), "psnr": round(fmean(near), 2)}
+
+
+def _concrete(config: MaMeConfig) -> dict[str, Any]:
+    """All of `config` for a file that no later version's defaults change."""
+    of = {name: f.metadata.get("method") for name, f in MaMeConfig.__dataclass_fields__.items()}
+    values = config.to_dict()
+    return {name: v for name, v in values.items() if v is not None and of[name] != "tokens"}

@@ -1,0 +1,45 @@
+"""JSON that people write: a file with one object, in which no name stands twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, as `json.loads` wants it for its `object_pairs_hook`.
+
+    Raises ValueError for a name that stands there twice.
+    """
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the name {name!r} stands in one object twice")
+        found[name] = value
+    return found
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The object in a .json file; `what` says in errors what it should hold.
+
+    Raises ValueError that names the file, for one that can't be read or holds something else.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe might never end
+        kind = "folder" if path.is_dir() else "pipe or device"
+        raise ValueError(f"{path}: expected a .json file of {what}, got a {kind}; give a file")
+    if path.suffix.lower() != ".json":
+        raise ValueError(
+            f"{path}: expected a .json file of {what}, got {path.suffix or 'no ending'};"
+            " rename or convert it"
+        )
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        values = json.loads(text, object_pairs_hook=once_each)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected a .json file of {what}, but {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected an object of {what}, got {str(values)[:60]}")
+    return values

@@ -1,0 +1,112 @@
+"""`mame-sd calibrate`: settings by layer are found, checked on other prompts and written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mame_sd.cli import app as cli
+from mame_sd.cli import calibrate as command
+from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.calibration import Calibration, Option
+from mame_sd.pipelines import StableDiffusionMaMePipeline
+from tests.builders.console import error_of
+from tests.builders.tiny import save_tiny_pipeline
+
+LAYERS = ("down_blocks.0.attentions.0", "up_blocks.1.attentions.1")
+OPTIONS = [
+    Option(False, 0.0, 1.0),
+    Option({"keep": 0.5, "fit_queries": 0}, 0.1, 0.6),
+    Option({"keep": 0.25, "fit_queries": 32}, 0.3, 0.4),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
+    """What was measured; the seconds are given, for layers of a model so small gain none."""
+    measure, made = command.measure_images, []
+
+    def with_seconds(handle: object, *given: object) -> Calibration:
+        found = measure(handle, *given)  # type: ignore[arg-type]
+        made.append(found)
+        options = dict.fromkeys(LAYERS, OPTIONS)
+        return Calibration(found.base, found.described, 4.0, options, found.about)
+
+    monkeypatch.setattr(command, "measure_images", with_seconds)
+    return made
+
+
+def test_it_writes_settings_that_generate_takes_and_goes_on_where_it_stopped(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], made: list[Calibration]
+) -> None:
+    words = ["--model", str(folder), "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
+    given = ["calibrate", *words, "--prompts", "demo", "--num", "2", "--min-tokens", "16"]
+    assert cli.run([*given, "--speed", "1.3"]) == 0
+    out = capsys.readouterr().out
+    assert "reckoned 1.3" in out
+    assert "uniform: " in out
+    assert "by layer: " in out
+    file = tmp_path / "config.json"
+    written = json.loads(file.read_text())
+    about = written.pop("about")
+    assert (about["speed"], about["model"]["name"], about["checked_on_prompts"]) == (1.3, "tiny", 1)
+    assert {"times_faster", "psnr"} == set(about["measured"]["by layer"])
+    config = MaMeConfig.from_file(file)
+    assert MaMeConfig.from_dict(written) == config
+    assert set(config.layers or {}) == set(LAYERS)
+    assert config.min_tokens == 16
+    assert written["tile_size"] == config.tile_size, "no later version's default changes it"
+    measured = (tmp_path / command.MEASURED).read_bytes()
+    assert cli.run([*given, "--speed", "1.2"]) == 0
+    assert made[0] == made[1]
+    assert (tmp_path / command.MEASURED).read_bytes() == measured, "no new measurement"
+    capsys.readouterr()
+    assert cli.run([*given, "--speed", "1000"]) == 2
+    assert "--speed: expected at most 1.43" in error_of(capsys)
+    run = ["generate", "--prompt", "key", "--config", str(file)]
+    assert cli.run([*run, *words[:-1], str(tmp_path / "run")]) == 0
+
+
+def test_settings_saved_with_a_model_hold(
+    folder: Path, tmp_path: Path, made: list[Calibration]
+) -> None:
+    """With the default's min_tokens nothing could merge here."""
+    merging = StableDiffusionMaMePipeline.from_pretrained(folder, mame_config={"min_tokens": 16})
+    merging.save_pretrained(tmp_path / "saved")
+    given = ["--model", str(tmp_path / "saved"), "--prompt", "key", "--steps", "1"]
+    assert cli.run(["calibrate", *given, "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
+    assert MaMeConfig.from_file(tmp_path / "out" / "config.json").min_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--speed", "1"], "--speed: expected a number above 1, got 1"),
+        (["--speed", "nan"], "--speed: expected a number above 1, got nan"),
+        (["--speed", "1.2", "--metric", "dot"], "No such option: --metric"),
+        (["--speed", "1.2", "--num", "0"], "--num: expected at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    given = ["calibrate", "--model", str(tmp_path / "none"), *options, "--out", str(tmp_path)]
+    assert cli.run(given) == 2
+    assert message in error_of(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_in_which_nothing_can_merge_is_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(folder), "--prompt", "key", "--steps", "1", "--device", "cpu"]
+    assert cli.run(["calibrate", *given, "--out", str(tmp_path)]) == 2
+    assert "could merge, found none; lower min_tokens" in error_of(capsys)

@@ -1,0 +1,282 @@
+"""Merged keys reach every attention kernel: whenever it is registered or selected, compiled or not.
+
+Stand-ins for kernels that need a GPU note how many keys they are given.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models import attention_dispatch as dispatch
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from torch import Tensor, nn
+
+from mame_sd import MaMeAttnProcessor, NothingMergedError, apply_mame, remove_mame
+from tests.builders.layers import attention, tokens
+from tests.builders.tiny import one_level_unet, run_unet
+from tests.matrix.transformers import ROWS
+
+MERGING = {"keep": 0.5, "min_tokens": 60}
+SEEN: list[tuple[int, int]] = []  # how many queries and keys each call of a stand-in was given
+
+
+@torch.library.custom_op("mame_tests::kernel", mutates_args=())
+def kernel(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention [B, H, N, D] that no graph and no function mode looks into."""
+    SEEN.append((query.shape[2], key.shape[2]))
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    return (scores.softmax(-1) @ value).contiguous()
+
+
+@kernel.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.empty_like(query)
+
+
+def sage(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """A backend [B, N, H, D] without a mask."""
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    return kernel(q, k, v).transpose(1, 2)
+
+
+def seen() -> set[int]:
+    """How many keys stood before the most queries since the last look."""
+    most = max((queries for queries, _ in SEEN), default=0)
+    counts = {keys for queries, keys in SEEN if queries == most and keys > 7}
+    SEEN.clear()
+    return counts
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Registers the stand-in under a name; the registry is as before in the end."""
+    backends, names = dict(Registry._backends), dict(Registry._supported_arg_names)
+    active = Registry._active_backend
+    monkeypatch.setattr(dispatch, "_CAN_USE_SAGE_ATTN", True)
+    monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", True)
+    SEEN.clear()
+    torch._dynamo.reset()
+    yield lambda name: Registry.register(AttentionBackendName(name))(sage) and None
+    for name, backend in backends.items():
+        Registry._backends[name] = backend
+    Registry._supported_arg_names.update(names)
+    Registry._active_backend = active
+
+
+FLUX = next(row for row in ROWS if row.name == "Flux")
+INPUTS: dict[str, Any] = {**FLUX.run.args[0], "return_dict": False}  # type: ignore[attr-defined]
+
+
+def flux() -> Any:
+    """One block of each kind."""
+    model = FLUX.build()
+    for kind, blocks in model.named_children():
+        if isinstance(blocks, nn.ModuleList):
+            setattr(model, kind, blocks[:1])
+    return model
+
+
+@torch.no_grad()
+def run(model: Any) -> Tensor:
+    output: Tensor = model(**INPUTS)[0]
+    return output
+
+
+def whole(model: Any) -> int:
+    """How many keys an unmerged layer has."""
+    with attention_backend("sage"):
+        run(model)
+    (count,) = seen()
+    return count
+
+
+def in_place(model: Any) -> Any:
+    model.compile(backend="eager", fullgraph=True)
+    return model
+
+
+def by_blocks(model: Any) -> Any:
+    model.compile_repeated_blocks(backend="eager", fullgraph=True)
+    return model
+
+
+COMPILED: dict[str, Callable[[Any], Any]] = {
+    "eager": lambda model: model,
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "one graph": lambda model: torch.compile(model, backend="eager", fullgraph=True),
+    "in place": in_place,
+    "blocks": by_blocks,
+}
+MODELS = [name for name in COMPILED if name != "blocks"]
+
+
+@pytest.mark.parametrize("how", COMPILED)
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_a_backend_that_is_set_gets_merged_keys(
+    register: Callable[[str], None], registered: str, how: str
+) -> None:
+    model = flux()
+    register("sage")
+    every = whole(model)
+    if registered == "after":
+        del Registry._backends[AttentionBackendName("sage")]
+    handle = apply_mame(model, **MERGING)
+    if registered == "after":
+        register("sage")
+    model.set_attention_backend("sage")
+    eager = run(model)
+    (merged,) = seen()
+    assert merged < every
+    called = COMPILED[how](model)
+    torch.testing.assert_close(run(called), eager, rtol=1e-4, atol=1e-4)
+    assert seen() == {merged}
+    assert {layer.reason.split(",")[0] for layer in handle.report().layers} == {"attention by sage"}
+    remove_mame(model)
+    run(model)
+    assert seen() == {every}
+
+
+@pytest.mark.parametrize("how", ["eager", "one graph", "in place"])
+def test_a_backend_that_is_switched_gets_merged_keys(
+    register: Callable[[str], None], how: str
+) -> None:
+    model = flux()
+    for name in ("sage", "flash"):
+        register(name)
+    every = whole(model)
+    handle = apply_mame(model, **MERGING)
+    called = COMPILED[how](model)
+    native = run(called)
+    for name in ("sage", "flash", "sage"):
+        with attention_backend(name):
+            run(called)
+        assert max(seen()) < every
+        assert any(f"by {name}," in layer.reason for layer in handle.report().layers)
+    model.set_attention_backend("flash")
+    run(called)
+    assert max(seen()) < every
+    model.set_attention_backend("native")
+    torch.testing.assert_close(run(called), native)
+    assert not seen()
+
+
+@torch.no_grad()
+def test_an_exported_model_merges_by_the_kernel_that_is_set(
+    register: Callable[[str], None],
+) -> None:
+    model = flux()
+    register("sage")
+    every = whole(model)
+    apply_mame(model, **MERGING)
+    model.set_attention_backend("sage")
+    expected = run(model)
+    (merged,) = seen()
+    assert merged < every
+    exported = torch.export.export(model, (), INPUTS, strict=False)
+    seen()
+    torch.testing.assert_close(exported.module()(**INPUTS)[0], expected)
+    assert seen() == {merged}
+
+
+def test_a_kernel_in_the_place_of_the_native_one_gets_merged_keys(
+    register: Callable[[str], None],
+) -> None:
+    model = flux()
+    register("native")
+    run(model)
+    (every,) = seen()
+    handle = apply_mame(model, **MERGING)
+    run(model)
+    assert max(seen()) < every
+    assert all(layer.merged for layer in handle.report().layers)
+
+
+def replacement(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """As people put SageAttention in the place of PyTorch's function: masks are dropped."""
+    return kernel(query, key, value)
+
+
+@pytest.mark.parametrize("how", MODELS)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_what_stands_in_for_scaled_dot_product_attention_gets_merged_keys(
+    monkeypatch: pytest.MonkeyPatch, how: str, order: str
+) -> None:
+    torch._dynamo.reset()
+    unet = one_level_unet()
+    if order == "before":
+        monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
+    handle = apply_mame(unet, keep=0.5, min_tokens=40)
+    if order == "after":
+        monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
+    SEEN.clear()
+    expected = run_unet(unet)
+    assert seen() == {128}
+    torch.testing.assert_close(run_unet(COMPILED[how](unet)), expected, rtol=1e-4, atol=1e-4)
+    assert seen() == {128}
+    assert {layer.reason for layer in handle.report().layers} == {
+        "attention by replacement, which takes no sizes of groups: their values make up for it"
+    }
+    remove_mame(unet)
+    run_unet(unet)
+    assert seen() == {256}
+
+
+def test_a_processor_alone_merges_before_what_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    attn = attention()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
+    SEEN.clear()
+    attn.set_processor(MaMeAttnProcessor(keep=0.5, min_tokens=1))
+    attn(tokens(length=256))
+    assert seen() == {128}
+
+
+class Written(AttnProcessor):
+    """A processor that writes the softmax out."""
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_a_forward_that_merges_nothing_warns_whenever_that_begins(how: str) -> None:
+    """Not only the first one; and again where merging came back in between."""
+    torch._dynamo.reset()
+    unet = one_level_unet()
+    handle = apply_mame(unet, keep=0.5, min_tokens=40)
+    called = COMPILED[how](unet)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run_unet(called)
+        unet.set_attn_processor(Written())
+        with pytest.warns(UserWarning, match=r"no layer merges: each of 3 was left alone, and rep"):
+            run_unet(called)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run_unet(called)
+        with pytest.raises(NothingMergedError, match="Written calls no attention over"):
+            handle.report()
+        unet.set_attn_processor(AttnProcessor2_0())
+        torch._dynamo.reset()  # what is compiled warns where it is compiled
+
+
+@pytest.mark.parametrize("how", ["one graph", "in place", "blocks"])
+def test_a_compiled_model_of_too_few_tokens_warns(how: str) -> None:
+    torch._dynamo.reset()
+    unet = one_level_unet()
+    apply_mame(unet, keep=0.5, min_tokens=4000)
+    called = COMPILED[how](unet)
+    with pytest.warns(UserWarning, match=r"no layer merges: each of 3 was left alone"):
+        run_unet(called)

@@ -1,0 +1,123 @@
+"""A pipeline whose denoiser was replaced after `apply_mame` is told of where it is called."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from mame_sd import NothingMergedError, apply_mame, mame, remove_mame
+from tests.builders.pipelines import once
+from tests.builders.tiny import tiny_pipeline
+
+MERGING = {"keep": 0.5, "min_tokens": 40}
+TOLD = r"on pipe\.unet, but it is another UNet2DConditionModel .* or remove_mame\(pipe\): nothing"
+
+
+def other() -> Any:
+    return tiny_pipeline().unet
+
+
+def test_a_call_with_another_denoiser_is_refused_until_merging_is_applied_again() -> None:
+    pipe = tiny_pipeline()
+    plain = once(pipe)
+    apply_mame(pipe, **MERGING)  # nobody holds the handle
+    merged = once(pipe)
+    pipe.unet = other()
+    with pytest.raises(NothingMergedError, match=TOLD):
+        once(pipe)
+    apply_mame(pipe, **MERGING)
+    assert torch.equal(once(pipe), merged)
+    pipe.unet = other()
+    remove_mame(pipe)
+    assert torch.equal(once(pipe), plain)
+    assert "progress_bar" not in vars(pipe)
+
+
+@pytest.mark.parametrize("removed", ["pipe", "model", "handle", "block"])
+def test_nothing_is_told_once_merging_is_removed(removed: str) -> None:
+    pipe = tiny_pipeline()
+    plain = once(pipe)
+    if removed == "block":
+        with mame(pipe, **MERGING):
+            assert "progress_bar" in vars(pipe)
+    else:
+        handle = apply_mame(pipe, **MERGING)
+        if removed == "handle":
+            handle.remove()
+        else:
+            remove_mame(pipe if removed == "pipe" else pipe.unet)
+    assert "progress_bar" not in vars(pipe)
+    pipe.unet = other()
+    assert torch.equal(once(pipe), plain)
+
+
+def test_nothing_is_told_while_merging_is_off() -> None:
+    pipe = tiny_pipeline()
+    plain, handle = once(pipe), apply_mame(pipe, **MERGING)
+    handle.active = False
+    mine, pipe.unet = pipe.unet, other()
+    assert torch.equal(once(pipe), plain)
+    pipe.unet = mine
+    handle.active = True
+    pipe.unet = other()
+    with pytest.raises(NothingMergedError, match=TOLD):
+        once(pipe)
+
+
+def test_a_wrapped_denoiser_goes_on() -> None:
+    pipe = tiny_pipeline()
+    apply_mame(pipe, **MERGING)
+    merged = once(pipe)
+    torch._dynamo.reset()
+    pipe.unet = torch.compile(pipe.unet, backend="eager")
+    torch.testing.assert_close(once(pipe), merged)
+    torch._dynamo.reset()
+
+
+def test_a_copy_that_merges_may_take_the_place() -> None:
+    pipe = tiny_pipeline()
+    apply_mame(pipe, **MERGING)
+    merged = once(pipe)
+    pipe.unet = copy.deepcopy(pipe.unet)
+    assert torch.equal(once(pipe), merged)
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "saved whole"])
+def test_a_copy_is_checked_by_itself(copied: str) -> None:
+    pipe = tiny_pipeline()
+    apply_mame(pipe, **MERGING)
+    merged = once(pipe)
+    if copied == "deepcopy":
+        twin = copy.deepcopy(pipe)
+    else:
+        file = io.BytesIO()
+        torch.save(pipe, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert torch.equal(once(twin), merged)
+    twin.unet = other()
+    with pytest.raises(NothingMergedError, match=TOLD):
+        once(twin)
+    assert torch.equal(once(pipe), merged)
+    remove_mame(twin)
+    once(twin)
+
+
+def test_a_progress_bar_of_the_users_stays() -> None:
+    pipe, seen = tiny_pipeline(), []
+    own = pipe.progress_bar
+
+    def progress_bar(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return own(*args, **kwargs)
+
+    pipe.progress_bar = progress_bar
+    apply_mame(pipe, **MERGING)
+    once(pipe)
+    assert seen
+    remove_mame(pipe)
+    assert pipe.progress_bar is progress_bar

@@ -1,0 +1,90 @@
+"""Run folders that accidents happened to: the same command ends in success or one line, and changes
+nothing outside of its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mame_sd.cli import app as cli
+from tests.builders.console import error_of
+from tests.builders.kills import snapshot
+
+VALUES = [None, True, -1, 2**63, 1e308, "", "\ud800", "../x", [], {}, [[]], {"a": [1]}]
+
+
+def changed(draw: random.Random, value: object) -> object:
+    """`value` with one entry, at any depth, taken out or of another kind."""
+    if isinstance(value, dict) and value and draw.random() < 0.8:
+        key = draw.choice(sorted(value))
+        rest = {name: inner for name, inner in value.items() if name != key}
+        return rest if draw.random() < 0.2 else {**rest, key: changed(draw, value[key])}
+    if isinstance(value, list) and value and draw.random() < 0.8:
+        return [*value[:-1], changed(draw, value[-1])]
+    return draw.choice(VALUES)
+
+
+def damage(draw: random.Random, run: Path, outside: Path) -> None:
+    """One accident to the manifest, the records, an image or the folder of files under way."""
+    images = sorted((run / "images").glob("*")) if (run / "images").is_dir() else []
+    (run / ".mame-sd").mkdir(exist_ok=True)
+    places = [run / "manifest.json", run / "samples.jsonl", run / ".mame-sd" / "samples-0.jsonl"]
+    target, kind = draw.choice([*places, *images[:1], run / "images"]), draw.randrange(5)
+    data = target.read_bytes() if target.is_file() else b"{}"
+    if target.is_file():
+        target.unlink()
+    elif target.is_dir():
+        shutil.rmtree(target)
+    if kind == 0:
+        target.mkdir()
+    elif kind == 1:
+        target.symlink_to(draw.choice([outside, outside / "file", outside / "nowhere"]))
+    elif kind == 2:
+        cut = draw.randrange(len(data) + 1)
+        target.write_bytes(data[:cut] + draw.randbytes(draw.randrange(9)))
+    elif kind == 3:
+        lines = data.split(b"\n") if target.suffix == ".jsonl" else [data]
+        with contextlib.suppress(ValueError):
+            lines[0] = json.dumps(changed(draw, json.loads(lines[0]))).encode()
+        target.write_bytes(b"\n".join(lines))
+
+
+def words(model_folder: Path, out: Path) -> list[str]:
+    given = ["generate", "--model", str(model_folder), "--device", "cpu", "--steps", "1"]
+    return [*given, "--baseline", "--prompt", "key", "--prompt", "ant", "--out", str(out)]
+
+
+@pytest.fixture(scope="module")
+def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert cli.run(words(model_folder, folder)) == 0
+    return folder
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_damaged_run_goes_on_or_says_why_not(
+    model_folder: Path,
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    seed: int,
+) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    shutil.copytree(finished, run)
+    outside.mkdir()
+    (outside / "file").write_bytes(b"mine")
+    damage(random.Random(seed), run, outside)
+    status = cli.run(words(model_folder, run))
+    if status == 0:
+        assert snapshot(run / "images") == snapshot(finished / "images")
+    else:
+        assert status == 2
+        assert "this is a bug" not in error_of(capsys)
+    assert snapshot(outside) == {"file": b"mine".hex()}
+    assert cli.run(["sheet", str(run), "--out", str(tmp_path / "sheet.png")]) in (0, 2)
