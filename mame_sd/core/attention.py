@@ -115,8 +115,12 @@ def attention(
             f"q: expected queries of all {count} tokens or of the image's {count - before - after},"
             f" in a multiple of {k.shape[1]} heads, got {list(q.shape)}"
         )
+    mask = call.get("attn_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape[-1:] in ((1,), (count,))):
+        got = list(mask.shape) if isinstance(mask, Tensor) else repr(mask)
+        raise ValueError(f"attn_mask: expected a tensor that ends in 1 or {count} keys, got {got}")
     more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    if keep == 1:
+    if keep == 1 or not len(q):
         return kernel(q, k, v, attn_mask=call.get("attn_mask"), scale=call.get("scale"), **more)
     merged = merge_keys(q, k, v, [Grid(before, size, keep)], KeyMerging(**how), **call)
     return kernel(

@@ -235,6 +235,11 @@ def test_nothing_waits_for_the_device(masked: bool, monkeypatch: pytest.MonkeyPa
     assert len(seen.names) > 20
 
 
+def test_an_empty_batch_gives_an_empty_one() -> None:
+    q, k, v = (t[:0] for t in case())
+    assert attention(q, k, v, GRID, BEFORE, AFTER).shape == (0, *q.shape[1:3], v.shape[3])
+
+
 def test_errors_are_one_line() -> None:
     q, k, v = case()
     for call, message in (
@@ -260,6 +265,11 @@ def test_errors_are_one_line() -> None:
         (lambda: attention(q, k, v, (-6, -9), BEFORE, AFTER), "grid, before, after: expected"),
         (lambda: attention(q, k, v, (6.5, 9), BEFORE, AFTER), "grid, before, after: expected"),  # type: ignore[arg-type]
         (lambda: attention(q, k, v, GRID, -1, AFTER), "grid, before, after: expected"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=1), "attn_mask: expected"),
+        (
+            lambda: attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=torch.zeros(3, 3)),
+            r"attn_mask: expected a tensor that ends in 1 or 61 keys, got \[3, 3\]",
+        ),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             call()
