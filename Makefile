@@ -34,7 +34,7 @@ bench: $(READY)  ## speed and quality beside tomesd and simpler ways, short form
 	$(BIN)/python -m benchmarks.frontier --short --out out/bench/frontier
 
 score: $(READY)  ## how good the embedded model is, and what the default costs it
-	$(BIN)/python -m benchmarks.embedded
+	$(BIN)/mame-sd-eval benchmark --suite embedded --rows mame-default
 
 model: $(READY)  ## train the embedded model from nothing (hours)
 	$(BIN)/python -m scripts.training.train_unet --work out/train

@@ -1,4 +1,4 @@
-"""Speed and quality of merging beside its rivals: `python -m benchmarks.attention`, `.unet`,
+"""Speed and quality of merging beside its rivals: `python -m benchmarks.attention`, `.terrain`,
 `.frontier`.
 
 Every benchmark checks its methods before it times them, warms up, times them interleaved. It prints

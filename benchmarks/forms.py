@@ -63,16 +63,8 @@ def exact(q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
     return F.scaled_dot_product_attention(q, *draw.all(k, v))
 
 
-def mean_output(q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
-    return exact(q, k, v, grid, draw).mean(2, keepdim=True).expand_as(q)
-
-
 def even(q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
     return v.mean(2, keepdim=True).expand_as(q)
-
-
-def none(q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
-    return torch.zeros_like(q)
 
 
 def cells_of(grid: Grid, cell: Grid) -> tuple[Tensor, int]:
@@ -185,19 +177,12 @@ class Fit:
     """Values fitted to exact queries: v'' = v' + A^T (A A^T + lambda mean(diag) I)^-1 R.
 
     Attributes:
-        m: how many queries.
+        m: how many queries, drawn at random.
         lam: lambda.
-        kernel: add the kernel of attention's rows, A A^T.
-        w, s: weight and width of a Gaussian kernel of the queries beside it; w=0: none.
-        on: "drawn" queries, or those of a "grid".
     """
 
     m: int
     lam: float = 0.1
-    kernel: bool = True
-    w: float = 0.0
-    s: float = 0.25
-    on: str = "drawn"
 
 
 def attention_of(
@@ -206,56 +191,33 @@ def attention_of(
     v: Tensor,
     merged: tuple[Tensor, Tensor, Tensor | None],
     draw: Draw,
-    grid: Grid,
     fit: Fit | None = None,
-    corrected: Tensor | None = None,
 ) -> Tensor:
     """Attention of q over merged keys and values, fitted by `fit`.
 
     Args:
         merged: keys and values [B, H, K, D], and what is added to their logits [B, H, K].
-        corrected: Cov(v, k) that they lack [B, H, D, D], which is added to first order.
     """
     keys, values, bias = merged
     count, n = keys.shape[2], k.shape[2]
     keys, values = draw.all(keys, values)
     if bias is not None:
         bias = F.pad(bias, (0, keys.shape[2] - count))
-    scale = q.shape[-1] ** -0.5
-    extra: Tensor | float = 0.0
     if fit is not None:
-        if fit.on == "grid":
-            asked = torch.linspace(0, n - 1, fit.m).round().long()
-        else:
-            asked = torch.randperm(n, generator=draw.generator)[: fit.m]
-        some = q[:, :, asked]
+        some = q[:, :, torch.randperm(n, generator=draw.generator)[: fit.m]]
         truth = F.scaled_dot_product_attention(some, *draw.all(k, v)).float()
-        logits = some.float() @ keys.float().transpose(-1, -2) * scale
+        logits = some.float() @ keys.float().transpose(-1, -2) * q.shape[-1] ** -0.5
         rows = torch.softmax(logits if bias is None else logits + bias.unsqueeze(2), -1)
         residual = truth - rows @ values.float()
-        if corrected is not None:
-            residual = residual - scale * some.float() @ corrected
         rows = rows[..., :count]
         matrix = rows @ rows.transpose(-1, -2)
         mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-        system = matrix / mean if fit.kernel else torch.zeros_like(matrix)
-        if fit.w:
-            apart = torch.cdist(some.float(), some.float()).square()
-            width = 2 * fit.s * apart.flatten(-2).median(-1).values[..., None, None]
-            system = system + fit.w * torch.exp(-apart / width)
-        system = system + fit.lam * torch.eye(len(asked))
+        system = matrix / mean + fit.lam * torch.eye(some.shape[2])
         alpha = torch.cholesky_solve(residual, torch.linalg.cholesky(system))
-        if fit.kernel:
-            change = (rows.transpose(-1, -2) @ alpha / mean).to(values.dtype)
-            values = values + F.pad(change, (0, 0, 0, values.shape[2] - count))
-        if fit.w:
-            far = torch.cdist(q.float(), some.float()).square()
-            extra = fit.w * torch.exp(-far / width) @ alpha
-    if corrected is not None:
-        extra = extra + scale * q.float() @ corrected
+        change = (rows.transpose(-1, -2) @ alpha / mean).to(values.dtype)
+        values = values + F.pad(change, (0, 0, 0, values.shape[2] - count))
     mask = None if bias is None else bias.unsqueeze(2).to(q.dtype)
-    output = F.scaled_dot_product_attention(q, keys.to(q.dtype), values.to(q.dtype), mask)
-    return output if isinstance(extra, float) else (output.float() + extra).to(q.dtype)
+    return F.scaled_dot_product_attention(q, keys.to(q.dtype), values.to(q.dtype), mask)
 
 
 @dataclass(frozen=True)
@@ -266,52 +228,29 @@ class Picked:
         keep: share of the keys.
         places: "random", "cells" (one drawn of each), "first" (of each cell) or "second" (every
             1 / keep-th in reading order).
-        counted: the logits count each as often as it is the most similar one of others.
         fit: None for no fit.
     """
 
     keep: float
     places: str = "random"
-    counted: bool = False
     fit: Fit | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, draw: Draw) -> Tensor:
         n = k.shape[2]
-        bias = None
         if self.places == "first":
             of, count = cells_of(grid, cell_for(self.keep))
             at = torch.full((count,), n).scatter_reduce_(0, of, torch.arange(n), "amin")
         elif self.places == "second":
             at = torch.arange(0, n, round(1 / self.keep))
         else:
-            groups = planned(
-                concatenated(k) if self.counted else k[:, :1, :, :1],
-                grid,
-                self.keep,
-                draw,
-                tiles=0,
-                drawn="all" if self.places == "random" else "cells",
-            )
-            at = groups.places
-            bias = sizes(groups, k).log() if self.counted else None
-        merged = k[:, :, at], v[:, :, at], bias
-        return attention_of(q, k, v, merged, draw, grid, self.fit)
+            drawn = "all" if self.places == "random" else "cells"
+            at = planned(k[:, :1, :, :1], grid, self.keep, draw, tiles=0, drawn=drawn).places
+        return attention_of(q, k, v, (k[:, :, at], v[:, :, at], None), draw, self.fit)
 
 
 def concatenated(k: Tensor) -> Tensor:
     """All heads' keys of each token: [B, 1, N, H D]."""
     return k.transpose(1, 2).flatten(2).unsqueeze(1)
-
-
-def as_logits(q: Tensor, k: Tensor, draw: Draw, drawn: int = 64) -> Tensor:
-    """Keys whose squared distances are mean squares of the differences of `drawn` queries' logits:
-    k times a root of the queries' second moments, [B, H, N, D].
-    """
-    n = k.shape[2]
-    some = q[:, :, torch.randperm(n, generator=draw.generator)[:drawn]].float()
-    moments = some.transpose(-1, -2) @ some / drawn
-    least = 1e-3 * moments.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    return k.float() @ torch.linalg.cholesky(moments + least * torch.eye(k.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -321,27 +260,18 @@ class Merged:
     Attributes:
         keep: share of the keys.
         fit: None for no fit.
-        corrected: add what the means lack to first order (exact moments).
         counted: the logits count each mean as often as it stands for tokens.
-        by: "keys" of all heads, "pair" (those of all samples too: one plan), "heads" (a plan for
-            each), "logits" of 64 drawn queries (their mean squares over heads), "input" of the
-            layer, "means" of cells.
+        by: "keys" of all heads, or "means" of cells.
         tiles: side of the tiles in which tokens are compared; 0: all with all.
-        drawn: "cells" or "all".
-        cell: of the destinations; None: of the area 1 / keep. With larger ones the tokens that are
-            least similar to any destination stay as they are.
         near: "cosine" or "euclidean".
         alone: share of the kept that have no destination, but are the tokens least similar to any.
     """
 
     keep: float
     fit: Fit | None = None
-    corrected: bool = False
     counted: bool = True
     by: str = "keys"
     tiles: int = 16
-    drawn: str = "cells"
-    cell: Grid | None = None
     near: str = "euclidean"
     alone: float = 1 / 8
 
@@ -349,36 +279,13 @@ class Merged:
         if self.by == "means":
             groups = cells(grid, cell_for(self.keep))
         else:
-            metric: dict[str, Callable[[Tensor], Tensor]] = {
-                "keys": concatenated,
-                "pair": lambda k: concatenated(k.flatten(0, 1).unsqueeze(0)).expand(
-                    len(k), -1, -1, -1
-                ),
-                "heads": lambda k: k,
-                "logits": lambda k: concatenated(as_logits(q, k, draw)),
-                "input": lambda k: _input(draw),
-            }
             groups = planned(
-                metric[self.by](k),
-                grid,
-                self.keep,
-                draw,
-                self.tiles,
-                self.drawn,
-                self.cell,
-                self.near,
-                self.alone,
+                concatenated(k), grid, self.keep, draw, self.tiles, near=self.near, alone=self.alone
             )
         n = sizes(groups, k)
         keys, values = (sums(t, groups) / n.unsqueeze(-1) for t in (k, v))
-        lacking = None
-        if self.corrected:
-            every = k.float().transpose(-1, -2) @ v.float()  # [D, D'], to stand after q
-            kept = (n.unsqueeze(-1) * keys).transpose(-1, -2) @ values
-            lacking = (every - kept) / draw.all(k, v)[0].shape[2]
-        bias = n.log() if self.counted else None
-        merged = keys.to(k.dtype), values.to(v.dtype), bias
-        return attention_of(q, k, v, merged, draw, grid, self.fit, lacking)
+        merged = keys.to(k.dtype), values.to(v.dtype), n.log() if self.counted else None
+        return attention_of(q, k, v, merged, draw, self.fit)
 
 
 def _input(draw: Draw) -> Tensor:

@@ -1,23 +1,20 @@
 """What an image costs and what it loses: every setting and every rival on an embedded model.
 
-    python -m benchmarks.frontier  # 16 prompts, 10 steps; run again to continue
+    python -m benchmarks.frontier  # 16 prompts, 10 steps, every rival; run again to continue
     python -m benchmarks.frontier --short  # 4 prompts, a few settings: minutes
-    python -m benchmarks.frontier --rivals --num 64              # every rival, and ours beside them
     # on prompts that no default was chosen on:
-    python -m benchmarks.frontier --rivals --num 64 --held-out
+    python -m benchmarks.frontier --num 64 --held-out
     # where nothing but attention mixes space:
-    python -m benchmarks.frontier --model transformer --rivals
-    # what calibration found:
-    python -m benchmarks.frontier --only default --settings out/calibrate/config.json
+    python -m benchmarks.frontier --model transformer --only default "one step fewer"
     python -m benchmarks.frontier --device cuda --num 64 --steps 25
 
 LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and
 seed. Retrieval is the share of images whose nearest subject is the prompted one. Times are of the
 denoiser alone, over a whole run of `--steps` steps. Each method's stands beside the unmerged
-model's in the same minute, all methods of a command in turns. Writes frontier.md and frontier.png
-into --out. They show every point measured there with the same prompts, steps and rounds on this
-machine. A line says whether the model can tell methods apart at all. Files in its points make it
-resumable. Delete a row's .json to time it again, and its .npz too to make its images again.
+model's in the same minute, all methods of a command in turns. Writes frontier.md into --out: every
+point measured there with the same prompts, steps and rounds on this machine. A line says whether
+the model can tell methods apart at all. Files in its points make it resumable. Delete a row's .json
+to time it again, and its .npz too to make its images again.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks import methods
-from benchmarks.frontier_report import Point, markdown, plot, verdict
+from benchmarks.frontier_report import Point, markdown, verdict
 from benchmarks.generation import AttentionWork, clocked, generate, load
 from benchmarks.instruments import INSTRUMENTS
 from benchmarks.methods import Method
@@ -76,7 +72,6 @@ class Frontier:
         steps: int,
         rounds: int,
         now: Callable[[], float] = time.perf_counter,
-        size: int | None = None,
     ) -> None:
         self.out, self.model, self.prompts, self.steps, self.rounds = (
             out,
@@ -93,8 +88,6 @@ class Frontier:
             "model": model.identity["sha256"],
             "guidance": model.guidance,
         }
-        self._size: dict[str, Any] = {} if size is None else {"height": size, "width": size}
-        about.update(self._size)
         self._threads: dict[str, Any] = {
             "threads": torch.get_num_threads()
         }  # decide times, not images
@@ -302,9 +295,8 @@ class Frontier:
     def _size_of(self, method: Method) -> dict[str, Any]:
         """Height and width of a method's images, where these are not the model's own."""
         if method.side == 1:
-            return self._size
-        own = self._size.get("height") or 256
-        side = round(own * method.side / 16) * 16
+            return {}
+        side = round(256 * method.side / 16) * 16
         return {"height": side, "width": side}
 
     def _figures(self, name: str, method: Method) -> Path:
@@ -339,18 +331,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default out/frontier, out/frontier-transformer")
     parser.add_argument("--short", action="store_true", help="4 prompts, 6 steps, a few settings")
     parser.add_argument(
-        "--rivals", action="store_true", help="every rival, and our settings over the same speeds"
-    )
-    parser.add_argument(
         "--held-out",
         action="store_true",
         help="other prompts than those that defaults were chosen on",
     )
     parser.add_argument("--num", type=int, help="prompts (default 16)")
-    parser.add_argument("--first", type=int, help="of these prompts the first alone (default all)")
     parser.add_argument("--steps", type=int, help="denoising steps (default 10)")
-    parser.add_argument("--guidance", type=float, help="guidance scale (default the model's own)")
-    parser.add_argument("--size", type=int, help="of images in pixels (default the model's own)")
     parser.add_argument(
         "--rounds", type=int, default=5, help="timed runs of each method (default 5)"
     )
@@ -365,66 +351,38 @@ def main() -> None:
         nargs="+",
         help="measure these settings alone; rows measured before stay",
     )
-    parser.add_argument(
-        "--settings",
-        metavar="FILE",
-        nargs="+",
-        type=Path,
-        default=[],
-        help="rows of these files of settings too",
-    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="default float32, float16 on cuda",
     )
-    parser.add_argument(
-        "--images",
-        action="store_true",
-        help="make the images only; the next run takes figures and times",
-    )
     args = parser.parse_args()
     on = INSTRUMENTS[args.model]
     out = args.out or Path("out/frontier" if args.model == "unet" else f"out/frontier-{args.model}")
-    chosen = on.rivals if args.rivals else on.short if args.short else on.methods
+    chosen = on.short if args.short else on.methods
     for name in args.only or ():
         if name not in on.methods:
             parser.error(f"--only: expected a setting of benchmarks/methods.py, got {name!r}")
     if args.only:
         chosen = {name: on.methods[name] for name in args.only}
-    try:
-        files = methods.of_files(args.settings)
-    except ValueError as error:
-        parser.error(f"--settings: {error}")
-    chosen, every = {**chosen, **files}, {**on.methods, **files}
     num, steps = args.num or (4 if args.short else 16), args.steps or (6 if args.short else 10)
     device = torch.device(args.device)
     dtype = args.dtype or ("float32" if device.type == "cpu" else "float16")
     model = load(device, getattr(torch, dtype), on.model)
-    if args.guidance is not None:
-        model = replace(model, guidance=args.guidance)
-    prompts = on.prompts(num, args.held_out)[: args.first]
+    prompts = on.prompts(num, args.held_out)
     lpips = load_lpips(device=str(device))
     now = time.process_time if args.cpu_seconds else time.perf_counter
-    frontier = Frontier(
-        out, model, lpips, on.truth.retrieved, prompts, steps, args.rounds, now, args.size
-    )
-    if args.images:
-        frontier.images(chosen)
-        return
-    points = frontier.points(chosen, every)
+    frontier = Frontier(out, model, lpips, on.truth.retrieved, prompts, steps, args.rounds, now)
+    points = frontier.points(chosen, on.methods)
     sensitive = sensitivity(points, methods.MEAN_ATTENTION, on.tomesd)
     text = f"{markdown(points)}\n{sensitive}\n"
     write_atomically(out / "frontier.md", text.encode())
-    plot(points, out / "frontier.png")
     print(text)
     about = {
         "model": on.model,
         "num": num,
         "steps": steps,
-        "guidance": model.guidance,
-        "size": args.size,
         "dtype": dtype,
         "machine": machine(device),
         "verdict": verdict(points),

@@ -1,14 +1,12 @@
-"""The frontier as a table, a plot and a verdict on every rival."""
+"""The frontier as a table, and a verdict on every rival."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from benchmarks.methods import FLOOR, OURS
 
 Point = dict[str, Any]
-FEW = 16  # points that all have room for a name
 APART = 0.05  # how far the unmerged model may be from its own speed
 
 
@@ -92,55 +90,3 @@ def verdict(points: list[Point]) -> dict[str, dict[str, str | None]]:
             "faster": max(faster, key=lambda p: p["times_faster"])["name"] if faster else None,
         }
     return found
-
-
-def plot(points: list[Point], path: Path) -> None:
-    """LPIPS (on a logarithmic scale) over UNet time and over attention work, one colour a family,
-    as a .png.
-
-    Over time a line joins the points that nothing beats in both; they, tomesd and the default are
-    named, or all where they are few.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 1, figsize=(10, 12), layout="constrained")
-    shown = [p for p in points if p["lpips"] > 0]
-    named = {p["name"] for p in on_frontier(points) if p["family"] == OURS} | {
-        "default",
-        "tomesd 0.25",
-        "tomesd 0.5",
-    }
-    if len(shown) <= FEW:
-        named = {p["name"] for p in shown}
-    for ax, key, label in (
-        (axes[0], "times_faster", "denoiser, times as fast as unmerged"),
-        (axes[1], "work", "self-attention work, share of the unmerged"),
-    ):
-        for family in dict.fromkeys(p["family"] for p in shown):
-            group = [p for p in shown if p["family"] == family]
-            ax.scatter([p[key] for p in group], [p["lpips"] for p in group], label=family, s=28)
-        ax.set_yscale("log")
-        ax.set_xlabel(label)
-        ax.set_ylabel("LPIPS to the unmerged image")
-        ax.grid(alpha=0.3)
-    line = sorted((p for p in on_frontier(points) if p in shown), key=lambda p: p["times_faster"])
-    axes[0].plot(
-        [p["times_faster"] for p in line], [p["lpips"] for p in line], color="0.6", lw=1, zorder=0
-    )
-    style: dict[str, Any] = {
-        "fontsize": 7,
-        "textcoords": "offset points",
-        "rotation": -25,
-        "rotation_mode": "anchor",
-    }
-    for point in (p for p in shown if p["name"] in named):
-        axes[0].annotate(
-            point["name"], (point["times_faster"], point["lpips"]), xytext=(5, -3), **style
-        )
-    axes[0].margins(x=0.13)  # room for the names
-    axes[0].legend(loc="lower right")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)

@@ -4,7 +4,6 @@ put on them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import unets
-from benchmarks.tomesd import tomesd_on
 from mame_sd import mame
+from mame_sd.eval.benchmark.tomesd import tomesd_on
 
 On = Callable[[Any], AbstractContextManager[Any]]
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -34,9 +33,7 @@ class Shape:
         size: (h, w) of an image's tokens or (t, h, w) of a video's.
         text: tokens of text.
         inputs: makes a call's arguments, but for what all have.
-        block: path of the block; `layer` that of its self-attention in it.
         width: configuration that follows from the width of a token.
-        about: for the table.
     """
 
     model: str
@@ -46,14 +43,7 @@ class Shape:
     size: tuple[int, ...]
     text: int
     inputs: Callable[[Shape], dict[str, Any]]
-    block: str = "transformer_blocks.0"
-    layer: str = "attn"
     width: Callable[[int], dict[str, Any]] = lambda width: {}
-    about: str = ""
-
-    @property
-    def tokens(self) -> int:
-        return math.prod(self.size)
 
     @property
     def dim(self) -> int:
@@ -128,7 +118,6 @@ _SD35 = Shape(
     333,
     _sd3,
     width=lambda width: {"caption_projection_dim": width},
-    about="Stable Diffusion 3.5 large at 1024 px",
 )
 _AXES = (16, 56, 56)  # rotary positions of heads of 128
 SHAPES = {
@@ -140,7 +129,6 @@ SHAPES = {
         (64, 64),
         512,
         _flux,
-        about="FLUX.1 at 1024 px, double block",
     ),
     "sd3.5-large": _SD35,
     "wan": Shape(
@@ -151,9 +139,6 @@ SHAPES = {
         (21, 30, 52),
         512,
         _wan,
-        "blocks.0",
-        "attn1",
-        about="Wan 2.1 1.3B, 480p",
     ),
 }
 
@@ -208,7 +193,6 @@ class Case:
         return (), named, known
 
 
-_SD35 = SHAPES["sd3.5-large"]
 _FLUX = SHAPES["flux"]
 _WAN = SHAPES["wan"]
 

@@ -19,15 +19,13 @@ class Instrument:
     Attributes:
         model: as ``--model`` takes it.
         truth: what its prompts should look like.
-        methods, rivals, short: what is measured on it, by name: all, those of ``--rivals``, those
-            of ``--short``.
+        methods, short: what is measured on it, by name: all, and what ``--short`` takes.
         tomesd: the row that sensitivity is asked of.
     """
 
     model: str
     truth: Truth
     methods: Mapping[str, Method]
-    rivals: Mapping[str, Method]
     short: Mapping[str, Method]
     tomesd: str
 
@@ -47,7 +45,6 @@ INSTRUMENTS = {
     "unet": Instrument(
         "embedded-unet",
         TRUTHS["unet"],
-        {**methods.FULL, **methods.TOMESD},
         {**methods.RIVALS, **methods.TOMESD},
         methods.SHORT,
         "tomesd 0.5",
@@ -55,7 +52,6 @@ INSTRUMENTS = {
     "transformer": Instrument(
         "embedded-transformer",
         TRUTHS["transformer"],
-        methods.FULL,
         methods.RIVALS,
         methods.SHORT,
         "tau 0.8",

@@ -4,15 +4,14 @@ denoiser.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.tomesd import tomesd_on
 from mame_sd import MaMeConfig, mame
+from mame_sd.eval.benchmark.tomesd import tomesd_on
 from mame_sd.eval.rivals.layers import MakePlan, rival_on
 from mame_sd.eval.rivals.plans import constant, means, random_cells, random_keys, strided, todo
 from mame_sd.eval.rivals.toma import ToMA
@@ -52,35 +51,14 @@ def ours(**fields: Any) -> Method:
     return Method(OURS, settings_of(config), lambda denoiser: mame(denoiser, config))
 
 
-def of_files(files: Iterable[Path]) -> dict[str, Method]:
-    """A row for each file of settings, by the file's name without its ending.
-
-    Raises:
-        ValueError: a file that can't be read or used, or two of one name.
-    """
-    rows: dict[str, Method] = {}
-    for file in files:
-        if file.stem in rows:
-            raise ValueError(
-                f"expected files of different names, got two of {file.stem!r}; rename one"
-            )
-        config = MaMeConfig.from_file(file)
-        rows[file.stem] = Method(OURS, settings_of(config), partial(_with_config, config))
-    return rows
-
-
-def _with_config(config: MaMeConfig, denoiser: Any) -> AbstractContextManager[Any]:
-    return mame(denoiser, config)
-
-
 def settings_of(config: MaMeConfig) -> dict[str, Any]:
     """What decides a measurement with `config`."""
     return {name: value for name, value in config.to_dict().items() if value is not None}
 
 
-def tomesd(ratio: float, max_downsample: int = 1, **more: Any) -> Method:
-    settings = {"ratio": ratio, "max_downsample": max_downsample, **more}
-    return Method("tomesd", settings, lambda unet: tomesd_on(unet, **settings))
+def tomesd(ratio: float) -> Method:
+    settings = {"ratio": ratio, "max_downsample": 1}
+    return Method("tomesd", settings, lambda unet: tomesd_on(unet, ratio))
 
 
 def rival(
@@ -143,21 +121,10 @@ RANGE = {
     **{f"keep {keep}": ours(keep=keep) for keep in KEEPS},
     **{f"keep {keep}, not fitted": ours(keep=keep, fit_queries=0) for keep in KEEPS},
 }
-VARIANTS = {
-    **{
-        f"keep {keep}, {queries} queries": ours(keep=keep, fit_queries=queries)
-        for keep in (0.5, 0.25, 0.125)
-        for queries in (16, 32, 64, 128, 256)
-    },
-    **{f"keep 0.25, tiles of {side}": ours(keep=0.25, tile_size=side) for side in (4, 8, 0)},
-    "keep 0.25, one draw": ours(keep=0.25, redraw=False),
-    "keep 0.25, halves apart": ours(keep=0.25, share_guidance_plan=False),
-}
 RIVALS = {**RANGE, **NOTHING_CLEVER, **PUBLISHED, **FLOORS}
 TOMESD = {f"tomesd {ratio}": tomesd(ratio) for ratio in (0.25, 0.5)}
-FULL = {**RIVALS, **VARIANTS}
 SHORT = {
-    name: FULL[name]
+    name: RIVALS[name]
     for name in (
         "keep 0.25",
         "keep 0.125",

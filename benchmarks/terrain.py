@@ -39,7 +39,6 @@ from mame_sd.eval.networks.terrain import (
 
 On = Callable[[Terrain, int], AbstractContextManager[object]]  # (model, seed of the draw)
 SHARES = {"1/2": 1 / 2, "1/4": 1 / 4, "1/8": 1 / 8, "1/16": 1 / 16}
-G = partial(Fit, w=0.3, s=0.25)  # with the Gaussian kernel beside it
 
 
 @contextmanager
@@ -69,18 +68,14 @@ def rows() -> dict[str, On]:
         "unmerged": forms.exact,
         "unmerged, fp16": InDtype(forms.exact, torch.float16),
         "unmerged, bf16": InDtype(forms.exact, torch.bfloat16),
-        "output replaced by its mean over the queries": forms.mean_output,
         "even attention": forms.even,
-        "no attention": forms.none,
         "every second key": Picked(1 / 2, "second"),
         "ToDo: first of each 2 x 2": Picked(1 / 4, "first"),
         "tomesd's form .5": Tomesd(1 / 2),
-        "tomesd's form .25": Tomesd(1 / 4),
     }
     for name, keep in SHARES.items():
         found |= {
             f"{name} random keys": Picked(keep),
-            f"{name} random keys, counted": Picked(keep, counted=True),
             f"{name} random keys, fit 64": Picked(keep, fit=Fit(64)),
             f"{name} one of each cell": Picked(keep, "cells"),
             f"{name} means of cells": Merged(keep, by="means"),
@@ -88,50 +83,16 @@ def rows() -> dict[str, On]:
             f"{name} plan": Merged(keep),
             f"{name} plan, fit 64": Merged(keep, Fit(64)),
             f"{name} plan, fit 128": Merged(keep, Fit(128)),
-            f"{name} plan, fit 64, Gaussian .25 .3": Merged(keep, G(64)),
-        }
-    for name, keep in (("1/4", 1 / 4), ("1/8", 1 / 8)):
-        fit = Fit(64)
-        found |= {
-            f"{name} plan, by cosine, none alone": Merged(keep, near="cosine", alone=0),
+            f"{name} plan, not counted, fit 64": Merged(keep, Fit(64), counted=False),
+            f"{name} plan, none alone, fit 64": Merged(keep, Fit(64), alone=0),
             f"{name} plan, by cosine, none alone, fit 64": Merged(
-                keep, fit, near="cosine", alone=0
+                keep, Fit(64), near="cosine", alone=0
             ),
-            f"{name} plan, by cosine, fit 64": Merged(keep, fit, near="cosine"),
-            f"{name} plan, none alone, fit 64": Merged(keep, fit, alone=0),
-            f"{name} plan, .25 alone, fit 64": Merged(keep, fit, alone=0.25),
-            f"{name} plan, .5 alone, fit 64": Merged(keep, fit, alone=0.5),
-            f"{name} plan, not counted": Merged(keep, counted=False),
-            f"{name} plan, not counted, fit 64": Merged(keep, fit, counted=False),
-            f"{name} plan, corrected": Merged(keep, corrected=True),
-            f"{name} plan, corrected, fit 64": Merged(keep, fit, corrected=True),
-            **{f"{name} plan, fit {m}": Merged(keep, Fit(m)) for m in (16, 32, 256)},
-            f"{name} plan, fit 128, Gaussian .25 .3": Merged(keep, G(128)),
-            **{
-                f"{name} plan, fit 64, lambda {lam:g}": Merged(keep, Fit(64, lam))
-                for lam in (0.01, 0.3, 1)
-            },
-            **{
-                f"{name} plan, fit 64, Gaussian {s:g} {w:g}": Merged(keep, Fit(64, w=w, s=s))
-                for s, w in ((0.1, 0.3), (0.5, 0.3), (0.25, 1.0))
-            },
-            f"{name} plan, Gaussian alone .25": Merged(keep, Fit(64, kernel=False, w=1, s=0.25)),
-            f"{name} plan, fit 64, whole": Merged(keep, fit, tiles=0),
-            f"{name} plan, fit 64, destinations of all": Merged(keep, fit, tiles=0, drawn="all"),
-            f"{name} plan, fit 64, by the input": Merged(keep, fit, by="input"),
-            f"{name} plan, fit 64, by logits": Merged(keep, fit, by="logits"),
-            f"{name} plan, fit 64, each head its own": Merged(keep, fit, by="heads"),
-            f"{name} plan, fit 64, queries of a grid": Merged(keep, Fit(64, on="grid")),
-            f"{name} plan, fit 64, fp16": InDtype(Merged(keep, fit), torch.float16),
-            f"{name} plan, fit 64, bf16": InDtype(Merged(keep, fit), torch.bfloat16),
         }
-    found["1/16 plan, fit 128: m larger than K"] = Merged(1 / 16, Fit(128))
     made: dict[str, On] = {name: partial(attended, form) for name, form in found.items()}
     for name, keep in SHARES.items():
         made[f"{name} keep= of the library"] = partial(library, keep=keep)
-    made["3/8 keep= of the library"] = partial(library, keep=0.375)
-    for tau in (0.8, 0.7):
-        made[f"the paper's form, tau {tau}"] = partial(library, tau=tau)
+    made["the paper's form, tau 0.8"] = partial(library, tau=0.8)
     return made
 
 

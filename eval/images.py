@@ -8,7 +8,6 @@ Pixels are turned as EXIF says, as viewers do; `turned` tells of how many files.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import warnings
 from collections.abc import Iterable, Sequence
@@ -179,10 +178,3 @@ def check_pair(a: Tensor, b: Tensor) -> None:
 def to_double(x: Tensor) -> Tensor:
     """`x` in float64, on its own device if that has float64 (Apple's has not), else on the CPU."""
     return x.cpu().double() if x.device.type == "mps" else x.double()
-
-
-def image_hash(image: np.ndarray) -> str:
-    """sha256 of an image's size and pixels, whatever file held them."""
-    return hashlib.sha256(
-        repr(image.shape).encode() + np.ascontiguousarray(image).tobytes()
-    ).hexdigest()

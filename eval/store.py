@@ -1,58 +1,98 @@
-"""Files of JSON lines that a stopped run goes on from: a head that says what the lines are of, then
-what was made.
+"""The one kind of file that a stopped measurement goes on from: JSON lines, a head that says what
+they are of, then what was measured, each line as soon as it is there.
 
-A head of another version, or a file that is none of ours, is refused: it is not ours to overwrite.
-Lines of other settings are left aside, and written over.
+A file that is none of ours, or of another version, is refused: it is not ours to overwrite. A line
+that was cut off where a run was stopped is left out.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError
-from mame_sd.runs.files import write_atomically
+from mame_sd.runs.files import write_atomically, writing
+
+Lines = dict[tuple[Any, ...], dict[str, Any]]
 
 
-def read_lines(
-    path: Path, form: str, what: str, about: Mapping[str, Any] | None
-) -> tuple[list[dict[str, Any]], bool]:
-    """The lines of a file, and whether they are of just `about`; none where there is no file.
-
-    Args:
-        form: which the head must name.
-        what: that the lines are, for errors.
-
-    Raises:
-        UserError: a file of another kind.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in text.split("\n") if line.strip()]
-        if not lines or lines[0]["format"] != form:
-            raise ValueError(repr(lines[0]["format"]) if lines else "an empty file")
-        if not all(isinstance(line, dict) for line in lines):
-            raise ValueError("lines that are no objects")
-    except FileNotFoundError:
-        return [], False
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise another_file(path, form, what, error) from None
-    return lines[1:], about is not None and lines[0].get("about") == digest(about)
-
-
-def write_lines(
+def read_store(
     path: Path,
     form: str,
-    about: Mapping[str, Any],
-    lines: Iterable[Mapping[str, Any]],
-    head: Mapping[str, Any] | None = None,
-) -> None:
-    """Write a head and the lines, whole or not at all; `head` is what it says beside `about`."""
-    first = {"format": form, "about": digest(about), **(head or {})}
-    write_atomically(path, "".join(json.dumps(line) + "\n" for line in (first, *lines)).encode())
+    what: str,
+    about: Mapping[str, Any] | None,
+    keys: tuple[str, ...],
+    fresh: bool = False,
+) -> Lines:
+    """The lines of a file by their keys; none where there is no file.
+
+    Args:
+        form: which the head must name; `what` the lines are, for errors.
+        about: all that lines depend on beside their keys, as JSON values; None: whatever it is.
+        keys: the entries of a line that make it one of its own; a later one replaces an earlier.
+        fresh: lines of other settings are left out, instead of an error.
+
+    Raises:
+        UserError: a file of another kind, or of other settings.
+    """
+    with writing(path):
+        if not path.exists():
+            return {}
+        text = path.read_bytes().decode("utf-8", "replace")
+    lines: list[Any] = []
+    for line in text.split("\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            lines.append(json.loads(line))
+    try:
+        if lines[0]["format"] != form:
+            raise ValueError(repr(lines[0]["format"]))
+        found = {tuple(line[name] for name in keys): line for line in lines[1:]}
+        same = about is None or lines[0]["about"] == json.loads(json.dumps(about))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise another_file(path, form, what, error) from None
+    if not same and found and not fresh:
+        raise UserError(
+            f"--out {path.parent}: expected results of the same settings, found those of others;"
+            " give another folder"
+        )
+    return found if same else {}
+
+
+class Store:
+    """A file of lines that is open for more.
+
+    Attributes:
+        found: every line by its keys.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        form: str,
+        what: str,
+        about: Mapping[str, Any],
+        keys: tuple[str, ...],
+        fresh: bool = False,
+    ) -> None:
+        """Opens or begins a file. Arguments and errors as `read_store` has them."""
+        self._path, self._keys = path, keys
+        self.found = read_store(path, form, what, about, keys, fresh)
+        head = {"format": form, "about": dict(about)}
+        lines = (json.dumps(line) + "\n" for line in (head, *self.found.values()))
+        write_atomically(path, "".join(lines).encode())
+
+    def key(self, line: Mapping[str, Any]) -> tuple[Any, ...]:
+        """What makes a line one of its own."""
+        return tuple(line[name] for name in self._keys)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Keep one more line, at once."""
+        self.found[self.key(line)] = line
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def another_file(path: Path, form: str, what: str, error: Exception) -> UserError:
@@ -61,8 +101,3 @@ def another_file(path: Path, form: str, what: str, error: Exception) -> UserErro
         f"{path}: expected {what} ({form!r}), got another file ({type(error).__name__}: {error});"
         " delete it, or choose another --out"
     )
-
-
-def digest(about: Mapping[str, Any]) -> str:
-    """Tells what was made of other settings apart."""
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

@@ -1,13 +1,33 @@
-"""Tables in Markdown, and the rows that an option names."""
+"""Tables in Markdown, the rows they are made of, and the rows that an option names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from mame_sd.errors import UserError
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method that a command measures.
+
+    Attributes:
+        name: for --rows, fit to be a file's name.
+        label: for tables.
+        family: of rows that belong together, one of `results.schema.FAMILIES`.
+        method: what it does; None: nothing, the model as it is.
+        default: whether it is what a user gets who changes no setting.
+    """
+
+    name: str
+    label: str
+    family: str = "rival"
+    method: Any = None
+    default: bool = False
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""Interleaved timing: the one engine behind ``mame-sd-eval bench`` and the benchmarks.
+"""Interleaved timing: the one engine behind ``mame-sd-eval benchmark`` and the benchmarks.
 
 Each round calls every row once, and the order turns by one a round. So a slow minute of the machine
 falls on all rows, and none is always behind the same one. Whole rounds are what counts: who times

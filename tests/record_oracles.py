@@ -6,7 +6,6 @@ libraries). In an environment with one that fits, ours installed in it too, and 
 fetched:
 
     pip install torch-fidelity==0.4.0 clean-fid==0.1.35 lpips==0.1.4
-    pip install efficientnet-lite-pytorch==0.1.0
     python -m tests.record_oracles
 """
 
@@ -20,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
 from mame_sd.eval.weights.load import load
 from tests.builders import seeded
 
@@ -118,7 +116,7 @@ def lpips() -> dict[str, Any]:
 
     a, b = seeded.picture_pairs()
     found: dict[str, Any] = {}
-    for net in ("alex", "vgg", "squeeze"):
+    for net in ("alex", "vgg"):
         model = LPIPS(net=net, pretrained=False, pnet_rand=True, verbose=False)
         convolutions = [name for name, value in model.net.named_parameters() if value.ndim == 4]
         shapes = {
@@ -130,9 +128,8 @@ def lpips() -> dict[str, Any]:
         tensors = seeded.weights(shapes)
         _fill(model, convolutions, tensors)
         found[net] = {"shapes": shapes, "distances": model(2 * a - 1, 2 * b - 1).flatten().tolist()}
-        if net != "squeeze":
-            _fill(model, convolutions, load(f"lpips-{net}"))
-            found[net]["published"] = model(2 * a - 1, 2 * b - 1).flatten().tolist()
+        _fill(model, convolutions, load(f"lpips-{net}"))
+        found[net]["published"] = model(2 * a - 1, 2 * b - 1).flatten().tolist()
     return found
 
 
@@ -144,27 +141,6 @@ def _fill(model: Any, convolutions: list[str], tensors: dict[str, torch.Tensor])
             model.net.get_parameter(name.replace("weight", kind)).copy_(tensors[f"conv{i}.{kind}"])
     for i, head in enumerate(model.lins):
         head.model[1].weight.copy_(tensors[f"head{i}"][None, :, None, None])
-
-
-def efficientnet_lite0() -> dict[str, Any]:
-    from efficientnet_lite_pytorch import EfficientNet
-
-    network = EfficientNet.from_name("efficientnet-lite0").eval()
-    pictures = np.stack([seeded.picture(f"effnet {i}", 224, 224) for i in range(2)])
-    inputs = torch.from_numpy(pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
-    found: dict[str, Any] = {}
-    seeded_weights = seeded.weights(
-        {name: tuple(value.shape) for name, value in EfficientNetLite0().state_dict().items()}
-    )
-    for kind, tensors in (("seeded", seeded_weights), ("published", load("effnet-lite0"))):
-        network.load_state_dict(tensors)
-        with torch.no_grad():
-            features = network.extract_features(inputs).mean((2, 3))
-            found[kind] = {
-                "features": features[:, TAPS].tolist(),
-                "logits": network(inputs)[:, TAPS].tolist(),
-            }
-    return found
 
 
 def distances() -> dict[str, Any]:
@@ -194,6 +170,6 @@ if __name__ == "__main__":
     (OUT.parent / "inception_convolutions.json").write_text(
         json.dumps(inception_convolutions(), indent=0) + "\n"
     )
-    parts = (inception, whole_path, resizing, lpips, efficientnet_lite0, distances)
+    parts = (inception, whole_path, resizing, lpips, distances)
     OUT.write_text(json.dumps({part.__name__: part() for part in parts}, indent=1) + "\n")
     print(f"wrote {OUT}")

@@ -10,19 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import attention, caches, methods, unets
-from benchmarks.caching import DeepCache, calibrated, first_block, pyramid
+from benchmarks import attention, methods, unets
 from benchmarks.frontier import Frontier
 from benchmarks.frontier_report import markdown, on_frontier, verdict
 from benchmarks.generation import AttentionWork, clocked
-from benchmarks.timing import captured, interleaved
-from mame_sd import MaMeConfig
-from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.eval.rivals.plans import means
 from mame_sd.eval.scoring.retrieval import TRUTHS
 from mame_sd.runs.loading import LoadedModel
 from tests.builders.tiny import run_unet, tiny_pipeline, tiny_unet
-from tests.matrix.caches import TRANSFORMERS
 
 CPU = torch.device("cpu")
 
@@ -38,17 +33,6 @@ def test_attention_is_timed_beside_all_keys_and_what_computes_otherwise_is_refus
     monkeypatch.setattr(attention, "attention", lambda q, *rest, keep: q * (q.dtype != fault))
     with pytest.raises(SystemExit, match="expected float64's output"):
         attention.row(64, 1, CPU, fault, 1)
-
-
-def test_each_method_is_called_once_a_round_on_an_input_of_its_own() -> None:
-    seen: dict[str, list[int]] = {"a": [], "b": []}
-    fresh = iter(range(100))
-    times = interleaved({n: v.append for n, v in seen.items()}, lambda: next(fresh), 3, CPU)
-    assert {n: len(v) for n, v in seen.items()} == {"a": 4, "b": 4}
-    assert sorted(seen["a"] + seen["b"]) == list(range(8))
-    assert all(len(t.seconds) == 3 for t in times.values())
-    assert captured(10.0, 4.0, 4.0) == 1
-    assert captured(10.0, 10.0, 4.0) == 0
 
 
 @pytest.mark.parametrize(
@@ -142,71 +126,3 @@ def test_a_frontier_of_some_settings_keeps_the_rows_measured_before(tmp_path: Pa
     assert list(measured(2, "strong")) == ["baseline", "strong"], (
         "rows of other steps are of another table"
     )
-
-
-def test_caches_are_measured_alone_and_with_merging_and_taken_off_again(tmp_path: Path) -> None:
-    config = MaMeConfig(min_tokens=60)
-    names = {"DeepCache 3": DeepCache(3), "PyramidAttentionBroadcast": pyramid()}
-
-    def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return (a - b).abs().mean((1, 2, 3))
-
-    def measured() -> tuple[Any, Any]:
-        model = LoadedModel(pipe=tiny_pipeline(), identity={"sha256": "digest"}, guidance=2.0)
-        found = caches.Caches(tmp_path, model, distance, ["a red key", "a blue ant"], rounds=2)
-        rows = [caches.Row("neither"), caches.Row("merging", merging=config)]
-        for name, cache in names.items():
-            rows += [caches.Row(name, cache), caches.Row(f"{name} + merging", cache, config)]
-        with torch.no_grad():
-            tables = (
-                found.table(caches.Scene("steps", 3), rows),
-                found.table(caches.Scene("changed", 3, 0.7), rows[:2]),
-            )
-        assert not has_hooks(model.pipe)
-        assert not hasattr(model.pipe, "deep_cache")
-        return tables
-
-    first, changed = measured()
-    rows = first["rows"]
-    assert rows["neither"]["lpips"]["mean"] == 0 < rows["merging"]["lpips"]["mean"]
-    assert rows["merging"]["computed"] == 1
-    assert 0 < rows["DeepCache 3 + merging"]["computed"] < 1
-    assert rows["DeepCache 3"]["computed"] is None
-    assert rows["DeepCache 3 + merging"]["on_cache"] > 0
-    assert changed["rows"]["merging"]["lpips"]["mean"] > 0
-    text = caches.markdown(first) + caches.markdown(changed)
-    assert "nothing was left to gain" in text
-    assert "### 3 steps of an image, strength 0.7" in text
-    files = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()}
-    assert measured() == (first, changed), "what is there is not measured again"
-    assert {
-        file: file.stat().st_mtime_ns for file in tmp_path.rglob("*") if file.is_file()
-    } == files
-
-
-def test_magcache_takes_the_ratios_that_it_prints_and_a_cache_that_fails_alone_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = next(row for row in TRANSFORMERS if row.name == "Stable Diffusion 3")
-    model = row.build()
-    ratios = calibrated(model, 4, lambda: row.run(model))
-    assert ratios[0] == 1
-    assert len(ratios) == 4
-    with pytest.raises(ValueError, match="print 5 ratios"):
-        calibrated(model, 5, lambda: row.run(model))
-    pipe = LoadedModel(pipe=tiny_pipeline(), identity={"sha256": "digest"}, guidance=2.0)
-    measured = caches.Caches(tmp_path, pipe, torch.dist, ["a red key"], rounds=1)
-    with torch.no_grad():
-        assert measured._failure(pyramid(), caches.Scene("steps", 2)) is None
-        assert "pop from empty list" in str(
-            measured._failure(first_block(0.05), caches.Scene("steps", 2))
-        )
-        rows = measured.rows(caches.Scene("steps", 2), MaMeConfig(), "deep", together=True)
-    assert [row.name for row in rows] == [
-        "neither",
-        "merging",
-        "DeepCache 2",
-        "DeepCache 2 + merging",
-        "DeepCache 3",
-        "DeepCache 3 + merging",
-    ]

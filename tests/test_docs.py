@@ -19,6 +19,7 @@ from mame_sd.eval.caches import rows as cache_rows
 from mame_sd.eval.captions import rows as caption_rows
 from mame_sd.eval.cli.app import app as evaluation
 from mame_sd.eval.perception import rows as classify_rows
+from mame_sd.eval.tables import named
 from tests.matrix import newest, transformers
 from tests.settings_page import page
 
@@ -33,7 +34,7 @@ COMMANDS = [
 ]
 ROWS = {
     "benchmark": lambda names, suite: benchmark_rows.chosen_rows(names),
-    "cache": lambda names, suite: cache_rows.chosen_rows(names),
+    "cache": lambda names, suite: named(names, cache_rows.all_rows()),
     "caption": lambda names, suite: caption_rows.chosen_rows(names),
     "classify": lambda names, suite: classify_rows.chosen_rows(suite, names),
 }

@@ -32,7 +32,8 @@ from tests.matrix.models import images, refusals
 from tests.matrix.models.case import Case
 from tests.matrix.models.images import WORDS
 from tests.matrix.models.probe import check_probe
-from tests.matrix.models.sweep import CASES, GRIDS, RECORD, classes, flat, outcome, tensors_of
+from tests.matrix.models.registry import CASES, MODELS
+from tests.matrix.models.sweep import GRIDS, RECORD, classes, flat, outcome, tensors_of
 from tests.matrix.models.videos import T
 from tests.matrix.models.watch import Attention, check_by_loop, merging
 
@@ -73,7 +74,7 @@ def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
     """Qwen-Image 2.1 attends to keys of its first call: they stay whole, and the image behind them
     merges.
     """
-    case = next(case for case in CASES if case.name == "QwenImage21Transformer2DModel")
+    case = MODELS["QwenImage21Transformer2DModel"]
     model: Any = case.build().eval()
     cache = QwenImage21KVCache(2)
     with torch.no_grad():
@@ -86,7 +87,7 @@ def test_keys_of_cached_references_stand_before_the_image() -> None:
     """Flux 2: text, references of an earlier call, the image; the call that fills the cache is left
     alone.
     """
-    case = next(case for case in CASES if case.name == "Flux2Transformer2DModel")
+    case = MODELS["Flux2Transformer2DModel"]
     model: Any = case.build().eval()
     for module in model.modules():
         kind = {
@@ -162,7 +163,7 @@ def test_a_refiner_of_images_is_not_the_whole_sequence() -> None:
 
 def test_a_text_refiner_stays_whole_where_captions_are_as_long_as_the_image() -> None:
     """Z-Image: its attention can be told from the image's by its path alone."""
-    case = next(case for case in CASES if case.name == "ZImageTransformer2DModel")
+    case = MODELS["ZImageTransformer2DModel"]
     model: Any = case.build().eval()
     inputs = case.inputs()
     inputs["cap_feats"] = [text.new_ones(H * W, text.shape[1]) for text in inputs["cap_feats"]]
@@ -180,7 +181,7 @@ def moved(was: torch.Tensor, now: torch.Tensor) -> list[torch.Tensor]:
 
 def test_captions_of_unequal_length_put_images_elsewhere() -> None:
     """Lumina 2 puts each sample's image right behind its caption, so no plan holds for both."""
-    case = next(case for case in CASES if case.name == "Lumina2Transformer2DModel")
+    case = MODELS["Lumina2Transformer2DModel"]
     model: Any = case.build().eval()
     inputs = case.inputs()
     inputs["encoder_attention_mask"] = torch.arange(TEXT) < torch.tensor([[TEXT], [4]])
@@ -206,7 +207,7 @@ def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int)
     """Ideogram 4 fills captions up at their left, HiDream at their right behind the image. In both
     samples the image is at the same place, and it merges as the loop does.
     """
-    case = next(case for case in CASES if case.name == name)
+    case = MODELS[name]
     model: Any = case.build().eval()
     inputs = case.inputs()
     for text, value in inputs.items():  # what the second sample lacks: that of Ideogram is masked
@@ -243,7 +244,7 @@ def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...])
     """The coordinates are those of diffusers' own pipeline, which puts frames of conditions before
     the video.
     """
-    case = next(case for case in CASES if case.name == "LTXVideoTransformer3DModel")
+    case = MODELS["LTXVideoTransformer3DModel"]
     model: Any = case.build().eval()
     pipe = LTXConditionPipeline
     ids = [
@@ -263,7 +264,7 @@ def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...])
 
 @pytest.mark.parametrize("behind", [0, 2 * H * W])
 def test_ltx2_leaves_what_conditions_add_behind_its_video(behind: int) -> None:
-    case = next(case for case in CASES if case.name == "LTX2VideoTransformer3DModel")
+    case = MODELS["LTX2VideoTransformer3DModel"]
     model: Any = case.build().eval()
     inputs = case.inputs()
     coordinates = model.rope.prepare_video_coords(2, T, H, W, torch.device("cpu"))
@@ -320,7 +321,7 @@ def left_alone(model: Any, inputs: dict[str, Any], why: str) -> None:
 
 def test_the_sparse_mode_of_kandinsky_5_is_left_alone() -> None:
     """Its nabla mode goes by blocks of keys that the model picks: no softmax over the image."""
-    case = next(case for case in CASES if case.name == "Kandinsky5Transformer3DModel")
+    case = MODELS["Kandinsky5Transformer3DModel"]
     model: Any = case.build().eval()
     window = {"attention_wT": 3, "attention_wH": 3, "attention_wW": 3, "attention_P": 0.9}
     model.register_to_config(attention_type="nabla", **window)
@@ -339,7 +340,7 @@ def test_the_sparse_mode_of_kandinsky_5_is_left_alone() -> None:
 
 def test_the_causal_mode_of_skyreels_is_left_alone() -> None:
     """Frames see none of the blocks of frames behind them."""
-    case = next(case for case in CASES if case.name == "SkyReelsV2Transformer3DModel")
+    case = MODELS["SkyReelsV2Transformer3DModel"]
     model: Any = case.build().eval()
     model._set_ar_attention(1 + T // 2)
     inputs = case.inputs()
@@ -356,9 +357,9 @@ def test_the_causal_mode_of_skyreels_is_left_alone() -> None:
 
 
 def test_every_class_has_a_case() -> None:
-    known = {case.name for case in CASES} | EXCLUDED.keys()
+    known = MODELS.keys() | EXCLUDED.keys()
     assert classes() - known == set()
-    assert json.loads(RECORD.read_text()).keys() == {case.name for case in CASES}
+    assert json.loads(RECORD.read_text()).keys() == MODELS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(EXCLUDED))

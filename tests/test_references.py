@@ -15,7 +15,7 @@ import torch
 from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame, remove_mame
 from tests.builders.transformers import TEXT, H, W, normal
 from tests.builders.transformers import run as output_of
-from tests.matrix.models.sweep import CASES
+from tests.matrix.models.registry import MODELS
 from tests.matrix.models.watch import Attention, check_by_loop, merging
 
 SIZES = ((4, 6), (2, 6))
@@ -77,7 +77,7 @@ PARAMS = [pytest.param(edit, id=edit.model, marks=built_in(edit.model)) for edit
 
 
 def built(edit: Edit) -> tuple[Any, dict[str, Any]]:
-    case = next(case for case in CASES if case.name == edit.model)
+    case = MODELS[edit.model]
     return case.build().eval(), edit.given(case.inputs())
 
 
@@ -146,17 +146,8 @@ def test_fitted_values_are_nearer_and_a_share_of_1_changes_nothing() -> None:
     assert hidden.grad.flatten(2).abs().amax((0, 2)).min() > 0
 
 
-def test_compiled_it_is_one_graph() -> None:
-    model, inputs = built(EDITS[4])
-    apply_mame(model, keep=KEEP, references=SHARE, min_tokens=1)
-    expected = output_of(inputs, model)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(output_of(inputs, compiled), expected)
-
-
 def test_models_without_references_refuse_it() -> None:
-    model: Any = next(c for c in CASES if c.name == "SD3Transformer2DModel").build()
+    model: Any = MODELS["SD3Transformer2DModel"].build()
     message = r"references: expected a model whose reference images .*, got SD 3; leave references"
     with pytest.raises(ValueError, match=message):
         apply_mame(model, keep=0.5, references=0.25)

@@ -18,12 +18,10 @@ from mame_sd.eval.benchmark.sensitivity import sensitivity
 from mame_sd.eval.rivals.layers import Run, rival_on
 from mame_sd.eval.rivals.plans import (
     constant,
-    divisors,
     means,
     random_cells,
     random_keys,
     strided,
-    tiles,
     todo,
 )
 from mame_sd.eval.rivals.toma import ToMA, facilities
@@ -70,8 +68,6 @@ def test_todo_is_nearest_neighbour_downsampling(size: tuple[int, int], factor: i
         assert torch.equal(
             want, torch.stack([x[:, cell[0]] for cell in cells(size, (factor, factor))], 1)
         )
-    both = todo(factor, first_factor=1, first_tokens=size[0] * size[1])
-    assert torch.equal(both(x, size, RUN).merge(x), x)
 
 
 @every_size
@@ -123,29 +119,6 @@ def test_random_keys_are_a_share_of_all_or_one_of_each_cell(size: tuple[int, int
                 assert all(p in group for p, group in zip(kept, grouped, strict=True))
         plan = once(x, size, RUN)
         assert torch.equal(plan.merge(x), x[:, plan.kept])
-
-
-@pytest.mark.parametrize(
-    ("size", "side", "rows", "columns"),
-    [((8, 8), 4, 4, 4), ((7, 12), 4, 7, 4), ((6, 10), 4, 6, 5), ((4, 4), 8, 4, 4)],
-    ids=str,
-)
-def test_hypertile_is_attention_within_each_tile(
-    size: tuple[int, int], side: int, rows: int, columns: int
-) -> None:
-    attn, x = attention(), tokens(size)
-    plan = tiles(side)(x, size, RUN)
-    with torch.no_grad():
-        got = plan.restore(attn(plan.merge(x)))
-        for tile in cells(size, (rows, columns)):
-            torch.testing.assert_close(got[:, tile], attn(x[:, tile]))
-
-
-def test_hypertile_draws_among_the_smallest_divisors() -> None:
-    assert divisors(96, 16) == [16, 24, 32, 48, 96]
-    x, make = tokens((8, 8)), tiles(2, options=2)
-    found = {make(x, (8, 8), RUN).merge(x).shape[0] // 2 for _ in range(40)}
-    assert found == {16, 8, 4}, "sides 2 and 4, drawn for rows and columns apart"
 
 
 def test_facility_location_takes_what_adds_most_in_turn() -> None:
@@ -280,11 +253,6 @@ def test_rivals_run_in_joint_attention_too(make: Any) -> None:
         merged = row.run(model)
         assert all(layer.merged for layer in handle.report().layers)
     assert not torch.allclose(merged, plain)
-    with (
-        pytest.raises(ValueError, match="expected self-attention of image tokens alone, got Flux"),
-        rival_on(model, lambda: tiles(4), "qkv", 60, plain_only=True),
-    ):
-        pass
     assert torch.equal(row.run(model), plain)
 
 

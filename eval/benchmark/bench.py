@@ -24,7 +24,7 @@ from mame_sd.runs.sampling import sample
 from ..memory import allocations, most, weight_bytes
 from ..timing import interleaved, synchronize, timed
 from .rows import Row
-from .timings import Timing, read_record, write_record
+from .timings import Record, Timing
 
 WARM_UP_STEPS = 2
 _DECODING = "mame-sd: decoding"
@@ -38,7 +38,6 @@ def bench(
     rounds: int,
     record: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    must_merge: bool = False,
 ) -> dict[str, list[Timing]]:
     """Time one batch with every row, `rounds` times over; by row, in order of rounds.
 
@@ -49,8 +48,7 @@ def bench(
             continues after the last round in them. Were they taken of anything else (prompts, rows
             and their settings, model, machine), it starts over.
 
-    Raises UserError when `record` is another file and, if `must_merge`, when a row changes
-    nothing in the first batch.
+    Raises UserError when `record` is another file.
     """
     about = {
         "environment": environment(model),
@@ -59,15 +57,13 @@ def bench(
         "batches": [[asdict(job) for job in batch] for batch in batches],
         "methods": {row.name: row.config for row in rows},
     }
-    done = read_record(record, about)
+    done = Record(record, about)
     by_name = {row.name: row for row in rows}
     peaks: dict[str, Timing] = {}
 
     def warm_up(name: str) -> None:
-        with installed(model, by_name[name], batches[0]) as method:
+        with installed(model, by_name[name], batches[0]):
             sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
-            if must_merge and method is not None:
-                method.levels()
         if (
             model.pipe.device.type == "cpu"
         ):  # CUDA counts while it is timed, the CPU in a call of its own
@@ -81,21 +77,10 @@ def bench(
         )
 
     for number, timings in interleaved(
-        list(by_name), rounds, call, done=done, warm_up=warm_up, on_progress=on_progress
+        list(by_name), rounds, call, done=done.rounds, warm_up=warm_up, on_progress=on_progress
     ):
-        done[number] = timings
-        write_record(record, about, done)
-    return {name: [done[number][name] for number in range(rounds)] for name in by_name}
-
-
-def check_applies(
-    model: LoadedModel, settings: GenerateSettings, batch: Sequence[Job], row: Row
-) -> None:
-    """One step of the row's method. Raises NotApplicable where it can do nothing with the model."""
-    with installed(model, row, batch) as method:
-        if method is not None:
-            sample(model, replace(settings, steps=1), batch)
-            method.levels()
+        done.add(number, timings)
+    return {name: [done.rounds[number][name] for number in range(rounds)] for name in by_name}
 
 
 def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:

@@ -81,19 +81,16 @@ def ceiling_gate(
     """Each baseline image against that of the next prompt: every method must come nearer than that.
 
     Args:
-        metrics: fidelity metrics of pairs to look at; the same on every process.
-        found: values by metric name, one mapping a method; read on the main process only.
+        metrics: fidelity metrics of pairs to look at.
+        found: values by metric name, one mapping a method.
 
     Returns:
-        the gate on the main process; None on the others, and where there are no two prompts of one
-        size.
+        the gate; None where there are no two prompts of one size.
     """
     pairs = unrelated_pairs(baseline)
     if not pairs or not metrics:
         return None
     values = pair_values(metrics, pairs, tools)
-    if not tools.process.is_main:
-        return None
     prompts = {pair.key: pair.prompt_id for pair in pairs}
     ceiling = {metric: mean_interval(values[metric.name], prompts)["mean"] for metric in metrics}
     passed = all(

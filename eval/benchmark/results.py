@@ -16,25 +16,14 @@ from mame_sd.runs.run_folder import differences, in_short
 from ..json_text import json_text
 from ..results.read import parse
 from ..results.schema import FORMAT, Results, Row
-from .timings import read_record
+from .timings import check_record
 
 NAME, TIMINGS = "results.json", "bench.jsonl"
 BUSY = "bench-busy.jsonl"  # timings of a busy machine, which the next start takes anew
 DEEPEST = (
     100  # levels of lists and objects; Python's stack ends before many more are walked through
 )
-OWN = {
-    "runs",
-    "answers",
-    "scores",
-    "features",
-    TIMINGS,
-    BUSY,
-    "report.html",
-    "report.md",
-    "table.csv",
-    "table.tex",
-}
+OWN = {"runs", "answers", TIMINGS, BUSY, "report.html", "report.md", "table.csv"}
 
 
 def check_out(out: Path) -> None:
@@ -58,7 +47,7 @@ def check_out(out: Path) -> None:
     if NAME in entries:
         read_results(out)
     if TIMINGS in entries:
-        read_record(out / TIMINGS)
+        check_record(out / TIMINGS)
 
 
 def read_results(out: Path) -> dict[str, Any]:
@@ -121,8 +110,7 @@ def resumed(
     """`results` with the rows that an earlier start of the same benchmark has left in `out`: what
     was made, no figures.
 
-    Figures come back from bench.jsonl, scores/ and features/, which know what they are of: another
-    reference or other weights can't be mixed with these.
+    Timings come back from bench.jsonl, which knows what they are of; scores are computed again.
 
     Raises UserError when `out` was begun with another model, other settings or prompts: its results
     stay as they are.

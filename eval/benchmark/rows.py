@@ -10,8 +10,9 @@ from typing import Any
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import Merging, Method
+from mame_sd.runs.methods import Merging
 
+from .. import tables
 from ..rivals.method import Rival
 from ..rivals.plans import constant, means, random_cells, todo
 from ..rivals.toma import ToMA
@@ -19,22 +20,10 @@ from .tomesd import NO_TOMESD, ToMeSD, has_tomesd
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row of a benchmark.
-
-    Attributes:
-        name: fit to be a folder's name.
-        family: baseline, tomesd, mame, rival, or floor: what a model must mind that can tell
-            methods apart.
-        method: None: the unchanged model.
-        default: what a user gets who changes no setting.
+class Row(tables.Row):
+    """One row of a benchmark; its family is baseline, tomesd, mame, rival, or floor: what a model
+    must mind that can tell methods apart.
     """
-
-    name: str
-    label: str
-    family: str
-    method: Method | None = None
-    default: bool = False
 
     @property
     def config(self) -> dict[str, Any]:

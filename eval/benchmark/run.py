@@ -2,13 +2,12 @@
 down.
 
     OUT/runs/<row>/            run folders, as `mame-sd generate` writes them
-    OUT/scores/<row>.json      per-image scores, with a digest of the images they are of
-    OUT/features/              features of images, for distances
     OUT/bench.jsonl            every timing
     OUT/results.json           everything that is known so far, rewritten after each step
     OUT/report.html, ...       made of results.json
 
-Every step continues where it was stopped, so the same command does.
+Images and timings continue where they were stopped, so the same command does. Several processes
+share the images; the main one does all else.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from ..scoring.per_image import image_values, pair_values
 from ..scoring.reference import check_foreign
 from ..scoring.runs import Run, pair
 from ..scoring.score import cut_prompts, mean_value
-from ..scoring.score_file import ScoreFile
 from ..scoring.sets import set_value
 from ..scoring.tools import network_name
 from ..scoring.withheld import withheld, withheld_by
@@ -47,7 +45,6 @@ from .rows import BASELINE, FLOOR, RIVAL, Row
 from .sensitivity import sensitivity
 from .setup import Setup
 from .timings import summary, timing_gate, without_seconds
-from .trace import kept_per_step
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 GATE_BATCHES = 2
@@ -77,16 +74,17 @@ class Benchmark(Setup):
         self._save()
         for row in self.rows:
             self._generate(row)
-        self.tools.process.wait()  # the main process has written down what all have made
-        runs = {row.name: Run.open(self._run(row.name)) for row in self._measured()}
-        check_foreign(self.reference, *runs.values())
-        self._time()  # before any network of a metric takes memory
-        self.tools.process.wait()
-        for name, run in runs.items():
-            self._score(name, run, runs[BASELINE])
-        self._compare_rows(runs[BASELINE])
-        self.judge()
-        self._check(runs[BASELINE])
+        self.process.wait()  # the main process has written down what all have made
+        if self.process.is_main:
+            runs = {row.name: Run.open(self._run(row.name)) for row in self._measured()}
+            check_foreign(self.reference, *runs.values())
+            self._time()  # before any network of a metric takes memory
+            for name, run in runs.items():
+                self._score(name, run, runs[BASELINE])
+            self._compare_rows(runs[BASELINE])
+            self.judge()
+            self._check(runs[BASELINE])
+        self.process.wait()
         return self.results
 
     def _generate(self, row: Row) -> None:
@@ -102,7 +100,7 @@ class Benchmark(Setup):
                     row.method,
                     self._run(row.name),
                     prompt_file=self.prompt_file,
-                    process=self.tools.process,
+                    process=self.process,
                     on_progress=on_progress,
                     on_note=self.on_note,
                 )
@@ -116,7 +114,6 @@ class Benchmark(Setup):
         """Per-image and set-wide values of one row."""
         line = self.results.row(name)
         pairs = pair(baseline, run)
-        file = ScoreFile.open(self.out / "scores" / f"{name}.json", pairs, self.tools.process)
         prompts = {item.key: item.prompt_id for item in run.items.values()}
         todo = []
         for metric in self.metrics:
@@ -128,18 +125,15 @@ class Benchmark(Setup):
             else:
                 todo.append(metric)
         with self.stage(f"{line.label}: scores") as self.tools.on_progress:
-            missing = [m for m in todo if m.needs == "pair" and file.get(m, self.tools) is None]
-            if missing:
-                file.put(pair_values(missing, pairs, self.tools), self.tools)
+            paired = [metric for metric in todo if metric.needs == "pair"]
+            near = pair_values(paired, pairs, self.tools) if paired else {}
             for metric in todo:
-                if metric.needs == "image" and file.get(metric, self.tools) is None:
-                    file.put({metric.name: image_values(metric, run, self.tools)}, self.tools)
                 if metric.needs in ("pair", "image"):
-                    values = file.get(metric, self.tools)
-                    if self.tools.process.is_main and values is not None:
-                        found = mean_value(metric, values, prompts, self.tools)
-                        line.values[metric.name] = Value(**found)
-                        line.per_image[metric.name] = values
+                    values = near.get(metric.name) or image_values(metric, run, self.tools)
+                    line.values[metric.name] = Value(
+                        **mean_value(metric, values, prompts, self.tools)
+                    )
+                    line.per_image[metric.name] = values
                 else:
                     found = set_value(metric, run, baseline, self.reference, self.tools)
                     line.values[metric.name] = Value(**found)
@@ -194,14 +188,10 @@ class Benchmark(Setup):
             if found and not any(values.get(m.name, Value()).withheld for values in found)
         ]
         with self.stage("sanity gates") as self.tools.on_progress:
-            if self.tools.process.is_main:
-                batches = cut_batches(
-                    jobs_of(self.prompts, self.settings), self.settings.batch_size
-                )[:GATE_BATCHES]
-                self.results.gates += repeat_gates(
-                    self.model, self.settings, batches, baseline, MaMeConfig()
-                )
-            self.tools.process.wait()
+            batches = cut_batches(jobs_of(self.prompts, self.settings), self.settings.batch_size)
+            self.results.gates += repeat_gates(
+                self.model, self.settings, batches[:GATE_BATCHES], baseline, MaMeConfig()
+            )
             gate = ceiling_gate(baseline, known, found, self.tools)
             self.results.gates += [] if gate is None else [gate]
         self.results.manifest["networks"] = self.tools.about()
@@ -213,9 +203,7 @@ class Benchmark(Setup):
         self._save()
 
     def _time(self) -> None:
-        """Latency, memory, and tokens kept per step; on the main process, while the others wait."""
-        if not self.tools.process.is_main:
-            return
+        """Latency and memory."""
         jobs = jobs_of(self.prompts, self.settings)
         batches = alike_batches(jobs, self.settings.batch_size)
         rows = [row for row in self.rows if self.results.row(row.name).measured]
@@ -245,12 +233,6 @@ class Benchmark(Setup):
                 {m.name: costs[m.name] for m in self.metrics if m.name in costs}
             )
         self._save()
-        with self.stage("tokens kept per step") as on_progress:
-            for number, row in enumerate(rows, 1):
-                line = self.results.row(row.name)
-                line.kept = line.kept or kept_per_step(self.model, self.settings, jobs[0], row)
-                on_progress(number, len(rows))
-        self._save()
 
     def _run(self, name: str) -> Path:
         """The folder of a row's run."""
@@ -260,7 +242,7 @@ class Benchmark(Setup):
         return self.results.measured
 
     def _save(self) -> None:
-        if self.tools.process.is_main:
+        if self.process.is_main:
             write_results(self.out, self.results)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from mame_sd.diffusion.apply_denoiser import denoiser_of
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 
 from ..metric_list import Metric
@@ -32,8 +33,7 @@ class Setup:
     Attributes:
         rows: the first is the baseline.
         reference: what quality is measured against; None: distances are withheld.
-        tools: of this process among those that `tools.process` counts, which must have joined one
-            another.
+        process: this process among several, which must have joined one another.
         prompt_file: name and digest of the prompt file, for the manifest.
         command: what makes it again, for the report; "": that of the suite.
     """
@@ -50,6 +50,7 @@ class Setup:
     rounds: int
     prompt_file: dict[str, Any] | None = None
     command: str = ""
+    process: Process = field(default_factory=Process)
 
     def __post_init__(self) -> None:
         self.rows = [row.on(self.model) for row in self.rows]
@@ -108,7 +109,7 @@ class Setup:
                 "sha256": prompts_digest(self.prompts),
                 "file": self.prompt_file or {},
             },
-            "environment": {**environment(self.model), "processes": self.tools.process.count},
+            "environment": {**environment(self.model), "processes": self.process.count},
             "attention": attention_of(self.model),
             "latency": {
                 "rounds": self.rounds,

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..results.schema import Gate, Value
-from ..store import another_file, read_lines, write_lines
+from ..store import Store, another_file, read_store
 from ..timing import quartiles
 
-FORMAT = "mame-sd timings 1"
+FORMAT = "mame-sd timings 2"
+KEYS = ("round", "method")
 MEBIBYTE = 2**20
 TIMING_GATE = "timing on a machine with nothing else to do"
 LARGEST_SPREAD = 0.25  # of the baseline's rounds: (longest - shortest) / median
@@ -35,42 +36,49 @@ class Timing:
     cpu: float | None = None
 
 
-Rounds = dict[int, dict[str, Timing]]  # by round and method
+class Record:
+    """Timings in a file, a line for each call.
 
-
-def read_record(path: Path, about: Mapping[str, Any] | None = None) -> Rounds:
-    """Timings taken before of just what `about` says, of whole rounds alone. None: a mere check.
-
-    Raises UserError for a file that is no record of this version: it is not ours to overwrite.
+    Attributes:
+        rounds: those that are whole, by number and then by method.
     """
-    lines, same = read_lines(path, FORMAT, "timings", about)
-    found: Rounds = {}
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        """Opens or begins it. What was taken of anything else than `about` is left out; its
+        "methods" are those of a whole round.
+
+        Raises UserError as `check_record`.
+        """
+        check_record(path)
+        self._store = Store(path, FORMAT, "timings", about, KEYS, fresh=True)
+        found: dict[int, dict[str, Timing]] = {}
+        for (number, name), line in self._store.found.items():
+            found.setdefault(number, {})[name] = _timing(line)
+        methods = set(about["methods"])
+        self.rounds = {n: timings for n, timings in found.items() if timings.keys() >= methods}
+
+    def add(self, number: int, timings: Mapping[str, Timing]) -> None:
+        """Keep a round."""
+        self.rounds[number] = dict(timings)
+        for name, timing in timings.items():
+            self._store.add({"round": number, "method": name, **asdict(timing)})
+
+
+def check_record(path: Path) -> None:
+    """Raise UserError for a file that is no record of this version: it is not ours to
+    overwrite.
+    """
+    lines = read_store(path, FORMAT, "timings", None, KEYS)
     try:
-        for line in lines:
-            number, name, timing = line.pop("round"), line.pop("method"), Timing(**line)
-            if any(not isinstance(value, int | float | None) for value in vars(timing).values()):
+        for line in lines.values():
+            if any(not isinstance(one, int | float | None) for one in vars(_timing(line)).values()):
                 raise ValueError("timings that are no numbers")
-            found.setdefault(number, {})[name] = timing
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise another_file(path, FORMAT, "timings", error) from None
-    if about is None or not same:
-        return {}
-    return {
-        number: timings
-        for number, timings in found.items()
-        if timings.keys() >= set(about["methods"])
-    }
 
 
-def write_record(path: Path, about: Mapping[str, Any], done: Rounds) -> None:
-    """Write all timings, whole or not at all."""
-    rows = [
-        {"round": number, "method": name, **asdict(timing)}
-        for number, timings in done.items()
-        for name, timing in timings.items()
-    ]
-    head = {key: about[key] for key in about if key != "batches"}
-    write_lines(path, FORMAT, about, rows, head)
+def _timing(line: Mapping[str, Any]) -> Timing:
+    return Timing(**{name: value for name, value in line.items() if name not in KEYS})
 
 
 def summary(timings: Sequence[Timing]) -> dict[str, Value]:

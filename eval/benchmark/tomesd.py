@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,22 @@ MAX_RATIO = 0.75  # of its default 2 x 2 cells, one token in four is a destinati
 
 def has_tomesd() -> bool:
     return importlib.util.find_spec("tomesd") is not None
+
+
+@contextmanager
+def tomesd_on(unet: nn.Module, ratio: float) -> Iterator[None]:
+    """`unet` patched by the tomesd package for the block; `ratio` of the tokens merge.
+
+    Raises ImportError where tomesd is not installed.
+    """
+    import tomesd
+
+    try:
+        tomesd.apply_patch(unet, ratio=ratio)
+        torch.manual_seed(0)  # its generator is forked from the global one at the first forward
+        yield
+    finally:
+        tomesd.remove_patch(unet)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from mame_sd.caches import CacheHandle, CacheView, Kept, compress_cache
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.upstream import with_cache
 
-from .rows import Once, Repeated, Row, scores_of
+from ..tables import Row
+from .rows import Once, Repeated, scores_of
 from .texts import Passage
 
 
@@ -125,10 +126,10 @@ def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
 
 
 def left(
-    rows: Sequence[Row], shares: Sequence[float] | None, done: Callable[[str, float], bool]
+    rows: Sequence[Row], shares: Sequence[float], done: Callable[[str, float], bool]
 ) -> list[tuple[Row, float]]:
-    """Each row at `shares`, or at its own, that isn't `done`."""
-    return [(row, s) for row in rows for s in shares or row.shares if not done(row.name, s)]
+    """Each row at each share that isn't `done`."""
+    return [(row, s) for row in rows for s in shares if not done(row.name, s)]
 
 
 @torch.no_grad()
@@ -146,7 +147,7 @@ def measure_passage(
     meter: Meter,
     passage: Passage,
     rows: Sequence[Row],
-    shares: Sequence[float] | None,
+    shares: Sequence[float],
     done: Callable[[str, float], bool],
 ) -> Iterator[dict[str, Any]]:
     """KL to the full cache and loss of what follows, of each row and share that isn't `done`.
@@ -167,14 +168,8 @@ def measure_passage(
     size = sum(k.keys.nbytes + k.values.nbytes for k in full)
     chance = want.exp()
     if not done("full", 1.0):
-        yield {
-            "row": "full",
-            "share": 1.0,
-            "kl": 0.0,
-            "nll": _loss(want, target),
-            "kept": 1.0,
-            "bytes": 1.0,
-        }
+        whole = {"kl": 0.0, "nll": _loss(want, target), "kept": 1.0, "bytes": 1.0}
+        yield {"row": "full", "share": 1.0, **whole}
     for row, share in todo:
         kept = kept_by(meter, row, share, start, passage.prompt)
         got, _ = meter.rest(kept, seen, passage.rest[:-1])

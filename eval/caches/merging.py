@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from mame_sd.caches import CacheView, Kept
-from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import REFINE_FLOOR, fusion_weights, similarity
 
 from .methods import keys_of
-
-CAUSAL = ("mask", "strict", "none")
 
 
 @dataclass(frozen=True)
@@ -30,24 +27,16 @@ class CausalMaMe:
     reached.
 
     Attributes:
-        config: `tau`, `metric`, `feature` and `refine` mean what they mean elsewhere; there is one
-            round, and `keep` is not read. Feature "x" is the layer's input, "k" its keys. None:
-            rounds by similarity until the share is reached.
         causal: "mask" (the paper's), "strict" or "none".
-        counted: a merged key counts for all that it stands for: the log of their number is its
-            bias.
+        tau: one round of this threshold; None: rounds of the most similar until the share is
+            reached.
         sinks, recent: first and newest tokens that take no part.
     """
 
-    config: MaMeConfig | None = None
     causal: str = "mask"
-    counted: bool = False
+    tau: float | None = None
     sinks: int = 4
     recent: int = 32
-
-    def __post_init__(self) -> None:
-        if self.causal not in CAUSAL:
-            raise ValueError(f"causal: expected one of {', '.join(CAUSAL)}, got {self.causal!r}")
 
     def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
         """Every layer's merged cache."""
@@ -59,18 +48,14 @@ class CausalMaMe:
         """
         parts = [self._sample(view, b, int(count)) for b, count in enumerate(keys_of(view, keep))]
         most = max(part.keys.shape[2] for part in parts)
-        keys, values, slots, bias = (
-            _stacked([getattr(p, n) for p in parts], most)
-            for n in ("keys", "values", "slots", "bias")
+        keys, values, slots = (
+            _stacked([getattr(p, n) for p in parts], most) for n in ("keys", "values", "slots")
         )
-        assert keys is not None
-        assert values is not None
-        assert slots is not None
         lengths = torch.tensor([p.keys.shape[2] for p in parts], device=keys.device)
         real = torch.arange(most, device=keys.device) < lengths.unsqueeze(1)
         alike = bool(real.all())
         return Kept(
-            keys, values, slots, bias, None if alike else real.unsqueeze(1).expand(slots.shape)
+            keys, values, slots, None, None if alike else real.unsqueeze(1).expand(slots.shape)
         )
 
     def _sample(self, view: CacheView, b: int, count: int) -> Kept:
@@ -84,12 +69,9 @@ class CausalMaMe:
         feature = self._feature(view, b, keys, slots)[first:end]
         wide = torch.promote_types(keys.dtype, torch.float32)
         tokens = torch.cat([keys, values], -1).transpose(0, 1).to(wide)[first:end]  # [n, h, 2 D]
-        size = torch.ones_like(slots, dtype=wide)
-        if view.bias is not None and self.counted:
-            size = view.bias[b, 0][real].to(wide).exp()
-        merged = _Tokens(feature.to(wide), tokens, size[first:end], slots[first:end])
+        merged = _Tokens(feature.to(wide), tokens, slots[first:end])
         target = count - first - last
-        if self.config is not None:
+        if self.tau is not None:
             merged = self._round(merged, None)
         else:
             while len(merged.slots) > max(1, target):
@@ -100,12 +82,11 @@ class CausalMaMe:
         d = keys.shape[-1]
         new = merged.tokens.transpose(0, 1).to(keys.dtype)
         n = first + len(merged.slots) + last
-        all_sizes = torch.cat([size[:first], merged.size, size[end:]])
         return Kept(
             torch.cat([keys[:, :first], new[..., :d], keys[:, end:]], 1)[None],
             torch.cat([values[:, :first], new[..., d:], values[:, end:]], 1)[None],
             torch.cat([slots[:first], merged.slots, slots[end:]]).expand(1, keys.shape[0], n),
-            all_sizes.log().to(keys.dtype).expand(1, keys.shape[0], n) if self.counted else None,
+            None,
         )
 
     def _feature(self, view: CacheView, b: int, keys: Tensor, slots: Tensor) -> Tensor:
@@ -113,13 +94,9 @@ class CausalMaMe:
 
         Of tokens that were merged before the layer's input is gone: their keys stand for it.
         """
-        if self._settings.feature == "x" and view.hidden_states.shape[1] == view.seen:
+        if view.hidden_states.shape[1] == view.seen:
             return view.hidden_states[b][slots]
         return keys.transpose(0, 1).flatten(1)
-
-    @property
-    def _settings(self) -> MaMeConfig:
-        return MaMeConfig(tau=0.8) if self.config is None else self.config
 
     def _round(self, t: _Tokens, target: int | None) -> _Tokens:
         """Merges once: to `target` tokens where half of them reach it, else to half; None: by
@@ -131,25 +108,16 @@ class CausalMaMe:
         if not n:
             return t
         merges = None if target is None else min(n // 2, len(t.slots) - target)
-        fusion, stays = _weights(t.feature[:n], self._settings, self.causal, merges)
-        src, dst = torch.arange(0, n, 2), torch.arange(1, n, 2)
-        if not self.counted:
-            share = fusion
-            own = torch.ones_like(t.size[dst])
-        else:
-            share, own = fusion * t.size[src], t.size[dst]
-        divisor = own + share.sum(1)
+        fusion, stays = _weights(t.feature[:n], self.tau, self.causal, merges)
+        src, dst = (torch.arange(at, n, 2, device=fusion.device) for at in (0, 1))
+        divisor = 1 + fusion.sum(1, keepdim=True)
 
         def mean(x: Tensor) -> Tensor:
             flat = x.flatten(1)
-            return ((own.unsqueeze(1) * flat[dst] + share @ flat[src]) / divisor.unsqueeze(1)).view(
-                -1, *x.shape[1:]
-            )
+            return ((flat[dst] + fusion @ flat[src]) / divisor).view(-1, *x.shape[1:])
 
-        fused = _Tokens(
-            mean(t.feature), mean(t.tokens), t.size[dst] + fusion @ t.size[src], t.slots[dst]
-        )
-        kept = torch.cat([src[stays], torch.arange(n, len(t.slots))])
+        fused = _Tokens(mean(t.feature), mean(t.tokens), t.slots[dst])
+        kept = torch.cat([src[stays], torch.arange(n, len(t.slots), device=src.device)])
         return fused.joined(t.at(kept))
 
 
@@ -157,11 +125,10 @@ class CausalMaMe:
 class _Tokens:
     feature: Tensor  # [n, C]
     tokens: Tensor  # [n, h, 2 D]: keys and values
-    size: Tensor  # [n]
     slots: Tensor  # [n], ascending
 
     def at(self, index: Tensor) -> _Tokens:
-        return _Tokens(self.feature[index], self.tokens[index], self.size[index], self.slots[index])
+        return _Tokens(self.feature[index], self.tokens[index], self.slots[index])
 
     def newest(self, count: int) -> _Tokens:
         return self.at(torch.arange(len(self.slots) - count, len(self.slots)))
@@ -173,7 +140,7 @@ class _Tokens:
 
 
 def _weights(
-    x: Tensor, config: MaMeConfig, causal: str, merges: int | None
+    x: Tensor, tau: float | None, causal: str, merges: int | None
 ) -> tuple[Tensor, Tensor]:
     """W^F [n / 2, n / 2] of tokens x [n, C], destinations at odd positions; and which sources stay,
     bool [n / 2].
@@ -182,12 +149,11 @@ def _weights(
         merges: how many sources merge at most, the most similar ones; None: those above tau.
     """
     m = x.shape[0] // 2
-    turned = similarity(x[1::2].unsqueeze(0), x[::2].unsqueeze(0), config.metric)[0]
+    turned = similarity(x[1::2].unsqueeze(0), x[::2].unsqueeze(0), "cosine")[0]
     allowed = torch.ones(m, m, dtype=torch.bool, device=x.device)
     if causal != "none":
         allowed = allowed.tril()
     best = turned.masked_fill(~allowed, -torch.inf).max(0).values
-    tau = config.tau
     chosen = torch.ones(m, dtype=torch.bool, device=x.device)
     if merges is not None:
         chosen = torch.zeros_like(chosen).index_fill(
@@ -196,15 +162,15 @@ def _weights(
         tau = float(best[chosen].min()) if merges else 1.0
     assert tau is not None
     if causal == "strict":
-        weights = strict_weights(turned, tau, config.refine)
+        weights = strict_weights(turned, tau)
     else:
-        found, _ = fusion_weights(turned.unsqueeze(0), max(-1.0, tau - 1e-6), config.refine)
+        found, _ = fusion_weights(turned.unsqueeze(0), max(-1.0, tau - 1e-6), True)
         weights = found[0] * allowed
     weights = weights * chosen
     return weights, weights.sum(0) == 0
 
 
-def strict_weights(s: Tensor, tau: float, refine: bool) -> Tensor:
+def strict_weights(s: Tensor, tau: float) -> Tensor:
     """W^F [M, N] of which row i follows from tokens up to destination i alone.
 
     The sums of a source's column, and the mean that refines it, run from the source to the
@@ -215,24 +181,18 @@ def strict_weights(s: Tensor, tau: float, refine: bool) -> Tensor:
     """
     above = torch.relu(s - tau).tril()
     total = above.cumsum(0)
-    if refine:
-        mean = total / (above > 0).to(above.dtype).cumsum(0).clamp(min=1)
-        refined = torch.relu(above - mean)
-        tie = (
-            refined.cumsum(0) <= REFINE_FLOOR * total
-        )  # as the first destination, which is its own mean
-        above = torch.where(tie, above, refined)
-        total = above.cumsum(0)
+    mean = total / (above > 0).to(above.dtype).cumsum(0).clamp(min=1)
+    refined = torch.relu(above - mean)
+    # a tie, as at the first destination, which is its own mean
+    above = torch.where(refined.cumsum(0) <= REFINE_FLOOR * total, above, refined)
+    total = above.cumsum(0)
     return above / torch.where(total == 0, 1.0, total)
 
 
-def _stacked(parts: list[Tensor | None], most: int) -> Tensor | None:
+def _stacked(parts: list[Tensor], most: int) -> Tensor:
     """Samples of unequal length, padded at the end."""
-    if parts[0] is None:
-        return None
     padded = [
         torch.cat([p, p[:, :, :1].expand(-1, -1, most - p.shape[2], *p.shape[3:])], 2)
         for p in parts
-        if p is not None
     ]
     return torch.cat(padded)

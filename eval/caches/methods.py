@@ -1,10 +1,9 @@
-"""Published methods that drop keys: a class each that scores them, and how many each head keeps."""
+"""Published methods that drop keys: a class each that scores them, and which keys stay."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +13,7 @@ from mame_sd.caches import CacheView, Kept
 from mame_sd.caches.scores import Scores
 from mame_sd.caches.view import wide
 
-from . import values
-
-BUDGETS = ("head", "layer", "model")
-EVICTED = ("drop", "d2o", "cam")
 SINKS, RECENT, FLOOR = 4, 32, 0.2
-OBSERVED = 256  # newest queries whose attention weighs keys of CaM
 
 
 @dataclass(frozen=True)
@@ -28,96 +22,58 @@ class Published:
 
     Attributes:
         method: scores the keys.
-        budget: what has a budget of keys, which its heads share by their scores. "head": each head
-            keeps as many. "layer": heads of a layer share (AdaKV, arXiv 2407.11550). "model": all
-            heads of all layers share (KVzip, arXiv 2505.23416). Heads of a layer are padded to its
-            largest.
-        evicted: what becomes of the other keys. "drop": nothing. "d2o": their values join the most
-            similar key that stays (kvpress' MergingPress, D2O, arXiv 2406.13035). "cam": values are
-            dealt to the next tokens that stay (CaM, ICML 2024).
+        together: all heads of all layers share a budget of keys by their scores (KVzip, arXiv
+            2505.23416), and heads of a layer are padded to its largest; else each keeps as many.
     """
 
     method: Scores
-    budget: str = "head"
-    evicted: str = "drop"
-
-    def __post_init__(self) -> None:
-        for name, known in (("evicted", EVICTED), ("budget", BUDGETS)):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
-                )
+    together: bool = False
 
     def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
         """Every layer's shorter cache."""
-        scores = [self.method.score(view).float() for view in views]
-        if self.budget != "model":
-            pairs = zip(views, scores, strict=True)
-            return [self._finish(v, chosen(s, cut_of(v), keep, self.budget)) for v, s in pairs]
-        lengths = [s.shape[2] for s in scores]
-        padded = torch.cat([F.pad(s, (0, max(lengths) - s.shape[2])) for s in scores], 1)
-        stays = chosen(padded, _joined(views), keep, self.budget)
-        parts = stays.split([s.shape[1] for s in scores], 1)
-        return [self._finish(v, s[..., :n]) for v, s, n in zip(views, parts, lengths, strict=True)]
+        scores = [self._marked(view, self.method.score(view).float(), keep) for view in views]
+        if not self.together:
+            counts = [keys_of(view, keep).view(-1, 1, 1) for view in views]
+            stays = [_ranks(s) < count for s, count in zip(scores, counts, strict=True)]
+        else:
+            stays = _stay_together(views, scores, keep)
+        pairs = zip(views, stays, strict=True)
+        return [gathered(view, stay & view.real_keys)[0] for view, stay in pairs]
 
-    def _finish(self, view: CacheView, stays: Tensor) -> Kept:
-        kept, place = gathered(view, stays)
-        if self.evicted == "d2o":
-            return values.by_similarity(view, kept, place, stays)
-        if self.evicted == "cam":
-            mass = received(view, OBSERVED).sum(2)
-            return values.to_neighbours(view, kept, place, stays, mass)
-        return kept
-
-
-class Cut(NamedTuple):
-    """What `chosen` reads of a view."""
-
-    ranks: Tensor  # [B, h, L]
-    real: Tensor  # bool [B, h, L]
-    counts: Tensor  # [B]
+    def _marked(self, view: CacheView, scores: Tensor, keep: float) -> Tensor:
+        """Scores [B, h, L] with infinity for the first `SINKS` and newest `RECENT` tokens, which
+        always stay (of a small budget at most a quarter and a half), and minus infinity for
+        padding.
+        """
+        count, ranks = keys_of(view, keep).view(-1, 1, 1), view.ranks()
+        scores = torch.nan_to_num(scores, nan=torch.finfo(torch.float32).min)
+        first = ranks < (count // 4).clamp(max=SINKS)
+        last = ranks >= view.counts().view(-1, 1, 1) - (count // 2).clamp(max=RECENT)
+        scores = scores.masked_fill(first | last, torch.inf)
+        return scores.masked_fill(~view.real_keys, -torch.inf)
 
 
-def cut_of(view: CacheView) -> Cut:
-    """One layer."""
-    return Cut(view.ranks(), view.real_keys, view.counts())
-
-
-def _joined(views: Sequence[CacheView]) -> Cut:
-    """The heads of all layers side by side; shorter ones are filled with keys that aren't real."""
-    most = max(v.slots.shape[2] for v in views)
-
-    def filled(t: Tensor) -> Tensor:
-        return F.pad(t, (0, most - t.shape[2]))
-
-    cuts = [cut_of(v) for v in views]
-    ranks = torch.cat([filled(cut.ranks) for cut in cuts], 1)
-    return Cut(ranks, torch.cat([filled(cut.real) for cut in cuts], 1), cuts[0].counts)
-
-
-def keys_of(view: CacheView | Cut, keep: float) -> Tensor:
-    """LongTensor [B]: keys that a head keeps on average, at least 1."""
-    counts = view.counts if isinstance(view, Cut) else view.counts()
-    return (counts * keep).round().long().clamp(min=1)
-
-
-def chosen(scores: Tensor, cut: Cut, keep: float, budget: str) -> Tensor:
-    """Which keys stay, bool [B, h, L]. The first `SINKS` and newest `RECENT` tokens always do, of a
-    small budget at most a quarter and a half.
+def _stay_together(
+    views: Sequence[CacheView], scores: Sequence[Tensor], keep: float
+) -> list[Tensor]:
+    """Which keys of each layer stay, bool [B, h, L], where all heads of all layers share a budget;
+    each keeps at least `FLOOR` of its part.
     """
-    count = keys_of(cut, keep).view(-1, 1, 1)
-    scores = torch.nan_to_num(scores, nan=torch.finfo(torch.float32).min)
-    first = cut.ranks < (count // 4).clamp(max=SINKS)
-    last = cut.ranks >= cut.counts.view(-1, 1, 1) - (count // 2).clamp(max=RECENT)
-    scores = scores.masked_fill(first | last, torch.inf).masked_fill(~cut.real, -torch.inf)
-    rank = _ranks(scores)
-    if budget == "head":
-        return (rank < count) & cut.real
-    always = ((first | last) & cut.real).sum(-1, keepdim=True)
+    count = keys_of(views[0], keep).view(-1, 1, 1)
+    most = max(s.shape[2] for s in scores)
+    every = torch.cat([F.pad(s, (0, most - s.shape[2]), value=-torch.inf) for s in scores], 1)
+    always = every.isposinf().sum(-1, keepdim=True)
     least = torch.maximum((count * FLOOR).long(), always)
-    scores = scores.masked_fill((rank < least) & cut.real, torch.inf)
-    b, h, n = scores.shape
-    return (_ranks(scores.flatten(1)).view(b, h, n) < count * h) & cut.real
+    every = every.masked_fill((_ranks(every) < least) & ~every.isneginf(), torch.inf)
+    b, h, n = every.shape
+    stays = _ranks(every.flatten(1)).view(b, h, n) < count * h
+    parts = stays.split([s.shape[1] for s in scores], 1)
+    return [part[..., : s.shape[2]] for part, s in zip(parts, scores, strict=True)]
+
+
+def keys_of(view: CacheView, keep: float) -> Tensor:
+    """LongTensor [B]: keys that a head keeps on average, at least 1."""
+    return (view.counts() * keep).round().long().clamp(min=1)
 
 
 def _ranks(scores: Tensor) -> Tensor:
@@ -171,28 +127,6 @@ class Random:
         """Uniform numbers, other ones in each layer."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + view.layer)
         return torch.rand(view.slots.shape, generator=generator).to(view.keys.device)
-
-
-@dataclass(frozen=True)
-class EveryKth:
-    """Keys at even distances: what a method must beat that looks at nothing."""
-
-    def score(self, view: CacheView) -> Tensor:
-        """The token's number with its bits reversed, so that the highest n of them lie evenly."""
-        slots, bits = view.slots, max(1, view.seen).bit_length()
-        flipped = torch.zeros_like(slots)
-        for bit in range(bits):
-            flipped |= ((slots >> bit) & 1) << (bits - 1 - bit)
-        return -flipped.float()
-
-
-@dataclass(frozen=True)
-class StreamingLLM:
-    """The newest keys; the first ones stay as sinks (arXiv 2309.17453)."""
-
-    def score(self, view: CacheView) -> Tensor:
-        """The token's number."""
-        return view.slots.float()
 
 
 @dataclass(frozen=True)
@@ -277,43 +211,3 @@ class ExpectedAttention:
             for i in range(d)
         ]
         return torch.cat(rows, 2).to(like.dtype)
-
-
-@dataclass(frozen=True)
-class KeyDiff:
-    """Keys least like the mean key (arXiv 2504.15364)."""
-
-    def score(self, view: CacheView) -> Tensor:
-        """Minus the cosine of each key and the mean of the normalised keys."""
-        keys = view.keys.to(wide(view.keys))
-        real = view.real_keys.unsqueeze(-1).to(keys.dtype)
-        anchor = (F.normalize(keys, dim=-1) * real).sum(2, keepdim=True)
-        anchor = anchor / real.sum(2, keepdim=True).clamp(min=1)
-        return -F.cosine_similarity(keys, anchor, dim=-1)
-
-
-@dataclass(frozen=True)
-class ChunkKV:
-    """Whole chunks of neighbouring tokens, by the sum of another method's scores (arXiv
-    2502.00299).
-
-    Attributes:
-        of: the method that scores tokens.
-        length: tokens of a chunk.
-    """
-
-    of: Scores = SnapKV()
-    length: int = 20
-
-    def score(self, view: CacheView) -> Tensor:
-        """Each token has its chunk's mean over tokens and heads; earlier tokens first within a
-        chunk.
-        """
-        scores = self.of.score(view).mean(1, keepdim=True)
-        length = scores.shape[-1]
-        chunk = torch.arange(length, device=scores.device) // self.length
-        sums = scores.new_zeros(*scores.shape[:2], int(chunk[-1]) + 1).index_add_(2, chunk, scores)
-        mean = (sums / chunk.bincount()).index_select(2, chunk)
-        within = torch.arange(length, device=scores.device) % self.length
-        tiny = 1e-6 * mean.abs().amax(-1, keepdim=True) / self.length
-        return (mean - within * tiny).expand(view.slots.shape)

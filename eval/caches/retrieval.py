@@ -17,55 +17,17 @@ import torch
 
 from mame_sd.errors import UserError
 
+from ..tables import Row
 from .measure import Meter, every_key, kept_by, left
-from .rows import Row
 
 TASKS = ("needles", "pairs")
-_NAMES = [
-    *[
-        "apple",
-        "bread",
-        "chair",
-        "cloud",
-        "crown",
-        "dance",
-        "eagle",
-        "field",
-        "flame",
-        "ghost",
-        "grape",
-        "heart",
-    ],
-    *[
-        "horse",
-        "house",
-        "juice",
-        "knife",
-        "lemon",
-        "light",
-        "money",
-        "mouse",
-        "music",
-        "night",
-        "ocean",
-        "paint",
-    ],
-    *[
-        "paper",
-        "piano",
-        "plant",
-        "queen",
-        "river",
-        "robot",
-        "salad",
-        "sheep",
-        "smoke",
-        "snake",
-        "spoon",
-        "stone",
-    ],
-    *["storm", "sugar", "table", "tiger", "tower", "train", "water", "whale", "wheel", "world"],
-]
+_WORDS = (
+    "apple bread chair cloud crown dance eagle field flame ghost grape heart horse house"
+    " juice knife lemon light money mouse music night ocean paint paper piano plant queen"
+    " river robot salad sheep smoke snake spoon stone storm sugar table tiger tower train"
+    " water whale wheel world"
+)
+_NAMES = _WORDS.split()
 _FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.",
     "A long road leads over the hill. People walk on it every day. They carry what they need.",
@@ -147,7 +109,7 @@ def measure_prompt(
     meter: Meter,
     prompt: Prompt,
     rows: Sequence[Row],
-    shares: Sequence[float] | None,
+    shares: Sequence[float],
     done: Callable[[str, float], bool],
 ) -> Iterator[dict[str, Any]]:
     """Whether each row and share that isn't `done` answers right, the full cache first.
@@ -172,8 +134,5 @@ def measure_prompt(
     if not done("full", 1.0):
         yield {"row": "full", "share": 1.0, "right": answered}
     for row, share in todo if answered else ():
-        yield {
-            "row": row.name,
-            "share": share,
-            "right": right(kept_by(meter, row, share, start, prompt.context)),
-        }
+        kept = kept_by(meter, row, share, start, prompt.context)
+        yield {"row": row.name, "share": share, "right": right(kept)}

@@ -11,43 +11,14 @@ from torch import Tensor
 from mame_sd.caches import CacheView, Kept, Selection
 from mame_sd.caches.selection import gathered
 
-from ..tables import named
+from ..tables import Row
 from .merging import CausalMaMe
-from .methods import (
-    H2O,
-    ChunkKV,
-    EveryKth,
-    ExpectedAttention,
-    KeyDiff,
-    Published,
-    Random,
-    SnapKV,
-    StreamingLLM,
-)
+from .methods import H2O, ExpectedAttention, Published, Random, SnapKV
 
 DEFAULT = "ours"
-PUBLISHED = (  # what drops keys, as published; the best of them is what ours is compared with
-    "streaming-llm",
-    "snapkv",
-    "h2o",
-    "adakv",
-    "expected-attention",
-    "keydiff",
-    "chunkkv",
-    "kvzip",
-)
-_FEW = (0.25, 0.125)
-_ALL = (0.75, 0.5, 0.25, 0.125)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method and the shares at which it is run unless others are asked for."""
-
-    name: str
-    about: str
-    method: Any
-    shares: tuple[float, ...] = _FEW
+# what drops keys, as published; the best of them is what ours is compared with
+PUBLISHED = ("snapkv", "h2o", "expected-attention", "kvzip")
+SHARES = (0.25, 0.125)
 
 
 class Repeated:
@@ -101,46 +72,28 @@ class Ours:
         return [gathered(view, look.scores, length)[0] for view, look, length in parts]
 
 
-def all_rows() -> list[Row]:
-    """Every row, what the comparison needs first."""
-    return [
-        Row("random", "keys at random", Published(Random()), _ALL),
-        Row("streaming-llm", "the first and the newest keys", Published(StreamingLLM()), _ALL),
-        Row("snapkv", "attention of the last 64 queries", Published(SnapKV()), _ALL),
-        Row("h2o", "all attention received", Published(H2O()), _ALL),
-        Row(
-            "expected-attention",
+def all_rows() -> dict[str, Row]:
+    """Every row by name, what the comparison needs first."""
+    every: dict[str, tuple[str, Any]] = {
+        "random": ("keys at random", Published(Random())),
+        "snapkv": ("attention of the last 64 queries", Published(SnapKV())),
+        "h2o": ("all attention received", Published(H2O())),
+        "expected-attention": (
             "attention expected from the queries' mean and covariance",
             Published(ExpectedAttention()),
-            _ALL,
         ),
-        Row("adakv", "SnapKV, budgets by head", Published(SnapKV(), budget="layer")),
-        Row(DEFAULT, "the default", Ours(Selection()), _ALL),
-        Row("ours-keys", "the default's keys alone", Ours(Selection(), fit=False)),
-        Row("paper", "the paper's causal merging", CausalMaMe(), _ALL),
-        Row(
-            "kvzip",
-            "attention while the prompt is repeated, budgets over the model",
-            Published(Repeated(), budget="model"),
-        ),
-        Row("kvzip-fit", "KVzip's scores in the default", Ours(Selection(Repeated()))),
-        Row("keydiff", "keys least like their mean", Published(KeyDiff())),
-        Row("chunkkv", "SnapKV, whole chunks of 20", Published(ChunkKV())),
-        Row("d2o", "SnapKV, values merged as D2O does", Published(SnapKV(), evicted="d2o")),
-        Row("cam", "SnapKV, values dealt out as CaM does", Published(SnapKV(), evicted="cam")),
-        Row("every-kth", "keys at even distances", Published(EveryKth())),
-        Row("paper-acausal", "the paper's merging without its mask", CausalMaMe(causal="none")),
-        Row(
-            "paper-strict",
-            "the paper's merging, causal in its weights too",
-            CausalMaMe(causal="strict"),
-        ),
-    ]
-
-
-def chosen_rows(names: str | None) -> list[Row]:
-    """The rows of `names`, with commas between; None: all. Raises UserError for an unknown one."""
-    return list(named(names, {row.name: row for row in all_rows()}).values())
+        DEFAULT: ("the default", Ours(Selection())),
+        "ours-keys": ("the default's keys alone", Ours(Selection(), fit=False)),
+        "paper": ("the paper's causal merging", CausalMaMe()),
+        "kvzip": ("attention while the prompt is repeated", Published(Repeated(), together=True)),
+        "kvzip-fit": ("KVzip's scores in the default", Ours(Selection(Repeated()))),
+        "paper-acausal": ("the paper's merging without its mask", CausalMaMe("none")),
+        "paper-strict": ("the paper's merging, causal in its weights too", CausalMaMe("strict")),
+    }
+    return {
+        name: Row(name=name, label=about, method=method, default=name == DEFAULT)
+        for name, (about, method) in every.items()
+    }
 
 
 def sharing(rows: list[Row]) -> list[Row]:
@@ -151,8 +104,9 @@ def sharing(rows: list[Row]) -> list[Row]:
         method = row.method
         scores = scores_of(row)
         if scores is not None:
-            key = Repeated if isinstance(scores, Repeated) else scores
-            shared = once.setdefault(key, Once(scores))
+            again = isinstance(scores, Repeated)  # a new one: its scores are of one prompt
+            key = Repeated if again else scores
+            shared = once.setdefault(key, Once(Repeated() if again else scores))
             if isinstance(method, Ours):
                 method = replace(method, selection=Selection(shared))
             else:

@@ -16,7 +16,7 @@ Results = Sequence[Mapping[str, Any]]
 
 def summary(results: Results) -> dict[str, Any]:
     """All figures of the table, for JSON."""
-    rows = [row.name for row in all_rows()]
+    rows = list(all_rows())
     texts = [r for r in results if r["kind"] == "text"]
     found: dict[str, Any] = {"texts": [], "ratios": [], "retrieval": []}
     for share in sorted({r["share"] for r in texts if r["row"] != "full"}, reverse=True):

@@ -1,5 +1,4 @@
-"""Passages of text that a model goes on with: from a folder of HTML, manual pages, Python and plain
-text.
+"""Passages of text that a model goes on with: from a folder of HTML, Python and plain text.
 
 Files are dealt to two halves by their names: "development", on which a method may be tuned, and
 "report".
@@ -7,7 +6,6 @@ Files are dealt to two halves by their names: "development", on which a method m
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import html
 import random
@@ -21,9 +19,7 @@ from mame_sd.errors import UserError
 
 HALVES = ("development", "report")
 SUFFIXES = (".html", ".htm", ".py", ".txt", ".md", ".rst")
-_MANUAL = re.compile(r"\.[1-8](\.gz)?$")
 _SHORTEST = 6_000  # characters of a file that is looked at
-_HEADS = (".SH", ".SS", ".B", ".I", ".BR", ".IR", ".TP", ".BI", ".IP")
 
 
 @dataclass(frozen=True)
@@ -38,35 +34,18 @@ class Passage:
 def read_text(path: Path) -> str:
     """A file's text without markup. Raises UserError when it can't be read."""
     try:
-        raw = path.read_bytes()
-        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError) as error:
+        text = path.read_bytes().decode("utf-8", "replace")
+    except OSError as error:
         raise UserError(
             f"--texts: expected readable text in {path}, got: {error}; remove the file"
         ) from error
-    text = raw.decode("utf-8", "replace")
-    if path.suffix in (".html", ".htm"):
-        return _without_tags(text)
-    return _without_roff(text) if _MANUAL.search(path.name) else text
+    return _without_tags(text) if path.suffix in (".html", ".htm") else text
 
 
 def _without_tags(text: str) -> str:
     text = re.sub(r"(?s)<(script|style|head).*?</\1>", "", text)
     text = html.unescape(re.sub(r"<[^>]+>", "", text))
     return re.sub(r"\n\s*\n+", "\n\n", re.sub(r"[ \t]+", " ", text))
-
-
-def _without_roff(text: str) -> str:
-    lines = []
-    for line in text.split("\n"):
-        if line.startswith(('.\\"', "'\\\"")):
-            continue
-        if line.startswith("."):
-            name, _, rest = line.partition(" ")
-            line = rest.strip('"') if name in _HEADS else ""
-        line = re.sub(r"\\f.|\\&|\\c", "", line)
-        lines.append(line.replace("\\-", "-").replace("\\(aq", "'").replace("\\e", "\\"))
-    return re.sub(r"\n\s*\n+", "\n\n", "\n".join(lines))
 
 
 def text_files(folder: Path | None) -> dict[str, list[Path]]:
@@ -82,13 +61,10 @@ def text_files(folder: Path | None) -> dict[str, list[Path]]:
         raise UserError(f"--texts: expected a folder, found none at {folder}; give one")
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
-        known = path.suffix in SUFFIXES or _MANUAL.search(path.name)
-        if known and path.is_file() and not path.is_symlink():
+        if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink():
             found.setdefault(path.relative_to(folder).parts[0], []).append(path)
     if not found:
-        raise UserError(
-            f"--texts: expected {', '.join(SUFFIXES)} or manual pages, found none in {folder}"
-        )
+        raise UserError(f"--texts: expected {', '.join(SUFFIXES)}, found none in {folder}")
     return found
 
 

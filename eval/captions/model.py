@@ -19,7 +19,7 @@ from mame_sd.errors import UserError, first_line
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.model_files import ModelChoice
 
-from ..networks.pretrained import DEVIATION, MEAN, load_dinov2_saliency, load_smollm2
+from ..networks.pretrained import DEVIATION, MEAN, load_dinov2, load_smollm2
 
 MINI = "captioner.safetensors"  # in a folder: what scripts.training.train_captioner trained
 EMBEDDED = "embedded-captioner"  # the name of the one that this project trained
@@ -137,7 +137,7 @@ def _mini_of(choice: ModelChoice) -> Path | None:
 def _mini(path: Path, weights_dir: Path | None, offline: bool) -> Captioner:
     """DINOv2-S, SmolLM2 and what joins them."""
     language, tokenizer = load_smollm2(weights_dir, offline)
-    tower = load_dinov2_saliency(weights_dir, offline).backbone
+    tower = load_dinov2(weights_dir, offline)
     image = tokenizer.convert_tokens_to_ids(_IMAGE)
     model = joined(tower, language, path, image)
     head = [image] * (_SIDE // _PATCH) ** 2 + tokenizer("\n")["input_ids"]

@@ -10,42 +10,27 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mame_sd.apply import mame
 from mame_sd.captions.apply_captioner import apply_captioner
 from mame_sd.captions.calls import Calls, Fewer
 from mame_sd.captions.farthest import cosines, farthest_first
 from mame_sd.captions.on_model import calls_on, put, take
 from mame_sd.captions.prompts import Image, Kept, Positions, counted
 from mame_sd.captions.towers import layer_of
-from mame_sd.errors import UserError
 from mame_sd.perception.known_encoders import find_encoder
 
 from ..perception.rivals import Traced, on_smaller_images, rival_on
 from ..perception.rules import ToMe
-from .fastv import dropped_after, fastv
+from ..tables import Row, named
 
 Seen = Callable[[Tensor], tuple[Tensor, Tensor]]  # pixels [1, 3, h, w] to states [L, C], places [L]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row.
-
-    Attributes:
-        label: its name in the table.
-        on: puts it on a LLaVA for a `with` block.
-        at_once: a caption can be read in one call with its prompt.
-    """
-
-    label: str
-    on: Callable[[Any], Any]
-    at_once: bool = True
 
 
 def whole_of(model: Any, pixels: Tensor) -> Tensor:
@@ -172,13 +157,12 @@ def smaller(keep: float) -> Callable[[Any], Any]:
     return on
 
 
-def merged(every: int | None = None, **fields: Any) -> Callable[[Any], Any]:
-    """MaMe behind the tower, or in `every` so many of its blocks."""
+def merged(**fields: Any) -> Callable[[Any], Any]:
+    """MaMe behind the tower."""
 
     @contextmanager
     def on(model: Any) -> Iterator[Calls]:
-        blocks = None if every is None else tuple(range(0, layer_of(model), every))
-        handle = apply_captioner(model, blocks=blocks, **fields)
+        handle = apply_captioner(model, **fields)
         try:
             calls = calls_on(model)
             assert calls is not None
@@ -220,33 +204,30 @@ def renumbered(row: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return on
 
 
-def tome(r: int) -> Callable[[Any], Any]:
-    """ToMe in every block of the tower, `r` tokens fewer in each; in the order of their places."""
+def in_tower(make: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
+    """Tokens that merge in the tower's blocks, in the order of their places.
+
+    Args:
+        make: puts merging on a tower of which so many blocks are read, for a `with` block.
+    """
 
     @contextmanager
     def on(model: Any) -> Iterator[Calls]:
         tower, count = model.model.vision_tower, layer_of(model)
         skip = int(model.config.vision_feature_select_strategy == "default")
-        with rival_on(tower, ToMe(r)) as handle:
+        with make(tower, count) as handle:
             handle.capture()
 
             def image(pixels: Tensor) -> Image:
                 states = _states(model, pixels)
-                plans = {n: plan for n, plan in handle.plans().items() if n < count}
-                if not plans:
-                    features = _features(model, states[None])[0]
-                    return Image(features, everything(features), len(features))
-                rows: Tensor | None = None  # [L] which of the tokens left each one went to
-                for _, plan in sorted(plans.items()):
-                    assert isinstance(plan, Traced)
-                    rows = plan.rows[0] if rows is None else plan.rows[0][rows]
-                assert rows is not None
-                first = torch.full((len(states),), len(rows), device=rows.device)
-                every = torch.arange(len(rows), device=rows.device)
-                first = first.scatter_reduce(0, rows, every, "amin")
-                order = first.argsort()
-                places = first[order][skip:] - skip
-                return Image(_features(model, states[order][None])[0], places, len(rows) - skip)
+                plans = [plan for n, plan in sorted(handle.plans().items()) if n < count]
+                whole = _tokens_in(plans[0]) if plans else len(states)
+                places = torch.arange(whole, device=states.device)
+                for plan in plans:
+                    places = places[_kept(plan)]
+                order = places.argsort()
+                features = _features(model, states[order][None])[0]
+                return Image(features, places[order][skip:] - skip, whole - skip)
 
             with _giving(model, image) as calls:
                 yield calls
@@ -254,72 +235,48 @@ def tome(r: int) -> Callable[[Any], Any]:
     return on
 
 
-def fast(keep: float) -> Callable[[Any], Any]:
-    """FastV in the language model, which reads all visual tokens in its first two layers."""
+def _kept(plan: Any) -> Tensor:
+    """LongTensor [L'], the place of each token that a block left of one image: of several that a
+    rival merged the first.
+    """
+    if not isinstance(plan, Traced):
+        return plan.kept.expand(1, -1)[0]
+    rows = plan.rows[0]
+    first = rows.new_full((int(rows.max()) + 1,), len(rows))
+    every = torch.arange(len(rows), device=rows.device)
+    return first.scatter_reduce(0, rows, every, "amin")
 
-    @contextmanager
-    def on(model: Any) -> Iterator[Calls]:
-        token = int(model.config.image_token_id)
-        with fastv(model.model.language_model, keep) as pruning:
 
-            def images(call: dict[str, Any]) -> list[Image]:
-                ids = call["input_ids"]
-                if len(ids) > 1:
-                    raise UserError("FastV: expected one prompt at a time, got a batch")
-                pruning.visual = ids[0] == token
-                found = []
-                for pixels in call["pixel_values"].split(1):
-                    features = whole_of(model, pixels)
-                    found.append(Image(features, everything(features), len(features)))
-                return found
-
-            calls = Calls(model, images)
-            put(calls)
-            try:
-                yield calls
-            finally:
-                take(calls)
-
-    return on
+def _tokens_in(plan: Any) -> int:
+    return plan.rows.shape[1] if isinstance(plan, Traced) else plan.tokens_in
 
 
 SHARES = (0.5, 0.25, 0.11)
-ROWS: dict[str, Row] = {
-    "baseline": Row("baseline", chosen(everything)),
-    "tome": Row("ToMe, r = 8", tome(8)),
-    "tau-0.8": Row("MaMe, tau .8", merged(tau=0.8)),
-    "plain-0.8": Row("MaMe, paper's form, tau .8", renumbered(merged(1, tau=0.8))),
-    **{f"keep-{k}": Row(f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
+PAPER = in_tower(lambda tower, count: mame(tower, tau=0.8, blocks=count))
+_EVERY: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "baseline": ("baseline", chosen(everything)),
+    "tome": ("ToMe, r = 8", in_tower(lambda tower, _: rival_on(tower, ToMe(8)))),
+    "tau-0.8": ("MaMe, tau .8", merged(tau=0.8)),
+    "plain-0.8": ("MaMe, paper's form, tau .8", renumbered(PAPER)),
+    **{f"keep-{k}": (f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
     **{
-        f"renumbered-{k}": Row(f"MaMe, keep {k}, renumbered", renumbered(merged(keep=k)))
+        f"renumbered-{k}": (f"MaMe, keep {k}, renumbered", renumbered(merged(keep=k)))
         for k in SHARES
     },
-    **{f"inside-{k}": Row(f"MaMe in blocks, keep {k}", merged(2, keep=k)) for k in SHARES},
-    **{f"random-{k}": Row(f"random dropping, {k}", chosen(random_of(k))) for k in SHARES},
-    **{f"pool-{k}": Row(f"pooling, {k}", pooled(k)) for k in SHARES},
-    **{f"smaller-{k}": Row(f"smaller image, {k}", smaller(k)) for k in SHARES},
-    **{f"divprune-{k}": Row(f"DivPrune, {k}", chosen(divprune_of(k))) for k in SHARES},
-    **{f"fastv-{k}": Row(f"FastV after layer 2, {k}", fast(k), False) for k in SHARES},
+    **{f"random-{k}": (f"random dropping, {k}", chosen(random_of(k))) for k in SHARES},
+    **{f"pool-{k}": (f"pooling, {k}", pooled(k)) for k in SHARES},
+    **{f"smaller-{k}": (f"smaller image, {k}", smaller(k)) for k in SHARES},
+    **{f"divprune-{k}": (f"DivPrune, {k}", chosen(divprune_of(k))) for k in SHARES},
+}
+# a row's `method` puts it on a LLaVA for a `with` block
+ROWS = {
+    name: Row(name=name, label=label, method=method) for name, (label, method) in _EVERY.items()
 }
 
 
-def read_by_layers(name: str, visual: float, layers: int) -> float:
-    """Visual tokens that a layer of the language model reads in the mean, where it is given
-    `visual`.
-    """
-    if name.startswith("fastv-"):
-        return dropped_after(float(name.removeprefix("fastv-")), round(visual), layers)
-    return visual
-
-
 def chosen_rows(text: str | None) -> list[str]:
-    """The baseline and the rows named with commas between; None: all.
+    """Names of the baseline and of the rows named with commas between; None: all.
 
-    Raises:
-        UserError: one that there isn't.
+    Raises UserError for one that there isn't.
     """
-    names = [one.strip() for one in text.split(",") if one.strip()] if text else list(ROWS)
-    for name in names:
-        if name not in ROWS:
-            raise UserError(f"--rows: expected {', '.join(ROWS)}, got {name!r}; correct it")
-    return ["baseline", *(name for name in dict.fromkeys(names) if name != "baseline")]
+    return list({"baseline": None, **named(text, ROWS)})

@@ -25,20 +25,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mame_sd.errors import UserError
 from mame_sd.runs.encoders import check_size
-from mame_sd.runs.files import write_atomically, writing
+from mame_sd.runs.files import write_atomically
 
 from ..images import load_image
 from ..stats import mean_interval, paired_difference
+from ..store import Store
+from ..tables import markdown_table
 from ..timing import timed
 from .model import Captioner
 from .references import Pictures
-from .rows import ROWS, read_by_layers
+from .rows import ROWS
 from .scores import SCORES, language_scores, named_right
 
 BASELINE = "baseline"
 CHANCE = "the next picture's caption"
+FORMAT = "mame-sd captions 1"
+Done = Mapping[tuple[Any, ...], Mapping[str, Any]]  # captions by (row, picture)
 
 
 @dataclass(frozen=True)
@@ -71,27 +74,25 @@ class CaptionRun:
         Raises:
             UserError: `out` holds another run, or a row can't be had of this model.
         """
-        done = begun(self.out, self.identity)
-        with (self.out / "captions.jsonl").open("a", encoding="utf-8") as file:
-            for number, (name, path) in enumerate(self.pictures.files.items(), 1):
-                missing = [row for row in self.rows if (row, name) not in done]
-                if not missing:
-                    continue
-                pixels = load_image(path, convert=True)
-                check_size(pixels, str(path))
-                inputs = self.captioner.call(Image.fromarray(pixels))
-                whole: Tensor | None = None
-                for row in missing:
-                    record = {"row": row, "picture": name, **self._caption(row, inputs)}
-                    if row != BASELINE and (BASELINE, name) in done and ROWS[row].at_once:
-                        ids = done[BASELINE, name]["ids"]
-                        whole = self._read(BASELINE, inputs, ids) if whole is None else whole
-                        own = self._read(row, inputs, ids)
-                        record["kl"] = float((whole.exp() * (whole - own)).sum(-1).mean())
-                    done[row, name] = record
-                    file.write(json.dumps(record) + "\n")
-                    file.flush()
-                self.on_note(f"{number} of {len(self.pictures.files)} pictures")
+        store = opened(self.out, self.identity)
+        done = store.found
+        for number, (name, path) in enumerate(self.pictures.files.items(), 1):
+            missing = [row for row in self.rows if (row, name) not in done]
+            if not missing:
+                continue
+            pixels = load_image(path, convert=True)
+            check_size(pixels, str(path))
+            inputs = self.captioner.call(Image.fromarray(pixels))
+            whole: Tensor | None = None
+            for row in missing:
+                record = {"row": row, "picture": name, **self._caption(row, inputs)}
+                if row != BASELINE and (BASELINE, name) in done:
+                    ids = done[BASELINE, name]["ids"]
+                    whole = self._read(BASELINE, inputs, ids) if whole is None else whole
+                    own = self._read(row, inputs, ids)
+                    record["kl"] = float((whole.exp() * (whole - own)).sum(-1).mean())
+                store.add(record)
+            self.on_note(f"{number} of {len(self.pictures.files)} pictures")
         figures = [self._figures(row, done) for row in self.rows]
         for one in figures:
             name = str(one["row"])
@@ -108,18 +109,16 @@ class CaptionRun:
         """One caption, its visual tokens, and seconds until its first token and its last."""
         model, device = self.captioner.model, self.captioner.device
         lengths = {"max_new_tokens": self.tokens, "min_new_tokens": self.longer or None}
-        with ROWS[row].on(model) as calls:
+        with ROWS[row].method(model) as calls:
             write = partial(model.generate, **inputs, do_sample=False)
             _, first = _seconds(partial(write, max_new_tokens=1), device)
             ids, whole = _seconds(partial(write, **lengths), device)
             visual = calls.counts.kept / 2  # both calls
         written = ids[0, inputs["input_ids"].shape[1] :]
-        layers = int(model.config.text_config.num_hidden_layers)
         return {
             "caption": self.captioner.text(written),
             "ids": written.tolist(),
             "visual": visual,
-            "read": read_by_layers(row, visual, layers),
             "first": first,
             "whole": whole,
         }
@@ -134,11 +133,11 @@ class CaptionRun:
         if call.get("attention_mask") is not None:
             seen = torch.ones_like(caption)
             call["attention_mask"] = torch.cat([call["attention_mask"], seen], 1)
-        with ROWS[row].on(self.captioner.model):
+        with ROWS[row].method(self.captioner.model):
             logits = self.captioner.model(**call).logits[0, -len(ids) - 1 : -1]
         return logits.float().log_softmax(-1)
 
-    def _figures(self, row: str, done: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
+    def _figures(self, row: str, done: Done) -> dict[str, Any]:
         """The figures of one row."""
         records = {name: done[row, name] for name in self.pictures.files}
         captions = {name: str(one["caption"]) for name, one in records.items()}
@@ -149,7 +148,7 @@ class CaptionRun:
             )
             found["kl"] = interval["mean"]
             found["kl_interval"] = [interval["low"], interval["high"]]
-        for name in ("visual", "read", "first", "whole"):
+        for name in ("visual", "first", "whole"):
             found[name] = float(np.mean([one[name] for one in records.values()]))
         base = {name: done.get((BASELINE, name)) for name in records}
         if all(base.values()):
@@ -160,9 +159,7 @@ class CaptionRun:
                 )
         return found
 
-    def _over(
-        self, row: str, other: str, done: Mapping[tuple[str, str], dict[str, Any]]
-    ) -> dict[str, Any] | None:
+    def _over(self, row: str, other: str, done: Done) -> dict[str, Any] | None:
         """KL of one row less that of another, on the same pictures; None where one has none."""
         found: list[dict[str, float]] = []
         for own in (row, other):
@@ -187,39 +184,21 @@ class CaptionRun:
                 found[f"{what}_interval"] = [interval["low"], interval["high"]]
         return found
 
-    def _chance(self, row: str, done: Mapping[tuple[str, str], dict[str, Any]]) -> dict[str, Any]:
+    def _chance(self, row: str, done: Done) -> dict[str, Any]:
         """Scores where each picture is given the caption of the next one."""
         names = list(self.pictures.files)
         turned = zip(names, [*names[1:], names[0]], strict=True)
         return self.scored({name: str(done[row, other]["caption"]) for name, other in turned})
 
 
-def begun(out: Path, identity: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+def opened(out: Path, identity: Mapping[str, Any]) -> Store:
     """What was captioned in `out` before, by row and picture.
 
     Raises:
         UserError: it holds another run.
         MachineError: it can't be written.
     """
-    path, head = out / "captions.jsonl", {"identity": {**identity}}
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        records = []
-        for line in lines:
-            try:
-                records.append(json.loads(line))
-            except (ValueError, RecursionError):  # cut off where it was stopped
-                continue
-        if len(lines) < 2:  # nothing was captioned
-            records = [head]
-        if not records or records[0] != head:
-            raise UserError(
-                f"--out {out}: expected results of the same model, prompt and pictures, found"
-                " those of others; give another folder"
-            )
-        path.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
-    return {(one["row"], one["picture"]): one for one in records[1:]}
+    return Store(out / "captions.jsonl", FORMAT, "captions", identity, ("row", "picture"))
 
 
 def _seconds(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
@@ -235,25 +214,23 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]
 def table(found: Mapping[str, Any]) -> str:
     """The figures as a Markdown table."""
     things = "objects" in found["rows"][0]
-    head = ["", "visual", "read", "KL", *SCORES, *(["objects", "with colour"] if things else [])]
-    head += ["words", "first token", "caption"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    heads = ["", "visual", "KL", *SCORES, *(["objects", "with colour"] if things else [])]
+    heads += ["words", "first token", "caption"]
+    lines = []
     for row in found["rows"]:
         cells = [ROWS[row["row"]].label if row["row"] in ROWS else CHANCE]
-        cells += [f"{row['visual']:.1f}", f"{row['read']:.1f}"]
-        cells.append(f"{row['kl']:.3f}" if "kl" in row else "")
+        cells += [f"{row['visual']:.1f}", f"{row['kl']:.3f}" if "kl" in row else ""]
         cells += [f"{row[name]:.3f}" for name in SCORES]
         if things:
             cells += [f"{row['objects']:.2f}", f"{row['colors']:.2f}"]
         cells.append(f"{row['words']:.1f}")
         for part in ("first_share", "whole_share"):
             cells.append(f"{row[part]:.2f}" if part in row else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    for row in found["rows"]:
-        if row.get("kl_over") is not None and row["row"] in ROWS:
-            gap = row["kl_over"]
-            lines.append(
-                f"\n{ROWS[row['row']].label}: KL less DivPrune's {gap['mean']:+.3f}"
-                f" [{gap['low']:+.3f}, {gap['high']:+.3f}]"
-            )
-    return "\n".join(lines)
+        lines.append(cells)
+    notes = [
+        f"\n{ROWS[row['row']].label}: KL less DivPrune's {row['kl_over']['mean']:+.3f}"
+        f" [{row['kl_over']['low']:+.3f}, {row['kl_over']['high']:+.3f}]"
+        for row in found["rows"]
+        if row.get("kl_over") is not None and row["row"] in ROWS
+    ]
+    return "\n".join([markdown_table(heads, lines), *notes])

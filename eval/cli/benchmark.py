@@ -1,6 +1,4 @@
-"""The bodies of ``mame-sd-eval benchmark`` and ``bench``: from options to a `Benchmark`, or to
-timings alone.
-"""
+"""The body of ``mame-sd-eval benchmark``: from options to a `Benchmark` and its report."""
 
 from __future__ import annotations
 
@@ -8,31 +6,25 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mame_sd.cli.console import note, progress
 from mame_sd.embedded.model import embedded_models
 from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.files import check_place
-from mame_sd.runs.generate import environment
-from mame_sd.runs.jobs import GenerateSettings, jobs_of
+from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import load_model
-from mame_sd.runs.methods import NotApplicable
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import Process, joined, this_process
-from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity, prompts_digest
+from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity
 
 from .. import PROGRAM
-from ..benchmark.bench import alike_batches, bench, check_applies
 from ..benchmark.gates import failed_gates
-from ..benchmark.results import TIMINGS, check_out
+from ..benchmark.results import check_out
 from ..benchmark.rows import Row, chosen_rows
 from ..benchmark.run import Benchmark
-from ..benchmark.setup import attention_of
 from ..benchmark.suites import Suite
-from ..benchmark.timings import read_record, summary
 from ..metric_list import EMBEDDED_CLIP, METRICS, Metric
 from ..results.schema import Results
 from ..scoring.per_image import TRUTH
@@ -100,8 +92,6 @@ def run_benchmark(
         fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip else [])),
         device=loaded.pipe.device,
         clip=clip or CLIPS[0],
-        cache=out / "features",
-        process=process,
     )
     with joined(process):
         benchmark = Benchmark(
@@ -119,6 +109,7 @@ def run_benchmark(
             on_note=note,
             prompt_file=prompt_file,
             command=command,
+            process=process,
         )
         results = benchmark.run()
     if process.is_main:
@@ -142,67 +133,6 @@ def check_gates(results: Results, out: Path) -> None:
             f"{out}/report.html: sanity gates failed ({', '.join(failed)}); "
             "do not trust these figures before the report's gates say why"
         )
-
-
-def run_bench(
-    out: Path,
-    prompts: Sequence[Prompt],
-    rows: str | None,
-    rounds: int,
-    model: ModelChoice,
-    settings: GenerateSettings,
-) -> dict[str, dict[str, Any]]:
-    """`rows`: latency and memory by row and metric; `manifest`: what they depend on.
-
-    Timings are kept in `out`.
-
-    Raises UserError for options that do not fit, fewer prompts than a batch holds, and more than
-    one process, which would slow each other down.
-    """
-    wanted = chosen_rows(rows)
-    note_lacking(wanted)
-    check_rounds(rounds)
-    processes = this_process().count
-    if processes > 1:
-        raise UserError(
-            f"bench: expected one process, got {processes}, which would slow each other down; start"
-            " it alone"
-        )
-    batches = alike_batches(jobs_of(prompts, settings), settings.batch_size)
-    if len(batches[0]) < settings.batch_size:
-        raise UserError(
-            f"--batch-size: expected at most {len(batches[0])}, as many prompts as there are of one"
-            f" size, got {settings.batch_size}; lower it, or give more --prompts"
-        )
-    check_place(out, out)
-    read_record(out / TIMINGS)
-    loaded = load_model(model)
-    measured = []
-    for row in (row.on(loaded) for row in wanted if row.lacking is None):
-        try:
-            check_applies(loaded, settings, batches[0], row)
-        except NotApplicable as error:
-            note(f"{row.name}: {error}")
-        else:
-            measured.append(row)
-    with progress("calls") as on_progress:
-        timings = bench(
-            loaded, settings, batches, measured, rounds, out / TIMINGS, on_progress, must_merge=True
-        )
-    manifest = {
-        "model": dict(loaded.identity),
-        "sampling": asdict(settings),
-        "methods": {row.name: row.config for row in measured},
-        "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)},
-        "rounds": rounds,
-        "environment": environment(loaded),
-        "attention": attention_of(loaded),
-    }
-    costs = {
-        name: {metric: value.to_json() for metric, value in summary(found).items()}
-        for name, found in timings.items()
-    }
-    return {"rows": costs, "manifest": manifest}
 
 
 def suite_prompts(

@@ -30,6 +30,9 @@ def run_cache_command(out: Path, rows: str | None, form: str, options: CacheOpti
         rest=options.rest,
         rows=rows,
         shares=_shares(options.shares),
+        device=options.device,
+        dtype=options.dtype,
+        revision=options.revision,
         tasks=tuple(name.strip() for name in options.tasks.split(",") if name.strip()),
         weights_dir=None if options.weights_dir is None else Path(options.weights_dir),
         offline=options.offline,
@@ -39,9 +42,7 @@ def run_cache_command(out: Path, rows: str | None, form: str, options: CacheOpti
     return json_text(found, indent=1) if form == "json" else format_table(found)
 
 
-def _shares(text: str | None) -> tuple[float, ...] | None:
-    if text is None:
-        return None
+def _shares(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -32,7 +32,7 @@ def run_caption(
     from ..captions.model import EMBEDDED, check_prompt, load_captioner
     from ..captions.references import read_references
     from ..captions.rows import chosen_rows
-    from ..captions.run import CaptionRun, begun, table
+    from ..captions.run import CaptionRun, opened, table
 
     check_place(out, out)
     names = chosen_rows(rows)
@@ -45,7 +45,6 @@ def run_caption(
     pictures = read_references(references, data, num)
     device = pick_device(choice.device)
     identity = {
-        "forms": 3,  # rows mean what they do now, which an older folder's did not
         "model": choice.model or EMBEDDED,
         "revision": choice.revision,
         "device": device.type,
@@ -54,7 +53,7 @@ def run_caption(
         "tokens": tokens,
         "longer": longer,
     }
-    begun(out, identity)
+    opened(out, identity)
     captioner = load_captioner(choice, prompt, weights_dir)
     run = CaptionRun(captioner, identity, pictures, names, tokens, longer, out, on_note)
     return table(run.run())

@@ -11,11 +11,11 @@ from mame_sd.cli.groups import MergingOptions
 from mame_sd.cli.options import GivenOptions, keyword
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
+from mame_sd.runs.model_files import DTYPES
 from mame_sd.runs.options import option
 
-from ..metric_list import FID_BACKENDS
-
 METHODS = ("baseline", "mame", "tomesd")
+CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "trained", "video")  # of `perception.rows`
 DEFAULT_RATIO = 0.5
 CLIP_HELP = "CLIP to score with: a folder, clip-vit-b-32, clip-vit-l-14 or embedded-clip."
 SUITE_SAMPLING = GivenOptions(
@@ -73,15 +73,7 @@ class ScoringOptions:
     )
     offline: bool = option(False, "Never ask a network.")
     clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
-    fid_backend: str = option(
-        FID_BACKENDS[0],
-        f"Whose code computes FID and KID: {' or '.join(FID_BACKENDS)} (extra clean-fid).",
-        metavar="|".join(FID_BACKENDS),
-    )
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
-    cache: str | None = option(
-        None, "Folder that keeps features of images. Default: beside the weights.", metavar="DIR"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +85,7 @@ class CacheOptions:
     )
     texts: str | None = option(
         None,
-        "Folder of HTML, manual pages, Python or plain text. Without it, Python's own.",
+        "Folder of HTML, Python or plain text. Without it, Python's own.",
         metavar="DIR",
     )
     half: str = option("report", "Which half of the files: report, or development to tune on.")
@@ -101,12 +93,15 @@ class CacheOptions:
     prompts: int = option(40, "Prompts of each task.")
     length: int = option(1024, "Tokens of a prompt.")
     rest: int = option(128, "Tokens that follow it, on which methods are compared.")
-    shares: str | None = option(
-        None, "Shares of the cache, with commas between. Without it, each row's own."
-    )
+    shares: str = option("0.25,0.125", "Shares of the cache, with commas between.")
     tasks: str = option(
         "", "Retrieval tasks, with commas between: needles, pairs.", metavar="NAMES"
     )
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
+    dtype: str = option(
+        "float32", "Number format of the model.", metavar="|".join(("auto", *DTYPES))
+    )
+    revision: str | None = option(None, "Revision of a hub id.")
     weights_dir: str | None = option(None, "Folder with weights, looked into first.", metavar="DIR")
     offline: bool = option(False, "Never ask a network.")
 

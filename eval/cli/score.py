@@ -54,13 +54,9 @@ def score_runs(
     pairs = pair(a, b)
     against = None if reference is None else open_reference(reference)
     check_reference(metrics, against)
-    if tools.process.is_main:
-        files = [item.path for run in (a, b) for item in run.items.values()]
-        said = turned_note([*files, *(against.files if against is not None else ())])
-        if said:
-            on_note(said)
-            if any(map(tools.by_clean_fid, metrics)):
-                on_note("clean-fid reads files by itself and doesn't turn them")
+    files = [item.path for run in (a, b) for item in run.items.values()]
+    if said := turned_note([*files, *(against.files if against is not None else ())]):
+        on_note(said)
     different = differing_settings(a, b)
     for text in different:
         on_note(f"the runs differ beside the method ({text})")
@@ -87,7 +83,6 @@ def score_runs(
             "prompts_cut_for_clip": cut,
             "device": str(tools.device),
             "threads": torch.get_num_threads(),
-            "processes": tools.process.count,
             "versions": versions(),
         },
     }

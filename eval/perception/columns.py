@@ -56,6 +56,27 @@ COLUMNS: dict[str, Metric] = {
             ),
         ),
         Metric(
+            name="class_token",
+            label="Class token",
+            digits=3,
+            better="higher",
+            block="fidelity",
+            needs="pair",
+            about=(
+                "Cosine to the unmerged model's class token, or to its mean over tokens: mean over"
+                " images with its 95 % interval; of models that give features alone."
+            ),
+        ),
+        Metric(
+            name="patches",
+            label="Patches",
+            digits=3,
+            better="higher",
+            block="fidelity",
+            needs="pair",
+            about="Mean cosine to the unmerged model's patches, restored to their places.",
+        ),
+        Metric(
             name="top1",
             label="Top-1",
             unit="%",

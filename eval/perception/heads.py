@@ -17,6 +17,8 @@ from mame_sd.embedded.model import BACKGROUNDS, caption
 from mame_sd.errors import UserError
 from mame_sd.runs.encoders import LoadedEncoder
 
+from .methods import Method
+
 TEMPLATES = ("a photo of a {}.",)
 PROMPTS_AT_ONCE = 64
 
@@ -39,6 +41,12 @@ class Head:
             logits: Tensor = self.encoder.model(**inputs).logits
             return logits
         return unit(self.encoder.model.get_image_features(**inputs)) @ self.text.T
+
+    def nearness(self, method: Method, inputs: Mapping[str, Tensor]) -> dict[str, list[float]]:
+        """How near features under `method` are to the unmerged model's, by column and image; none
+        of a model that answers by a class.
+        """
+        return {}
 
 
 def unit(features: Any) -> Tensor:

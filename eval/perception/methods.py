@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.known_encoders import find_encoder
-from mame_sd.perception.settings import EVERY, LEFT, SCHEDULES
+from mame_sd.perception.settings import EVERY, LEFT
 from mame_sd.runs.methods import NotApplicable
 
 from .rivals import counted, embedding_of, on_fewer_frames, on_smaller_images, rival_on
-from .rules import EViT, Pool, RandomDrop, Rule, ToMe, quarters
+from .rules import DecreasingToMe, EViT, RandomDrop, Rule, ToMe, quarters
 
 HALVINGS = 16  # of the knob's range
 BLOCKS: dict[
@@ -83,7 +83,7 @@ class Merged:
         given = {**self.fields, "blocks": self.blocks}
         if "tau" not in given:
             every = {"every": EVERY} if self.blocks is None else {}
-            given["defaults"] = {"left": LEFT, "schedule": SCHEDULES[0], **every}
+            given["defaults"] = {"left": LEFT, "schedule": "decreasing", **every}
         return {"mame": _listed(given)}
 
     @contextmanager
@@ -124,22 +124,23 @@ class Smaller:
     side: int
 
     def describe(self) -> dict[str, Any]:
-        return {"side": self.side}
+        return asdict(self)
 
     def on(self, model: nn.Module) -> AbstractContextManager[Any]:
         return on_smaller_images(model, self.side)
 
     @contextmanager
     def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
-        with on_smaller_images(model, self.side), counted(model) as handle:
+        with self.on(model), counted(model) as handle:
             yield handle
 
 
 @dataclass(frozen=True)
-class Frames:
-    """The unmerged model on `frames` frames of each clip."""
+class Frames(Smaller):
+    """The unmerged model on so many frames of each clip."""
 
-    frames: int
+    side: int = 0
+    frames: int = 0
 
     def describe(self) -> dict[str, Any]:
         return {"frames": self.frames}
@@ -147,23 +148,44 @@ class Frames:
     def on(self, model: nn.Module) -> AbstractContextManager[Any]:
         return on_fewer_frames(model, self.frames)
 
-    @contextmanager
-    def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
-        with on_fewer_frames(model, self.frames), counted(model) as handle:
-            yield handle
+
+@dataclass(frozen=True)
+class Knob:
+    """A rival at any value of its knob.
+
+    Attributes:
+        label: for tables, {} for the value; `short` without it.
+        make: gives the method at a value.
+        most: of the knob; None: any number above 0.
+        whole: the knob takes whole numbers alone.
+    """
+
+    label: str
+    short: str
+    make: Callable[[float], Method]
+    most: float | None = 1.0
+    whole: bool = False
 
 
-RIVALS: dict[str, Callable[[float], Method]] = {  # by name: the method at a value of its knob
-    "default": lambda keep: Merged(None, {"keep": keep}),
-    "tome": lambda r: Rival(ToMe(r)),
-    "evit": lambda keep: Rival(EViT(keep)),
-    "random": lambda keep: Rival(RandomDrop(keep)),
-    "pool": lambda keep: Rival(Pool(keep)),
-    "evit-all": lambda keep: Rival(EViT(keep), "all"),
-    "random-all": lambda keep: Rival(RandomDrop(keep), "all"),
-    "pool-all": lambda keep: Rival(Pool(keep), "all"),
-    "smaller": lambda side: Smaller(int(side)),
-    "frames": lambda frames: Frames(int(frames)),
+RIVALS: dict[str, Knob] = {
+    "default": Knob(
+        "MaMe default, keep {}", "MaMe default", lambda keep: Merged(None, {"keep": keep})
+    ),
+    "tome": Knob("ToMe r {}", "ToMe", lambda r: Rival(ToMe(r)), None),
+    "tome-decreasing": Knob(
+        "ToMe decreasing r {}", "ToMe, decreasing", lambda r: Rival(DecreasingToMe(r)), None
+    ),
+    "evit": Knob("EViT keep {}", "EViT", lambda keep: Rival(EViT(keep))),
+    "random": Knob("random keep {}", "random dropping", lambda keep: Rival(RandomDrop(keep))),
+    "random-all": Knob(
+        "random in all blocks, keep {}",
+        "random dropping in all blocks",
+        lambda keep: Rival(RandomDrop(keep), "all"),
+    ),
+    "smaller": Knob(
+        "images of {} pixels", "smaller images", lambda side: Smaller(int(side)), None, whole=True
+    ),
+    "frames": Knob("{} frames", "fewer frames", lambda n: Frames(frames=int(n)), None, whole=True),
 }
 
 
@@ -196,7 +218,7 @@ def at_flops(
 
     def of(knob: float) -> float:
         if knob not in seen:
-            seen[knob] = flops_of(model, RIVALS[name](knob), call)
+            seen[knob] = flops_of(model, RIVALS[name].make(knob), call)
         return seen[knob]
 
     least, most, knob_of = _range(model, name, call, side)
@@ -218,7 +240,7 @@ def _range(
     model: nn.Module, name: str, call: Callable[[], Any], side: int
 ) -> tuple[float, float, Callable[[float], float]]:
     """Two ends between which FLOPs grow, and the knob of what lies there."""
-    if name == "tome":
+    if name.startswith("tome"):
         with counted(model) as handle:
             call()
             return -handle.report().blocks[0].tokens_in / 2, 0.0, lambda r: -r

@@ -21,23 +21,25 @@ from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.encoders import LoadedEncoder
 from mame_sd.runs.model_files import ModelChoice
 
-from ..networks.pretrained import DEVIATION, MEAN, SALIENCY, load_dinov2_saliency
+from ..networks.pretrained import DEVIATION, MEAN, SALIENCY, load_dinov2
 from ..weights.registry import REGISTRY
 from .answers import inputs_of
 from .data import ImageSet
 from .heads import Head
+from .methods import Method
+from .rivals import embedding_of, grown
 
 
 def load_saliency(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
-    """The DINOv2-S of `load_dinov2_saliency`, whose weights are fetched, without its head.
+    """The DINOv2-S of `load_dinov2`, whose weights are fetched.
 
-    Raises as `load_encoder`, and as `load_dinov2_saliency`.
+    Raises as `load_encoder`, and as `load_dinov2`.
     """
     from transformers import BitImageProcessor
 
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
-    model = load_dinov2_saliency(offline=choice.offline).backbone.requires_grad_(False)
+    model = load_dinov2(offline=choice.offline).requires_grad_(False)
     processor = BitImageProcessor(
         size={"shortest_edge": 224},
         crop_size={"height": 224, "width": 224},
@@ -75,6 +77,27 @@ class NearestHead(Head):
         cosines = summary(self.encoder.model, inputs) @ self.gallery.T
         found = cosines.new_full((len(cosines), int(self.answers.max()) + 1), -2.0)
         return found.scatter_reduce(1, self.answers.expand_as(cosines), cosines, "amax")
+
+    @torch.no_grad()
+    def nearness(self, method: Method, inputs: Mapping[str, Tensor]) -> dict[str, list[float]]:
+        """Cosines to the unmerged model's class token, and the mean of those to its patches, to
+        whose places merged ones are restored.
+        """
+        model = self.encoder.model
+        encoder, _, known = find_encoder(model)
+        prefix = known.prefix_tokens_of(encoder)
+        whole = model(**inputs).last_hidden_state.float()
+        with method.counted(model) as handle:
+            handle.capture()
+            own = model(**inputs).last_hidden_state
+            own = (handle.restore(own) if handle.plans() else own).float()
+        if own.shape[1] != whole.shape[1]:  # of smaller images
+            patch = embedding_of(encoder).kernel_size[-1]
+            height, width = (side // patch for side in inputs["pixel_values"].shape[-2:])
+            own = grown(own, prefix, (height, width))
+        cosines = F.cosine_similarity(own, whole, dim=-1)  # [B, L]
+        first = cosines[:, 0] if prefix else cosines.mean(1)
+        return {"class_token": first.tolist(), "patches": cosines[:, prefix:].mean(1).tolist()}
 
 
 def summary(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -48,6 +48,7 @@ class RivalBlock(MergedBlock):
         super().__init__(*args)
         self.rule, self.trace = rule, trace
         self._place = sorted(args[-1]).index(self.number) if self.number in args[-1] else -1
+        self._places = len(args[-1])
         self._heard: dict[str, Tensor] = {}
 
     def _attend(self, normed: Tensor, sizes: Tensor | None, call: dict[str, Any]) -> Tensor:
@@ -74,14 +75,16 @@ class RivalBlock(MergedBlock):
         sized: bool,
     ) -> tuple[Tensor, Tensor | None]:
         assert self.counts is not None
-        given = Given(x, self.shared.num_prefix_tokens, self._place, sizes, grid, **self._heard)
+        keys, queries = (self._heard.get(what) for what in ("keys", "queries"))
+        given = Given(x, self.shared.num_prefix_tokens, self._place, sizes, keys, queries)
+        given.places = self._places
         self._heard = {}
         if self.shared.capture and grid is not None:
             given.coords = self._coords(grid, x) if self._place == 0 else self.trace.coords
         reduced = self.rule(given)
         self.trace.coords = given.coords
         if self.shared.capture and reduced.x.shape[1] < x.shape[1]:
-            self.shared.keep(self.number, cast(Any, self.trace.plan(reduced, given)))
+            self.shared.keep(self.number, cast(Any, self.trace.plan(reduced)))
         if self.shared.now.counting:
             self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
         return reduced.x, reduced.sizes
@@ -103,16 +106,14 @@ class Trace:
     def __init__(self) -> None:
         self.coords: Tensor | None = None
 
-    def plan(self, reduced: Reduced, given: Given) -> Traced | Grown:
+    def plan(self, reduced: Reduced) -> Traced:
         """What puts back what one block took away."""
-        if reduced.rows is not None:
-            return Traced(reduced.rows)
-        if given.grid is None:
+        if reduced.rows is None:
             raise NotApplicable(
                 "expected tokens that can be traced to patches, got a rule that tells nothing of"
                 " them"
             )
-        return Grown(given.grid, given.prefix, first=given.place == 0)
+        return Traced(reduced.rows)
 
 
 @dataclass(frozen=True)
@@ -126,42 +127,14 @@ class Traced:
         return y.gather(1, self.rows.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
 
-@dataclass(frozen=True)
-class Grown:
-    """Puts pooled patches back: the first block's interpolates to the whole grid, the others' leave
-    it to that one.
-    """
-
-    grid: tuple[int, int]
-    prefix: int
-    first: bool
-
-    def restore(self, y: Tensor) -> Tensor:
-        """All tokens of the first block; of a later one what came."""
-        return grown(y, self.prefix, self.grid) if self.first else y
-
-
-def grown(
-    y: Tensor, prefix: int, grid: tuple[int, int], small: tuple[int, int] | None = None
-) -> Tensor:
-    """Tokens [B, prefix + h' w', C] of a smaller grid `small` at the patches of `grid`, by
-    bilinear interpolation.
+def grown(y: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
+    """Tokens [B, prefix + h' w', C] of a square grid at the patches of `grid`, by bilinear
+    interpolation.
     """
     body = y[:, prefix:]
-    small = small or grid_of(body.shape[1], grid)
-    image = body.transpose(1, 2).unflatten(2, small)
+    image = body.transpose(1, 2).unflatten(2, (math.isqrt(body.shape[1]), -1))
     body = F.interpolate(image, grid, mode="bilinear").flatten(2).transpose(1, 2)
     return torch.cat([y[:, :prefix], body], 1)
-
-
-def grid_of(cells: int, grid: tuple[int, int]) -> tuple[int, int]:
-    """The grid of so many cells whose proportions are nearest to those of `grid`.
-
-    >>> grid_of(110, (16, 16)), grid_of(66, (8, 16))
-    ((10, 11), (6, 11))
-    """
-    made = [(rows, cells // rows) for rows in range(1, cells + 1) if cells % rows == 0]
-    return min(made, key=lambda one: abs(math.log(one[0] / one[1] * grid[1] / grid[0])))
 
 
 @contextmanager
@@ -186,13 +159,6 @@ def rival_on(
         raise NotApplicable(
             f"expected a class token to prune by, but {type(encoder).__name__} has none; choose"
             " another method"
-        )
-    if rule.grid and not (
-        known.grid and any(isinstance(part, nn.Conv2d) for part in encoder.modules())
-    ):
-        raise NotApplicable(
-            f"expected patches of a grid, but those of {type(encoder).__name__} come as a list or"
-            " from several frames; choose another method"
         )
     for what in rule.hears:
         if projection_of(known, what) not in dict(blocks[0].named_modules()):

@@ -7,9 +7,9 @@
 | default-0.8 | the same at another share: keep in every second block |
 | mame-0.8 | the paper's method, tau .8, in the first two thirds of the blocks (its first 8 of 12) |
 | mame-quarters-0.5 | the same, tau .5, in blocks 3, 6 and 9 of 12 |
-| tome-8 | ToMe, 8 tokens fewer in each block |
-| evit-0.7, random-0.7, pool-0.7 | pruning, random dropping, pooling in blocks 3, 6 and 9 of 12 |
-| evit-all-0.9, random-all-0.9, pool-all-0.9 | the same in every block |
+| tome-8 | ToMe, 8 tokens fewer in each block; tome-decreasing-8: 16 in the first, 0 in the last |
+| evit-0.7, random-0.7 | pruning, random dropping in blocks 3, 6 and 9 of 12 |
+| random-all-0.9 | random dropping in every block |
 | smaller-160 | the unmerged model on images of 160 x 160 pixels |
 | frames-4 | the unmerged model on so many frames of each clip |
 | tome@mame-0.8 | a rival at the FLOPs of another row; so default@..., smaller@... and the others |
@@ -23,36 +23,14 @@ from typing import Any
 
 from mame_sd.errors import UserError
 
+from .. import tables
 from .forms import FORMS, HALVED, LAST, PLAIN
+from .methods import RIVALS, Merged, Unmerged
 
 BASELINE = "baseline"
 DEFAULT = "mame-default"
-RIVAL_LABELS = {
-    "default": "MaMe default, keep {}",
-    "tome": "ToMe r {}",
-    "evit": "EViT keep {}",
-    "random": "random keep {}",
-    "pool": "pooled keep {}",
-    "evit-all": "EViT in all blocks, keep {}",
-    "random-all": "random in all blocks, keep {}",
-    "pool-all": "pooled in all blocks, keep {}",
-    "smaller": "images of {} pixels",
-    "frames": "{} frames",
-}
-_SHORT = {
-    "default": "MaMe default",
-    "tome": "ToMe",
-    "evit": "EViT",
-    "random": "random dropping",
-    "pool": "pooling",
-    "evit-all": "EViT in all blocks",
-    "random-all": "random dropping in all blocks",
-    "pool-all": "pooling in all blocks",
-    "smaller": "smaller images",
-    "frames": "fewer frames",
-}
 VIDEO = "video"  # the suite of clips
-PICTURES = tuple(name for name in RIVAL_LABELS if name != "frames")
+PICTURES = tuple(name for name in RIVALS if name != "frames")
 CLIPS = ("tome", "random", "random-all", "smaller", "frames")  # rivals that can see clips
 _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # all but what is named as the paper's
     ("feature-k", {"feature": "k"}),
@@ -75,55 +53,32 @@ _DEPTHS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row.
+class Row(tables.Row):
+    """One row; its `method` is one of `methods`, None where `at` decides it.
 
     Attributes:
-        name: fit to be a file's name.
-        family: baseline, mame, tome, or rival.
-        knob: value of a rival's knob, a tau or a keep; None where `at` or `fields` say it.
-        rival: which one; None: none.
+        rival: a name of RIVALS; None: none.
         at: name of the row whose FLOPs the rival is brought to.
-        blocks, fields: of merging, as `methods.Merged` takes them.
         weights: the form of training whose model answers, in the suite trained.
-        default: whether it is what a user gets who changes no setting.
     """
 
-    name: str
-    label: str
-    family: str
-    knob: float | None = None
     rival: str | None = None
     at: str | None = None
-    blocks: str | tuple[int, ...] | None = None
-    fields: dict[str, Any] | None = None
     weights: str = PLAIN
-    default: bool = False
-
-    def method(self) -> Any:
-        """The `methods.Method` of the row. Not for one `at` another's FLOPs."""
-        from .methods import RIVALS, Merged, Unmerged
-
-        if self.fields is not None:
-            return Merged(self.blocks, self.fields)
-        if self.rival is not None:
-            assert self.knob is not None
-            return RIVALS[self.rival](self.knob)
-        return Unmerged()
 
 
 def row_named(name: str) -> Row:
     """The row that a name says. Raises UserError for another name."""
     rival, at, other = name.partition("@")
     if name == BASELINE:
-        return Row(name=name, label="baseline", family="baseline")
-    if at and rival in RIVAL_LABELS:
+        return Row(name=name, label="baseline", family="baseline", method=Unmerged())
+    if at and rival in RIVALS:
         target = row_named(other)
         if target.at is None and target.name != BASELINE:
-            label = f"{_SHORT[rival]}, FLOPs of {target.label}"
+            label = f"{RIVALS[rival].short}, FLOPs of {target.label}"
             return Row(name=name, label=label, family=_family(rival), rival=rival, at=other)
     if name == DEFAULT:
-        return Row(name=name, label="MaMe default", family="mame", fields={}, default=True)
+        return _mame(name, "MaMe default", None, {}, default=True)
     kind, _, text = name.partition("-")
     if kind == "mame":
         where = "quarters" if text.startswith("quarters-") else "first"
@@ -131,20 +86,15 @@ def row_named(name: str) -> Row:
         if value is not None:
             return _mame(name, f"MaMe τ {value:g} (paper)", where, {"tau": value})
     kind, _, text = name.rpartition("-")
-    if kind in RIVAL_LABELS:
-        whole = kind in ("tome", "smaller", "frames")
-        value = _number(text, float("inf") if whole else 1.0)
-        if value is not None and (kind not in ("smaller", "frames") or value == int(value)):
-            return Row(
-                name=name,
-                label=RIVAL_LABELS[kind].format(f"{value:g}"),
-                family=_family(kind),
-                knob=value,
-                rival=kind,
-            )
+    knob = RIVALS.get(kind)
+    value = _number(text, knob.most) if knob is not None else None
+    if knob is not None and value is not None and not (knob.whole and value % 1):
+        label = knob.label.format(f"{value:g}")
+        method = knob.make(value)
+        return Row(name=name, label=label, family=_family(kind), rival=kind, method=method)
     raise UserError(
         "--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8,"
-        " mame-quarters-0.5, tome-8, evit-0.7, random-0.7, pool-0.7, random-all-0.9,"
+        " mame-quarters-0.5, tome-8, evit-0.7, random-0.7, random-all-0.9,"
         f" smaller-160, frames-4 or tome@mame-0.8, got {name!r}; correct it"
     )
 
@@ -157,14 +107,8 @@ def beside_rivals(*names: str, rivals: Sequence[str] = PICTURES) -> list[Row]:
     for name in names:
         row = row_named(name)
         ours = row.default or row.rival == "default"
-        rows += [
-            row,
-            *(
-                row_named(f"{rival}@{name}")
-                for rival in rivals
-                if not (ours and rival == "default")
-            ),
-        ]
+        others = [rival for rival in rivals if not (ours and rival == "default")]
+        rows += [row, *(row_named(f"{rival}@{name}") for rival in others)]
     return rows
 
 
@@ -223,16 +167,9 @@ def trained() -> list[Row]:
 
 def _merged(name: str, label: str, weights: str, merging: dict[str, Any]) -> Row:
     if not merging:
-        return Row(name=name, label=label, family="rival", weights=weights)
+        return Row(name=name, label=label, weights=weights, method=Unmerged())
     fields = {key: value for key, value in merging.items() if key != "blocks"}
-    return Row(
-        name=f"mame-{name}",
-        label=label,
-        family="mame",
-        blocks=merging["blocks"],
-        fields=fields,
-        weights=weights,
-    )
+    return _mame(f"mame-{name}", label, merging["blocks"], fields, weights=weights)
 
 
 def chosen_rows(suite: str, names: str | None) -> list[Row]:
@@ -262,21 +199,21 @@ def chosen_rows(suite: str, names: str | None) -> list[Row]:
     return list(found.values())
 
 
-def _mame(name: str, label: str, blocks: str | None, fields: dict[str, Any]) -> Row:
-    return Row(name=name, label=label, family="mame", blocks=blocks, fields=fields)
+def _mame(name: str, label: str, blocks: Any, fields: dict[str, Any], **more: Any) -> Row:
+    return Row(name=name, label=label, family="mame", method=Merged(blocks, fields), **more)
 
 
 def _family(rival: str) -> str:
     return {"tome": "tome", "default": "mame"}.get(rival, "rival")
 
 
-def _number(text: str, most: float) -> float | None:
-    """A number above 0 and at most `most`; None for anything else."""
+def _number(text: str, most: float | None) -> float | None:
+    """A finite number above 0 and at most `most`; None for anything else."""
     try:
         value = float(text)
     except ValueError:
         return None
-    return value if 0 < value <= most and value != float("inf") else None
+    return value if 0 < value < float("inf") and (most is None or value <= most) else None
 
 
 SUITES: dict[str, tuple[str, list[Row]]] = {

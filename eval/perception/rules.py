@@ -4,7 +4,7 @@
   leaves r tokens fewer in every block, weighs means by size and makes attention proportional;
 * `EViT` (Liang et al., arXiv 2202.07800), without its training: the tokens that the class token
   attends to least become one;
-* `RandomDrop`: a random share stays; `Pool`: means of cells of the grid.
+* `RandomDrop`: a random share stays.
 
 Special tokens stand first, take no part and stay first.
 """
@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Grid = tuple[int, int]
-
 
 @dataclass
 class Given:
@@ -29,9 +27,8 @@ class Given:
     Attributes:
         x: x' [B, L, C], prefix tokens first.
         prefix: how many of them.
-        place: how many blocks have reduced the tokens before.
+        place: how many blocks have reduced the tokens before, of `places` in all.
         sizes: [B, L] how many tokens each one stands for, fp32; None: 1 each.
-        grid: (h, w) of the patches before the first block; None where unknown.
         coords: [B, patches, 2] where the patches lie in it, for rules that only drop some.
         keys, queries: the attention's [B, heads, L, d]; None where the rule does not ask for them.
     """
@@ -40,10 +37,10 @@ class Given:
     prefix: int
     place: int
     sizes: Tensor | None = None
-    grid: Grid | None = None
     keys: Tensor | None = None
     queries: Tensor | None = None
     coords: Tensor | None = None
+    places: int = 1
 
 
 @dataclass
@@ -70,13 +67,11 @@ class Rule:
         prop_attn: the log of a token's size is added to its attention logits.
         hears: what of the attention it is given, "keys" and "queries".
         class_token: it works by a class token.
-        grid: it works on the grid of patches.
     """
 
     prop_attn: bool = False
     hears: ClassVar[tuple[str, ...]] = ()
     class_token: ClassVar[bool] = False
-    grid: ClassVar[bool] = False
 
     def blocks(self, depth: int) -> tuple[int, ...]:
         """The blocks of `depth` in which it reduces the tokens, counted from 0: a quarter, half and
@@ -123,10 +118,10 @@ class ToMe(Rule):
         """All."""
         return tuple(range(depth))
 
-    def fewer(self, place: int) -> int:
+    def fewer(self, place: int, places: int) -> int:
         """How many tokens it merges in the block of that place, where there are enough.
 
-        >>> [ToMe(2.5).fewer(place) for place in range(4)], ToMe(8).fewer(5)
+        >>> [ToMe(2.5).fewer(place, 4) for place in range(4)], ToMe(8).fewer(5, 12)
         ([3, 2, 3, 2], 8)
         """
         return math.floor(self.r * (place + 1) + 0.5) - math.floor(self.r * place + 0.5)
@@ -135,7 +130,7 @@ class ToMe(Rule):
         assert given.keys is not None
         x, metric = given.x, given.keys.mean(1)
         sizes = x.new_ones(x.shape[:2], dtype=torch.float32) if given.sizes is None else given.sizes
-        r = min(self.fewer(given.place), (x.shape[1] - given.prefix) // 2)
+        r = min(self.fewer(given.place, given.places), (x.shape[1] - given.prefix) // 2)
         if r < 1:
             return Reduced(x, sizes)
         merge = bipartite_soft_matching(metric, r, given.prefix)
@@ -155,19 +150,17 @@ def matched_sets(tokens: int, prefix: int) -> tuple[range, range]:
 
 @dataclass(frozen=True)
 class DecreasingToMe(ToMe):
-    """ToMe with its decreasing schedule (section 4): from 2 `r` fewer in the first of `depth`
-    blocks down to 0 in the last.
+    """ToMe with its decreasing schedule (section 4): from 2 `r` fewer in the first block down to 0
+    in the last.
     """
 
-    depth: int = 12
-
-    def fewer(self, place: int) -> int:
+    def fewer(self, place: int, places: int) -> int:
         """See `ToMe`.
 
-        >>> [DecreasingToMe(8, depth=5).fewer(place) for place in range(5)]
+        >>> [DecreasingToMe(8).fewer(place, 5) for place in range(5)]
         [16, 12, 8, 4, 0]
         """
-        return round(2 * self.r * (1 - place / (self.depth - 1)))
+        return round(2 * self.r * (1 - place / (places - 1)))
 
 
 class Matching:
@@ -315,46 +308,3 @@ class RandomDrop(Rule):
             first = torch.arange(prefix, device=x.device).expand(len(x), -1)
             rows, given.coords = torch.cat([first, nearest], 1), kept
         return Reduced(torch.cat([x[:, :prefix], body], 1), rows=rows)
-
-
-@dataclass(frozen=True)
-class Pool(Rule):
-    """The grid of patches becomes a smaller one of the share `keep`, by means over its cells. This
-    is in three blocks unless others are named. Cells overlap where the share is no square's: in
-    many blocks that blurs.
-    """
-
-    keep: float
-    grid: ClassVar[bool] = True
-
-    def __call__(self, given: Given) -> Reduced:
-        assert given.grid is not None
-        x, prefix = given.x, given.prefix
-        before, after = (
-            smaller_grid(given.grid, self.keep**times) for times in (given.place, given.place + 1)
-        )
-        image = x[:, prefix:].transpose(1, 2).unflatten(2, before)
-        body = F.adaptive_avg_pool2d(image, after).flatten(2).transpose(1, 2)
-        return Reduced(torch.cat([x[:, :prefix], body], 1))
-
-
-def smaller_grid(grid: Grid, share: float) -> Grid:
-    """The grid of about the same proportions whose cells are nearest to the share `share` of those
-    of `grid`, at least one.
-
-    >>> smaller_grid((14, 14), 0.5), smaller_grid((14, 14), 0.25)
-    ((10, 10), (7, 7))
-    >>> smaller_grid((8, 16), 0.5), smaller_grid((6, 6), 1.0)
-    ((6, 11), (6, 6))
-    """
-    sides = [{max(1, math.floor(n * share**0.5)), min(n, math.ceil(n * share**0.5))} for n in grid]
-    made = [(rows, columns) for rows in sides[0] for columns in sides[1]]
-    cells = share * grid[0] * grid[1]
-    return min(
-        made,
-        key=lambda one: (
-            abs(one[0] * one[1] - cells),
-            abs(one[0] / grid[0] - one[1] / grid[1]),
-            one,
-        ),
-    )

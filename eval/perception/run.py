@@ -28,14 +28,15 @@ from mame_sd.runs.processes import Process
 from ..benchmark.results import TIMINGS, resumed, write_results
 from ..benchmark.timings import summary
 from ..metric_list import Metric
-from ..results.schema import NOT_YET, Gate, Kept, Results, Value
+from ..results.schema import NOT_YET, Gate, Results, Value
 from ..results.schema import Row as Line
-from ..stats import share_difference, wilson
+from ..stats import mean_interval, share_difference, wilson
 from .answers import Batches, answers_of, inputs_of, weighted
 from .columns import COLUMNS
 from .data import ImageSet
 from .heads import Head
 from .methods import RIVALS, Merged, Method, at_flops, side_of
+from .neighbours import NearestHead
 from .rows import BASELINE, SUITES, Row
 from .speed import measure, throughput
 
@@ -104,9 +105,10 @@ class Classification:
     @property
     def columns(self) -> dict[str, Metric]:
         """Those of the table."""
-        return {
-            name: metric for name, metric in COLUMNS.items() if name != "ahead" or self._meets_tome
-        }
+        lacking = {"ahead"} - ({"ahead"} if self._meets_tome else set())
+        if not isinstance(self.head, NearestHead):
+            lacking |= {"class_token", "patches"}
+        return {name: metric for name, metric in COLUMNS.items() if name not in lacking}
 
     @property
     def labels(self) -> Sequence[int] | None:
@@ -121,7 +123,7 @@ class Classification:
                 label=row.label,
                 family=row.family,
                 default=row.default,
-                config={"rival": row.rival, "at": row.at} if row.at else row.method().describe(),
+                config={"rival": row.rival, "at": row.at} if row.at else row.method.describe(),
                 reason=NOT_YET,
             )
             for row in self.rows
@@ -163,7 +165,7 @@ class Classification:
         """The answers of a row; None where it can do nothing with this model."""
         line = self.results.row(row.name)
         try:
-            method = self._solved(row, line) if row.at else row.method()
+            method = self._solved(row, line) if row.at else row.method
             with self.stage(f"{row.label}: answers") as on_progress:
                 batches = self._batches(row, method, on_progress)
         except NotApplicable as error:
@@ -210,7 +212,7 @@ class Classification:
                 f" {target / 1e9:.3g}."
             )
             self.results.notes += [note] if note not in self.results.notes else []
-        return RIVALS[row.rival](solved["knob"])
+        return RIVALS[row.rival].make(solved["knob"])
 
     def _value(self, name: str, found: Mapping[str, Batches]) -> None:
         """What answers, tokens and FLOPs of a row come to."""
@@ -224,9 +226,10 @@ class Classification:
         values["tokens"] = Value(mean=tokens[-1], n=count)
         if name != BASELINE:
             values["agreement"] = self._share([a == b for a, b in zip(answers, plain, strict=True)])
-            self.results.row(name).kept = [
-                Kept(block, 0, max(tokens[0], kept), kept) for block, kept in enumerate(tokens[1:])
-            ]
+            for column in next(iter(batches.values())).near:
+                every = [one for _, batch in sorted(batches.items()) for one in batch.near[column]]
+                keys = {str(place): str(place) for place in range(len(every))}
+                values[column] = Value(**mean_interval(dict(zip(keys, every, strict=True)), keys))
         values["top1"] = self._top1(name, found)
         self._save()
 

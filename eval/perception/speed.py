@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..benchmark.timings import Timing, read_record, write_record
+from ..benchmark.timings import Record, Timing
 from ..memory import allocations, most, weight_bytes
 from ..results.schema import Value
 from ..timing import interleaved, quartiles, timed
@@ -73,13 +73,12 @@ def measure(
                 return replace(timing, allocated=torch.cuda.max_memory_allocated(device))
             return replace(timing, allocated=peaks.get(name))
 
-    done = read_record(record, about)
+    done = Record(record, about)
     for number, timings in interleaved(
-        list(methods), rounds, call, done=done, warm_up=warm_up, on_progress=on_progress
+        list(methods), rounds, call, done=done.rounds, warm_up=warm_up, on_progress=on_progress
     ):
-        done[number] = timings
-        write_record(record, about, done)
-    return {name: [done[number][name] for number in range(rounds)] for name in methods}
+        done.add(number, timings)
+    return {name: [done.rounds[number][name] for number in range(rounds)] for name in methods}
 
 
 def throughput(timings: Sequence[Timing]) -> Value:

@@ -61,7 +61,7 @@ class Trained(Classification):
 
     @property
     def columns(self) -> dict[str, Metric]:
-        return {**{name: metric for name, metric in COLUMNS.items() if name != "ahead"}, **_OWN}
+        return {**super().columns, **_OWN}
 
     @property
     def labels(self) -> Sequence[int] | None:

@@ -2,9 +2,8 @@
 at.
 
 - report.html: one self-contained file: headline, pictures, tables, plots, gates, manifest
-- report.md: the same in Markdown, without plots
+- report.md: the same in Markdown, without the plot
 - table.csv: every figure with its interval, one line for each row
-- table.tex: the table of the paper
 """
 
 from .render import render

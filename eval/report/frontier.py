@@ -11,17 +11,12 @@ from dataclasses import dataclass
 import matplotlib
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
 from ..results.schema import Results, Row, Value
 from .figures import COLORS, FAMILY_COLORS, MARKERS, SIZE, STYLE, WIDE, new_figure, to_svg
 from .numbers import number, times
 from .select import Focus
-
-_PLACES = [(10, 0, "left"), (-10, 0, "right"), (0, 14, "center"), (0, -14, "center")]
-_PLACES += [(10, 15, "left"), (10, -15, "left"), (-10, 15, "right"), (-10, -15, "right")]
-_HIDDEN = 0.05  # of a name's own area that it may hide of others
 
 
 @dataclass(frozen=True)
@@ -153,62 +148,36 @@ def _limit(
 
 
 def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
-    """Each row's name beside its point, at the first of eight places where it hides nothing; none
-    where it would hide others.
+    """Each row's name right of its point, or left of it in the right half; none where it would
+    cover another name or a point.
     """
     inside = axes.get_window_extent()
-    marks = [_around(axes, point) for point in found]
-    names: list[Bbox] = []
-    for n, point in sorted(
-        enumerate(found), key=lambda pair: (not pair[1].row.default, pair[1] not in best)
-    ):
-        options = [_annotate(axes, point, *place) for place in _PLACES]
-        boxes = [option.get_window_extent() for option in options]
-        others = [*names, *(box for m, around in enumerate(marks) if m != n for box in around)]
-        costs = [
-            sum(_overlap(box, other) for other in (*others, *marks[n]))
-            + 10 * (box.width * box.height - _overlap(box, inside))
-            for box in boxes
-        ]
-        chosen = boxes[costs.index(min(costs))]
-        hidden = sum(_overlap(chosen, other) for other in others)
-        shown = point.row.default or hidden <= _HIDDEN * chosen.width * chosen.height
-        for option, box in zip(options, boxes, strict=True):
-            if box is not chosen or not shown:
-                option.remove()
-        if shown:
-            names.append(chosen)
+    taken = [_around(axes, point) for point in found]
+    for point in sorted(found, key=lambda p: (not p.row.default, p not in best)):
+        own = _around(axes, point)
+        right = own.x0 > inside.x0 + inside.width / 2
+        text = axes.annotate(
+            point.row.label,
+            (point.speed, point.closeness),
+            (-10 if right else 10, 0),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            va="center",
+            fontsize=SIZE,
+            fontweight="bold" if point.row.default else "normal",
+            color=COLORS["ink"],
+        )
+        box = text.get_window_extent()
+        if not point.row.default and any(box.overlaps(one) for one in taken):
+            text.remove()
+        else:
+            taken.append(box)
 
 
-def _annotate(axes: Axes, point: Point, dx: int, dy: int, align: str) -> Annotation:
-    return axes.annotate(
-        point.row.label,
-        (point.speed, point.closeness),
-        (dx, dy),
-        textcoords="offset points",
-        ha=align,
-        va="center",
-        fontsize=SIZE,
-        fontweight="bold" if point.row.default else "normal",
-        color=COLORS["ink"],
-    )
-
-
-def _around(axes: Axes, point: Point) -> list[Bbox]:
-    """What the point's marker and its interval bars cover, in units of the drawing."""
+def _around(axes: Axes, point: Point) -> Bbox:
+    """What the point's marker covers, in units of the drawing."""
     x, y = axes.transData.transform((point.speed, point.closeness))
-    boxes = [Bbox.from_bounds(x - 7, y - 7, 14, 14)]
-    for pair, across in ((point.speed_interval, False), (point.closeness_interval, True)):
-        if pair is not None:
-            ends = [(point.speed, end) if across else (end, point.closeness) for end in pair]
-            (x0, y0), (x1, y1) = axes.transData.transform(ends)
-            boxes.append(Bbox([(x0 - 1, y0 - 1), (x1 + 1, y1 + 1)]))
-    return boxes
-
-
-def _overlap(one: Bbox, other: Bbox) -> float:
-    common = Bbox.intersection(one, other)
-    return 0.0 if common is None else float(common.width * common.height)
+    return Bbox.from_bounds(x - 7, y - 7, 14, 14)
 
 
 def _pair(value: Value) -> tuple[float, float] | None:

@@ -10,7 +10,6 @@ from ..results.schema import Results, Row
 from .pictures import Case
 from .select import Focus
 from .tables import Cell, Table
-from .words import words_of
 
 
 def render(page: Mapping[str, Any]) -> str:
@@ -40,12 +39,6 @@ def render(page: Mapping[str, Any]) -> str:
     parts.append("Best values are bold; brackets hold intervals.")
     if page["pictures"].cases:
         parts += ["## Pictures", *(_case(case, page["chosen"]) for case in page["pictures"].cases)]
-    if page["kept_words"]:
-        parts += [
-            "## Tokens kept",
-            words_of(results).kept,
-            "\n".join(f"- {escape(words)}" for words in page["kept_words"]),
-        ]
     parts += ["## Sanity gates", _gates(results), *(f"- {escape(note)}" for note in results.notes)]
     manifest = [f"| {escape(name)} | {escape(value)} |" for name, value in page["manifest"]]
     parts += [

@@ -1,4 +1,4 @@
-"""Write the report's files: the same headline and tables as HTML, Markdown, CSV and LaTeX."""
+"""Write the report's files: the same headline and tables as HTML, Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mame_sd.runs.files import write_atomically
 
 from ..results.read import parse
 from ..results.schema import Results, Row
-from . import frontier, kept_plot, latex, markdown
+from . import frontier, markdown
 from .figures import NARROW, WIDE
 from .headline import comparison, headline
 from .manifest import command, facts, flat
@@ -24,7 +24,7 @@ from .select import Focus, focus
 from .tables import Table, cost_metrics, cost_table, fidelity_table, quality_table
 from .words import words_of
 
-HTML, MARKDOWN, CSV, TEX = "report.html", "report.md", "table.csv", "table.tex"
+HTML, MARKDOWN, CSV = "report.html", "report.md", "table.csv"
 PAPER = (
     "MaMe & MaRe: Matrix-Based Token Merging and Restoration for Efficient Visual Perception and"
     " Synthesis"
@@ -32,8 +32,7 @@ PAPER = (
 
 
 def render(results: Results | Mapping[str, Any], out: Path) -> Path:
-    """Write report.html, report.md, table.csv and table.tex into the folder `out`, each whole or
-    not at all.
+    """Write report.html, report.md and table.csv into the folder `out`, each whole or not at all.
 
     Args:
         results: results, or the content of results.json. Rows may be missing or not measured; the
@@ -55,7 +54,6 @@ def render(results: Results | Mapping[str, Any], out: Path) -> Path:
         HTML: _html(page),
         MARKDOWN: markdown.render(page),
         CSV: table_csv(parsed, chosen),
-        TEX: latex.render(parsed, chosen),
     }
     for name, text in files.items():
         write_atomically(
@@ -119,7 +117,6 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         quality_table(results, chosen),
         cost_table(results, chosen),
     ]
-    kept = [(row, kept_plot.merging_levels(row)) for row in results.measured]
     return {
         "results": results,
         "words": words_of(results),
@@ -131,10 +128,6 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "pictures": load_pictures(results, chosen, folder),
         "gradient": gradient(),
         "frontier": [(name, frontier.plot(results, chosen, width)) for name, width in _WIDTHS],
-        "kept": [(name, kept_plot.plot(results, width)) for name, width in _WIDTHS],
-        "kept_words": [
-            kept_plot.describe(row.label, levels, results.kind) for row, levels in kept if levels
-        ],
         "failed": results.failed,
         "warnings": results.warnings,
         "manifest": flat(results.manifest),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..results.schema import Column, Results, Row
@@ -16,13 +16,12 @@ from .numbers import interval, number, p_value
 from .select import Focus
 
 SPEEDUP = Column(
-    "speedup",
-    "Times as fast",
-    "",
-    "higher",
-    "cost",
-    2,
-    "Speed of the row divided by the baseline's; above 1 is faster.",
+    key="speedup",
+    label="Times as fast",
+    better="higher",
+    block="cost",
+    digits=2,
+    about="Speed of the row divided by the baseline's; above 1 is faster.",
 )
 NOT_MEASURED = "not measured"
 SHORT = 32  # characters of a reason that a cell holds
@@ -68,30 +67,6 @@ class Table:
     @property
     def metrics(self) -> list[Column]:
         return [metric for _, group in self.groups for metric in group]
-
-    @property
-    def used(self) -> set[str]:
-        """Keys of the metrics that have a value in some row."""
-        cells = (
-            (metric.key, cell)
-            for line in self.lines
-            for metric, cell in zip(self.metrics, line.cells, strict=False)
-        )
-        return {key for key, cell in cells if cell.kind == "value"}
-
-    def columns(self, keys: Collection[str]) -> Table:
-        """The table with the columns of these metrics alone."""
-        at = [n for n, metric in enumerate(self.metrics) if metric.key in keys]
-        groups = [
-            (title, [metric for metric in group if metric.key in keys])
-            for title, group in self.groups
-        ]
-        lines = [
-            Line(line.row, [line.cells[n] for n in at] if line.cells else ()) for line in self.lines
-        ]
-        return dataclasses.replace(
-            self, groups=[group for group in groups if group[1]], lines=lines
-        )
 
     @property
     def against(self) -> list[str]:

@@ -18,11 +18,9 @@ class Words:
 
     Attributes:
         frontier: under the plot of speed against closeness.
-        fidelity, fidelity_short: what fidelity compares, on the page and in a table's caption.
+        fidelity: what fidelity compares.
         quality: what quality says.
         test: by which the p-values are.
-        step: what the tokens are counted over.
-        kept: what the counts of tokens are of.
         beside: what lies beside the page.
         action: what the method does.
         command: what makes it again, where the manifest does not say.
@@ -30,11 +28,8 @@ class Words:
 
     frontier: str
     fidelity: str
-    fidelity_short: str
     quality: str
     test: str
-    step: str
-    kept: str
     beside: str
     action: str
     command: str
@@ -47,13 +42,8 @@ WORDS = {
             "Each merged image is compared with the baseline's image of the same prompt, seed and"
             " noise. Fidelity says how little merging changes, not how good an image is."
         ),
-        fidelity_short=(
-            "Fidelity compares each image with the baseline's of the same prompt and noise."
-        ),
         quality="How good the images are by themselves",
         test="paired sign-flip test",
-        step="step",
-        kept="Counted on one image, that of the first prompt.",
         beside="with every number of every image",
         action="merges redundant tokens before self-attention, restores them after it",
         command="mame-sd-eval benchmark --suite {}",
@@ -64,13 +54,8 @@ WORDS = {
             "Each answer is compared with the unmerged model's for the same image. Fidelity says"
             " how little merging changes, not how often an answer is right."
         ),
-        fidelity_short=(
-            "Fidelity compares each answer with the unmerged model's for the same image."
-        ),
         quality="How often the answers are right",
         test="McNemar's exact test",
-        step="block",
-        kept="Means over all images, prefix tokens included.",
         beside="with every figure, <code>answers/</code> with the answer to every image",
         action="merges redundant tokens between attention and MLP",
         command="mame-sd-eval classify --suite {}",

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import types
+import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from mame_sd.errors import UserError
 
-from .schema import BLOCKS, FAMILIES, KINDS, Column, Gate, Kept, Picture, Results, Row, Value
+from .schema import BLOCKS, FAMILIES, KINDS, Column, Gate, Picture, Results, Row, Value
 
 AGAIN = "run the benchmark again"
+T = TypeVar("T")
 
 
 def parse(results: Mapping[str, Any]) -> Results:
@@ -22,114 +26,89 @@ def parse(results: Mapping[str, Any]) -> Results:
     """
     top = "the top level"
     reference = _get(results, "reference", dict, top, {})
-    return Results(
-        suite=_get(results, "suite", str, top),
-        created=_get(results, "created", str, top, ""),
-        manifest=_get(results, "manifest", dict, top),
-        metrics=[_column(key, entry) for key, entry in _get(results, "metrics", dict, top).items()],
+    parsed = _read(
+        Results,
+        results,
+        top,
+        metrics=[
+            _read(Column, entry, f"metrics[{key!r}]", key=key)
+            for key, entry in _get(results, "metrics", dict, top).items()
+        ],
         rows=[
             _row(entry, f"rows[{n}]") for n, entry in enumerate(_get(results, "rows", list, top))
         ],
         pictures=[
-            _picture(key, entry) for key, entry in _get(results, "images", dict, top, {}).items()
+            _read(Picture, entry, f"images[{key!r}]", key=key)
+            for key, entry in _get(results, "images", dict, top, {}).items()
         ],
         gates=[
-            _gate(entry, f"gates[{n}]")
+            _read(Gate, entry, f"gates[{n}]")
             for n, entry in enumerate(_get(results, "gates", list, top, []))
         ],
         reference=_get(reference, "name", str, "reference", None),
         reference_n=_get(reference, "n", int, "reference", None),
         notes=[str(note) for note in _get(results, "notes", list, top, [])],
-        kind=_one_of(_get(results, "kind", str, top, "generation"), KINDS, "kind"),
-        sensitivity=_get(results, "sensitivity", str, top, ""),
     )
-
-
-def _picture(key: str, entry: Any) -> Picture:
-    where = f"images[{key!r}]"
-    return Picture(key, _get(entry, "prompt", str, where), _get(entry, "seed", int, where, None))
-
-
-def _column(key: str, entry: Any) -> Column:
-    where = f"metrics[{key!r}]"
-    better = _one_of(_get(entry, "better", str, where), ("lower", "higher"), f"{where}.better")
-    block = _one_of(_get(entry, "block", str, where), BLOCKS, f"{where}.block")
-    return Column(
-        key=key,
-        label=_get(entry, "label", str, where, key) or key,
-        unit=_get(entry, "unit", str, where, ""),
-        better=better,
-        block=block,
-        digits=min(max(0, _get(entry, "digits", int, where, 3)), 9),
-        about=_get(entry, "about", str, where, ""),
-    )
+    _one_of(parsed.kind, KINDS, "kind")
+    for column in parsed.metrics:
+        where = f"metrics[{column.key!r}]"
+        _one_of(column.better, ("lower", "higher"), f"{where}.better")
+        _one_of(column.block, BLOCKS, f"{where}.block")
+    return parsed
 
 
 def _row(entry: Any, where: str) -> Row:
     name = _get(entry, "name", str, where)
     where = f"row {name!r}"
-    status = _one_of(
-        _get(entry, "status", str, where), ("measured", "not measured"), f"{where}: status"
+    status = _get(entry, "status", str, where)
+    _one_of(status, ("measured", "not measured"), f"{where}: status")
+    values = {
+        key: _read(Value, value, f"{where}: {key}")
+        for key, value in _get(entry, "values", dict, where, {}).items()
+    }
+    per_image = {
+        key: _numbers(found, f"{where}: {key}")
+        for key, found in _get(entry, "per_image", dict, where, {}).items()
+    }
+    row = _read(
+        Row, entry, where, measured=status == "measured", values=values, per_image=per_image
     )
-    run = _get(entry, "run", str, where, None)
+    _one_of(row.family, FAMILIES, f"{where}: family")
+    run = row.run
     if run is not None and (PurePosixPath(run).is_absolute() or ".." in Path(run).parts):
         raise UserError(
             f"results.json, {where}: expected run to be a folder inside, got {run!r}; {AGAIN}"
         )
-    values = {
-        key: _value(value, f"{where}: {key}")
-        for key, value in _get(entry, "values", dict, where, {}).items()
-    }
-    per_image: dict[str, Mapping[str, float]] = {
-        key: _numbers(found, f"{where}: {key}")
-        for key, found in _get(entry, "per_image", dict, where, {}).items()
-    }
-    kept = [_kept(step, f"{where}: kept") for step in _get(entry, "kept", list, where, [])]
-    return Row(
-        name=name,
-        label=_get(entry, "label", str, where, name) or name,
-        family=_one_of(_get(entry, "family", str, where), FAMILIES, f"{where}: family"),
-        default=bool(entry.get("default", False)),
-        config=_get(entry, "config", dict, where, {}),
-        run=run,
-        reason=_get(entry, "reason", str, where, None),
-        measured=status == "measured",
-        values=values,
-        per_image=per_image,
-        kept=kept,
-        solved=_get(entry, "solved", dict, where, None),
-    )
+    return row
 
 
-def _value(entry: Any, where: str) -> Value:
-    kinds: dict[str, Any] = dict.fromkeys(("mean", "low", "high", "p", "std", "cap"), (int, float))
-    kinds |= dict.fromkeys(("n", "equal", "subsets", "subset_size", "splits"), int)
-    kinds |= dict.fromkeys(("against", "withheld", "statistic", "warning", "note"), str)
-    kinds |= {"difference": dict, "seeds": list}
-    found = {name: _get(entry, name, kind, where, None) for name, kind in kinds.items()}
-    return Value(**found)
+def _read(kind: type[T], entry: Any, where: str, **given: Any) -> T:
+    """The dataclass `kind` of an entry, whose fields must be of the types that it names; `given`
+    are fields that were read before.
+    """
+    hints = typing.get_type_hints(kind)
+    found = dict(given)
+    for one in fields(kind):  # type: ignore[arg-type]
+        if one.name not in found:
+            lacking = one.default is MISSING and one.default_factory is MISSING
+            value = _get(
+                entry, one.name, _kinds(hints[one.name]), where, *([] if lacking else [None])
+            )
+            if lacking or value is not None:
+                found[one.name] = value
+    return kind(**found)
 
 
-def _kept(entry: Any, where: str) -> Kept:
-    step = Kept(
-        *(_get(entry, name, (int, float), where) for name in ("step", "level", "tokens", "kept"))
-    )
-    if not 0 < step.kept <= step.tokens < math.inf:
-        raise UserError(
-            f"results.json, {where}: expected 0 < kept <= tokens, got {entry!r}; {AGAIN}"
-        )
-    return step
-
-
-def _gate(entry: Any, where: str) -> Gate:
-    name, expected, got = (
-        str(_get(entry, field, str, where)) for field in ("name", "expected", "got")
-    )
-    passed, withholds = (
-        _get(entry, "passed", bool, where),
-        _get(entry, "withholds", bool, where, False),
-    )
-    return Gate(name, expected, got, passed, withholds)
+def _kinds(hint: Any) -> Any:
+    """What isinstance takes for a type, None left out; a float may be a whole number."""
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds: list[Any] = []
+    for part in parts:
+        origin = typing.get_origin(part) or part
+        if origin is not types.NoneType:
+            named = {float: (int, float), Mapping: (dict,), Sequence: (list,)}
+            kinds += named.get(origin, (origin,))
+    return kinds[0] if len(kinds) == 1 else tuple(kinds)
 
 
 def _numbers(entry: Any, where: str) -> dict[str, float]:
@@ -167,9 +146,8 @@ def _is(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) and not (isinstance(value, float) and math.isnan(value))
 
 
-def _one_of(value: str, allowed: Sequence[str], where: str) -> str:
+def _one_of(value: str, allowed: Sequence[str], where: str) -> None:
     if value not in allowed:
         raise UserError(
             f"results.json, {where}: expected one of {', '.join(allowed)}, got {value!r}; {AGAIN}"
         )
-    return value

@@ -19,7 +19,7 @@ KINDS = ("generation", "classification")
 NOT_YET = "not yet: the benchmark has not come to it"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Column:
     """One metric as a table shows it.
 
@@ -28,12 +28,16 @@ class Column:
     """
 
     key: str
-    label: str
-    unit: str
     better: str
     block: str
-    digits: int
-    about: str
+    label: str = ""
+    unit: str = ""
+    digits: int = 3
+    about: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "label", self.label or self.key)
+        object.__setattr__(self, "digits", min(max(0, self.digits), 9))
 
     @property
     def arrow(self) -> str:
@@ -95,22 +99,6 @@ class Value:
         return {k: value for k, value in found.items() if k in always or value is not None}
 
 
-@dataclass(frozen=True)
-class Kept:
-    """Tokens that went into the self-attentions of one level at one step, and how many were
-    kept.
-    """
-
-    step: int
-    level: int
-    tokens: float
-    kept: float
-
-    @property
-    def share(self) -> float:
-        return self.kept / self.tokens
-
-
 @dataclass(kw_only=True)
 class Row:
     """One method: a line of the tables, filled in as it is measured.
@@ -125,8 +113,8 @@ class Row:
     """
 
     name: str
-    label: str
     family: str
+    label: str = ""
     default: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     run: str | None = None
@@ -134,8 +122,10 @@ class Row:
     measured: bool = False
     values: dict[str, Value] = field(default_factory=dict)
     per_image: dict[str, Mapping[str, float]] = field(default_factory=dict)
-    kept: Sequence[Kept] = ()
     solved: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        self.label = self.label or self.name
 
     def value(self, metric: Column | None) -> Value | None:
         """The row's known value of `metric`, None where it has none."""
@@ -154,7 +144,6 @@ class Row:
             "reason": self.reason,
             "values": {name: value.to_json() for name, value in self.values.items()},
             "per_image": {name: dict(values) for name, values in self.per_image.items()},
-            "kept": [asdict(step) for step in self.kept],
         }
         return found | ({} if self.solved is None else {"solved": dict(self.solved)})
 
@@ -165,7 +154,7 @@ class Picture:
 
     key: str
     prompt: str
-    seed: int | None
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -197,10 +186,10 @@ class Results:
     """
 
     suite: str
-    created: str
     manifest: dict[str, Any]
     metrics: Sequence[Column]
     rows: list[Row]
+    created: str = ""
     pictures: Sequence[Picture] = ()
     gates: list[Gate] = field(default_factory=list)
     reference: str | None = None

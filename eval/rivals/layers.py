@@ -9,7 +9,6 @@ that it restores ("qkv"). Their plans stand in `plans.py` and `toma.py`.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -23,12 +22,11 @@ from mame_sd.core.attention import Merged
 from mame_sd.core.cells import cells_of, plane_of
 from mame_sd.core.fit import fitted_to
 from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
-from mame_sd.diffusion.families.unet import PlainAttention
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.diffusion.interception import MergeJob
-from mame_sd.diffusion.layer import Layer, LayerCall, Route, Step, Tokens
+from mame_sd.diffusion.layer import AttentionAdapter, LayerCall, Route, Step, Tokens
 
 
 class Run:
@@ -40,7 +38,6 @@ class Run:
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self.choices = random.Random(seed)
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
         self._step = -1
@@ -80,10 +77,10 @@ class Run:
 MakePlan = Callable[[Tensor, tuple[int, int], Run], Any]
 
 
-class RivalLayer(Layer):
+class RivalLayer(AttentionAdapter):
     """A layer that merges by a rival's plan and is `inner` in all else."""
 
-    def __init__(self, inner: Layer, make: MakePlan, run: Run) -> None:
+    def __init__(self, inner: AttentionAdapter, make: MakePlan, run: Run) -> None:
         super().__init__()
         self.inner, self.make, self.run = inner, make, run
 
@@ -175,7 +172,6 @@ def rival_on(
     make: Callable[[], MakePlan],
     merge: str,
     min_tokens: int = 1024,
-    plain_only: bool = False,
     fit_queries: int = 0,
     seed: int = 0,
 ) -> Iterator[MaMeHandle]:
@@ -186,12 +182,11 @@ def rival_on(
         make: called once for each layer, gives what makes its plans.
         merge: "kv" or "qkv".
         min_tokens: layers with fewer are left alone.
-        plain_only: the rival can't tell text from an image in one sequence.
         fit_queries: with "kv", how many queries the values of the rival's keys are fitted to.
         seed: of what the rival draws.
 
     Raises:
-        ValueError: nothing could merge, or `plain_only` and a transformer's attention.
+        ValueError: nothing could merge.
     """
     run = Run(seed)
     # What merges is the rival's; only which of the two ways is taken is ours.
@@ -203,11 +198,6 @@ def rival_on(
             for module in denoiser_of(target).modules():
                 hook = hook_on(module, MergeHook.name)
                 if isinstance(hook, MergeHook):
-                    if plain_only and not isinstance(hook.layer, PlainAttention):
-                        raise ValueError(
-                            "expected self-attention of image tokens alone, got"
-                            f" {type(module).__name__}, whose calls hold text too; use a UNet"
-                        )
                     hook.layer = RivalLayer(hook.layer, make(), run)
             yield handle
         finally:

@@ -1,13 +1,11 @@
-"""Rivals that look at no token: keys at fixed or random places, means of cells, independent tiles;
-and no attention at all.
+"""Rivals that look at no token: keys at fixed or random places, means of cells; and no attention at
+all.
 
 * `strided`: every n-th row and column (of keys and values this is ToDo, arXiv 2402.13573: nearest
   neighbour downsampling);
 * `random_keys`, `random_cells`: a share of all tokens, or one of each cell, drawn anew at each call
   or once;
 * `means`: the mean of each cell;
-* `tiles`: HyperTile (github.com/tfernd/HyperTile): tokens cut into tiles, self-attention within
-  each;
 * `constant`: each layer's output replaced by its mean over all tokens, or by zero: what an
   instrument must be able to see.
 
@@ -88,22 +86,6 @@ class Means(Rows):
         return pooled.flatten(2).transpose(1, 2).contiguous()
 
 
-class Tiles(RivalPlan):
-    """`down` x `across` tiles, which become samples: [B, L, C] to [B * tiles, L / tiles, C]."""
-
-    def __init__(self, x: Tensor, size: Size, down: int, across: int) -> None:
-        super().__init__(x, torch.arange(x.shape[1], device=x.device))
-        self._parts = (down, size[0] // down, across, size[1] // across)
-
-    def merge(self, t: Tensor) -> Tensor:
-        return t.unflatten(1, self._parts).transpose(2, 3).flatten(0, 2).flatten(1, 2)
-
-    def restore(self, y: Tensor) -> Tensor:
-        down, rows, across, columns = self._parts
-        tiles = y.unflatten(0, (-1, down, across)).unflatten(3, (rows, columns))
-        return tiles.transpose(2, 3).flatten(1, 4)
-
-
 class Constant(RivalPlan):
     """All tokens merge into themselves; the mean of their outputs (or zero) is everyone's."""
 
@@ -118,17 +100,16 @@ class Constant(RivalPlan):
         return (y.mean(1, keepdim=True) * self._scale).expand_as(y)
 
 
-def todo(factor: int, first_factor: int | None = None, first_tokens: int = 4096) -> MakePlan:
-    """ToDo: keys and values by nearest-neighbour downsampling by `factor` (by `first_factor` from
-    `first_tokens` tokens on).
+def todo(factor: int) -> MakePlan:
+    """ToDo: keys and values by nearest-neighbour downsampling by `factor`.
 
     As torch.nn.functional.interpolate to h // factor x w // factor with mode "nearest".
     """
 
     def make(x: Tensor, size: Size, run: Run) -> RivalPlan:
-        by = first_factor if first_factor is not None and x.shape[1] >= first_tokens else factor
         rows, columns = (
-            torch.arange(max(n // by, 1), device=x.device) * n // max(n // by, 1) for n in size
+            torch.arange(max(n // factor, 1), device=x.device) * n // max(n // factor, 1)
+            for n in size
         )
         return Rows(x, (rows.unsqueeze(1) * size[1] + columns).flatten())
 
@@ -170,32 +151,6 @@ def random_cells(cell: Size, redraw: bool) -> MakePlan:
         return Rows(x, corners + place // columns * size[1] + place % columns)
 
     return make
-
-
-def tiles(side: int, options: int = 1) -> MakePlan:
-    """HyperTile with tiles of at least `side` tokens, the same in each layer that merges, whatever
-    its level.
-
-    Tiles divide rows and columns evenly: their side is one of the smallest `options` divisors from
-        `side` on. 1 takes the
-    smallest always; with more each call draws one, as web interfaces do. A length without such a
-    divisor is not cut.
-    """
-
-    def make(x: Tensor, size: Size, run: Run) -> RivalPlan:
-        down, across = (n // run.choices.choice(divisors(n, side)[:options]) for n in size)
-        return Tiles(x, size, down, across)
-
-    return make
-
-
-def divisors(length: int, least: int) -> list[int]:
-    """Those of `length` from `least` on, ascending; `length` itself is the last.
-
-    >>> divisors(64, 24), divisors(7, 4), divisors(16, 32)
-    ([32, 64], [7], [16])
-    """
-    return [n for n in range(min(least, length), length + 1) if length % n == 0]
 
 
 def constant(scale: float) -> MakePlan:

@@ -1,12 +1,8 @@
-"""Values of single images: fidelity of pairs, and quality of images with their prompts, by key.
-
-Processes share images by ``index[rank::count]``. What they find is gathered in the order of the
-run, so their number changes nothing.
-"""
+"""Values of single images: fidelity of pairs, and quality of images with their prompts, by key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -16,35 +12,29 @@ from mame_sd.runs.records import Sample
 from ..images import load_image, to_float
 from ..metric_list import Metric
 from ..metrics.psnr import psnr
-from ..metrics.ssim import ms_ssim, ssim
+from ..metrics.ssim import ssim
 from .retrieval import truth_of
 from .runs import Pair, Run
 from .tools import Tools
 
 Values = dict[str, float]
-PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "psnr": psnr,
-    "ssim": ssim,
-    "ms_ssim": ms_ssim,
-}
+PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"psnr": psnr, "ssim": ssim}
 TRUTH = ("retrieval", "background")
 
 
 def pair_values(
     metrics: Sequence[Metric], pairs: Sequence[Pair], tools: Tools
 ) -> dict[str, Values]:
-    """Each of `metrics` (needs "pair") for each pair, by metric and key; all of them on the main
-    process only.
+    """Each of `metrics` (needs "pair") for each pair, by metric and key.
 
     Raises:
         UserError: a broken image, sizes that differ within a pair or are too small for a metric;
             the file is named.
     """
     functions = {metric.name: _pairwise(metric, tools) for metric in metrics}
-    mine = pairs[tools.process.rank :: tools.process.count]
     found: dict[str, Values] = {name: {} for name in functions}
-    tools.on_progress(0, len(mine))
-    for number, pair in enumerate(mine, 1):
+    tools.on_progress(0, len(pairs))
+    for number, pair in enumerate(pairs, 1):
         a, b = load_image(pair.a), load_image(pair.b)
         if a.shape != b.shape:
             sizes = [f"{image.shape[1]} x {image.shape[0]}" for image in (a, b)]
@@ -60,23 +50,19 @@ def pair_values(
                 raise UserError(
                     f"{name} of {pair.b}: {error}; leave it out, or use other images"
                 ) from None
-        tools.on_progress(number, len(mine))
-    return _in_order(found, [pair.key for pair in pairs], tools)
+        tools.on_progress(number, len(pairs))
+    return found
 
 
 def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
-    """`metric` (needs "image") for each image of the run, by key; all of them on the main process
-    only.
-    """
-    items = list(run.items.values())
+    """`metric` (needs "image") for each image of the run, by key."""
     function = _imagewise(metric, run, tools)
-    mine = items[tools.process.rank :: tools.process.count]
     found: Values = {}
-    tools.on_progress(0, len(mine))
-    for number, item in enumerate(mine, 1):
+    tools.on_progress(0, len(run.items))
+    for item in run.items.values():
         found[item.key] = function(item)
-        tools.on_progress(number, len(mine))
-    return _in_order({metric.name: found}, [item.key for item in items], tools)[metric.name]
+        tools.on_progress(len(found), len(run.items))
+    return found
 
 
 def _pairwise(metric: Metric, tools: Tools) -> Callable[[Tensor, Tensor], Tensor]:
@@ -105,16 +91,3 @@ def _imagewise(metric: Metric, run: Run, tools: Tools) -> Callable[[Sample], flo
         return float(clip_score(network, images, [item.prompt]).scores.item())
 
     return of_clip
-
-
-def _in_order(found: Mapping[str, Values], keys: Sequence[str], tools: Tools) -> dict[str, Values]:
-    """Values of all processes, by name and in the order of `keys`; on other than the main process
-    empty.
-    """
-    parts = tools.process.gather(dict(found))
-    if not parts:
-        return {name: {} for name in found}
-    merged = {
-        name: {key: value for part in parts for key, value in part[name].items()} for name in found
-    }
-    return {name: {key: values[key] for key in keys} for name, values in merged.items()}

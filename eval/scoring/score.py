@@ -24,8 +24,7 @@ def score(
     metrics: Sequence[Metric],
     tools: Tools,
 ) -> dict[str, Any]:
-    """Every one of `metrics` of run `b`, its fidelity measured against run `a`; by name, on the
-    main process only.
+    """Every one of `metrics` of run `b`, its fidelity measured against run `a`; by name.
 
     Each value has mean, low, high and n; a quality metric with values per image has also
     "difference", from `a`.
@@ -46,19 +45,12 @@ def score(
     found: dict[str, Any] = {}
     for metric in metrics:
         if metric.needs == "pair":
-            found[metric.name] = (
-                mean_value(metric, paired[metric.name], prompts, tools)
-                if tools.process.is_main
-                else {}
-            )
+            found[metric.name] = mean_value(metric, paired[metric.name], prompts, tools)
         elif metric.needs == "image":
             own, before = (image_values(metric, run, tools) for run in (b, a))
-            if tools.process.is_main:
-                value = mean_value(metric, own, prompts, tools)
-                found[metric.name] = {
-                    **value,
-                    "difference": paired_difference(own, before, prompts),
-                }
+            difference = paired_difference(own, before, prompts)
+            value = mean_value(metric, own, prompts, tools)
+            found[metric.name] = {**value, "difference": difference}
         else:
             found[metric.name] = set_value(metric, b, a, reference, tools)
     return found

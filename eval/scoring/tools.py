@@ -1,6 +1,4 @@
-"""What scores are computed with: networks, loaded once and only when asked for, on one device,
-shared by processes.
-"""
+"""What scores are computed with: networks, loaded once and only when asked for, on one device."""
 
 from __future__ import annotations
 
@@ -12,11 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.processes import Process
 
-from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, LPIPS_NETS, Metric
+from ..metric_list import EMBEDDED_CLIP, LPIPS_NETS, Metric
 from ..weights.registry import REGISTRY
-from . import clean_fid
 
 # sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
 REMEMBERED = 4
@@ -33,10 +29,7 @@ class Tools:
         offline: never ask a network for weights.
         fetch: names of the networks whose weights may be fetched; None: all.
         clip: name of a CLIP, or a folder with one as transformers saves it.
-        cache: folder for features of images; None: none are kept.
-        fid_backend: whose code computes FID and KID: "mame-sd" or "clean-fid".
-        process: this process among several, which share the images.
-        on_progress: told (images done, images of this process).
+        on_progress: told (images done, images in all).
         networks: those loaded so far, by `network_name`; an exception where one can't be had.
     """
 
@@ -45,93 +38,59 @@ class Tools:
     fetch: Collection[str] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     clip: str = CLIPS[0]
-    cache: Path | None = None
-    fid_backend: str = FID_BACKENDS[0]
-    process: Process = field(default_factory=Process)
     on_progress: Callable[[int, int], None] = lambda done, total: None
     networks: dict[str, Any] = field(default_factory=dict)
     _remembered: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises UserError for a CLIP that is neither known nor a folder, or an unknown backend."""
+        """Raises UserError for a CLIP that is neither known nor a folder."""
         if self.clip not in CLIPS and not Path(self.clip).is_dir():
             raise UserError(
                 f"--clip: expected {', '.join(CLIPS)} or a folder, got {self.clip!r}; give one of"
                 " these"
             )
-        if self.fid_backend not in FID_BACKENDS:
-            raise UserError(
-                f"--fid-backend: expected {' or '.join(FID_BACKENDS)}, got {self.fid_backend!r};"
-                " give one of these"
-            )
-
-    def by_clean_fid(self, metric: Metric) -> bool:
-        """Whether clean-fid's code computes `metric`."""
-        return self.fid_backend == "clean-fid" and metric.name in clean_fid.METRICS
 
     def network(self, metric: Metric) -> Any:
         """The network behind `metric`; None where it needs none.
 
-        All processes must ask together the first time.
-
-        Raises UserError or MachineError when its weights can't be had by every process, each time
-        at once.
+        Raises UserError or MachineError when its weights can't be had, each time at once.
         """
-        name = "clean-fid" if self.by_clean_fid(metric) else network_name(metric)
+        name = network_name(metric)
         if name is None:
             return None
         if name not in self.networks:
-            own = self._try(name) if self.process.is_main else None
-            self.process.wait()  # what the main process fetched need not be fetched again
-            own = self._try(name) if own is None else own
-            failed = [
-                error
-                for error in self.process.all_gather(own if isinstance(own, Exception) else None)
-                if error
-            ]
-            self.networks[name] = failed[0] if failed else own
+            try:
+                self.networks[name] = self._load(name)
+            except (UserError, MachineError) as error:
+                self.networks[name] = error
         if isinstance(self.networks[name], Exception):
             raise self.networks[name]
         return self.networks[name]
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, kept for the next times that `key` is asked for; only the latest few are."""
-        if key not in self._remembered:
-            value = make()
-            while len(self._remembered) >= REMEMBERED:
-                del self._remembered[next(iter(self._remembered))]
-            self._remembered[key] = value
-        else:
-            self._remembered[key] = self._remembered.pop(key)  # latest again
-        found: T = self._remembered[key]
+        found: T = self._remembered.pop(key) if key in self._remembered else make()
+        while len(self._remembered) >= REMEMBERED:
+            del self._remembered[next(iter(self._remembered))]
+        self._remembered[key] = found
         return found
 
     def about(self) -> dict[str, dict[str, str]]:
         """Name, weights' hash and resizing of every network loaded so far."""
-        found = {
-            name: network
-            for name, network in self.networks.items()
-            if not isinstance(network, Exception)
-        }
         return {
             name: {
                 "name": network.name,
                 "weights_sha256": network.weights_hash,
                 **({"resize": network.resize} if hasattr(network, "resize") else {}),
             }
-            for name, network in sorted(found.items())
+            for name, network in sorted(self.networks.items())
+            if not isinstance(network, Exception)
         }
-
-    def _try(self, name: str) -> Any:
-        try:
-            return self._load(name)
-        except (UserError, MachineError) as error:
-            return error
 
     def _load(self, name: str) -> Any:
         from ..metrics.clip import load_clip
         from ..metrics.lpips import load_lpips
-        from ..networks.extractors import load_extractor
+        from ..networks.extractors import load_inception
 
         offline = self.offline or (self.fetch is not None and name not in self.fetch)
         place: dict[str, Any] = {
@@ -139,13 +98,11 @@ class Tools:
             "offline": offline,
             "device": self.device,
         }
-        if name == "clean-fid":
-            return clean_fid.load_clean_fid(self.device, offline)
         if name == "clip":
             return load_clip(self.clip, **place)
         if name.startswith("lpips-"):
             return load_lpips(name.removeprefix("lpips-"), **place)
-        return load_extractor(name, cache=self.cache, **place)
+        return load_inception(**place)
 
 
 def weights_of(metric: Metric) -> str | None:
@@ -155,7 +112,7 @@ def weights_of(metric: Metric) -> str | None:
 
 
 def network_name(metric: Metric) -> str | None:
-    """The network that `metric` needs: "clip", "lpips-<net>", an extractor, or None."""
+    """The network that `metric` needs: "clip", "lpips-<net>", "inception", or None."""
     if metric.name in LPIPS_NETS:
         return f"lpips-{LPIPS_NETS[metric.name]}"
     if metric.name in ("clip_score", "clip_image"):

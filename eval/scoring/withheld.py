@@ -8,11 +8,11 @@ from typing import Any
 
 from ..metric_list import LPIPS_NETS, Metric, withheld_for_size
 from ..metrics.lpips import MIN_SIDE
-from ..metrics.ssim import MS_SSIM_MIN_SIDE, WINDOW
+from ..metrics.ssim import WINDOW
 from .reference import Reference
 from .runs import Run
 
-MIN_SIDES = {"ssim": WINDOW, "ms_ssim": MS_SSIM_MIN_SIDE, **dict.fromkeys(LPIPS_NETS, MIN_SIDE)}
+MIN_SIDES = {"ssim": WINDOW, **dict.fromkeys(LPIPS_NETS, MIN_SIDE)}
 
 
 def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | None:
@@ -22,11 +22,8 @@ def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | Non
     )
     if reason is not None:
         return reason
-    if metric.needs == "set":
-        if reference is None:
-            return "no --reference to measure against"
-        if reference.load is None and metric.name.startswith("kid"):
-            return "the reference is statistics, needs images"
+    if metric.needs == "set" and reference is None:
+        return "no --reference to measure against"
     needed = MIN_SIDES.get(metric.name, 0)
     sizes = [
         (item.row.get("width", needed), item.row.get("height", needed))

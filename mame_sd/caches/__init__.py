@@ -1,7 +1,7 @@
 """Shorter KV caches of language models: the keys that will be read stay, with fitted values."""
 
 from mame_sd.caches.handle import CacheHandle, compress_cache
-from mame_sd.caches.kept import Kept
+from mame_sd.caches.layer import Kept
 from mame_sd.caches.scores import FutureAttention
 from mame_sd.caches.selection import Selection
 from mame_sd.caches.view import CacheView

@@ -128,7 +128,7 @@ class _Probe:
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
-    """The self-attention layers of a decoder that can be compressed, in order.
+    """Find the self-attention layers of a decoder that can be compressed, in order.
 
     Raises:
         TypeError: no transformers model.
@@ -186,7 +186,7 @@ def _layer(model: nn.Module, path: str, module: Any) -> Attention:
 
 
 def _rotaries(model: nn.Module, path: str) -> Iterator[Any]:
-    """The rotary embeddings of the modules around one, the nearest first."""
+    """Yield the rotary embeddings of the modules around one, the nearest first."""
     parts = path.split(".")
     for count in range(len(parts), -1, -1):
         around = model.get_submodule(".".join(parts[:count]))

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mame_sd.caches.kept import Kept
+from mame_sd.caches.layer import Kept
 from mame_sd.caches.view import CacheView
 
 RIDGE_MASS, RIDGE_VALUES = 0.1, 0.01  # in units of the mean diagonal of the normal equations

@@ -5,9 +5,9 @@
     print(handle.report())
 
 After each forward of several tokens (a prompt, or a chunk of one) the cache is cut to a share of
-its bytes. With `every` also after so many single tokens. Later tokens keep the positions of the
-full sequence. Works by hooks on the attention layers: weights, configs and generation stay as they
-are, and leaving the block takes all of it back.
+its bytes. Later tokens keep the positions of the full sequence. Works by hooks on the attention
+layers: weights, configs and generation stay as they are, and leaving the block takes all of it
+back.
 
 The block is one of its thread (a context variable tells): other threads' forwards on the same model
 are left alone, unless they enter a block of their own.
@@ -15,6 +15,7 @@ are left alone, unless they enter a block of their own.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,7 +29,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from mame_sd import upstream
 from mame_sd.caches.attention import Attention, attention_layers
-from mame_sd.caches.kept import Kept
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.caches.selection import Method, full_price_of, method_of
 from mame_sd.caches.view import CacheView
@@ -60,7 +60,7 @@ class CacheHandle:
     bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def report(self) -> str:
-        """One line on what stayed, and one on layers that were passed by."""
+        """Say in one line what stayed, and in a second which layers were passed by."""
         if not self.tokens:
             lines = [f"keep={self.keep}: nothing was compressed"]
         else:
@@ -81,7 +81,7 @@ class CacheHandle:
 
 @contextmanager
 def compress_cache(
-    model: nn.Module, keep: float = 0.25, method: Any = None, *, every: int | None = None
+    model: nn.Module, keep: float = 0.25, method: Any = None
 ) -> Iterator[CacheHandle]:
     """Compresses the KV cache of a transformers model while the block runs.
 
@@ -94,11 +94,10 @@ def compress_cache(
             one key of each layer stays. Lower saves more memory and time, and moves the model's
             answers further from those of the full cache.
         method: an object with `score` (`mame_sd.caches.scores`) or a `Method`; None: the default.
-        every: compress also after so many single tokens. None: prompts and chunks alone.
 
     Raises:
         TypeError: no transformers model, or no method.
-        ValueError: `keep` or `every` out of range, or a model, attention or cache that can't be
+        ValueError: `keep` out of range, or a model, attention or cache that can't be
             compressed.
         RuntimeError: the installed transformers lacks a name that this relies on.
         NothingMergedError: the block ends, forwards of several tokens ran, and no layer was
@@ -107,8 +106,6 @@ def compress_cache(
     upstream.require("transformers")
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-        raise ValueError(f"every: expected a number of tokens, at least 1, or None, got {every!r}")
     chosen, layers = method_of(method), attention_layers(model)
     config = getattr(model, "generation_config", None)
     cache = getattr(config, "cache_implementation", None)
@@ -129,7 +126,7 @@ def compress_cache(
     if keep == 1:
         yield handle
         return
-    work = _Work(layers, chosen, handle, every)
+    work = _Work(layers, chosen, handle)
     _RUNNING.set((*running, work))
     try:
         work.install()
@@ -140,6 +137,10 @@ def compress_cache(
         _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not work))
 
 
+_ELSEWHERE = (
+    "they ran in threads that didn't enter compress_cache; enter it there, or start them by"
+    " contextvars.copy_context().run"
+)
 _ASSISTED = (
     "assistant_model, prompt_lookup_num_tokens: expected none inside compress_cache, whose caches"
     " can't give tokens back; generate without them"
@@ -176,12 +177,10 @@ class _Hook:
 class _Work:
     """The hooks of one `compress_cache`."""
 
-    def __init__(
-        self, layers: list[Attention], method: Method, handle: CacheHandle, every: int | None
-    ) -> None:
+    def __init__(self, layers: list[Attention], method: Method, handle: CacheHandle) -> None:
         self.layers = {id(layer.module): layer for layer in layers}
         self.first, self.last = layers[0].module, layers[-1].module
-        self.method, self.handle, self.every = method, handle, every
+        self.method, self.handle = method, handle
         self.forwards: WeakKeyDictionary[Cache, _Forward] = WeakKeyDictionary()
         self.hooks: list[Any] = []
         self.live = True
@@ -200,7 +199,12 @@ class _Work:
             hook.remove()
 
     def check(self) -> None:
-        """Raises NothingMergedError where nothing was compressed and something should have been."""
+        """Raise NothingMergedError where nothing was compressed and something should have been, and
+        warn of forwards that no block compressed.
+        """
+        if self.elsewhere and self.used:
+            forwards = f"{counted(self.elsewhere, 'forward')} of several tokens"
+            warnings.warn(f"{forwards} had whole caches: {_ELSEWHERE}", UserWarning, stacklevel=4)
         if self.handle.tokens:
             return
         if self.ran:
@@ -211,8 +215,7 @@ class _Work:
             )
         if self.elsewhere and not self.used:
             raise NothingMergedError(
-                "expected forwards to compress the cache, but all ran in threads that didn't enter"
-                " compress_cache: enter it there, or start them by contextvars.copy_context().run"
+                f"expected forwards to compress the cache, but none did: {_ELSEWHERE}"
             )
 
     def _acts(self) -> bool:
@@ -238,34 +241,22 @@ class _Work:
 
     @torch.no_grad()
     def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Looks at a layer after several tokens, or after `every` single ones; compresses all after
-        the last.
-        """
+        """Looks at a layer after several tokens; compresses all layers after the last."""
         cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
         first = module is self.first and hidden.shape[1] > 1
         if not self._acts():
-            self.elsewhere += first
+            others = any(work.live and id(module) in work.layers for work in _RUNNING.get())
+            self.elsewhere += first and not others
             return
         self.used = True
         if not self.handle.compressing:
             return
         layer = None if cache is None else _checked(cache, module.layer_idx)
         self.ran += first
-        if layer is None:
+        if layer is None or hidden.shape[1] == 1:
             return
-        if hidden.shape[1] == 1:
-            gathered = self._gathered(cache, layer, module.layer_idx, hidden)
-            if gathered is None:
-                return
-            hidden = gathered
-        forward = self.forwards[cache]
-        view = self._view(
-            self.layers[id(module)],
-            cache.layers[module.layer_idx],
-            hidden,
-            forward.mask,
-            kwargs.get("position_ids"),
-        )
+        forward, attention = self.forwards[cache], self.layers[id(module)]
+        view = self._view(attention, layer, hidden, forward.mask, kwargs.get("position_ids"))
         forward.looks[view.layer] = self.method.look(view, self.handle.keep)
         # The layer's input may go now, which a slice of it would hold.
         none = hidden.new_empty(hidden.shape[0], 0, hidden.shape[2])
@@ -286,22 +277,6 @@ class _Work:
             full = full_price_of(view) * view.seen * view.keys.shape[0]
             held[index] = full, layer.nbytes
         self.handle.tokens, self.handle.bytes = tokens, held
-
-    def _gathered(
-        self, cache: Cache, layer: DynamicLayer, index: int, hidden: Tensor
-    ) -> Tensor | None:
-        """The inputs [B, n, C] of the single tokens since the last compression, when there are
-        `every` of them.
-        """
-        if self.every is None:
-            return None
-        if not isinstance(layer, CompressedLayer):
-            b, h, n, _ = layer.keys.shape
-            slots = torch.arange(n, device=layer.keys.device).expand(b, h, n)
-            layer = cache.layers[index] = CompressedLayer(Kept(layer.keys, layer.values, slots), n)
-        before = layer.pending
-        layer.pending = hidden if before is None else torch.cat([before, hidden], 1)
-        return layer.pending if layer.pending.shape[1] >= self.every else None
 
     def _view(
         self,
@@ -341,7 +316,8 @@ class _Work:
 
 
 def _real_tokens(mask: Tensor | None, samples: int) -> Tensor | None:
-    """Bool [B, N]: which tokens the newest one sees, from a layer's mask [B, 1, Q, N]; None: all.
+    """Read off a layer's mask [B, 1, Q, N] which tokens the newest one sees, bool [B, N]; None:
+    all.
 
     A sample of padding alone counts as one of tokens, so that what is kept of it is finite.
     """
@@ -355,7 +331,7 @@ def _real_tokens(mask: Tensor | None, samples: int) -> Tensor | None:
 
 
 def _next(positions: Tensor | None, tokens: Tensor | None, seen: int, samples: int) -> Tensor:
-    """LongTensor [B]: the position after that of the newest token that is no padding."""
+    """Return the position after that of the newest token that is no padding, LongTensor [B]."""
     if positions is None or positions.dim() != 2:
         return torch.full((samples,), seen) if tokens is None else tokens.sum(1)
     positions = positions.expand(samples, -1)
@@ -376,7 +352,7 @@ def _layer_of(cache: Cache, index: int) -> Any:
 
 
 def _checked(cache: Cache, index: int) -> DynamicLayer:
-    """A layer of a cache that can be compressed."""
+    """Return a layer of a cache, and refuse one that can't be compressed."""
     layer = _layer_of(cache, index)
     if type(layer) not in (DynamicLayer, CompressedLayer):
         raise ValueError(

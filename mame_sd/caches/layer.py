@@ -5,6 +5,7 @@ fewer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,36 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from mame_sd.caches.kept import Kept
+_BY_SAMPLE = ("keys", "values", "slots", "bias", "real")
 
-_BY_SAMPLE = ("keys", "values", "slots", "bias", "real", "pending")
+
+@dataclass(frozen=True)
+class Kept:
+    """A shorter cache of one attention layer.
+
+    Samples, and heads of a method of one's own, may keep different numbers of keys: they are padded
+    to the largest one, and `real` says which slots hold a key.
+    """
+
+    keys: Tensor  # [B, H, K, D], rotated, H heads of keys
+    values: Tensor  # [B, H, K, D]
+    slots: Tensor  # LongTensor [B, H, K]: the token of the sequence at which each key stands
+    bias: Tensor | None = None  # [B, H, K], added to every query's logits; None: 0
+    real: Tensor | None = None  # bool [B, H, K]; None: every slot holds a key
+
+    def __post_init__(self) -> None:
+        shape = self.keys.shape[:3]
+        parts = {"values": self.values, "slots": self.slots, "bias": self.bias, "real": self.real}
+        for name, part in parts.items():
+            if part is not None and part.shape[:3] != shape:
+                raise ValueError(
+                    f"{name}: expected [B, H, K] = {list(shape)} as keys have, got"
+                    f" {list(part.shape[:3])}"
+                )
+
+    def real_keys(self) -> Tensor:
+        """Return which slots hold a key, bool [B, H, K]."""
+        return torch.ones_like(self.slots, dtype=torch.bool) if self.real is None else self.real
 
 
 class CompressedLayer(DynamicLayer):
@@ -38,9 +66,6 @@ class CompressedLayer(DynamicLayer):
         self.bias, self.real = kept.bias, kept.real
         self.compressed = self.seen = seen
         self.masked = False  # whether the mask of what comes next was made from `mask`
-        self.pending: Tensor | None = (
-            None  # hidden states [B, n, C] of the tokens since, where those are counted
-        )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -61,15 +86,15 @@ class CompressedLayer(DynamicLayer):
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """The size of a mask over every token seen (transformers 5.0 gives positions instead of
-        their number).
+        """Return the size of a mask over every token seen (transformers 5.0 gives positions instead
+        of their number).
         """
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.seen + new, 0
 
     def mask(self, full: Tensor | None, new: int, heads: int, dtype: torch.dtype) -> Tensor | None:
-        """The additive mask [B, heads, new, K + n] of `new` tokens that are about to come, or None
-        where none is needed.
+        """Make the additive mask [B, heads, new, K + n] of `new` tokens that are about to come, or
+        None where none is needed.
 
         Args:
             full: the model's own, bool or additive, over all tokens [B, 1, new, seen + new]; None:
@@ -104,17 +129,17 @@ class CompressedLayer(DynamicLayer):
         return sum(p.untyped_storage().nbytes() for p in parts if p is not None)
 
     def slots_now(self) -> Tensor:
-        """LongTensor [B, H, K + n]: the token of each key, of those that came later too."""
+        """Return the token of each key, of later ones too, LongTensor [B, H, K + n]."""
         b, h, _ = self.slots.shape
         later = torch.arange(self.compressed, self.seen, device=self.slots.device)
         return torch.cat([self.slots.long(), later.expand(b, h, -1)], -1)
 
     def bias_now(self) -> Tensor | None:
-        """[B, H, K + n]; later tokens have none."""
+        """Return the bias of each key [B, H, K + n]; later ones have none."""
         return None if self.bias is None else F.pad(self.bias, (0, self.seen - self.compressed))
 
     def real_now(self) -> Tensor | None:
-        """Bool [B, H, K + n]; later tokens are all real here."""
+        """Return which keys are real, bool [B, H, K + n]; later ones all are."""
         return (
             None
             if self.real is None
@@ -133,29 +158,27 @@ class CompressedLayer(DynamicLayer):
             )
         if count:
             self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
-            if self.pending is not None:
-                self.pending = self.pending[:, :-count]
             self.seen -= count
 
     def reset(self) -> None:
-        """An empty layer, which is compressed anew after the next prompt."""
+        """Empty the layer, which is compressed anew after the next prompt."""
         super().reset()
         self.keys = self.values = None  # type: ignore[assignment]
         self.is_initialized = False
         self.slots = self.slots[..., :0]
-        self.bias = self.real = self.pending = None
+        self.bias = self.real = None
         self.compressed = self.seen = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Each beam goes on from the cache of the one that it grew from."""
+        """Let each beam go on from the cache of the one that it grew from."""
         self._each(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sample `repeats` times."""
+        """Repeat each sample so often."""
         self._each(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only these samples."""
+        """Keep only these samples."""
         self._each(lambda t: t[indices])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -165,14 +188,14 @@ class CompressedLayer(DynamicLayer):
                 setattr(self, name, change(part))
 
     def offload(self) -> None:
-        """Left where it is: the mask is made from it at each step."""
+        """Stay where it is: the mask is made from it at each step."""
 
     def prefetch(self) -> None:
-        """Nothing was offloaded."""
+        """Do nothing, for nothing was offloaded."""
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A bool mask as what is added to logits; one that is that already, as it is."""
+    """Turn a bool mask into numbers that are added to logits; leave one of numbers as it is."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

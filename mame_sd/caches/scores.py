@@ -21,10 +21,10 @@ from mame_sd.caches.view import CacheView
 
 
 class Scores(Protocol):
-    """A number for each key."""
+    """Scores keys."""
 
     def score(self, view: CacheView) -> Tensor:
-        """[B, h, L] of the keys of one layer."""
+        """Return a number for each key of one layer, [B, h, L]; the highest stay."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class FutureAttention:
                 raise ValueError(f"{name}: expected a number from 1 to 2^31 - 1, got {value!r}")
 
     def score(self, view: CacheView) -> Tensor:
-        """sqrt(mean of attention squared over queries and grouped heads) |v|."""
+        """Return sqrt(mean of attention squared over queries and grouped heads) |v|, [B, h, L]."""
         return self.of(view, *view.to_come(self.count, self.ahead))
 
     def of(self, view: CacheView, moved: Tensor, counted: Tensor) -> Tensor:
-        """The same, from moved queries [B, H, N, D] and which of them count, bool [B, N]."""
+        """Score keys by moved queries [B, H, N, D], of which those count that bool [B, N] says."""
         power = torch.zeros(view.slots.shape, device=moved.device)
         weigh = not bool(counted.all())
         for at in view.blocks(moved):

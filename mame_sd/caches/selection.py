@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.caches.fit import with_fitted_values
-from mame_sd.caches.kept import Kept
+from mame_sd.caches.layer import Kept
 from mame_sd.caches.scores import FutureAttention, Scores
 from mame_sd.caches.view import CacheView
 
@@ -36,13 +36,13 @@ class Method(Protocol):
     """Shortens all layers after each was looked at once, while its input was there."""
 
     def look(self, view: CacheView, keep: float) -> Any:
-        """What must be kept of a layer's forward."""
+        """Return what must be remembered of a layer's forward."""
 
     def lengths(self, views: Sequence[CacheView], looks: Sequence[Any], keep: float) -> Tensor:
-        """LongTensor [layers, B]: keys that each head of a layer keeps."""
+        """Return how many keys each head of a layer keeps, LongTensor [layers, B]."""
 
     def shorten(self, view: CacheView, look: Any, length: Tensor) -> Kept:
-        """One layer, cut to `length` [B] keys."""
+        """Cut one layer to `length` [B] keys."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Selection:
             )
 
     def look(self, view: CacheView, keep: float) -> Look:
-        """Scores, and the queries that values will be fitted to."""
+        """Score the keys, and choose the queries that values will be fitted to."""
         own = self.method
         if isinstance(own, FutureAttention):  # some of the queries that score the keys
             moved, counted = view.to_come(own.count, own.ahead)
@@ -81,7 +81,9 @@ class Selection:
         return Look(marked(scores, view, keep), moved, counted)
 
     def lengths(self, views: Sequence[CacheView], looks: Sequence[Look], keep: float) -> Tensor:
-        """LongTensor [layers, B], at least 1: the largest gain of scores for each byte first."""
+        """Share the budget out, the largest gain of scores for each byte first, at least one key a
+        layer: LongTensor [layers, B].
+        """
         ranked = [look.scores.sort(-1, descending=True).values.cpu() for look in looks]
         low = min(float(each.masked_fill(each == -torch.inf, torch.inf).min()) for each in ranked)
         low = 0.0 if low == torch.inf else low  # every key stays
@@ -105,14 +107,14 @@ class Selection:
         return (budget(view, keep).cpu() * FLOOR).long().clamp(min=1)
 
     def shorten(self, view: CacheView, look: Look, length: Tensor) -> Kept:
-        """The keys of the highest scores, with fitted values."""
+        """Keep the keys of the highest scores, with fitted values."""
         kept, place = gathered(view, look.scores, length)
         return with_fitted_values(view, kept, place, look.queries, look.counted)
 
 
 def _fewer(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """`COUNT` of the queries [B, H, N, D] at most, evenly spaced over those that count, bool [B,
-    N], which come first: a sample has the same ones whatever stands beside it.
+    """Take at most `COUNT` of the queries [B, H, N, D], evenly spaced over those that count, bool
+    [B, N], which come first: a sample has the same ones whatever stands beside it.
     """
     n = counted.sum(1, keepdim=True)
     most = n.clamp(min=1, max=COUNT)
@@ -123,24 +125,24 @@ def _fewer(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def full_price_of(view: CacheView) -> int:
-    """Bytes of one token's keys and values."""
+    """Count the bytes of one token's keys and values."""
     width = view.keys.shape[-1] + view.values.shape[-1]
     return view.keys.shape[1] * view.keys.element_size() * width
 
 
 def price_of(view: CacheView) -> int:
-    """Bytes of one kept key in every head of a layer, its bias and slot too."""
+    """Count the bytes of one kept key in every head of a layer, its bias and slot too."""
     return full_price_of(view) + view.keys.shape[1] * (view.keys.element_size() + SLOT)
 
 
 def budget(view: CacheView, keep: float) -> Tensor:
-    """LongTensor [B]: keys that a head keeps on average, at least 1."""
+    """Return how many keys a head keeps on average, at least 1, LongTensor [B]."""
     share = keep * full_price_of(view) / price_of(view)
     return (view.counts() * share).long().clamp(min=1)
 
 
 def marked(scores: Tensor, view: CacheView, keep: float) -> Tensor:
-    """Scores [B, h, L] with inf at the first and newest tokens, and -inf where no key is.
+    """Set scores [B, h, L] to inf at the first and newest tokens, and -inf where no key is.
 
     Where the budget is small, first tokens take at most a quarter of it and newest ones a half.
     NaN ranks last.
@@ -156,8 +158,8 @@ def marked(scores: Tensor, view: CacheView, keep: float) -> Tensor:
 
 
 def gathered(view: CacheView, scores: Tensor, length: Tensor) -> tuple[Kept, Tensor]:
-    """The `length` [B] keys of the highest scores [B, h, L] in each head, padded to the longest
-    sample, and where each lies in `view` [B, h, K].
+    """Take the `length` [B] keys of the highest scores [B, h, L] in each head, padded to the
+    longest sample, and say where each lies in `view`, [B, h, K].
     """
     most = int(length.max())
     place = scores.topk(most, -1).indices
@@ -177,7 +179,7 @@ def gathered(view: CacheView, scores: Tensor, length: Tensor) -> tuple[Kept, Ten
 
 
 def method_of(method: Any) -> Method:
-    """The default for None, a method as it is, or one made of an object that scores keys.
+    """Return the default for None, a method as it is, or one made of an object that scores keys.
 
     Raises:
         TypeError: an object with neither `look` nor `score`.

@@ -52,17 +52,17 @@ class CacheView:
         return self.tokens
 
     def counts(self) -> Tensor:
-        """LongTensor [B]: tokens seen without padding."""
+        """Count the tokens seen without padding, LongTensor [B]."""
         return self.real_tokens.sum(1)
 
     def ranks(self) -> Tensor:
-        """LongTensor [B, h, L]: how many tokens that are no padding came before each key's."""
+        """Count the tokens before each key's that are no padding, LongTensor [B, h, L]."""
         ranks = self.real_tokens.long().cumsum(1) - 1
         return ranks.unsqueeze(1).expand(-1, self.slots.shape[1], -1).gather(2, self.slots)
 
     def newest(self, count: int | None = None) -> tuple[Tensor, Tensor]:
-        """The newest `count` queries (None: all at hand), rotated [B, H, N, D], and their tokens
-        [N].
+        """Return the newest `count` queries (None: all at hand), rotated [B, H, N, D], and their
+        tokens [N].
         """
         hidden = self.hidden_states if count is None else self.hidden_states[:, -count:]
         n = hidden.shape[1]
@@ -71,7 +71,7 @@ class CacheView:
         return self.rotate(self.project(hidden), self.next.unsqueeze(1) - later), slots
 
     def to_come(self, count: int, ahead: int) -> tuple[Tensor, Tensor]:
-        """The prompt's queries as if they stood at positions to come.
+        """Move the prompt's queries to positions to come.
 
         Args:
             count: how many of them at most, evenly spaced over all at hand.
@@ -93,8 +93,8 @@ class CacheView:
         return self.rotate(plain, self.next.unsqueeze(1) + each * ahead // n), each < at_hand
 
     def logits(self, queries: Tensor, slots: Tensor | None = None) -> Tensor:
-        """Attention logits in fp32 [B, h, G, Q, L] of rotated queries [B, H, Q, D]; -inf where a
-        key isn't seen.
+        """Compute attention logits in fp32 [B, h, G, Q, L] of rotated queries [B, H, Q, D]; -inf
+        where a key isn't seen.
 
         Args:
             slots: LongTensor [Q], the token of each query, which sees no later key; None: queries
@@ -116,16 +116,16 @@ class CacheView:
         return x
 
     def attention(self, queries: Tensor, slots: Tensor | None = None) -> Tensor:
-        """Attention in fp32 [B, h, G, Q, L]; a query that sees no key (of padding) gives zeros."""
+        """Compute attention in fp32 [B, h, G, Q, L]; a query of padding sees no key and gives 0."""
         found = self.logits(queries, slots).softmax(-1)
         return found if self.real is None else torch.nan_to_num(found)
 
     def blocks(self, queries: Tensor) -> Iterator[slice]:
-        """Slices of queries [B, H, Q, D] whose attention is looked at at once."""
+        """Slice queries [B, H, Q, D] into parts whose attention is looked at at once."""
         step = max(1, BLOCK // (queries.shape[0] * queries.shape[1] * self.slots.shape[2]))
         return (slice(i, i + step) for i in range(0, queries.shape[2], step))
 
 
 def wide(t: Tensor) -> torch.dtype:
-    """fp32, or wider where `t` is."""
+    """Return fp32, or a wider dtype where `t` has one."""
     return torch.promote_types(t.dtype, torch.float32)

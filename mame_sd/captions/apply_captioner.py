@@ -5,7 +5,6 @@ reads fewer tokens.
     handle = apply_captioner(llava, keep=0.5)     # this share of them
     handle = apply_captioner(llava, tau=0.8)      # by similarity: each image keeps its own number
     ids = llava.generate(**processor(images=images, text=prompts, return_tensors="pt"))
-    handle = apply_captioner(llava, blocks=8)     # in the first blocks of the tower instead
     print(handle.report())                        # visual tokens
     remove_captioner(llava)                       # bit-equal to before
 
@@ -18,46 +17,36 @@ is as far from them as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
 
-from mame_sd.captions.handle import CaptionHandle, MergeAfterTower, MergeInTower
+from mame_sd.captions.handle import CaptionHandle
 from mame_sd.captions.on_model import block, clear
-from mame_sd.captions.towers import KNOWN, PARTS, REFUSED, name_of, reader_in
+from mame_sd.captions.towers import KNOWN, PARTS, QWEN, REFUSED, layer_of, name_of, reader_in
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import remove_encoder
+from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.upstream import require_captioner
 
 
 def apply_captioner(
     target: nn.Module,
     config: MaMeConfig | None = None,
-    *,
-    blocks: int | Iterable[int] | None = None,
-    prop_attn: bool | None = None,
-    schedule: str | None = None,
     **fields: Any,
 ) -> CaptionHandle:
-    """Merges the visual tokens of a LLaVA, until `remove_captioner`.
+    """Merges the visual tokens of a LLaVA or Qwen-VL, until `remove_captioner`.
 
-    By default those that are farthest from one another stay, and the others join the nearest of
-    them (`mame_sd.captions.farthest`). The tower runs whole. With `blocks` tokens merge in
-    the tower's blocks, as in a vision transformer.
+    Those that are farthest from one another stay, and the others join the nearest of them
+    (`mame_sd.captions.farthest`). The tower runs whole.
 
     Args:
         target: a model that holds one LLaVA, LLaVA-NeXT, Qwen2-VL or Qwen2.5-VL.
-        config: the settings; of its fields only those that were given count.
-        blocks: as `apply_encoder` takes it, of the blocks before the layer that is read. None:
-            behind the tower, as Qwen-VL's always do.
-        prop_attn: as `apply_encoder` takes it, with `blocks`.
-        schedule: as `apply_encoder` takes it, with `blocks`.
-        fields: fields of MaMeConfig over those of `config`: `keep` or `tau`, with `blocks` all that
-            an encoder takes. One `keep` is the share of the visual tokens that the language model
-            gets, .25 by default. In blocks it is near it: their shares are whole tokens. By `tau`
-            each image keeps its own number.
+        config: the settings, of which `keep` or `tau` may be given.
+        fields: `keep`, the share of the visual tokens that the language model gets, .25 by default;
+            or `tau`, by which each image keeps its own number.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
@@ -84,12 +73,10 @@ def apply_captioner(
         )
     ((model, name),) = found
     require_captioner(model, PARTS[name])
-    images: MergeInTower | MergeAfterTower
-    if blocks is None:
-        images = MergeAfterTower(model, config, prop_attn, schedule, fields)
-    else:
-        images = MergeInTower(model, config, blocks, prop_attn, schedule, fields)
-    handle = CaptionHandle(model, images)
+    if name not in QWEN:
+        layer_of(model)
+        find_encoder(model.get_submodule("model.vision_tower"))
+    handle = CaptionHandle(model, config, fields)
     handle.install()
     return handle
 
@@ -103,7 +90,7 @@ def remove_captioner(target: nn.Module) -> None:
 
 @contextmanager
 def captioner_restored(target: nn.Module) -> Iterator[None]:
-    """What is applied to `target` in the block goes with it, and merges for this thread alone."""
+    """Take off after the block what it applied to `target`, which merges for this thread alone."""
     with ExitStack() as blocks:
         for module in target.modules():
             if name_of(module) in KNOWN:

@@ -106,7 +106,7 @@ class Calls:
         self.counts = VisualCounts()
 
     def forward(self, own: Own, call: dict[str, Any]) -> Any:
-        """The model's output of a call with images."""
+        """Run a call with images."""
         fewer = self.fewer(call)
         return _marked(own(**fewer.call), fewer)
 
@@ -116,8 +116,8 @@ class Calls:
         call: dict[str, Any],
         answer: Callable[[Running | None], AbstractContextManager[None]],
     ) -> Any:
-        """What the model writes after prompts with images, with whole prompts before it; `answer`
-        is held while it writes.
+        """Write after prompts with images, and return whole prompts before what was written;
+        `answer` is held meanwhile.
         """
         if call.get("inputs") is not None:
             call["input_ids"] = call.pop("inputs")
@@ -138,7 +138,7 @@ class Calls:
         return _marked(written, fewer)
 
     def fewer(self, call: dict[str, Any], padded: bool = True) -> Fewer:
-        """The call with vectors for tokens, fewer of them.
+        """Put vectors in place of a call's tokens, fewer of them.
 
         `padded`: padding counts where positions are not given.
         """
@@ -169,7 +169,7 @@ class Calls:
         return Fewer(call, ids, whole.shape[1] - ids.shape[1], positions)
 
     def _padding(self) -> int:
-        """The id that padding is written with; its vectors are masked."""
+        """Return the id that padding is written with; its vectors are masked."""
         config: Any = getattr(self.model, "generation_config", None)
         token = getattr(config, "pad_token_id", None)
         return 0 if token is None else int(token)
@@ -198,14 +198,14 @@ class Calls:
 
 
 def has_images(call: dict[str, Any]) -> bool:
-    """Whether a call has images or videos."""
+    """Tell whether a call has images or videos."""
     found = (call.get(name) for name in ("pixel_values", "pixel_values_videos"))
     return any(one is not None and len(one) for one in found)
 
 
 def at_places(call: dict[str, Any], running: Running | None) -> dict[str, Any]:
-    """A call without images whose tokens follow, or are, those of a prompt that lost some: with
-    positions as they are without merging.
+    """Give a call without images the positions that it has without merging, where its tokens
+    follow, or are, those of a prompt that lost some.
 
     Args:
         call: its arguments.
@@ -253,7 +253,7 @@ def check_empty(cache: Any, merged: bool = False) -> None:
 
 
 def _marked(output: Any, fewer: Fewer) -> Any:
-    """A model's output whose cache knows which positions follow."""
+    """Note on the cache of a model's output which positions follow."""
     if isinstance(output, tuple):
         cache = next((one for one in output if hasattr(one, "get_seq_length")), None)
     else:
@@ -278,7 +278,7 @@ def _check_writes_alone(model: nn.Module, call: dict[str, Any]) -> None:
 
 
 def _tokens_of(call: dict[str, Any], kept: Kept) -> dict[str, Any]:
-    """What a call holds for each token but positions, of those that stay."""
+    """Return what a call holds for each token that stays, but positions."""
     dtype = call["attention_mask"].dtype if "attention_mask" in call else torch.long
     # always a mask: without one positions with gaps would be taken for several texts in a row
     found: dict[str, Any] = {"attention_mask": kept.real.to(dtype)}

@@ -16,7 +16,7 @@ from mame_sd.core.devices import no_autocast
 
 
 def farthest_first(similarity: Tensor, count: int, tau: float | None = None) -> list[Tensor]:
-    """The tokens that stay of each sample, LongTensor [k] in the order of their places.
+    """Choose the tokens of each sample that stay, LongTensor [k] in the order of their places.
 
     The first is the one whose nearest neighbour is farthest. Each next one is farthest from the
     nearest of those before.
@@ -50,8 +50,8 @@ def farthest_first(similarity: Tensor, count: int, tau: float | None = None) -> 
 def merged(
     x: Tensor, like: Tensor | None, keep: float | None, tau: float | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """What the language model reads of visual tokens x [B, L, C]: of each sample features [k, C]
-    and their places, LongTensor [k].
+    """Merge visual tokens x [B, L, C] into those that stay: of each sample features [k, C] and
+    their places, LongTensor [k].
 
     Args:
         x: vectors as wide as the language model. By these tokens are chosen that stay.
@@ -77,7 +77,7 @@ def merged(
 
 
 def cosines(x: Tensor) -> Tensor:
-    """Of all pairs of x [..., L, C], at most 1, [..., L, L]; -1 of one that is not finite."""
+    """Compute the cosines of all pairs of x [..., L, C], [..., L, L]; -1 of what is not finite."""
     exact = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     with no_autocast(exact):
         unit = F.normalize(exact, dim=-1)
@@ -85,7 +85,7 @@ def cosines(x: Tensor) -> Tensor:
 
 
 def _means(x: Tensor, owner: Tensor, count: int) -> Tensor:
-    """Means [k, C] of the tokens x [L, C] of each owner, LongTensor [L]."""
+    """Average the tokens x [L, C] of each owner, LongTensor [L], as [k, C]."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     summed = exact.new_zeros(count, x.shape[1]).index_add(0, owner, exact)
     sizes = torch.bincount(owner, minlength=count).unsqueeze(-1)

@@ -10,11 +10,10 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -23,44 +22,12 @@ from mame_sd.upstream import cache_in, hidden_states_are_apart
 
 _NAMES = ("forward", "generate")
 _CHANGES = threading.RLock()  # held while what stands on a model changes
-_TOWERS: WeakKeyDictionary[nn.Module, TowerLock] = WeakKeyDictionary()
+_TOWER = threading.RLock()
 
 
-class TowerLock:
-    """Many calls go through a tower at once as it is, or one alone that has hooks on its blocks."""
-
-    def __init__(self) -> None:
-        self._changed, self._many, self._one = threading.Condition(), 0, False
-
-    @contextmanager
-    def many(self) -> Iterator[None]:
-        """Held while images go through the tower as it is."""
-        if not hidden_states_are_apart():
-            with self.alone():
-                yield
-            return
-        with self._changed:
-            self._changed.wait_for(lambda: not self._one)
-            self._many += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._many -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Held while hooks are on the tower."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._one and not self._many)
-            self._one = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._one = False
-                self._changed.notify_all()
+def tower_turn() -> AbstractContextManager[Any]:
+    """Held while images go through a tower: one call at a time where transformers can't do more."""
+    return nullcontext() if hidden_states_are_apart() else _TOWER
 
 
 class Slot:
@@ -111,14 +78,14 @@ class OnModel:
                     self.model.__dict__.pop(name, None)
 
     def run(self, name: str, call: dict[str, Any]) -> Any:
-        """The model's own call of this name, with fewer tokens where it is given images."""
+        """Make the model's own call of this name, with fewer tokens where it is given images."""
         own = partial(getattr(type(self.model), name), self.model)
         running, whole = self._begun()
         images = has_images(call)
         calls = self._calls() if images and not (whole and name == "forward") else None
         if name == "forward":
             if calls is None:
-                with tower_of(self.model).many() if images else nullcontext():
+                with tower_turn() if images else nullcontext():
                     return own(**at_places(call, running))
             return calls.forward(own, call)
         if calls is None:
@@ -128,7 +95,7 @@ class OnModel:
         return calls.generate(own, call, self._answer)
 
     def _calls(self) -> Calls | None:
-        """What merges a call with images of this thread.
+        """Return what merges a call with images of this thread.
 
         Raises:
             RuntimeError: nothing stands there for this thread, and a block of another is open.
@@ -143,15 +110,15 @@ class OnModel:
         return slot.calls if slot.calls is not None and slot.calls.active else None
 
     def _begun(self) -> tuple[Running | None, bool]:
-        """Of the `generate` of this model that this call is part of: its positions where it lost
-        tokens, and whether it reads all of its images' tokens.
+        """Return, of the `generate` of this model that this call is part of, its positions where it
+        lost tokens, and whether it reads all of its images' tokens.
         """
         found = _WRITING.get(None)
         return found[1:] if found is not None and found[0] is self.model else (None, False)
 
     @contextmanager
     def _within(self, running: Running | None, whole: bool = False) -> Iterator[None]:
-        """While a `generate` writes: what calls that are part of it need to know."""
+        """Tell calls that are part of a `generate` what they need to know."""
         token = _WRITING.set((self.model, running, whole))
         try:
             yield
@@ -160,8 +127,8 @@ class OnModel:
 
     @contextmanager
     def _answer(self, running: Running | None) -> Iterator[None]:
-        """While a `generate` of short prompts writes: the model calls us to its end. Afterwards it
-        has the `rope_deltas` of before, since those of short prompts suit no other call.
+        """Let the model call us until a `generate` of short prompts ends. Afterwards it has the
+        `rope_deltas` of before, since those of short prompts suit no other call.
         """
         inner: Any = self.model.get_submodule("model")
         with _CHANGES:
@@ -202,25 +169,19 @@ class Call:
 
 @lru_cache
 def _signature(kind: Any, name: str) -> inspect.Signature:
-    """Of a method, without its first argument."""
+    """Return the signature of a method without its first argument."""
     own = inspect.signature(getattr(kind, name))
     return own.replace(parameters=[*own.parameters.values()][1:], return_annotation=Any)
 
 
-def tower_of(model: nn.Module) -> TowerLock:
-    """The lock of the tower of `model`."""
-    with _CHANGES:
-        return _TOWERS.setdefault(model, TowerLock())
-
-
 def on_model(module: nn.Module) -> OnModel | None:
-    """What stands on `module`."""
+    """Return what stands on `module`."""
     there = module.__dict__.get("forward")
     return there.on if isinstance(there, Call) else None
 
 
 def calls_on(module: nn.Module) -> Calls | None:
-    """What merges there for this thread."""
+    """Return what merges there for this thread."""
     on = on_model(module)
     return None if on is None else on.slot.calls
 
@@ -256,7 +217,7 @@ def clear(module: nn.Module) -> None:
 
 @contextmanager
 def block(model: nn.Module) -> Iterator[None]:
-    """What this thread or task puts on `model` goes with the block, in any order of blocks."""
+    """Take off after the block what this thread or task put on `model`, in any order of blocks."""
     slot = Slot()
     with _CHANGES:
         on = _placed(model)
@@ -273,7 +234,7 @@ def block(model: nn.Module) -> Iterator[None]:
 
 
 def _placed(model: nn.Module) -> OnModel:
-    """What stands on `model`, put there if nothing does."""
+    """Return what stands on `model`, and put it there if nothing does."""
     on = on_model(model)
     if on is None:
         on = OnModel(model)

@@ -40,7 +40,7 @@ class Kept:
     real: Tensor
 
     def of(self, values: Tensor, padding: float) -> Tensor:
-        """Those of values [B, L, ...] that stay [B, L', ...], `padding` between."""
+        """Take those of values [B, L, ...] that stay, [B, L', ...], with `padding` between."""
         shape = (*self.rows.shape, *[1] * (values.dim() - 2))
         rows, real = self.rows.view(shape), self.real.view(shape)
         found = values.gather(1, rows.expand(-1, -1, *values.shape[2:]))
@@ -48,7 +48,7 @@ class Kept:
 
 
 def kept_of(ids: Tensor, mask: Tensor | None, token: int, images: list[Image]) -> Kept:
-    """The tokens of prompts ids [B, L] that stay.
+    """Find the tokens of prompts ids [B, L] that stay.
 
     Args:
         ids: the prompts as the processor wrote them.
@@ -106,8 +106,8 @@ class Positions:
         self._gone = self.after - self._count
 
     def of(self, counted: Tensor) -> Tensor:
-        """Positions [n B, T] or [3, n B, T] of tokens that were counted from 0, padding and what is
-        gone left out.
+        """Return positions [n B, T] or [3, n B, T] of tokens that were counted from 0, padding and
+        what is gone left out.
 
         Each prompt may stand there n times in a row, for beams.
         """
@@ -123,7 +123,7 @@ class Positions:
 
 
 def counted(ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Positions [B, L] of prompts without their padding, 0 there, as `generate` counts them."""
+    """Count positions [B, L] of prompts without their padding, 0 there, as `generate` does."""
     if mask is None:
         return torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
     return (mask.long().cumsum(1) - 1).clamp(min=0)

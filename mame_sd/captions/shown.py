@@ -25,13 +25,13 @@ class Prompts:
     short: Tensor
 
     def whole(self, written: Tensor) -> Tensor:
-        """Tokens [n B, L + T] of written [n B, L' + T], each prompt n times in a row."""
+        """Put whole prompts, n times each, in front of written [n B, L' + T], as [n B, L + T]."""
         prompts = self.ids.repeat_interleave(len(written) // len(self.ids), 0).to(written.device)
         return torch.cat([prompts, written[:, self.short.shape[1] :]], 1)
 
     def one(self, number: int, written: Tensor) -> Tensor:
-        """Tokens [L + T] of written [L' + T], which begins with prompt `number`, or with another
-        where a prompt is continued several times.
+        """Put its whole prompt in front of written [L' + T], which begins with prompt `number`, or
+        with another where a prompt is continued several times: [L + T].
         """
         length = self.short.shape[1]
         begins = (
@@ -64,17 +64,17 @@ class Streaming:
         self.streamer, self.prompts, self._first = streamer, prompts, True
 
     def put(self, value: Tensor) -> None:
-        """The prompts first, then words."""
+        """Pass on the prompts first, then words."""
         self.streamer.put(self.prompts.whole(value) if self._first else value)
         self._first = False
 
     def end(self) -> None:
-        """Nothing more is written."""
+        """Say that nothing more is written."""
         self.streamer.end()
 
 
 def show_whole(call: dict[str, Any], prompts: Prompts) -> None:
-    """Shows whole prompts to all that watches a `generate` with these arguments."""
+    """Show whole prompts to all that watches a `generate` with these arguments."""
     for name in ("logits_processor", "stopping_criteria"):
         if name in call:
             own = call[name]
@@ -89,13 +89,13 @@ def show_whole(call: dict[str, Any], prompts: Prompts) -> None:
 
 
 def configs_of(model: Any, call: dict[str, Any]) -> list[Any]:
-    """The generation configs that hold for a `generate`, the call's own first."""
+    """List the generation configs that hold for a `generate`, the call's own first."""
     found = (call.get("generation_config"), getattr(model, "generation_config", None))
     return [one for one in found if one is not None]
 
 
 def shorten(model: nn.Module, call: dict[str, Any], gone: int) -> None:
-    """Takes what is gone off the lengths that a `generate` was given for whole prompts."""
+    """Take what is gone off the lengths that a `generate` was given for whole prompts."""
     own: Any = getattr(model, "generation_config", None)
     config = copy.deepcopy(call.get("generation_config"))
     for name in ("max_length", "min_length"):

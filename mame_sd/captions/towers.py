@@ -1,5 +1,5 @@
-"""What the models that are known make of an image: features of patches, and their places in a
-prompt. Patches merge behind the tower, or in its blocks.
+"""What the models that are known make of an image: features of patches, which merge behind the
+tower, and their places in a prompt.
 
 LLaVA gives each patch of its tower. LLaVA-NeXT gives those of a small image and of its tiles, row
 by row, without the tiles' padding, with a token after each row. Qwen-VL gives what its tower folds
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mame_sd.captions.farthest import merged
 from mame_sd.captions.prompts import Image
-from mame_sd.perception.handle import EncoderHandle
 
 LLAVA = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
 QWEN = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
@@ -28,7 +28,6 @@ PARTS = {  # what merging calls and reads of each
     **dict.fromkeys(QWEN, ("model.get_image_features", "model.get_rope_index")),
 }
 LINE = -1  # where a token for a new line stands
-_TURNED = "positions turn the queries and keys of its tower, and a merged token has none of its own"
 REFUSED = {
     "Qwen3VLForConditionalGeneration": (
         "first layers of its language model add what its tower saw to each image token"
@@ -48,7 +47,7 @@ REFUSED = {
 
 
 def name_of(target: Any) -> str | None:
-    """The class of `target` that is known or refused; None where there is none."""
+    """Name the class of `target` that is known or refused; None where there is none."""
     if not isinstance(target, nn.Module):
         return None
     names = (kind.__name__ for kind in type(target).__mro__)
@@ -56,14 +55,14 @@ def name_of(target: Any) -> str | None:
 
 
 def is_captioner(target: Any) -> bool:
-    """Whether `target` holds a model that reads images for a language model: one that is known, or
-    known to be refused.
+    """Tell whether `target` holds a model that reads images for a language model: one that is
+    known, or known to be refused.
     """
     return isinstance(target, nn.Module) and any(map(name_of, target.modules()))
 
 
 def reader_in(target: Any) -> nn.Module | None:
-    """The outermost model in `target` whose prompts have a token for images, known or not."""
+    """Find the outermost model in `target` whose prompts have a token for images, known or not."""
     names = ("image_token_id", "image_token_index")
     modules = target.modules() if isinstance(target, nn.Module) else ()
     for module in modules:
@@ -74,36 +73,30 @@ def reader_in(target: Any) -> nn.Module | None:
 
 
 def layer_of(model: Any) -> int:
-    """The tower's hidden state that the language model reads: how many blocks come before it.
+    """Count the blocks before the tower's hidden state that the language model reads.
 
     Raises:
-        ValueError: it reads several, which merging leaves with unequal numbers of tokens, or no
-            block of its tower can merge.
+        ValueError: it reads several.
     """
-    if name_of(model) in QWEN:
-        raise ValueError(
-            f"blocks: expected tokens of {name_of(model)} to merge behind its tower, got blocks:"
-            f" {_TURNED}; leave them out"
-        )
     layer = model.config.vision_feature_layer
     if not isinstance(layer, int):
         raise ValueError(
-            f"vision_feature_layer: expected one layer, got {layer!r}: layers before and after"
-            " merging have unequal numbers of tokens"
+            f"vision_feature_layer: expected one layer, got {layer!r}, whose features are wider"
+            " than the tokens that are compared"
         )
     depth = int(model.config.vision_config.num_hidden_layers)
     return layer if layer >= 0 else depth + 1 + layer
 
 
-def images_behind(
+def images_of(
     model: Any, inputs: dict[str, Any], keep: float | None, tau: float | None
 ) -> list[Image]:
-    """What the images of a call give whose patches merge behind the tower.
+    """Merge the tokens of a call's images, as its tower gives them.
 
     Args:
         model: of a known class.
-        inputs: as `images_of`.
-        keep: share of an image's tokens that stays; a NeXT's tokens for new lines all do.
+        inputs: `pixel_values`; with Qwen-VL also `image_grid_thw`, with LLaVA-NeXT `image_sizes`.
+        keep: share of an image's tokens that stays; LLaVA-NeXT's tokens for new lines all do.
         tau: similarity above which a token merges, where `keep` is None.
     """
     if name_of(model) in QWEN:
@@ -111,21 +104,17 @@ def images_behind(
             inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
         ).pooler_output
         return [Image(*merged(one[None], None, keep, tau)[0], len(one)) for one in seen]
-    single = name_of(model) == "LlavaForConditionalGeneration"
+    single = name_of(model) == LLAVA[0]
     tiles = [inputs["pixel_values"]] if single else _tiles(model, inputs)
     output = model.model.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True)
-    states = output.hidden_states[layer_of(model)][:, _skipped(model) :]
+    skip = int(model.config.vision_feature_select_strategy == "default")
+    states = output.hidden_states[layer_of(model)][:, skip:]
     features = model.model.multi_modal_projector(states)
     numbers = torch.arange(states[..., 0].numel(), device=states.device).view(states.shape[:2])
-    if single:
-        spots = list(numbers)  # of each image the tokens that it gives
-    else:
-        prefix = states.shape[1] - _patches(inputs["pixel_values"], model)
-        line, every = numbers.new_tensor([LINE]), torch.arange(states.shape[1])
-        spots = []
-        for own, size in zip(numbers.split([*map(len, tiles)]), inputs["image_sizes"], strict=True):
-            seen = [(one[:, None], every.to(one.device)) for one in own]
-            spots.append(_packed(model, seen, size, prefix, line).features[:, 0])
+    spots = list(numbers)  # of each image the tokens that it gives
+    if not single:
+        parts = zip(numbers.split([*map(len, tiles)]), inputs["image_sizes"], strict=True)
+        spots = [_packed(model, own, size) for own, size in parts]
     flat, like = features.flatten(0, 1), states.flatten(0, 1)
     images: dict[int, Image] = {}
     for some in _alike([int((own != LINE).sum()) for own in spots]):
@@ -136,7 +125,8 @@ def images_behind(
 
 
 def axes_of(model: Any, ids: Tensor, call: dict[str, Any]) -> Tensor | None:
-    """Positions [3, B, L] by time, row and column of prompts ids [B, L]; None: they have one axis.
+    """Return positions [3, B, L] by time, row and column of prompts ids [B, L]; None where they
+    have one axis.
 
     Raises:
         ValueError: the model needs to be told which tokens are of images, and is not.
@@ -155,12 +145,12 @@ def axes_of(model: Any, ids: Tensor, call: dict[str, Any]) -> Tensor | None:
 
 
 def _alike(counts: list[int]) -> list[list[int]]:
-    """Which images have as many tokens as one another."""
+    """Group the images that have as many tokens as one another."""
     return [[n for n, own in enumerate(counts) if own == count] for count in {*counts}]
 
 
 def _with_lines(model: Any, spots: Tensor, own: Tensor, stay: Tensor) -> Image:
-    """An image of which tokens `own` [k, C] stay, with the model's tokens for new lines.
+    """Put the model's tokens for new lines among the tokens `own` [k, C] of an image that stay.
 
     Args:
         spots: of each of the image's tokens [L], LINE at new lines.
@@ -176,73 +166,8 @@ def _with_lines(model: Any, spots: Tensor, own: Tensor, stay: Tensor) -> Image:
     return Image(torch.cat([own, new])[order], places[order], len(spots))
 
 
-def images_of(model: Any, tower: EncoderHandle, inputs: dict[str, Any], one: bool) -> list[Image]:
-    """What the images of a call give whose patches merge in the tower's blocks.
-
-    Args:
-        model: of a known class.
-        tower: merging on its vision tower.
-        inputs: `pixel_values`, and `image_sizes` where the model has tiles.
-        one: images go through the tower one by one, so that each keeps its own number of tokens.
-    """
-    pixels = inputs["pixel_values"]
-    if name_of(model) == "LlavaForConditionalGeneration":
-        found = _seen(model, tower, pixels, one)
-        unmerged = _patches(pixels, model) + tower.num_prefix_tokens - _skipped(model)
-        return [Image(features, places, unmerged) for features, places in found]
-    tiles = _tiles(model, inputs)
-    found = _seen(model, tower, torch.cat(tiles), one)
-    images = []
-    for tile, size in zip(tiles, inputs["image_sizes"], strict=True):
-        own, found = found[: len(tile)], found[len(tile) :]
-        prefix = tower.num_prefix_tokens - _skipped(model)
-        images.append(_packed(model, own, size, prefix, model.model.image_newline))
-    return images
-
-
-def _skipped(model: Any) -> int:
-    """How many of the tower's first tokens the language model does not see."""
-    return int(model.config.vision_feature_select_strategy == "default")
-
-
-def _patches(pixels: Tensor, model: Any) -> int:
-    side = int(model.config.vision_config.patch_size)
-    return (pixels.shape[-2] // side) * (pixels.shape[-1] // side)
-
-
-def _seen(
-    model: Any, tower: EncoderHandle, pixels: Tensor, one: bool
-) -> list[tuple[Tensor, Tensor]]:
-    """Projected features [k, C] and places [k] among the tokens that the language model would see.
-    They are of each image of pixels [N, 3, h, w], in the order of the places.
-    """
-    skip, count = _skipped(model), layer_of(model)
-    found: list[tuple[Tensor, Tensor]] = []
-    unmerged = _patches(pixels, model) + tower.num_prefix_tokens - skip
-    for some in pixels.split(1) if one and tower.active else (pixels,):
-        output = model.model.vision_tower(some, output_hidden_states=True, return_dict=True)
-        states = output.hidden_states[count]
-        places = tower.kept(count, len(some), states.shape[1], states.device)
-        order = places.argsort(1)
-        states = states.gather(1, order.unsqueeze(-1).expand_as(states))[:, skip:]
-        found.extend(
-            zip(
-                model.model.multi_modal_projector(states),
-                places.gather(1, order)[:, skip:] - skip,
-                strict=True,
-            )
-        )
-    if tower.active and all(len(places) == unmerged for _, places in found):
-        tower.active = False  # to the bit as without merging, which puts destinations first
-        try:
-            return _seen(model, tower, pixels, one)
-        finally:
-            tower.active = True
-    return found
-
-
 def _tiles(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    """The tiles of each image [n, 3, h, w], the small image first."""
+    """Split a call's pixels into the tiles of each image [n, 3, h, w], the small image first."""
     from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
     config, pixels = model.config, inputs["pixel_values"]
@@ -259,18 +184,17 @@ def _tiles(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     return list(pixels.split(counts))
 
 
-def _packed(
-    model: Any, tiles: list[tuple[Tensor, Tensor]], size: Tensor, prefix: int, newline: Tensor
-) -> Image:
-    """The image of which tiles were seen, as LLaVA-NeXT packs it. The small image comes first, then
-    rows of all tiles together without padding, each with the model's token for a new line.
+def _packed(model: Any, numbers: Tensor, size: Tensor) -> Tensor:
+    """Lay out the tokens of one image as LLaVA-NeXT does: those of the small image, then rows of
+    all tiles together without their padding, a token for a new line after each.
 
     Args:
         model: a LLaVA-NeXT.
-        tiles: of each its features [k, C] and their places; the small image first.
+        numbers: LongTensor [tiles, L], of each tile's tokens; the small image comes first.
         size: (height, width) of the image in pixels.
-        prefix: how many tokens that are no patches the language model sees of each tile.
-        newline: the model's token for a new line [C].
+
+    Returns:
+        LongTensor [n], the number of each of the image's tokens, LINE at new lines.
     """
     from transformers.models.llava_next.modeling_llava_next import (
         get_anyres_image_grid_shape,
@@ -278,34 +202,13 @@ def _packed(
     )
 
     config = model.config
-    side = config.vision_config.image_size // config.vision_config.patch_size
-    small = side * side + prefix
-    base, places = tiles[0]
-    if len(tiles) == 1:
-        after = torch.cat([places, places.new_tensor([small])])
-        return Image(torch.cat([base, newline[None].to(base)]), after, small + 1)
-    down, across = get_anyres_image_grid_shape(
-        size, config.image_grid_pinpoints, config.vision_config.image_size
-    )
-    shape = (down, across, side, side)
-    numbers = torch.arange(down * across * side * side, device=base.device).view(shape)
-    plane = numbers.permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)[None]
-    plane = unpad_image(plane, size)[0]  # [rows, columns] tokens of the tiles, in this order
-    rows, columns = plane.shape
-    packed = torch.full((numbers.numel(),), -1, device=base.device)
-    spots = torch.arange(rows * (columns + 1), device=base.device).view(rows, columns + 1)
-    packed[plane.flatten()] = spots[:, :columns].flatten()
-    spot, seen = [], []
-    for number, (features, own) in enumerate(tiles[1:]):
-        patch = own >= prefix
-        where = packed[own[patch] - prefix + number * side * side]
-        spot.append(where[where >= 0])
-        seen.append(features[patch][where >= 0])
-    lines = newline[None].expand(rows, -1).to(base)
-    spot.append(spots[:, columns])
-    order = torch.cat(spot).argsort()
-    return Image(
-        torch.cat([base, torch.cat([*seen, lines])[order]]),
-        torch.cat([places, torch.cat(spot)[order] + small]),
-        small + rows * (columns + 1),
-    )
+    small = numbers[0]
+    if len(numbers) == 1:
+        return F.pad(small, (0, 1), value=LINE)
+    image = config.vision_config.image_size
+    side = image // config.vision_config.patch_size
+    down, across = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, image)
+    patches = numbers[1:, -side * side :].reshape(down, across, side, side)
+    plane = patches.permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)
+    rows = unpad_image(plane[None], size)[0]
+    return torch.cat([small, F.pad(rows, (0, 1), value=LINE).flatten()])

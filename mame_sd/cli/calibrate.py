@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from mame_sd.cli.compare import Panel, compare
+from mame_sd.cli.compare import Panel, compare, remark_on_seconds
 from mame_sd.cli.console import note, progress
 from mame_sd.cli.difference import psnr
 from mame_sd.config import MaMeConfig
@@ -71,6 +71,8 @@ def calibrate(
             f"{label}: {row['times_faster']:.2f} times as fast, PSNR {row['psnr']:.1f} dB"
             f" (of whole images, {len(checked)} other prompts)"
         )
+    if remark := remark_on_seconds([panel for row in panels for panel in row]):
+        note(remark)
     about = {**found.about, "speed": speed, "checked_on_prompts": len(checked)}
     text = json.dumps({**_concrete(config), "about": {**about, "measured": measured}}, indent=1)
     file = out / "config.json"

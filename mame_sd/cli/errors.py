@@ -26,7 +26,6 @@ EXTRAS = {
     "jinja2": "eval",
     "torchmetrics": "eval",
     "tomesd": "rivals",
-    "cleanfid": "clean-fid",
     "gradio": "ui",
     "peft": "lora",
 }

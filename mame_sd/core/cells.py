@@ -84,14 +84,6 @@ def _known(side: int) -> int:
     return len([0] * side)
 
 
-def share_of(size: tuple[int, ...], keep: float, tile_size: int = 16) -> float:
-    """The share of the tokens of a grid that its cells keep for `keep`."""
-    rows, columns = plane_of(size)
-    tiles = _tiles(rows, columns, tile_size)
-    high, wide = _counts(rows / tiles[0], columns / tiles[1], keep)
-    return tiles[0] * high * tiles[1] * wide / (rows * columns)
-
-
 def plane_of(size: tuple[int, ...]) -> tuple[int, int]:
     """The (rows, columns) on which tokens are compared.
 

@@ -59,9 +59,9 @@ from mame_sd.diffusion.families.unet import (
 )
 from mame_sd.diffusion.handle import MaMeHandle, Placed
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
+from mame_sd.diffusion.hooks import MergeHook, ResolvedConfig, Shared
 from mame_sd.diffusion.interception import watch_kernels
-from mame_sd.diffusion.layer import Layer
+from mame_sd.diffusion.layer import AttentionAdapter
 from mame_sd.diffusion.model_hooks import (
     SPREAD,
     EagerSizeHook,
@@ -127,7 +127,7 @@ def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHa
     as `apply_mame` does.
     """
     root = denoiser_of(target)
-    shared = Shared(Setting(resolved(root, config), active, config))
+    shared = Shared(ResolvedConfig(resolved(root, config), active, config))
     hooks: list[Placed] = []
     denoisers: list[str] = []
     images: dict[
@@ -276,7 +276,7 @@ def denoiser_of(target: Any) -> nn.Module:
 
 def _layer_of(
     path: str, module: nn.Module, image: SizeHook | None, family: Family | None
-) -> Layer | None:
+) -> AttentionAdapter | None:
     """What can merge at `path`; None for modules that are no such layer.
 
     Raises:

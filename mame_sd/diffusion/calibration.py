@@ -189,13 +189,13 @@ class Calibration:
         """The choice for `speed` as text, a line for each layer."""
         chosen = self.choose(speed)
         width = max(map(len, chosen))
-        lines = [f"{'layer':<{width}}  takes                    error     ms  unmerged"]
+        lines = [f"{'layer':<{width}}  takes                         error     ms  unmerged"]
         for name, option in chosen.items():
             unmerged = self.options[name][0].seconds
             rule = option.rule
             takes = f"{rule['keep']:.1%} of keys, {rule['fit_queries']} queries" if rule else "all"
             lines.append(
-                f"{name:<{width}}  {takes:<23} {option.error:8.1e}"
+                f"{name:<{width}}  {takes:<26} {option.error:8.1e}"
                 f" {1e3 * option.seconds:6.1f}  {1e3 * unmerged:8.1f}"
             )
         lines.append(f"reckoned {self.reckoned(chosen):.2f} times as fast as unmerged")
@@ -225,8 +225,8 @@ class Single(MergeHook):
 
     def merged(self, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
         """The output of `call`, merged by `form` as in the step of the model's call around it."""
-        step = self.told()._replace(plans=None)
-        return merged_call(self.layer, call, self.tokens(), form, stats, lambda: step)
+        step = self.step()._replace(plans=None)
+        return merged_call(self.layer, call, self.layout(), form, stats, lambda: step)
 
 
 class Probe(Single):

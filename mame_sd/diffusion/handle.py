@@ -23,7 +23,7 @@ from mame_sd.diffusion.calibration import (
 from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.families.transformers import known_as, resolved
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import MergeHook, Setting, Shared
+from mame_sd.diffusion.hooks import MergeHook, ResolvedConfig, Shared
 from mame_sd.diffusion.model_hooks import SizeHook, StepHook
 from mame_sd.diffusion.pipeline_check import PipelineCheck, held_weakly
 from mame_sd.diffusion.processor import make_config
@@ -136,7 +136,7 @@ class MaMeHandle:
             setting = self._shared.setting
             if value != setting.active:
                 check_idle(self.root, "active")
-            self._shared.setting = Setting(setting.config, value, setting.asked, self._names)
+            self._shared.setting = ResolvedConfig(setting.config, value, setting.asked, self._names)
             if self._check_pipe is not None:
                 self._check_pipe.put() if value else self._check_pipe.take()
 
@@ -195,7 +195,7 @@ class MaMeHandle:
         asked = make_config(self._shared.now.asked if config is None else config, fields)
         new = self._setting(asked, True)
         own = self._shared.own
-        entered: list[Setting] = own.mine.__dict__.setdefault("entered", [])
+        entered: list[ResolvedConfig] = own.mine.__dict__.setdefault("entered", [])
         entered.append(new)
         own.value = new
         try:
@@ -336,8 +336,8 @@ class MaMeHandle:
             for module, hook in changes:
                 put_hook(module, hook)
 
-    def _setting(self, asked: MaMeConfig, active: bool) -> Setting:
-        return Setting(resolved(self.root, asked), active, asked, self._names)
+    def _setting(self, asked: MaMeConfig, active: bool) -> ResolvedConfig:
+        return ResolvedConfig(resolved(self.root, asked), active, asked, self._names)
 
     @property
     def layers(self) -> list[tuple[nn.Module, MergeHook]]:

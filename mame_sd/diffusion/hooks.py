@@ -15,7 +15,7 @@ from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import DRAWS
-from mame_sd.diffusion.layer import NO_STEP, Layer, Step, Tokens, merged_call
+from mame_sd.diffusion.layer import NO_STEP, AttentionAdapter, Step, Tokens, merged_call
 from mame_sd.diffusion.plans import noted, same
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
@@ -23,7 +23,7 @@ from mame_sd.report import LayerStats
 LEFT = "left unmerged by layers"
 
 
-class Setting:
+class ResolvedConfig:
     """Settings, and whether they merge.
 
     Attributes:
@@ -55,14 +55,14 @@ class Shared:
 
     Attributes:
         setting: every thread's, but for those that have one of their own.
-        own: each thread's own Setting.
+        own: each thread's own ResolvedConfig.
         step: the Step of its latest call of the model, or a Later one.
         plans: what the call under way shares with those before it.
         learning: what is known of calls with gradients.
         applied: is told whether the hooks that merge are put on the model or taken off.
     """
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: ResolvedConfig) -> None:
         self.setting = setting
         self.own = PerThread()
         self.step = PerThread(latest=True)
@@ -71,7 +71,7 @@ class Shared:
         self.applied: Callable[[bool], None] | None = None
 
     @property
-    def now(self) -> Setting:
+    def now(self) -> ResolvedConfig:
         """The setting in force in this thread."""
         return self.own.value or self.setting
 
@@ -170,7 +170,7 @@ class MergeHook(ModelHook):
         self,
         shared: Shared,
         stats: LayerStats,
-        layer: Layer,
+        layer: AttentionAdapter,
         known: PerThread | None,
         number: int = 0,
     ) -> None:
@@ -186,7 +186,7 @@ class MergeHook(ModelHook):
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The output of the module, whose own forward is `forward`, merged where that is sound."""
         shared, stats = self.shared, self.stats
-        setting: Setting = getattr(shared.own.mine, "value", None) or shared.setting
+        setting: ResolvedConfig = getattr(shared.own.mine, "value", None) or shared.setting
         if not setting.active:
             return forward(*args, **kwargs)
         config: MaMeConfig | None = setting.config
@@ -194,16 +194,16 @@ class MergeHook(ModelHook):
         if setting.of_layer:  # a name would be a constant of each compiled block
             config = setting.of_layer.get(stats.name, config)
         if config is None:
-            stats.skipped(LEFT, self.layer.count(call, self.tokens()))
+            stats.skipped(LEFT, self.layer.count(call, self.layout()))
             return call.run()
-        return merged_call(self.layer, call, self.tokens(), config, stats, self.told)
+        return merged_call(self.layer, call, self.layout(), config, stats, self.step)
 
-    def tokens(self) -> Tokens | None:
+    def layout(self) -> Tokens | None:
         """How the tokens lie in this thread's latest call of the model; None: unknown."""
         known = self.known
         return None if known is None else getattr(known.mine, "value", known.latest)
 
-    def told(self) -> Step:
+    def step(self) -> Step:
         """What this thread's latest call of the model says of the step.
 
         A call gives the same with gradients as without them, but for plans, which it shares with

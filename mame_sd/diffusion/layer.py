@@ -1,11 +1,12 @@
 """The way of a call through a merging layer: decide, merge, call, restore.
 
 `merged_call` is that way for every layer and for both ways into diffusers (hooks and the
-processor), so they give the same numbers. A call is looked at once, by `Layer.route`: it gives the
-`Route` that all else takes, or says why the call is left alone. With `keep` the keys merge within
-the call, where the processor calls attention (`interception.py`). With `tau` whole tokens merge
-before it and are restored after it (`mame_sd.core.paper`). What differs between layers is said by a
-`Layer`: a UNet's self-attention (`families/unet.py`) or a transformer's (`families/sequence.py`).
+processor), so they give the same numbers. A call is looked at once, by `AttentionAdapter.route`: it
+gives the `Route` that all else takes, or says why the call is left alone. With `keep` the keys
+merge within the call, where the processor calls attention (`interception.py`). With `tau` whole
+tokens merge before it and are restored after it (`mame_sd.core.paper`). What differs between layers
+is said by a `AttentionAdapter`: a UNet's self-attention (`families/unet.py`) or a transformer's
+(`families/sequence.py`).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class LayerCall(NamedTuple):
     Attributes:
         module: the module.
         forward: what computes it.
-        given: its arguments by name.
+        arguments: by name.
         by_place: names of the arguments that came without one.
         rest: further arguments that have no name.
         processor: the attention processor in it.
@@ -94,7 +95,7 @@ class LayerCall(NamedTuple):
 
     module: Any
     forward: Callable[..., Any]
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     by_place: tuple[str, ...] = ()
     rest: tuple[Any, ...] = ()
     processor: Any = None
@@ -102,7 +103,7 @@ class LayerCall(NamedTuple):
 
     def run(self, **changes: Any) -> Any:
         """The module's own output, with `changes` of the arguments, each passed on as it came."""
-        given = {**self.given, **changes}
+        given = {**self.arguments, **changes}
         args = [given.pop(name) for name in self.by_place]
         return self.forward(*args, *self.rest, **given)
 
@@ -163,7 +164,7 @@ class Route:
     job: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Layer(ABC):
+class AttentionAdapter(ABC):
     """What one kind of module's calls look like to merging.
 
     Args:
@@ -206,7 +207,7 @@ class Layer(ABC):
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """Tokens of a call that is left alone; 0 where they are unknown."""
-        hidden = call.given.get(self.hidden)
+        hidden = call.arguments.get(self.hidden)
         return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
     def plan(self, route: Route) -> Plan:
@@ -240,7 +241,7 @@ class Layer(ABC):
 
 
 def merged_call(
-    layer: Layer,
+    layer: AttentionAdapter,
     call: LayerCall,
     known: Tokens | None,
     config: MaMeConfig,

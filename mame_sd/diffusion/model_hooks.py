@@ -162,7 +162,7 @@ class StepHook(CallHook):
         self.shared = shared
         self.latest = LatestCall()
         self.layers: list[LayerStats] = []  # of this model
-        self.told = False  # that nothing merges, since something did
+        self.step = False  # that nothing merges, since something did
         # a ControlNet is called with the same latents for each control image
         self.calls_pair = "ControlNet" not in type(module).__name__
         # A UNet of images makes samples of a video's frames, as many at once as it likes.
@@ -246,13 +246,13 @@ class StepHook(CallHook):
             return
         for stats in self.layers:
             if stats.last_reason is None:
-                if self.told:
-                    self.told = False
+                if self.step:
+                    self.step = False
                 return
         called = [stats for stats in self.layers if stats.last_reason != NEVER_CALLED]
-        if called and not self.told:
+        if called and not self.step:
             if not torch.compiler.is_compiling():  # which happens once
-                self.told = True
+                self.step = True
             _warn(
                 type(module).__name__,
                 f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {_why(called)}",

@@ -2,7 +2,7 @@
 
     handle = apply_encoder(model)  # in every second block, about half of the FLOPs
     handle = apply_encoder(model, keep=0.9)  # nine tenths of the patches stay, in the mean
-    handle = apply_encoder(model, tau=0.8, blocks=8)  # by similarity, in the first 8 blocks
+    handle = apply_encoder(model, tau=0.8, blocks=8)  # the paper's method, in the first 8 blocks
     logits = model(pixel_values).logits
     print(handle.report())  # tokens of each block, FLOPs before and after
     remove_encoder(model)  # bit-equal to before
@@ -39,7 +39,6 @@ def apply_encoder(
     blocks: int | Iterable[int] | None = None,
     restore: bool | None = None,
     prop_attn: bool | None = None,
-    schedule: str | None = None,
     **fields: Any,
 ) -> EncoderHandle:
     """Merges tokens between attention and MLP in blocks of a vision transformer, until
@@ -47,7 +46,7 @@ def apply_encoder(
 
     Merging that is on it already is replaced. With neither `tau` nor `keep` given, the last block
     that merges leaves a quarter of the patches (where 3 or more merge). That is about half of the
-    FLOPs. By `tau` it is the paper's form.
+    FLOPs. By `tau` they merge as in arXiv 2604.13432, "Integration for Visual Perception".
 
     Args:
         target: a model that holds one vision transformer that is known
@@ -64,10 +63,8 @@ def apply_encoder(
             that merge again take means over all of these tokens. Attention implementations eager
             and sdpa only. None: where the model's attention can take it (`handle.prop_attn` says),
             but not by `tau`.
-        schedule: how one `keep`, or none, is shared out over the blocks that merge. With
-            "decreasing" the first ones merge most. With "constant" all keep the same share. None:
-            decreasing, but constant by `tau`.
-        fields: fields of MaMeConfig over those of `config`; `tau` and `keep` may be one number for
+        fields: fields of MaMeConfig over those of `config`. One `keep` is the mean over the blocks
+            that merge, of which the first ones merge most; `tau` and `keep` may be one number for
             each block. `layers` gives blocks settings of their own by patterns of their names, as a
             report has them: `{"*.layer.[02]": {"keep": 0.7}, "*.layer.4": False}`.
 
@@ -75,7 +72,7 @@ def apply_encoder(
         TypeError: `config` is no MaMeConfig.
         ValueError: no vision transformer that can merge, more than one, or bad settings.
     """
-    handle = EncoderHandle(target, config, blocks, fields, restore, prop_attn, schedule=schedule)
+    handle = EncoderHandle(target, config, blocks, fields, restore, prop_attn)
     handle.install()
     return handle
 
@@ -86,7 +83,7 @@ def remove_encoder(target: nn.Module) -> None:
 
 
 def has_encoder_hooks(target: nn.Module) -> bool:
-    """Whether any merging is on a vision transformer in `target`, active or not."""
+    """Tell whether any merging is on a vision transformer in `target`, active or not."""
     return any(ours_on(module) for module in target.modules())
 
 
@@ -104,7 +101,7 @@ _OPENED: list[_Opened] = []  # the innermost last
 
 @contextmanager
 def encoder_restored(target: nn.Module) -> Iterator[None]:
-    """After the block `target` carries the same merging as before it, whatever the block applied or
+    """Put back after the block what merged on `target` before it, whatever the block applied or
     removed.
 
     Blocks may be left in any order: what one applied goes when it is left, or stays in force where

@@ -83,7 +83,7 @@ class MergedBlock:
         self.config = config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output [B, L', C], of tokens [B, L, C]."""
+        """Compute the block's output [B, L', C] of tokens [B, L, C]."""
         shared, block = self.shared, cast(Any, self.block)
         if not shared.active:
             return type(block).forward(block, *args, **kwargs)
@@ -120,7 +120,7 @@ class MergedBlock:
         return whole
 
     def _left(self, x: Tensor, now: Forward) -> Tensor:
-        """The tokens [B, L', C] that are left of x [B, L, C], which the block before gave whole."""
+        """Return what is left, [B, L', C], of x [B, L, C], which the block before gave whole."""
         if now.whole is None:
             return x
         whole, left = now.whole
@@ -148,7 +148,7 @@ class MergedBlock:
         return x + y, sizes
 
     def _attend(self, normed: Tensor, sizes: Tensor | None, call: dict[str, Any]) -> Tensor:
-        """The attention branch after its norm, [B, L, C]."""
+        """Compute the attention branch after its norm, [B, L, C]."""
         attention, *rest = self.encoder.attention[1:]
         mask = (
             None if sizes is None else sizes.log().to(normed.dtype)[:, None, None]
@@ -167,7 +167,8 @@ class MergedBlock:
     def _merge(
         self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: Grid, sized: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """x'' [B, L', C] of x' [B, L, C], and how many tokens each stands for where that counts.
+        """Merge x' [B, L, C] into x'' [B, L', C], and count how many tokens each stands for where
+        that matters.
 
         `grid`: (h, w) of the image's patches.
         """
@@ -187,8 +188,8 @@ class MergedBlock:
         return plan.merge(x), plan.sizes.expand(len(x), -1) if counted else None
 
     def _breaks(self, samples: int) -> bool:
-        """Whether merging splits a compiled graph. By tau the number of tokens depends on data.
-        Partitions are made for numbers that are known, so that each would be compiled anew. A
+        """Tell whether merging splits a compiled graph. By tau the number of tokens depends on
+        data. Partitions are made for numbers that are known, so that each would be compiled anew. A
         single one of a single sample stays inside where shapes may depend on data.
         """
         assert self.config is not None
@@ -203,8 +204,8 @@ class MergedBlock:
     def _plan(
         self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: Grid
     ) -> Plan | GroupPlan:
-        """The plan for x' [B, L, C] that stand for `sizes`, counted. By tau a source stays where
-        any sample of the batch keeps it (Algorithm 1).
+        """Plan and count the merging of x' [B, L, C] that stand for `sizes`. By tau a source stays
+        where any sample of the batch keeps it (Algorithm 1).
         """
         size, note, config = None, "", self.config
         assert config is not None
@@ -229,7 +230,7 @@ class MergedBlock:
         return "k" if self.encoder.keys else "x"
 
     def _fewer_merge(self, samples: int) -> str:
-        """Why fewer tokens merge than would in a single image; empty where as many do."""
+        """Say why fewer tokens merge than would in a single image; empty where as many do."""
         if torch.compiler.is_compiling() or self.config is None or self.config.keep is not None:
             return ""
         alike = f"by tau in a batch of {samples}: a token stays where any image keeps it"
@@ -253,8 +254,8 @@ class MergedBlock:
         self.counts.add(tokens, plan.tokens_kept, pairs * (dim + products), note)
 
     def _feature(self, x: Tensor, normed: Tensor, kind: str) -> Tensor:
-        """What similarity compares [B, L, d]: x', the block's keys, or these averaged over the
-        heads.
+        """Return what similarity compares, [B, L, d]: x', the block's keys, or these averaged over
+        the heads.
         """
         if kind == "x":
             return x

@@ -56,7 +56,7 @@ class BlockCounts:
             self.eager = [total + value for total, value in zip(self.eager, values, strict=True)]
 
     def sums(self) -> dict[str, int]:
-        """The sums by name; waits for the device if a compiled region counted there."""
+        """Return the sums by name; waits for the device if a compiled region counted there."""
         totals = (a + b for a, b in zip(self.eager, self.compiled.tolist(), strict=True))
         return dict(zip(FIELDS, totals, strict=True))
 
@@ -73,15 +73,15 @@ class BlockCost:
         self.width = width_of(block, encoder)
 
     def of(self, tokens: int, squares: int, kept: int) -> int:
-        """Multiply-adds of calls whose tokens, their squares, and tokens left for the MLP sum up to
-        these.
+        """Reckon the multiply-adds of calls whose tokens, their squares, and tokens left for the
+        MLP sum up to these.
         """
         return self._attention * tokens + 2 * self.width * squares + self._mlp * kept
 
 
 def left_of(costs: Sequence[BlockCost], kept: Mapping[int, float], patches: int) -> float:
-    """About the share of a model's multiply-adds that is left of an image of so many patches, where
-    blocks keep the shares `kept` of their tokens, by number.
+    """Estimate the share of a model's multiply-adds that is left of an image of so many patches,
+    where blocks keep the shares `kept` of their tokens, by number.
     """
     left, works = patches, []
     for number, cost in enumerate(costs):
@@ -93,7 +93,7 @@ def left_of(costs: Sequence[BlockCost], kept: Mapping[int, float], patches: int)
 
 
 def width_of(block: nn.Module, encoder: Encoder) -> int:
-    """Channels of all heads of a block's attention together."""
+    """Count the channels of all heads of a block's attention together."""
     if encoder.keys in dict(block.named_modules()):
         keys = cast(Any, block.get_submodule(encoder.keys or ""))
         return int(keys.out_features) // (3 if encoder.joined else 1)
@@ -108,8 +108,8 @@ def around_blocks(
     before: float,
     after: float,
 ) -> float:
-    """Multiply-adds of what a model does to one image besides its blocks: embedding patches,
-    pooling, its own head.
+    """Reckon the multiply-adds of what a model does to one image besides its blocks: embedding
+    patches, pooling, its own head.
 
     Args:
         model, blocks: the vision transformer and its blocks.
@@ -138,7 +138,7 @@ def around_blocks(
 
 
 def linear_layers(module: nn.Module) -> list[Any]:
-    """The linear layers in `module`, quantised ones too, and those inside of adapters."""
+    """List the linear layers in `module`, quantised ones too, and those inside of adapters."""
     like = [part for part in module.modules() if hasattr(part, "in_features")]
     wrappers = {
         part for part in like if any(other in like for other in part.modules() if other is not part)
@@ -147,5 +147,5 @@ def linear_layers(module: nn.Module) -> list[Any]:
 
 
 def weights_of(module: nn.Module) -> int:
-    """Weights of the linear layers in `module`: its multiply-adds for each token."""
+    """Count the weights of the linear layers in `module`: its multiply-adds for each token."""
     return sum(int(part.in_features) * int(part.out_features) for part in linear_layers(module))

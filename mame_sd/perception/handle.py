@@ -5,7 +5,7 @@ merging.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +14,6 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
 from mame_sd.perception.blocks import MergedBlock
-from mame_sd.perception.calibration import (
-    Measured,
-    Run,
-    batches_of,
-    check_flops,
-    errors_alone,
-)
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.hooks import (
     CheckHook,
@@ -45,15 +38,11 @@ from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_bl
 from mame_sd.perception.settings import (
     EVERY,
     changed,
-    check_made_for,
     check_meaning,
     chosen_blocks,
     configs_of,
     is_paper,
     ruled,
-    schedule_of,
-    taken,
-    without_shares,
 )
 from mame_sd.perception.shared import ForwardState, no_sizes
 from mame_sd.report import device_of
@@ -79,20 +68,19 @@ class EncoderHandle:
         restore: bool | None,
         prop_attn: bool | None,
         make_block: Callable[..., MergedBlock] = MergedBlock,
-        schedule: str | None = None,
     ) -> None:
+        if config is not None and not isinstance(config, MaMeConfig):
+            raise TypeError(
+                f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or"
+                " tau=0.8"
+            )
         self.root = root
-        self._how: dict[str, Any] = {
-            "restore": restore,
-            "prop_attn": prop_attn,
-            "make_block": make_block,
-            "schedule": schedule,
-        }
         for name, value in (("restore", restore), ("prop_attn", prop_attn)):
             if value is not None and not isinstance(value, bool):
                 raise ValueError(f"{name}: expected True, False or None, got {value!r}")
-        config, fields, own = taken(config, fields)
-        self._asked = config, fields
+        rules = fields.get("layers") or (config and config.layers)
+        fields = {name: value for name, value in fields.items() if name != "layers"}
+        config = config and config.replace(layers=None)
         self.encoder, modules, known = find_encoder(root)
         self._known = known
         names = {module: name for name, module in root.named_modules()}
@@ -100,17 +88,11 @@ class EncoderHandle:
         self._blocks = modules
         self._paper = is_paper(config, fields)
         chosen = chosen_blocks(blocks, len(modules), 1 if self._paper else EVERY)
-        self._schedule = schedule_of(schedule, config, fields)
-        self._has_keys = known.keys in dict(modules[0].named_modules())
-        self.configs = configs_of(config, fields, chosen, self._schedule)
-        check_made_for(own.get("made_for"), self.described)
-        if own.get("layers") is not None:
-            self.configs = ruled(self.configs, own["layers"], self._names)
+        self.configs = configs_of(config, fields, chosen)
+        if rules:
+            self.configs = ruled(self.configs, rules, self._names)
             check_meaning(self.configs.values())
             chosen = tuple(self.configs)
-        takes_sizes = known.adds_mask and _has_mask(known, modules[0])
-        if prop_attn is None and (self._paper or not takes_sizes):
-            prop_attn = False
         if restore is False and known.dense:
             raise ValueError(
                 f"restore: expected True for {type(self.encoder).__name__}, whose heads read every"
@@ -118,45 +100,45 @@ class EncoderHandle:
             )
         if restore is None:
             restore = takes_mean(root) and not self._paper
-        last = len(modules) - 1
-        self._shared = shared = ForwardState(
-            self.encoder,
-            known.prefix_tokens_of(self.encoder),
-            last,
-            restore,
-            known.dense,
-            prop_attn,
-        )
+        if prop_attn is None and (
+            self._paper or not (known.adds_mask and _has_mask(known, modules[0]))
+        ):
+            prop_attn = False
         _check_parts(self.configs, prop_attn, known, modules[0])
+        prefix = known.prefix_tokens_of(self.encoder)
+        last = len(modules) - 1
+        self._shared = ForwardState(self.encoder, prefix, last, restore, known.dense, prop_attn)
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
         self._merged = {
             number: make_block(
-                modules[number], known, number, shared, self.configs.get(number), self._counts
+                modules[number], known, number, self._shared, self.configs.get(number), self._counts
             )
             for number in range(chosen[0], len(modules))
         }
         self._ours: list[tuple[nn.Module, Ours]] = [
             (modules[number], one) for number, one in self._merged.items()
         ]
-        self._ours += [
-            (self.encoder, CheckHook(shared, known.mask)),
-            (self.encoder, EndHook(shared)),
-        ]
-        self._ours += [(self.encoder, MapsHook(shared, name)) for name in known.maps]
-        if self._has_keys:
-            for number in chosen:
-                self._follow(modules[number], known.keys or "", KeysHook(self._merged[number]))
-        paths, patches = _convolutions(self.encoder, modules)
-        self._clips = patches is not None and isinstance(
-            self.encoder.get_submodule(patches), nn.Conv3d
-        )
+        last_name = names[modules[-1]][len(names[self.encoder]) :].lstrip(".")
+        self._add_hooks(known.output or last_name)
+
+    def _add_hooks(self, output: str) -> None:
+        """Add what goes on other modules than blocks; `output` is the path of what heads read."""
+        shared, known, encoder = self._shared, self._known, self.encoder
+        hooks = [CheckHook(shared, known.mask), EndHook(shared)]
+        hooks += [MapsHook(shared, name) for name in known.maps]
+        self._ours += [(encoder, hook) for hook in hooks]
+        if known.keys in dict(self._blocks[0].named_modules()):
+            for number in self.configs:
+                block = self._blocks[number]
+                self._follow(block, known.keys or "", KeysHook(self._merged[number]))
+        paths, patches = _convolutions(encoder, self._blocks)
+        self._clips = patches is not None and isinstance(encoder.get_submodule(patches), nn.Conv3d)
         for path in paths:
-            self._follow(self.encoder, path, GridHook(shared, path, path == patches))
-        output = known.output or names[modules[-1]][len(names[self.encoder]) :].lstrip(".")
-        self._follow(self.encoder, output, NoteHook(shared))
-        if restore and not known.dense:
-            self._follow(self.encoder, output, RestoreHook(shared))
+            self._follow(encoder, path, GridHook(shared, path, path == patches))
+        self._follow(encoder, output, NoteHook(shared))
+        if shared.restore and not known.dense:
+            self._follow(encoder, output, RestoreHook(shared))
 
     def _follow(self, owner: nn.Module, path: str, hook: Hook) -> None:
         """Lets `hook` lie on what stands at `path` in `owner`, now and later."""
@@ -167,78 +149,6 @@ class EncoderHandle:
     def _costs(self) -> list[BlockCost]:
         """Of the blocks as they are: tools may have put other layers in them."""
         return [BlockCost(block, self._known) for block in self._blocks]
-
-    @property
-    def described(self) -> str:
-        """The model in words that tell it from those that settings by block do not go for, as
-        `made_for` has them.
-        """
-        count = len(self._blocks)
-        return f"{type(self.encoder).__name__} with {count} block{'s' * (count > 1)}"
-
-    def calibrate(
-        self, images: Tensor | Iterable[Tensor], *, flops: float, run: Run | None = None
-    ) -> Measured:
-        """Finds which blocks should merge and how much for a number of FLOPs, and puts that in
-        force.
-
-            handle = apply_mame(vit)
-            found = handle.calibrate(pixel_values, flops=0.5)
-            found.save("settings.json", flops=0.5)
-
-        Each block merges alone, to several shares of its patches, and what that changes of the
-        model's outputs is seen (`mame_sd.perception.calibration`).
-
-        Args:
-            images: pixel values [N, 3, H, W] as the model takes them, or batches of them; a few
-                dozen.
-            flops: at most this share of the unmerged model's multiply-adds.
-            run: gives the model's output of a batch; None: the model is called with it.
-
-        Raises:
-            RuntimeError: merging was removed or replaced.
-            ValueError: no images, or fewer FLOPs than merging can give; the settings are as before
-                then.
-        """
-        if not self.installed:
-            raise RuntimeError(
-                "expected merging to be applied, but it was removed or replaced: call apply_mame"
-                " again"
-            )
-        check_flops(flops)
-        run, batches = run or self.root, list(batches_of(images))
-        if not batches:
-            raise ValueError("calibrate: expected a few images, got none")
-        base, how = without_shares(*self._asked), {**self._how, "schedule": None}
-
-        def alone(number: int, share: float) -> EncoderHandle:
-            return EncoderHandle(self.root, base, (number,), {"keep": share}, **how)
-
-        self.remove()
-        try:
-            errors = errors_alone(len(self._blocks), batches, run, alone)
-            counting = alone(0, 1.0)
-            counting.install()
-            run(batches[0][:1])
-            counting.remove()
-            tokens = round(counting.report().blocks[0].tokens_in)
-            places, prefix = counting._shared.places, counting._shared.num_prefix_tokens
-            found = Measured(
-                names=tuple(self._names),
-                costs=tuple(self._costs),
-                errors=errors,
-                patches=tokens - prefix,
-                num_prefix_tokens=prefix,
-                around=around_blocks(self.encoder, self._blocks, places, tokens, tokens),
-                base=base,
-                described=self.described,
-                about={"calibrated_on_images": sum(map(len, batches))},
-            )
-            config = found.config(flops)
-            self.__init__(self.root, config, None, {}, **how)  # type: ignore[misc]
-        finally:
-            self.install()
-        return found
 
     @property
     def config(self) -> MaMeConfig:
@@ -279,8 +189,8 @@ class EncoderHandle:
 
         Raises:
             RuntimeError: merging was removed or replaced, so the change would have no effect.
-            ValueError: a field is unknown, out of its range or without meaning here, or `tau` comes
-                for `keep` or the other way round; nothing has changed then.
+            ValueError: a field is unknown, out of its range or without meaning here, or the other
+                method, which decides on sizes too; nothing has changed then.
         """
         if not self.installed:
             raise RuntimeError(
@@ -295,16 +205,16 @@ class EncoderHandle:
                 " by keep), got the other; call apply_mame again"
             )
         if config is None:
-            new = changed(self.configs, fields, self._schedule)
+            new = changed(self.configs, fields)
         else:
-            new = configs_of(config, fields, self.configs, self._schedule)
+            new = configs_of(config, fields, self.configs)
         _check_parts(new, self._shared.prop_attn, self._known, self._blocks[0])
         self.configs = new
         for number, config in self.configs.items():
             self._merged[number].set(config)
 
     def advice(self) -> str:
-        """What is nearer to the unmerged model than settings that merge so much; empty where
+        """Say what is nearer to the unmerged model than settings that merge so much; empty where
         nothing is known to be.
 
         By `keep` it is reckoned before an image is seen. By `tau` the report has it afterwards.
@@ -317,7 +227,7 @@ class EncoderHandle:
         return advice and f"these settings leave about {share:.0%}; {advice}"
 
     def report(self) -> EncoderReport:
-        """Tokens and FLOPs of every block since the last `reset`, means over forwards."""
+        """Return tokens and FLOPs of every block since the last `reset`, means over forwards."""
         blocks, calls = make_blocks(self._names, self._costs, self._counts)
         before, after = blocks[0].tokens_in, blocks[-1].tokens_kept
         around = [
@@ -347,11 +257,12 @@ class EncoderHandle:
             self._shared.now.plans = {}
 
     def plans(self) -> dict[int, Plan | GroupPlan]:
-        """The plans of the latest forward since `capture`, by number of block."""
+        """Return the plans of the latest forward since `capture`, by number of block."""
         return dict(self._shared.now.plans)
 
     def owners(self, block: int | None = None) -> Tensor:
-        """LongTensor [B, L]: the input token that each one mainly merged into, over all blocks.
+        """Return the input token that each one mainly merged into, over all blocks, LongTensor [B,
+        L].
 
         A token that is kept has itself.
 
@@ -361,22 +272,14 @@ class EncoderHandle:
         Raises:
             RuntimeError: no forward has run since `capture`.
         """
-        plans = [plan for number, plan in self._captured() if block is None or number <= block]
-        first = self._captured()[0][1]
-        here = torch.arange(first.tokens_in, device=first.sizes.device).expand(
-            first.sizes.shape[0], -1
-        )
-        holder, place = (
-            here,
-            here,
-        )  # [B, L] present row of each token's holder; [B, L'] input position of each row
-        for plan in plans:
-            kept = plan.kept.expand(len(here), -1)
-            rows = torch.arange(plan.tokens_kept, device=kept.device).expand(len(here), -1)
-            owners = kept.gather(1, plan.groups)
-            holder = (
-                torch.zeros_like(owners).scatter(1, kept, rows).gather(1, owners.gather(1, holder))
-            )
+        captured = self._captured()
+        first = captured[0][1]
+        samples, device = first.sizes.shape[0], first.sizes.device
+        here = torch.arange(first.tokens_in, device=device).expand(samples, -1)
+        holder, place = here, here  # [B, L] each token's row; [B, L'] each row's position
+        for plan in (plan for number, plan in captured if block is None or number <= block):
+            kept = plan.kept.expand(samples, -1)
+            holder = plan.groups.gather(1, holder)
             place = place.gather(1, kept)
         return place.gather(1, holder)
 
@@ -385,23 +288,11 @@ class EncoderHandle:
         """How many tokens come before the patches."""
         return self._shared.num_prefix_tokens
 
-    def kept(self, blocks: int, samples: int, tokens: int, device: torch.device) -> Tensor:
-        """LongTensor [B, L']: places of the tokens that are left of `samples` after the first
-        `blocks` in the latest forward, in its order. A merged token has its destination's place.
-
-        Raises RuntimeError where no forward has run since `capture`.
-        """
-        place: Tensor | None = None
-        for _, plan in (one for one in self._captured() if self.active and one[0] < blocks):
-            kept = plan.kept.to(device).expand(samples, -1)
-            place = kept if place is None else place.gather(1, kept)
-        return torch.arange(tokens, device=device).expand(samples, -1) if place is None else place
-
     def restore(self, features: Tensor, block: int | None = None) -> Tensor:
-        """All tokens [B, L, C] of the latest forward's features [B, L', C], each at its place
-        (MaRe, last block first).
+        """Restore all tokens [B, L, C] of the latest forward's features [B, L', C], each at its
+        place (MaRe, last block first).
 
-        Special tokens stand first in both.
+        Prefix tokens stand first in both.
 
         Args:
             features: the model's output, or a hidden state: what a block gave.
@@ -479,14 +370,14 @@ def _check_parts(
 
 
 def _has_mask(known: Encoder, block: nn.Module) -> bool:
-    """Whether the attention of `block` takes a mask, or is known to us with one."""
+    """Tell whether the attention of `block` takes a mask, or is known to us with one."""
     attention = type(block.get_submodule(known.attention[1]))
     return known.attend is not None or known.mask in inspect.signature(attention.forward).parameters
 
 
 def _convolutions(model: nn.Module, blocks: list[nn.Module]) -> tuple[list[str], str | None]:
-    """Paths of the convolutions of `model` outside of its blocks, and of that which cuts patches:
-    the last one before the blocks, else the first.
+    """Find the convolutions of `model` outside of its blocks, by path, and the one that cuts
+    patches: the last one before the blocks, else the first.
     """
     inside = {part for block in blocks for part in block.modules()}
     paths: list[str] = []

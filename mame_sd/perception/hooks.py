@@ -201,7 +201,7 @@ Ours = MergedBlock | Hook
 
 
 def ours_on(module: nn.Module) -> list[Ours]:
-    """The blocks and hooks of merging that are on `module`."""
+    """List the blocks and hooks of merging that are on `module`."""
     found = [getattr(module.__dict__.get(name), "__self__", None) for name in _SLOTS]
     found += [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     found += [one.func for one in module.__dict__.values() if isinstance(one, partial)]

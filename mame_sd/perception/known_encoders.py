@@ -70,12 +70,12 @@ class Encoder:
     joined: bool = False
 
     def prefix_tokens_of(self, model: nn.Module) -> int:
-        """How many prefix tokens stand before the patches of `model`."""
+        """Count the prefix tokens before the patches of `model`."""
         count = self.num_prefix_tokens
         return count if isinstance(count, int) else int(count(model))
 
     def misfit(self, block: nn.Module) -> str | None:
-        """What keeps `block` from being the one described; None where it is."""
+        """Say what keeps `block` from being the one described; None where it is."""
         modules = dict(block.named_modules())
         parts = (*self.attention, *self.mlp)
         missing = [part for part in parts if part not in modules]
@@ -129,13 +129,13 @@ def register_encoder(encoder: Encoder) -> Encoder:
 
 
 def encoder_names() -> list[str]:
-    """Class names of all models that are known."""
+    """List the class names of all models that are known."""
     return sorted({name for encoder in _ENCODERS for name in encoder.models})
 
 
 def is_encoder(target: Any) -> bool:
-    """Whether `target` is a module that holds a vision transformer that is known, or known to be
-    refused.
+    """Tell whether `target` is a module that holds a vision transformer that is known, or known to
+    be refused.
     """
     if not isinstance(target, nn.Module):
         return False
@@ -144,7 +144,7 @@ def is_encoder(target: Any) -> bool:
 
 
 def find_encoder(target: nn.Module) -> tuple[nn.Module, list[nn.Module], Encoder]:
-    """The vision transformer in `target`, its blocks in their order, and what is known of it.
+    """Find the vision transformer in `target`, its blocks in their order, and what is known of it.
 
     Raises:
         ValueError: a refused model, none that is known, more than one, or one whose blocks are not
@@ -182,7 +182,7 @@ def find_encoder(target: nn.Module) -> tuple[nn.Module, list[nn.Module], Encoder
 
 
 def _described(model: nn.Module) -> tuple[list[nn.Module], Encoder]:
-    """The blocks of `model` and the description that they fit."""
+    """Find the blocks of `model` and the description that they fit."""
     reasons = []
     for encoder in _ENCODERS:
         if encoder.models and not set(encoder.models).isdisjoint(_classes(model)):
@@ -206,7 +206,7 @@ def _classes(module: nn.Module) -> Iterable[str]:
 
 
 def _below(path: str, outer: str) -> bool:
-    """Whether the module at `path` lies below the one at `outer` ("" is the root)."""
+    """Tell whether the module at `path` lies below the one at `outer` ("" is the root)."""
     return path != outer and (not outer or path.startswith(outer + "."))
 
 
@@ -220,13 +220,13 @@ MEANS = {
 
 
 def takes_mean(target: nn.Module) -> bool:
-    """Whether a head in `target` takes a mean over tokens."""
+    """Tell whether a head in `target` takes a mean over tokens."""
     return any(not MEANS.isdisjoint(_classes(module)) for module in target.modules())
 
 
 def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
-    """Attention of the older layout of transformers (query, key and value in `attention`, dense in
-    `output`) with a mask.
+    """Compute attention with a mask in the older layout of transformers: query, key and value in
+    `attention`, dense in `output`.
 
     Args:
         attention: the module.
@@ -254,7 +254,7 @@ def _prefix(model: Any) -> int:
 
 
 def _vit(kind: str, prefix: int, grid: bool = True) -> None:
-    """Models of transformers that are laid out as its ViT."""
+    """Register models of transformers that are laid out as its ViT."""
     first, second = "layernorm_before", "layernorm_after"
     after = ("intermediate", "output.dense", "output.dropout")
     for attention, mlp, keys in (
@@ -266,8 +266,8 @@ def _vit(kind: str, prefix: int, grid: bool = True) -> None:
 
 
 def _older(kind: str, model: str, prefix: int, dense: bool = False) -> None:
-    """Models in the layout that ViT had: an intermediate layer, and an output that adds its input
-    itself.
+    """Register models in the layout that ViT had: an intermediate layer, and an output that adds
+    its input itself.
     """
     register_encoder(
         Encoder(
@@ -286,7 +286,7 @@ def _older(kind: str, model: str, prefix: int, dense: bool = False) -> None:
 
 
 def _dino(kind: str, prefix: int | Callable[[Any], int]) -> None:
-    """DINOv2: a scale at the end of each branch."""
+    """Register DINOv2, which has a scale at the end of each branch."""
     attention = ("norm1", "attention", "layer_scale1", "drop_path")
     mlp = ("norm2", "mlp", "layer_scale2", "drop_path")
     block: dict[str, Any] = {"block": f"{kind}Layer", "attention": attention, "mlp": mlp}
@@ -296,7 +296,7 @@ def _dino(kind: str, prefix: int | Callable[[Any], int]) -> None:
 
 
 def _clip(kind: str, prefix: int, output: str | None) -> None:
-    """The image halves of CLIP and its kin, whose text halves have blocks of the same class."""
+    """Register the image halves of CLIP and its kin; their text halves have blocks of one class."""
     models = (f"{kind}VisionModel", f"{kind}VisionTransformer")
     branches = ("layer_norm1", "self_attn"), ("layer_norm2", "mlp")
     named = kind, models, f"{kind}EncoderLayer", *branches, prefix, "self_attn.k_proj", output

@@ -47,11 +47,11 @@ class GroupPlan:
         return self._after_prefix(self.found.groups)
 
     def merge(self, t: Tensor) -> Tensor:
-        """Means of the groups of t [B, L, C], as [B, L', C]."""
+        """Average the groups of t [B, L, C], as [B, L', C]."""
         return torch.cat([t[:, : self.prefix], self.found.merge(t[:, self.prefix :])], 1)
 
     def restore(self, y: Tensor) -> Tensor:
-        """All tokens [B, L, C] as copies of their groups' y [B, L', C]."""
+        """Restore all tokens [B, L, C] as copies of their groups' y [B, L', C]."""
         return torch.cat([y[:, : self.prefix], self.found.restore(y[:, self.prefix :])], 1)
 
     def _after_prefix(self, index: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class GroupPlan:
 def plan_block(
     feature: Tensor, config: MaMeConfig, size: tuple[int, int] | None, prefix: int
 ) -> Plan | GroupPlan:
-    """What merges in a block.
+    """Plan what merges in a block.
 
     Args:
         feature: what is compared, [B, L, d].

@@ -63,7 +63,7 @@ class EncoderReport:
         return self.flops / self.flops_before if self.flops_before else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Return the report as JSON values."""
         return {
             **asdict(self),
             "share": self.share,
@@ -91,7 +91,7 @@ class EncoderReport:
 
 
 def advice_of(share: float, clips: bool) -> str:
-    """What is nearer to the unmerged model than merging to `share` of the FLOPs; empty where
+    """Say what is nearer to the unmerged model than merging to `share` of the FLOPs; empty where
     nothing is known to be, as for clips.
     """
     if clips or share >= NEARER:
@@ -105,7 +105,7 @@ def advice_of(share: float, clips: bool) -> str:
 def make_blocks(
     names: list[str], costs: list[BlockCost], counts: Mapping[int, BlockCounts]
 ) -> tuple[tuple[BlockReport, ...], int]:
-    """The blocks' reports, and how many forwards they are of; `counts` of those that merge."""
+    """Make the blocks' reports, and say of how many forwards; `counts` of those that merge."""
     sums = {number: count.sums() for number, count in sorted(counts.items())}
     start = next(iter(sums.values()))
     calls, tokens, squares = start["calls"], start["tokens"], start["squares"]

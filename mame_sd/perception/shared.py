@@ -132,7 +132,7 @@ class ForwardState:
             now.plans[number] = plan
 
     def restored(self, tokens: Tensor, before: int | None = None) -> Tensor:
-        """All tokens [B, L, C] of [B, L', C], by this thread's plans, last block first.
+        """Restore all tokens [B, L, C] of [B, L', C], by this thread's plans, last block first.
 
         Args:
             tokens: as the last block left them, or as they came to block number `before`.
@@ -156,7 +156,7 @@ class ForwardState:
             now.seen.append((now.number, weakref.ref(output)))
 
     def is_earlier(self, features: Tensor) -> bool:
-        """Whether a forward before the latest gave these, as they are or as a view."""
+        """Tell whether a forward before the latest gave these, as they are or as a view."""
         where, now = features.untyped_storage().data_ptr(), self.now
         found = [
             number
@@ -175,7 +175,7 @@ class ForwardState:
 
 
 def no_sizes(model: Any) -> str:
-    """Why attention of `model` can't count sizes as it is set now; empty where it can."""
+    """Say why attention of `model` can't count sizes as it is set now; empty where it can."""
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind not in _ATTENTION:
         return (
@@ -192,7 +192,7 @@ def no_sizes(model: Any) -> str:
 
 
 def checkpoints_around(model: Any) -> bool:
-    """Whether gradient checkpointing stands around whole blocks, not inside their calls."""
+    """Tell whether gradient checkpointing stands around whole blocks, not inside their calls."""
     return getattr(model, "grad_checkpointing", False) or any(  # timm; transformers 5.0
         getattr(block, "gradient_checkpointing", False)
         and type(block).__call__ is not nn.Module.__call__

@@ -25,7 +25,7 @@ from mame_sd.eval.captions.model import MINI
 from mame_sd.eval.networks.pretrained import (
     DEVIATION,
     MEAN,
-    load_dinov2_saliency,
+    load_dinov2,
     load_smollm2,
 )
 from scripts.training import cards
@@ -52,7 +52,7 @@ def features(work: Path, chunk: int = 250) -> Tensor:
     for start in range(0, PICTURES, chunk):
         path = work / f"features-{start}.safetensors"
         if not path.exists():
-            tower = tower or load_dinov2_saliency().backbone
+            tower = tower or load_dinov2()
             tower.encoder.layer = tower.encoder.layer[: 13 + LAYER]
             found = []
             for first in range(start, start + chunk, 25):

@@ -82,7 +82,7 @@ TINY = Suite(
         "psnr",
         "ssim",
         "fid",
-        "is_effnet",
+        "is",
         "background",
         "latency",
         "denoising",

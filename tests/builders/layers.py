@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel, UNetMotionModel
+from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 
-from tests.builders.tiny import seeded, tiny_motion_adapter, tiny_unet
+from tests.builders.tiny import seeded, tiny_unet
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -42,7 +42,3 @@ def added_kv_unet() -> UNet2DConditionModel:
         mid_block_type="UNetMidBlock2DSimpleCrossAttn",
         attention_head_dim=8,
     )
-
-
-def motion_unet() -> UNetMotionModel:
-    return UNetMotionModel.from_unet2d(tiny_unet(), tiny_motion_adapter()).eval()

@@ -175,6 +175,7 @@ ROWS = [
         num_labels=5,
     ),
 ]
+SHALLOW = _vit("ViTForImageClassification", 1, num_labels=5, num_hidden_layers=2)  # to compile
 _DEPTH: dict[str, Any] = {
     "neck_hidden_sizes": [8, 8, 8, 8],
     "fusion_hidden_size": 8,

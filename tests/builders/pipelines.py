@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import AutoencoderKLTemporalDecoder, ControlNetModel, T2IAdapter, VQModel
+from diffusers import AutoencoderKLTemporalDecoder, ControlNetModel, VQModel
 from torch import Tensor
 from transformers import (
     CLIPImageProcessor,
@@ -61,29 +61,25 @@ def tiny_text_encoder_2(tokenizer: Any) -> CLIPTextModelWithProjection:
     return seeded(CLIPTextModelWithProjection, 4, config)
 
 
-def sdxl(name: str, refiner: bool = False, **changes: Any) -> Any:
-    """The SDXL pipeline class of that name; the refiner has only the second text encoder and an
-    aesthetic score.
-    """
+def sdxl(name: str, **changes: Any) -> Any:
+    """The SDXL pipeline class of that name."""
     tokenizer = tiny_tokenizer()
-    text = {} if refiner else {"text_encoder": tiny_text_encoder(tokenizer), "tokenizer": tokenizer}
-    width = TEXT_DIM if refiner else 2 * TEXT_DIM
-    ids = 5 if refiner else 6
     unet = tiny_sdxl_unet(
-        cross_attention_dim=width,
-        projection_class_embeddings_input_dim=ids * 4 + TEXT_DIM,
+        cross_attention_dim=2 * TEXT_DIM,
+        projection_class_embeddings_input_dim=6 * 4 + TEXT_DIM,
         **changes.pop("unet", {}),
     )
-    extra = {"requires_aesthetics_score": refiner} if "Img2Img" in name or "Inpaint" in name else {}
     return quiet(
         getattr(diffusers, name)(
             vae=tiny_vae(),
+            text_encoder=tiny_text_encoder(tokenizer),
+            tokenizer=tokenizer,
             text_encoder_2=tiny_text_encoder_2(tokenizer),
             tokenizer_2=tokenizer,
             unet=unet,
             scheduler=tiny_scheduler("dpm++"),
             add_watermarker=False,
-            **{"text_encoder": None, "tokenizer": None, **text, **extra, **changes},
+            **changes,
         )
     )
 
@@ -95,11 +91,6 @@ def once(pipe: Any, **kwargs: Any) -> Tensor:
 
 def image_to_image(pipe: Any, **kwargs: Any) -> Tensor:
     return once(pipe, image=noise(1, 3, SIDE, SIDE), num_inference_steps=2, strength=0.6, **kwargs)
-
-
-def inpaint(pipe: Any) -> Tensor:
-    mask = (noise(1, 1, SIDE, SIDE) > 0.5).float()
-    return image_to_image(pipe, mask_image=mask, height=SIDE, width=SIDE)
 
 
 def controlnet() -> ControlNetModel:
@@ -122,12 +113,6 @@ def controlnet() -> ControlNetModel:
     )
     net.register_to_config(conditioning_embedding_out_channels=(4, 8))
     return net
-
-
-def t2i_adapter() -> T2IAdapter:
-    return seeded(
-        T2IAdapter, 6, in_channels=3, channels=[16, 32], num_res_blocks=1, downscale_factor=2
-    )
 
 
 def kandinsky() -> Any:

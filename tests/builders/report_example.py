@@ -141,7 +141,6 @@ def _row(
         "status": "measured",
         "reason": None,
         "per_image": {},
-        "kept": [],
     }
     if name not in images:
         return entry | {
@@ -178,14 +177,4 @@ def _row(
             }
     if family == "mame":
         values["lpips"] |= {"p": 0.031, "against": "tomesd-50"}
-        entry["kept"] = [
-            {
-                "step": step,
-                "level": level,
-                "tokens": 4096 >> 2 * level,
-                "kept": (4096 >> 2 * level) * (0.3 + 0.2 * step) if level < 2 else 256,
-            }
-            for step in range(3)
-            for level in range(3)
-        ]
     return entry | {"values": values}

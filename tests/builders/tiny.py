@@ -63,15 +63,16 @@ def tiny_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
     return seeded(UNet2DConditionModel, seed, **{**config, **overrides})
 
 
-def one_level_unet(seed: int = 0) -> UNet2DConditionModel:
-    """`tiny_unet` cut to its first level, of which a compiler traces three layers, not seven."""
-    return tiny_unet(
-        seed,
-        block_out_channels=(16,),
-        down_block_types=("CrossAttnDownBlock2D",),
-        up_block_types=("CrossAttnUpBlock2D",),
-        mid_block_type=None,
-    )
+def one_level_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
+    """`tiny_unet` cut to two layers of 256 tokens, of which a compiler traces less."""
+    config: dict[str, Any] = {
+        "block_out_channels": (16,),
+        "down_block_types": ("CrossAttnDownBlock2D",),
+        "up_block_types": ("UpBlock2D",),
+        "mid_block_type": None,
+        "transformer_layers_per_block": 2,
+    }
+    return tiny_unet(seed, **{**config, **overrides})
 
 
 def tiny_sdxl_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:

@@ -58,12 +58,12 @@ def flux_inputs() -> dict[str, Any]:
     }
 
 
-def reference_image(w: int = 5) -> dict[str, Any]:
-    """Flux Kontext: the tokens of a second image, 4 x w, behind those of the generated one."""
+def reference_image() -> dict[str, Any]:
+    """Flux Kontext: the tokens of a second image, 4 x 6, behind those of the generated one."""
     inputs = flux_inputs()
-    second = torch.cartesian_prod(torch.ones(1), torch.arange(4.0), torch.arange(float(w)))
+    second = torch.cartesian_prod(torch.ones(1), torch.arange(4.0), torch.arange(6.0))
     inputs["img_ids"] = torch.cat([inputs["img_ids"], second])
-    inputs["hidden_states"] = normal(2, H * W + 4 * w, 4)
+    inputs["hidden_states"] = normal(2, H * W + 24, 4)
     return inputs
 
 

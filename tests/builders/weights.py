@@ -8,7 +8,6 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
 from mame_sd.eval.weights.files import file_sha256
 from mame_sd.eval.weights.registry import REGISTRY, Weights
 from tests.builders import seeded
@@ -18,17 +17,12 @@ ORACLES = Path(__file__).parents[1] / "oracles" / "eval.json"
 
 
 def save_seeded_weights(folder: Path) -> Path:
-    """LPIPS (alex) and EfficientNet-Lite0 at their true sizes and a small CLIP, with weights that
-    mean nothing.
-    """
+    """LPIPS (alex) at its true size and a small CLIP, with weights that mean nothing."""
     shapes = json.loads(ORACLES.read_text())["lpips"]["alex"]["shapes"]
     save_file(
         seeded.weights({name: tuple(shape) for name, shape in shapes.items()}),
         folder / "lpips-alex.safetensors",
     )
-    network = EfficientNetLite0().state_dict()
-    tensors = seeded.weights({name: tuple(value.shape) for name, value in network.items()})
-    save_file(tensors, folder / "effnet-lite0.safetensors")
     save_tiny_clip(folder / "clip-vit-base-patch32")
     return folder
 

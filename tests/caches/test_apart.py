@@ -83,13 +83,21 @@ def test_a_thread_is_inside_with_the_blocks_context_alone() -> None:
         with ThreadPoolExecutor(1) as pool:
             inside = copy_context()
             assert torch.equal(pool.submit(inside.run, answer, model, ids).result(), want)
+
+    def plain() -> None:
+        with ThreadPoolExecutor(1) as pool, compress_cache(model, 0.25):
+            assert torch.equal(answer(model, ids), want)
             assert not torch.equal(pool.submit(answer, model, ids).result(), want)
+
+    with pytest.warns(UserWarning, match="1 forward of several tokens had whole caches") as told:
+        plain()
+    assert told[0].filename == __file__
 
     def streamed() -> None:
         with ThreadPoolExecutor(1) as pool, compress_cache(model, 0.25):
             pool.submit(answer, model, ids).result()
 
-    with pytest.raises(NothingMergedError, match="all ran in threads that didn't enter"):
+    with pytest.raises(NothingMergedError, match="they ran in threads that didn't enter"):
         streamed()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,20 +16,14 @@ from transformers.models.llava_next.modeling_llava_next import unpad_image
 
 from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
 from mame_sd.captions.farthest import merged
-from mame_sd.captions.handle import CaptionHandle, left
-from mame_sd.perception.settings import shares
+from mame_sd.captions.handle import CaptionHandle
 from mame_sd.upstream import cache_of, with_cache
 from tests.captions import tiny
 
 TOWERS = ("CLIPVisionModel", "SiglipVisionModel")
 PATCHES = tiny.GRID**2
 IMAGES = [[PATCHES, PATCHES], [PATCHES]]  # of two prompts, so that these are of unequal lengths
-FORMS: list[dict[str, Any]] = [
-    {"tau": 0.7},
-    {"keep": 0.5},
-    {"tau": 0.7, "blocks": (0, 2)},  # in the tower's blocks
-    {"keep": 0.11, "blocks": (0, 2)},
-]
+FORMS: list[dict[str, Any]] = [{"tau": 0.7}, {"keep": 0.5}]
 
 
 def inputs(right: bool = False) -> dict[str, Tensor]:
@@ -38,7 +33,7 @@ def inputs(right: bool = False) -> dict[str, Tensor]:
 def by_hand(
     model: Any, handle: CaptionHandle, call: dict[str, Tensor], new: int = 0
 ) -> list[tuple[Tensor, list[int]]]:
-    seen = [tiny.seen_by_hand(model, handle, picture) for picture in call["pixel_values"]]
+    seen = [tiny.seen_by_hand(model, handle.config, picture) for picture in call["pixel_values"]]
     slots = [[one.get(place) for place in range(PATCHES)] for one in seen]
     found = []
     for row, images in enumerate((slots[:2], slots[2:])):
@@ -47,9 +42,7 @@ def by_hand(
     return found
 
 
-@pytest.mark.parametrize(
-    "nothing", [{"tau": 1.0}, {"keep": 1.0}, {"inactive": True}, {"tau": 1.0, "blocks": 2}]
-)
+@pytest.mark.parametrize("nothing", [{"tau": 1.0}, {"keep": 1.0}, {"inactive": True}])
 def test_nothing_merged_is_equal_to_the_bit(nothing: dict[str, Any]) -> None:
     model, call = tiny.llava(), inputs()
     before = model(**call).logits
@@ -64,7 +57,7 @@ def test_nothing_merged_is_equal_to_the_bit(nothing: dict[str, Any]) -> None:
     assert torch.equal(model(**call).logits, before)
 
 
-@pytest.mark.parametrize(("form", "right"), [*zip(FORMS, (True, False, False, True), strict=True)])
+@pytest.mark.parametrize(("form", "right"), [*zip(FORMS, (True, False), strict=True)])
 def test_a_batch_of_unequal_lengths_equals_the_loop(form: dict[str, Any], right: bool) -> None:
     model, call = tiny.llava(), inputs(right)
     handle = apply_mame(model, **form)
@@ -77,7 +70,7 @@ def test_a_batch_of_unequal_lengths_equals_the_loop(form: dict[str, Any], right:
         torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", FORMS[:3])
+@pytest.mark.parametrize("form", FORMS)
 def test_generate_with_its_cache_equals_the_loop(form: dict[str, Any]) -> None:
     model, call = tiny.llava(), inputs()
     handle = apply_mame(model, **form)
@@ -206,7 +199,7 @@ def test_labels_of_image_tokens_go_with_them() -> None:
             if token != tiny.IMAGE:
                 labels.append(token)
             elif not labels or labels[-1] >= 0:  # the first of an image's
-                labels += [-100] * len(tiny.seen_by_hand(model, handle, next(pictures)))
+                labels += [-100] * len(tiny.seen_by_hand(model, handle.config, next(pictures)))
         assert len(labels) == len(logits)
         heard = torch.tensor(labels[1:])
         losses.append(torch.nn.functional.cross_entropy(logits[:-1], heard, reduction="none"))
@@ -230,30 +223,21 @@ def test_tiles_equal_a_loop_over_rows() -> None:
     before = model(**call).logits
     apply_mame(model, tau=1.0)
     assert torch.equal(model(**call).logits, before)
-    for form in ({"keep": 0.4, "blocks": (0, 2)}, {"tau": 0.8, "blocks": (0, 2)}, {"keep": 0.4}):
+    for form in ({"tau": 0.8}, {"keep": 0.4}):
         handle = apply_mame(model, **form)
         logits = model(**call).logits
         for number, rows in plane.items():
-            slots: list[Tensor | None]
-            if handle.tower is None:  # all tiles together, without their padding
-                flat = torch.tensor([spot for row in rows for spot in row])
-                tiles = [tiny.whole_by_hand(model, tile) for tile in pixels[number]]
-                whole, states = (
-                    torch.cat([one[0], torch.cat(one[1:])[flat]])
-                    for one in zip(*tiles, strict=True)
-                )
-                joined = tiny.joined_by_hand(whole, states, handle.config)
-                slots = [joined.get(place) for place in range(PATCHES)]
-                shown = iter([joined.get(place) for place in range(PATCHES, len(whole))])
-                for row in rows:
-                    slots += [next(shown) for _ in row]
-                    slots.append(lines.detach())
-            else:
-                seen = [tiny.seen_by_hand(model, handle, tile) for tile in pixels[number]]
-                slots = [seen[0].get(place) for place in range(PATCHES)]
-                for row in rows:
-                    slots += [seen[1 + spot // PATCHES].get(spot % PATCHES) for spot in row]
-                    slots.append(lines.detach())
+            flat = torch.tensor([spot for row in rows for spot in row])  # of tiles without padding
+            tiles = [tiny.whole_by_hand(model, tile) for tile in pixels[number]]
+            whole, states = (
+                torch.cat([one[0], torch.cat(one[1:])[flat]]) for one in zip(*tiles, strict=True)
+            )
+            joined = tiny.joined_by_hand(whole, states, handle.config)
+            slots = [joined.get(place) for place in range(PATCHES)]
+            shown = iter([joined.get(place) for place in range(PATCHES, len(whole))])
+            for row in rows:
+                slots += [next(shown) for _ in row]
+                slots.append(lines.detach())
             real = call["input_ids"][number][call["attention_mask"][number].bool()].tolist()
             expected, _ = tiny.logits_by_hand(model, real, [slots])
             torch.testing.assert_close(
@@ -261,10 +245,9 @@ def test_tiles_equal_a_loop_over_rows() -> None:
             )
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[2]])
-def test_by_tau_an_image_keeps_its_number_beside_others(form: dict[str, Any]) -> None:
+def test_by_tau_an_image_keeps_its_number_beside_others() -> None:
     model, call = tiny.llava(), inputs()
-    handle = apply_mame(model, **form)
+    handle = apply_mame(model, tau=0.7)
     counts = []
     for number in range(3):
         handle.reset()
@@ -295,34 +278,27 @@ def test_settings_copies_and_contexts() -> None:
     assert model(**call).logits.shape[1] == call["input_ids"].shape[1]
 
 
-@pytest.mark.parametrize("keep", [0.9, 0.5, 0.11])
-@pytest.mark.parametrize("schedule", ["constant", "decreasing"])
-def test_shares_of_blocks_leave_what_was_asked(keep: float, schedule: str) -> None:
-    product = 1.0
-    for share in left(keep, 6, schedule):
-        product *= share
-    assert product == pytest.approx(keep, rel=1e-6)
-    assert left(keep, 6, schedule)[0] <= shares(1.0, 6, schedule)[0]
-
-
 def test_refusals_are_one_line() -> None:
     model, call = tiny.llava(), inputs()
     layers = copy.deepcopy(model)
     layers.config.vision_feature_layer = [-2, -3]
     with pytest.raises(ValueError, match="vision_feature_layer: expected one layer"):
         apply_mame(layers, keep=0.5)
-    for wrong_field in (
-        {"schedule": "constant"},
-        {"prop_attn": True},
-        {"metric": "dot"},
+    handle: Any = apply_mame(model, keep=0.5)
+    for bad, message in (
+        ({"blocks": 2}, "unknown setting 'blocks'"),
+        ({"tau": 0.5, "metric": "dot"}, "metric: expected keep or tau alone"),
+        ({"keep": 0.5, "min_tokens": 5}, "min_tokens: expected keep or tau alone"),
+        ({"keep": 1.5}, "keep: "),
+        ({"keep": 0.5, "tau": 0.5}, "expected tau or keep, got both"),
     ):
-        with pytest.raises(
-            ValueError, match="expected keep or tau alone where tokens merge behind"
-        ):
-            apply_mame(model, keep=0.5, **wrong_field)
-    with pytest.raises(ValueError, match="keep: "):
-        apply_mame(model, keep=1.5)
-    apply_mame(model, keep=0.5)
+        for change in (handle.set, partial(apply_mame, model)):
+            with pytest.raises(ValueError, match=message):
+                change(**bad)
+    with pytest.raises(TypeError, match="config: expected a MaMeConfig"):
+        handle.set({"keep": 0.5})
+    assert handle.config == MaMeConfig(keep=0.5)
+    assert handle.installed
     cache = model(**{name: call[name] for name in ("input_ids", "attention_mask")})[tiny.CACHE]
     short = {**call, "input_ids": call["input_ids"][:, 1:]}
     short["attention_mask"] = call["attention_mask"][:, 1:]

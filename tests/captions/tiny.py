@@ -19,8 +19,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from mame_sd.captions.handle import CaptionHandle
-from mame_sd.perception.apply_encoder import encoder_restored
+from mame_sd.config import MaMeConfig
 from mame_sd.upstream import CACHE_NAMES
 
 SIDE, PATCH, WIDTH = 24, 4, 32
@@ -95,29 +94,11 @@ def pictures(*lead: int, seed: int = 0) -> Tensor:
     return flat + 0.1 * torch.randn(flat.shape, generator=generator)
 
 
-def seen_by_hand(
-    model: Any, handle: CaptionHandle, picture: Tensor, blocks: int = 4
-) -> dict[int, Tensor]:
+def seen_by_hand(model: Any, config: MaMeConfig, picture: Tensor) -> dict[int, Tensor]:
     """The projected features of one picture [3, h, w] by place of their patch, by the tower and
     loops alone.
-
-    `blocks` come before the layer that is read.
     """
-    tower, project = handle.tower, model.model.multi_modal_projector
-    if tower is None:
-        return joined_by_hand(*whole_by_hand(model, picture, blocks), handle.config)
-    with torch.no_grad(), encoder_restored(tower.root):
-        tower.install()
-        states = model.model.vision_tower(picture[None], output_hidden_states=True)
-        places = list(range(GRID * GRID + tower.num_prefix_tokens))
-        for number, plan in sorted(tower.plans().items()):
-            if number < blocks:
-                kept = plan.kept.expand(1, -1)[0].tolist()
-                places = [places[row] for row in kept]
-        found = {}
-        for place, state in zip(places, states.hidden_states[blocks][0], strict=True):
-            found[place - tower.num_prefix_tokens] = project(state[None])[0]
-    return found
+    return joined_by_hand(*whole_by_hand(model, picture), config)
 
 
 def whole_by_hand(model: Any, picture: Tensor, blocks: int = 4) -> tuple[Tensor, Tensor]:

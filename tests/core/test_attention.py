@@ -256,7 +256,7 @@ def test_errors_are_one_line() -> None:
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep="x"), "keep: expected a number"),  # type: ignore[arg-type]
         (
             lambda: attention(q, k, v, GRID, BEFORE, AFTER, tile_size=1),
-            "tile_size: expected a side",
+            "tile_size: expected",
         ),
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, fit_queries=-1), "fit_queries: expected"),
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, seed=1.5), "seed: expected a whole"),

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from mame_sd.core.cells import DRAWS, Cells, cells_of, plane_of, share_of
+from mame_sd.core.cells import DRAWS, Cells, cells_of, plane_of
 from mame_sd.core.draws import draw_at
 from mame_sd.core.groups import Groups, group_tokens
 from tests import oracle
@@ -50,7 +50,6 @@ def test_each_cell_has_about_as_many_tokens_everywhere(size: tuple[int, ...], ke
     """Also in the last rows and columns, whatever the sides divide by."""
     cells, count = cells_of(size, keep), math.prod(size)
     assert cells.tokens == count
-    assert cells.kept / count == pytest.approx(share_of(size, keep))
     assert abs(math.log(cells.kept / count / keep)) <= math.log(1.5)
     tiles = Counter(own_tiles(size, 16))
     assert len(tiles) == cells.tiles

@@ -8,20 +8,19 @@ import pytest
 import torch
 
 from mame_sd import apply_mame, remove_mame
-from tests.builders.tiny import run_unet, tiny_unet, unet_inputs
+from tests.builders.tiny import run_unet, tiny_unet
+from tests.builders.transformers import normal
 
 
-@pytest.mark.parametrize("fields", [{"keep": 0.5}, {"tau": -1.0}], ids=str)
-def test_a_sample_alone_and_among_others_gives_the_same(fields: dict[str, Any]) -> None:
-    unet = tiny_unet()
+@pytest.mark.parametrize("fields", [{"keep": 0.4}, {"tau": -1.0}], ids=str)
+def test_each_sample_of_a_batch_is_its_own(fields: dict[str, Any]) -> None:
+    unet = tiny_unet().double()  # in fp32 rounding may decide between two nearly equal destinations
     apply_mame(unet, min_tokens=16, **fields)
+    x, text = normal(3, 4, 8, 12).double(), normal(3, 7, 16).double()
     with torch.no_grad():
-        both = run_unet(unet, batch=2)
-        inputs = unet_inputs(unet, batch=2)
-        alone = unet(
-            inputs["sample"][:1], inputs["timestep"], inputs["encoder_hidden_states"][:1]
-        ).sample
-    torch.testing.assert_close(alone, both[:1], rtol=1e-4, atol=1e-5)
+        together = unet(x, torch.tensor(500), text).sample
+        alone = [unet(x[i : i + 1], torch.tensor(500), text[i : i + 1]).sample for i in range(3)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-9, atol=1e-9)
 
 
 def test_sizes_may_change_between_calls() -> None:

@@ -71,7 +71,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
 
 
 FLUX = next(row for row in ROWS if row.name == "Flux")
-INPUTS: dict[str, Any] = {**FLUX.run.args[0], "return_dict": False}  # type: ignore[attr-defined]
+INPUTS: dict[str, Any] = {**FLUX.inputs, "return_dict": False}
 
 
 def flux() -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.diffusion.families import layouts
-from mame_sd.diffusion.families.layouts import read_once
+from mame_sd.diffusion.families.layouts import UNLIKE, read_once
 
 READS = {"cpu", "tolist", "item", "__int__", "__bool__", "nonzero", "unique", "unique_consecutive"}
 
@@ -34,14 +34,14 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     return {
         "Flux": (layouts.packed, {"img_ids": places(3, 4, 0, 1), "encoder_hidden_states": text}),
         "Krea 2": (
-            layouts.placed,
+            layouts.krea2,
             {"position_ids": places(3, 4), "hidden_states": torch.zeros(1, 12, 4)},
         ),
         "MiniMax H3": (
-            layouts.indexed,
+            layouts.minimax_h3,
             {"video_indices": torch.arange(12), "position_ids": places(3, 4)},
         ),
-        "LTX": (layouts.sides_or_coordinates, {"video_coords": places(3, 4).T[None].float()}),
+        "LTX": (layouts.ltx, {"video_coords": places(3, 4).T[None].float()}),
     }
 
 
@@ -60,6 +60,13 @@ def test_a_second_step_reads_nothing_and_a_change_is_seen(name: str) -> None:
         layout(None, call)
     with pytest.raises(AssertionError), NoReads():
         layout(None, wider)  # equal, but not the same
+
+
+def test_samples_whose_images_lie_at_unlike_places_are_told() -> None:
+    shapes = {"shape_list": [[(1, 3, 4)], [(1, 4, 3)]]}
+    assert layouts.joyimage_edit_plus(None, shapes) == UNLIKE
+    indicator = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]])
+    assert layouts._ideogram4(indicator, torch.zeros(2, 4, 3), 1) == UNLIKE
 
 
 def test_what_nothing_counts_is_read_each_time_and_nothing_is_kept_alive() -> None:

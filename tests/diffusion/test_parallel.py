@@ -30,7 +30,7 @@ def process(rank: int, port: int, degree: str) -> None:
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it
     dist.init_process_group("gloo", rank=rank, world_size=2)
     row = next(row for row in ROWS if row.name == "Flux")
-    inputs: dict[str, Any] = {**row.run.args[0], "return_dict": False}  # type: ignore[attr-defined]
+    inputs: dict[str, Any] = {**row.inputs, "return_dict": False}
     inputs["encoder_hidden_states"] = normal(2, 8, 16)
     inputs["txt_ids"] = torch.zeros(8, 3)
     first, second = row.build(), row.build()

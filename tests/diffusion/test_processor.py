@@ -21,32 +21,17 @@ from diffusers.models.attention_processor import (
 )
 
 import mame_sd
-from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_tokens, remove_mame
+from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, plan_tokens
 from mame_sd.diffusion.layer import compared
 from tests import oracle
 from tests.builders.layers import added_kv_unet, attention, every_config, tokens
-from tests.builders.tiny import run_unet, seeded, tiny_unet, tiny_vae
+from tests.builders.tiny import run_unet, seeded, tiny_unet
 
 
 def with_processor(attn: Attention, **fields: Any) -> MaMeAttnProcessor:
     processor = MaMeAttnProcessor(min_tokens=16, **fields)
     attn.set_processor(processor)
     return processor
-
-
-@every_config
-def test_set_attn_processor_merges_and_removal_is_bit_equal(fields: dict[str, Any]) -> None:
-    unet = tiny_unet()
-    before = run_unet(unet)
-    processor = MaMeAttnProcessor(min_tokens=64, **fields)
-    unet.set_attn_processor(processor)
-    after = run_unet(unet)
-    assert after.shape == before.shape
-    assert 0 < (after - before).norm() / before.norm() < 0.5
-    assert all(layer.merged for layer in processor.report().layers)
-    remove_mame(unet)
-    assert torch.equal(run_unet(unet), before)
-    assert all(type(p) is AttnProcessor2_0 for p in unet.attn_processors.values())
 
 
 @pytest.mark.parametrize("feature", ["x", "k", "k-mean"])
@@ -74,14 +59,24 @@ def test_the_paper_s_line_is_the_paper() -> None:
     torch.testing.assert_close(attn(x), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("inner", [AttnProcessor(), SlicedAttnProcessor(1), AttnProcessor2_0()])
-def test_keep_is_attention_over_merged_keys_whatever_computes_it(inner: Any) -> None:
-    attn, x = attention(), tokens()
+@pytest.mark.parametrize(
+    ("inner", "scaled"),
+    [
+        (AttnProcessor(), True),
+        (AttnProcessor(), False),
+        (SlicedAttnProcessor(1), True),
+        (AttnProcessor2_0(), True),
+    ],
+)
+def test_keep_is_attention_over_merged_keys_whatever_computes_it(inner: Any, scaled: bool) -> None:
+    attn, x = attention(scale_qk=scaled), tokens()
     processor = with_processor(attn, keep=0.25, inner=inner)
     q, k, v = (
         to(x).unflatten(-1, (2, 8)).transpose(1, 2) for to in (attn.to_q, attn.to_k, attn.to_v)
     )
-    expected = attn.to_out[0](mame_sd.attention(q, k, v, (8, 8)).transpose(1, 2).flatten(2))
+    scale = None if scaled else 1.0
+    merged = mame_sd.attention(q, k, v, (8, 8), scale=scale)
+    expected = attn.to_out[0](merged.transpose(1, 2).flatten(2))
     torch.testing.assert_close(attn(x), expected)
     assert processor.report().layers[0].tokens_kept == 16
 
@@ -93,17 +88,6 @@ def test_scores_in_fp32(inner: Any, fields: dict[str, Any], dtype: torch.dtype) 
     attn = attention(upcast_attention=True).to(dtype)
     with_processor(attn, inner=inner, **fields)
     assert attn(tokens().to(dtype)).dtype == dtype
-
-
-def test_a_copy_that_has_not_run_is_compiled_whole() -> None:
-    torch._dynamo.reset()
-    attn, x = attention(), tokens(length=60)
-    with_processor(attn, keep=0.5)
-    twin = copy.deepcopy(attn)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        got = torch.compile(twin, backend="eager", fullgraph=True)(x)
-        torch.testing.assert_close(got, attn(x))
 
 
 def test_keys_are_averaged_over_their_own_heads() -> None:
@@ -130,15 +114,6 @@ def test_passes_through_bit_equal(module: dict[str, Any], call: dict[str, Any]) 
     assert torch.equal(attn(x, **call), before)
 
 
-def test_autoencoder_passes_through_bit_equal() -> None:
-    vae = tiny_vae()
-    image = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        before = vae(image).sample
-        vae.set_attn_processor(MaMeAttnProcessor(min_tokens=1, keep=0.3))
-        assert torch.equal(vae(image).sample, before)
-
-
 def test_added_keys_and_values_pass_through_bit_equal() -> None:
     unet = added_kv_unet()
     before = run_unet(unet)
@@ -150,20 +125,6 @@ def test_added_keys_and_values_pass_through_bit_equal() -> None:
 def test_an_inner_processor_is_an_object_that_can_be_called(inner: Any) -> None:
     with pytest.raises(TypeError, match="inner: expected an attention processor, got"):
         MaMeAttnProcessor(inner=inner)
-
-
-def test_inner_processor_computes_the_attention() -> None:
-    unet = tiny_unet()
-    unet.set_attn_processor(SlicedAttnProcessor(1))
-    before = run_unet(unet)
-    unet.set_attn_processor(MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=10**6))
-    assert torch.equal(run_unet(unet), before)
-    unet.set_attn_processor(
-        MaMeAttnProcessor(inner=SlicedAttnProcessor(1), min_tokens=64, keep=0.4)
-    )
-    sliced = run_unet(unet)
-    unet.set_attn_processor(MaMeAttnProcessor(min_tokens=64, keep=0.4))
-    torch.testing.assert_close(sliced, run_unet(unet))
 
 
 def test_names_every_keyword_that_diffusers_processors_take() -> None:
@@ -331,22 +292,8 @@ def test_fields_go_over_those_of_a_config() -> None:
     assert MaMeAttnProcessor(MaMeConfig(tau=0.8), keep=0.5, tile_size=8).config == MaMeConfig(
         keep=0.5, tile_size=8
     )
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"tau": 1.5}, ValueError, "tau"),
-        ({"tau": float("nan")}, ValueError, "tau"),
-        ({"tau": 0.8, "keep": 0.5}, ValueError, "tau or keep"),
-        ({"tua": 0.8}, ValueError, "tua"),
-        ({"config": 0.8}, TypeError, "MaMeConfig"),
-    ],
-    ids=["tau-range", "nan", "both", "unknown", "no-config"],
-)
-def test_bad_settings(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        MaMeAttnProcessor(**arguments)
+    with pytest.raises(TypeError, match="MaMeConfig"):
+        MaMeAttnProcessor(config=0.8)
 
 
 @every_config
@@ -360,7 +307,7 @@ def test_gradients_reach_every_token(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@every_config
+@pytest.mark.parametrize("fields", [{"keep": 0.4}, {"tau": 0.3}], ids=str)
 def test_half_precision(dtype: torch.dtype, fields: dict[str, Any]) -> None:
     attn, x = attention().to(dtype), tokens().to(dtype)
     with_processor(attn, **fields)

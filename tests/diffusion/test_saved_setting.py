@@ -101,10 +101,7 @@ def test_only_our_pipeline_has_a_saved_setting(
     assert read_saved_merging(save_tiny_pipeline(tmp_path / "plain")) is None
     found = read_saved_merging(saved(tmp_path / "default"))
     assert found is not None
-    assert (found.on, found.config) == (
-        True,
-        MaMeConfig(min_tokens=16, seed=3),
-    )
+    assert (found.on, found.config) == (True, MaMeConfig(min_tokens=16, seed=3))
     index = tmp_path / "default" / "model_index.json"
     index.write_text(index.read_text().replace('"tau": "default"', '"tau": 7'))
     assert cli.run(["generate", "--prompt", "key", "--model", str(tmp_path / "default")]) == 2

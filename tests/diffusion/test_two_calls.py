@@ -26,7 +26,6 @@ from tests.matrix.transformers import ROWS
 MODELS = {row.name: row for row in ROWS}
 KEPT: list[dict[str, Any]] = [
     {"keep": 0.25},
-    {"keep": 0.4},
     {"keep": 0.25, "layers": {"*0*": {"keep": 0.4, "fit_queries": 0}}},
 ]
 
@@ -39,7 +38,7 @@ def test_two_calls_give_what_a_batch_of_both_gives(
     name: str, fields: dict[str, Any], planned: list[Groups]
 ) -> None:
     row = MODELS[name]
-    model, inputs = row.build(), dict(row.run.args[0])  # type: ignore[attr-defined]
+    model, inputs = row.build(), dict(row.inputs)
     inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
     guided, unguided = halves(inputs)
     handle = apply_mame(model, min_tokens=1, **fields)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mame_sd import apply_mame, mame, remove_mame
 from mame_sd.diffusion.apply_denoiser import denoiser_of, has_hooks
 from tests.builders.transformers import TEXT, normal
-from tests.matrix.models.sweep import CASES
+from tests.matrix.models.registry import MODELS
 from tests.matrix.two_denoisers import once, wan22
 
 
@@ -31,7 +31,7 @@ class Encoded(Ideogram4Pipeline):
 
 def test_both_transformers_of_ideogram_4_merge() -> None:
     """One makes the guided half of each step, the other the unguided one, of the image alone."""
-    case = next(case for case in CASES if case.name == "Ideogram4Transformer2DModel")
+    case = MODELS["Ideogram4Transformer2DModel"]
     transformers = [case.build().eval() for _ in range(2)]
     pipe = Encoded(FlowMatchEulerDiscreteScheduler(), None, None, None, *transformers)
     pipe.set_progress_bar_config(disable=True)

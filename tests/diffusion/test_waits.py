@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu_models import SHAPES, Case, _cut, unets
 from benchmarks.launches import META, on_card, pretended
 from mame_sd import mame
-from tests.builders.tiny import tiny_unet
+from tests.builders.tiny import one_level_unet
 
 SMALL = {"heads": 2, "size": (8, 12), "text": 7}
 CASES = {
@@ -27,7 +27,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(unets.CONFIGS, "sd1.5", dict(tiny_unet().config))
+    monkeypatch.setitem(unets.CONFIGS, "sd1.5", dict(one_level_unet().config))
     case = CASES[name]
     model = on_card(case.build(META))
     args, kwargs, known = case.inputs(model)

@@ -46,7 +46,7 @@ def test_what_is_written_is_a_small_clip_that_merges_and_reads_the_pictures(whol
     pixels = np.asarray(Image.open(whole / "pictures" / images.files[0]))
     made = encoder.inputs([pixels])["pixel_values"]
     torch.testing.assert_close(made, contrast.prepared([pixels], 256), rtol=0, atol=1e-5)
-    handle = apply_encoder(encoder.model, keep=0.5, blocks=(3, 6, 9), schedule="constant")
+    handle = apply_encoder(encoder.model, keep=[0.5] * 3, blocks=(3, 6, 9))
     head = text_head(encoder, images.classes, ["{} on a white background"])
     assert head.logits({"pixel_values": made}).shape == (1, 6)
     assert [block.tokens_kept for block in handle.report().blocks][::3] == [257, 129, 65, 33]

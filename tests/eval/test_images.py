@@ -14,7 +14,6 @@ from mame_sd.eval.images import (
     check_images,
     check_pair,
     image_files,
-    image_hash,
     load_image,
     size_of,
     to_float,
@@ -240,10 +239,3 @@ def test_a_pair_has_one_shape() -> None:
     check_pair(torch.zeros(2, 3, 8, 8), torch.ones(2, 3, 8, 8))
     with pytest.raises(ValueError, match="pairs of one shape"):
         check_pair(torch.zeros(2, 3, 8, 8), torch.zeros(1, 3, 8, 8))
-
-
-def test_the_hash_is_of_size_and_pixels() -> None:
-    image = pixels()
-    assert image_hash(image) == image_hash(np.asfortranarray(image))
-    assert image_hash(image) != image_hash(image.reshape(30, 20, 3))
-    assert image_hash(image) != image_hash(image ^ np.uint8(1))

@@ -62,7 +62,7 @@ def built(name: str) -> tuple[Any, Callable[[Any], Tensor], int]:
     if name == "UNet":
         return tiny_unet(), run_unet, 7
     row = next(row for row in ROWS if row.name == name)
-    inputs = {**row.run.args[0], "encoder_hidden_states_mask": None}  # type: ignore[attr-defined]
+    inputs = {**row.inputs, "encoder_hidden_states_mask": None}
     if name != "Qwen-Image":
         del inputs["encoder_hidden_states_mask"]
 

@@ -22,43 +22,24 @@ from tests.matrix.unets import LEVELS
 
 
 @cache
-def lora(seed: int) -> dict[str, Tensor]:
+def lora() -> dict[str, Tensor]:
     """Weights of a LoRA on every attention of tiny_unet, as `load_lora_weights` takes them."""
     unet = tiny_unet()
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        unet.add_adapter(
-            LoraConfig(
-                r=4, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v", "to_out.0"]
-            )
-        )
+        torch.manual_seed(5)
+        unet.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
     return {f"unet.{name}": value for name, value in get_peft_model_state_dict(unet).items()}
 
 
-def load_lora(pipe: Any, seed: int = 5, **kwargs: Any) -> None:
-    pipe.load_lora_weights(
-        {name: value.clone() for name, value in lora(seed).items()}, adapter_name="style", **kwargs
-    )
-
-
-def scale_lora(pipe: Any) -> None:
-    load_lora(pipe)
-    pipe.set_adapters("style", 0.4)
-
-
-def fuse_lora(pipe: Any) -> None:
-    load_lora(pipe)
-    pipe.fuse_lora()
+def load_lora(pipe: Any) -> None:
+    pipe.load_lora_weights({name: value.clone() for name, value in lora().items()})
 
 
 def unfuse_lora(pipe: Any) -> None:
-    fuse_lora(pipe)
-    pipe.unfuse_lora()
-
-
-def swap_lora(pipe: Any) -> None:
     load_lora(pipe)
-    load_lora(pipe, 6, hotswap=True)
+    pipe.fuse_lora()
+    pipe.unfuse_lora()
 
 
 @cache
@@ -85,16 +66,6 @@ def load_ip_adapter(pipe: Any) -> None:
     pipe.load_ip_adapter(ip_adapter(), subfolder="", weight_name="", image_encoder_folder=None)
 
 
-def scale_ip_adapter(pipe: Any) -> None:
-    load_ip_adapter(pipe)
-    pipe.set_ip_adapter_scale(0.3)
-
-
-def reload_ip_adapter(pipe: Any) -> None:
-    load_ip_adapter(pipe)
-    pipe.unload_ip_adapter()
-
-
 def with_image(pipe: Any) -> Tensor:
     """One step, with an image prompt where an IP-Adapter is loaded."""
     if pipe.unet.encoder_hid_proj is None:
@@ -112,14 +83,6 @@ def call(path: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
         for part in parts:
             target = getattr(target, part)
         getattr(target, method)(*args, **kwargs)
-
-    return switch
-
-
-def all_of(*switches: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def switch(pipe: Any) -> None:
-        for one in switches:
-            one(pipe)
 
     return switch
 
@@ -218,46 +181,27 @@ def uncached(pipe: Any) -> None:
 
 CPU = torch.device("cpu")
 BY_LAYER = {"by layer": {"keep": 0.5, "layers": {"up_blocks": {"tau": -1.0}}}}
-NAMELESS = "error: a processor knows no names of layers"
-tall = partial(once, height=40, width=48)
 features = partial(Row, build=tiny_pipeline, run=once, merges=LEVELS)
 ROWS = [
-    features("LoRA: load", switch=load_lora, undo=call("unload_lora_weights"), loads=False),
-    features("LoRA: scale", switch=scale_lora, undo=call("unload_lora_weights"), loads=False),
-    features("LoRA: fuse", switch=fuse_lora, loads=False),
+    features("LoRA: load", switch=load_lora, undo=call("unload_lora_weights"), processor="same"),
     features(
-        "LoRA: unfuse",
-        switch=unfuse_lora,
-        undo=call("unload_lora_weights"),
-        loads=False,
-        exact=False,
+        "LoRA: fuse, then unfuse", switch=unfuse_lora, undo=call("unload_lora_weights"), exact=False
     ),
-    features("LoRA: hot-swap", switch=swap_lora, undo=call("unload_lora_weights"), loads=False),
     features(
-        "IP-Adapter: load",
+        "IP-Adapter",
         run=with_image,
         switch=load_ip_adapter,
         undo=call("unload_ip_adapter"),
         processor="reset",
-        loads=False,
     ),
     features(
-        "IP-Adapter, then the one-liner",
-        run=with_image,
-        switch=load_ip_adapter,
-        processor="error",
-        loads=False,
+        "IP-Adapter, then the one-liner", run=with_image, switch=load_ip_adapter, processor="error"
     ),
-    features(
-        "IP-Adapter: scale", run=with_image, switch=scale_ip_adapter, processor="reset", loads=False
-    ),
-    features("IP-Adapter: unload", run=with_image, switch=reload_ip_adapter, processor="reset"),
     Row(
         "PAG",
         pag,
         partial(once, pag_scale=2.0),
         LEVELS,
-        loads=False,
         processor="set",
         one_liner="not on perturbed layers",
     ),
@@ -286,16 +230,6 @@ ROWS = [
         processor="replaced",
     ),
     features(
-        "VAE slicing and tiling",
-        run=tall,
-        merges={480: 3, 120: 4},
-        processor="set",
-        one_liner="needs `size`",
-        switch=all_of(call("vae.enable_slicing"), call("vae.enable_tiling")),
-        undo=all_of(call("vae.disable_slicing"), call("vae.disable_tiling")),
-    ),
-    features("LCM scheduler", switch=scheduler("LCMScheduler")),
-    features(
         "Turbo: one step, no guidance",
         run=partial(once, guidance_scale=0.0),
         switch=scheduler("EulerAncestralDiscreteScheduler", timestep_spacing="trailing"),
@@ -307,7 +241,6 @@ ROWS = [
             storage_dtype=torch.float8_e4m3fn,
             compute_dtype=torch.float32,
         ),
-        loads=False,
     ),
     features(
         "group offload",
@@ -320,38 +253,30 @@ ROWS = [
         since="0.42",
         note="on a CPU alone diffusers needs 0.42 for it",
     ),
-    features("model offload", switch=call("enable_model_cpu_offload", device="cpu"), loads=False),
-    features("quanto int8", build=quanto_pipeline, loads=False),
-    features("GGUF Q8_0", build=gguf_pipeline, loads=False),
-    features("DeepCache", run=partial(once, num_inference_steps=3), switch=cached, undo=uncached),
-    features("settings by layer", modes=BY_LAYER, processor="set", one_liner=NAMELESS),
+    features("model offload", switch=call("enable_model_cpu_offload", device="cpu")),
+    features("quanto int8", build=quanto_pipeline),
+    features("GGUF Q8_0", build=gguf_pipeline),
     features(
-        "settings by layer, with LoRA",
-        modes=BY_LAYER,
-        processor="set",
-        one_liner=NAMELESS,
-        switch=load_lora,
-        undo=call("unload_lora_weights"),
-        loads=False,
-    ),
-    features(
-        "settings by layer, with DeepCache",
-        modes=BY_LAYER,
-        processor="set",
-        one_liner=NAMELESS,
+        "DeepCache",
         run=partial(once, num_inference_steps=3),
         switch=cached,
         undo=uncached,
+        processor="same",
     ),
-    features("training step", run=trained),
+    features(
+        "settings by layer",
+        modes=BY_LAYER,
+        processor="set",
+        one_liner="error: a processor knows no names of layers",
+    ),
     features(
         "gradient checkpointing",
         run=trained,
         switch=call("unet.enable_gradient_checkpointing"),
         exact=False,
+        note="gradients of a training step",
     ),
-    features("attention backend", switch=call("unet.set_attention_backend", "native")),
-    Row("Modular Diffusers (SDXL)", modular, run_modular, {64: 8}, loads=False),
+    Row("Modular Diffusers (SDXL)", modular, run_modular, {64: 8}),
 ]
 ABSENT = [
     Absent(

@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from benchmarks.caching import one_run, sea, taylorseer, text_keys
 from mame_sd import apply_mame
+from tests.builders.caches import one_run, sea, taylorseer, text_keys
 from tests.builders.transformers import run
 from tests.matrix.caches import (
     DISTILLED,
@@ -28,13 +28,10 @@ from tests.matrix.caches import (
     Pair,
     sampled,
 )
-from tests.matrix.models import images, videos
-from tests.matrix.models.case import Case
+from tests.matrix.models.registry import MODELS as TINY
 from tests.matrix.rows import Check, Row
-from tests.matrix.transformers import ROWS as ROWS_BEFORE
 from tests.matrix.transformers import row
 
-_CASES = {case.name: case for case in (*images.CASES, *videos.CASES)}
 NAMES = {
     "Flux 2": "Flux2Transformer2DModel",
     "Z-Image": "ZImageTransformer2DModel",
@@ -48,21 +45,16 @@ SINCE = "0.42.0"
 HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 
 
-def _case(name: str) -> Case:
-    return _CASES[NAMES[name]]
-
-
 def _row(name: str) -> Row:
-    case = _case(name)
     told: dict[str, Any] = {"modes": {"keep": {"keep": 0.5}}, "since": SINCE}
     if name == "Z-Image":
-        told["processor"] = "none"
+        told |= {"processor": "none", "loads": True}
     if name == "Qwen-Image 2.1":
         told |= {
             "processor": "set",
             "one_liner": "error: its attention passes arguments that other processors don't take",
         }
-    return row(name, case.build, case.inputs(), MERGES.get(name, {96: 2}), **told)
+    return row(name, NAMES[name], MERGES.get(name, {96: 2}), **told)
 
 
 ROWS = [_row(name) for name in NAMES]
@@ -70,7 +62,7 @@ ROWS = [_row(name) for name in NAMES]
 
 def with_lora(name: str) -> None:
     """A LoRA put on before merging, after it, and switched off again."""
-    case = _case(name)
+    case = TINY[NAMES[name]]
     before, after = case.build(), case.build()
     apply_mame(after, **HALF)
     plain = run(case.inputs(), after)
@@ -91,58 +83,41 @@ def with_lora(name: str) -> None:
 
 
 CHECKS = [
-    *[
-        Check(
-            f"LoRA on {name}",
-            partial(with_lora, name),
-            "before or after `apply_mame`, the same bits",
-        )
-        for name in NAMES
-    ],
+    Check(
+        f"LoRA on {name}", partial(with_lora, name), "before or after `apply_mame`, the same bits"
+    )
+    for name in ("Flux 2", "Z-Image")
 ]
 MODELS = [
     Model(
         name,
-        _CASES[kind].build,
-        partial(sampled, _CASES[kind].inputs()),
+        TINY[kind].build,
+        partial(sampled, TINY[kind].inputs()),
         sum(MERGES.get(name, {96: 2}).values()),
     )
     for name, kind in NAMES.items()
+    if name in ("Flux 2", "Z-Image", "HunyuanVideo 1.5")
 ]
 
 
 def cache_pairs() -> Iterator[Pair | Alone]:
-    for model in MODELS:
-        n = model.layers
-        if model.name == "Z-Image":
-            yield Pair(model, PYRAMID, {4: 1, 2: 2})
-            yield Alone(
-                model, FASTER, "can't halve a list of images", AttributeError, "has no attribute"
-            )
-            yield Alone(
-                model, FIRST, "looks for an argument of another name", ValueError, "not found"
-            )
-            yield Alone(
-                model, MAGNITUDE, "looks for an argument of another name", KeyError, "hidden_states"
-            )
-            yield Pair(model, taylorseer(2, before=2, layers=[r".*\.attention"]), {3: n})
-            continue
-        yield Pair(model, PYRAMID, {2: n})
-        yield Pair(model, FASTER if model.name == "HunyuanVideo 1.5" else DISTILLED, {2: n})
-        if model.name == "Flux 2":
-            yield Alone(
-                model, FIRST, "takes the text's list for tokens", TypeError, "'Tensor' and 'list'"
-            )
-            yield Pair(model, MAGNITUDE, {2: n})
-        elif model.name == "HunyuanVideo 1.5":
-            yield Alone(
-                model, FIRST, "finds one block where it needs two", IndexError, "pop from empty"
-            )
-            yield Alone(model, MAGNITUDE, UNKNOWN, ValueError, "not registered")
-        else:
-            yield Alone(model, FIRST, UNKNOWN, ValueError, "not registered")
-            yield Alone(model, MAGNITUDE, UNKNOWN, ValueError, "not registered")
-        yield Pair(model, TAYLOR, {3: n})
+    flux, listed, hunyuan = MODELS
+    for model in (flux, hunyuan):
+        yield Pair(model, PYRAMID, {2: model.layers})
+        yield Pair(model, TAYLOR, {3: model.layers})
+    yield Pair(flux, DISTILLED, {2: flux.layers})
+    yield Alone(flux, FIRST, "takes the text's list for tokens", TypeError, "'Tensor' and 'list'")
+    yield Pair(flux, MAGNITUDE, {2: flux.layers})
+    yield Pair(hunyuan, FASTER, {2: hunyuan.layers})
+    yield Alone(hunyuan, FIRST, "finds one block where it needs two", IndexError, "pop from empty")
+    yield Alone(hunyuan, MAGNITUDE, UNKNOWN, ValueError, "not registered")
+    yield Pair(listed, PYRAMID, {4: 1, 2: 2})
+    yield Alone(listed, FASTER, "can't halve a list of images", AttributeError, "has no attribute")
+    other = "looks for an argument of another name"
+    yield Alone(listed, FIRST, other, ValueError, "not found")
+    yield Alone(listed, MAGNITUDE, other, KeyError, "hidden_states")
+    blocks = taylorseer(2, before=2, layers=[r".*\.attention"])
+    yield Pair(listed, blocks, {3: listed.layers})
 
 
 def by_steps(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -160,11 +135,10 @@ def by_steps(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 def own_caches() -> Iterator[Pair]:
     """Caches of diffusers that work on a model or two of their own."""
-    wan = next(row for row in ROWS_BEFORE if row.name == "Wan (video)")
-    inputs = wan.run.args[0]  # type: ignore[attr-defined]
-    model = Model("Wan", wan.build, partial(by_steps, inputs=inputs), sum(wan.merges.values()))
+    wan = TINY["WanTransformer3DModel"]
+    model = Model("Wan", wan.build, partial(by_steps, inputs=wan.inputs()), 2)
     yield Pair(model, sea(threshold=10.0), {2: model.layers})
-    case = _CASES["NucleusMoEImageTransformer2DModel"]
+    case = TINY["NucleusMoEImageTransformer2DModel"]
     model = Model("NucleusMoE", case.build, partial(sampled, case.inputs()), 2)
     yield Pair(model, text_keys(), {STEPS: 2}, exact=True)
 

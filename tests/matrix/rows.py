@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-Processor = Literal["same", "replaced", "reset", "error", "set", "none"]
+Processor = Literal["", "same", "replaced", "reset", "error", "set", "none"]
 
 
 def nothing(subject: Any) -> None:
@@ -25,19 +25,22 @@ class Row:
         run: one call of it, seeded; the images or the model's output.
         merges: how many layers merge, by their number of tokens. Empty: `apply_mame` refuses,
             naming `refused`.
+        inputs: of a model by itself, what `run` calls it with.
         switch: turns the feature on; must work before `apply_mame` and after it, with the same
             result.
         undo: turns it off again; merging must go on as if it had never been on.
         target: what `apply_mame` is given, when that is not the pipeline or model itself.
-        loads: `from_pretrained` gives back what `save_pretrained` was given, with the same output.
+        loads: checks that `from_pretrained` gives back what `save_pretrained` was given while it
+            merged; six rows do.
         exact: output after a switch in either order, and after undoing it, is bit-equal; else equal
             to rounding.
         modes: settings to merge by; each keeps half of the tokens.
         traced: shapes are recorded with module hooks (which `torch.compile` would have to guard).
-        processor: what becomes of `set_attn_processor(MaMeAttnProcessor(...))`: "same" as
-            `apply_mame`; "replaced" by the feature, silently; "reset" to default settings by it;
-            "error" that tells to use `apply_mame`; "set", where the processor exists but the row
-            says in `one_liner` how it differs; "none", where there is no `set_attn_processor`.
+        processor: what becomes of `set_attn_processor(MaMeAttnProcessor(...))`: "" is not looked
+            at; "same" as `apply_mame`; "replaced" by the feature, silently; "reset" to default
+            settings by it; "error" that tells to use `apply_mame`; "set", where the processor
+            exists but the row says in `one_liner` how it differs; "none", where there is no
+            `set_attn_processor`.
         one_liner: the table's words where `processor` is "set".
         refused: part of the error when nothing can merge.
         since: the first version of diffusers in which this works here without our code.
@@ -48,17 +51,18 @@ class Row:
     build: Callable[[], Any]
     run: Callable[[Any], Tensor]
     merges: Mapping[int, int]
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     switch: Callable[[Any], Any] = nothing
     undo: Callable[[Any], Any] | None = None
     target: Callable[[Any], Any] = lambda subject: subject
-    loads: bool = True
+    loads: bool = False
     exact: bool = True
     modes: Mapping[str, Mapping[str, Any]] = field(
         default_factory=lambda: {"keep": {"keep": 0.5}, "tau": {"tau": -1.0}}
     )
     min_tokens: int = 60
     traced: bool = True
-    processor: Processor = "same"
+    processor: Processor = ""
     one_liner: str = ""
     refused: str = ""
     since: str = "0"

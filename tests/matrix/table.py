@@ -27,16 +27,21 @@ Each row is a test over real diffusers classes at tiny size (`tests/matrix/`, ru
 
 - Exactly the expected layers merge, to half of their keys by `keep` or of their tokens by `tau`,
   and no other module sees another input.
-- `tau=1`, which merges nothing, equals the unmerged output to rounding.
+- `tau=1`, which merges nothing, equals the unmerged output to rounding (without a feature).
 - After `remove_mame` the output is bit-equal to before.
 - A feature gives the same output whether it is switched on before `apply_mame` or after it. It
   leaves no trace when it is switched off.
-- What was saved while it merged loads, gives the unmerged output bit by bit, and merges as before.
+- What was saved while it merged loads, gives the unmerged output bit by bit, and merges as before:
+  text to image, ControlNet, SDXL, Flux, Wan and Z-Image.
+
+Inpainting, T2I-Adapters and the refiner run the UNets of these rows. Other LoRAs, schedulers and
+switches of the autoencoder change nothing that merging sees.
 
 *Layers* counts the layers that merge in the tiny model, by their tokens: `3 of 256, 4 of 64` are 3
 layers of 256 tokens and 4 layers of 64.
 
-*One-liner* is `set_attn_processor(MaMeAttnProcessor(...))`, and says what becomes of it:
+*One-liner* is `set_attn_processor(MaMeAttnProcessor(...))`, and says what becomes of it, where that
+was looked at:
 
 - *same*: it gives what `apply_mame` gives with `redraw=False, share_guidance_plan=False`. A
   processor sees neither steps nor latents.
@@ -56,7 +61,8 @@ CACHES = f"""## On top of caches
 
 Each cell is a test of the two together over a run of {caches.STEPS} steps
 (`tests/matrix/caches.py`). Switched on in either order they give the same bits, in a second run
-too. Switching one off leaves what the other gives alone.
+too. Switching one off leaves what the other gives alone. SDXL, Stable Diffusion 3.5, Flux
+Kontext and LTX-Video have the blocks of a row here. Other models are not looked at.
 
 A cell says in how many of the {caches.STEPS} steps a merging layer computes at all. In the others
 the cache has the answer, and merging saves nothing. The settings are the test's; yours decide how

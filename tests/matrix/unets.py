@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from tests.builders.pipelines import (
     SIDE,
     animatediff,
     controlnet,
     image_to_image,
-    inpaint,
     kandinsky,
     noise,
     once,
@@ -19,15 +19,16 @@ from tests.builders.pipelines import (
     sd,
     sdxl,
     stable_video,
-    t2i_adapter,
 )
-from tests.builders.tiny import tiny_pipeline, tiny_unet
+from tests.builders.tiny import tiny_pipeline
 from tests.matrix.rows import Row
 
 LEVELS = {256: 3, 64: 4}  # what tiny_unet merges at its own size
 
+SAME: dict[str, Any] = {"processor": "same", "loads": True}
+
 ROWS = [
-    Row("Stable Diffusion: text to image", tiny_pipeline, once, LEVELS),
+    Row("Stable Diffusion: text to image", tiny_pipeline, once, LEVELS, **SAME),
     Row(
         "12 x 20 latent (no square)",
         tiny_pipeline,
@@ -37,18 +38,12 @@ ROWS = [
         one_liner="needs `size=(12, 20)`",
     ),
     Row("image to image", partial(sd, "StableDiffusionImg2ImgPipeline"), image_to_image, LEVELS),
-    Row("inpaint, 4 channels", partial(sd, "StableDiffusionInpaintPipeline"), inpaint, LEVELS),
-    Row(
-        "inpaint, 9 channels",
-        lambda: sd("StableDiffusionInpaintPipeline", unet=tiny_unet(in_channels=9)),
-        inpaint,
-        LEVELS,
-    ),
     Row(
         "ControlNet",
         lambda: sd("StableDiffusionControlNetPipeline", controlnet=controlnet()),
         partial(once, image=noise(1, 3, SIDE, SIDE)),
         LEVELS,
+        **SAME,
         note="the UNet merges, the ControlNet does not",
     ),
     Row(
@@ -59,26 +54,7 @@ ROWS = [
         target=lambda pipe: pipe.controlnet,
         note="`apply_mame(pipe.controlnet)`",
     ),
-    Row(
-        "T2I-Adapter",
-        lambda: sd("StableDiffusionAdapterPipeline", adapter=t2i_adapter()),
-        partial(once, image=noise(1, 3, SIDE, SIDE)),
-        LEVELS,
-    ),
-    Row("SDXL", partial(sdxl, "StableDiffusionXLPipeline"), once, {64: 8}),
-    Row(
-        "SDXL image to image",
-        partial(sdxl, "StableDiffusionXLImg2ImgPipeline"),
-        image_to_image,
-        {64: 8},
-    ),
-    Row("SDXL inpaint", partial(sdxl, "StableDiffusionXLInpaintPipeline"), inpaint, {64: 8}),
-    Row(
-        "SDXL refiner",
-        partial(sdxl, "StableDiffusionXLImg2ImgPipeline", refiner=True),
-        image_to_image,
-        {64: 8},
-    ),
+    Row("SDXL", partial(sdxl, "StableDiffusionXLPipeline"), once, {64: 8}, **SAME),
     Row(
         "Kandinsky 2.2 decoder",
         kandinsky,
@@ -94,6 +70,7 @@ ROWS = [
         animatediff,
         run_animatediff,
         LEVELS,
+        processor="same",
         note="attention over frames never merges",
     ),
     Row(

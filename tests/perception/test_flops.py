@@ -30,7 +30,7 @@ def test_unmerged_flops_are_the_paper_s(name: str) -> None:
     assert before == pytest.approx(ARCHITECTURES[name].printed, abs=0.11)
 
 
-@pytest.mark.parametrize(("name", "gflops"), [("ViT-Ti", 0.62), ("ViT-S", 2.28), ("ViT-B", 8.72)])
+@pytest.mark.parametrize(("name", "gflops"), [("ViT-Ti", 0.62), ("ViT-B", 8.72)])
 def test_flops_halved_at_3_6_and_9_are_those_counted_by_hand(name: str, gflops: float) -> None:
     report = counted(name)
     assert [block.tokens_kept for block in report.blocks] == [197] * 3 + [99] * 3 + [50] * 3 + [
@@ -39,25 +39,6 @@ def test_flops_halved_at_3_6_and_9_are_those_counted_by_hand(name: str, gflops: 
     merging = sum(block.merging for block in report.blocks)
     assert report.flops - merging == pytest.approx(gflops * 1e9, abs=5e6)
     assert merging < 0.01 * report.flops
-
-
-@pytest.mark.parametrize(("name", "gflops"), [("ViT-Ti", 0.53), ("ViT-S", 1.95), ("ViT-B", 7.45)])
-def test_counted_from_1_it_would_be_less(name: str, gflops: float) -> None:
-    report = counted(name, (2, 5, 8))
-    assert report.flops - sum(block.merging for block in report.blocks) == pytest.approx(
-        gflops * 1e9, abs=5e6
-    )
-
-
-@pytest.mark.parametrize("name", ["ViT-Ti", "ViT-S", "ViT-B"])
-def test_the_last_block_can_save_less_than_is_printed(name: str) -> None:
-    """Even its whole MLP would."""
-    one, report = ARCHITECTURES[name], counted(name, (-1,))
-    assert report.flops < report.flops_before
-    mlp = 197 * 8 * one.width**2
-    assert one.printed_last is not None
-    below = report.flops_before - mlp < (one.printed_last + 0.05) * 1e9
-    assert below == (name == "ViT-Ti")  # 1.2 is what rounding leaves open
 
 
 def test_the_table_in_the_documentation_is_current() -> None:

@@ -63,7 +63,7 @@ SETTINGS: list[tuple[dict[str, Any], Any]] = [
     ({"tau": 0.2, "feature": "x"}, (0, 1, 3)),
     ({"keep": (0.6, 0.7), "prop_attn": False}, (0, 2)),
     ({"tau": 0.2, "feature": "k"}, (0, 1)),
-    ({"schedule": "constant"}, 4),
+    ({"keep": [0.7] * 4}, 4),
 ]
 
 
@@ -141,7 +141,7 @@ def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:
     model, inputs = row.build(), row.batch()
     before, names, state = row.call(model, inputs), dir(model), list(model.state_dict())
     assert is_encoder(model)
-    handle = apply_encoder(model, keep=0.5, blocks=(0, -1), schedule="constant")
+    handle = apply_encoder(model, keep=(0.5, 0.5), blocks=(0, -1))
     assert not handle.report().calls
     row.call(model, inputs)
     report = handle.report()
@@ -215,7 +215,7 @@ def test_a_copy_merges_with_its_own_weights(row: Row) -> None:
     assert handle.installed
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS[1::3]])
 @torch.no_grad()
 def test_saves_as_if_nothing_merged(row: Row, tmp_path: Path) -> None:
     model, inputs = row.build(), row.batch()
@@ -274,7 +274,11 @@ def test_checkpointing_changes_no_gradient(row: Row, setting: tuple[bool, dict[s
 
 
 OPTIONS: list[dict] = [{}, {"prop_attn": False}, {"restore": True, "prop_attn": True}]
-GRAPHS = {"ViTForImageClassification": OPTIONS[:2], "SiglipModel": OPTIONS[2:], "timm ViT": OPTIONS}
+GRAPHS = {
+    "ViTForImageClassification": OPTIONS[:1],
+    "timm ViT": OPTIONS[1:2],
+    "SiglipModel": OPTIONS[2:],
+}
 
 
 @pytest.mark.parametrize(

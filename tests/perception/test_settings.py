@@ -56,10 +56,6 @@ def test_by_default_every_second_block_merges_the_first_most_and_the_last_a_quar
     assert apply_encoder(VIT.build(), blocks=1).config.keep == pytest.approx(0.5), (
         "no less in one block"
     )
-    handle = apply_encoder(VIT.build(), blocks=range(DEPTH), schedule="constant")
-    assert [config.keep for config in handle.configs.values()] == pytest.approx(
-        [LEFT**0.25] * DEPTH
-    )
     assert tuple(apply_encoder(VIT.build(), tau=0.8).configs) == tuple(range(DEPTH)), (
         "the paper's: all"
     )
@@ -67,22 +63,14 @@ def test_by_default_every_second_block_merges_the_first_most_and_the_last_a_quar
     assert math.fsum(config.keep or 0 for config in handle.configs.values()) == pytest.approx(1.4)
 
 
-@pytest.mark.parametrize("schedule", ["decreasing", "constant"])
 @pytest.mark.parametrize("depth", [12, 24, 27])
-def test_the_last_block_leaves_a_quarter_by_any_schedule(depth: int, schedule: str) -> None:
+def test_the_last_block_leaves_a_quarter(depth: int) -> None:
     blocks = chosen_blocks(None, depth, EVERY)
-    keeps = [config.keep or 0 for config in configs_of(None, {}, blocks, schedule).values()]
+    keeps = [config.keep or 0 for config in configs_of(None, {}, blocks).values()]
     assert blocks == tuple(range(0, depth, 2))
     assert math.prod(keeps) == pytest.approx(LEFT)
-    assert (keeps == sorted(keeps), len({*keeps}) == 1) == (True, schedule == "constant")
-
-
-@pytest.mark.parametrize(
-    "fields", [{"tau": 0.8}, {"keep": [0.5, 0.5]}, {"schedule": "falling"}], ids=str
-)
-def test_a_schedule_is_for_one_keep(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="schedule: expected"):
-        apply_encoder(VIT.build(), **{"schedule": "decreasing", **fields})
+    assert keeps == sorted(keeps)
+    assert keeps[0] < keeps[-1]
 
 
 def test_applied_and_set_a_share_means_the_same() -> None:

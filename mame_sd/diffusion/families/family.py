@@ -66,7 +66,7 @@ class Family:
         outputs: where the attention returns a tuple, the entries of it that hold the image's
             tokens.
         mask: `select` takes care of `attention_mask`; else a call with one is left alone.
-        cross: the attention's `text` may be there (joint attention); else such a call is left
+        joint_text: the attention's `text` may be there (joint attention); else such a call is left
             alone.
         text_last: in joint attention, whether the text's keys stand behind the image's (True) or
             before them (False). Unless it is told, calls with text are left alone.
@@ -93,7 +93,7 @@ class Family:
     text: str = "encoder_hidden_states"
     kept_text: str = ""
     mask: bool = False
-    cross: bool = False
+    joint_text: bool = False
     text_last: bool | None = None
     queries: bool = True
     cached: Callable[[Call], bool] | None = None

@@ -86,18 +86,18 @@ def frames_apart(model: Any, call: Call) -> Tokens:
     return Tokens(_cut(call["hidden_states"].shape[-2:], model.config))
 
 
-def frames_first(model: Any, call: Call) -> Tokens:
+def cogvideox(model: Any, call: Call) -> Tokens:
     """A video [B, T, C, H, W]; text has a call of its own in each attention."""
     t, _, h, w = call["hidden_states"].shape[1:]
     return Tokens(_cut((t, h, w), model.config))
 
 
-def channels_last(model: Any, call: Call) -> Tokens:
+def kandinsky(model: Any, call: Call) -> Tokens:
     """A video [B, T, H, W, C]."""
     return Tokens(_cut(call["hidden_states"].shape[1:4], model.config))
 
 
-def codes(model: Any, call: Call) -> Tokens:
+def amused(model: Any, call: Call) -> Tokens:
     """Codes of an image [B, H, W], one token each, or one for four where the model halves sides
     first.
     """
@@ -146,7 +146,7 @@ def _packed(ids: Tensor) -> tuple[tuple[int, ...], int, tuple[tuple[int, ...], .
     return size if grid else (count,), ids.shape[0] - count, _images(ids[count:])
 
 
-def shapes_given(model: Any, call: Call) -> Tokens:
+def qwen_image(model: Any, call: Call) -> Tokens:
     """Qwen-Image: `img_shapes`, one (t, h, w) for each sample, or a list of them, the generated
     image's first.
     """
@@ -174,7 +174,7 @@ def text_behind(layout: Layout) -> Layout:
     return swapped
 
 
-def last_shape(model: Any, call: Call) -> Tokens:
+def qwen_image_21(model: Any, call: Call) -> Tokens:
     """Qwen-Image 2.1: text and reference images first; `img_shapes` of the first sample ends with
     the generated image's (t, h, w).
     """
@@ -182,7 +182,7 @@ def last_shape(model: Any, call: Call) -> Tokens:
     return Tokens((t, h, w) if t > 1 else (h, w), before=None)
 
 
-def items(model: Any, call: Call) -> Tokens:
+def joyimage(model: Any, call: Call) -> Tokens:
     """JoyImage: a video, or items [B, N, C, T, H, W] of which the last is generated and stands
     first among the tokens.
     """
@@ -192,7 +192,7 @@ def items(model: Any, call: Call) -> Tokens:
     return Tokens(size, after=others * math.prod(size), references=(size,) * others)
 
 
-def shape_lists(model: Any, call: Call) -> Tokens | str:
+def joyimage_edit_plus(model: Any, call: Call) -> Tokens | str:
     """JoyImage Edit Plus: for each sample a list of (t, h, w), the generated image's first."""
     firsts = {_flat(shapes[0]) for shapes in call["shape_list"]}
     if len(firsts) > 1:
@@ -202,7 +202,7 @@ def shape_lists(model: Any, call: Call) -> Tokens | str:
     return Tokens(firsts.pop(), after=None, references=references)
 
 
-def sides_given(model: Any, call: Call) -> Tokens | str:
+def ltx2(model: Any, call: Call) -> Tokens | str:
     """LTX-2: the sides are arguments; tokens that conditions add stand behind."""
     sides: list[Any] = [call.get(name) for name in ("num_frames", "height", "width")]
     if None in sides:
@@ -211,18 +211,18 @@ def sides_given(model: Any, call: Call) -> Tokens | str:
     return Tokens(tuple(sides), after=max(behind, 0))
 
 
-def sides_or_coordinates(model: Any, call: Call) -> Tokens | str:
+def ltx(model: Any, call: Call) -> Tokens | str:
     """LTX: the sides are arguments, or each token's time, row and column are, `video_coords`
     [B, 3, L]. Frames that conditions add stand before the video, which begins at the last frame
     that is not later than the one before it.
     """
     coordinates = call.get("video_coords")
-    return sides_given(model, call) if coordinates is None else _of_coordinates(coordinates)
+    return ltx2(model, call) if coordinates is None else _of_coordinates(coordinates)
 
 
 @read_once
 def _of_coordinates(coordinates: Tensor) -> Tokens | str:
-    """See `sides_or_coordinates`."""
+    """See `ltx`."""
     if not (coordinates == coordinates[:1]).all():
         return UNLIKE
     places = coordinates[0].cpu()  # [3, L]
@@ -241,13 +241,13 @@ def in_a_row(model: Any, call: Call) -> Tokens:
     return Tokens((call["hidden_states"].shape[1],))
 
 
-def with_registers(model: Any, call: Call) -> Tokens:
+def aura_flow(model: Any, call: Call) -> Tokens:
     """AuraFlow: its last blocks see register tokens, text and image in one sequence."""
     text = call["encoder_hidden_states"].shape[1] + model.register_tokens.shape[1]
     return Tokens(patches(model, call).size, before=text)
 
 
-def placed(model: Any, call: Call) -> Tokens:
+def krea2(model: Any, call: Call) -> Tokens:
     """Krea 2: text, then the image, with its rows and columns in `position_ids` [L, 3]."""
     return Tokens(_last_grid(call["position_ids"], call["hidden_states"].shape[1]), before=None)
 
@@ -259,19 +259,19 @@ def _last_grid(places: Tensor, count: int) -> tuple[int, ...]:
     return size if grid else (count,)
 
 
-def indicated(model: Any, call: Call) -> Tokens | str:
+def ideogram4(model: Any, call: Call) -> Tokens | str:
     """Ideogram 4: padding, text and the image in one sequence.
 
     `indicator` [B, L] tells which tokens are the image's, `position_ids` [B, L, 3] their rows and
     columns.
     """
     constant = model_constant(model, "OUTPUT_IMAGE_INDICATOR")
-    return _indicated(call["indicator"], call["position_ids"], constant)
+    return _ideogram4(call["indicator"], call["position_ids"], constant)
 
 
 @read_once
-def _indicated(indicator: Tensor, places: Tensor, constant: Any) -> Tokens | str:
-    """See `indicated`."""
+def _ideogram4(indicator: Tensor, places: Tensor, constant: Any) -> Tokens | str:
+    """See `ideogram4`."""
     image = (indicator == constant).cpu()
     if not (image == image[:1]).all():
         return UNLIKE
@@ -282,16 +282,16 @@ def _indicated(indicator: Tensor, places: Tensor, constant: Any) -> Tokens | str
     return Tokens(size if grid else (count,), before=first, after=image.shape[1] - first - count)
 
 
-def indexed(model: Any, call: Call) -> Tokens | str:
+def minimax_h3(model: Any, call: Call) -> Tokens | str:
     """MiniMax H3: `video_indices` among text and sound, `position_ids` [L, 3] with the generated
     video's frames last.
     """
-    return _indexed(call["video_indices"], call["position_ids"])
+    return _minimax_h3(call["video_indices"], call["position_ids"])
 
 
 @read_once
-def _indexed(indices: Tensor, places: Tensor) -> Tokens | str:
-    """See `indexed`."""
+def _minimax_h3(indices: Tensor, places: Tensor) -> Tokens | str:
+    """See `minimax_h3`."""
     at = indices.cpu()
     ids = places.cpu()[at]
     same = torch.cat(
@@ -315,7 +315,7 @@ def _indexed(indices: Tensor, places: Tensor) -> Tokens | str:
     )
 
 
-def captioned(model: Any, call: Call) -> Tokens | str:
+def lumina2(model: Any, call: Call) -> Tokens | str:
     """Lumina 2: the caption, then the image; captions of unequal length put the image elsewhere."""
     lengths = set(_lengths(call["encoder_attention_mask"]))
     return Tokens(patches(model, call).size, before=lengths.pop()) if len(lengths) == 1 else UNLIKE
@@ -328,7 +328,7 @@ def _lengths(mask: Tensor) -> list[int]:
     return found
 
 
-def listed(model: Any, call: Call) -> Tokens | str:
+def z_image(model: Any, call: Call) -> Tokens | str:
     """Z-Image: a list of images [C, T, H, W], each filled up to a multiple of 32 tokens, and behind
     it its caption.
     """
@@ -383,7 +383,7 @@ def _filled(count: int) -> int:
     return max(1, math.ceil(count / 32)) * 32
 
 
-def with_gist(model: Any, call: Call) -> Tokens | str:
+def bria_fibo2(model: Any, call: Call) -> Tokens | str:
     """Bria FIBO 2: tokens that stand for the text before the image, and references behind it;
     behind all where samples have unequal numbers of them.
     """
@@ -405,7 +405,7 @@ def with_gist(model: Any, call: Call) -> Tokens | str:
     )
 
 
-def sized(model: Any, call: Call) -> Tokens | str:
+def hidream(model: Any, call: Call) -> Tokens | str:
     """HiDream: an image [B, C, H, W], or packed tokens with `img_sizes`; filled up to the largest
     size if it is no square.
     """
@@ -417,7 +417,7 @@ def sized(model: Any, call: Call) -> Tokens | str:
     return Tokens(sizes.pop(), after=None) if len(sizes) == 1 else UNLIKE
 
 
-def generated(model: Any, call: Call) -> Tokens | str:
+def cosmos3(model: Any, call: Call) -> Tokens | str:
     """Cosmos 3: the vision tokens among those that are generated, behind which sound and actions
     may stand.
     """

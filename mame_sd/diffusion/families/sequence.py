@@ -20,8 +20,8 @@ from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.unet import LAYER_SKIP
 from mame_sd.diffusion.layer import (
     NO_SIZE,
+    AttentionAdapter,
     Call,
-    Layer,
     LayerCall,
     Route,
     Tokens,
@@ -33,7 +33,7 @@ NO_TEXT_LAST = "the family {} doesn't tell text_last, where the text's keys stan
 KEYS_ONLY = "in {} only keys merge: give keep instead of tau"
 
 
-class SequenceAttention(Layer):
+class SequenceAttention(AttentionAdapter):
     """One attention module of a family."""
 
     def __init__(self, module: nn.Module, family: Family) -> None:
@@ -42,8 +42,8 @@ class SequenceAttention(Layer):
         self.hidden = family.inputs[0]
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
-        """See `Layer`."""
-        family, given = self.family, call.given
+        """See `AttentionAdapter`."""
+        family, given = self.family, call.arguments
         hidden = given.get(self.hidden)
         if not isinstance(hidden, Tensor) or hidden.dim() not in (
             (3,) if family.queries else (2, 3, 4)
@@ -86,7 +86,7 @@ class SequenceAttention(Layer):
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """The image's tokens."""
-        hidden = call.given.get(self.hidden)
+        hidden = call.arguments.get(self.hidden)
         if isinstance(hidden, Tensor) and hidden.dim() == 4:
             return int(hidden.shape[2] * hidden.shape[3])
         return 0 if known is None or known.unknown else known.count
@@ -101,14 +101,14 @@ class SequenceAttention(Layer):
                 f" {type(call.module).__name__} has none"
             )
         if self.family.select is not None:
-            return _unlike(call.given, self.family.select, tokens)
+            return _unlike(call.arguments, self.family.select, tokens)
         return None
 
     def _tokens_merged(self, route: Route, plan: Plan) -> Any:
         """The attention's output of merged tokens, restored; all others as computed beside them."""
         changes, call = _with_merged_inputs(self.family, route, plan), route.call
         if self.family.select is not None:
-            changes |= self.family.select(call.given, _rows(route.tokens, plan.kept))
+            changes |= self.family.select(call.arguments, _rows(route.tokens, plan.kept))
         output = call.run(**changes)
         alone, restored, end = isinstance(output, Tensor), [], route.first + plan.tokens_kept
         for i, y in enumerate((output,) if alone else output):
@@ -135,7 +135,7 @@ def _skip_reason(
     `first`: where the tokens begin in the first of the inputs.
     """
     joint = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
-    if joint and not family.cross:
+    if joint and not family.joint_text:
         return "cross-attention"
     for name in family.inputs:
         value = given.get(name)
@@ -160,7 +160,7 @@ def _skip_reason(
 
 def _text(family: Family, given: Call) -> Tensor | None:
     """The text of a joint call."""
-    named = family.cross and family.text not in family.inputs
+    named = family.joint_text and family.text not in family.inputs
     text: Tensor | None = given.get(family.text) if named else None
     if text is None and given.get(family.kept_text) is not None:
         text = given[family.kept_text].flatten(2)
@@ -175,13 +175,13 @@ def _sequence(t: Tensor) -> Tensor:
 def _with_merged_inputs(family: Family, route: Route, plan: Plan) -> dict[str, Any]:
     """The inputs, the image's tokens in them merged, those before and after them as they are."""
     tokens, merged = route.tokens, {}
-    for value in (route.call.given[name] for name in family.inputs):
+    for value in (route.call.arguments[name] for name in family.inputs):
         if id(value) not in merged:
             start = tokens.start(value.shape[1]) or 0
             rest = value.shape[1] - start - tokens.count
             before, image, after = value.split([start, tokens.count, rest], 1)
             merged[id(value)] = torch.cat([before, plan.merge(image), after], 1)
-    return {name: merged[id(route.call.given[name])] for name in family.inputs}
+    return {name: merged[id(route.call.arguments[name])] for name in family.inputs}
 
 
 def _rows(tokens: Tokens, kept: Tensor) -> Rows:

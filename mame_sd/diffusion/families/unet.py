@@ -22,8 +22,8 @@ from mame_sd.core.devices import least_tokens, too_few
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.layer import (
     NO_SIZE,
+    AttentionAdapter,
     Call,
-    Layer,
     LayerCall,
     Route,
     Tokens,
@@ -68,15 +68,15 @@ _ADDED_KV = processors.AttnAddedKVProcessor2_0()
 _UNSCALED = processors.AttnProcessor()
 
 
-class PlainAttention(Layer):
+class PlainAttention(AttentionAdapter):
     """A diffusers Attention over the tokens of one image."""
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
-        """See `Layer`."""
+        """See `AttentionAdapter`."""
         reason = skip_reason(call, config)
         if reason is not None:
             return reason
-        hidden: Tensor = call.given["hidden_states"]
+        hidden: Tensor = call.arguments["hidden_states"]
         tokens = layout_of(hidden, known, config)
         if isinstance(tokens, str):
             return tokens
@@ -86,7 +86,7 @@ class PlainAttention(Layer):
         notes = [NO_SIZE] if len(tokens.size) == 1 else []
         run, job = None, {}
         if type(call.processor) in _STOOD_IN_FOR:  # none of the user's own that derive from them
-            run = partial(processed, _PLAIN, call.module, **call.given)
+            run = partial(processed, _PLAIN, call.module, **call.arguments)
             notes.append(STOOD_IN.format(call.kind))
             if not call.module.scale_qk:
                 job["scale"] = call.module.scale
@@ -95,7 +95,7 @@ class PlainAttention(Layer):
 
 def _tokens_merged(route: Route, plan: Plan) -> Tensor:
     """The attention's output [B, L, C] of merged tokens, restored (MaMe, then MaRe)."""
-    merged = plan.merge(route.call.given["hidden_states"])
+    merged = plan.merge(route.call.arguments["hidden_states"])
     return plan.restore(route.call.run(hidden_states=merged))
 
 
@@ -190,7 +190,7 @@ def default_processor(attn: Any) -> Any:
 
 def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
     """Why this call passes through untouched; None if it may merge."""
-    given = call.given
+    given = call.arguments
     if given.get("encoder_hidden_states") is not None:
         return "cross-attention"
     if given.get("attention_mask") is not None:

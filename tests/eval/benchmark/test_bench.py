@@ -17,63 +17,44 @@ from mame_sd.eval.benchmark import timings
 from mame_sd.eval.benchmark.bench import alike_batches, bench, peak_call, timed_call
 from mame_sd.eval.benchmark.results import check_out
 from mame_sd.eval.benchmark.rows import Row
-from mame_sd.eval.benchmark.timings import FORMAT, Timing, read_record, summary
-from mame_sd.eval.benchmark.tomesd import NotApplicable
-from mame_sd.eval.cli import app as cli
+from mame_sd.eval.benchmark.timings import FORMAT, Timing, check_record, summary
 from mame_sd.eval.results.schema import Value
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
-from mame_sd.runs.loading import LoadedModel, load_model
+from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
-from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import prompts_from_texts
-from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, rivals, tiny_rows
-from tests.builders.tiny import save_tiny_pipeline
+from tests.builders.benchmarks import PROMPTS, SETTINGS, tiny_rows
 
 
 def test_timings_continue_and_start_over_when_anything_else_is_timed(
     model: LoadedModel, tmp_path: Path
 ) -> None:
     rows = [row for row in tiny_rows() if row.family != "tomesd"]
+    one_step = GenerateSettings(steps=1)
     batches = alike_batches(jobs_of(PROMPTS, SETTINGS), 1)
     record = tmp_path / "bench.jsonl"
-    counts: list[int] = []
-    found = bench(
-        model, SETTINGS, batches, rows, 2, record, lambda done, total: counts.append(done)
-    )
+
+    def timed(rounds: int, settings: GenerateSettings = one_step) -> tuple[list[int], Any]:
+        counts: list[int] = []
+        found = bench(
+            model, settings, batches, rows, rounds, record, lambda done, total: counts.append(done)
+        )
+        return counts, found
+
+    counts, found = timed(2)
     assert counts == list(range(7))
     assert {name: len(timings) for name, timings in found.items()} == {row.name: 2 for row in rows}
     lines = [json.loads(line) for line in record.read_text().splitlines()]
-    assert [(line["round"], line["method"]) for line in lines[1:]] == [
-        (0, "baseline"),
-        (0, "mame-tau"),
-        (0, "mame-default"),
-        (1, "mame-default"),
-        (1, "mame-tau"),
-        (1, "baseline"),
-    ]
-    counts.clear()
-    again = bench(
-        model, SETTINGS, batches, rows, 3, record, lambda done, total: counts.append(done)
-    )
+    forward = ["baseline", "mame-tau", "mame-default"]
+    assert [line["method"] for line in lines[1:]] == [*forward, *forward[::-1]]
+    assert [line["round"] for line in lines[1:]] == [0, 0, 0, 1, 1, 1]
+    counts, again = timed(3)
     assert counts == [6, 7, 8, 9]
     assert {name: timings[:2] for name, timings in again.items()} == found
-    record.write_text(
-        "".join(record.read_text().splitlines(keepends=True)[:9])
-    )  # stopped within the third round
-    counts.clear()
-    bench(model, SETTINGS, batches, rows, 3, record, lambda done, total: counts.append(done))
-    assert counts == [6, 7, 8, 9], "a round of which a part is missing is timed as a whole"
-    counts.clear()
-    bench(
-        model,
-        GenerateSettings(steps=1),
-        batches,
-        rows,
-        1,
-        record,
-        lambda done, total: counts.append(done),
-    )
-    assert counts == [0, 1, 2, 3]
+    whole = record.read_text().splitlines(keepends=True)
+    record.write_text("".join(whole[:9]))  # stopped within the third round
+    assert timed(3)[0] == [6, 7, 8, 9], "a round of which a part is missing is timed as a whole"
+    assert timed(1, SETTINGS)[0] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -91,14 +72,13 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(
 def test_a_file_that_is_no_record_of_timings_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     (tmp_path / "bench.jsonl").write_text(text)
     (tmp_path / "runs").mkdir()
-    for check in (lambda: read_record(tmp_path / "bench.jsonl"), lambda: check_out(tmp_path)):
+    for check in (lambda: check_record(tmp_path / "bench.jsonl"), lambda: check_out(tmp_path)):
         with pytest.raises(
             UserError,
-            match=r"bench.jsonl: expected timings \('mame-sd timings 1'\), got another file",
+            match=r"bench.jsonl: expected timings \('mame-sd timings 2'\), got another file",
         ):
             check()
     assert (tmp_path / "bench.jsonl").read_text() == text
-    assert read_record(tmp_path / "none.jsonl") == {}
 
 
 def test_each_round_times_another_prompt_and_every_method_on_it(
@@ -135,55 +115,6 @@ def test_batches_that_are_timed_are_of_one_size_and_length() -> None:
     ]
     batches = alike_batches(jobs_of(prompts, SETTINGS), 2)
     assert [[job.prompt.id for job in batch] for batch in batches] == [["0", "1"], ["4", "5"]]
-
-
-@rivals
-def test_bench_refuses_rows_that_do_nothing(tmp_path: Path) -> None:
-    folder = save_tiny_pipeline(tmp_path / "like-sdxl", **LIKE_SDXL)
-    like_sdxl = load_model(ModelChoice(model=str(folder), device="cpu"))
-    batches = alike_batches(jobs_of(PROMPTS, SETTINGS), 1)
-    with pytest.raises(NotApplicable, match="only at the largest level"):
-        bench(
-            like_sdxl,
-            SETTINGS,
-            batches,
-            tiny_rows()[:2],
-            1,
-            tmp_path / "bench.jsonl",
-            must_merge=True,
-        )
-
-
-def test_bench_times_alone(
-    model_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    options = [
-        "bench",
-        "--model",
-        str(model_folder),
-        "--device",
-        "cpu",
-        "--steps",
-        "1",
-        "--rounds",
-        "1",
-    ]
-    options += ["--rows", "baseline", "--height", "64", "--width", "64", "--format", "json"]
-    assert cli.run([*options, "--batch-size", "13"]) == 2
-    assert (
-        "--batch-size: expected at most 12, as many prompts as there are" in capsys.readouterr().err
-    )
-    assert cli.run([*options, "--prompt", "key", "--prompt", "ant"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"]["baseline"]["latency"]["n"] == 1
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cli.run(options) == 2
-    assert capsys.readouterr().err.startswith(
-        "error: bench: expected one process, got 2, which would slow each other down"
-    )
 
 
 @pytest.mark.parametrize("other", ["prompt", "config", "rows"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from mame_sd.eval.benchmark.gates import ceiling_gate, repeat_gates, unrelated_p
 from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.benchmark.timings import TIMING_GATE
 from mame_sd.eval.cli import app as cli
+from mame_sd.eval.cli.benchmark import command_again
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.metrics.lpips import Lpips
 from mame_sd.eval.results.schema import Value
 from mame_sd.eval.scoring.per_image import pair_values
+from mame_sd.eval.scoring.retrieval import subjects_by_caption
 from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.tools import Tools
 from mame_sd.runs.generate import generate
@@ -84,35 +87,34 @@ def test_the_ceiling_gate_fails_when_any_method_is_as_far_as_another_prompt(tmp_
         assert not passes(**{name: 1.0})
 
 
-def test_every_gate_can_fail_and_then_the_exit_status_is_1(
+def test_a_report_names_its_command_and_every_gate_can_fail(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [
-        "benchmark",
-        "--offline",
-        "--num",
-        "2",
-        "--steps",
-        "1",
-        "--rows",
-        "mame-default",
-        "--rounds",
-        "1",
-    ]
-    options += ["--height", "64", "--width", "64", "--model", str(model_folder), "--device", "cpu"]
-    assert cli.run([*options, "--out", str(tmp_path / "out")]) == 0, capsys.readouterr().err
-    assert (tmp_path / "out" / "bench-busy.jsonl").exists(), (
-        "one round tells nothing: the next start times anew"
+    out = tmp_path / "two words"
+    words = "benchmark --offline --num 2 --steps 1 --rows mame-default --rounds 1 --height 64"
+    given = [*words.split(), "--width", "64", "--model", str(model_folder), "--device", "cpu"]
+    assert cli.run([*given, "--out", str(out)]) == 0, capsys.readouterr().err
+    results = read_results(out)
+    assert all(prompt["prompt"] in subjects_by_caption() for prompt in results["images"].values())
+    assert not {"retrieval", "background"} & set(results["metrics"]), "it is another model"
+    assert results["reference"] is None
+    command = shlex.join(["mame-sd-eval", *given])
+    assert results["manifest"]["command"] == command
+    assert command in (out / "report.md").read_text(encoding="utf-8")
+    assert "2 prompts (drawn with seed 0), 1 step, seed 0, model tiny" in results["notes"][0]
+    assert (
+        command_again(["benchmark", "--out=x", "--prompts", "a b"])
+        == "mame-sd-eval benchmark --prompts 'a b'"
     )
-    images = sorted((tmp_path / "out" / "runs" / "baseline" / "images").iterdir())
-    forget_hashes(tmp_path / "out" / "runs" / "baseline")
+    assert (out / "bench-busy.jsonl").exists(), "one round tells nothing: the next start times anew"
+    images = sorted((out / "runs" / "baseline" / "images").iterdir())
+    forget_hashes(out / "runs" / "baseline")
     images[0].write_bytes(
         images[1].read_bytes()
     )  # not what the baseline makes, and no other prompt's image differs
-    assert cli.run([*options, "--out", str(tmp_path / "out")]) == 1
+    assert cli.run([*given, "--out", str(out)]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "sanity gates failed (baseline against itself, inactive merging" in error
     assert "unrelated pairing" in error
-    assert "3 of 4 sanity gates failed" in (tmp_path / "out" / "report.html").read_text(
-        encoding="utf-8"
-    )
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "3 of 4 sanity gates failed" in page

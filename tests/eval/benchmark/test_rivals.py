@@ -33,7 +33,7 @@ def tiny(name: str) -> Row:
     return replace(row, method=replace(row.method, min_tokens=16))
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", ["random-2x2", "toma-50", "mean-attention"])
 def test_a_rival_leaves_no_trace_and_resumes_to_the_same_pixels(
     name: str, model: LoadedModel, tmp_path: Path
 ) -> None:

@@ -4,10 +4,10 @@ tiny model.
 
 from __future__ import annotations
 
-import gzip
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +15,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mame_sd.errors import UserError
-from mame_sd.eval.caches.measure import Meter, every_key
+from mame_sd.eval.caches.measure import Meter, every_key, measure_passage
 from mame_sd.eval.caches.retrieval import TASKS, Prompt, measure_prompt, prompts
 from mame_sd.eval.caches.rows import Ours, all_rows, scores_of, sharing
 from mame_sd.eval.caches.table import format_table, summary
-from mame_sd.eval.caches.texts import half_of, passages, read_text
+from mame_sd.eval.caches.texts import Passage, half_of, passages, read_text
 from mame_sd.eval.cli import app as cli
+from mame_sd.eval.tables import Row
 from tests.caches.tiny import SHAPE, prompt, tiny
 
 WORDS = [f"w{i}" for i in range(40)]
@@ -71,7 +72,7 @@ def test_the_command_measures_resumes_and_prints(
     first = (out / "results.jsonl").read_text()
     capsys.readouterr()
     (out / "results.jsonl").write_text(first + '{"cut off')
-    assert cli.run([*line, "--rows", "random,h2o,ours,paper,kvzip"]) == 0
+    assert cli.run([*line, "--rows", "random,h2o,ours,paper,kvzip", "--dtype", "float32"]) == 0
     found = json.loads(capsys.readouterr().out)
     lines = (out / "results.jsonl").read_text()
     assert lines.startswith(first)
@@ -81,6 +82,14 @@ def test_the_command_measures_resumes_and_prints(
     assert all(value > 1e-6 for value in kl.values())
     assert found["ratios"][0]["best"] in ("h2o", "kvzip")
     assert "| ours | " in format_table(found)
+    assert cli.run([*line, "--rows", "random", "--dtype", "bfloat16"]) == 2
+    assert "expected results of the same settings" in capsys.readouterr().err
+    assert cli.run([*line, "--rows", "random", "--dtype", "bfloat16", "--out", f"{out}2"]) == 0
+    halved = json.loads(capsys.readouterr().out)["texts"][0]["kl"]["mean"]
+    assert halved != kl["random"]
+    assert halved == pytest.approx(kl["random"], rel=0.2)
+    assert cli.run([*line, "--revision", "main", "--out", f"{out}3"]) == 2
+    assert "--revision: expected none beside" in capsys.readouterr().err
 
 
 def test_halves_hold_other_files(texts: Path) -> None:
@@ -101,14 +110,11 @@ def test_halves_hold_other_files(texts: Path) -> None:
 
 
 def test_markup_is_taken_off(tmp_path: Path) -> None:
-    page, manual = tmp_path / "a.html", tmp_path / "b.3.gz"
+    page = tmp_path / "a.html"
     page.write_text("<html><head>x</head><p>One &amp; <b>two</b></p></html>")
-    manual.write_bytes(gzip.compress(b'.\\" comment\n.SH NAME\nopen \\- \\fBread\\fR it\n.in +4\n'))
     assert read_text(page).strip() == "One & two"
-    assert read_text(manual).strip() == "NAME\nopen - read it"
-    (tmp_path / "c.3.gz").write_bytes(b"no gzip")
     with pytest.raises(UserError, match="expected readable text"):
-        read_text(tmp_path / "c.3.gz")
+        read_text(tmp_path / "none.txt")
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -130,7 +136,7 @@ def test_answers_stand_in_the_context_and_not_in_the_question(task: str) -> None
 def test_only_what_the_full_cache_answers_is_asked_of_others() -> None:
     model = tiny("llama")
     ids = prompt(64)[0].tolist()
-    rows = [row for row in all_rows() if row.name in ("random", "h2o")]
+    rows = [all_rows()[name] for name in ("random", "h2o")]
     with Meter(model) as meter:
         start = meter.prefill(ids)
         said, _ = meter.rest(every_key(start.views), start.views[0].seen, [5])
@@ -146,7 +152,7 @@ def test_every_row_keeps_its_share_and_scores_once() -> None:
     model = tiny("llama")
     with torch.no_grad(), Meter(model, [3, 4]) as meter:
         start = meter.prefill(prompt(64)[0].tolist())
-        rows = sharing(all_rows())
+        rows = sharing([*all_rows().values()])
         for row in rows:
             if row.name.startswith("kvzip"):
                 scores_of(row).of.found = meter.repeated(start, prompt(64)[0].tolist())
@@ -154,8 +160,21 @@ def test_every_row_keeps_its_share_and_scores_once() -> None:
                 int(k.real_keys().sum()) for k in row.method.compress_all(start.views, 0.25)
             )
             assert total == 56 if isinstance(row.method, Ours) else 62 <= total <= 64, row.name
-        same = [r.method.method for r in rows if r.name in ("snapkv", "adakv", "d2o")]
-        assert same[0] is same[1] is same[2]
+        one, other = (row for row in rows if row.name.startswith("kvzip"))
+        assert one.method.method is other.method.selection.method
+
+
+def test_kvzip_repeats_each_passage() -> None:
+    rows = [all_rows()["kvzip"]]
+
+    def measured(rows: list[Row], seed: int) -> list[dict[str, Any]]:
+        passage = Passage("a", prompt(64, seed=seed)[0].tolist(), [3, 4, 5])
+        found = measure_passage(meter, passage, sharing(rows), (0.25,), lambda row, share: False)
+        return list(found)
+
+    with Meter(tiny("llama"), [3, 4]) as meter:
+        measured(rows, 0)
+        assert measured(rows, 1) == measured([all_rows()["kvzip"]], 1)
 
 
 def test_a_table_says_who_is_best() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,15 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-from mame_sd import apply_mame, remove_mame
+from mame_sd import MaMeConfig, mame
 from mame_sd.errors import UserError
-from mame_sd.eval.captions.fastv import dropped_after, fastv, last_weights
 from mame_sd.eval.captions.model import Captioner, load_captioner
 from mame_sd.eval.captions.references import read_references
 from mame_sd.eval.captions.rows import ROWS, chosen_rows, divprune_of
-from mame_sd.eval.captions.run import CHANCE, CaptionRun, table
+from mame_sd.eval.captions.run import CHANCE, FORMAT, CaptionRun, table
 from mame_sd.eval.captions.scores import language_scores, named_right
 from mame_sd.eval.cli.caption import run_caption
+from mame_sd.eval.store import Store
 from mame_sd.runs.model_files import ModelChoice
 from tests.captions import tiny
 
@@ -43,7 +44,7 @@ def test_every_row_writes_with_so_many_tokens_and_leaves_the_model_as_it_was() -
     before = model(**inputs).logits
     visual = {}
     for name, row in ROWS.items():
-        with row.on(model) as calls:
+        with row.method(model) as calls:
             logits = model(**inputs).logits
             model.generate(**inputs, max_new_tokens=2, do_sample=False)
             visual[name] = calls.counts.kept / calls.counts.images
@@ -52,11 +53,9 @@ def test_every_row_writes_with_so_many_tokens_and_leaves_the_model_as_it_was() -
         assert torch.equal(model(**inputs).logits, before), name
     expected = {"baseline": 36, "tome": 6, "keep-0.5": 18, "random-0.25": 9, "pool-0.25": 9}
     expected |= {
-        "inside-0.25": 9,
         "renumbered-0.25": 9,
         "smaller-0.25": 9,
         "divprune-0.11": 4,
-        "fastv-0.25": 36,
     }
     assert {name: visual[name] for name in expected} == pytest.approx(expected, abs=1)
 
@@ -71,37 +70,6 @@ def test_divprune_takes_the_farthest_next() -> None:
         left = [i for i in range(12) if i not in places]
         places.append(max(left, key=lambda i: min(float(far[i, j]) for j in places)))
     assert divprune_of(0.25)(x).tolist() == sorted(places)
-
-
-def test_fastv_equals_a_language_model_run_in_two_halves() -> None:
-    model = tiny.llava(text_layers=4)
-    language = model.model.language_model
-    torch.manual_seed(0)
-    x, visual = torch.randn(1, 10, tiny.WIDTH), torch.arange(10) < 6
-    turns = language.rotary_emb(x, torch.arange(10)[None])
-    mask = torch.full((10, 10), -torch.inf).triu(1)[None, None]
-    with torch.no_grad():
-        h = x
-        for number in (0, 1):
-            if number == 1:
-                normed = language.layers[1].input_layernorm(h)
-                weights = last_weights(language.layers[1].self_attn, normed, turns)
-            h = language.layers[number](h, position_embeddings=turns, attention_mask=mask)
-        best = [p for p in range(6) if sorted(weights[:6].tolist()).index(float(weights[p])) >= 3]
-        rows = [*best, 6, 7, 8, 9]
-        h, short = h[:, rows], tuple(one[:, rows] for one in turns)
-        for layer in language.layers[2:]:
-            small = mask[:, :, : len(rows), : len(rows)]
-            h = layer(h, position_embeddings=short, attention_mask=small)
-        expected = language.norm(h)
-        with fastv(language, 0.5) as pruning:
-            pruning.visual = visual.clone()
-            found = language(inputs_embeds=x).last_hidden_state
-            assert pruning.visual is None
-            whole = language(inputs_embeds=x).last_hidden_state
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert whole.shape[1] == 10
-    assert dropped_after(0.5, 6, 4) == 4.5
 
 
 def test_scores_lose_where_captions_are_of_other_pictures() -> None:
@@ -157,7 +125,7 @@ def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
     (tmp_path / "1.png").unlink()
     with pytest.raises(UserError, match=r"expected the picture 1\.png, found none"):
         run_of(tmp_path, ["baseline"])
-    with pytest.raises(UserError, match="--rows: expected baseline"):
+    with pytest.raises(UserError, match="--rows: expected names of baseline"):
         chosen_rows("nothing")
 
 
@@ -206,14 +174,16 @@ def test_what_is_wrong_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
     deep, other = tmp_path / "deep.json", tmp_path / "other"
     deep.write_text("[" * 5000)
     other.mkdir()
-    (other / "captions.jsonl").write_text('{"identity": 1}\n{"row": "baseline"}\n')
+    Store(other / "captions.jsonl", FORMAT, "captions", {}, ("row",)).add(
+        {"row": "a", "picture": 0}
+    )
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"references": deep}, "expected COCO's format"),
         ({"prompt": "hello"}, "--prompt: expected <image> once"),
         ({"prompt": "<image><image>"}, "--prompt: expected <image> once"),
         ({"prompt": "<image> hello", "model": None}, "--prompt: expected none for embedded-"),
         ({"out": good / "out"}, "expected a folder, got the file"),
-        ({"out": other}, "expected results of the same model"),
+        ({"out": other}, "expected results of the same settings"),
         ({"device": "cuda:99"}, "--device cuda:99: expected a CUDA device"),
         ({"revision": "main", "model": str(tmp_path)}, "--revision: expected none beside a folder"),
         ({}, "--model: expected a LLaVA of transformers"),
@@ -262,26 +232,39 @@ def test_dtype_acts_on_a_published_form(tmp_path: Path) -> None:
         )
         assert "paper's form" in table
         head = json.loads((out / "captions.jsonl").read_text().splitlines()[0])
-        assert head["identity"]["dtype"] == str(captioner.model.dtype).removeprefix("torch.")
+        assert head["about"]["dtype"] == str(captioner.model.dtype).removeprefix("torch.")
     assert found == {"auto": (torch.float32,) * 2, "bfloat16": (torch.bfloat16,) * 2}
+
+
+@torch.no_grad()
+def in_tower_by_hand(model: Any, picture: Tensor) -> dict[int, Tensor]:
+    """Projected features by place of their patch, where the four blocks that are read merge."""
+    tower: Any = model.model.vision_tower
+    with mame(tower, tau=0.8, blocks=4) as handle:
+        handle.capture()
+        states = tower(picture[None], output_hidden_states=True).hidden_states[4][0]
+        places = list(range(PATCHES + 1))
+        for _, plan in sorted(handle.plans().items()):
+            places = [places[row] for row in plan.kept.tolist()]
+    assert len(states) < PATCHES
+    project = model.model.multi_modal_projector
+    return {place - 1: project(one[None])[0] for place, one in zip(places, states, strict=True)}
 
 
 def test_the_papers_form_counts_what_is_left_from_zero() -> None:
     model, inputs = tiny.llava(), call()
-    for name, same in (
-        ("renumbered-0.25", {"keep": 0.25}),
-        ("plain-0.8", {"tau": 0.8, "blocks": 4}),
+    for name, by_hand in (
+        ("renumbered-0.25", partial(tiny.seen_by_hand, model, MaMeConfig(keep=0.25))),
+        ("plain-0.8", partial(in_tower_by_hand, model)),
     ):
-        with ROWS[name].on(model):
+        with ROWS[name].method(model):
             found = model(**inputs).logits[0]
             output = model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-        handle: Any = apply_mame(model, **same)
-        seen = tiny.seen_by_hand(model, handle, inputs["pixel_values"][0])
+        seen = by_hand(inputs["pixel_values"][0])
         slots = [seen[place] for place in sorted(seen) if place >= 0]
         ids = inputs["input_ids"][0].tolist()
         start = ids.index(tiny.IMAGE)
         short = [*ids[:start], *[tiny.IMAGE] * len(slots), *ids[start + PATCHES :]]
         expected, words = tiny.logits_by_hand(model, short, [slots], 3)
-        remove_mame(model)
         torch.testing.assert_close(found, expected[: len(found)], rtol=1e-3, atol=1e-4)
         assert output[0, -3:].tolist() == words

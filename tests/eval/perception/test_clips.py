@@ -188,5 +188,5 @@ def test_smaller_frames_take_the_positions_of_the_nearest_patches() -> None:
     with torch.no_grad():
         assert at_flops(model, "frames", 0.0, lambda: model(wide[None]), 32)[0] == 2
     whole = flops_of(model, Unmerged(), lambda: model(wide[None]))
-    fewer = flops_of(model, RIVALS["frames"](2), lambda: model(wide[None]))
+    fewer = flops_of(model, RIVALS["frames"].make(2), lambda: model(wide[None]))
     assert fewer < 0.51 * whole

@@ -67,8 +67,7 @@ def _own(url: str, report: str) -> bool:
     return url == report or url.startswith("data:")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1280, "dark")])
 def test_nothing_overflows(
     browser: Any, report: str, trouble: list[str], width: int, scheme: str
 ) -> None:
@@ -211,12 +210,3 @@ def test_an_enlarged_picture_fits_a_phone(browser: Any, report: str, trouble: li
         assert place["x"] + place["width"] <= 360
         assert 0 <= place["y"] <= 800 - place["height"]
     page.close()
-
-
-def test_the_main_table_is_whole_on_a_desktop(browser: Any, report: str) -> None:
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.goto(report)
-    hidden = "document.querySelector('.scroll:has(#table-fidelity)')"
-    assert page.evaluate(f"{hidden}.scrollWidth - {hidden}.clientWidth") == 0, (
-        "columns are out of sight"
-    )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mame_sd.errors import UserError
 from mame_sd.eval.json_text import json_text
-from mame_sd.eval.report import frontier, latex, render
+from mame_sd.eval.report import frontier, render
 from mame_sd.eval.report.headline import comparison, headline
 from mame_sd.eval.report.render import table_csv
 from mame_sd.eval.report.select import cases, focus
@@ -63,11 +63,6 @@ from tests.builders.report_page import Results
             ["rows", 4, "per_image", "lpips"],
             {"00001_0": "far"},
             "lpips: expected one number for each image",
-        ),
-        (
-            ["rows", 4, "kept"],
-            [{"step": 0, "level": 0, "tokens": 4, "kept": 5}],
-            "kept: expected 0 < kept <= tokens",
         ),
         (["rows"], [3], "rows[0]: expected name (str), got 3"),
         (["images", "00001_0"], {}, "images['00001_0']: expected prompt (str), got None"),
@@ -125,7 +120,7 @@ JUNK = st.sampled_from(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_junk_anywhere_is_named_or_shown(drawn: Results, data: st.DataObject) -> None:
     results = copy.deepcopy(drawn)
@@ -143,12 +138,11 @@ def test_junk_anywhere_is_named_or_shown(drawn: Results, data: st.DataObject) ->
     frontier.points(parsed, chosen)
     assert headline(chosen).endswith(".")
     assert comparison(parsed, chosen) is not None
-    assert r"\end{table*}" in latex.render(parsed, chosen)
     assert table_csv(parsed, chosen).count("\n") == 1 + len(parsed.rows)
 
 
 def test_a_metric_says_which_way_is_better() -> None:
-    metric = Column("psnr", "PSNR", "dB", "higher", "fidelity", 1, "")
+    metric = Column(key="psnr", better="higher", block="fidelity")
     assert metric.arrow == "↑"
 
 

@@ -118,12 +118,8 @@ def test_every_picture_and_plot_has_words(page: str) -> None:
         image["alt"] for image in elements.all("img")[:-1]
     )  # the last is the dialog's, filled by the script
     plots = [attrs["aria-label"] or "" for attrs in elements.all("svg")]
-    assert len(plots) == 4  # frontier and tokens kept, for wide and narrow screens
+    assert len(plots) == 2  # for wide and narrow screens
     assert "MaMe (default) 1.60 times as fast" in plots[0]
-    assert (
-        "MaMe (default) keeps 30 to 70 % of 4,096 at level 0, 30 to 70 % of 1,024 at level 1."
-        in plots[2]
-    )
 
 
 def test_ids_are_unique_and_plots_take_the_colors_of_the_page(page: str) -> None:
@@ -175,7 +171,7 @@ def contrast(one: str, other: str) -> float:
 def test_the_same_results_give_the_same_bytes(
     written: Path, tmp_path: Path, results: Results
 ) -> None:
-    names = ("report.html", "report.md", "table.csv", "table.tex")
+    names = ("report.html", "report.md", "table.csv")
     assert render(results, tmp_path) == tmp_path / "report.html"
     for name in names:
         assert (tmp_path / name).read_bytes() == (written / name).read_bytes()
@@ -184,7 +180,7 @@ def test_the_same_results_give_the_same_bytes(
 
 def test_a_benchmark_that_has_just_begun_has_a_report(tmp_path: Path, results: Results) -> None:
     for entry in results["rows"]:
-        entry.update(status="not measured", reason=None, values={}, per_image={}, kept=[])
+        entry.update(status="not measured", reason=None, values={}, per_image={})
     results.update(gates=[], reference=None)
     text = render(results, tmp_path).read_text(encoding="utf-8")
     assert "No run with MaMe has been measured yet." in text

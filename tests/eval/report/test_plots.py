@@ -1,4 +1,4 @@
-"""The plots: the frontier, and tokens kept."""
+"""The plot of the frontier."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mame_sd.eval.report import frontier, render
-from mame_sd.eval.report.figures import NARROW, STYLE, WIDE, new_figure
-from mame_sd.eval.report.kept_plot import describe, merging_levels, plot
+from mame_sd.eval.report.figures import STYLE, WIDE, new_figure
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.results.read import parse
 from mame_sd.eval.results.schema import Row
@@ -81,34 +80,12 @@ def test_names_that_would_hide_others_are_left_out() -> None:
     assert {"a row of many, number 7", "alone"} <= boxes.keys()
     assert len(boxes) < 8
     for one, other in combinations(boxes.values(), 2):
-        assert frontier._overlap(one, other) <= 0.05 * one.width * one.height
-
-
-@pytest.mark.filterwarnings("error::UserWarning")  # Matplotlib's, where a title does not fit
-@pytest.mark.parametrize("width", [WIDE, NARROW])
-def test_titles_of_many_panels_wrap(results: Results, width: int) -> None:
-    words = "random dropping in all blocks, FLOPs of MaMe default, keep 0.6"
-    merging = row(results, "mame-default")
-    results["rows"] += [
-        {**merging, "name": f"more-{n}", "label": words, "default": False} for n in range(20)
-    ]
-    svg = plot(parse(results), width) or ""
-    assert f">{words}</text>" not in svg
-    assert svg.count(">random dropping") == 20
-
-
-def test_kept_tokens_leave_out_levels_that_do_not_merge(results: Results) -> None:
-    merging = merging_levels(next(r for r in parse(results).rows if r.name == "mame-default"))
-    assert list(merging) == [0, 1]
-    assert merging[0][1] == pytest.approx({0: 0.3, 1: 0.5, 2: 0.7})
-    assert describe("x", {0: (4096, {0: 0.375, 1: 0.375})}) == "x keeps 38 % of 4,096 at level 0."
+        assert not one.overlaps(other)
 
 
 def test_plots_that_cannot_be_drawn_are_explained(tmp_path: Path, results: Results) -> None:
     for entry in results["rows"]:
-        entry.update(kept=[])
         entry["values"].pop("latency", None)
     text = render(results, tmp_path).read_text(encoding="utf-8")
     assert "<svg" not in text
-    assert "Not counted in this run." in text
     assert "This plot needs the speed and the closeness of at least two rows" in text

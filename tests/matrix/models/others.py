@@ -1,4 +1,4 @@
-"""Models of the matrix's rows, UNets and ControlNets."""
+"""UNets and ControlNets."""
 
 from __future__ import annotations
 
@@ -8,23 +8,13 @@ import torch
 
 from tests.builders.tiny import tiny_unet, unet_inputs
 from tests.builders.transformers import HEADS, IMAGE, TEXT, H, W, flux_inputs, model, normal
-from tests.matrix.models.case import Case, case
+from tests.matrix.models import images
+from tests.matrix.models.case import PLAIN, Case, case
 from tests.matrix.models.images import HALF, STEP, WORDS
 from tests.matrix.models.videos import T
-from tests.matrix.rows import Row
-from tests.matrix.transformers import ROWS
 
-_ROWS: dict[str, Row] = {row.name: row for row in ROWS}
 UNET = "a UNet's convolutions spread a change"
-PLAIN = "its attention has nothing beside its tokens: no family"
 WIDTHS = (32, 32)
-
-
-def of_row(name: str, kind: str, image: str = "hidden_states BCHW", **told: Any) -> Case:
-    """The model and inputs of a row of the matrix."""
-    row = _ROWS[name]
-    inputs: dict[str, Any] = row.run.args[0]  # type: ignore[attr-defined]
-    return Case(kind, row.build, lambda: dict(inputs), image, **told)
 
 
 def unet(name: str, **config: Any) -> Case:
@@ -82,28 +72,6 @@ FLUX_CONTROL = {
 }
 
 CASES = [
-    of_row("PixArt", "PixArtTransformer2DModel", image="", unprobed=PLAIN),
-    of_row("DiT", "DiTTransformer2DModel", image="", unprobed=PLAIN),
-    of_row("HunyuanDiT", "HunyuanDiT2DModel"),
-    of_row("Lumina-Next", "LuminaNextDiT2DModel"),
-    of_row("Stable Diffusion 3", "SD3Transformer2DModel", text="encoder_hidden_states"),
-    of_row("Flux", "FluxTransformer2DModel", "hidden_states BLC", text="encoder_hidden_states"),
-    of_row("Chroma", "ChromaTransformer2DModel", "hidden_states BLC", text="encoder_hidden_states"),
-    of_row(
-        "Qwen-Image",
-        "QwenImageTransformer2DModel",
-        "hidden_states BLC",
-        text="encoder_hidden_states",
-    ),
-    of_row("AuraFlow", "AuraFlowTransformer2DModel", text="encoder_hidden_states"),
-    of_row("Wan (video)", "WanTransformer3DModel", "hidden_states BCTHW"),
-    of_row("LTX-Video", "LTXVideoTransformer3DModel", "hidden_states BLC"),
-    of_row(
-        "CogVideoX",
-        "CogVideoXTransformer3DModel",
-        "hidden_states BTCHW",
-        text="encoder_hidden_states",
-    ),
     of_unet(),
     case(
         "Transformer2DModel",
@@ -113,10 +81,12 @@ CASES = [
         },
         "",
         unprobed=PLAIN,
-        **HEADS,
         in_channels=32,
         cross_attention_dim=16,
         norm_num_groups=8,
+        out_channels=None,
+        num_layers=1,
+        caption_channels=None,
     ),
     case(
         "DreamLiteTransformer2DModel",
@@ -126,11 +96,12 @@ CASES = [
         },
         "",
         unprobed="its group norm spreads a change",
-        **HEADS,
         in_channels=32,
         cross_attention_dim=16,
         norm_num_groups=8,
         num_kv_heads=2,
+        out_channels=None,
+        num_layers=1,
     ),
     unet("DreamLiteUNetModel", **DOWN, **UP, attention_head_dim=2),
     case(
@@ -437,7 +408,7 @@ CASES = [
             activation_fn="gelu-approximate",
         ),
         lambda: {
-            **_ROWS["HunyuanDiT"].run.args[0],  # type: ignore[attr-defined]
+            **next(case for case in images.CASES if case.name == "HunyuanDiT2DModel").inputs(),
             "controlnet_cond": IMAGE,
         },
     ),

@@ -19,10 +19,9 @@ from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.diffusion.families.transformers import family_of
 from tests.matrix import backends
 from tests.matrix.markdown import layers, names_by_reason
-from tests.matrix.models import images, others, videos
 from tests.matrix.models.case import Case
+from tests.matrix.models.registry import CASES
 
-CASES = [*others.CASES, *images.CASES, *videos.CASES]
 RECORD = Path(__file__).parent / "sweep.json"
 ROOMS = ("models.transformers", "models.unets", "models.controlnets", "diffusion_decoder")
 # No denoisers: several ControlNets as one, and parts of one.

@@ -10,9 +10,6 @@ So the second image would begin with the first one's.
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -160,19 +157,6 @@ AnyCache = Cache | DeepCache
 
 
 @contextmanager
-def cached(pipe: Any, cache: AnyCache | None) -> Iterator[None]:
-    """`cache` on `pipe` for the block; None: no cache."""
-    if cache is None:
-        yield
-        return
-    try:
-        cache.enable(pipe)
-        yield
-    finally:
-        cache.disable(pipe)
-
-
-@contextmanager
 def one_run(target: Any) -> Iterator[None]:
     """The block is one run of all steps: caches start empty."""
     denoiser = denoiser_of(target)
@@ -279,29 +263,3 @@ def sea(threshold: float = 0.25) -> Cache:
 def text_keys() -> Cache:
     """TextKVCache: keys and values of the text are computed once for all steps."""
     return Cache("TextKVCache", {}, lambda now: hooks.TextKVCacheConfig())
-
-
-def calibrated(target: Any, steps: int, run: Callable[[], object]) -> list[float]:
-    """MagCache's ratios of a model: those that it prints at the end of a `run` of `steps` steps
-    without skipping.
-
-    Raises ValueError when `run` had another number of steps.
-    """
-    calibration = Cache(
-        "MagCache", {}, lambda now: hooks.MagCacheConfig(calibrate=True, num_inference_steps=steps)
-    )
-    printed = io.StringIO()
-    with cached(target, calibration), one_run(target), contextlib.redirect_stdout(printed):
-        run()
-    lists = [
-        line
-        for line in printed.getvalue().splitlines()
-        if line.startswith("[") and line.endswith("]")
-    ]
-    ratios = ast.literal_eval(lists[-1]) if lists else []
-    if len(ratios) != steps:
-        raise ValueError(
-            f"expected MagCache to print {steps} ratios, got {len(ratios)}; give the steps that the"
-            " run has"
-        )
-    return [float(ratio) for ratio in ratios]

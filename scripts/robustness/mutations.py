@@ -1,0 +1,200 @@
+"""Seed faults into a copy of the library, one at a time, and see whether the tests catch them.
+
+    python -m scripts.robustness.mutations [--only attention]
+
+Each fault changes one place of one file, of the sort that bit before: a wrong span, a lost mask, an
+unshared plan, a stale handle, a refusal that is missing. The tests named for the file run with
+`-x`, those that should catch it first. It is caught where they fail, missed where they pass, and
+stale where the place is no longer there. Libraries are loaded once, and each fault has a fork.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# FILE: TESTS, below mame_sd and tests, then faults of that file, OLD => NEW.
+FAULTS = """
+core/attention.py: core diffusion/test_hooks_models.py
+    stay = max(0, round(grid.keep * cells.tokens) - cells.kept) => stay = 0
+    grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
+    (count.log() if counted => (torch.zeros_like(count) if counted
+    mask = attn_mask => mask = None
+    found.kept + grid.start] => found.kept]
+    torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
+    at[: max(1, queries // shared)] => at[:queries]
+    (grids[0].start, last) => (0, last)
+core/groups.py: core
+    of_chosen, alpha=0.5) => of_chosen, alpha=1.0)
+    alpha=2).index_fill(1, dst, -torch.inf) => alpha=2)
+    row = row.masked_fill(cells.pad, -1) => row = row + 0
+    else slots.index_select(0, leader) => else slots[: len(leader)]
+    view(-1, 1) * cells.m => view(-1, 1)
+core/cells.py: core
+    manual_seed((seed or 0) % 2**32) => manual_seed(0)
+    own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own
+    with torch.inference_mode(False), _disable_current_modes(), => with _disable_current_modes(),
+core/draws.py: core
+    times.float().amax() => times.float().amin()
+core/fit.py: core
+    mean = diagonal.mean(-1, keepdim=True) => mean = diagonal.amax(-1, keepdim=True)
+    values, alpha=-1) => values, alpha=1)
+core/pairs.py: core
+    (0 if prompt_first else half) => (half if prompt_first else 0)
+    (inputs[:half] == inputs[half:]).all() => (inputs[:half] == inputs[half:]).any()
+core/paper.py: core diffusion/test_processor.py
+    src).transpose(1, 2)).clamp(-1, 1) => src).transpose(1, 2))
+    stays = ~merges.all(0) => stays = ~merges.any(0)
+    tie = mass <= REFINE_FLOOR * total => tie = mass < 0 * total
+    .transpose(1, 2), dst) => .transpose(1, 2), dst / self.counts.unsqueeze(-1).to(dst))
+diffusion/plans.py: diffusion/test_calls.py
+    is latents and self._version == latents._version and => is latents and
+    same = len(others) == len(self._others) and => same = False and
+    [layer, number], config, shape => [layer, number], shape
+    self._of is not self._now and not same( => self._of is self._now and not same(
+diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py
+    step.draws[self.place : self.place + 1] => step.draws[:1]
+    self._moved = not same( => self._moved = False and not same(
+    plans = None if learns else => plans =
+diffusion/model_hooks.py: diffusion/test_apply.py diffusion/test_families.py
+    leads = pairs and not frames => leads = pairs
+    again = _checkpoints(module) => again = False
+    elif shapes != self._shapes.value: => elif False:
+diffusion/interception.py: diffusion/test_interception.py test_models.py
+    shift = count - self.length => shift = 0
+    mask is not None and mask.dim() == 2: => False:
+    mask = mask == 0 => mask = mask
+diffusion/layer.py: test_references.py diffusion/test_families.py diffusion/test_apply.py
+    start += tokens.count => start += 0
+    if length == self.before + self.count + self.after else None => if length else None
+    stats.skipped(route, layer.count(call, known)) => stats.skipped("", 0)
+diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
+    order.insert(0, order.pop()) => order.append(order.pop())
+    hook.forget() => hook.name
+diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py test_models.py
+    "temporal_transformer_blocks", => "temporal",
+    isinstance(getattr(module, "processor", None), MaMeAttnProcessor) => False
+    check_idle(root, "remove_mame") => root
+diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py
+    before = mode + call => before = call
+    if not (image == image[:1]).all(): => if False:
+    if len(firsts) > 1: => if False:
+    found() is t and version == t._version => found() is t
+diffusion/families/sequence.py: diffusion/test_families.py test_models.py
+    after + context) if family.text_last else => after + context) if not family.text_last else
+    mask is not None and not family.mask: => False:
+    kept.to(t.device) + start => kept.to(t.device)
+diffusion/families/unet.py: diffusion/test_processor.py diffusion/test_apply.py test_models.py
+    if not call.module.scale_qk: => if False:
+    if attn.residual_connection: => if False:
+config.py: test_config.py diffusion/test_processor.py
+    if not 0 < number <= 1: => if not 0 < number:
+    if self.tau is not None and self.keep is not None: => if False:
+    changes = {other: None, **changes} => changes = {**changes}
+caches/view.py: caches
+    self.slots[:, :, None, None] > slots.view(-1, 1) => self.slots[:, :, None, None] >= 9**9
+caches/layer.py: caches
+    self.seen += key_states.shape[-2] => self.seen += 1
+    first = (first + self.bias.unsqueeze(2).to(dtype)) => first = first
+captions/farthest.py: captions
+    torch.maximum(nearest, row) => torch.minimum(nearest, row)
+captions/calls.py: captions
+    kept.of(call["labels"], -100) => kept.of(call["labels"], 0)
+perception/blocks.py: perception
+    else sizes.log().to(normed.dtype) => else sizes.to(normed.dtype)
+    plan.merge(x.to(exact) * share) / held => plan.merge(x.to(exact))
+runs/run_folder.py: runs
+    and record.get("sha256", digest) == digest => and digest
+    if foreign and self.manifest.name not in foreign: => if False:
+"""
+
+
+def faults() -> list[tuple[str, str, str, list[str]]]:
+    """(file, old, new, tests) of each fault."""
+    found: list[tuple[str, str, str, list[str]]] = []
+    file, tests = "", [""]
+    for line in filter(None, FAULTS.splitlines()):
+        if line.startswith(" "):
+            old, new = line.strip().split(" => ")
+            found.append((f"mame_sd/{file}", old, new, tests))
+        else:
+            file, _, rest = line.partition(": ")
+            tests = [f"tests/{test}" for test in rest.split()]
+    return found
+
+
+def copied(place: Path) -> None:
+    """Copies what git tracks or would track to `place`."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, place / name)
+
+
+def passes(place: Path, tests: list[str], output: Path) -> bool:
+    """Whether these tests of the tree at `place` pass, in a fork of this process."""
+    pid = os.fork()
+    if pid == 0:
+        os.chdir(place)
+        sys.path.insert(0, str(place))
+        with open(output, "w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        import pytest
+
+        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--rootdir={place}"]
+        os._exit(
+            int(
+                pytest.main(
+                    [*options, *(t for t in tests if (place / t.partition("::")[0]).exists())]
+                )
+            )
+        )
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def main() -> None:
+    """Prints a row of Markdown for each fault: what caught it; and how many were caught."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", help="faults whose file has this in its name")
+    only = parser.parse_args().only
+    import diffusers
+
+    for name in dir(diffusers):  # loaded once for all forks
+        with contextlib.suppress(Exception):
+            getattr(diffusers, name)
+    chosen = [fault for fault in faults() if only in fault[0]]
+    caught = 0
+    with tempfile.TemporaryDirectory() as folder:
+        place, output = Path(folder) / "tree", Path(folder) / "output"
+        copied(place)
+        for file, old, new, tests in chosen:
+            text = (place / file).read_text() if (place / file).exists() else ""
+            said = "stale"
+            if text.count(old) == 1:
+                (place / file).write_text(text.replace(old, new))
+                said = "**missed**" if passes(place, tests, output) else first_failure(output)
+                (place / file).write_text(text)
+            caught += said not in ("stale", "**missed**")
+            print(f"| {file.removeprefix('mame_sd/')} | `{old[:44]}` | {said[:44]} |", flush=True)
+    print(f"{caught} of {len(chosen)} caught")
+
+
+def first_failure(output: Path) -> str:
+    """The test that failed first, or the last line where none ran."""
+    lines = output.read_text().splitlines() or ["no output"]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split()[1].rpartition("/")[2].partition("[")[0] if failed else lines[-1]
+
+
+if __name__ == "__main__":
+    main()

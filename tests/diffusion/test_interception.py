@@ -1,0 +1,47 @@
+"""Masks of calls whose keys merge, in front of kernels that take them as they came."""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from torch import Tensor
+
+from mame_sd import apply_mame
+from mame_sd.core.attention import Grid, KeyMerging
+from mame_sd.diffusion.interception import MergeJob, SDPAInterceptor
+from tests.builders.layers import attention
+from tests.matrix.backends import stand_ins
+from tests.matrix.models.watch import check_by_loop, merging
+
+
+def masked_call() -> tuple[MergeJob, tuple[Tensor, ...], Tensor]:
+    """A job for 4 x 6 tokens behind 3 of text, q, k, v [2, 2, 27, 8], and what each sample sees."""
+    job = MergeJob((Grid(3, (4, 6), 0.5),), 27, 3, 24, KeyMerging())
+    seen = torch.ones(2, 1, 1, 27, dtype=torch.bool)
+    seen[1, ..., :2] = False
+    qkv = torch.randn(3, 2, 2, 27, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    return job, qkv, seen
+
+
+def test_a_backend_may_be_given_a_mask_for_all_heads_and_queries() -> None:
+    """As [B, N], which diffusers' dispatcher takes."""
+    job, qkv, seen = masked_call()
+    with stand_ins() as called, merging() as calls:
+        apply_mame(attention(), min_tokens=1)  # from now on backends are watched
+        with SDPAInterceptor(job):
+            dispatch_attention_fn(
+                *(t.transpose(1, 2) for t in qkv),
+                attn_mask=seen[:, 0, 0],
+                backend=AttentionBackendName("xformers"),
+            )
+    assert called == ["xformers"]
+    (call,) = calls
+    check_by_loop(call)
+    assert torch.equal(call.changed["attn_mask"] == -torch.inf, ~seen[..., : 3 + 12])
+
+
+def test_a_kernel_that_takes_no_numbers_is_given_a_boolean_mask() -> None:
+    job, (q, k, v), seen = masked_call()
+    changed = job.merge({"query": q, "key": k, "value": v, "attn_mask": seen}, bias=False)
+    assert changed is not None
+    assert torch.equal(changed["attn_mask"], seen[..., : 3 + 12])

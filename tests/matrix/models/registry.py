@@ -1,0 +1,11 @@
+"""Every tiny model of a class of diffusers, by its class: the sweep, the matrix's rows and other
+tests take theirs from here.
+"""
+
+from __future__ import annotations
+
+from tests.matrix.models import images, others, videos
+from tests.matrix.models.case import Case
+
+CASES = [*others.CASES, *images.CASES, *videos.CASES]
+MODELS: dict[str, Case] = {case.name: case for case in CASES}
