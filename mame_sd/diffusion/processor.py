@@ -243,3 +243,5 @@ def _check_replaceable(
 
 
 __all__ = ["NO_SIZE", "MaMeAttnProcessor", "make_config"]
+
+watch_kernels()  # here too, for models that were saved whole, merging included
