@@ -274,3 +274,10 @@ def test_errors_are_one_line() -> None:
         with pytest.raises(ValueError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+def test_values_near_the_end_of_fp16_stay_finite() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 256, 16, generator=generator) for _ in range(3))
+    output = attention(q.half(), k.half(), (v.clamp(-1, 1) * 6e4).half(), (16, 16))
+    assert output.isfinite().all()
