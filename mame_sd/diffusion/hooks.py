@@ -15,6 +15,7 @@ from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import DRAWS
+from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import NO_STEP, AttentionAdapter, Step, Tokens, merged_call
 from mame_sd.diffusion.plans import noted, same
 from mame_sd.diffusion.threads import PerThread
@@ -240,3 +241,6 @@ class MergeHook(ModelHook):
         self.fn_ref = self.entry = None
         if self.shared.applied is not None:
             self.shared.applied(False)
+
+
+watch_kernels()  # here too, for models that were saved whole, merging included
