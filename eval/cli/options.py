@@ -14,6 +14,8 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import DTYPES
 from mame_sd.runs.options import option
 
+from ..metric_list import FID_BACKENDS
+
 METHODS = ("baseline", "mame", "tomesd")
 CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "trained", "video")  # of `perception.rows`
 DEFAULT_RATIO = 0.5
@@ -73,6 +75,11 @@ class ScoringOptions:
     )
     offline: bool = option(False, "Never ask a network.")
     clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
+    fid_backend: str = option(
+        FID_BACKENDS[0],
+        "Whose code computes FID: mame-sd, or the package clean-fid (extra clean-fid).",
+        metavar="|".join(FID_BACKENDS),
+    )
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
 
 

@@ -5,6 +5,7 @@ inception scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,17 +41,18 @@ def set_value(
     reason = withheld_for_size(metric, count, None if reference is None else reference.count)
     if reason is not None:
         return {**value, "withheld": reason}
+    few = min(count, _count(metric, baseline, reference) or count)
+    warning = (
+        {"warning": f"N = {few}, below {FEW_IMAGES:,}: biased upward"} if few < FEW_IMAGES else {}
+    )
+    if tools.by_clean_fid(metric):
+        mean = _clean_fid(metric, run, baseline, reference, tools)
+        return {**value, "mean": mean, **warning}
     own = _run_features(metric, run, tools)
     other = None if metric.needs == "alone" else _other_side(metric, baseline, reference, tools)
     try:
         if other is None:
             return {**value, **_inception_score(own, 10 if count >= SPLIT_FROM else 1)}
-        few = min(count, _count(metric, baseline, reference) or count)
-        warning = (
-            {"warning": f"N = {few}, below {FEW_IMAGES:,}: biased upward"}
-            if few < FEW_IMAGES
-            else {}
-        )
         mean = frechet_distance(statistics(own["features"], _source(metric, tools)), other)
         return {**value, "mean": mean, **warning}
     except ValueError as error:
@@ -75,6 +77,35 @@ def _other_side(
     return tools.remember(
         (metric.extractor, reference), lambda: _features(metric, load, reference.count, tools)
     )["features"]
+
+
+def _clean_fid(
+    metric: Metric, run: Run, baseline: Run | None, reference: Reference | None, tools: Tools
+) -> float:
+    """FID by the package clean-fid, which reads the files by itself."""
+
+    def features(files: tuple[Path, ...]) -> Any:
+        return tools.remember(("clean-fid", files), lambda: package.features(files))
+
+    package = tools.network(metric)
+    if metric.needs == "sets":
+        if baseline is None:
+            raise ValueError(f"expected a baseline for {metric.name}, got none")
+        other = _files(baseline)
+    else:
+        check_reference([metric], reference)
+        assert reference is not None
+        other = reference.files
+        if not other:
+            raise UserError(
+                f"--reference {reference.name}: expected images for --fid-backend clean-fid, got"
+                " statistics; give a folder"
+            )
+    return float(package.distance(features(_files(run)), features(other)))
+
+
+def _files(run: Run) -> tuple[Path, ...]:
+    return tuple(item.path for item in run.items.values())
 
 
 def _count(metric: Metric, baseline: Run | None, reference: Reference | None) -> int:
