@@ -74,6 +74,17 @@ def test_models_that_readme_names_were_tested() -> None:
         assert any(row.startswith(name) for row in tested), name
 
 
+def test_readme_counts_denoisers_and_caches_as_the_matrix_does() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    ((classes, merge),) = re.findall(r"^(\d+) classes: (\d+) merge,", page, re.M)
+    assert f"{merge} of diffusers' {classes} denoisers" in README
+    caches = page.partition("## On top of caches")[2].partition("\n## ")[0]
+    (head,) = re.findall(r"^\| model \|(.*)\|$", caches, re.M)
+    alone = re.findall(r"^- \w+ on ", caches, re.M)
+    count = ("six", "seven", "eight", "nine", "ten")[len(head.split("|")) + len(alone) - 6]
+    assert f"{count} caches may be on too" in README
+
+
 @pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[-1][:40])
 def test_python_examples_run_and_warn_of_nothing(
     code: str, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
