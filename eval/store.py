@@ -78,19 +78,22 @@ class Store:
         fresh: bool = False,
     ) -> None:
         """Opens or begins a file. Arguments and errors as `read_store` has them."""
-        self._path, self._keys = path, keys
+        self._path, self._keys, self._open = path, keys, False
+        self._head = {"format": form, "about": dict(about)}
         self.found = read_store(path, form, what, about, keys, fresh)
-        head = {"format": form, "about": dict(about)}
-        lines = (json.dumps(line) + "\n" for line in (head, *self.found.values()))
-        write_atomically(path, "".join(lines).encode())
 
     def key(self, line: Mapping[str, Any]) -> tuple[Any, ...]:
         """What makes a line one of its own."""
         return tuple(line[name] for name in self._keys)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Keep one more line, at once."""
+        """Keep one more line, at once; the first one begins the file, or makes a torn one whole."""
         self.found[self.key(line)] = line
+        if not self._open:
+            lines = (json.dumps(line) + "\n" for line in (self._head, *self.found.values()))
+            write_atomically(self._path, "".join(lines).encode())
+            self._open = True
+            return
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

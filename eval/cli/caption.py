@@ -36,10 +36,10 @@ def run_caption(
 
     check_place(out, out)
     names = chosen_rows(rows)
-    if not tokens >= 1 or longer > tokens:
+    if tokens < 1 or not 0 <= longer <= tokens:
         raise UserError(
-            f"--tokens, --longer: expected 1 or more, and at least as many at most, got {tokens}"
-            f" and {longer}; correct them"
+            f"--tokens, --longer: expected 1 or more, and from 0 to as many, got {tokens} and"
+            f" {longer}; correct them"
         )
     check_prompt(choice, prompt)
     pictures = read_references(references, data, num)

@@ -40,6 +40,12 @@ class FutureAttention:
     count: int = 1024
     ahead: int = 128
 
+    def __post_init__(self) -> None:
+        for name in ("count", "ahead"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise ValueError(f"{name}: expected a number from 1 to 2^31 - 1, got {value!r}")
+
     def score(self, view: CacheView) -> Tensor:
         """Return sqrt(mean of attention squared over queries and grouped heads) |v|, [B, h, L]."""
         return self.of(view, *view.to_come(self.count, self.ahead))

@@ -71,10 +71,12 @@ class Selection:
             moved, counted = _fewer(moved, counted)
         else:
             scores, (moved, counted) = own.score(view), view.to_come(COUNT, AHEAD)
-        if scores.shape != view.slots.shape:
+        real = isinstance(scores, Tensor) and not scores.is_complex()
+        if not real or scores.shape != view.slots.shape:
+            got = list(scores.shape) if real else type(scores).__name__
             raise ValueError(
                 f"{type(own).__name__}.score: expected a number for each key,"
-                f" {list(view.slots.shape)}, got {list(scores.shape)}"
+                f" {list(view.slots.shape)}, got {got}"
             )
         return Look(marked(scores, view, keep), moved, counted)
 

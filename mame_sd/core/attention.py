@@ -9,14 +9,16 @@ kernel there is. Text beside the image stays as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import Cells, cells_of
 from mame_sd.core.devices import no_autocast
 from mame_sd.core.fit import fitted_to
@@ -99,10 +101,8 @@ def attention(
     Raises:
         ValueError: shapes that don't go together, or `keep` out of its range.
     """
-    size = tuple(int(side) for side in grid)
     call = {name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how}
-    if isinstance(keep, bool) or not 0 < keep <= 1:
-        raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
+    size = _checked(grid, before, after, keep, how)
     count = before + torch.Size(size).numel() + after
     if q.dim() != 4 or k.dim() != 4 or k.shape[2] != count or v.shape[:3] != k.shape[:3]:
         raise ValueError(
@@ -115,13 +115,44 @@ def attention(
             f"q: expected queries of all {count} tokens or of the image's {count - before - after},"
             f" in a multiple of {k.shape[1]} heads, got {list(q.shape)}"
         )
+    mask = call.get("attn_mask")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.shape[-1:] in ((1,), (count,))):
+        got = list(mask.shape) if isinstance(mask, Tensor) else repr(mask)
+        raise ValueError(f"attn_mask: expected a tensor that ends in 1 or {count} keys, got {got}")
     more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    if keep == 1:
+    if keep == 1 or not len(q):
         return kernel(q, k, v, attn_mask=call.get("attn_mask"), scale=call.get("scale"), **more)
     merged = merge_keys(q, k, v, [Grid(before, size, keep)], KeyMerging(**how), **call)
     return kernel(
         q, merged.key, merged.value, attn_mask=merged.bias, scale=call.get("scale"), **more
     )
+
+
+def _checked(
+    grid: Sequence[int], before: int, after: int, keep: float, how: dict[str, Any]
+) -> tuple[int, ...]:
+    """The sides of the grid. Raises ValueError for arguments of `attention` that can't be."""
+    if torch.compiler.is_compiling():  # a graph was called without one before
+        return tuple(int(side) for side in grid)
+    names = [f.name for f in fields(KeyMerging)]
+    given = {"keep": keep, **how}
+    for name, value in given.items():
+        if name not in ("keep", *names):
+            raise ValueError(f"unknown argument {name!r}; expected one of {', '.join(names)}")
+        if value is None and name != "fit_queries":
+            raise ValueError(f"{name}: expected a number, got None; leave it out")
+    MaMeConfig.from_dict(given)
+    try:
+        size = tuple(index(side) for side in grid)
+        beside = index(before), index(after)
+    except TypeError:
+        size, beside = (), (0, 0)
+    if not 1 <= len(size) <= 3 or min(*size, 1) < 1 or min(beside) < 0:
+        raise ValueError(
+            f"grid, before, after: expected (h, w) or (t, h, w) of at least 1 and numbers of"
+            f" tokens, got {grid!r}, {before!r}, {after!r}"
+        )
+    return size
 
 
 def merge_keys(

@@ -100,4 +100,6 @@ def fitted_to(
     logits = product(some, key.transpose(1, 2)).unflatten(0, kept[0].shape[:2])
     weights = torch.softmax(torch.add(bias, logits, alpha=scale), -1).flatten(0, 1)
     fitted = fitted_values(weights, value, exact, *merged)
+    if kept[1].dtype == torch.float16:  # which ends at 65,504, where values may lie beyond
+        fitted = fitted.clamp(-65504, 65504)
     return fitted.view(kept[1].shape).to(kept[1].dtype)

@@ -64,7 +64,7 @@ class Groups:
             exact = t.to(dtype).reshape(batch * cells.tiles, cells.width, math.prod(t.shape[2:]))
             mean = torch.bmm(shares, exact).to(t.dtype).view(batch, cells.kept, *t.shape[2:])
             if self.stay.shape[1]:
-                at = self.stay.view(batch, -1, *[1] * (t.dim() - 2))
+                at = self.stay.view(*self.stay.shape, *[1] * (t.dim() - 2))
                 mean = torch.cat([mean, t.gather(1, at.expand(-1, -1, *t.shape[2:]))], 1)
             found.append(mean)
         sizes = counts.view(batch, cells.kept)

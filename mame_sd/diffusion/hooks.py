@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import DRAWS
+from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import NO_STEP, AttentionAdapter, Step, Tokens, merged_call
 from mame_sd.diffusion.plans import noted, same
 from mame_sd.diffusion.threads import PerThread
@@ -250,3 +251,6 @@ class MergeHook(ModelHook):
         self.fn_ref = self.entry = None
         if self.shared.applied is not None:
             self.shared.applied(False)
+
+
+watch_kernels()  # here too, for models that were saved whole, merging included

@@ -237,6 +237,3 @@ def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     watched._mame_watched = True  # type: ignore[attr-defined]
     return watched
-
-
-watch_kernels()  # also for models that were saved whole, merging included

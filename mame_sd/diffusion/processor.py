@@ -74,6 +74,7 @@ class MaMeAttnProcessor:
         fields: any other field of MaMeConfig but `references` and `layers`, over those of `config`.
 
     Raises:
+        TypeError: `config` is no MaMeConfig, or `inner` no processor.
         ValueError: a field is unknown or out of its range, or `references` or `layers` are given.
     """
 
@@ -100,6 +101,10 @@ class MaMeAttnProcessor:
         if self.config.layers is not None:
             raise ValueError(
                 "layers: a processor does not know the names of layers; use apply_mame"
+            )
+        if inner is not None and (isinstance(inner, type) or not callable(inner)):
+            raise TypeError(
+                f"inner: expected an attention processor, got {inner!r}; give one that was made"
             )
         watch_kernels()
         self.inner = inner
@@ -238,3 +243,5 @@ def _check_replaceable(
 
 
 __all__ = ["NO_SIZE", "MaMeAttnProcessor", "make_config"]
+
+watch_kernels()  # here too, for models that were saved whole, merging included

@@ -75,6 +75,9 @@ class EncoderHandle:
                 " tau=0.8"
             )
         self.root = root
+        for name, value in (("restore", restore), ("prop_attn", prop_attn)):
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(f"{name}: expected True, False or None, got {value!r}")
         rules = fields.get("layers") or (config and config.layers)
         fields = {name: value for name, value in fields.items() if name != "layers"}
         config = config and config.replace(layers=None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -176,3 +178,20 @@ def test_scores_of_another_shape_are_refused() -> None:
         shortened([view_of()], 0.5, Selection(Short()))
     with pytest.raises(TypeError, match=r"method: expected an object with score\(view\)"):
         Selection(object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("found", [None, 1.0, [[[0.5]]], np.zeros((1, 2, 40)), "complex"])
+def test_scores_that_are_no_numbers_of_a_tensor_are_refused(found: Any) -> None:
+    class Odd:
+        def score(self, view: CacheView) -> Any:
+            return view.slots.to(torch.complex64) if isinstance(found, str) else found
+
+    with pytest.raises(ValueError, match=r"Odd.score: expected a number for each key, .* got \w+$"):
+        shortened([view_of()], 0.5, Selection(Odd()))
+
+
+@pytest.mark.parametrize("name", ["count", "ahead"])
+@pytest.mark.parametrize("value", [0, -5, 1.5, "x", True, 2**31])
+def test_queries_to_come_are_counted(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected a number from 1 to"):
+        FutureAttention(**{name: value})

@@ -56,7 +56,7 @@ def given(call: Recorded) -> dict[str, Any]:
             return [torch.zeros(shape) for shape in value]
         return torch.zeros(value)
 
-    return {name: made(name, value) for name, value in call.arguments.items()}
+    return {name: made(name, value) for name, value in call.given.items()}
 
 
 def through(

@@ -235,6 +235,11 @@ def test_nothing_waits_for_the_device(masked: bool, monkeypatch: pytest.MonkeyPa
     assert len(seen.names) > 20
 
 
+def test_an_empty_batch_gives_an_empty_one() -> None:
+    q, k, v = (t[:0] for t in case())
+    assert attention(q, k, v, GRID, BEFORE, AFTER).shape == (0, *q.shape[1:3], v.shape[3])
+
+
 def test_errors_are_one_line() -> None:
     q, k, v = case()
     for call, message in (
@@ -247,8 +252,32 @@ def test_errors_are_one_line() -> None:
         (lambda: attention(q[:, :1], k, v, GRID, BEFORE, AFTER), "in a multiple of 2 heads"),
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=0), "keep: expected a share above 0"),
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=1.5), "keep: expected a share"),
-        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=True), "keep: .*, got True"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=True), "keep: expected a number"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep="x"), "keep: expected a number"),  # type: ignore[arg-type]
+        (
+            lambda: attention(q, k, v, GRID, BEFORE, AFTER, tile_size=1),
+            "tile_size: expected",
+        ),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, fit_queries=-1), "fit_queries: expected"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, seed=1.5), "seed: expected a whole"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, seed=None), "seed: expected a number"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, redraw=True), "unknown argument 'redraw'"),
+        (lambda: attention(q, k, v, (-6, -9), BEFORE, AFTER), "grid, before, after: expected"),
+        (lambda: attention(q, k, v, (6.5, 9), BEFORE, AFTER), "grid, before, after: expected"),  # type: ignore[arg-type]
+        (lambda: attention(q, k, v, GRID, -1, AFTER), "grid, before, after: expected"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=1), "attn_mask: expected"),
+        (
+            lambda: attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=torch.zeros(3, 3)),
+            r"attn_mask: expected a tensor that ends in 1 or 61 keys, got \[3, 3\]",
+        ),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+def test_values_near_the_end_of_fp16_stay_finite() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 256, 16, generator=generator) for _ in range(3))
+    output = attention(q.half(), k.half(), (v.clamp(-1, 1) * 6e4).half(), (16, 16))
+    assert output.isfinite().all()

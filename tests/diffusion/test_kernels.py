@@ -261,7 +261,7 @@ def test_a_forward_that_merges_nothing_warns_whenever_that_begins(how: str) -> N
             warnings.simplefilter("error")
             run_unet(called)
         unet.set_attn_processor(Written())
-        with pytest.warns(UserWarning, match=r"no layer merges: each of 3 was left alone, and rep"):
+        with pytest.warns(UserWarning, match=r"no layer merges: each of 2 was left alone, and rep"):
             run_unet(called)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -278,5 +278,5 @@ def test_a_compiled_model_of_too_few_tokens_warns(how: str) -> None:
     unet = one_level_unet()
     apply_mame(unet, keep=0.5, min_tokens=4000)
     called = COMPILED[how](unet)
-    with pytest.warns(UserWarning, match=r"no layer merges: each of 3 was left alone"):
+    with pytest.warns(UserWarning, match=r"no layer merges: each of 2 was left alone"):
         run_unet(called)

@@ -121,6 +121,12 @@ def test_added_keys_and_values_pass_through_bit_equal() -> None:
     assert torch.equal(run_unet(unet), before)
 
 
+@pytest.mark.parametrize("inner", [5, "AttnProcessor2_0", AttnProcessor2_0])
+def test_an_inner_processor_is_an_object_that_can_be_called(inner: Any) -> None:
+    with pytest.raises(TypeError, match="inner: expected an attention processor, got"):
+        MaMeAttnProcessor(inner=inner)
+
+
 def test_names_every_keyword_that_diffusers_processors_take() -> None:
     # Attention.forward passes only what the processor's signature names: a name missing here is
     # lost in silence.

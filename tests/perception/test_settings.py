@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,10 +27,20 @@ def test_blocks(blocks: Any, chosen: tuple[int, ...]) -> None:
         assert tuple(apply_encoder(VIT.build(), keep=0.5, blocks=blocks).configs) == chosen
 
 
-@pytest.mark.parametrize("blocks", [0, 5, (), (4,), (-5,), (1, 1), (1, -3), "two", (0.5,), True])
+@pytest.mark.parametrize(
+    "blocks",
+    [0, 5, (), (4,), (-5,), (1, 1), (1, -3), "two", (0.5,), True, (True,), (0, False), {0: 0.5}],
+)
 def test_blocks_that_are_not_there(blocks: Any) -> None:
     with pytest.raises(ValueError, match="blocks: expected"):
         apply_encoder(VIT.build(), blocks=blocks)
+
+
+@pytest.mark.parametrize("name", ["restore", "prop_attn"])
+@pytest.mark.parametrize("value", ["no", 0, 1, np.False_, []])
+def test_switches_are_true_false_or_none(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected True, False or None, got"):
+        apply_encoder(VIT.build(), **{name: value})
 
 
 def test_by_default_every_second_block_merges_the_first_most_and_the_last_a_quarter() -> None:

@@ -108,6 +108,10 @@ BAD: dict[str, tuple[list[str], str]] = {
         ["caption", "--data", "none", "--references", "none", "--out", "/dev/null/x"],
         "--out /dev/null/x: expected a folder",
     ),
+    "caption-longer": (
+        ["caption", "--data", "none", "--references", "none", "--longer", "-1"],
+        "--tokens, --longer: expected 1 or more, and from 0 to as many, got 48 and -1",
+    ),
     "cache-rows": (["cache", "--rows", "snap"], "--rows: expected names of random"),
     "cache-shares": (["cache", "--shares", "half"], "--shares: expected numbers with commas"),
     "cache-share": (

@@ -1,0 +1,213 @@
+"""Calls of one model beside one another: in threads at once, and in batches padded on both sides.
+
+    python -m scripts.robustness.apart [--seed 0] [--cases 20] [--kinds caches,encoders]
+
+Each case draws a tiny model of random weights, settings and calls, and compares each answer with
+that of the same call alone: bit for bit in threads, nearly in batches. Prints one JSON line a kind:
+how many were tried, how they ended, and what failed. The exit status is 1 where one failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mame_sd import apply_mame, mame
+from mame_sd.caches import FutureAttention, compress_cache
+from tests.builders.perception import ROWS
+from tests.builders.tiny import tiny_unet, unet_inputs
+from tests.caches.tiny import MODELS, padded, prompt, tiny
+from tests.captions import tiny as llavas
+
+Draw = random.Random
+KEEPS = (0.1, 0.25, 0.5, 0.8)
+near = partial(torch.testing.assert_close, rtol=1e-3, atol=2e-3)
+
+
+def merging(draw: Draw, **more: Any) -> dict[str, Any]:
+    """Fields of either method."""
+    return draw.choice([{"keep": draw.choice(KEEPS)}, {"tau": draw.choice((0.2, 0.6))}]) | more
+
+
+def together(root: nn.Module, draw: Draw, asks: list[Callable[[], Tensor]]) -> None:
+    """Raise AssertionError where one of `asks` gives something else in threads than alone; threads
+    take turns in modules of `root` that are drawn.
+    """
+    alone, found = [ask() for ask in asks], []
+
+    @torch.no_grad()
+    def run(number: int) -> None:
+        try:
+            found.extend((number, asks[number]()) for _ in range(3))
+        except Exception as error:
+            found.append((number, error))
+
+    def nap(*_: Any) -> None:
+        time.sleep(0.002 * random.random())
+
+    parts = [part for part in root.modules() if not isinstance(part, nn.ModuleList)]
+    hooks = [part.register_forward_pre_hook(nap) for part in draw.sample(parts, 6)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(asks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for hook in hooks:
+        hook.remove()
+    for number, other in [*found, *((number, ask()) for number, ask in enumerate(asks))]:
+        if isinstance(other, Exception):
+            raise other
+        assert torch.equal(other, alone[number]), f"call {number} differs"
+
+
+def denoisers(draw: Draw) -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **merging(draw, min_tokens=draw.choice((1, 30))))
+
+    def ask(call: dict[str, Any], fields: dict[str, Any] | None) -> Tensor:
+        with handle.using(**fields) if fields else nullcontext():
+            return unet(**call, return_dict=False)[0]
+
+    asks = []
+    for seed in range(3):
+        sizes = draw.choice((1, 2)), draw.choice((8, 12, 16)), draw.choice((8, 16))
+        call = {**unet_inputs(unet, *sizes, seed), "timestep": draw.randrange(999)}
+        asks.append(partial(ask, call, draw.choice((None, merging(draw, min_tokens=1)))))
+    together(unet, draw, asks)
+
+
+def encoders(draw: Draw) -> None:
+    row = draw.choice([row for row in ROWS if "MAE" not in row.name])
+    model = row.build()
+    apply_mame(model, **merging(draw, restore=draw.choice((None, True))))
+
+    def ask(call: dict[str, Any]) -> Tensor:
+        return torch.cat([out.flatten() for out in row.call(model, call).values()])
+
+    together(model, draw, [partial(ask, row.batch(draw.choice((1, 3)), seed)) for seed in range(3)])
+
+
+def decoder(draw: Draw) -> tuple[Any, Callable[[], Any]]:
+    """A language model, and what draws blocks that shorten its cache."""
+    model = tiny(draw.choice([*MODELS]), draw.choice(("sdpa", "eager")))
+    scores = draw.choice((None, FutureAttention(count=7, ahead=3)))
+    return model, lambda: partial(compress_cache, model, draw.choice(KEEPS), scores)
+
+
+def caches(draw: Draw) -> None:
+    model, block = decoder(draw)
+    more = {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
+
+    def ask(ids: Tensor, around: Any) -> Tensor:
+        with around():
+            written = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, **more
+            )
+        return torch.stack(written.logits)
+
+    prompts = [prompt(draw.randint(20, 90), draw.choice((1, 2)), seed) for seed in range(3)]
+    together(
+        model, draw, [partial(ask, ids, draw.choice((nullcontext, block()))) for ids in prompts]
+    )
+
+
+def pictured(draw: Draw, seed: int, sides: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """Prompts of a LLaVA with pictures, padded on the left or right, and then on both `sides`."""
+    rows = [draw.randint(1, 3) for _ in range(draw.randint(1, 3))]
+    call = llavas.prompts([[llavas.GRID**2] * count for count in rows], draw.random() < 0.5, seed)
+    call["input_ids"] = nn.functional.pad(call["input_ids"], sides, value=llavas.PAD)
+    call["attention_mask"] = nn.functional.pad(call["attention_mask"], sides)
+    return {**call, "pixel_values": llavas.pictures(sum(rows), seed=seed)}
+
+
+def captioners(draw: Draw) -> None:
+    model = llavas.llava()
+    apply_mame(model, **merging(draw))
+
+    def ask(call: dict[str, Any], form: dict[str, Any] | None) -> Tensor:
+        with nullcontext() if form is None else mame(model, **form):
+            written = model.generate(**call, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+            return torch.cat([written.flatten(), model(**call).logits.flatten()])
+
+    forms = [draw.choice((None, merging(draw), {"keep": 0.4, "blocks": 2})) for _ in range(3)]
+    together(model, draw, [partial(ask, pictured(draw, i), form) for i, form in enumerate(forms)])
+
+
+def padded_captioners(draw: Draw) -> None:
+    model = llavas.llava(draw.choice((llavas.CLIP, llavas.SIGLIP)))
+    call = pictured(draw, draw.randrange(9), (draw.randint(0, 4), draw.randint(0, 4)))
+    apply_mame(model, **draw.choice((merging(draw), {"keep": 0.4, "blocks": 2})))
+    got, start = model(**call).logits, 0
+    for row, mask in enumerate(call["attention_mask"].bool()):
+        ids = call["input_ids"][row][mask][None]
+        end = start + int((ids == llavas.IMAGE).sum()) // llavas.GRID**2
+        want = model(input_ids=ids, pixel_values=call["pixel_values"][start:end]).logits[0]
+        first, start = int((got[row, :, 0] - want[0, 0]).abs().argmin()), end
+        near(got[row, first : first + len(want)], want)
+
+
+def padded_caches(draw: Draw) -> None:
+    model, blocks = decoder(draw)
+    block, new = blocks(), prompt(3, seed=9)
+    asked = [prompt(draw.randint(2, 40), seed=seed) for seed in range(draw.randint(1, 4))]
+    parts = [padded(ids, draw.randint(0, 49 - ids.shape[1]), 49) for ids in asked]
+    ids, mask = (torch.cat(each) for each in zip(*parts, strict=True))
+    whole = torch.cat([mask, torch.ones(len(ids), 3, dtype=torch.long)], 1)
+    places = (whole.cumsum(1) - 1).clamp(min=0)
+
+    def after(first: dict[str, Any], then: dict[str, Any]) -> Tensor:
+        with block() as handle:
+            past = model(**first, use_cache=True).past_key_values
+            handle.compressing = False
+            return model(**then, past_key_values=past).logits
+
+    first = {"input_ids": ids, "attention_mask": mask, "position_ids": places[:, :49]}
+    then = {"attention_mask": whole, "position_ids": places[:, 49:]}
+    got = after(first, {"input_ids": new.repeat(len(ids), 1), **then})
+    for own, one in zip(got, asked, strict=True):
+        near(own, after({"input_ids": one}, {"input_ids": new})[0])
+
+
+@torch.no_grad()
+def main(about: str, kinds: dict[str, Callable[[Draw], str | None]], cases: int) -> int:
+    """Draw and count cases of `kinds`, which raise where they fail, and else say how they ended."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=cases, help="of each kind")
+    parser.add_argument("--kinds", default=",".join(kinds), help="with commas between")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    good = True
+    for kind in arguments.kinds.split(","):
+        counts: Counter[str] = Counter()
+        failed: dict[int, str] = {}
+        for number in range(arguments.cases):
+            try:
+                counts[kinds[kind](Draw(f"{arguments.seed}/{kind}/{number}")) or "held"] += 1
+            except Exception as error:
+                failed[number] = f"{type(error).__name__}: {error}"[:600]
+        line = {"kind": kind, "tried": arguments.cases, **counts, "failed": failed}
+        print(json.dumps(line), flush=True)
+        good &= not failed
+    return int(not good)
+
+
+if __name__ == "__main__":
+    found = (denoisers, encoders, caches, captioners, padded_captioners, padded_caches)
+    sys.exit(main(__doc__ or "", {kind.__name__: kind for kind in found}, 20))
