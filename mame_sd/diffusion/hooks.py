@@ -6,12 +6,13 @@ of one input share (`plans.py`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from diffusers.hooks import ModelHook
-from torch import nn
+from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import DRAWS
@@ -78,20 +79,29 @@ class Shared:
 
 
 class Later:
-    """A step that is worked out when a layer first asks for it: where none merges, nothing is."""
+    """A step that is worked out when a layer first asks for it: where none merges, nothing is.
 
-    def __init__(self, make: Callable[[], Step]) -> None:
-        self._make: Callable[[], Step] | None = make
+    Args:
+        make: gives the step of a call with these latents.
+        latents: the call's. They are held weakly: of a call that a Ctrl-C ends no hook is told, and
+            it is under way for other threads as long as its latents are there (`threads.begin`).
+    """
+
+    def __init__(self, make: Callable[[Tensor | None], Step], latents: Tensor | None) -> None:
+        self._make: Callable[[Tensor | None], Step] | None = make
+        self._latents = None if latents is None else weakref.ref(latents)
         self._made = NO_STEP
 
     def step(self) -> Step:
         """The step."""
-        if self._make is not None:
-            self._made, self._make = self._make(), None
+        make = self._make  # another thread may let go of it meanwhile
+        if make is not None:
+            latents = None if self._latents is None else self._latents()
+            self._made, self._make = make(latents), None
         return self._made
 
     def let_go(self) -> None:
-        """Holds on to none of the call's tensors any more: it is over."""
+        """Holds on to nothing of the call any more: it is over."""
         self._make = None
 
 

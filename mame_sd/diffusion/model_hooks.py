@@ -203,7 +203,7 @@ class StepHook(CallHook):
         leads = pairs and not frames
         first = inputs[0] if inputs else None
 
-        def step() -> Step:
+        def step(first: Tensor | None) -> Step:
             draw = draws = None
             if timestep is not None and redraws:
                 draw = draw_at(timestep)
@@ -214,7 +214,9 @@ class StepHook(CallHook):
             return Step(draw, draws, leader)
 
         again = _checkpoints(module)
-        self.shared.step.value = NO_STEP if again else step() if compiling else Later(step)
+        at_once = compiling or isinstance(parts, list)  # whose stack nobody else holds
+        made = NO_STEP if again else step(first) if at_once else Later(step, first)
+        self.shared.step.value = made
         if not compiling:
             self.shared.learning.begin(timestep)
         if compiling:  # a graph holds no plans

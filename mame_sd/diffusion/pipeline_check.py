@@ -70,8 +70,13 @@ class PipelineCheck:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises NothingMergedError where the pipeline has another denoiser now, of which nothing
-        merges.
+        merges, and RuntimeError where it is gone.
         """
+        if self._pipe() is None:
+            raise RuntimeError(
+                "expected the pipeline that merging was applied to, but this is a shallow copy of"
+                " it, and it is gone: call apply_mame or remove_mame on the copy"
+            )
         for model, told in self._others():
             if not any(hook_on(module, MergeHook.name) for module in model.modules()):
                 raise NothingMergedError(f"{told}, or remove_mame(pipe): nothing of it merges")
@@ -88,10 +93,11 @@ class PipelineCheck:
 
 
 def forget_pipeline(pipe: Any) -> None:
-    """Takes any check off a pipeline whose merging is removed."""
-    found = getattr(pipe, "__dict__", {}).get(_ATTRIBUTE)
-    if isinstance(found, PipelineCheck):
-        found.take()
+    """Takes any check off a pipeline whose merging is removed, also one that a shallow copy has of
+    another pipeline.
+    """
+    if isinstance(getattr(pipe, "__dict__", {}).get(_ATTRIBUTE), PipelineCheck):
+        delattr(pipe, _ATTRIBUTE)
 
 
 def held_weakly(target: Any) -> Callable[[], Any]:

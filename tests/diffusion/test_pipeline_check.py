@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from typing import Any
 
@@ -105,6 +106,22 @@ def test_a_copy_is_checked_by_itself(copied: str) -> None:
     assert torch.equal(once(pipe), merged)
     remove_mame(twin)
     once(twin)
+
+
+def test_a_shallow_copy_outlives_the_pipeline_once_merging_is_decided_on_it() -> None:
+    pipe = tiny_pipeline()
+    plain = once(pipe)
+    apply_mame(pipe, **MERGING)
+    merged, twin, other_twin = once(pipe), copy.copy(pipe), copy.copy(pipe)
+    del pipe
+    gc.collect()
+    with pytest.raises(RuntimeError, match="this is a shallow copy of it, and it is gone"):
+        once(twin)
+    apply_mame(twin, **MERGING)
+    assert torch.equal(once(twin), merged)
+    remove_mame(other_twin)
+    assert torch.equal(once(other_twin), plain)
+    assert "progress_bar" not in vars(other_twin)
 
 
 def test_a_progress_bar_of_the_users_stays() -> None:

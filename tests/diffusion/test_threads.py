@@ -170,14 +170,18 @@ def test_a_callback_of_the_image_itself_may_change_settings() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_forward_that_ended_by_an_error_is_not_under_way(error: type[BaseException]) -> None:
+@pytest.mark.parametrize("place", ["conv_in", "mid_block"])
+def test_a_forward_that_ended_by_an_error_is_not_under_way(
+    place: str, error: type[BaseException]
+) -> None:
+    """Also where no layer has merged yet, before `conv_in`."""
     unet = tiny_unet()
     handle = apply_mame(unet, **MERGED)
 
     def fail(*_: Any) -> None:
         raise error
 
-    failing = unet.mid_block.register_forward_pre_hook(fail)
+    failing = unet.get_submodule(place).register_forward_pre_hook(fail)
     with ThreadPoolExecutor(1) as pool:
 
         def attempt() -> None:
