@@ -139,6 +139,9 @@ def _attend(
     alone = call["key"].dim() == 3  # [B, n, D]: one head
     if alone:
         call |= {name: call[name].unsqueeze(1) for name in ("query", "key", "value")}
+        mask = call.get("attn_mask")
+        if mask is not None and mask.dim() == 3:
+            call["attn_mask"] = mask.unsqueeze(1)
     own = kernel is _SDPA
     job.inside = True
     try:

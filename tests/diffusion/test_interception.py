@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
 
@@ -45,3 +46,15 @@ def test_a_kernel_that_takes_no_numbers_is_given_a_boolean_mask() -> None:
     changed = job.merge({"query": q, "key": k, "value": v, "attn_mask": seen}, bias=False)
     assert changed is not None
     assert torch.equal(changed["attn_mask"], seen[..., : 3 + 12])
+
+
+def test_one_head_without_a_dimension_of_its_own_keeps_the_masks_of_its_samples() -> None:
+    job, qkv, seen = masked_call()
+    q, k, v = (t[:, 0] for t in qkv)
+    mask = seen[:, 0].expand(2, 27, 27)
+    with SDPAInterceptor(job):
+        alone = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        four = (t.unsqueeze(1) for t in (q, k, v))
+        want = F.scaled_dot_product_attention(*four, attn_mask=mask.unsqueeze(1))
+    assert job.merged is not None
+    torch.testing.assert_close(alone, want.squeeze(1))
