@@ -142,14 +142,16 @@ def captioners(draw: Draw) -> None:
             written = model.generate(**call, max_new_tokens=3, min_new_tokens=3, do_sample=False)
             return torch.cat([written.flatten(), model(**call).logits.flatten()])
 
-    forms = [draw.choice((None, merging(draw), {"keep": 0.4, "blocks": 2})) for _ in range(3)]
+    forms = [draw.choice((None, merging(draw), {"keep": 0.4})) for _ in range(3)]
     together(model, draw, [partial(ask, pictured(draw, i), form) for i, form in enumerate(forms)])
 
 
 def padded_captioners(draw: Draw) -> None:
-    model = llavas.llava(draw.choice((llavas.CLIP, llavas.SIGLIP)))
+    whole = {"vision_feature_select_strategy": "full"}  # SigLIP has no class token to leave out
+    tower, more = draw.choice(((llavas.CLIP, {}), (llavas.SIGLIP, whole)))
+    model = llavas.llava(tower, **more)
     call = pictured(draw, draw.randrange(9), (draw.randint(0, 4), draw.randint(0, 4)))
-    apply_mame(model, **draw.choice((merging(draw), {"keep": 0.4, "blocks": 2})))
+    apply_mame(model, **draw.choice((merging(draw), {"keep": 0.4})))
     got, start = model(**call).logits, 0
     for row, mask in enumerate(call["attention_mask"].bool()):
         ids = call["input_ids"][row][mask][None]
