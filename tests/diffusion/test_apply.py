@@ -546,7 +546,8 @@ def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
     video = torch.zeros(2, 4, 8, 8).unsqueeze(axis)
     hook(unet, (video, 5, None), {})
     assert shared.step.value.step().leader is None
-    hook(unet, (video.squeeze(axis), 5, None), {})
+    images = video.squeeze(axis)  # held, as by the call of a model
+    hook(unet, (images, 5, None), {})
     assert shared.step.value.step().leader.tolist() == [1, 1]
 
 
