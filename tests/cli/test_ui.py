@@ -99,7 +99,7 @@ def test_the_page_in_a_browser(address: str, browser: Any) -> None:
         "request",
         lambda r: None if r.url.startswith((address, "data:", "blob:")) else trouble.append(r.url),
     )
-    page.goto(address)
+    page.goto(address, timeout=180_000)  # milliseconds, for a busy machine
     page.get_by_label("Prompt").fill("a blue star")
     page.get_by_label("number input for Steps").fill("2")
     page.get_by_role("button", name="Generate").click()

@@ -59,7 +59,7 @@ def opened(
         "request",
         lambda request: trouble.append(request.url) if not _own(request.url, report) else None,
     )
-    page.goto(report)
+    page.goto(report, timeout=180_000)  # milliseconds, for a busy machine
     return page
 
 
