@@ -26,6 +26,16 @@ STEP = {"timestep": torch.tensor([500.0, 500.0])}
 WORDS = normal(2, TEXT, 16)
 SIZES = {name: torch.full((2, 2), 64.0) for name in ("original_size", "target_size", "crop_coords")}
 PACKED = {"image": "hidden_states BLC", "text": "encoder_hidden_states"}
+HUNYUAN_DIT: dict[str, Any] = {  # of the model and of its ControlNet
+    **HEADS,
+    "hidden_size": 32,
+    "cross_attention_dim": 16,
+    "cross_attention_dim_t5": 16,
+    "pooled_projection_dim": 8,
+    "text_len": TEXT,
+    "text_len_t5": TEXT,
+    "activation_fn": "gelu-approximate",
+}
 
 
 def flux_like(**more: Any) -> Any:
@@ -224,14 +234,7 @@ CASES = [
             **STEP,
         },
         **{**PATCHED, "num_layers": 4},
-        **HEADS,
-        hidden_size=32,
-        cross_attention_dim=16,
-        cross_attention_dim_t5=16,
-        pooled_projection_dim=8,
-        text_len=TEXT,
-        text_len_t5=TEXT,
-        activation_fn="gelu-approximate",
+        **HUNYUAN_DIT,
     ),
     case(
         "LuminaNextDiT2DModel",
