@@ -30,8 +30,6 @@ from ..perception.rivals import Traced, on_smaller_images, rival_on
 from ..perception.rules import ToMe
 from ..tables import Row, named
 
-Seen = Callable[[Tensor], tuple[Tensor, Tensor]]  # pixels [1, 3, h, w] to states [L, C], places [L]
-
 
 def whole_of(model: Any, pixels: Tensor) -> Tensor:
     """Projected features [L, C] of pixels [1, 3, h, w], as the model itself has them."""

@@ -64,7 +64,6 @@ WeightsOption = Annotated[
     Path | None,
     typer.Option(help="Folder with weights of metrics, looked into first.", metavar="DIR"),
 ]
-OfflineOption = Annotated[bool, typer.Option("--offline", help="Never ask a network.")]
 RowsOption = Annotated[
     str | None,
     typer.Option(
