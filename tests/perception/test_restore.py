@@ -33,20 +33,6 @@ def test_a_hidden_state_is_restored_by_the_blocks_before_it() -> None:
         handle.restore(states[0])
 
 
-@torch.no_grad()
-def test_features_of_an_earlier_forward_are_refused() -> None:
-    model = VIT.build()
-    handle = apply_encoder(model, keep=0.6)
-    handle.capture()
-    first, second = (model.vit(**VIT.batch(seed=seed)).last_hidden_state for seed in (0, 1))
-    handle.restore(second)
-    for earlier in (first, first[:, :, :8]):
-        with pytest.raises(
-            ValueError, match="expected features of the latest forward, got those of an earlier one"
-        ):
-            handle.restore(earlier)
-
-
 @dense
 @torch.no_grad()
 def test_dense_heads_find_every_token_at_its_place(row: Row) -> None:
