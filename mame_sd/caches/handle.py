@@ -9,8 +9,8 @@ its bytes. Later tokens keep the positions of the full sequence. Works by hooks 
 layers: weights, configs and generation stay as they are, and leaving the block takes all of it
 back.
 
-The block is one of its thread (a context variable tells). Prompts of other threads on the same model
-are refused, unless they enter a block of their own.
+The block is one of its thread (a context variable tells). Prompts of other threads on the same
+model are refused, unless they enter a block of their own.
 """
 
 from __future__ import annotations
