@@ -91,11 +91,11 @@ class OnModel:
         own = partial(type(self.model).forward, self.model)
         if not has_images(call):
             writing = _WRITING.get()
-            if writing is not None and writing[0] is self and self._is_prompt(call):
-                _, calls, images = writing
-                times = len(call["input_ids"]) // len(images)  # beams
-                return calls.forward(own, call, [one for row in images for one in row * times])
-            return own(**after_images(call))
+            if writing is None or writing[0] is not self or not self._is_prompt(call):
+                return own(**after_images(call))
+            _, merging, rows = writing
+            times = len(call["input_ids"]) // len(rows)  # beams
+            return merging.forward(own, call, [one for row in rows for one in row * times])
         calls = self._calls()
         if calls is not None:
             return calls.forward(own, call)
@@ -159,7 +159,8 @@ class Call:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return _signature(type(self.on.model), self.name)
+        kind: Any = type(self.on.model)
+        return _signature(kind, self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         names = [name for name in self.__signature__.parameters if name != "kwargs"]
