@@ -109,12 +109,13 @@ class Recipe(ABC, Generic[S]):
                     Image.fromarray(picture()).save(file, "PNG")
 
 
-def run(kind: type[Recipe[Any]], about: str | None) -> None:
+def run(kind: type[Recipe[Any]], about: str | None, argv: Sequence[str] | None = None) -> None:
     """The command of a training.
 
     Args:
         kind: the recipe.
         about: the script's docstring.
+        argv: what was typed; None is the process's own arguments.
     """
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -129,7 +130,7 @@ def run(kind: type[Recipe[Any]], about: str | None) -> None:
     add("--each", type=int, default=10, help="how many of each class --draw writes")
     add("--smoke", action="store_true", help="a few steps of everything")
     kind.options(add)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     if args.work is None and args.draw is None:

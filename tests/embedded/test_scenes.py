@@ -24,7 +24,7 @@ def test_scenes_are_told_apart_wherever_their_subject_stands(texture: str) -> No
             continue
         found += 1
         image = Image.fromarray(world.render(scene))
-        name = subjects.glyph_names()[scene.placed[0].glyph]
+        name = subjects.glyph_names()[scene.subject.glyph]
         assert nearest_subject(image, scene.ground.phrase) == name
         assert nearest_subject(image.resize((128, 128)), scene.ground.phrase) == name
         assert TRUTHS["transformer"].retrieved(np.asarray(image), scene.caption) == 1.0
