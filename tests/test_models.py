@@ -57,6 +57,8 @@ def test_model(case: Case) -> None:
         "merging changed nothing"
     )
     assert calls or not case.image
+    if not case.image:  # a UNet's layers, which differ in size alone
+        calls = [*{call.call["query"].shape: call for call in calls}.values()]
     for call in calls:
         check_by_loop(call)
     remove_mame(model)
@@ -344,9 +346,8 @@ def test_the_sparse_mode_of_kandinsky_5_is_left_alone() -> None:
     pipe = Kandinsky5T2VPipeline(model, *[None] * 6)
     inputs["sparse_params"] = pipe.get_sparse_params(inputs["hidden_states"], "cpu")
     with attention_backend("flex"):  # `set_attention_backend` would hold for all models after it
-        with torch.no_grad(), Attention() as attention:
-            model(**inputs)
-        left_alone(model, inputs, "sparse_params")
+        with Attention() as attention:
+            left_alone(model, inputs, "sparse_params")
     assert {key.shape[-2] for key in attention.keys} <= {TEXT}
 
 
