@@ -23,10 +23,10 @@ from transformers import VideoMAEForVideoClassification
 
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.perception.data import open_images
+from mame_sd.eval.perception.encoders import load_encoder
 from mame_sd.eval.perception.forms import FORMS, PLAIN, find_models
 from mame_sd.eval.perception.heads import text_head
 from mame_sd.perception.apply_encoder import apply_encoder
-from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from scripts.training import (
     clips,
