@@ -345,9 +345,9 @@ def test_the_sparse_mode_of_kandinsky_5_is_left_alone() -> None:
     inputs["text_rope_pos"] = torch.arange(TEXT)
     pipe = Kandinsky5T2VPipeline(model, *[None] * 6)
     inputs["sparse_params"] = pipe.get_sparse_params(inputs["hidden_states"], "cpu")
-    with attention_backend("flex"):  # `set_attention_backend` would hold for all models after it
-        with Attention() as attention:
-            left_alone(model, inputs, "sparse_params")
+    # `set_attention_backend` would hold for all models after it.
+    with attention_backend("flex"), Attention() as attention:
+        left_alone(model, inputs, "sparse_params")
     assert {key.shape[-2] for key in attention.keys} <= {TEXT}
 
 
