@@ -109,11 +109,12 @@ class MergedBlock:
         now.counting = False
         last = self.number == shared.last
         now.sizes = None if last else sizes  # a graph of gradients hangs on them
-        if not (shared.dense or now.dense):
+        dense = shared.dense or now.dense
+        if not dense and not (shared.restore and last):
             return y
         whole = shared.restored(y)
         now.whole = None if last else (whole, y)
-        if last and shared.dense:
+        if last and not now.dense:
             shared.ended()
         return whole
 
