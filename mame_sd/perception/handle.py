@@ -188,7 +188,7 @@ class EncoderHandle:
         _check_parts(new, self._shared.prop_attn, self._known, self._blocks[0])
         self.configs = new
         for number, config in self.configs.items():
-            self._merged[number].set(config)
+            self._merged[number].config = config
 
     def advice(self) -> str:
         """Say what is nearer to the unmerged model than settings that merge so much; empty where
