@@ -82,9 +82,9 @@ def main(model_folder: str, work_folder: str) -> None:
 
     torch.set_num_threads(1)
     model = load_model(ModelChoice(model=model_folder, device="cpu"))
-    settings = GenerateSettings(steps=1, batch_size=2)
+    settings = GenerateSettings(steps=1)
     config = MaMeConfig(keep=0.5, min_tokens=16)
-    prompts = prompts_from_texts(["key", "ant", "star"])
+    prompts = prompts_from_texts(["key", "ant"])
 
     def run(folder: Path, number: int = 0) -> None:
         kill_at(number, folder)
@@ -100,16 +100,8 @@ def main(model_folder: str, work_folder: str) -> None:
         status = in_child(lambda: run(folder, number))  # noqa: B023 (called at once)
         again = in_child(lambda: run(folder))  # noqa: B023
         same = again == 0 and snapshot(folder) == expected
-        print(
-            json.dumps(
-                {
-                    "operation": number,
-                    "killed": status == -signal.SIGKILL,
-                    "again": again,
-                    "same": same,
-                }
-            )
-        )
+        outcome = {"killed": status == -signal.SIGKILL, "again": again, "same": same}
+        print(json.dumps({"operation": number, **outcome}))
 
 
 if __name__ == "__main__":
