@@ -7,9 +7,7 @@ import json
 import os
 import resource
 import signal
-import socket
-import subprocess
-import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,9 @@ from mame_sd.runs.jobs import GenerateSettings, cut_batches, generator_of, jobs_
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.run_folder import RunFolder
-from tests.builders.kills import snapshot
+from tests.builders.kills import ended, in_child, kill_at, snapshot, started
+from tests.builders.processes import in_two_processes
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = prompts_from_texts(["key", "ant", "star"])
 MERGED = MaMeConfig(keep=0.5, min_tokens=16)
 FAST = GenerateSettings(steps=1)
@@ -42,10 +40,6 @@ def run(
     **kwargs: Any,
 ) -> Summary:
     return generate(model, kwargs.pop("prompts", PROMPTS), settings, config, out, **kwargs)
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -298,69 +292,60 @@ def test_images_of_their_own_size_seed_and_negative_prompt(
 
 @posix
 def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(
-    model_folder: Path, tmp_path: Path
+    model: LoadedModel, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "tests.builders.kills", str(model_folder), str(tmp_path)]
-    result = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    outcomes = [json.loads(line) for line in result.stdout.splitlines()]
-    assert sum(outcome["killed"] for outcome in outcomes) >= 15
-    assert [outcome for outcome in outcomes if not outcome["same"]] == []
+    prompts = PROMPTS[:2]
+    run(model, tmp_path / "undisturbed", prompts=prompts)
+    expected = snapshot(tmp_path / "undisturbed")
+    number, status = 0, -signal.SIGKILL
+    while status == -signal.SIGKILL:
+        number += 1
+        folder = tmp_path / f"kill-{number}"
+
+        def killed(number: int = number, folder: Path = folder) -> None:
+            kill_at(number, folder)
+            run(model, folder, prompts=prompts)
+
+        status = in_child(killed)
+        assert status in (0, -signal.SIGKILL)
+        run(model, folder, prompts=prompts)
+        assert snapshot(folder) == expected, f"killed before file operation {number}"
+    assert number > 15
 
 
 @posix
 def test_an_interrupted_command_keeps_what_is_finished(model_folder: Path, tmp_path: Path) -> None:
     given = f"generate --model {model_folder} --steps 2 --min-tokens 16 --device cpu".split()
     given += [word for number in range(16) for word in ("--prompt", f"key {number}")]
-    images, pipe = tmp_path / "killed" / "images", subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-m", "mame_sd", *given, "--out", str(tmp_path / "killed")],
-        env=environment(),
-        cwd=tmp_path,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # else ignored where we
-    ) as process:  # run in the background
-        while process.poll() is None and (not images.exists() or len(os.listdir(images)) < 2):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(0.05)
-        process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate()
-    assert process.returncode == 130, stderr
-    assert stderr == "interrupted; finished images are kept, and the same command continues\n"
+    images = tmp_path / "killed" / "images"
+
+    def command() -> int:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+        with open(tmp_path / "said", "w") as said, contextlib.redirect_stderr(said):
+            return cli.run([*given, "--out", str(tmp_path / "killed")])
+
+    pid = started(command)
+    until = time.monotonic() + 300
+    while time.monotonic() < until and (not images.exists() or len(os.listdir(images)) < 2):
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGINT)
+    assert ended(pid) == 130
+    said = (tmp_path / "said").read_text()
+    assert said == "interrupted; finished images are kept, and the same command continues\n"
     assert 2 <= len(os.listdir(images)) < 16
     for name in ("killed", "undisturbed"):
         assert cli.run([*given, "--out", str(tmp_path / name)]) == 0
     assert snapshot(tmp_path / "killed") == snapshot(tmp_path / "undisturbed")
 
 
+@posix
 def test_two_processes_share_a_run_and_make_the_same_bytes(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    """Started as launchers start them, by variables of the environment."""
     given = f"generate --prompts demo --num 5 --model {model_folder} --steps 1 --batch-size 2"
     words = [*given.split(), "--min-tokens", "16", "--device", "cpu", "--out"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "mame_sd", *words, str(tmp_path / "two")]
-    started = [
-        subprocess.Popen(
-            command,
-            env={**environment(), **shared, "RANK": rank, "LOCAL_RANK": rank},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    said = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0]
-    assert said[0].startswith("5 images in")
-    assert said[1] == ""
+    said = in_two_processes(lambda: cli.run([*words, str(tmp_path / "two")]), tmp_path)
+    assert said.count("5 images in") == 1
     assert cli.run([*words, str(tmp_path / "one")]) == 0
     assert snapshot(tmp_path / "two") == snapshot(tmp_path / "one")
 
