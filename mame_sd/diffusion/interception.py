@@ -178,7 +178,7 @@ class _Backends(dict[Any, Callable[..., Any]]):
     """The backends of diffusers' dispatcher, each under interception, whenever it is registered."""
 
     def __setitem__(self, name: Any, backend: Callable[..., Any]) -> None:
-        super().__setitem__(name, _watched(backend, name.value))
+        super().__setitem__(name, _watched(backend, getattr(name, "value", name)))
 
 
 @torch.compiler.assume_constant_result  # while a graph is compiled, not in it

@@ -24,60 +24,13 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.attention import Grid, KeyMerging
 from mame_sd.core.paper import Plan, plan_tokens
+from mame_sd.diffusion.families.family import Tokens
 from mame_sd.diffusion.interception import MergeJob, SDPAInterceptor
 from mame_sd.diffusion.plans import Plans
 from mame_sd.report import LayerStats
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 UNSEEN = "{} calls no attention over the layer's tokens that can be intercepted"
-
-
-Call = Mapping[str, Any]  # the arguments of a forward, by name
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """How the tokens of one call lie.
-
-    Attributes:
-        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order; (n,) where
-            rows and columns are unknown.
-        before: tokens of something else, such as text, that stand before them in layers where both
-            share a sequence; None: any number, another in each layer, and `after` behind them.
-        after: the same, behind them (in every layer, such as a reference image's); None: any
-            number, another in each layer.
-        unknown: why they can't be told in this call, in which then nothing merges.
-        references: the sizes of reference images that stand right behind them, in their order; the
-            first of what `after` counts.
-        count: how many tokens the image or video has.
-    """
-
-    size: tuple[int, ...]
-    before: int | None = 0
-    after: int | None = 0
-    unknown: str = ""
-    references: tuple[tuple[int, ...], ...] = ()
-    count: int = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "count", math.prod(self.size))
-
-    def start(self, length: int) -> int | None:
-        """Where they begin in a sequence of `length`; None if they can't be in it."""
-        if self.before is None:
-            start = length - self.count - (self.after or 0)
-            return 0 if length == self.count else start if start >= 0 else None
-        if self.after is None:
-            return (
-                self.before
-                if length >= self.before + self.count
-                else 0
-                if length == self.count
-                else None
-            )
-        if length in (self.count, self.count + self.after):
-            return 0
-        return self.before if length == self.before + self.count + self.after else None
 
 
 class LayerCall(NamedTuple):
@@ -126,12 +79,7 @@ class Step(NamedTuple):
     plans: Plans | None = None
 
 
-NO_STEP = Step()
-
-
-def no_step() -> Step:
-    """The step of layers around which nothing tells of one."""
-    return NO_STEP
+NO_STEP = Step()  # of layers around which nothing tells of one
 
 
 @dataclass(frozen=True)
@@ -246,7 +194,7 @@ def merged_call(
     known: Tokens | None,
     config: MaMeConfig,
     stats: LayerStats,
-    step: Callable[[], Step] = no_step,
+    step: Callable[[], Step] = lambda: NO_STEP,
 ) -> Any:
     """The output of `call`, merged where that is sound, and counted.
 
@@ -262,25 +210,20 @@ def merged_call(
     if isinstance(route, str):
         stats.skipped(route, layer.count(call, known))
         return call.run()
-    if config.tau is None:
-        return _keys_merged(layer.job(route, stats.name, step()), route, stats)
-    assert route.merge_tokens is not None
-    plan = layer.plan(route)
-    stats.merged(plan, route.tokens.size, route.note)
-    return route.merge_tokens(route, plan)
-
-
-def _keys_merged(job: MergeJob, route: Route, stats: LayerStats) -> Any:
-    """The call's output of all queries, with the image's keys and values merged."""
-    tokens = route.tokens
-    run = route.call.run if route.run is None else route.run
+    size = route.tokens.size
+    if config.tau is not None:
+        assert route.merge_tokens is not None
+        plan = layer.plan(route)
+        stats.merged(plan, size, route.note)
+        return route.merge_tokens(route, plan)
+    job = layer.job(route, stats.name, step())
     with SDPAInterceptor(job):
-        output = run()
+        output = call.run() if route.run is None else route.run()
     if job.merged is None:
-        stats.skipped(UNSEEN.format(route.call.kind), tokens.count)
+        stats.skipped(UNSEEN.format(call.kind), route.tokens.count)
     else:
         note = "; ".join(filter(None, (route.note, job.note)))
-        stats.merged(job.merged.groups[0], tokens.size, note, of=job.merged.groups)
+        stats.merged(job.merged.groups[0], size, note, of=job.merged.groups)
     return output
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mame_sd import MaMeConfig, apply_mame, remove_mame
 from mame_sd.core.cells import cells_of
 from mame_sd.core.groups import Groups, group_tokens
-from mame_sd.diffusion import model_hooks
+from mame_sd.diffusion import hooks
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.plans import Plans
 from tests.builders.pipelines import SIDE, controlnet, noise
@@ -294,7 +294,7 @@ def first_input_has_no_tensor(model: Any, inputs: dict[str, Any]) -> None:
 
 def captured(model: Any, inputs: dict[str, Any]) -> None:
     """As if a CUDA graph were being captured, which takes a GPU."""
-    model_hooks._is_recorded = lambda t: True
+    hooks._is_recorded = lambda t: True
 
 
 def subclass(model: Any, inputs: dict[str, Any]) -> None:
@@ -306,7 +306,7 @@ def test_nothing_is_kept_where_calls_can_not_be_told_apart(
     case: Any, planned: list[Groups], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Put back afterwards.
-    monkeypatch.setattr(model_hooks, "_is_recorded", model_hooks._is_recorded)
+    monkeypatch.setattr(hooks, "_is_recorded", hooks._is_recorded)
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}

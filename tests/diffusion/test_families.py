@@ -31,8 +31,8 @@ from mame_sd.diffusion.families.layouts import packed
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
 from mame_sd.diffusion.hook_registry import hook_on
+from mame_sd.diffusion.hooks import SizeHook
 from mame_sd.diffusion.layer import NO_SIZE, UNSEEN, merged_call
-from mame_sd.diffusion.model_hooks import SizeHook
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
 from tests.builders.tiny import seeded
@@ -310,22 +310,6 @@ def test_attention_that_hides_its_keys_is_left_alone_by_keep_and_merges_by_tau()
     plan = plan_tokens(x, TAU)
     got = merged(attn, family, Tokens((H, W)), TAU, x=x)
     torch.testing.assert_close(got, plan.restore(attn(plan.merge(x))))
-
-
-def test_a_joint_family_that_does_not_tell_where_text_stands_is_left_alone() -> None:
-    row = next(row for row in ROWS if row.name == "Stable Diffusion 3")
-    model = row.build()
-    known = family_of(model)
-    assert known is not None
-    before = row.run(model)
-    register_family(replace(known, text_last=None))
-    try:
-        handle = apply_mame(model, keep=0.5, min_tokens=60)
-        assert torch.equal(row.run(model), before)
-        with pytest.raises(NothingMergedError, match="doesn't tell text_last"):
-            handle.report()
-    finally:
-        register_family(known)
 
 
 @pytest.mark.parametrize(("fields", "note"), [({"keep": 0.5}, NO_SIZE), ({"tau": 0.1}, "")])

@@ -74,14 +74,3 @@ def test_a_merging_layer_launches_few_kernels(
 
 def _nothing(q: Tensor, *others: Tensor, **named: Any) -> Tensor:
     return q
-
-
-def test_a_model_whose_layers_are_all_left_whole_launches_nothing_more() -> None:
-    unet, inputs = tiny_unet(), unet_inputs(tiny_unet())
-    with torch.no_grad():
-        with Launches() as alone:
-            unet(**inputs)
-        told = pytest.warns(UserWarning, match="no layer merges")
-        with mame(unet, min_tokens=10**6), told, Launches() as left:
-            unet(**inputs)
-    assert left.names == alone.names
