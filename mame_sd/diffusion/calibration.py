@@ -20,21 +20,24 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.diffusion.layer import LayerCall, merged_call
 from mame_sd.report import LayerStats, device_of
+
+if TYPE_CHECKING:
+    from mame_sd.diffusion.handle import MaMeHandle
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
 Name = TypeVar("Name", bound=Hashable)
@@ -49,19 +52,6 @@ REFERENCE = FORMS.index({"keep": 0.125, "fit_queries": 0})  # tells how much a l
 AT = (0.15, 0.45, 0.8)  # where in an image's calls is measured: 0 the first, 1 the last
 FORWARDS = 200  # of the denoiser in a calibration, with those of its images, as far as can be
 STATES = 20_000  # choices that are kept while one is looked for
-
-
-class Merging(Protocol):
-    """What calibration needs of a `MaMeHandle`, which imports this module."""
-
-    @property
-    def root(self) -> nn.Module: ...
-    @property
-    def config(self) -> MaMeConfig: ...
-    @property
-    def layers(self) -> Sequence[tuple[nn.Module, MergeHook]]: ...
-    @property
-    def described(self) -> str: ...
 
 
 @dataclass
@@ -95,23 +85,18 @@ class Measurement:
     forward: list[float] = field(default_factory=list)
     layers: dict[str, Measured] = field(default_factory=dict)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Measurement:
-        """What `dataclasses.asdict` gave, also after it was JSON."""
-        layers = {name: Measured(**found) for name, found in values["layers"].items()}
-        return cls(list(values["forward"]), layers)
-
-    def add(self, other: Measurement) -> None:
-        """Take in what was measured on further calls."""
-        self.forward += other.forward
-        for name, found in other.layers.items():
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take in what was measured on further calls, as `dataclasses.asdict` gave it, also after
+        it was JSON.
+        """
+        self.forward += row["forward"]
+        for name, found in row["layers"].items():
             mine = self.layers.setdefault(name, Measured())
-            mine.unmerged += found.unmerged
-            mine.effect += found.effect
-            mine.own += found.own
-            for number in range(len(FORMS)):
-                mine.seconds[number] += found.seconds[number]
-                mine.errors[number] += found.errors[number]
+            for of in ("unmerged", "effect", "own"):
+                getattr(mine, of).extend(found[of])
+            for of in ("seconds", "errors"):
+                for kept, more in zip(getattr(mine, of), found[of], strict=True):
+                    kept.extend(more)
 
 
 @dataclass(frozen=True)
@@ -216,12 +201,11 @@ class Single(MergeHook):
         super().__init__(
             hook.shared, LayerStats(hook.stats.name), hook.layer, hook.known, int(hook.number)
         )
-        self._form = form
+        self.form = form
 
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The module's output, merged."""
-        call = self.layer.call(module, forward, args, kwargs)
-        return self.merged(call, self._form, self.stats)
+        return self.merged(self.layer.call(module, forward, args, kwargs), self.form, self.stats)
 
     def merged(self, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
         """The output of `call`, merged by `form` as in the step of the model's call around it."""
@@ -254,7 +238,7 @@ class Probe(Single):
 
 @torch.no_grad()
 def measure(
-    handle: Merging,
+    handle: MaMeHandle,
     calls: Sequence[Call],
     tried: Callable[[int, int, int], bool] = lambda call, layer, layers: True,
 ) -> Measurement:
@@ -303,7 +287,7 @@ def measure(
 
 
 def measure_image(
-    handle: Merging, run: Callable[[], object], number: int = 0, images: int = 1
+    handle: MaMeHandle, run: Callable[[], object], number: int = 0, images: int = 1
 ) -> Measurement:
     """`measure` on some calls of image `number` of so many, which `run` makes.
 
@@ -324,7 +308,7 @@ def measure_image(
 
 
 def measure_images(
-    handle: Merging,
+    handle: MaMeHandle,
     runs: Sequence[Callable[[], object]],
     about: Mapping[str, Any],
     kept_in: str | PathLike[str] | None = None,
@@ -357,7 +341,7 @@ def measure_images(
     on_image(len(runs), len(runs))
     found = Measurement()
     for row in rows[: len(runs)]:
-        found.add(Measurement.from_dict(row))
+        found.add(row)
     base = handle.config.replace(layers=None, made_for=None)
     forward = median(found.forward)
     said = {"forward_s": round(forward, 4), **said}
@@ -405,23 +389,13 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[Call]]:
-    """Keeps the calls of `model` in the block. A tensor that comes again, as a prompt's embeddings
-    do, is kept once.
+    """Keeps the calls of `model` in the block, their tensors as they are then: schedulers change
+    theirs in place.
     """
     calls: list[Call] = []
 
-    def kept(value: Any, before: Any) -> Any:
-        """A tensor as it is now: schedulers change theirs in place."""
-        if not isinstance(value, Tensor):
-            return value
-        same = isinstance(before, Tensor) and before.shape == value.shape
-        return before if same and torch.equal(before, value) else value.clone()
-
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        last_args, last = calls[-1] if calls else ((), {})
-        positional = [kept(v, before) for v, before in zip_longest(args, last_args[: len(args)])]
-        named = {name: kept(value, last.get(name)) for name, value in kwargs.items()}
-        calls.append((tuple(positional), named))
+        calls.append(tree_map_only(Tensor, torch.clone, (args, kwargs)))
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -492,20 +466,12 @@ def relative_error(merged: Any, unmerged: Any) -> float:
     """Squared error over squared norm, of all tensors of an output together: a tensor, a tuple or
     diffusers' output class.
     """
-    pairs = list(zip(tensors_of(merged), tensors_of(unmerged), strict=True))
+    outputs = (tree_leaves(output) for output in (merged, unmerged))
+    pairs = [pair for pair in zip(*outputs, strict=True) if isinstance(pair[1], Tensor)]
     if not pairs:
-        raise TypeError(
-            f"expected a tensor or a tuple or dict of tensors, got {type(unmerged).__name__}"
-        )
+        raise TypeError(f"expected an output with tensors in it, got {type(unmerged).__name__}")
     apart = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
     return apart / max(sum(float(b.float().square().sum()) for _, b in pairs), 1e-30)
-
-
-def tensors_of(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    parts = output.values() if isinstance(output, Mapping) else output
-    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _timed(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
@@ -516,7 +482,7 @@ def _timed(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
 
 @contextmanager
 def hooks_replaced(
-    handle: Merging, make: Callable[[MergeHook], MergeHook | None]
+    handle: MaMeHandle, make: Callable[[MergeHook], MergeHook | None]
 ) -> Iterator[None]:
     """While entered, `make` replaces each self-attention's hook; None takes it off."""
     hooks = [(module, hook) for module, hook in handle.layers if hook_on(module, hook.name) is hook]
