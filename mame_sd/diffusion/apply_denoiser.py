@@ -15,14 +15,9 @@ merges with its own weights, and so does one that `torch.save` wrote whole.
 
 Threads may generate with one model at once, each with settings of its own (`handle.using`). What
 changes a model for all (`apply_mame`, `remove_mame`, `handle.set`) raises RuntimeError while
-another thread makes an image with it.
-
-With `keep`, `torch.compile` of the model makes one graph of it, merging included. It makes one for
-each size and batch size (not with `dynamic=True`). The hook that reads the step becomes a small
-graph of its own. With `tau` how many tokens stay depends on the data. This breaks the graph in each
-merging layer (results stay right). For one graph compile with `fullgraph=True`, or set
-`torch._dynamo.config.capture_dynamic_output_shape_ops = True`. `compile_repeated_blocks` makes one
-graph for all blocks of a size.
+another thread makes an image with it. With `keep`, `torch.compile` of the model makes one graph of
+it, merging included; with `tau` how many tokens stay depends on the data, which breaks the graph in
+each merging layer (docs/usage.md tells more).
 """
 
 from __future__ import annotations

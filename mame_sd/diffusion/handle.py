@@ -342,14 +342,14 @@ class MaMeHandle:
             )
         if config.size is not None and any(isinstance(h, SizeHook) for _, h in self._hooks):
             raise ValueError(
-                f"size: expected none, for {self._kind} tells its height and width, got {config.size};"
-                " leave it out"
+                f"size: expected none, for {self._kind} tells its height and width, got"
+                f" {config.size}; leave it out"
             )
         unknown = [] if config.layers is None else config.layers.unknown(self._names)
         if unknown:
             raise ValueError(
-                f"layers: expected patterns of layers of {self._kind} such as {self._names[0]!r}, got"
-                f" {unknown[0]!r}, which is none of them; handle.report() names them all"
+                f"layers: expected patterns of layers of {self._kind} such as {self._names[0]!r},"
+                f" got {unknown[0]!r}, which is none of them; handle.report() names them all"
             )
         if config.references is not None:
             families = [getattr(hook.layer, "family", None) for hook in self._layers]

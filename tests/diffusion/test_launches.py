@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mame_sd import attention
 from mame_sd.core.draws import draw_at
 from mame_sd.core.pairs import leaders
-from mame_sd.diffusion.apply_denoiser import mame
-from tests.builders.tiny import tiny_unet, unet_inputs
 
 # Operations that are more than one launch on CUDA, by the name without the overload.
 SEVERAL = {"topk": 4, "sort": 6, "linalg_cholesky_ex": 3, "linalg_solve_triangular": 2}

@@ -138,25 +138,6 @@ def test_a_model_changes_only_between_images() -> None:
     assert not torch.equal(generate(pipe), expected)
 
 
-def test_a_thread_that_was_given_the_model_and_waits_makes_no_image() -> None:
-    model, waits, done = tiny_unet(), threading.Event(), threading.Event()
-    handle = apply_mame(model, min_tokens=40)
-
-    @torch.no_grad()
-    def serve(queue: None, unet: Any) -> None:
-        waits.set()
-        done.wait(60)
-
-    thread = threading.Thread(target=serve, args=(None, model))
-    thread.start()
-    waits.wait(60)
-    try:
-        handle.set(keep=0.5)
-    finally:
-        done.set()
-        thread.join()
-
-
 def test_a_callback_of_the_image_itself_may_change_settings() -> None:
     pipe = tiny_pipeline()
     handle = apply_mame(pipe, **MERGED)
@@ -169,8 +150,9 @@ def test_a_callback_of_the_image_itself_may_change_settings() -> None:
     assert not torch.equal(generate(pipe, callback_on_step_end=change), before)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["conv_in", "mid_block"])
+@pytest.mark.parametrize(
+    ("place", "error"), [("conv_in", ValueError), ("mid_block", KeyboardInterrupt)]
+)
 def test_a_forward_that_ended_by_an_error_is_not_under_way(
     place: str, error: type[BaseException]
 ) -> None:
