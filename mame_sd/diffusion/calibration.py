@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.diffusion.layer import LayerCall, merged_call
 from mame_sd.report import LayerStats, device_of
@@ -194,48 +193,6 @@ class Calibration:
         return self.forward / max(self.forward - saved, 1e-12)
 
 
-class Single(MergeHook):
-    """Merges a layer by one form, whatever the settings are, and counts nothing."""
-
-    def __init__(self, hook: MergeHook, form: MaMeConfig) -> None:
-        super().__init__(
-            hook.shared, LayerStats(hook.stats.name), hook.layer, hook.known, int(hook.number)
-        )
-        self.form = form
-
-    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, merged."""
-        return self.merged(self.layer.call(module, forward, args, kwargs), self.form, self.stats)
-
-    def merged(self, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
-        """The output of `call`, merged by `form` as in the step of the model's call around it."""
-        step = self.step()._replace(plans=None)
-        return merged_call(self.layer, call, self.layout(), form, stats, lambda: step)
-
-
-class Probe(Single):
-    """Computes the unmerged attention, whose output goes on, and every form beside it."""
-
-    def __init__(
-        self, hook: MergeHook, forms: Sequence[MaMeConfig], measured: Measured, clock: Clock
-    ) -> None:
-        super().__init__(hook, forms[0])
-        self._forms, self._measured, self._clock = forms, measured, clock
-
-    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's own output; the forms in which the layer can't merge have no entry."""
-        call = self.layer.call(module, forward, args, kwargs)
-        unmerged, seconds = _timed(call.run, self._clock)
-        self._measured.unmerged.append(seconds)
-        for number, form in enumerate(self._forms):
-            stats = LayerStats(self.stats.name)
-            merged, seconds = _timed(partial(self.merged, call, form, stats), self._clock)
-            if stats.last_reason is None:
-                self._measured.seconds[number].append(seconds)
-                self._measured.errors[number].append(relative_error(merged, unmerged))
-        return unmerged
-
-
 @torch.no_grad()
 def measure(
     handle: MaMeHandle,
@@ -258,23 +215,37 @@ def measure(
     found = Measurement()
     forms = [base.replace(**form) for form in FORMS]
 
-    def probe(hook: MergeHook) -> Probe:
-        return Probe(hook, forms, found.layers.setdefault(hook.stats.name, Measured()), clock)
+    def every_form(hook: MergeHook, call: LayerCall) -> Any:
+        """The unmerged output; the forms in which the layer can't merge have no entry."""
+        layer = found.layers.setdefault(hook.stats.name, Measured())
+        unmerged, seconds = _timed(call.run, clock)
+        layer.unmerged.append(seconds)
+        for number, form in enumerate(forms):
+            stats = LayerStats(hook.stats.name)
+            merged, seconds = _timed(partial(_merged, hook, call, form, stats), clock)
+            if stats.last_reason is None:
+                layer.seconds[number].append(seconds)
+                layer.errors[number].append(relative_error(merged, unmerged))
+        return unmerged
+
+    def alone(hook: MergeHook, call: LayerCall, name: str, form: MaMeConfig) -> Any:
+        merges = hook.stats.name == name
+        return _merged(hook, call, form, LayerStats(name)) if merges else call.run()
 
     for number, (args, kwargs) in enumerate(calls):
         run = partial(handle.root, *args, **kwargs)
-        with hooks_replaced(handle, lambda hook: None):
+        with layers_run(handle, _unmerged):
             if number == 0:
                 run()  # warm-up
             output, seconds = _timed(run, clock)
         found.forward.append(seconds)
-        with hooks_replaced(handle, probe):
+        with layers_run(handle, every_form):
             run()
         merging = {name: layer for name, layer in found.layers.items() if layer.forms}
         for at, (name, layer) in enumerate(merging.items()):
             if tried(number, at, len(merging)):
                 form = REFERENCE if REFERENCE in layer.forms else layer.forms[0]
-                with hooks_replaced(handle, partial(_alone, name=name, form=forms[form])):
+                with layers_run(handle, partial(alone, name=name, form=forms[form])):
                     layer.effect.append(relative_error(run(), output))
                 layer.own.append(layer.errors[form][-1])
     found.layers = {name: layer for name, layer in found.layers.items() if layer.forms}
@@ -286,6 +257,31 @@ def measure(
     return found
 
 
+@contextmanager
+def layers_run(handle: MaMeHandle, run: Callable[[MergeHook, LayerCall], Any]) -> Iterator[None]:
+    """While entered, `run` computes the calls of all layers, whatever the settings are, and nothing
+    is counted.
+    """
+    hooks = [hook for _, hook in handle.layers]
+    try:
+        for hook in hooks:
+            hook.instead = partial(run, hook)
+        yield
+    finally:
+        for hook in hooks:
+            hook.instead = None
+
+
+def _unmerged(hook: MergeHook, call: LayerCall) -> Any:
+    return call.run()
+
+
+def _merged(hook: MergeHook, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
+    """The output of `call`, merged by `form` as in the step of the model's call around it."""
+    step = hook.step()._replace(plans=None)
+    return merged_call(hook.layer, call, hook.layout(), form, stats, lambda: step)
+
+
 def measure_image(
     handle: MaMeHandle, run: Callable[[], object], number: int = 0, images: int = 1
 ) -> Measurement:
@@ -294,7 +290,7 @@ def measure_image(
     Each layer merges alone in as many of these calls as `FORWARDS` allows. At least these are the
     late and the middle one of one image: they tell nearly as much as all three do.
     """
-    with hooks_replaced(handle, lambda hook: None), recorded(handle.root) as every:
+    with layers_run(handle, _unmerged), recorded(handle.root) as every:
         run()
     calls = some(every)
     left = FORWARDS - images * (len(every) + 2 * len(calls) + 1)  # 1: the warm-up
@@ -428,10 +424,6 @@ def options(found: Measurement) -> dict[str, list[Option]]:
     return result
 
 
-def _alone(hook: MergeHook, name: str, form: MaMeConfig) -> MergeHook | None:
-    return Single(hook, form) if hook.stats.name == name else None
-
-
 def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name, Option] | None:
     """The option for each layer whose errors have the least sum of all choices that save at least
     `saved` seconds; None: no choice saves so much.
@@ -478,22 +470,3 @@ def _timed(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
     start = clock()
     output = call()
     return output, clock() - start
-
-
-@contextmanager
-def hooks_replaced(
-    handle: MaMeHandle, make: Callable[[MergeHook], MergeHook | None]
-) -> Iterator[None]:
-    """While entered, `make` replaces each self-attention's hook; None takes it off."""
-    hooks = [(module, hook) for module, hook in handle.layers if hook_on(module, hook.name) is hook]
-    try:
-        for module, hook in hooks:
-            take_hook(module, hook.name)
-            made = make(hook)
-            if made is not None:
-                put_hook(module, made)
-        yield
-    finally:
-        for module, hook in hooks:
-            take_hook(module, hook.name)
-            put_hook(module, hook)

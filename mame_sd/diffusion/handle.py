@@ -211,7 +211,8 @@ class MaMeHandle:
             for number, prompt in enumerate(prompts)
         ]
         about = {"prompts": len(prompts), "seed": seed, **plain_values(call)}
-        calibration = measure_images(self, runs, about)
+        with self.using():
+            calibration = measure_images(self, runs, about)
         self.set(calibration.config(speed))
         return calibration
 

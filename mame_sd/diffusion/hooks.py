@@ -23,7 +23,7 @@ from mame_sd.diffusion.families.family import Call, Tokens
 from mame_sd.diffusion.families.unet import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import CallHook, PreHook
 from mame_sd.diffusion.interception import watch_kernels
-from mame_sd.diffusion.layer import NO_STEP, AttentionAdapter, Step, merged_call
+from mame_sd.diffusion.layer import NO_STEP, AttentionAdapter, LayerCall, Step, merged_call
 from mame_sd.diffusion.plans import Plans, noted, same
 from mame_sd.diffusion.threads import PerThread, begin, end
 from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
@@ -162,6 +162,7 @@ class MergeHook(ModelHook):
     name = "mame"
     fn_ref: Any
     entry: Any = None  # the module's `forward` just after the hook was put on, an Entry's
+    instead: Callable[[LayerCall], Any] | None = None  # computes calls while calibration measures
 
     def __init__(
         self,
@@ -183,6 +184,8 @@ class MergeHook(ModelHook):
     def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """The output of the module, whose own forward is `forward`, merged where that is sound."""
         shared, stats = self.shared, self.stats
+        if self.instead is not None:
+            return self.instead(self.layer.call(module, forward, args, kwargs))
         setting: ResolvedConfig = getattr(shared.own.mine, "value", None) or shared.setting
         if not setting.active:
             return forward(*args, **kwargs)

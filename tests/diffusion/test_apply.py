@@ -26,6 +26,7 @@ from tests.builders.tiny import (
     tiny_unet,
     unet_inputs,
 )
+from tests.builders.transformers import normal
 
 SIZES = [(16, 16), (8, 24), (12, 20)]
 MERGING = {"tau": 0.2, "min_tokens": 40}
@@ -465,3 +466,25 @@ def test_a_model_refuses_a_size_that_it_tells_itself() -> None:
     handle = apply_mame(unet, min_tokens=40)
     with pytest.raises(ValueError, match=message):
         handle.set(size=(3, 5))
+
+
+@pytest.mark.parametrize("fields", [{"keep": 0.4}, {"tau": -1.0}], ids=str)
+def test_each_sample_of_a_batch_is_its_own(fields: dict[str, Any]) -> None:
+    unet = tiny_unet().double()  # in fp32 rounding may decide between two nearly equal destinations
+    apply_mame(unet, min_tokens=16, **fields)
+    x, text = normal(3, 4, 8, 12).double(), normal(3, 7, 16).double()
+    with torch.no_grad():
+        together = unet(x, torch.tensor(500), text).sample
+        alone = [unet(x[i : i + 1], torch.tensor(500), text[i : i + 1]).sample for i in range(3)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-9, atol=1e-9)
+
+
+def test_sizes_may_change_between_calls() -> None:
+    unet = tiny_unet()
+    sizes = [(16, 16), (16, 24), (8, 16), (16, 16)]
+    apply_mame(unet, keep=0.5, min_tokens=16)
+    live = [run_unet(unet, height=h, width=w) for h, w in sizes]
+    for (h, w), output in zip(sizes, live, strict=True):
+        remove_mame(unet)
+        apply_mame(unet, keep=0.5, min_tokens=16)
+        assert torch.equal(run_unet(unet, height=h, width=w), output)

@@ -27,8 +27,6 @@ from mame_sd import MaMeConfig, apply_mame, plan_tokens, remove_mame
 from mame_sd.diffusion.families.layouts import packed
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
-from mame_sd.diffusion.hook_registry import hook_on
-from mame_sd.diffusion.hooks import SizeHook
 from mame_sd.diffusion.layer import NO_SIZE, UNSEEN, merged_call
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
@@ -155,21 +153,6 @@ def test_a_merged_flux_is_exported_after_a_forward_of_that_size() -> None:
     want = model(**inputs)[0]
     exported = torch.export.export(model, (), inputs, strict=False).module()
     torch.testing.assert_close(exported(**inputs)[0], want)
-
-
-@torch.no_grad()
-def test_positions_are_not_read_while_merging_is_off() -> None:
-    model, inputs = flux()
-    handle = apply_mame(model, keep=0.5, min_tokens=1)
-    handle.active = False
-    inputs["img_ids"] = inputs["img_ids"].to("meta")
-    reader = hook_on(model, SizeHook.name)
-    assert isinstance(reader, SizeHook)
-    reader(model, (), inputs)
-    assert reader.tokens.value is None
-    handle.active = True
-    with pytest.raises(NotImplementedError):
-        reader(model, (), inputs)
 
 
 def hunyuan(processor: Any) -> Attention:

@@ -97,11 +97,6 @@ def whole(model: Any) -> int:
     return count
 
 
-def in_place(model: Any) -> Any:
-    model.compile(backend="eager", fullgraph=True)
-    return model
-
-
 def by_blocks(model: Any) -> Any:
     model.compile_repeated_blocks(backend="eager", fullgraph=True)
     return model
@@ -110,7 +105,6 @@ def by_blocks(model: Any) -> Any:
 COMPILED: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
     "one graph": lambda model: torch.compile(model, backend="eager", fullgraph=True),
-    "in place": in_place,
     "blocks": by_blocks,
 }
 
@@ -140,30 +134,6 @@ def test_a_backend_that_is_set_gets_merged_keys(
     remove_mame(model)
     run(model)
     assert seen() == {every}
-
-
-@pytest.mark.parametrize("how", ["eager", "in place"])
-def test_a_backend_that_is_switched_gets_merged_keys(
-    register: Callable[[str], None], how: str
-) -> None:
-    model = flux()
-    for name in ("sage", "flash"):
-        register(name)
-    every = whole(model)
-    handle = apply_mame(model, **MERGING)
-    called = COMPILED[how](model)
-    native = run(called)
-    for name in ("sage", "flash", "sage"):
-        with attention_backend(name):
-            run(called)
-        assert max(seen()) < every
-        assert any(f"by {name}," in layer.reason for layer in handle.report().layers)
-    model.set_attention_backend("flash")
-    run(called)
-    assert max(seen()) < every
-    model.set_attention_backend("native")
-    torch.testing.assert_close(run(called), native)
-    assert not seen()
 
 
 @torch.no_grad()

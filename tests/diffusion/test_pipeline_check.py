@@ -59,9 +59,11 @@ def test_nothing_is_told_while_merging_is_off() -> None:
     pipe = tiny_pipeline()
     plain, handle = once(pipe), apply_mame(pipe, **MERGING)
     handle.active = False
-    mine, pipe.unet = pipe.unet, other()
-    with handle.using(), pytest.raises(NothingMergedError, match=TOLD):
-        once(pipe)
+    mine = pipe.unet
+    with handle.using():
+        pipe.unet = other()
+        with pytest.raises(NothingMergedError, match=TOLD):
+            once(pipe)
     assert torch.equal(once(pipe), plain)
     pipe.unet = mine
     handle.active = True

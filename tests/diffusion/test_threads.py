@@ -8,8 +8,6 @@ another one acts.
 from __future__ import annotations
 
 import contextlib
-import copy
-import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,6 @@ import torch
 from torch import Tensor
 
 from mame_sd.diffusion.apply_denoiser import apply_mame, mame, remove_mame
-from mame_sd.diffusion.threads import PerThread
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import (
     generate,
@@ -138,18 +135,6 @@ def test_a_model_changes_only_between_images() -> None:
     assert not torch.equal(generate(pipe), expected)
 
 
-def test_a_callback_of_the_image_itself_may_change_settings() -> None:
-    pipe = tiny_pipeline()
-    handle = apply_mame(pipe, **MERGED)
-    before = generate(pipe)
-
-    def change(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        handle.set(keep=0.25)
-        return kwargs
-
-    assert not torch.equal(generate(pipe, callback_on_step_end=change), before)
-
-
 @pytest.mark.parametrize(
     ("place", "error"), [("conv_in", ValueError), ("mid_block", KeyboardInterrupt)]
 )
@@ -227,12 +212,3 @@ def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
         assert torch.equal(future.result(), half)
     assert torch.equal(generate(second), quarter)
     assert torch.equal(generate(first), half)
-
-
-def test_a_value_of_a_thread_is_copied_empty() -> None:
-    value = PerThread(latest=True)
-    value.value = 3
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lambda: value.value).result() == 3
-    assert copy.deepcopy(value).value is None
-    assert pickle.loads(pickle.dumps(value)).value is None

@@ -19,7 +19,6 @@ from torch import Tensor
 from mame_sd import apply_mame
 from mame_sd.core.groups import Groups
 from tests.builders.pipelines import quiet
-from tests.builders.threads import in_thread
 from tests.builders.transformers import TEXT, halves, normal, run
 from tests.matrix.transformers import ROWS
 
@@ -148,20 +147,3 @@ def test_a_modular_pipeline_plans_once(planned: list[Groups]) -> None:
     assert layers
     assert all(entry.calls == 6 for entry in layers)
     assert len(planned) == 3 * len(layers)
-
-
-def test_a_modular_pipeline_is_not_changed_under_way() -> None:
-    pipe, generate = modular()
-    handle = apply_mame(pipe, keep=0.25, min_tokens=1)
-    found: list[str] = []
-
-    def change() -> None:
-        try:
-            handle.set(keep=0.5)
-        except RuntimeError as error:
-            found.append(str(error))
-
-    handle.root.transformer_blocks[0].register_forward_pre_hook(lambda *_: in_thread(change))
-    generate()
-    assert found
-    assert all(type(handle.root).__name__ in text for text in found)

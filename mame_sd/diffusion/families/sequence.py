@@ -155,7 +155,7 @@ def _text_length(family: Family, given: Call, tokens: Tokens) -> int:
         return int(given[family.keys].shape[1]) - tokens.count
     text = given.get(family.text) if family.joint and family.text not in family.inputs else None
     if text is not None:
-        return int(_sequence(text).shape[1])
+        return int(text.shape[-2] if text.dim() < 4 else text.shape[2:].numel())
     kept = given.get(family.kept_text)
     return 0 if kept is None else int(kept.shape[1])
 
