@@ -22,12 +22,11 @@ from mame_sd.core.attention import Merged
 from mame_sd.core.cells import cells_of, plane_of
 from mame_sd.core.fit import fitted_to
 from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
-from mame_sd.diffusion.families.family import Tokens
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.diffusion.interception import MergeJob
-from mame_sd.diffusion.layer import AttentionAdapter, LayerCall, Route, Step
+from mame_sd.diffusion.layer import AttentionAdapter, LayerCall, Route, Step, Tokens
 
 
 class Run:

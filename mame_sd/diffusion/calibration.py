@@ -23,7 +23,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.diffusion.layer import LayerCall, merged_call
 from mame_sd.report import LayerStats, device_of
-
-if TYPE_CHECKING:
-    from mame_sd.diffusion.handle import MaMeHandle
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
 Name = TypeVar("Name", bound=Hashable)
@@ -51,6 +48,19 @@ REFERENCE = FORMS.index({"keep": 0.125, "fit_queries": 0})  # tells how much a l
 AT = (0.15, 0.45, 0.8)  # where in an image's calls is measured: 0 the first, 1 the last
 FORWARDS = 200  # of the denoiser in a calibration, with those of its images, as far as can be
 STATES = 20_000  # choices that are kept while one is looked for
+
+
+class Merging(Protocol):
+    """What calibration needs of a `MaMeHandle`, which imports this module."""
+
+    @property
+    def root(self) -> nn.Module: ...
+    @property
+    def config(self) -> MaMeConfig: ...
+    @property
+    def layers(self) -> Sequence[tuple[nn.Module, MergeHook]]: ...
+    @property
+    def described(self) -> str: ...
 
 
 @dataclass
@@ -195,7 +205,7 @@ class Calibration:
 
 @torch.no_grad()
 def measure(
-    handle: MaMeHandle,
+    handle: Merging,
     calls: Sequence[Call],
     tried: Callable[[int, int, int], bool] = lambda call, layer, layers: True,
 ) -> Measurement:
@@ -258,7 +268,7 @@ def measure(
 
 
 @contextmanager
-def layers_run(handle: MaMeHandle, run: Callable[[MergeHook, LayerCall], Any]) -> Iterator[None]:
+def layers_run(handle: Merging, run: Callable[[MergeHook, LayerCall], Any]) -> Iterator[None]:
     """While entered, `run` computes the calls of all layers, whatever the settings are, and nothing
     is counted.
     """
@@ -283,7 +293,7 @@ def _merged(hook: MergeHook, call: LayerCall, form: MaMeConfig, stats: LayerStat
 
 
 def measure_image(
-    handle: MaMeHandle, run: Callable[[], object], number: int = 0, images: int = 1
+    handle: Merging, run: Callable[[], object], number: int = 0, images: int = 1
 ) -> Measurement:
     """`measure` on some calls of image `number` of so many, which `run` makes.
 
@@ -304,7 +314,7 @@ def measure_image(
 
 
 def measure_images(
-    handle: MaMeHandle,
+    handle: Merging,
     runs: Sequence[Callable[[], object]],
     about: Mapping[str, Any],
     kept_in: str | PathLike[str] | None = None,

@@ -19,11 +19,18 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.draws import DRAWS, constant, counting, draw_at
 from mame_sd.core.pairs import leaders
-from mame_sd.diffusion.families.family import Call, Tokens
 from mame_sd.diffusion.families.unet import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import CallHook, PreHook
 from mame_sd.diffusion.interception import watch_kernels
-from mame_sd.diffusion.layer import NO_STEP, AttentionAdapter, LayerCall, Step, merged_call
+from mame_sd.diffusion.layer import (
+    NO_STEP,
+    AttentionAdapter,
+    Call,
+    LayerCall,
+    Step,
+    Tokens,
+    merged_call,
+)
 from mame_sd.diffusion.plans import Plans, noted, same
 from mame_sd.diffusion.threads import PerThread, begin, end
 from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats

@@ -24,13 +24,54 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.attention import Grid, KeyMerging
 from mame_sd.core.paper import Plan, plan_tokens
-from mame_sd.diffusion.families.family import Tokens
 from mame_sd.diffusion.interception import MergeJob, SDPAInterceptor
 from mame_sd.diffusion.plans import Plans
 from mame_sd.report import LayerStats
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 UNSEEN = "{} calls no attention over the layer's tokens that can be intercepted"
+Call = Mapping[str, Any]  # the arguments of a forward, by name
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How the tokens of one call lie.
+
+    Attributes:
+        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order; (n,) where
+            rows and columns are unknown.
+        before: tokens of something else, such as text, that stand before them in layers where both
+            share a sequence; None: any number, another in each layer, and `after` behind them.
+        after: the same, behind them (in every layer, such as a reference image's); None: any
+            number, another in each layer.
+        unknown: why they can't be told in this call, in which then nothing merges.
+        references: the sizes of reference images that stand right behind them, in their order; the
+            first of what `after` counts.
+        count: how many tokens the image or video has.
+    """
+
+    size: tuple[int, ...]
+    before: int | None = 0
+    after: int | None = 0
+    unknown: str = ""
+    references: tuple[tuple[int, ...], ...] = ()
+    count: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", math.prod(self.size))
+
+    def start(self, length: int) -> int | None:
+        """Where they begin in a sequence of `length`; None if they can't be in it."""
+        if length == self.count:
+            return 0
+        if self.before is None:
+            start = length - self.count - (self.after or 0)
+            return start if start >= 0 else None
+        if self.after is None:
+            return self.before if length >= self.before + self.count else None
+        if length == self.count + self.after:
+            return 0
+        return self.before if length == self.before + self.count + self.after else None
 
 
 class LayerCall(NamedTuple):

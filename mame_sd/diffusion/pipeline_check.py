@@ -8,26 +8,22 @@ While merging is on, a `PipelineCheck` stands in for that method.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import Any
 
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.report import NothingMergedError
 
-if TYPE_CHECKING:
-    from mame_sd.diffusion.handle import MaMeHandle
-
 _ATTRIBUTE = "progress_bar"
-# Denoisers that came after `apply_mame`, and what to say of each.
-Others = Callable[[Any], Iterable[tuple[nn.Module, str]]]
 
 
 class PipelineCheck:
-    """Stands in for the `progress_bar` of a handle's pipeline."""
+    """Stands in for the `progress_bar` of a pipeline.
 
-    def __init__(self, handle: MaMeHandle) -> None:
+    Args:
+        handle: the MaMeHandle (which imports this module) of the pipeline.
+    """
+
+    def __init__(self, handle: Any) -> None:
         self.handle = handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +43,7 @@ class PipelineCheck:
         return getattr(type(pipe), _ATTRIBUTE)(pipe, *args, **kwargs)
 
 
-def watch_pipeline(pipe: Any, handle: MaMeHandle) -> None:
+def watch_pipeline(pipe: Any, handle: Any) -> None:
     """Puts a check on a pipeline, if its class has such a method that the user has not replaced."""
     own = vars(pipe).get(_ATTRIBUTE) if hasattr(pipe, "__dict__") else None
     replaced = own is not None and not isinstance(own, PipelineCheck)

@@ -108,17 +108,6 @@ def test_a_model_inside_another_module_has_steps_too() -> None:
     assert not has_hooks(whole)
 
 
-def test_modules_without_a_signature_are_no_denoisers() -> None:
-    class Relu(torch.nn.Module):
-        forward = torch.relu
-
-    holder = torch.nn.ModuleDict(
-        {"unet": tiny_unet(), "relu": Relu(), "traced": torch.jit.script(torch.nn.Linear(2, 2))}
-    )
-    apply_mame(holder, min_tokens=40)
-    assert has_hooks(holder)
-
-
 @pytest.mark.parametrize("fields", [{"keep": 0.25}, {"tau": 0.5}], ids=str)
 def test_a_policy_begins_as_its_reference(fields: dict[str, Any]) -> None:
     """The same call with gradients and without: a batch of timesteps, and a guided pair."""

@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mame_sd import MaMeConfig, apply_mame, remove_mame
-from mame_sd.core.cells import cells_of
-from mame_sd.core.groups import Groups, group_tokens
+from mame_sd import apply_mame, remove_mame
+from mame_sd.core.groups import Groups
 from mame_sd.diffusion import hooks
 from mame_sd.diffusion.hook_registry import hook_on
-from mame_sd.diffusion.plans import Plans
 from tests.builders.pipelines import SIDE, controlnet, noise
 from tests.builders.threads import in_thread
 from tests.builders.tiny import LATENT, tiny_unet, unet_inputs
@@ -285,17 +283,6 @@ def test_nothing_is_kept_where_calls_can_not_be_told_apart(
     assert not any(plan() is not None for plan in kept_for(planned))
 
 
-def test_plans_are_of_one_shape_each(planned: list[Groups]) -> None:
-    latents = normal(1, 4, 8, 8)
-    plans = Plans(latents)
-    first, other, again = (
-        plans.begin(500, []).groups("a", MaMeConfig(), shape, 0, grouped).row
-        for shape in ((8, 8), (4, 16), (8, 8))
-    )
-    assert first is again
-    assert first is not other
-
-
 @pytest.mark.parametrize(
     ("fields", "compared"), [({}, True), ({"tau": 0.2}, False), ({"min_tokens": 10000}, False)]
 )
@@ -336,9 +323,3 @@ def test_removal_leaves_no_hook(cleared: bool) -> None:
             assert cleared or not getattr(target, name), name
     assert not handle.installed
     assert hook_on(copied, "mame_step") is None
-
-
-def grouped() -> Groups:
-    """Groups of 64 tokens."""
-    cells = cells_of((8, 8), 0.5)
-    return group_tokens(torch.randn(2, 64, 8)[:, cells.order], cells)

@@ -18,8 +18,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Reg
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
 
-from mame_sd import MaMeAttnProcessor, NothingMergedError, apply_mame, remove_mame
-from tests.builders.layers import attention, tokens
+from mame_sd import NothingMergedError, apply_mame, remove_mame
 from tests.builders.tiny import one_level_unet, run_unet
 from tests.matrix.transformers import ROWS
 
@@ -202,15 +201,6 @@ def test_what_stands_in_for_scaled_dot_product_attention_gets_merged_keys(
     remove_mame(unet)
     run_unet(unet)
     assert seen() == {256}
-
-
-def test_a_processor_alone_merges_before_what_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    attn = attention()
-    monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
-    SEEN.clear()
-    attn.set_processor(MaMeAttnProcessor(keep=0.5, min_tokens=1))
-    attn(tokens(length=256))
-    assert seen() == {128}
 
 
 class Written(AttnProcessor):

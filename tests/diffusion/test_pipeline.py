@@ -236,15 +236,6 @@ def test_hooks_of_apply_mame_step_back_and_return() -> None:
     assert torch.equal(generate(pipe), merged)
 
 
-def test_a_new_unet_is_merged_too() -> None:
-    pipe = mame_pipeline()
-    generate(pipe)
-    pipe.unet = tiny_pipeline(seed=9).unet
-    expected = tiny_pipeline(seed=9)
-    apply_mame(expected, tau=0.2, **FIELDS)
-    assert torch.equal(generate(pipe), generate(expected))
-
-
 @pytest.mark.parametrize(
     "place", ["pipelines/stable_diffusion_mame.py", "examples/mame_stable_diffusion"]
 )

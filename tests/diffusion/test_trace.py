@@ -87,9 +87,9 @@ def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
 # file that was left before.
 WAYS: dict[str, tuple[Any, Any, tuple[int, int, int]]] = {
     "unet": (unet, hooks, (11, 31, 12)),
-    "one-liner": (unet, one_liner, (11, 33, 12)),
+    "one-liner": (unet, one_liner, (10, 33, 12)),
     "unet-tau": (unet, by_tau, (6, 31, 13)),
-    "sd3": (sd3, hooks, (12, 31, 14)),
+    "sd3": (sd3, hooks, (11, 31, 14)),
 }
 
 

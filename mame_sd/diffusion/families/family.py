@@ -25,56 +25,15 @@ Where none of the layouts fits, `tokens` and `select` are functions of your own:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-Call = Mapping[str, Any]  # the arguments of a forward, by name
+from mame_sd.diffusion.layer import Call, Tokens
+
 Rows = Callable[[Tensor, int], Tensor]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """How the tokens of one call lie.
-
-    Attributes:
-        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order; (n,) where
-            rows and columns are unknown.
-        before: tokens of something else, such as text, that stand before them in layers where both
-            share a sequence; None: any number, another in each layer, and `after` behind them.
-        after: the same, behind them (in every layer, such as a reference image's); None: any
-            number, another in each layer.
-        unknown: why they can't be told in this call, in which then nothing merges.
-        references: the sizes of reference images that stand right behind them, in their order; the
-            first of what `after` counts.
-        count: how many tokens the image or video has.
-    """
-
-    size: tuple[int, ...]
-    before: int | None = 0
-    after: int | None = 0
-    unknown: str = ""
-    references: tuple[tuple[int, ...], ...] = ()
-    count: int = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "count", math.prod(self.size))
-
-    def start(self, length: int) -> int | None:
-        """Where they begin in a sequence of `length`; None if they can't be in it."""
-        if length == self.count:
-            return 0
-        if self.before is None:
-            start = length - self.count - (self.after or 0)
-            return start if start >= 0 else None
-        if self.after is None:
-            return self.before if length >= self.before + self.count else None
-        if length == self.count + self.after:
-            return 0
-        return self.before if length == self.before + self.count + self.after else None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mame_sd.diffusion.families.family import Call, Rows, Tokens
+from mame_sd.diffusion.families.family import Rows
+from mame_sd.diffusion.layer import Call, Tokens
 
 Layout = Callable[[Any, Call], Tokens | str | None]
 Read = TypeVar("Read", bound=Callable[..., Any])

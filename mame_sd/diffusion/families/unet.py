@@ -20,12 +20,13 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig
 from mame_sd.core.devices import least_tokens, too_few
 from mame_sd.core.paper import Plan
-from mame_sd.diffusion.families.family import Call, Tokens
 from mame_sd.diffusion.layer import (
     NO_SIZE,
     AttentionAdapter,
+    Call,
     LayerCall,
     Route,
+    Tokens,
     compared,
     skips_scores,
 )
