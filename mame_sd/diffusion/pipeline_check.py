@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from mame_sd.diffusion.hook_registry import hook_on
+from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.report import NothingMergedError
 
 _ATTRIBUTE = "progress_bar"
@@ -38,7 +39,7 @@ class PipelineCheck:
             forget_pipeline(pipe)
         elif handle.active:
             for model, told in handle.others(pipe):
-                if not any(hook_on(module, "mame") for module in model.modules()):
+                if not any(hook_on(module, MergeHook.name) for module in model.modules()):
                     raise NothingMergedError(f"{told}, or remove_mame(pipe): nothing of it merges")
         return getattr(type(pipe), _ATTRIBUTE)(pipe, *args, **kwargs)
 

@@ -18,8 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mame_sd import MaMeConfig
 from mame_sd.diffusion.apply_denoiser import apply_mame, mame, remove_mame
+from mame_sd.diffusion.hooks import ResolvedConfig, Shared, StepHook
+from mame_sd.diffusion.threads import check_idle
 from mame_sd.pipelines import StableDiffusionMaMePipeline
+from tests.builders.threads import in_thread
 from tests.builders.tiny import (
     generate,
     run_unet,
@@ -212,3 +216,14 @@ def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
         assert torch.equal(future.result(), half)
     assert torch.equal(generate(second), quarter)
     assert torch.equal(generate(first), half)
+
+
+def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
+    """As Z-Image has them."""
+    unet = tiny_unet()
+    hook, latents = StepHook(unet, Shared(ResolvedConfig(MaMeConfig(), True))), [torch.zeros(4, 1)]
+    in_thread(lambda: hook(unet, (latents, 5, None), {}))
+    with pytest.raises(RuntimeError, match=BUSY):
+        check_idle(unet, "set")
+    latents.clear()
+    check_idle(unet, "set")
