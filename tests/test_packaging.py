@@ -15,15 +15,16 @@ from mame_sd.embedded.model import embedded_models
 ROOT = Path(__file__).parents[1]
 # What the installed wheel is asked, in one process: another would load all libraries again.
 INSTALLED = """
-import importlib, os, sys
+import os, sys
 import mame_sd
 from mame_sd.cli import app
+from mame_sd.embedded.model import models_folder
 from mame_sd.eval.cli import app as evaluation
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 models, into, *generate = sys.argv[1:]
 assert app.run([*generate, "--out", "run"]) == 2  # without the models
 os.symlink(models, into)  # as their own wheel puts them there
-importlib.invalidate_caches()
+models_folder.cache_clear()
 assert app.run([*generate, "--out", "run"]) == 0
 print(mame_sd.__file__, StableDiffusionMaMePipeline.__module__)
 assert evaluation.run(["score", "run", "run", "--format", "csv"]) == 0
