@@ -22,8 +22,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import forms
@@ -63,6 +65,26 @@ def library(model: Terrain, seed: int, **fields: object) -> AbstractContextManag
     return mame(model.unet, MaMeConfig.from_dict({"seed": seed, "min_tokens": 1024, **fields}))
 
 
+@contextmanager
+def without_bias(model: Terrain, seed: int, **fields: object) -> Iterator[None]:
+    """The library in front of a kernel that takes no bias, as FlashAttention and SageAttention."""
+    own = F.scaled_dot_product_attention
+
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **more: Any
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise ValueError("attn_mask: expected None, got a tensor")
+        return own(query, key, value, **more)
+
+    F.scaled_dot_product_attention = kernel
+    try:
+        with library(model, seed, **fields):
+            yield
+    finally:
+        F.scaled_dot_product_attention = own
+
+
 def rows() -> dict[str, On]:
     found: dict[str, Attend] = {
         "unmerged": forms.exact,
@@ -83,6 +105,7 @@ def rows() -> dict[str, On]:
             f"{name} plan": Merged(keep),
             f"{name} plan, fit 64": Merged(keep, Fit(64)),
             f"{name} plan, fit 128": Merged(keep, Fit(128)),
+            f"{name} plan, not counted": Merged(keep, counted=False),
             f"{name} plan, not counted, fit 64": Merged(keep, Fit(64), counted=False),
             f"{name} plan, none alone, fit 64": Merged(keep, Fit(64), alone=0),
             f"{name} plan, by cosine, none alone, fit 64": Merged(
@@ -92,6 +115,7 @@ def rows() -> dict[str, On]:
     made: dict[str, On] = {name: partial(attended, form) for name, form in found.items()}
     for name, keep in SHARES.items():
         made[f"{name} keep= of the library"] = partial(library, keep=keep)
+        made[f"{name} keep=, kernel without bias"] = partial(without_bias, keep=keep)
     made["the paper's form, tau 0.8"] = partial(library, tau=0.8)
     return made
 
