@@ -96,7 +96,7 @@ def _in_range(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def of_kept_heads(some: Tensor, heads: int) -> Tensor:
-    """Queries [B, H, m, D] as [B, heads, H / heads * m, D]: beside the head of keys they attend to."""
+    """Queries [B, H, m, D] as [B, heads, H / heads * m, D]: by the head of keys they attend to."""
     shared = some.shape[1] // heads
     return some.unflatten(1, (-1, shared)).flatten(2, 3) if shared > 1 else some
 
