@@ -215,7 +215,7 @@ def test_mean_and_zero_attention() -> None:
 ONE_SHARE_EACH = {  # methods that differ in their share alone are one
     re.sub(r"0\.\d+", "", name): name
     for name, method in methods.RIVALS.items()
-    if method.family not in ("steps", "smaller")  # which leave the denoiser as it is
+    if not method.fewer and method.side == 1  # which leave the denoiser as it is
 }
 
 
