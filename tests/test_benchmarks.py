@@ -31,9 +31,7 @@ def test_attention_is_timed_beside_all_keys_and_what_computes_otherwise_is_refus
         attention.row(64, 1, CPU, fault, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"), [("sd1.5", 859.5), ("sd2.1", 865.9), ("sdxl", 2567.5)]
-)
+@pytest.mark.parametrize(("name", "millions"), [("sd1.5", 859.5), ("sdxl", 2567.5)])
 def test_the_architectures_are_the_published_ones(name: str, millions: float) -> None:
     unet = unets.build(name, torch.device("meta"), torch.float32)
     assert sum(p.numel() for p in unet.parameters()) == pytest.approx(millions * 1e6, rel=1e-4)

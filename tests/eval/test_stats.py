@@ -17,13 +17,11 @@ from scipy import stats
 
 from mame_sd.eval.json_text import json_text
 from mame_sd.eval.stats import (
-    mcnemar_p,
     mean_interval,
     paired_difference,
     seed_interval,
     share_difference,
     sign_flip_p,
-    student_quantile,
 )
 
 ONE_EACH = {str(i): str(i) for i in range(200)}
@@ -170,7 +168,11 @@ def test_paired_shares_have_newcombes_interval(
     assert found["mean"] == pytest.approx(100 * (cells[1] - cells[2]) / sum(cells))
     assert (found["low"], found["high"]) == pytest.approx(limits, abs=0.005)
     assert (turned["low"], turned["high"]) == pytest.approx((-found["high"], -found["low"]))
-    assert found["p"] == turned["p"] == mcnemar_p(cells[1], cells[2])
+    pairs_apart = cells[1] + cells[2]
+    least = min(cells[1], cells[2])
+    tail = sum(math.comb(pairs_apart, k) for k in range(least + 1)) / 2**pairs_apart
+    assert found["p"] == pytest.approx(min(1.0, 2 * tail))
+    assert turned["p"] == found["p"]
 
 
 def test_newcombes_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -186,13 +188,11 @@ def test_newcombes_interval_holds_the_truth_as_often_as_it_says() -> None:
 def test_paired_shares_need_the_same_cases() -> None:
     with pytest.raises(ValueError, match="expected the same cases on both sides, got 1 and 2"):
         share_difference([True], [True, False])
-    with pytest.raises(ValueError, match="expected 0 to n successes"):
+    with pytest.raises(ValueError, match="n must be an integer not less than 1"):
         share_difference([], [])
 
 
 def test_seeds_have_students_interval() -> None:
-    for freedom in (1, 2, 3, 4, 9, 30):
-        assert student_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=1e-6)
     values = [71.0, 73.5, 72.1, 70.2]
     found = seed_interval(values)
     low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
