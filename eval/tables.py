@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from mame_sd.errors import UserError
 
+from .results.schema import Family
+
 T = TypeVar("T")
 
 
@@ -18,14 +20,14 @@ class Row:
     Attributes:
         name: for --rows, fit to be a file's name.
         label: for tables.
-        family: of rows that belong together, one of `results.schema.FAMILIES`.
+        family: of rows that belong together, one of `results.schema.Family`.
         method: what it does; None: nothing, the model as it is.
         default: whether it is what a user gets who changes no setting.
     """
 
     name: str
     label: str
-    family: str = "rival"
+    family: Family = "rival"
     method: Any = None
     default: bool = False
 

@@ -75,7 +75,7 @@ class Setup:
             suite=self.suite.name,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             manifest=self.manifest(),
-            metrics=[metric.column() for metric in self.metrics],
+            metrics=list(self.metrics),
             rows=rows,
             pictures=[Picture(job.name, job.prompt.text, job.seed) for job in jobs],
             reference=about.get("name"),

@@ -28,6 +28,7 @@ from tests.builders.benchmarks import (
     TINY,
     benchmark,
     rivals,
+    rows_of,
     tiny_rows,
 )
 from tests.builders.kills import snapshot
@@ -35,16 +36,12 @@ from tests.builders.processes import in_two_processes
 from tests.builders.tiny import save_tiny_pipeline
 
 
-def rows_of(out: Path) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in read_results(out)["rows"]}
-
-
 @rivals
 def test_every_row_has_every_value_or_a_reason(finished: Path) -> None:
     rows = rows_of(finished)
     assert list(rows) == ["baseline", "tomesd-50", "mame-tau", "mame-default"]
     for name, row in rows.items():
-        assert row["status"] == "measured"
+        assert row["measured"]
         expected = set(TINY.metrics) - ({"psnr", "ssim"} if name == "baseline" else set())
         assert set(row["values"]) == expected
         for metric in ("fid", "is"):
@@ -103,7 +100,7 @@ def test_a_resumed_benchmark_mixes_no_figures_of_before(
     assert set(row["values"]) == {"latency", "denoising", "memory", "memory_denoising"}, (
         "scores are those of another start"
     )
-    assert (row["status"], row["per_image"]) == ("measured", {})
+    assert (row["measured"], row["per_image"]) == (True, {})
 
 
 def test_what_was_done_is_kept_when_it_is_interrupted(model: LoadedModel, tmp_path: Path) -> None:
@@ -120,11 +117,11 @@ def test_what_was_done_is_kept_when_it_is_interrupted(model: LoadedModel, tmp_pa
     with pytest.raises(KeyboardInterrupt):
         benchmark(model, tmp_path, rows=ours, stage=interrupted).run()
     rows = rows_of(tmp_path)
-    assert [row["status"] for row in rows.values()] == ["measured", "measured", "not measured"]
+    assert [row["measured"] for row in rows.values()] == [True, True, False]
     assert "not yet" in rows["mame-default"]["reason"]
     images = snapshot(tmp_path / "runs" / "baseline")
     benchmark(model, tmp_path, rows=ours).run()
-    assert [row["status"] for row in rows_of(tmp_path).values()] == ["measured"] * 3
+    assert all(row["measured"] for row in rows_of(tmp_path).values())
     assert snapshot(tmp_path / "runs" / "baseline") == images
 
 
@@ -145,9 +142,7 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
     results.write_text(
         json.dumps({"format": json.loads(whole)["format"], "rows": [{"name": "baseline"}]})
     )
-    with pytest.raises(
-        UserError, match=r"got others \(results\.json.*\); delete results\.json and run again"
-    ):
+    with pytest.raises(UserError, match=r"results\.json, .*: expected an entry, got None"):
         benchmark(model, tmp_path / "out", rows=only).run()
     results.write_text(whole[:-100])
     with pytest.raises(UserError, match="delete it and run benchmark again, nothing else is lost"):
@@ -178,24 +173,6 @@ def test_missing_peers_and_weights_leave_a_reason(
     assert values["lpips"].withheld == "not measured: no weights of lpips-alex"
     assert values["psnr"].known
     assert any("mame-sd-eval weights" in note for note in results.notes)
-
-
-@pytest.mark.parametrize(("open_", "close"), [("[", "]"), ('{"a": ', "}")])
-@pytest.mark.parametrize("depth", [99, 400, 100_000])
-def test_results_as_deep_as_no_benchmark_writes_them_are_refused(
-    tmp_path: Path, depth: int, open_: str, close: str
-) -> None:
-    """What reads them would run out of stack."""
-    inner = f"{open_ * depth}1{close * depth}"
-    (tmp_path / "results.json").write_text(f'{{"format": "mame-sd benchmark 1", "a": {inner}}}')
-    if depth < 100:
-        assert read_results(tmp_path)["format"] == "mame-sd benchmark 1"
-    else:
-        with pytest.raises(
-            UserError,
-            match=r"expected the results of a benchmark, got: (more than 100 levels|maximum)",
-        ):
-            read_results(tmp_path)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
@@ -238,7 +215,7 @@ def test_two_processes_make_the_same_benchmark(
             tmp_path / "two" / "runs" / name
         )
         assert one[name]["per_image"] == two[name]["per_image"]
-    assert [row["status"] for row in two.values()] == ["measured", "not measured", "measured"]
+    assert [row["measured"] for row in two.values()] == [True, False, True]
     assert one["tomesd-50"]["reason"] == two["tomesd-50"]["reason"] != ""
     found = set(one["mame-default"]["per_image"]) - {"lpips"}  # where its weights lie in the cache
     assert found == {"psnr", "ssim"}  # no ground truth for such prompts

@@ -16,7 +16,6 @@ from PIL import Image
 from transformers import ViTModel
 
 from mame_sd.errors import UserError
-from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.images import load_image
 from mame_sd.eval.perception import answers, run
@@ -24,6 +23,7 @@ from mame_sd.eval.perception.data import open_images
 from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
+from tests.builders.benchmarks import results_of, rows_of
 from tests.builders.classification import CLASSES, draw_classes, save_classifier, save_text_model
 from tests.builders.processes import in_two_processes
 
@@ -71,10 +71,6 @@ def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def rows_of(out: Path) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in read_results(out)["rows"]}
-
-
 def answers_in(out: Path) -> dict[str, dict[int, Any]]:
     """Batches of every row by number, whichever process made them."""
     found: dict[str, dict[int, Any]] = {}
@@ -90,7 +86,7 @@ def test_every_row_has_every_value(finished: Path) -> None:
     rows = rows_of(finished)
     assert list(rows) == ["baseline", *ROWS.split(",")]
     for name, row in rows.items():
-        assert row["status"] == "measured"
+        assert row["measured"]
         expected = {"flops", "throughput", "memory", "tokens", "top1", "ahead"} | (
             {"agreement"} if name != "baseline" else set()
         )
@@ -98,7 +94,7 @@ def test_every_row_has_every_value(finished: Path) -> None:
         value = row["values"]["throughput"]
         assert 0 < value["low"] <= value["mean"] <= value["high"]
         assert row["values"]["top1"]["n"] == 12
-    results = read_results(finished)
+    results = results_of(finished)
     assert all(gate["passed"] for gate in results["gates"])
     assert [gate["name"] for gate in results["gates"]][-1] == "the model after all rows"
     assert rows["baseline"]["values"]["tokens"]["mean"] == 37
@@ -290,13 +286,13 @@ def test_zero_shot(place: Path, tmp_path: Path, model: str) -> None:
         )
         == 0
     )
-    rows, manifest = rows_of(out), read_results(out)["manifest"]
+    rows, manifest = rows_of(out), results_of(out)["manifest"]
     assert manifest["answers"]["templates"] == ["a {}.", "the {}."]
     assert rows["mame-0.9"]["values"]["top1"]["n"] == 12
-    assert "ahead" not in read_results(out)["metrics"]
+    assert "ahead" not in [one["name"] for one in results_of(out)["metrics"]]
     if model == "siglip":
         assert "expected a class token to prune by" in rows["evit-0.5"]["reason"]
-        assert rows["evit-0.5"]["status"] == "not measured"
+        assert rows["evit-0.5"]["measured"] is False
 
 
 BAD = {
@@ -390,7 +386,7 @@ def test_a_model_of_features_alone_answers_by_the_nearest_image_of_a_gallery(
         right = sum(a == b for a, b in zip(found, images.labels[middle:], strict=True))
         top1 = rows_of(out)["baseline"]["values"]["top1"]
         assert top1["mean"] == pytest.approx(100 * right / len(found))
-    assert read_results(out)["manifest"]["answers"]["gallery"]["images"] == middle
+    assert results_of(out)["manifest"]["answers"]["gallery"]["images"] == middle
     near = {name: row["values"] for name, row in rows_of(out).items()}
     for column in ("class_token", "patches"):
         assert column not in near["baseline"]

@@ -10,10 +10,10 @@ import pytest
 from scipy import stats
 
 from mame_sd.errors import UserError
-from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.perception.data import open_images
 from mame_sd.eval.perception.forms import FORMS, PLAIN, find_models
+from tests.builders.benchmarks import results_of
 from tests.builders.classification import draw_classes, save_classifier
 
 
@@ -77,8 +77,8 @@ def test_models_are_those_of_seeds_that_all_forms_have(folder: Path, tmp_path: P
 def test_figures_are_those_of_each_seeds_answers(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert cli.run(words(folder, out)) == 0
-    results = read_results(out)
-    rows = {row["name"]: row["values"] for row in results["rows"] if row["status"] == "measured"}
+    results = results_of(out)
+    rows = {row["name"]: row["values"] for row in results["rows"] if row["measured"]}
     labels = open_images(folder / "pictures").labels
     assert labels is not None
 
@@ -128,7 +128,7 @@ def test_figures_are_those_of_each_seeds_answers(folder: Path, tmp_path: Path) -
     assert "interval over trainings" in (out / "report.html").read_text(encoding="utf-8")
     assert "Gain" in (out / "report.md").read_text(encoding="utf-8")
     assert cli.run(words(folder, out)) == 0  # continued: nothing is answered again
-    again = {row["name"]: row["values"] for row in read_results(out)["rows"]}
+    again = {row["name"]: row["values"] for row in results_of(out)["rows"]}
     assert all(again[name]["gain"] == values["gain"] for name, values in rows.items())
 
 

@@ -99,10 +99,8 @@ def test_headline_without_speed_without_lpips_and_without_mame(results: Results)
 
 
 def test_tomesd_that_was_not_measured_is_named(tmp_path: Path, results: Results) -> None:
-    row(results, "tomesd-50").update(
-        status="not measured", values={}, per_image={}, reason="no <tomesd>"
-    )
-    text = render(results, tmp_path).read_text(encoding="utf-8")
+    row(results, "tomesd-50").update(measured=False, values={}, per_image={}, reason="no <tomesd>")
+    text = render(parse(results), tmp_path).read_text(encoding="utf-8")
     reason = "ToMeSD was not measured: tomesd is not installed: pip install 'mame-sd[rivals]'."
     assert reason in unescape(text)
     assert text.count("not measured: no &lt;tomesd&gt;") == 3  # in every table
@@ -111,7 +109,7 @@ def test_tomesd_that_was_not_measured_is_named(tmp_path: Path, results: Results)
 
 def test_withheld_seconds_leave_cpu_time_to_speak(results: Results) -> None:
     about = {"unit": "s", "better": "lower", "block": "cost"}
-    results["metrics"] = {**results["metrics"], "cpu": {"label": "CPU time", **about}}
+    results["metrics"].append({"name": "cpu", "label": "CPU time", **about})
     for entry in results["rows"]:
         if "latency" in entry["values"]:
             entry["values"]["cpu"] = entry["values"]["latency"]

@@ -10,6 +10,7 @@ from markupsafe import escape
 
 from mame_sd.errors import UserError
 from mame_sd.eval.report import render
+from mame_sd.eval.results.read import parse
 from tests.builders.report_example import PROMPTS, example
 from tests.builders.report_page import Elements, Results
 
@@ -79,14 +80,14 @@ def shape(folder: Path, words: tuple[str, ...]) -> list[tuple[str, list[str]]]:
     every = " ".join(words)
     results = example(folder, side=4, prompts=words)
     results["notes"] = list(words)
-    results["suite"] = results["reference"]["name"] = results["manifest"]["model"]["name"] = every
+    results["suite"] = results["reference"] = results["manifest"]["model"]["name"] = every
     results["manifest"]["command"] = f"mame-sd-eval benchmark --prompts '{every}'"
     results["gates"] += [
         {"name": word, "expected": word, "got": word, "passed": False} for word in words
     ]
     for row in results["rows"]:
         row["reason"] = every
-    page = render(results, folder).read_text(encoding="utf-8")
+    page = render(parse(results), folder).read_text(encoding="utf-8")
     return [(tag, sorted(attributes)) for tag, attributes in Elements(page).tags]
 
 
@@ -172,7 +173,7 @@ def test_the_same_results_give_the_same_bytes(
     written: Path, tmp_path: Path, results: Results
 ) -> None:
     names = ("report.html", "report.md", "table.csv")
-    assert render(results, tmp_path) == tmp_path / "report.html"
+    assert render(parse(results), tmp_path) == tmp_path / "report.html"
     for name in names:
         assert (tmp_path / name).read_bytes() == (written / name).read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {*names, "runs"}
@@ -180,9 +181,9 @@ def test_the_same_results_give_the_same_bytes(
 
 def test_a_benchmark_that_has_just_begun_has_a_report(tmp_path: Path, results: Results) -> None:
     for entry in results["rows"]:
-        entry.update(status="not measured", reason=None, values={}, per_image={})
+        entry.update(measured=False, reason=None, values={}, per_image={})
     results.update(gates=[], reference=None)
-    text = render(results, tmp_path).read_text(encoding="utf-8")
+    text = render(parse(results), tmp_path).read_text(encoding="utf-8")
     assert "No run with MaMe has been measured yet." in text
     assert "None were run" in text
     assert "Quality (no reference set was given)" in text
@@ -193,7 +194,7 @@ def test_failed_gates_come_first(tmp_path: Path, unplotted: Results) -> None:
     results["gates"].append(
         {"name": "unrelated <pairing>", "expected": "far", "got": "near", "passed": False}
     )
-    text = render(results, tmp_path).read_text(encoding="utf-8")
+    text = render(parse(results), tmp_path).read_text(encoding="utf-8")
     assert "<strong>1 of 2 sanity gates failed:</strong> unrelated &lt;pairing&gt;" in text
     assert text.index("sanity gates failed") < text.index('id="pictures"')
     assert (
@@ -205,5 +206,5 @@ def test_failed_gates_come_first(tmp_path: Path, unplotted: Results) -> None:
 def test_a_place_that_is_a_file_is_an_error(tmp_path: Path, unplotted: Results) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match="choose another"):
-        render(unplotted, tmp_path / "file")
+        render(parse(unplotted), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"

@@ -76,17 +76,15 @@ def test_distances_follow_the_sets_and_state_their_size(tmp_path: Path) -> None:
         values = [
             set_value(METRICS[name], run, base, reference, tools) for run in (base, near, far)
         ]
-        assert values[0]["mean"] == pytest.approx(0, abs=1e-2)
-        assert values[1]["mean"] < values[2]["mean"]
-        assert values[2]["n"] == 120
-    assert (
-        "N = 120, below 2,048" in set_value(METRICS["fid"], near, base, reference, tools)["warning"]
-    )
+        assert values[0].mean == pytest.approx(0, abs=1e-2)
+        assert values[1].mean < values[2].mean
+        assert values[2].n == 120
+    assert "N = 120, below 2,048" in set_value(METRICS["fid"], near, base, reference, tools).warning
     few = replace(reference, count=119)
-    assert "N = 119, below 2,048" in set_value(METRICS["fid"], near, base, few, tools)["warning"]
-    score = set_value(METRICS["is"], near, None, None, tools)
-    assert (score["splits"], score["n"]) == (1, 120)
-    assert 1 <= score["mean"] <= score["cap"]
+    assert "N = 119, below 2,048" in set_value(METRICS["fid"], near, base, few, tools).warning
+    score = set_value(METRICS["is"], near, base, None, tools)
+    assert (score.splits, score.n) == (1, 120)
+    assert 1 <= score.mean <= score.cap
 
 
 def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:
@@ -99,12 +97,10 @@ def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:
     )
     np.savez(tmp_path / "stats.npz", mu=features.mean(0), sigma=np.cov(features.T))
     reference = open_reference(tmp_path / "stats.npz")
-    assert set_value(METRICS["fid"], run, None, reference, tools)["mean"] == pytest.approx(
-        0, abs=1e-6
-    )
+    assert set_value(METRICS["fid"], run, run, reference, tools).mean == pytest.approx(0, abs=1e-6)
     np.savez(tmp_path / "other.npz", mu=np.zeros(7), sigma=np.eye(7))
     with pytest.raises(UserError, match="fid: expected equal feature dims"):
-        set_value(METRICS["fid"], run, None, open_reference(tmp_path / "other.npz"), tools)
+        set_value(METRICS["fid"], run, run, open_reference(tmp_path / "other.npz"), tools)
 
 
 @pytest.mark.parametrize("count", [99, 100])
