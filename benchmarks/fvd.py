@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from mame_sd.errors import UserError
+from mame_sd.eval.frames import frames_in
 from mame_sd.eval.images import load_image
 from mame_sd.eval.metrics.frechet import frechet_distance, statistics
 from mame_sd.eval.networks.i3d import features
 from mame_sd.eval.weights.load import load
-from mame_sd.runs.frames import frames_in
 
 
 def clips(folder: Path, frames: int) -> list[np.ndarray]:

@@ -19,7 +19,8 @@ from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
 
 from mame_sd.errors import UserError
-from mame_sd.runs.frames import SUFFIXES, as_shown, is_turned
+
+from .frames import SUFFIXES, as_shown, is_turned
 
 _PNG_SIGNATURE, _PNG_DEPTH_AT = b"\x89PNG\r\n\x1a\n", 24
 

@@ -25,10 +25,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mame_sd.runs.encoders import check_size
 from mame_sd.runs.files import write_atomically
 
 from ..images import load_image
+from ..perception.encoders import check_size
 from ..stats import mean_interval, paired_difference
 from ..store import Store
 from ..tables import markdown_table

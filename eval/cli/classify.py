@@ -9,7 +9,6 @@ from typing import Any
 
 from mame_sd.cli.console import note
 from mame_sd.errors import UserError
-from mame_sd.runs.encoders import LoadedEncoder, load_encoder
 from mame_sd.runs.files import shown
 from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of
 from mame_sd.runs.processes import joined, this_process
@@ -19,6 +18,7 @@ from ..images import turned_note
 from ..networks.pretrained import SALIENCY
 from ..perception.clips import open_clips
 from ..perception.data import ImageSet, class_numbers, open_images
+from ..perception.encoders import LoadedEncoder, load_encoder
 from ..perception.forms import PLAIN, TrainedModels, find_models
 from ..perception.heads import Head, class_names, prompt_templates, text_head
 from ..perception.neighbours import load_saliency, nearest_head

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mame_sd.cli.groups import MergingOptions
-from mame_sd.cli.options import GivenOptions, keyword
+from mame_sd.cli.options import FieldOptions, GivenOptions, keyword
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.model_files import DTYPES
+from mame_sd.runs.model_files import DTYPES, ModelChoice
 from mame_sd.runs.options import option
 
 from ..metric_list import FID_BACKENDS
@@ -20,6 +20,13 @@ METHODS = ("baseline", "mame", "tomesd")
 CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "trained", "video")  # of `perception.rows`
 DEFAULT_RATIO = 0.5
 CLIP_HELP = "CLIP to score with: a folder, clip-vit-b-32, clip-vit-l-14 or embedded-clip."
+# The options of a ModelChoice that count for a vision transformer.
+ENCODER = FieldOptions(
+    ModelChoice,
+    "Model",
+    without=("scheduler", "loras", "variant", "single_file_config"),
+    help={"model": "Folder or hub id of a vision transformer to load. Default: embedded-clip."},
+)
 SUITE_SAMPLING = GivenOptions(
     GenerateSettings,
     "Sampling",

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mame_sd.runs.encoders import check_size
 from mame_sd.runs.processes import Process
 
 from ..store import Store, another_file, read_store
 from .data import ImageSet
+from .encoders import check_size
 from .heads import Head
 from .methods import Method
 

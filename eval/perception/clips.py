@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from mame_sd.errors import UserError, first_line
-from mame_sd.runs.frames import SUFFIXES, evenly, frames_in
 
+from ..frames import SUFFIXES, evenly, frames_in
 from ..images import load_image
 from .data import ImageSet, shuffled
 

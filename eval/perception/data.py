@@ -14,8 +14,8 @@ import numpy as np
 
 from mame_sd.errors import UserError
 from mame_sd.runs.files import shown
-from mame_sd.runs.frames import SUFFIXES
 
+from ..frames import SUFFIXES
 from ..images import image_files, load_image
 
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from mame_sd.embedded.model import BACKGROUNDS, caption
 from mame_sd.errors import UserError
-from mame_sd.runs.encoders import LoadedEncoder
 
+from .encoders import LoadedEncoder
 from .methods import Method
 
 TEMPLATES = ("a photo of a {}.",)

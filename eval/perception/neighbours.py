@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from mame_sd.errors import UserError
 from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.devices import pick_device, pick_dtype
-from mame_sd.runs.encoders import LoadedEncoder
 from mame_sd.runs.model_files import ModelChoice
 
 from ..networks.pretrained import DEVIATION, MEAN, SALIENCY, load_dinov2
 from ..weights.registry import REGISTRY
 from .answers import inputs_of
 from .data import ImageSet
+from .encoders import LoadedEncoder
 from .heads import Head
 from .methods import Method
 from .rivals import embedding_of, grown

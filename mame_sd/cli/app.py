@@ -39,7 +39,6 @@ app = typer.Typer(
     no_args_is_help=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-IMAGE_ENDINGS = ["png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff", "avif", "heic"]
 PromptArgument = Annotated[
     str, typer.Argument(help="The prompt.", metavar="PROMPT", show_default=False)
 ]
@@ -132,20 +131,7 @@ def compare_command(
 @takes(model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions())
 def show_merge_command(
     *,
-    prompt: Annotated[
-        str,
-        typer.Argument(
-            help="The prompt, an image file, or demo.png.",
-            metavar="PROMPT|IMAGE",
-            show_default=False,
-        ),
-    ],
-    blocks: Annotated[
-        str | None,
-        typer.Option(
-            help="Blocks of an image's encoder that merge: 8, or 3,6,9. Default: every second one."
-        ),
-    ] = None,
+    prompt: PromptArgument,
     step: Annotated[int, typer.Option(help="Denoising step to draw, from 1.")] = 1,
     layer: Annotated[
         str | None,
@@ -158,26 +144,7 @@ def show_merge_command(
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Draw over the image which tokens merged into which, in one layer and step.
-
-    An image file is drawn as a vision transformer merges it (--model, or embedded-clip).
-    """
-    file = image_file(prompt)
-    if file is not None:
-        from mame_sd.cli.token_maps import show_image
-
-        if (step, layer, sampling) != (1, None, GenerateSettings()):
-            raise UserError(
-                f"show-merge {prompt}: expected no options of sampling beside an image, got some;"
-                " leave them out"
-            )
-        show_image(file, blocks, out, model, merging)
-        return
-    if blocks is not None:
-        raise UserError(
-            "--blocks: expected an image file beside it, got a prompt; leave it out, or check the"
-            " path"
-        )
+    """Draw over the image which tokens merged into which, in one layer and step."""
     from mame_sd.cli.generate import load_to_merge
     from mame_sd.cli.sheet import check_sheet_path, write_sheet
     from mame_sd.cli.show_merge import capture_merge, draw_merge
@@ -310,28 +277,6 @@ def invoke(arguments: Sequence[str] | None = None) -> Any:
     return app(
         list(sys.argv[1:] if arguments is None else arguments), "mame-sd", standalone_mode=False
     )
-
-
-def image_file(text: str) -> Path | None:
-    """The image file that `text` names; None for a prompt.
-
-    `demo.png`, where there is no such file, is the packaged image.
-
-    Raises UserError for what looks like a file's name where there is none.
-    """
-    if os.path.isfile(text):
-        return Path(text)
-    if text == "demo.png":
-        from mame_sd.runs.prompt_files import packaged_file
-
-        return packaged_file("demo.png")
-    ending = Path(text).suffix.lower().removeprefix(".")
-    if text == "demo" or ending in IMAGE_ENDINGS or ("/" in text and " " not in text.strip()):
-        raise UserError(
-            f"show-merge {text}: expected an image file or a prompt, found no such file; check the"
-            " path, or give demo.png"
-        )
-    return None
 
 
 def _numbers(flag: str, text: str | None) -> list[float]:

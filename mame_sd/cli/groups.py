@@ -135,21 +135,7 @@ class OptionalMerging(MergingOptions):
         return None
 
 
-class EncoderOptions(FieldOptions):
-    """The options of a ModelChoice that count for a vision transformer."""
-
-    def __init__(self) -> None:
-        left_out = ("scheduler", "loras", "variant", "single_file_config")
-        super().__init__(ModelChoice, "Model", without=left_out)
-
-    def help(self, f: Field[Any]) -> str:
-        if f.name == "model":
-            return "Folder or hub id of a vision transformer to load. Default: embedded-clip."
-        return super().help(f)
-
-
 PROMPTS = FieldOptions(PromptOptions)
 MODEL = FieldOptions(ModelChoice, "Model")
-ENCODER = EncoderOptions()
 SAMPLING = FieldOptions(GenerateSettings, "Sampling")
 ONE_IMAGE = FieldOptions(GenerateSettings, "Sampling", without=("batch_size", "images_per_prompt"))

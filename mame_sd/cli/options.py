@@ -64,10 +64,18 @@ class FieldOptions:
         panel: heading of these options in the help text.
         without: names of fields that are no options here; those whose metadata say `option` False
             are none anywhere.
+        help: help texts, by field, in the place of the dataclass's own.
     """
 
-    def __init__(self, kind: type, panel: str | None = None, without: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        kind: type,
+        panel: str | None = None,
+        without: Iterable[str] = (),
+        help: Mapping[str, str] | None = None,
+    ) -> None:
         self._kind, self._panel, left_out = kind, panel, set(without)
+        self._help = help or {}
         self._fields = [
             f
             for f in fields(kind)
@@ -102,7 +110,7 @@ class FieldOptions:
 
     def help(self, f: Field[Any]) -> str:
         """The help text of the field's option."""
-        return str(f.metadata["help"])
+        return str(self._help.get(f.name, f.metadata["help"]))
 
     def default(self, f: Field[Any]) -> Any:
         """What the option is when it is not given."""

@@ -46,20 +46,11 @@ class Prompt:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def packaged_file(name: str) -> Path:
-    """A packaged file of the room of prompts: ``demo.txt``, or the image ``demo.png``."""
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package / "prompts", package.parent / "prompts"):  # a wheel; a checkout
-        if (folder / name).is_file():
-            return folder / name
-    raise PromptError(
-        f"expected the packaged file {package / 'prompts' / name}, found none; reinstall mame-sd"
-    )
-
-
 def demo_file() -> Path:
     """The packaged prompt file that ``demo`` names."""
-    return packaged_file("demo.txt")
+    package = Path(__file__).resolve().parents[1]
+    places = (package / "prompts", package.parent / "prompts")  # in a wheel; in a checkout
+    return next(file for place in places if (file := place / "demo.txt").is_file())
 
 
 def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:

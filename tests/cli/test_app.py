@@ -99,7 +99,6 @@ generate x --model LONG | found nothing there; check the path
 generate x --lora LONG | found nothing; check the path
 generate x --config LONG.json | LONG
 compare x --out LONG.png | can't be written (File name too long)
-show-merge demo | show-merge demo: expected an image file or
 show-merge x --out /dev/null/a.png | expected a folder, got the file /dev/null
 doctor --scheduler magic | --scheduler: expected one of
 """

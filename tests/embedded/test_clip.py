@@ -7,11 +7,11 @@ from safetensors import safe_open
 
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.metrics.clip import load_clip
+from mame_sd.eval.perception.encoders import load_encoder
 from mame_sd.eval.perception.heads import Head, prompt_templates, text_head
 from mame_sd.eval.perception.rivals import rival_on
 from mame_sd.eval.perception.rules import RandomDrop
 from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
-from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from scripts.training import pictures
 

@@ -14,9 +14,9 @@ from PIL import Image
 
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.perception.data import open_images
+from mame_sd.eval.perception.encoders import load_encoder
 from mame_sd.eval.perception.heads import text_head, unit
 from mame_sd.perception.apply_encoder import apply_encoder
-from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from scripts.training import contrast, joint, pictures, train_clip, world
 from tests.builders.trainings import smoke, stopped

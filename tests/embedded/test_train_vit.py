@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from mame_sd.eval.perception.data import open_images
+from mame_sd.eval.perception.encoders import load_encoder
 from mame_sd.eval.perception.forms import FORMS, PLAIN, find_models
 from mame_sd.perception.apply_encoder import apply_encoder
-from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from scripts.training import train_vit
 from tests.builders.trainings import smoke

@@ -20,8 +20,8 @@ from mame_sd.eval.cli import app as cli
 from mame_sd.eval.images import load_image
 from mame_sd.eval.perception import answers, run
 from mame_sd.eval.perception.data import open_images
+from mame_sd.eval.perception.encoders import load_encoder
 from mame_sd.perception.apply_encoder import apply_encoder
-from mame_sd.runs.encoders import load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from tests.builders.benchmarks import results_of, rows_of
 from tests.builders.classification import CLASSES, draw_classes, save_classifier, save_text_model

@@ -13,8 +13,8 @@ import torch
 
 from mame_sd.errors import UserError
 from mame_sd.eval.perception.data import class_numbers, open_images
+from mame_sd.eval.perception.encoders import LoadedEncoder, load_encoder
 from mame_sd.eval.perception.heads import class_names, prompt_templates, text_head, unit
-from mame_sd.runs.encoders import LoadedEncoder, load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from tests.builders.classification import CLASSES, draw_classes, save_classifier, save_text_model
 

@@ -1,6 +1,4 @@
-"""`show-merge IMAGE`: the groups are those that merging made, drawn over the image as the model
-sees it.
-"""
+"""`token-maps IMAGE`: groups are those that merging made, over the image as a model sees it."""
 
 from __future__ import annotations
 
@@ -12,13 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
-from mame_sd.cli import app as cli
 from mame_sd.cli.show_merge import mean_colors
-from mame_sd.cli.token_maps import pixels_seen, read_image, token_maps
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import UserError
+from mame_sd.eval.cli import app as cli
+from mame_sd.eval.cli.token_maps import blocks_of, pixels_seen, token_maps
+from mame_sd.eval.images import load_image
+from mame_sd.eval.perception.encoders import LoadedEncoder, load_encoder
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
-from mame_sd.runs.encoders import LoadedEncoder, load_encoder
 from mame_sd.runs.model_files import ModelChoice
 from tests.builders.classification import save_classifier, save_text_model
 from tests.builders.perception import SIDE
@@ -41,15 +39,15 @@ def loaded(folder: Path) -> LoadedEncoder:
 @pytest.mark.parametrize("model", ["vit", "clip"])
 @torch.no_grad()
 def test_maps_are_the_groups_of_merging(place: Path, model: str) -> None:
-    encoder, picture = loaded(place / model), read_image(place / "image.png")
+    encoder, picture = loaded(place / model), load_image(place / "image.png")
     seen, maps = token_maps(encoder, picture, MaMeConfig(keep=0.5), (0, 2))
-    assert np.array_equal(np.asarray(seen), np.asarray(picture))
+    assert np.array_equal(np.asarray(seen), picture)
     assert [(one.block, one.kept) for one in maps] == [(0, 15), (2, 9)]
     assert not has_encoder_hooks(encoder.model)
     vision = encoder.model.vit if model == "vit" else encoder.model.vision_model
     handle = apply_encoder(vision, keep=0.5, blocks=(0, 2))
     handle.capture()
-    vision(**encoder.inputs([np.asarray(picture)]))
+    vision(**encoder.inputs([picture]))
     for one in maps:
         assert one.owners.shape == (6, 6)
         assert (handle.owners(one.block)[0, 1:] - 1).tolist() == one.owners.ravel().tolist()
@@ -83,12 +81,16 @@ def test_the_image_is_shown_as_the_model_sees_it(place: Path) -> None:
     assert np.unique(np.asarray(seen).reshape(-1, 3), axis=0).tolist() == [[10, 200, 90]]
 
 
+def test_a_number_of_blocks_or_a_list_of_them() -> None:
+    assert [blocks_of(text) for text in ("8", "3,6,9", "3,", None)] == [8, (3, 6, 9), (3,), None]
+
+
 def test_on_the_command_line(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "maps.png"
     words = [
-        "show-merge",
+        "token-maps",
         str(place / "image.png"),
         "--model",
         str(place / "vit"),
@@ -114,12 +116,10 @@ def test_on_the_command_line(
     ("given", "message"),
     [
         (
-            ["--blocks", "x"],
-            "--blocks: expected a number such as 8, or blocks such as 3,6,9, got 'x'",
+            ["--blocks", "3,,6"],
+            "--blocks: expected a number such as 8, or blocks such as 3,6,9, got '3,,6'",
         ),
         (["--blocks", "9"], "merging: blocks: expected how many of the 4 blocks merge"),
-        (["--steps", "3"], "expected no options of sampling beside an image"),
-        (["--step", "2"], "expected no options of sampling beside an image"),
         (["--tile-size", "8"], "merging: tile_size: expected none for a vision transformer"),
         (["--min-tokens", "99"], "expected blocks that merge, but none had enough patches"),
     ],
@@ -128,7 +128,7 @@ def test_bad_options_are_one_line(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str
 ) -> None:
     words = [
-        "show-merge",
+        "token-maps",
         str(place / "image.png"),
         "--model",
         str(place / "vit"),
@@ -138,22 +138,3 @@ def test_bad_options_are_one_line(
     assert cli.run([*words, "--out", str(tmp_path / "a.png"), *given]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "a.png").exists()
-
-
-def test_options_of_images_need_an_image(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["show-merge", "owl", "--blocks", "3", "--out", str(tmp_path / "a.png")]) == 2
-    assert "--blocks: expected an image file beside it, got a prompt" in capsys.readouterr().err
-    assert cli.run(["show-merge", "cat.png", "--out", str(tmp_path / "a.png")]) == 2
-    assert (
-        "show-merge cat.png: expected an image file or a prompt, found no such file"
-        in capsys.readouterr().err
-    )
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    assert (
-        cli.run(["show-merge", str(tmp_path / "broken.png"), "--out", str(tmp_path / "a.png")]) == 2
-    )
-    assert "expected an image, but it can't be read" in capsys.readouterr().err
-    with pytest.raises(UserError, match="it can't be read"):
-        read_image(tmp_path / "nothing.png")

@@ -1,5 +1,5 @@
-"""Draw how a vision transformer merges one image, block by block: each merged group one colour, as
-in the paper's figures.
+"""``mame-sd-eval token-maps``: draw how a vision transformer merges one image, block by block, each
+merged group in one colour, as in the figures of the paper (arXiv 2604.13432).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.known_encoders import find_encoder
-from mame_sd.runs.encoders import LoadedEncoder, load_encoder
-from mame_sd.runs.frames import as_shown
 from mame_sd.runs.model_files import ModelChoice
+
+from ..images import load_image
+from ..perception.encoders import LoadedEncoder, load_encoder
 
 PANEL_SIDE, PANELS_ACROSS = 448, 4
 
@@ -44,16 +45,16 @@ class TokenMap:
         return len(np.unique(self.owners))
 
 
-def show_image(
+def run_token_maps(
     file: Path, blocks: str | None, out: Path, choice: ModelChoice, merging: MaMeConfig
 ) -> None:
-    """The body of ``show-merge IMAGE``: write the drawing and print how many patches are left.
+    """Write the drawing and print how many patches are left.
 
     Raises UserError for options, an image or a model that won't do.
     """
     chosen = blocks_of(blocks)
     check_sheet_path(out)
-    picture = read_image(file)
+    picture = load_image(file, convert=True)
     encoder = load_encoder(choice)
     seen, maps = token_maps(encoder, picture, merging, chosen)
     given = dict(merging.given) or "default"
@@ -65,46 +66,31 @@ def show_image(
 
 
 def blocks_of(text: str | None) -> int | tuple[int, ...] | None:
-    """``8`` as a number of blocks, ``3,6,9`` as these blocks. Raises UserError for anything else.
-
-    >>> blocks_of("8"), blocks_of("3,6,9"), blocks_of("3,"), blocks_of(None)
-    (8, (3, 6, 9), (3,), None)
-    """
+    """``8`` as a number of blocks, ``3,6,9`` or ``3,`` as these. Raises UserError for others."""
     if text is None:
         return None
     try:
-        first, *others = (int(part) for part in text.split(",") if part.strip())
+        blocks = tuple(int(part) for part in text.removesuffix(",").split(","))
     except ValueError:
         raise UserError(
             f"--blocks: expected a number such as 8, or blocks such as 3,6,9, got {text!r};"
             " correct it"
         ) from None
-    return (first, *others) if "," in text else first
-
-
-def read_image(file: Path) -> Image.Image:
-    """The image of `file` in RGB, as viewers show it. Raises UserError where it can't be read."""
-    try:
-        with Image.open(file) as image:
-            return as_shown(image)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(
-            f"show-merge {file}: expected an image, but it can't be read ({error}); give another"
-        ) from None
+    return blocks if "," in text else blocks[0]
 
 
 @torch.no_grad()
 def token_maps(
     encoder: LoadedEncoder,
-    picture: Image.Image,
+    picture: np.ndarray,
     merging: MaMeConfig,
     blocks: int | tuple[int, ...] | None,
 ) -> tuple[Image.Image, list[TokenMap]]:
-    """The image as the model sees it, and its patches after each block that merges.
+    """The image [H, W, 3] as the model sees it, and its patches after each block that merges.
 
     Raises UserError for settings that the model can't merge by, or patches that lie on no grid.
     """
-    inputs = encoder.inputs([np.asarray(picture)])
+    inputs = encoder.inputs([picture])
     model, _, known = find_encoder(encoder.model)
     pixels = inputs["pixel_values"]
     if pixels.dim() != 4 or not known.grid:

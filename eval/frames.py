@@ -40,9 +40,6 @@ def frames_in(folder: Path) -> list[Path]:
 
 def evenly(count: int, wanted: int) -> list[int]:
     """Numbers of `wanted` of `count` frames, the first and the last among them; some twice where
-    there are fewer.
-
-    >>> evenly(8, 8), evenly(15, 8), evenly(2, 4)
-    ([0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 8, 10, 12, 14], [0, 0, 1, 1])
+    there are fewer: `evenly(15, 8)` is 0, 2, ..., 14, and `evenly(2, 4)` is 0, 0, 1, 1.
     """
     return [int(place) for place in np.rint(np.linspace(0, count - 1, wanted))]
