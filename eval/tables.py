@@ -44,6 +44,15 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], f"|{'---|' * len(heads)}", *lines[1:]])
 
 
+def names_in(text: str) -> list[str]:
+    """Names with commas between, each once.
+
+    >>> names_in("b, a,b")
+    ['b', 'a']
+    """
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
 def named(text: str | None, known: Mapping[str, T], flag: str = "--rows") -> dict[str, T]:
     """Those of `known` that `text` names with commas between, each once; None: all.
 
@@ -54,7 +63,7 @@ def named(text: str | None, known: Mapping[str, T], flag: str = "--rows") -> dic
     """
     if text is None:
         return dict(known)
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = names_in(text)
     for name in names or [""]:
         if name not in known:
             raise UserError(

@@ -17,7 +17,7 @@ from mame_sd.caches.layer import CompressedLayer
 from mame_sd.upstream import with_cache
 
 from ..tables import Row
-from .rows import Once, Repeated, scores_of
+from .rows import KVzip, scores_of
 from .texts import Passage
 
 
@@ -137,9 +137,9 @@ def kept_by(
     meter: Meter, row: Row, share: float, start: Prefilled, prompt: Sequence[int]
 ) -> list[Kept]:
     """What a row keeps of all layers after the `prompt` that `start` saw."""
-    inner = scores_of(row)
-    if isinstance(inner, Once) and isinstance(inner.of, Repeated) and not inner.of.found:
-        inner.of.found = meter.repeated(start, prompt)
+    scores = scores_of(row)
+    if isinstance(scores, KVzip) and scores.views is not start.views:
+        scores.views, scores.found = start.views, meter.repeated(start, prompt)
     return row.method.compress_all(start.views, share)
 
 

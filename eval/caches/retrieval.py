@@ -20,7 +20,6 @@ from mame_sd.errors import UserError
 from ..tables import Row
 from .measure import Meter, every_key, kept_by, left
 
-TASKS = ("needles", "pairs")
 _WORDS = (
     "apple bread chair cloud crown dance eagle field flame ghost grape heart horse house"
     " juice knife lemon light money mouse music night ocean paint paper piano plant queen"

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from mame_sd.errors import UserError
-from mame_sd.eval.benchmark.gates import failed_gates
 from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.benchmark.rows import FLOOR, Row, rival_rows
 from mame_sd.eval.metric_list import METRICS
@@ -96,7 +95,7 @@ def test_a_report_says_whether_the_model_can_tell_methods_apart(
         results.sensitivity
         == "Sensitivity of this instrument: not measured (needs mean-attention)."
     )
-    assert not failed_gates(results)
+    assert not results.failed
     # as with the metric's weights
     results.row(FLOOR).values["lpips"] = Value(mean=0.002, low=0.001, high=0.003, n=3)
     made.judge()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -61,9 +60,3 @@ def test_tomesd_says_where_it_can_do_nothing(tmp_path: Path) -> None:
     ).run()
     assert [row.measured for row in results.rows] == [True, False, True]
     assert "largest level" in (results.rows[1].reason or "")
-
-
-@pytest.mark.parametrize("ratio", [0, -1, 0.76, math.nan])
-def test_ratios_out_of_range_are_refused(ratio: float) -> None:
-    with pytest.raises(UserError, match=r"--ratio: expected a share above 0 and at most 0.75"):
-        ToMeSD(ratio)

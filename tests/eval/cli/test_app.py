@@ -15,22 +15,14 @@ import pytest
 import typer
 from typer.main import get_command
 
-from mame_sd.cli import app as base
 from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.eval.benchmark.suites import SUITES
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.cli.benchmark import note_lacking
-from tests.builders.kills import snapshot
-from tests.builders.tiny import save_tiny_pipeline
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
 COMMANDS = [line.split("  #")[0] for line in re.findall(r"^mame-sd-eval .*$", DOCUMENT, re.M)]
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
@@ -52,23 +44,6 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 BAD: dict[str, tuple[list[str], str]] = {
     "no-command": ([], "Missing command; mame-sd-eval --help"),
     "unknown-command": (["paint"], "No such command 'paint'"),
-    "method": (
-        ["generate", "--prompt", "x", "--method", "magic"],
-        "--method: expected one of baseline, mame, tomesd, got 'magic'",
-    ),
-    "method-tau": (
-        ["generate", "--prompt", "x", "--method", "baseline", "--tau", "0.8"],
-        "--method baseline: expected no --tau beside it",
-    ),
-    "method-ratio": (
-        ["generate", "--prompt", "x", "--ratio", "0.5"],
-        "--method mame: expected no --ratio beside it",
-    ),
-    "ratio": (
-        ["generate", "--prompt", "x", "--method", "tomesd", "--ratio", "0.9"],
-        "--ratio: expected a share above 0",
-    ),
-    "no-prompts": (["generate", "--method", "tomesd"], "expected prompts, got none"),
     "suite": (
         ["benchmark", "--suite", "huge"],
         "--suite: expected one of quick, embedded, paper, got 'huge'",
@@ -159,28 +134,6 @@ def test_help_is_asked_for_in_two_ways(
     assert "Usage" in capsys.readouterr().out
 
 
-def test_generate_is_that_of_mame_sd(model_folder: Path, here: Path) -> None:
-    options = [
-        "generate",
-        "--prompt",
-        "key",
-        "--model",
-        str(model_folder),
-        "--device",
-        "cpu",
-        "--steps",
-        "1",
-    ]
-    pairs = {
-        "baseline": (["--method", "baseline"], ["--baseline"]),
-        "mame": (["--keep", "0.5", "--min-tokens", "16"],) * 2,
-    }
-    for name, (ours, theirs) in pairs.items():
-        assert cli.run([*options, *ours, "--out", f"{name}-eval"]) == 0
-        assert base.run([*options, *theirs, "--out", name]) == 0
-        assert snapshot(here / name) == snapshot(here / f"{name}-eval")
-
-
 def test_weights_are_listed_without_a_network(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,11 +188,11 @@ def test_every_option_has_help() -> None:
     command = get_command(cli.app)
     assert isinstance(command, typer.core.TyperGroup)
     assert set(command.commands) == {
-        "generate",
         "score",
         "benchmark",
         "classify",
         "caption",
+        "token-maps",
         "cache",
         "cache-cost",
         "report",
