@@ -86,7 +86,7 @@ JUNK = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_junk_anywhere_is_named_or_shown(drawn: Results, data: st.DataObject) -> None:
     results = copy.deepcopy(drawn)

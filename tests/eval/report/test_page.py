@@ -71,7 +71,7 @@ ATTACKS = (
 )
 
 
-AT_ONCE = 4  # attacks in one page, which has four prompts
+AT_ONCE = 8  # attacks in one page, each in a prompt too
 
 
 def shape(folder: Path, words: tuple[str, ...]) -> list[tuple[str, list[str]]]:
