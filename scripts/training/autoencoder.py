@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from diffusers import AutoencoderTiny
 
 from mame_sd.embedded import model as subjects
+from scripts.training.loop import CosineStage, atomic_save, fit, generator, mixed_precision
 
-from .loop import atomic_save, cosine, fit, generator, mixed_precision
+AUTOENCODER = CosineStage(name="autoencoder", steps=2400, batch=16, lr=2e-3, lr_end=1e-5, ema=None)
 
 
 def new_autoencoder() -> AutoencoderTiny:
@@ -63,28 +64,21 @@ def autoencoder_loss(
     )
 
 
-def train_autoencoder(work: Path, rgba: torch.Tensor, seed: int, steps: int) -> AutoencoderTiny:
+def train_autoencoder(
+    work: Path, rgba: torch.Tensor, seed: int, stage: CosineStage
+) -> AutoencoderTiny:
     torch.manual_seed(seed)
     vae = new_autoencoder().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
     colors = torch.tensor(list(subjects.BACKGROUNDS.values())) / 255
 
     def loss(step: int) -> torch.Tensor:
-        g = generator(seed, "autoencoder", step)
-        images = crops(rgba, colors, 64, 16, g).to(memory_format=torch.channels_last)
+        g = generator(seed, stage.name, step)
+        images = crops(rgba, colors, 64, stage.batch, g).to(memory_format=torch.channels_last)
         with mixed_precision():
             return autoencoder_loss(vae, images, g)
 
-    path = work / "autoencoder.pt"
-    fit(
-        path,
-        "autoencoder",
-        vae,
-        optimizer,
-        steps,
-        loss,
-        lambda s: cosine(s, steps, 2e-3, 1e-5, 100),
-    )
+    fit(work, stage, vae, optimizer, loss)
     return vae
 
 
@@ -95,9 +89,9 @@ def pictures(rgba: torch.Tensor, background: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def all_latents(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> torch.Tensor:
+def all_latents(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Latents of every glyph on every background, [glyphs, backgrounds, 4, h, w], scaled to mean
-    square 1.
+    square 1, and that scale.
     """
     path = work / "latents.pt"
     if not path.exists():
@@ -111,4 +105,5 @@ def all_latents(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> torch.T
         latents = torch.stack(rows, 1)
         scale = 1 / latents.square().mean().sqrt().item()
         atomic_save({"latents": latents * scale, "scale": scale}, path)
-    return torch.load(path, weights_only=True)["latents"]
+    found = torch.load(path, weights_only=True)
+    return found["latents"], found["scale"]

@@ -12,9 +12,8 @@ from PIL import Image
 
 from mame_sd.embedded import model as subjects
 from mame_sd.embedded.scenes import SUBJECTS
-
-from . import world
-from .pictures import rng_of
+from scripts.training import world
+from scripts.training.pictures import rng_of
 
 CARD = (0.38, 0.47)  # side of a card in shares of the picture's
 GLYPH = (0.78, 0.92)  # side of its glyph in shares of the card's

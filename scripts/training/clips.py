@@ -19,9 +19,8 @@ from torch import Tensor
 
 from mame_sd.embedded import model as subjects
 from mame_sd.embedded.scenes import SUBJECTS
-
-from . import world
-from .pictures import rng_of
+from scripts.training import world
+from scripts.training.pictures import rng_of
 
 FRAMES, SIDE, MARGIN = 8, 64, 8  # pixels; the ground reaches MARGIN further
 NAMES = SUBJECTS[::5]

@@ -1,21 +1,17 @@
-"""The small CLIP: its parts, the contrastive loss, how it grows from coarse to fine tokens, how
-well it recognises.
-"""
+"""The small CLIP: its parts, the contrastive loss, and how it grows from coarse to fine tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
+from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
 from mame_sd.embedded.scenes import ground_phrases
-
-from . import joint, pictures, world
-from .loop import mixed_precision, save_exported
+from scripts.training import joint, pictures, world
+from scripts.training.loop import Stage, mixed_precision
 
 WIDTH, HEADS, BLOCKS, PATCH = 256, 4, 12, 16
 PROJECTION = 256
@@ -25,31 +21,24 @@ START_SCALE, LARGEST_SCALE = 10.0, 100.0  # of cosines, at the start and at most
 Batch = tuple[list[np.ndarray], list[str], list[str]]  # pictures, their captions, further captions
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage: pictures averaged to ``side`` x ``side`` pixels, ``side`` / 16 patches a side."""
+@dataclass(frozen=True, kw_only=True)
+class ClipStage(Stage):
+    """Pictures averaged to ``side`` x ``side`` pixels, ``side`` / 16 patches a side."""
 
-    name: str
     side: int
-    steps: int
-    batch: int
-    negatives: int  # captions beside those of the batch, other glyphs on the same grounds
-    lr: float  # of Muon; AdamW's is a tenth
+    negatives: int = 0  # captions beside those of the batch, other glyphs on the same grounds
     grounds: int = 4  # of a batch
     decay: float = 0.3
-    warmup: int = 100
-    ema: float = 0.998
     crowd: int = 0  # pieces of other glyphs in a picture, at most
     ramp: int = 500  # steps over which they become that many
-    locked: bool = (
-        False  # the text half stays, and every glyph on the batch's grounds is a further caption
-    )
+    # the text half stays, and every glyph on the batch's grounds is a further caption
+    locked: bool = False
 
     def crowd_at(self, step: int) -> tuple[int, int] | None:
         return (0, round(self.crowd * min(1.0, (step + 1) / self.ramp))) if self.crowd else None
 
 
-def new_model(stage: Stage, tokenizer: CLIPTokenizer) -> CLIPModel:
+def new_model(stage: ClipStage, tokenizer: CLIPTokenizer) -> CLIPModel:
     """A CLIP whose text half starts as the embedded model's text encoder, for pictures of the
     stage's side.
     """
@@ -66,9 +55,8 @@ def new_model(stage: Stage, tokenizer: CLIPTokenizer) -> CLIPModel:
         text_config=text.config.to_dict(), vision_config=vision, projection_dim=PROJECTION
     )
     model = CLIPModel(config)
-    model.set_attn_implementation(
-        "eager"
-    )  # at these lengths it trains 1.4 to 1.6 times as fast as SDPA on a CPU
+    # At these lengths it trains 1.4 to 1.6 times as fast as SDPA on a CPU.
+    model.set_attn_implementation("eager")
     inner = getattr(text, "text_model", text)
     model.text_model.load_state_dict(inner.state_dict())
     with torch.no_grad():
@@ -83,12 +71,8 @@ def grow(old: CLIPModel, new: CLIPModel) -> None:
     table = state[key]
     sides = [round((len(rows) - 1) ** 0.5) for rows in (table, fresh[key])]
     grid = table[1:].T.unflatten(1, (sides[0], sides[0]))[None]
-    grid = (
-        F.interpolate(grid, (sides[1], sides[1]), mode="bilinear", align_corners=False)[0]
-        .flatten(1)
-        .T
-    )
-    state[key] = torch.cat([table[:1], grid])
+    grid = F.interpolate(grid, (sides[1], sides[1]), mode="bilinear", align_corners=False)[0]
+    state[key] = torch.cat([table[:1], grid.flatten(1).T])
     new.load_state_dict(
         {k: v for k, v in state.items() if k in fresh and v.shape == fresh[k].shape}, strict=False
     )
@@ -108,11 +92,11 @@ def unit(features: object) -> torch.Tensor:
     return F.normalize(rows.float(), dim=-1)
 
 
-def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batch:
+def draw_batch(names: Sequence[str], stage: ClipStage, seed: int, step: int) -> Batch:
     """Pictures, their captions, and further captions: other glyphs on grounds of the batch.
 
     A batch has few grounds: captions on other ones are told apart by the ground, and teach nothing
-        about glyphs.
+    about glyphs.
     """
     rng = pictures.rng_of(seed, f"{stage.name} captions", step)
     grounds = [str(phrase) for phrase in rng.choice(ground_phrases(), stage.grounds, replace=False)]
@@ -128,12 +112,8 @@ def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batc
     captions, others = [scene.caption for _, scene in made], list[str]()
     if stage.locked:
         pairs = [(name, ground) for ground in grounds for name in names]
-        others = [subjects.caption(*pair) for pair in pairs if not subjects.is_held_out(*pair)]
-        return (
-            [pixels for pixels, _ in made],
-            captions,
-            [text for text in others if text not in captions],
-        )
+        every = [subjects.caption(*pair) for pair in pairs if not subjects.is_held_out(*pair)]
+        others = [text for text in every if text not in captions]
     while len(others) < stage.negatives:
         pair = str(rng.choice(list(names))), str(rng.choice(grounds))
         if not subjects.is_held_out(*pair):
@@ -142,7 +122,7 @@ def draw_batch(names: Sequence[str], stage: Stage, seed: int, step: int) -> Batc
 
 
 def contrastive_loss(
-    model: CLIPModel, tokens: dict[str, torch.Tensor], stage: Stage, batch: Batch
+    model: CLIPModel, tokens: dict[str, torch.Tensor], stage: ClipStage, batch: Batch
 ) -> torch.Tensor:
     """CLIP's symmetric loss; equal captions all count as right, and further captions are wrong for
     every other picture.
@@ -159,27 +139,6 @@ def contrastive_loss(
     right = torch.tensor([[float(a == b) for b in texts] for a in captions])
     by_image = -(logits.log_softmax(1) * right / right.sum(1, keepdim=True)).sum(1).mean()
     square = right[:, : len(captions)]
-    by_text = (
-        -(logits[:, : len(captions)].log_softmax(0) * square / square.sum(0, keepdim=True))
-        .sum(0)
-        .mean()
-    )
+    chances = logits[:, : len(captions)].log_softmax(0)
+    by_text = -(chances * square / square.sum(0, keepdim=True)).sum(0).mean()
     return (by_image + by_text) / 2
-
-
-def export(
-    out: Path, model: CLIPModel, tokenizer: CLIPTokenizer, provenance: dict[str, str]
-) -> None:
-    """Write the model in half precision with tokenizer and image processor, provenance in the
-    safetensors metadata.
-    """
-    side = model.config.vision_config.image_size
-    model.half().save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    CLIPImageProcessorPil(
-        size={"height": side, "width": side},
-        do_center_crop=False,
-        image_mean=[MEAN] * 3,
-        image_std=[STD] * 3,
-    ).save_pretrained(out)
-    save_exported(out, provenance)

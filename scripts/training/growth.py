@@ -11,35 +11,16 @@ picture at every grid. Three things change meaning and are fitted anew by least 
   where data say nothing.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
-from .joint import Denoiser, Stage, draw_batch, draw_sigmas
-from .loop import FEW, generator, mixed_precision
-from .pool import Pool
+from scripts.training.joint import Batch, Denoiser, JointStage
+from scripts.training.loop import FEW, mixed_precision
+from scripts.training.recipe import refit
 
-BATCHES, BATCH = 12, 8
-RIDGE = 1e-3  # of the mean square of the inputs
-
-
-def least_squares(inputs: torch.Tensor, targets: torch.Tensor, prior: torch.Tensor) -> torch.Tensor:
-    """[outputs, inputs + 1]: weights and bias that lead from the one to the other, near ``prior``
-    where it matters little.
-    """
-    x = torch.cat([inputs, torch.ones(len(inputs), 1)], 1).double()
-    gram = x.T @ x
-    ridge = RIDGE * gram.diagonal().mean() * torch.eye(x.shape[1], dtype=torch.float64)
-    solution = torch.linalg.solve(gram + ridge, x.T @ targets.double() + ridge @ prior.T.double())
-    return solution.T.float()
-
-
-def refit(
-    layer: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor, prior: torch.Tensor
-) -> None:
-    """Give a linear layer, or a convolution over whole patches, the weights of `least_squares`."""
-    solution = least_squares(inputs, targets, prior)
-    layer.weight.copy_(solution[:, :-1].reshape(layer.weight.shape))
-    layer.bias.copy_(solution[:, -1])
+BATCHES, BATCH = 12, 8  # and pictures of each
 
 
 def affine(layer: torch.nn.Module) -> torch.Tensor:
@@ -65,26 +46,23 @@ def map_time(small: Denoiser, large: Denoiser, ratio: int) -> float:
     wanted = old.timestep_embedder.linear_1(old.time_proj(then * 1000))
     inputs = new.time_proj(now * 1000)
     layer = new.timestep_embedder.linear_1
-    solution = torch.linalg.solve(
-        (x := torch.cat([inputs, torch.ones(len(inputs), 1)], 1).double()).T @ x
-        + torch.eye(x.shape[1]).double(),
-        x.T @ wanted.double(),
-    ).float()
-    layer.weight.copy_(solution[:-1].T)
-    layer.bias.copy_(solution[-1])
+    refit(layer, inputs, wanted, ridge=1)
     return ((layer(inputs) - wanted).square().mean() / wanted.square().mean()).sqrt().item()
 
 
 @torch.no_grad()
 def grow(
     small: Denoiser,
-    before: Stage,
+    before: JointStage,
     large: Denoiser,
-    after: Stage,
-    pools: dict[str, Pool],
-    tokens: dict[str, torch.Tensor],
-    seed: int,
+    after: JointStage,
+    draw: Callable[[int], Batch],
 ) -> None:
+    """Start `large`, of the stage `after`, as `small` ended the stage `before`.
+
+    Args:
+        draw: draws the batch of that number, as `large` will see it.
+    """
     kept = {k: v for k, v in small.state_dict().items() if large.state_dict()[k].shape == v.shape}
     large.load_state_dict(kept, strict=False)
     if before.side != after.side:
@@ -92,22 +70,14 @@ def grow(
             f"{after.name}: time embedding, relative error"
             f" {map_time(small, large, after.side // before.side):.4f}"
         )
-    batches = []
-    for step in range(BATCHES if after.steps >= FEW else 1):  # a smoke run learns nothing
-        g = generator(seed, f"grow {after.name}", step)
-        clean, words = draw_batch(pools, tokens, after, 0, BATCH, g)
-        noise = torch.randn(clean.shape, generator=g)
-        sigma = draw_sigmas(BATCH, after.shift, g)
-        s = sigma[:, None, None, None]
-        batches.append(((1 - s) * clean + s * noise, sigma, words, noise - clean))
+    batches = [draw(n) for n in range(BATCHES if after.steps >= FEW else 1)]
     old, new = small.transformer, large.transformer
     if before.patch != after.patch:
         ratio = before.patch // after.patch
-        noisy = torch.cat([b[0] for b in batches])
+        noisy = torch.cat([batch.noisy for batch in batches])
         coarse = old.pos_embed.proj(noisy).repeat_interleave(ratio, 2).repeat_interleave(ratio, 3)
-        spread = (
-            F.avg_pool2d(old.pos_embed.proj.weight, ratio) * ratio**2
-        )  # as if the patch were drawn at double size
+        # as if the patch were drawn at double size
+        spread = F.avg_pool2d(old.pos_embed.proj.weight, ratio) * ratio**2
         prior = torch.cat([spread.flatten(1), old.pos_embed.proj.bias[:, None]], 1)
         refit(
             new.pos_embed.proj,
@@ -115,30 +85,19 @@ def grow(
             coarse.flatten(2).transpose(1, 2).flatten(0, 1),
             prior,
         )
-        rows = (
-            old.proj_out.weight.unflatten(0, (after.patch, ratio, after.patch, ratio, -1))
-            .mean((1, 3))
-            .flatten(0, 2)
-        )
-        bias = (
-            old.proj_out.bias.unflatten(0, (after.patch, ratio, after.patch, ratio, -1))
-            .mean((1, 3))
-            .flatten()
-        )
-        new.proj_out.weight.copy_(rows)
-        new.proj_out.bias.copy_(bias)
+        for ours, theirs in zip(new.proj_out.parameters(), old.proj_out.parameters(), strict=True):
+            cells = theirs.unflatten(0, (after.patch, ratio, after.patch, ratio, -1))
+            ours.copy_(cells.mean((1, 3)).flatten(0, 2))
     features: list[torch.Tensor] = []
     handle = new.proj_out.register_forward_pre_hook(
         lambda _, args: features.append(args[0].float().flatten(0, 1))
     )
     with mixed_precision():
-        for noisy, sigma, words, _ in batches:
-            large(noisy, sigma, words)
+        for batch in batches:
+            large(batch.noisy, batch.sigma, batch.words)
     handle.remove()
-    inputs, targets = (
-        torch.cat(features),
-        torch.cat([output_patches(b[3], after.patch) for b in batches]),
-    )
+    inputs = torch.cat(features)
+    targets = torch.cat([output_patches(batch.velocity, after.patch) for batch in batches])
 
     def error() -> float:
         return (new.proj_out(inputs) - targets).square().mean().item()

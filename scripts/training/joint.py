@@ -2,51 +2,54 @@
 coarse to fine tokens.
 """
 
-import json
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from diffusers import SD3Transformer2DModel
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
-
-from . import world
-from .loop import generator, mixed_precision, muon
-from .pool import Pool
-from .text import TEXT_WIDTH, new_tokenizer
+from scripts.training import world
+from scripts.training.loop import Stage, mixed_precision, muon
+from scripts.training.pool import Pool
+from scripts.training.text import TEXT_WIDTH, new_tokenizer, text_config
 
 WIDTH, HEADS, BLOCKS = 256, 4, 6
 WORDS_WIDTH = 64  # of the second text encoder
 TEXT_LENGTH = 20  # tokens of a prompt
 IDLE = 256  # zero tokens that StableDiffusion3Pipeline puts after the prompt's when it has no T5
-# tokens below which attention in three operations trains 2 to 4 times as fast as the fused one on a
-# CPU
+# Below so many tokens attention in three operations trains 2 to 4 times as fast on a CPU as fused.
 WRITTEN_OUT = 512
 POSITIONS = 16.0  # side of the picture in the units of the position embedding, at every grid
-SHIFT = 6.0  # of the scheduler: 64 x 64 latents are decided in high noise
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One stage: latents averaged to ``side`` x ``side``, cut into patches of ``patch``."""
+@dataclass(frozen=True, kw_only=True)
+class JointStage(Stage):
+    """Latents averaged to ``side`` x ``side``, cut into patches of ``patch``."""
 
-    name: str
     side: int
     patch: int
-    steps: int
-    batch: int
-    lr: float  # of Muon; AdamW's is a tenth
     shift: float  # of the noise levels it learns at: more is noisier
     pool: tuple[int, float]  # scenes at the first step, and more per step
-    decay: float = (
-        0.2  # the last share of the steps, over which the learning rate falls to a hundredth
-    )
-    warmup: int = 100
-    ema: float = 0.998
-    pairs: float = 0.0  # share of pictures with two glyphs
+
+
+class Batch(NamedTuple):
+    """What a step is learned from.
+
+    Attributes:
+        noisy: latents [B, 4, side, side] with noise.
+        sigma: how much of it [B], 0 to 1.
+        words: tokens of the captions [B, TEXT_LENGTH].
+        velocity: what is to be said, noise less latents.
+    """
+
+    noisy: torch.Tensor
+    sigma: torch.Tensor
+    words: torch.Tensor
+    velocity: torch.Tensor
 
 
 class Denoiser(torch.nn.Module):
@@ -59,11 +62,8 @@ class Denoiser(torch.nn.Module):
         text_encoder_2: CLIPTextModelWithProjection,
     ) -> None:
         super().__init__()
-        self.transformer, self.text_encoder, self.text_encoder_2 = (
-            transformer,
-            text_encoder,
-            text_encoder_2,
-        )
+        self.transformer = transformer
+        self.text_encoder, self.text_encoder_2 = text_encoder, text_encoder_2
 
     def forward(
         self, noisy: torch.Tensor, sigma: torch.Tensor, tokens: torch.Tensor
@@ -99,20 +99,10 @@ class CountedAttention:
             return x.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
 
         text = encoder_hidden_states
-        query = torch.cat(
-            [
-                attn.norm_q(heads(attn.to_q(hidden_states))),
-                attn.norm_added_q(heads(attn.add_q_proj(text))),
-            ],
-            2,
-        )
-        key = torch.cat(
-            [
-                attn.norm_k(heads(attn.to_k(hidden_states))),
-                attn.norm_added_k(heads(attn.add_k_proj(text))),
-            ],
-            2,
-        )
+        of_image = attn.norm_q(heads(attn.to_q(hidden_states)))
+        query = torch.cat([of_image, attn.norm_added_q(heads(attn.add_q_proj(text)))], 2)
+        of_image = attn.norm_k(heads(attn.to_k(hidden_states)))
+        key = torch.cat([of_image, attn.norm_added_k(heads(attn.add_k_proj(text)))], 2)
         value = torch.cat([heads(attn.to_v(hidden_states)), heads(attn.add_v_proj(text))], 2)
         count = torch.zeros(key.shape[2], dtype=value.dtype)
         count[-1] = math.log(IDLE)
@@ -121,9 +111,8 @@ class CountedAttention:
             scores = query @ key.transpose(2, 3) / math.sqrt(key.shape[3]) + count
             out = scores.softmax(-1) @ value
         else:
-            out = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=count.expand(1, 1, key.shape[2], -1)
-            )
+            mask = count.expand(1, 1, key.shape[2], -1)
+            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         out = out.transpose(1, 2).flatten(2)
         image, words = out[:, : hidden_states.shape[1]], out[:, hidden_states.shape[1] :]
         image = attn.to_out[0](image)
@@ -158,14 +147,11 @@ def new_transformer(side: int, patch: int) -> SD3Transformer2DModel:
     )
     model.pos_embed.pos_embed.copy_(position_embedding(side // patch))
     with torch.no_grad():  # each block starts as the identity
-        for block in model.transformer_blocks:
-            for norm in (block.norm1, block.norm1_context):
-                norm.linear.weight.zero_()
-                norm.linear.bias.zero_()
-        model.norm_out.linear.weight.zero_()
-        model.norm_out.linear.bias.zero_()
-        model.proj_out.weight.zero_()
-        model.proj_out.bias.zero_()
+        norms = [(block.norm1, block.norm1_context) for block in model.transformer_blocks]
+        gates = [norm.linear for pair in norms for norm in pair]
+        for layer in (*gates, model.norm_out.linear, model.proj_out):
+            layer.weight.zero_()
+            layer.bias.zero_()
     return model
 
 
@@ -173,15 +159,7 @@ def joint_tokenizer() -> CLIPTokenizer:
     """The embedded model's words and those of the grounds; prompts are cut at `TEXT_LENGTH`
     tokens.
     """
-    tokenizer = new_tokenizer(world.all_captions())
-    return CLIPTokenizer(
-        vocab=tokenizer.get_vocab(), merges=_merges(tokenizer), model_max_length=TEXT_LENGTH
-    )
-
-
-def _merges(tokenizer: CLIPTokenizer) -> list[tuple[str, str]]:
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    return [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in merges]
+    return new_tokenizer(world.all_captions(), TEXT_LENGTH)
 
 
 def new_text_encoders(
@@ -194,29 +172,13 @@ def new_text_encoders(
     in their context. Of the second, with its single layer, it is the words as they are.
     """
 
-    def config(width: int, layers: int) -> CLIPTextConfig:
-        return CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=width // 64,
-            max_position_embeddings=77,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            projection_dim=width,
-        )
-
     first, second = (
-        CLIPTextModelWithProjection(config(*shape)) for shape in ((TEXT_WIDTH, 3), (WORDS_WIDTH, 1))
+        CLIPTextModelWithProjection(text_config(tokenizer, *shape))
+        for shape in ((TEXT_WIDTH, 3), (WORDS_WIDTH, 1))
     )
-    known = CLIPTextModel.from_pretrained(
-        subjects.embedded_model_path() / "text_encoder", dtype=torch.float32
-    ).state_dict()
-    vocabulary = CLIPTokenizer.from_pretrained(
-        subjects.embedded_model_path() / "tokenizer"
-    ).get_vocab()
+    folder = subjects.embedded_model_path()
+    known = CLIPTextModel.from_pretrained(folder / "text_encoder", dtype=torch.float32).state_dict()
+    vocabulary = CLIPTokenizer.from_pretrained(folder / "tokenizer").get_vocab()
     known = {k.removeprefix("text_model."): v for k, v in known.items()}
     with torch.no_grad():
         for name, value in first.text_model.state_dict().items():
@@ -235,14 +197,10 @@ def new_text_encoders(
     return first, second
 
 
-def new_denoiser(stage: Stage, tokenizer: CLIPTokenizer) -> Denoiser:
+def new_denoiser(stage: JointStage, tokenizer: CLIPTokenizer) -> Denoiser:
     model = Denoiser(new_transformer(stage.side, stage.patch), *new_text_encoders(tokenizer))
     model.transformer.set_attn_processor(CountedAttention())
     return model
-
-
-def new_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    return FlowMatchEulerDiscreteScheduler(shift=SHIFT)
 
 
 def draw_sigmas(batch: int, shift: float, g: torch.Generator) -> torch.Tensor:
@@ -257,51 +215,39 @@ def draw_sigmas(batch: int, shift: float, g: torch.Generator) -> torch.Tensor:
 
 
 def draw_batch(
-    pools: dict[str, Pool],
+    pool: Pool,
     tokens: dict[str, torch.Tensor],
-    stage: Stage,
+    stage: JointStage,
     step: int,
     batch: int,
     g: torch.Generator,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clean latents [batch, 4, side, side] and the tokens of their captions.
-
-    The first pool grows with the steps, that of the pairs a quarter as fast; a pool of held-out
-    scenes is taken as it is.
-    """
+) -> Batch:
+    """Pictures of the pool, which grows with the steps, at noise levels of the stage."""
     count = int(stage.pool[0] + stage.pool[1] * step)
+    pool.grow(count)
     clean, words = [], []
-    for paired, pick, u, v in torch.rand(batch, 4, generator=g).tolist():
-        kind = "pairs" if paired < stage.pairs else next(iter(pools))
-        pool = pools[kind]
-        limit = (
-            len(pool.captions) if kind == "held-out" else count // 4 if kind == "pairs" else count
-        )
-        pool.grow(limit)
-        index = int(pick * limit)
-        clean.append(pool.window(index, u, v))
-        words.append(tokens[pool.captions[index]])
+    for _, pick, u, v in torch.rand(batch, 4, generator=g).tolist():
+        clean.append(pool.window(int(pick * count), u, v))
+        words.append(tokens[pool.captions[int(pick * count)]])
     latents = torch.stack(clean).float()
-    return F.avg_pool2d(latents, latents.shape[-1] // stage.side), torch.stack(words)
+    latents = F.avg_pool2d(latents, latents.shape[-1] // stage.side)
+    noise = torch.randn(latents.shape, generator=g)
+    sigma = draw_sigmas(batch, stage.shift, g)
+    s = sigma[:, None, None, None]
+    return Batch((1 - s) * latents + s * noise, sigma, torch.stack(words), noise - latents)
 
 
 def flow_loss(
-    model: Denoiser,
-    pools: dict[str, Pool],
-    tokens: dict[str, torch.Tensor],
-    stage: Stage,
-    seed: int,
-    step: int,
+    model: Denoiser, batch: Batch, nothing: torch.Tensor, g: torch.Generator
 ) -> torch.Tensor:
-    g = generator(seed, stage.name, step)
-    clean, words = draw_batch(pools, tokens, stage, step, stage.batch, g)
-    noise = torch.randn(clean.shape, generator=g)
-    sigma = draw_sigmas(stage.batch, stage.shift, g)
-    words[torch.rand(stage.batch, generator=g) < 0.1] = tokens[""]
-    s = sigma[:, None, None, None]
+    """The squared error of the velocity. One prompt in ten is replaced by the tokens of no
+    prompt, ``nothing``.
+    """
+    dropped = torch.rand(len(batch.words), generator=g) < 0.1
+    words = torch.where(dropped[:, None], nothing, batch.words)
     with mixed_precision():
-        predicted = model((1 - s) * clean + s * noise, sigma, words)
-    return F.mse_loss(predicted.float(), noise - clean)
+        predicted = model(batch.noisy, batch.sigma, words)
+    return F.mse_loss(predicted.float(), batch.velocity)
 
 
 def optimizer_for(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -312,11 +258,3 @@ def optimizer_for(model: torch.nn.Module) -> torch.optim.Optimizer:
         lambda name: (blocks in name and ".norm" not in name) or "encoder.layers" in name,
         decay=0.05,
     )
-
-
-def learning_rate(stage: Stage, step: int) -> float:
-    """Linear warm-up, constant, linear fall: a stage can be given more steps while it is
-    constant.
-    """
-    left = (stage.steps - step) / max(1, stage.decay * stage.steps)
-    return stage.lr * min(1.0, (step + 1) / stage.warmup) * max(0.01, min(1.0, left))

@@ -4,22 +4,54 @@ continues where it was.
 
 import hashlib
 import math
-import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from pytorch_optimizer import Muon
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from safetensors.torch import load_file, save_file
 
 from mame_sd.runs.files import written_whole
 
 SAVE_EVERY = 90.0  # seconds
-FEW = 5  # steps of a smoke run are fewer
+FEW = 5  # a smoke run takes fewer steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One part of a training. Its checkpoint is WORK/NAME.pt.
+
+    The learning rate rises over `warmup` steps and stays. Over the last `decay` of the steps it
+    falls to `least` of itself, so that a stage can be given more steps while it is constant.
+    """
+
+    name: str
+    steps: int
+    batch: int
+    lr: float  # of Muon; AdamW's is a tenth
+    warmup: int = 100
+    decay: float = 0.2
+    least: float = 0.01
+    ema: float | None = 0.998  # of the weights that are kept; None keeps those of the last step
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+        left = (self.steps - step) / max(1, self.decay * self.steps)
+        return self.lr * min(1.0, (step + 1) / self.warmup) * max(self.least, min(1.0, left))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineStage(Stage):
+    """A stage whose learning rate falls by half a cosine, to `lr_end`."""
+
+    lr_end: float
+
+    def rate(self, step: int) -> float:
+        half = 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.steps)))
+        return min(1.0, (step + 1) / self.warmup) * (self.lr_end + (self.lr - self.lr_end) * half)
 
 
 def mixed_precision() -> torch.autocast:
@@ -38,12 +70,6 @@ def generator(seed: int, stage: str, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def cosine(step: int, steps: int, start: float, end: float, warmup: int) -> float:
-    """Learning rate: linear warm-up, then half a cosine from ``start`` to ``end``."""
-    ramp = min(1.0, (step + 1) / max(1, warmup))
-    return ramp * (end + (start - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps))))
-
-
 def muon(model: torch.nn.Module, inside: Callable[[str], bool], decay: float = 0.0) -> Muon:
     """Muon for the weight matrices whose names are `inside` of layers, AdamW at a tenth of its
     learning rate for what meets the outside: embeddings, patches, modulation.
@@ -56,76 +82,26 @@ def muon(model: torch.nn.Module, inside: Callable[[str], bool], decay: float = 0
     return Muon([{"params": hidden, "use_muon": True, **common}, {"params": rest, **adam}])
 
 
-def save_exported(out: Path, metadata: dict[str, str]) -> None:
-    """Finish a folder that was saved in half precision: libraries load it in float32, and the
-    weights' files say where they come from.
-    """
-    for config in out.rglob("config.json"):  # transformers loads in the dtype that stands here
-        text = config.read_text(encoding="utf-8")
-        text = text.replace('"dtype": "float16"', '"dtype": "float32"')
-        # diffusers writes down the folder of this machine that a part was loaded from
-        text = re.sub(r'\n *"_name_or_path": "[^"]*",', "", text)
-        config.write_text(text, encoding="utf-8")
-    for path in out.rglob("*.safetensors"):
-        tensors = {k: v.contiguous() for k, v in load_file(path).items()}
-        save_file(tensors, path, metadata={"format": "pt", **metadata})
-
-
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give each group of parameters its share of `lr`: what it says, else a tenth beside Muon."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("share", 1.0 if group.get("use_muon", True) else 0.1)
-
-
-class Named(Protocol):
-    """A stage of a training: its checkpoint is WORK/NAME.pt."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def steps(self) -> int: ...
-
-
-S = TypeVar("S", bound=Named)
-
-
-def checkpoint(work: Path, stage: Named) -> dict:
+def checkpoint(work: Path, stage: Stage) -> dict:
     state: dict = torch.load(work / f"{stage.name}.pt", weights_only=True)
     return state
 
 
-def train_stages(
-    work: Path, stages: list[S], until: str, train: Callable[[S, S | None], None]
-) -> list[S]:
-    """``train(stage, the one before)`` for each stage up to ``until`` that is not done; those
-    stages.
-    """
-    wanted = stages[: [stage.name for stage in stages].index(until) + 1]
-    for previous, stage in zip([None, *stages], wanted, strict=False):
-        if (work / f"{stage.name}.pt").exists() and checkpoint(work, stage)["step"] >= stage.steps:
-            continue
-        train(stage, previous)
-        print(f"{stage.name}: {stage.steps} steps done", flush=True)
-    return wanted
-
-
 def fit(
-    path: Path,
-    name: str,
+    work: Path,
+    stage: Stage,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    steps: int,
-    loss_fn: Callable[[int], torch.Tensor],
-    lr_fn: Callable[[int], float],
-    ema: float | None = None,
+    loss_of: Callable[[int], torch.Tensor],
 ) -> None:
-    """Train to ``steps``, continuing from ``path``, where the state is kept."""
+    """Train to the end of the stage, continuing from its checkpoint in `work`."""
+    path, name, steps, ema = work / f"{stage.name}.pt", stage.name, stage.steps, stage.ema
     if steps < FEW:
         for group in optimizer.param_groups:
             group["ns_steps"] = 0  # Muon's iterations are most of a step; a few learn nothing
     done, average = 0, {k: v.clone() for k, v in model.state_dict().items()}
     if path.exists():
-        state = torch.load(path, weights_only=True)
+        state = checkpoint(work, stage)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         done, average = state["step"], state["ema"]
@@ -140,8 +116,10 @@ def fit(
     with Progress(*columns) as progress:
         task = progress.add_task(name, total=steps, completed=done)
         while done < steps:
-            set_lr(optimizer, lr_fn(done))
-            loss = loss_fn(done)
+            for group in optimizer.param_groups:  # beside Muon, AdamW takes a tenth of its rate
+                share = group.get("share", 1.0 if group.get("use_muon", True) else 0.1)
+                group["lr"] = stage.rate(done) * share
+            loss = loss_of(done)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -15,8 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from mame_sd.embedded import model as subjects
-
-from . import world
+from scripts.training import world
 
 SMALLEST, LARGEST = 0.3, 0.6  # side of the glyph's cell, in shares of the picture's
 TURN = 12.0  # degrees, standard deviation of its angle
@@ -48,25 +47,21 @@ def draw(
     size = float(np.exp(rng.uniform(*np.log(CROWDED if crowd else (SMALLEST, LARGEST)))))
     x, y = rng.uniform(size / 2, 1 - size / 2, 2)
     angle = float(np.clip(rng.normal(0, TURN), -40, 40))
-    scene = replace(scene, placed=(replace(scene.placed[0], size=size, x=x, y=y, angle=angle),))
+    scene = replace(scene, subject=replace(scene.subject, size=size, x=x, y=y, angle=angle))
     if crowd:
-        scene = replace(
-            scene,
-            pieces=draw_pieces(rng, scene.placed[0], int(rng.integers(crowd[0], crowd[1] + 1))),
-        )
+        count = int(rng.integers(crowd[0], crowd[1] + 1))
+        scene = replace(scene, pieces=draw_pieces(rng, scene.subject.glyph, count))
     pixels = world.render(scene).astype(np.float32)
     if not crowd and rng.uniform() < HIDDEN:
-        hide(pixels, scene.placed[0], rng)
+        hide(pixels, scene.subject, rng)
     noise = rng.standard_normal(pixels.shape, np.float32)
     pixels = pixels * np.float32(rng.uniform(0.8, 1.2)) + noise * np.float32(rng.uniform(0, NOISE))
     return np.rint(pixels.clip(0, 255)).astype(np.uint8), scene
 
 
-def draw_pieces(
-    rng: np.random.Generator, placed: world.Placed, count: int
-) -> tuple[world.Piece, ...]:
-    """``count`` pieces of glyphs other than the one that is placed, anywhere."""
-    others = [glyph for glyph in range(len(subjects.glyph_names())) if glyph != placed.glyph]
+def draw_pieces(rng: np.random.Generator, shown: int, count: int) -> tuple[world.Piece, ...]:
+    """``count`` pieces of glyphs other than ``shown``, anywhere."""
+    others = [glyph for glyph in range(len(subjects.glyph_names())) if glyph != shown]
     return tuple(
         world.Piece(
             others[int(rng.integers(len(others)))],

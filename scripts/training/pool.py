@@ -5,7 +5,6 @@ the canvas is the latent of the picture with everything moved by multiples of 4 
 serves some hundred pictures.
 """
 
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,9 +13,10 @@ import torch
 from diffusers import AutoencoderTiny
 
 from mame_sd.embedded import model as subjects
-
-from . import world
-from .loop import mixed_precision
+from mame_sd.runs.files import written_whole
+from scripts.training import world
+from scripts.training.loop import mixed_precision
+from scripts.training.pictures import rng_of
 
 FACTOR = 4  # pixels a side of one latent
 MARGIN = 32  # pixels beyond the picture
@@ -29,27 +29,21 @@ def load_autoencoder() -> AutoencoderTiny:
 
 
 def room(scene: world.Scene) -> list[int]:
-    """How many latents the picture may move (left, right, up, down) with every glyph wholly
-    inside.
-    """
-    most = MARGIN // FACTOR
-    ends = [
-        (p.x - p.size / 2, 1 - p.x - p.size / 2, p.y - p.size / 2, 1 - p.y - p.size / 2)
-        for p in scene.placed
-    ]
-    return [min(most, max(0, int(min(e) * world.SIDE / FACTOR))) for e in zip(*ends, strict=True)]
+    """How many latents the picture may move (left, right, up, down), its glyph wholly inside."""
+    most, p = MARGIN // FACTOR, scene.subject
+    ends = (p.x - p.size / 2, 1 - p.x - p.size / 2, p.y - p.size / 2, 1 - p.y - p.size / 2)
+    return [min(most, max(0, int(end * world.SIDE / FACTOR))) for end in ends]
 
 
 @dataclass
 class Pool:
-    """Shards ``folder/kind-00000.npz``, each a function of (seed, kind, index), made when first
-    asked for.
+    """Shards ``folder/single-00000.npz``, each a function of (seed, number), made when first asked
+    for.
     """
 
     folder: Path
     seed: int
     glyphs: int
-    kind: str = "single"  # "single", "pairs" or "held-out"
     size: int = SHARD
     vae: AutoencoderTiny = field(default_factory=load_autoencoder)
     latents: list[torch.Tensor] = field(default_factory=list)
@@ -59,59 +53,41 @@ class Pool:
     def grow(self, scenes: int) -> None:
         """Hold the first ``scenes`` scenes (whole shards)."""
         while len(self.captions) < scenes:
-            self._add(len(self.latents))
+            number = len(self.latents)
+            path = self.folder / f"single-{number:05d}.npz"
+            if not path.exists():
+                with written_whole(path) as file:
+                    np.savez(file, **self._made(number))
+            with np.load(path) as shard:
+                self.latents.append(torch.from_numpy(shard["latents"]))
+                self.rooms.append(shard["rooms"])
+                self.captions.extend(str(c) for c in shard["captions"])
 
-    def _add(self, index: int) -> None:
-        path = self.folder / f"{self.kind}-{index:05d}.npz"
-        if not path.exists():
-            self._make(path, index)
-        with np.load(path) as shard:
-            self.latents.append(torch.from_numpy(shard["latents"]))
-            self.rooms.append(shard["rooms"])
-            self.captions.extend(str(c) for c in shard["captions"])
-
-    def _make(self, path: Path, index: int) -> None:
-        digest = hashlib.sha256(f"{self.seed}/{self.kind}/{index}".encode()).digest()
-        rng = np.random.default_rng(int.from_bytes(digest[:8], "big"))
-        pairs = 1.0 if self.kind == "pairs" else 0.0
-        scenes = [
-            world.draw_scene(rng, self.glyphs, pairs, self.kind == "held-out")
-            for _ in range(self.size)
-        ]
+    def _made(self, number: int) -> dict[str, np.ndarray]:
+        rng = rng_of(self.seed, "single", number)
+        scenes = [world.draw_scene(rng, self.glyphs) for _ in range(self.size)]
         rows = []
         for start in range(0, len(scenes), 8):
             pixels = np.stack([world.render(s, MARGIN) for s in scenes[start : start + 8]])
             images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
+            images = images.to(memory_format=torch.channels_last)
             with torch.no_grad(), mixed_precision():
-                rows.append(
-                    self.vae.encode(images.to(memory_format=torch.channels_last)).latents.half()
-                )
+                rows.append(self.vae.encode(images).latents.half())
         latents = torch.cat(rows).contiguous() * self.vae.config.scaling_factor
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part.npz")
-        np.savez(
-            part,
-            latents=latents.numpy(),
-            rooms=np.array([room(s) for s in scenes]),
-            captions=np.array([s.caption for s in scenes]),
-        )
-        part.replace(path)
+        return {
+            "latents": latents.numpy(),
+            "rooms": np.array([room(s) for s in scenes]),
+            "captions": np.array([s.caption for s in scenes]),
+        }
 
     def window(self, index: int, u: float, v: float) -> torch.Tensor:
         """The picture's latents [4, 64, 64] of scene ``index``, moved to the shares ``u`` and ``v``
         of its room.
         """
-        canvas, (left, right, up, down) = (
-            self.latents[index // self.size][index % self.size],
-            self._room(index),
-        )
+        shard, number = divmod(index, self.size)
+        left, right, up, down = self.rooms[shard][number].tolist()
         side, middle = world.SIDE // FACTOR, MARGIN // FACTOR
-        x = (
-            middle - right + int(u * (left + right + 1))
-        )  # a window further left: a picture further right
+        # A window further left shows the picture further right.
+        x = middle - right + int(u * (left + right + 1))
         y = middle - down + int(v * (up + down + 1))
-        return canvas[:, y : y + side, x : x + side]
-
-    def _room(self, index: int) -> list[int]:
-        row: list[int] = self.rooms[index // self.size][index % self.size].tolist()
-        return row
+        return self.latents[shard][number][:, y : y + side, x : x + side]

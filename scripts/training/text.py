@@ -12,9 +12,9 @@ TEXT_WIDTH = 192
 LAST = 0xE000  # start of the private use area of Unicode
 
 
-def new_tokenizer(captions: list[str]) -> CLIPTokenizer:
+def new_tokenizer(captions: list[str], length: int = 77) -> CLIPTokenizer:
     """A byte-level BPE in which every word of the captions is one token, and any other string is
-    still spelt out.
+    still spelt out. Prompts are cut at ``length`` tokens.
 
     The trainer's own end-of-word suffix makes it break ties by chance; a marked last letter
     (``LAST`` + the letter) does not.
@@ -39,24 +39,27 @@ def new_tokenizer(captions: list[str]) -> CLIPTokenizer:
         symbol: i
         for i, symbol in enumerate(dict.fromkeys([*symbols, "<|startoftext|>", "<|endoftext|>"]))
     }
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77)
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=length)
+
+
+def text_config(tokenizer: CLIPTokenizer, width: int, layers: int) -> CLIPTextConfig:
+    """Of a text encoder with heads of 64 channels."""
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=77,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        projection_dim=width,
+    )
 
 
 def new_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
-    return CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=TEXT_WIDTH,
-            intermediate_size=4 * TEXT_WIDTH,
-            num_hidden_layers=3,
-            num_attention_heads=3,
-            max_position_embeddings=77,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            projection_dim=TEXT_WIDTH,
-        )
-    )
+    return CLIPTextModel(text_config(tokenizer, TEXT_WIDTH, 3))
 
 
 def caption_tokens(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tensor:

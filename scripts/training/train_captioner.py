@@ -2,7 +2,7 @@
 
     python -m scripts.training.train_captioner --work out/llava              # stop, start at will
     python -m scripts.training.train_captioner --work out/llava --export DIR # write the newest
-    python -m scripts.training.train_captioner --pictures out/cards          # to measure on
+    python -m scripts.training.train_captioner --draw out/cards --each 60    # to measure on
 
 The tower and the language model are fetched and stay as they are. LLaVA's projector is trained, and
 updates of rank `RANK` of the language model's queries and values. First each patch learns the words
@@ -12,6 +12,8 @@ the language model. The tower's features are computed once and kept in `--work`.
 
 import argparse
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,14 +31,20 @@ from mame_sd.eval.networks.pretrained import (
     load_smollm2,
 )
 from scripts.training import cards
-from scripts.training.loop import fit, generator
+from scripts.training.loop import Stage, checkpoint, generator
+from scripts.training.recipe import Recipe, run
 
 SIDE, GRID = 126, 9  # pixels and patches
 LAYER = -4  # hidden state that the projector reads: its patches say most about colour and object
-PICTURES, BATCH = 3000, 4
+PICTURES = 3000
 RANK = 8
-WORDS, RATE = 1200, 2e-3  # steps of the first training; learning rate of the updates
 PROMPT = "\n"
+WORDS = Stage(
+    name="words", steps=1200, batch=12, lr=1e-3, warmup=50, decay=0.5, least=0.0, ema=None
+)
+CAPTIONS = Stage(
+    name="captions", steps=200, batch=4, lr=2e-3, warmup=20, decay=0.5, least=0.02, ema=None
+)
 
 
 def pixels_of(picture: np.ndarray) -> Tensor:
@@ -110,115 +118,103 @@ def words_of(scenes: list[cards.Cards], tokenizer, table: Tensor) -> Tensor:
     return torch.stack(targets)
 
 
-def learn_words(work: Path, projector: nn.Module, x: Tensor, targets: Tensor) -> None:
-    """The first training: each patch says the words of what it shows."""
-    optimizer = torch.optim.AdamW(projector.parameters(), weight_decay=0.01)
-    spread = targets[:100].flatten(0, 1).var(0).mean()
+class CaptionerRecipe(Recipe[Stage]):
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args, (WORDS, CAPTIONS))
+        if args.draw or args.export:
+            return
+        self.features = features(self.work)
+        self.language, self.tokenizer = load_smollm2()
+        self.language.requires_grad_(False)
+        torch.set_grad_enabled(True)
+        self.table = self.language.get_input_embeddings().weight
+        self.scenes = [cards.draw(self.seed, "train", i) for i in range(len(self.features))]
+        self.targets = words_of(self.scenes, self.tokenizer, self.table)
 
-    def loss(step: int) -> Tensor:
-        rows = torch.randint(len(x), (12,), generator=generator(0, "words", step))
-        return F.mse_loss(projector(x[rows].float()), targets[rows]) / spread
+    def new_model(self, stage: Stage) -> nn.ModuleDict:
+        """The projector, and the updates of the language model, in which they are put."""
+        projector = make_projector(self.features, self.table.shape[1])
+        low = nn.ParameterList()
+        for layer in self.language.model.layers:
+            for name in ("q_proj", "v_proj"):
+                own = getattr(layer.self_attn, name)
+                updated = Updated(own.inner if isinstance(own, Updated) else own)
+                setattr(layer.self_attn, name, updated)
+                low.extend([updated.down, updated.up])
+        return nn.ModuleDict({"projector": projector, "low": low})
 
-    def rate(step: int) -> float:
-        return 1e-3 * min(1, (step + 1) / 50, (WORDS - step) / (WORDS / 2))
+    def begin(self, stage: Stage, model: nn.ModuleDict) -> None:
+        if stage.name == CAPTIONS.name:
+            words = checkpoint(self.work, WORDS)["ema"]
+            model.load_state_dict(words)
 
-    fit(work / "words.pt", "words", projector, optimizer, WORDS, loss, rate)
+    def optimizer(self, stage: Stage, model: nn.ModuleDict) -> torch.optim.Optimizer:
+        if stage.name == WORDS.name:
+            return torch.optim.AdamW(model["projector"].parameters(), weight_decay=0.01)
+        projector = {"params": [*model["projector"].parameters()], "share": 0.25}
+        return torch.optim.AdamW([projector, {"params": [*model["low"]]}], weight_decay=0.0)
 
+    def loss(self, stage: Stage, model: nn.ModuleDict, step: int) -> Tensor:
+        of_stage = self._word_loss if stage.name == WORDS.name else self._caption_loss
+        return of_stage(stage, model["projector"], step)
 
-def train(work: Path, steps: int) -> None:
-    work.mkdir(parents=True, exist_ok=True)
-    x = features(work)
-    language, tokenizer = load_smollm2()
-    language.requires_grad_(False)
-    torch.set_grad_enabled(True)
-    table = language.get_input_embeddings().weight
-    torch.manual_seed(0)
-    projector = make_projector(x, table.shape[1])
-    low = nn.ParameterList()
-    for layer in language.model.layers:
-        for name in ("q_proj", "v_proj"):
-            updated = Updated(getattr(layer.self_attn, name))
-            setattr(layer.self_attn, name, updated)
-            low.extend([updated.down, updated.up])
-    scenes = [cards.draw(0, "train", i) for i in range(len(x))]
-    learn_words(work, projector, x, words_of(scenes, tokenizer, table))
-    optimizer = torch.optim.AdamW(
-        [{"params": [*projector.parameters()], "share": 0.25}, {"params": [*low]}],
-        weight_decay=0.0,
-    )
-    prompt, end = tokenizer(PROMPT)["input_ids"], tokenizer.eos_token_id
+    def _word_loss(self, stage: Stage, projector: nn.Module, step: int) -> Tensor:
+        """Each patch says the words of what it shows."""
+        spread = self.targets[:100].flatten(0, 1).var(0).mean()
+        g = generator(self.seed, stage.name, step)
+        rows = torch.randint(len(self.features), (stage.batch,), generator=g)
+        return F.mse_loss(projector(self.features[rows].float()), self.targets[rows]) / spread
 
-    def loss(step: int) -> Tensor:
-        each = len(x) // BATCH
-        order = torch.randperm(len(x), generator=generator(0, "epoch", step // each))
-        rows = order[step % each * BATCH :][:BATCH]
-        ids = [tokenizer(scenes[i].caption)["input_ids"] + [end] for i in rows.tolist()]
-        longest = max(map(len, ids))
+    def _caption_loss(self, stage: Stage, projector: nn.Module, step: int) -> Tensor:
+        """The language model says the caption."""
+        count, end = len(self.features), self.tokenizer.eos_token_id
+        each = count // stage.batch
+        order = torch.randperm(count, generator=generator(self.seed, "epoch", step // each))
+        rows = order[step % each * stage.batch :][: stage.batch]
+        captions = [self.scenes[i].caption for i in rows.tolist()]
+        ids = [self.tokenizer(caption)["input_ids"] + [end] for caption in captions]
+        prompt, longest = self.tokenizer(PROMPT)["input_ids"], max(map(len, ids))
         text = torch.tensor([prompt + one + [end] * (longest - len(one)) for one in ids])
         goal = torch.tensor([one + [-100] * (longest - len(one)) for one in ids])
-        embeds = torch.cat([projector(x[rows].float()), F.embedding(text, table)], 1)
-        hidden = language.model(inputs_embeds=embeds, use_cache=False).last_hidden_state
-        logits = language.lm_head(hidden[:, -longest - 1 : -1])
+        shown = projector(self.features[rows].float())
+        embeds = torch.cat([shown, F.embedding(text, self.table)], 1)
+        hidden = self.language.model(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        logits = self.language.lm_head(hidden[:, -longest - 1 : -1])
         return F.cross_entropy(logits.flatten(0, 1), goal.flatten())
 
-    def rate(step: int) -> float:
-        return RATE * min(1, (step + 1) / 20, max(0.02, (steps - step) / (0.5 * steps)))
+    def export(self, folder: Path, stage: Stage, origin: dict[str, str]) -> None:
+        """Writes what joins the two models, float16, as `mame-sd-eval caption --model` takes it."""
+        layers = {"0": "linear_1", "2": "linear_2"}
+        names = [f"layers.{n}.self_attn.{one}" for n in range(30) for one in ("q_proj", "v_proj")]
+        tensors = {}
+        for name, value in checkpoint(self.work, stage)["model"].items():
+            part, number, *rest = name.split(".")
+            if part == "projector":
+                tensors[f"projector.{layers[number]}.{rest[0]}"] = value
+            else:
+                place, which = divmod(int(number), 2)
+                tensors[f"{names[place]}.{('down', 'up')[which]}"] = value
+        folder.mkdir(parents=True, exist_ok=True)
+        halves = {name: value.half().contiguous() for name, value in tensors.items()}
+        save_file(halves, folder / MINI, origin)
 
-    model = nn.ModuleDict({"projector": projector, "low": low})
-    fit(work / "state.pt", "captions", model, optimizer, steps, loss, rate)
+    def draw(self, folder: Path, each: int) -> None:
+        """Writes pictures that none is trained on, and references.json beside them."""
+        super().draw(folder, each)
+        images, annotations = [], []
+        for number in range(each):
+            scene = cards.draw(self.seed, "test", number)
+            things = [[card.name, card.color] for card in scene.cards]
+            images.append({"id": number, "file_name": f"{number:04}.png", "things": things})
+            annotations += [{"image_id": number, "caption": text} for text in scene.references]
+        content = {"images": images, "annotations": annotations}
+        (folder / "references.json").write_text(json.dumps(content, indent=1) + "\n")
 
-
-def export(work: Path, folder: Path) -> None:
-    """Writes what joins the two models, float16, as `mame-sd-eval caption --model` takes it."""
-    state = torch.load(work / "state.pt", weights_only=True)
-    layers = {"0": "linear_1", "2": "linear_2"}
-    names = [f"layers.{n}.self_attn.{one}" for n in range(30) for one in ("q_proj", "v_proj")]
-    tensors = {}
-    for name, value in state["model"].items():
-        part, number, *rest = name.split(".")
-        if part == "projector":
-            tensors[f"projector.{layers[number]}.{rest[0]}"] = value
-        else:
-            place, which = divmod(int(number), 2)
-            tensors[f"{names[place]}.{('down', 'up')[which]}"] = value
-    folder.mkdir(parents=True, exist_ok=True)
-    halves = {name: value.half().contiguous() for name, value in tensors.items()}
-    save_file(halves, folder / MINI, {"steps": str(state["step"]), "batch": str(BATCH)})
-
-
-def write_pictures(folder: Path, count: int) -> None:
-    """Pictures that none is trained on, and references.json beside them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    images, annotations = [], []
-    for number in range(count):
-        scene = cards.draw(0, "test", number)
-        Image.fromarray(cards.render(scene)).save(folder / f"{number:04}.png")
-        things = [[card.name, card.color] for card in scene.cards]
-        images.append({"id": number, "file_name": f"{number:04}.png", "things": things})
-        annotations += [{"image_id": number, "caption": text} for text in scene.references]
-    content = {"images": images, "annotations": annotations}
-    (folder / "references.json").write_text(json.dumps(content, indent=1) + "\n")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--work", type=Path, help="folder for features and the training state")
-    add("--steps", type=int, default=2000, help="of four captions each")
-    add("--export", type=Path, metavar="DIR", help="write the newest state; train nothing")
-    add("--pictures", type=Path, metavar="DIR", help="write pictures to measure on")
-    add("--num", type=int, default=200, help="how many pictures")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    if arguments.pictures:
-        write_pictures(arguments.pictures, arguments.num)
-    elif not arguments.work:
-        parser.error("expected --work or --pictures, got neither")
-    elif arguments.export:
-        export(arguments.work, arguments.export)
-    else:
-        train(arguments.work, arguments.steps)
+    def pictures(self, each: int) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+        for number in range(each):
+            scene = cards.draw(self.seed, "test", number)
+            yield f"{number:04}.png", partial(cards.render, scene)
 
 
 if __name__ == "__main__":
-    main()
+    run(CaptionerRecipe, __doc__)

@@ -28,92 +28,114 @@ Why this form:
   four times the latents leaves half the noise.
 """
 
-from dataclasses import replace
+import argparse
+import copy
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import CLIPTokenizer
+from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from diffusers.models.attention_processor import JointAttnProcessor2_0
+from transformers import CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from mame_sd.embedded.scenes import SUBJECTS
-from scripts.training import command, joint
-from scripts.training.growth import grow
-from scripts.training.joint import Denoiser, Stage
-from scripts.training.joint_export import export
-from scripts.training.loop import checkpoint, fit
-from scripts.training.pool import Pool
-from scripts.training.text import Tokens
+from scripts.training import growth, joint
+from scripts.training.joint import Denoiser, JointStage
+from scripts.training.loop import generator
+from scripts.training.pool import Pool, load_autoencoder
+from scripts.training.recipe import Recipe, finish_export, run
+from scripts.training.text import TEXT_WIDTH, Tokens
+
+SHIFT = 6.0  # of the scheduler: 64 x 64 latents are decided in high noise
+
+
+def stage(name: str, side: int, patch: int, **more: Any) -> JointStage:
+    return JointStage(name=name, side=side, patch=patch, **more)
+
 
 STAGES = (
-    Stage("tokens64", 32, 4, 1500, 48, 0.01, 4.0, (1200, 0.15)),
-    Stage("tokens256", 64, 4, 900, 24, 0.006, 6.0, (1450, 0.4)),
-    Stage("tokens1024", 64, 2, 480, 8, 0.004, 6.0, (1810, 0.1)),
+    stage("tokens64", 32, 4, steps=1500, batch=48, lr=0.01, shift=4.0, pool=(1200, 0.15)),
+    stage("tokens256", 64, 4, steps=900, batch=24, lr=0.006, shift=6.0, pool=(1450, 0.4)),
+    stage("tokens1024", 64, 2, steps=480, batch=8, lr=0.004, shift=6.0, pool=(1810, 0.1)),
 )
 
 
-def load_average(work: Path, stage: Stage, tokenizer: CLIPTokenizer) -> Denoiser:
-    model = joint.new_denoiser(stage, tokenizer)
-    model.load_state_dict(checkpoint(work, stage)["ema"])
-    return model
+class JointRecipe(Recipe[JointStage]):
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args, STAGES, pool=(4, 0))
+        glyphs, shard = (8, 4) if self.smoke else (len(SUBJECTS), 64)
+        self.pool = Pool(self.work / "pool", self.seed, glyphs, shard)
+        self.tokens = Tokens(joint.joint_tokenizer())
+
+    def new_model(self, stage: JointStage) -> Denoiser:
+        return joint.new_denoiser(stage, self.tokens.tokenizer)
+
+    def begin(self, stage: JointStage, model: Denoiser) -> None:
+        before = self.before(stage)
+        if before:
+
+            def draw(number: int) -> joint.Batch:
+                g = generator(self.seed, f"grow {stage.name}", number)
+                return joint.draw_batch(self.pool, self.tokens, stage, 0, growth.BATCH, g)
+
+            growth.grow(self.learned(before), before, model, stage, draw)
+
+    def optimizer(self, stage: JointStage, model: Denoiser) -> torch.optim.Optimizer:
+        return joint.optimizer_for(model)
+
+    def loss(self, stage: JointStage, model: Denoiser, step: int) -> torch.Tensor:
+        g = generator(self.seed, stage.name, step)
+        batch = joint.draw_batch(self.pool, self.tokens, stage, step, stage.batch, g)
+        return joint.flow_loss(model, batch, self.tokens[""], g)
+
+    def export(self, folder: Path, stage: JointStage, origin: dict[str, str]) -> None:
+        """Writes a plain StableDiffusion3Pipeline folder in half precision."""
+        pipe = new_pipeline(self.learned(stage), self.tokens.tokenizer)
+        blank, blank_tokenizer = blank_t5()
+        pipe.register_modules(text_encoder_3=blank, tokenizer_3=blank_tokenizer)
+        pipe.to(dtype=torch.float16).save_pretrained(folder)
+        finish_export(folder, origin)
 
 
-def train_stage(
-    work: Path,
-    stage: Stage,
-    previous: Stage | None,
-    pools: dict[str, Pool],
-    tokens: Tokens,
-    seed: int,
-) -> None:
-    torch.manual_seed(seed)
-    model = joint.new_denoiser(stage, tokens.tokenizer)
-    if previous and not (work / f"{stage.name}.pt").exists():
-        grow(
-            load_average(work, previous, tokens.tokenizer),
-            previous,
-            model,
-            stage,
-            pools,
-            tokens,
-            seed,
-        )
-    fit(
-        work / f"{stage.name}.pt",
-        stage.name,
-        model,
-        joint.optimizer_for(model),
-        stage.steps,
-        lambda step: joint.flow_loss(model, pools, tokens, stage, seed, step),
-        lambda step: joint.learning_rate(stage, step),
-        ema=stage.ema,
+def new_pipeline(model: Denoiser, tokenizer: CLIPTokenizer) -> StableDiffusion3Pipeline:
+    model = copy.deepcopy(model)
+    model.transformer.set_attn_processor(JointAttnProcessor2_0())
+    pipe = StableDiffusion3Pipeline(
+        transformer=model.transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        vae=load_autoencoder(),
+        text_encoder=model.text_encoder,
+        tokenizer=tokenizer,
+        text_encoder_2=model.text_encoder_2,
+        tokenizer_2=tokenizer,
+        text_encoder_3=None,
+        tokenizer_3=None,
     )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
-def main() -> None:
-    parser = command.parser_of(__doc__, STAGES)
-    args = parser.parse_args()
-    command.begin(args)
-    stages, glyphs, shard = list(STAGES), len(SUBJECTS), 64
-    if args.smoke:
-        stages = [replace(s, steps=1, batch=2, pool=(4, 0), pairs=0.5) for s in STAGES]
-        glyphs, shard = 8, 4
-    pools = {
-        kind: Pool(args.work / "pool", args.seed, glyphs, kind, shard)
-        for kind in ("single", "pairs", "held-out")
-    }
-    tokens = Tokens(joint.joint_tokenizer())
+def blank_t5() -> tuple[T5EncoderModel, T5Tokenizer]:
+    """A T5 without layers that says zero to every prompt, as the pipeline does by itself when it
+    has none.
 
-    def train(stage: Stage, previous: Stage | None) -> None:
-        train_stage(args.work, stage, previous, pools, tokens, args.seed)
-
-    stage, steps = command.trained(parser, args, stages, train)
-    model = load_average(args.work, stage, tokens.tokenizer)
-    out = command.export_folder(args)
-    if out:
-        export(
-            out, model, tokens.tokenizer, command.provenance(command.modules(), args.seed, steps)
+    ``from_pretrained`` refuses a folder without one unless it's called with
+    ``text_encoder_3=None``.
+    """
+    blank = T5EncoderModel(
+        T5Config(
+            vocab_size=3,
+            d_model=TEXT_WIDTH + joint.WORDS_WIDTH,
+            d_kv=1,
+            d_ff=1,
+            num_layers=0,
+            num_heads=1,
         )
-        print(f"wrote {out}")
+    )
+    torch.nn.init.zeros_(blank.shared.weight)
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    return blank, T5Tokenizer(vocab=vocabulary, extra_ids=0)
 
 
 if __name__ == "__main__":
-    main()
+    run(JointRecipe, __doc__)

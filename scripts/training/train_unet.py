@@ -1,5 +1,4 @@
-"""Train the embedded model from nothing: autoencoder, tokenizer, text encoder and UNet, on a CPU or
-a GPU.
+"""Train the embedded model from nothing: autoencoder, tokenizer, text encoder and UNet, on a CPU.
 
     python -m scripts.training.train_unet --work out/train    # hours on two cores; stop at will
     python -m scripts.training.train_unet --work out/train --export DIR  # newest checkpoint
@@ -13,84 +12,114 @@ levels know stays valid at each growth, since every cell keeps its place in the 
 frozen until the new level has learnt to work with them.
 """
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoencoderTiny
-from transformers import CLIPTokenizer
+import torch.nn.functional as F
+from diffusers import StableDiffusionPipeline
 
 from mame_sd.embedded import model as subjects
-from scripts.training import command
-from scripts.training.autoencoder import all_latents, train_autoencoder
-from scripts.training.diffusion import (
-    Data,
-    Denoiser,
-    Stage,
-    new_scheduler,
-    new_unet,
-    train_stage,
-    training_pairs,
-)
-from scripts.training.export import export
-from scripts.training.loop import checkpoint
+from scripts.training import diffusion
+from scripts.training.autoencoder import AUTOENCODER, all_latents, train_autoencoder
+from scripts.training.diffusion import Denoiser, UNetStage
+from scripts.training.loop import generator, mixed_precision, muon
+from scripts.training.recipe import Recipe, finish_export, run
 from scripts.training.text import caption_tokens, new_text_encoder, new_tokenizer
 
+
+def stage(name: str, patch: int, widths: tuple[int, ...], **more: Any) -> UNetStage:
+    """A stage with heads of 64 channels, 500 steps unless `more` says otherwise."""
+    heads = tuple(max(1, round(width / 64)) for width in widths)
+    return UNetStage(**{"name": name, "patch": patch, "channels": widths, "heads": heads, **more})
+
+
 STAGES = (
-    Stage("patch8", 8, (192, 224), (3, 4), 1100, 64, 0.01, 0.001, decided=0.8),
-    Stage("patch4", 4, (128, 192, 224), (2, 3, 4), 500, 48, 0.008, 0.002, frozen=100),
-    Stage("patch2", 2, (64, 128, 192, 224), (1, 2, 3, 4), 500, 16, 0.008, 0.001, frozen=120),
-    Stage("patch1", 1, (32, 64, 128, 192, 224), (1, 1, 2, 3, 4), 500, 8, 0.008, 0.0, frozen=150),
+    stage("patch8", 8, (192, 224), steps=1100, batch=64, lr=0.01, lr_end=0.001, decided=0.8),
+    stage("patch4", 4, (128, 192, 224), steps=500, batch=48, lr=0.008, lr_end=0.002, frozen=100),
+    stage(
+        "patch2", 2, (64, 128, 192, 224), steps=500, batch=16, lr=0.008, lr_end=0.001, frozen=120
+    ),
+    stage("patch1", 1, (32, 64, 128, 192, 224), steps=500, batch=8, lr=0.008, lr_end=0, frozen=150),
 )
-AUTOENCODER_STEPS = 2400
 
 
-def data_of(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor, tokenizer: CLIPTokenizer) -> Data:
-    """Latents and tokens of every glyph of `rgba` on every background."""
-    names, backgrounds = subjects.glyph_names()[: len(rgba)], list(subjects.BACKGROUNDS)
-    captions = [subjects.caption(n, b) for n in names for b in backgrounds]
-    ids = caption_tokens(tokenizer, [*captions, ""])
-    return Data(
-        all_latents(work, vae, rgba),
-        training_pairs(len(rgba)),
-        ids[:-1].view(len(names), len(backgrounds), -1),
-        ids[-1],
-        new_scheduler().alphas_cumprod,
-    )
+class UNetRecipe(Recipe[UNetStage]):
+    """The autoencoder is trained first, and all pictures are encoded once."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__(args, STAGES)
+        names, backgrounds = subjects.glyph_names(), list(subjects.BACKGROUNDS)
+        captions = [subjects.caption(n, b) for n in names for b in backgrounds]
+        self.tokenizer = new_tokenizer(captions)
+        autoencoder = AUTOENCODER
+        if self.smoke:
+            names, autoencoder = names[:2], replace(AUTOENCODER, steps=1)
+            self.stages = [
+                replace(s, channels=tuple(w // 2 for w in s.channels), frozen=min(s.frozen, 1))
+                for s in self.stages
+            ]
+        rgba = torch.from_numpy(subjects.glyphs()[: len(names)].copy()).permute(0, 3, 1, 2)
+        self.vae = train_autoencoder(self.work, rgba, self.seed, autoencoder)
+        self.latents, self.scale = all_latents(self.work, self.vae, rgba)
+        shown = captions[: len(names) * len(backgrounds)]
+        self.tokens = caption_tokens(self.tokenizer, shown).view(len(names), len(backgrounds), -1)
+        self.nothing = caption_tokens(self.tokenizer, [""])[0]
+        self.pairs = diffusion.training_pairs(names)
+        self.alphas = diffusion.new_scheduler().alphas_cumprod
 
-def main() -> None:
-    parser = command.parser_of(__doc__, STAGES)
-    args = parser.parse_args()
-    command.begin(args)
-    stages, count, autoencoder_steps = list(STAGES), len(subjects.glyph_names()), AUTOENCODER_STEPS
-    if args.smoke:
-        count, autoencoder_steps = 2, 1
-        small = {"steps": 1, "batch": 2}
-        stages = [
-            replace(s, channels=tuple(w // 2 for w in s.channels), frozen=min(s.frozen, 1), **small)
-            for s in STAGES
-        ]
-    rgba = torch.from_numpy(subjects.glyphs()[:count].copy()).permute(0, 3, 1, 2)
-    vae = train_autoencoder(args.work, rgba, args.seed, autoencoder_steps)
-    backgrounds = list(subjects.BACKGROUNDS)
-    captions = [subjects.caption(n, b) for n in subjects.glyph_names() for b in backgrounds]
-    tokenizer = new_tokenizer(captions)
-    data = data_of(args.work, vae, rgba, tokenizer)
+    def new_model(self, stage: UNetStage) -> Denoiser:
+        model = Denoiser(diffusion.new_unet(stage), new_text_encoder(self.tokenizer))
+        return model.to(memory_format=torch.channels_last)
 
-    def train(stage: Stage, previous: Stage | None) -> None:
-        train_stage(args.work, stage, previous, data, tokenizer, args.seed)
+    def begin(self, stage: UNetStage, model: Denoiser) -> None:
+        before = self.before(stage)
+        if before:
+            small = self.learned(before)
+            model.text_encoder.load_state_dict(small.text_encoder.state_dict())
+            diffusion.grow(small.unet, model.unet)
 
-    stage, steps = command.trained(parser, args, stages, train)
-    model = Denoiser(new_unet(stage), new_text_encoder(tokenizer))
-    model.load_state_dict(checkpoint(args.work, stage)["ema"])
-    out = command.export_folder(args)
-    if out:
-        latents = torch.load(args.work / "latents.pt", weights_only=True)
-        origin = command.provenance(command.modules(), args.seed, steps)
-        export(out, vae, model, tokenizer, latents, origin)
-        print(f"wrote {out}")
+    def optimizer(self, stage: UNetStage, model: Denoiser) -> torch.optim.Optimizer:
+        edges = ("conv_in", "conv_out", "embedding")
+        return muon(model, lambda name: not any(edge in name for edge in edges))
+
+    def loss(self, stage: UNetStage, model: Denoiser, step: int) -> torch.Tensor:
+        diffusion.freeze_inner(model, step < stage.frozen)
+        g = generator(self.seed, stage.name, step)
+        pair = self.pairs[torch.randint(len(self.pairs), (stage.batch,), generator=g)]
+        clean = self.latents[pair[:, 0], pair[:, 1]]
+        noise = torch.randn(clean.shape, generator=g)
+        t = diffusion.sample_timesteps(stage.batch, stage.decided, g)
+        tokens = self.tokens[pair[:, 0], pair[:, 1]].clone()
+        tokens[torch.rand(stage.batch, generator=g) < 0.1] = self.nothing
+        a = self.alphas[t].sqrt()[:, None, None, None]
+        s = (1 - self.alphas[t]).sqrt()[:, None, None, None]
+        noisy, target = a * clean + s * noise, a * noise - s * clean
+        noisy = F.pixel_unshuffle(noisy, stage.patch).to(memory_format=torch.channels_last)
+        with mixed_precision():
+            text = model.text_encoder(tokens).last_hidden_state
+            predicted = model.unet(noisy, t, text).sample
+        return F.mse_loss(F.pixel_shuffle(predicted.float(), stage.patch), target)
+
+    def export(self, folder: Path, stage: UNetStage, origin: dict[str, str]) -> None:
+        """Writes a plain StableDiffusionPipeline folder in half precision."""
+        model = self.learned(stage)
+        self.vae.register_to_config(scaling_factor=self.scale)
+        pipe = StableDiffusionPipeline(
+            vae=self.vae,
+            text_encoder=model.text_encoder,
+            tokenizer=self.tokenizer,
+            unet=model.unet,
+            scheduler=diffusion.new_scheduler(),
+            safety_checker=None,
+            feature_extractor=None,
+            requires_safety_checker=False,
+        )
+        pipe.to(dtype=torch.float16).save_pretrained(folder)
+        finish_export(folder, origin)
 
 
 if __name__ == "__main__":
-    main()
+    run(UNetRecipe, __doc__)

@@ -26,13 +26,14 @@ held out are what is measured on.
 
 import argparse
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from rich.progress import track
 from transformers import (
     PreTrainedModel,
@@ -47,9 +48,10 @@ from mame_sd import apply_mame
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.perception.forms import FORMS, Form
 from mame_sd.runs.files import write_atomically, written_whole
-from scripts.training import command, joint, pictures, world
+from scripts.training import pictures, world
 from scripts.training.contrast import MEAN, STD
-from scripts.training.loop import checkpoint, fit, generator, mixed_precision, muon, train_stages
+from scripts.training.loop import Stage, generator, mixed_precision, muon
+from scripts.training.recipe import Recipe, run
 
 SIDE, PATCH = 64, 8
 WIDTH, BLOCKS, HEADS = 192, 12, 3
@@ -65,44 +67,21 @@ STEPS, TUNING = 250, PICTURES // BATCH  # one epoch
 RATE, TUNING_RATE = 0.01, 0.001  # of Muon; AdamW's is a tenth
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One training of one form: `lr`, `decay` and `warmup` as `joint.learning_rate` reads them."""
+@dataclass(frozen=True, kw_only=True)
+class FormStage(Stage):
+    """One training of one form, from a seed of its own."""
 
     form: Form
     seed: int
-    steps: int
-    batch: int
-    lr: float
-    decay: float = 0.4
+    batch: int = BATCH
     warmup: int = 30
-
-    @property
-    def name(self) -> str:
-        return f"{self.form.name}-{self.seed}"
+    decay: float = 0.4
+    ema: float | None = 0.99
 
 
-@dataclass(frozen=True)
-class Task:
-    """What is learned: the classes, and what the answer is read from, "mean" or "class"."""
-
-    names: list[str]
-    head: str
-
-
-def stages(seeds: int, steps: int = STEPS, tuning: int = TUNING, batch: int = BATCH) -> list[Stage]:
-    """Every form of the first seed, then of the next."""
-    return [
-        Stage(
-            form,
-            seed,
-            tuning if form.begins else steps,
-            batch,
-            TUNING_RATE if form.begins else RATE,
-        )
-        for seed in range(seeds)
-        for form in FORMS.values()
-    ]
+def stage_of(form: Form, seed: int) -> FormStage:
+    steps, lr = (TUNING, TUNING_RATE) if form.begins else (STEPS, RATE)
+    return FormStage(name=f"{form.name}-{seed}", form=form, seed=seed, steps=steps, lr=lr)
 
 
 def small(pixels: np.ndarray) -> np.ndarray:
@@ -118,7 +97,7 @@ def drawn(
     pixels, scene = pictures.draw(
         pictures.rng_of(0, f"vit {kind}", number), names, held_out=held_out
     )
-    return small(pixels), names.index(subjects.glyph_names()[scene.placed[0].glyph])
+    return small(pixels), names.index(subjects.glyph_names()[scene.subject.glyph])
 
 
 def training_set(work: Path, count: int, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,24 +114,13 @@ def training_set(work: Path, count: int, names: list[str]) -> tuple[torch.Tensor
                 labels=np.array([label for _, label in made]),
             )
     with np.load(file) as found:
-        return torch.from_numpy(found["pixels"]).permute(0, 3, 1, 2), torch.from_numpy(
-            found["labels"]
-        )
+        pixels = torch.from_numpy(found["pixels"]).permute(0, 3, 1, 2)
+        return pixels, torch.from_numpy(found["labels"])
 
 
-def draw_held_out(out: Path, count: int, names: list[str]) -> None:
-    """`count` held-out pictures in class folders; those that are there stay."""
-    for number in track(range(count), f"drawing {count} held-out pictures"):
-        if not any(out.glob(f"*/{number:05d}.png")):
-            pixels, label = drawn("held-out", number, names, held_out=True)
-            file = out / names[label] / f"{number:05d}.png"
-            with written_whole(file) as stream:
-                Image.fromarray(pixels).save(stream, "PNG")
-
-
-def new_model(task: Task) -> PreTrainedModel:
-    """ViT-Ti with 64 patches, unmerged. transformers' SigLIP is the plain ViT that answers by the
-    mean over tokens.
+def new_model(names: list[str], head: str) -> PreTrainedModel:
+    """ViT-Ti with 64 patches, unmerged. It answers by its class token, or by the mean over tokens,
+    as transformers' SigLIP does.
     """
     sizes = {
         "hidden_size": WIDTH,
@@ -162,24 +130,22 @@ def new_model(task: Task) -> PreTrainedModel:
         "image_size": SIDE,
         "patch_size": PATCH,
     }
-    names = {
-        "id2label": dict(enumerate(task.names)),
-        "label2id": {name: n for n, name in enumerate(task.names)},
+    classes = {
+        "id2label": dict(enumerate(names)),
+        "label2id": {name: n for n, name in enumerate(names)},
     }
-    if task.head == "class":
-        model: PreTrainedModel = ViTForImageClassification(ViTConfig(**sizes, **names))
+    if head == "class":
+        model: PreTrainedModel = ViTForImageClassification(ViTConfig(**sizes, **classes))
     else:
-        model = SiglipForImageClassification(
-            SiglipConfig(
-                text_config=NO_TEXT, vision_config={**sizes, "vision_use_head": False}, **names
-            )
-        )
+        vision = {**sizes, "vision_use_head": False}
+        config = SiglipConfig(text_config=NO_TEXT, vision_config=vision, **classes)
+        model = SiglipForImageClassification(config)
     model.set_attn_implementation("eager")  # at these lengths it trains faster than SDPA on a CPU
     return model
 
 
 def draw_batch(
-    pixels: torch.Tensor, labels: torch.Tensor, stage: Stage, step: int
+    pixels: torch.Tensor, labels: torch.Tensor, stage: FormStage, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The step's part of its epoch's order: normalised pixels [B, 3, SIDE, SIDE], moved, and
     classes [B].
@@ -194,103 +160,97 @@ def draw_batch(
     return torch.stack(cut), labels[chosen]
 
 
-def load_average(work: Path, stage: Stage, task: Task) -> PreTrainedModel:
-    model = new_model(task)
-    model.load_state_dict(checkpoint(work, stage)["ema"])
-    return model.eval()
+class VitRecipe(Recipe[FormStage]):
+    @staticmethod
+    def options(add: Callable[..., Any]) -> None:
+        add("--seeds", type=int, default=3, help="how many trainings of each form")
+        forms = {"nargs": "+", "choices": FORMS, "default": list(FORMS)}
+        add("--forms", **forms, help="only these, and what they begin with")
+        heads = ("mean", "class")
+        add("--head", choices=heads, default="mean", help="what the answer is read from")
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        wanted = {name for form in args.forms for name in (form, FORMS[form].begins)}
+        forms = [form for form in FORMS.values() if form.name in wanted]
+        stages = [stage_of(form, seed) for seed in range(args.seeds) for form in forms]
+        super().__init__(args, stages)
+        self.head, self.names, count, held_out = args.head, list(NAMES), PICTURES, HELD_OUT
+        if self.smoke:
+            self.names, count, held_out = self.names[:3], 16, 12
+        self._check_folder()
+        folder = self.work / "pictures"
+        if len(list(folder.glob("*/*.png"))) < held_out:
+            self.draw(folder, held_out)
+        self.data = training_set(self.work, count, self.names)
 
-def train_stage(
-    work: Path, stage: Stage, data: tuple[torch.Tensor, torch.Tensor], task: Task
-) -> None:
-    torch.manual_seed(stage.seed)
-    if stage.form.begins:
-        model = load_average(work, replace(stage, form=FORMS[stage.form.begins]), task).train()
-    else:
-        model = new_model(task).train()
-    if stage.form.merging:
-        apply_mame(model, **stage.form.merging)
+    def _check_folder(self) -> None:
+        """Raises SystemExit where the folder was begun with another head or other classes."""
+        about, note = (
+            json.dumps({"head": self.head, "classes": self.names}),
+            self.work / "task.json",
+        )
+        if note.exists() and note.read_text(encoding="utf-8") != about:
+            raise SystemExit(
+                f"--work {self.work}: expected what it was begun with,"
+                f" {note.read_text(encoding='utf-8')}; choose another"
+            )
+        write_atomically(note, about.encode())
 
-    def loss(step: int) -> torch.Tensor:
-        pixels, labels = draw_batch(*data, stage, step)
+    def seed_of(self, stage: FormStage) -> int:
+        return stage.seed
+
+    def new_model(self, stage: FormStage) -> PreTrainedModel:
+        return new_model(self.names, self.head)
+
+    def before(self, stage: FormStage) -> FormStage | None:
+        begins = stage.form.begins
+        return next((s for s in self.stages if s.name == f"{begins}-{stage.seed}"), None)
+
+    def begin(self, stage: FormStage, model: PreTrainedModel) -> None:
+        before = self.before(stage)
+        if before:
+            model.load_state_dict(self.learned(before).state_dict())
+        if stage.form.merging:
+            apply_mame(model, **stage.form.merging)
+
+    def optimizer(self, stage: FormStage, model: PreTrainedModel) -> torch.optim.Optimizer:
+        return muon(model, lambda name: ".layers." in name, decay=0.05)
+
+    def loss(self, stage: FormStage, model: PreTrainedModel, step: int) -> torch.Tensor:
+        pixels, labels = draw_batch(*self.data, stage, step)
         with mixed_precision():
             logits = model(pixels).logits
         return F.cross_entropy(logits.float(), labels, label_smoothing=0.1)
 
-    fit(
-        work / f"{stage.name}.pt",
-        stage.name,
-        model,
-        muon(model, lambda name: ".layers." in name, decay=0.05),
-        stage.steps,
-        loss,
-        lambda step: joint.learning_rate(stage, step),
-        ema=0.99,
-    )
+    def train(self, stage: FormStage) -> None:
+        """Trains one form, and writes it where the suite `trained` looks for it."""
+        super().train(stage)
+        folder = self.work / "models" / stage.name
+        if not (folder / "training.json").exists():
+            self.export(folder, stage, {})
 
+    def export(self, folder: Path, stage: FormStage, origin: dict[str, str]) -> None:
+        """Writes the model in transformers' format, with its image processor and, last, how it was
+        trained.
+        """
+        self.learned(stage).save_pretrained(folder)
+        size = {"height": SIDE, "width": SIDE}
+        processor = ViTImageProcessorPil(size=size, image_mean=[MEAN] * 3, image_std=[STD] * 3)
+        processor.save_pretrained(folder)
+        about = {
+            "form": stage.form.name,
+            "seed": stage.seed,
+            "steps": stage.steps,
+            "merging": stage.form.merging,
+        }
+        write_atomically(folder / "training.json", f"{json.dumps(about)}\n".encode())
 
-def export(work: Path, stage: Stage, task: Task) -> None:
-    """The model in transformers' format, with its image processor and, written last, how it was
-    trained.
-    """
-    out = work / "models" / stage.name
-    if (out / "training.json").exists():
-        return
-    load_average(work, stage, task).save_pretrained(out)
-    size = {"height": SIDE, "width": SIDE}
-    ViTImageProcessorPil(size=size, image_mean=[MEAN] * 3, image_std=[STD] * 3).save_pretrained(out)
-    about = {
-        "form": stage.form.name,
-        "seed": stage.seed,
-        "steps": stage.steps,
-        "merging": stage.form.merging,
-    }
-    write_atomically(out / "training.json", f"{json.dumps(about)}\n".encode())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--work", type=Path, required=True, help="folder for pictures, training state and models")
-    add("--seeds", type=int, default=3, help="how many trainings of each form")
-    add("--threads", type=int, default=1, help="1 beside other work, 2 on two idle cores")
-    add("--until", metavar="STAGE", help="the last stage to train, as last-0; without it, all")
-    forms = {"nargs": "+", "choices": FORMS, "default": list(FORMS)}
-    add("--forms", **forms, help="only these, and what they begin with")
-    add("--head", choices=("mean", "class"), default="mean", help="what the answer is read from")
-    add("--smoke", action="store_true", help="a few steps of everything")
-    args = parser.parse_args()
-    command.begin(args)
-    every, task = stages(args.seeds), Task(list(NAMES), args.head)
-    count, held_out = PICTURES, HELD_OUT
-    if args.smoke:
-        every, task = stages(2, steps=1, tuning=1, batch=2), Task(NAMES[:3], args.head)
-        count, held_out = 16, 12
-    wanted = {name for form in args.forms for name in (form, FORMS[form].begins)}
-    every = [stage for stage in every if stage.form.name in wanted]
-    known = [stage.name for stage in every]
-    if args.until and args.until not in known:
-        parser.error(f"--until: expected one of {', '.join(known)}, got {args.until}")
-    about, note = json.dumps({"head": task.head, "classes": task.names}), args.work / "task.json"
-    if note.exists() and note.read_text(encoding="utf-8") != about:
-        parser.error(
-            f"--work {args.work}: expected what it was begun with,"
-            f" {note.read_text(encoding='utf-8')}; choose another"
-        )
-    write_atomically(note, about.encode())
-    draw_held_out(args.work / "pictures", held_out, task.names)
-    data = training_set(args.work, count, task.names)
-
-    def train(stage: Stage, previous: Stage | None) -> None:
-        train_stage(args.work, stage, data, task)
-        export(args.work, stage, task)
-
-    for stage in train_stages(args.work, every, args.until or known[-1], train):
-        export(args.work, stage, task)
-    print(f"wrote {args.work / 'models'}")
+    def pictures(self, each: int) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
+        """Held-out pictures in class folders, ``each`` of them in all."""
+        for number in track(range(each), f"drawing {each} held-out pictures"):
+            pixels, label = drawn("held-out", number, self.names, held_out=True)
+            yield f"{self.names[label]}/{number:05d}.png", lambda pixels=pixels: pixels
 
 
 if __name__ == "__main__":
-    main()
+    run(VitRecipe, __doc__)

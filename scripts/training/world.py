@@ -1,7 +1,7 @@
-"""A world in which the tokens of a picture need one another: glyphs at free places, on grounds with
-free patterns.
+"""A world in which the tokens of a picture need one another: a glyph at a free place, on a ground
+with a free pattern.
 
-The caption names the glyphs, the colour and the kind of the ground: ``rocket on a red brick
+The caption names the glyph, the colour and the kind of the ground: ``rocket on a red brick
 background``. It says nothing of a glyph's place, size and angle, nor of a ground's period, phase,
 direction and second colour. A denoiser's tokens have to agree on them. A scene follows from a
 random generator alone.
@@ -58,29 +58,29 @@ class Ground:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: glyphs, which the caption names, on a ground, and pieces of others
+    """What a picture shows: a glyph, which the caption names, on a ground, and pieces of others
     strewn over both, which it does not.
     """
 
-    placed: tuple[Placed, ...]
+    subject: Placed
     ground: Ground
     pieces: tuple[Piece, ...] = ()
 
     @property
+    def name(self) -> str:
+        return subjects.glyph_names()[self.subject.glyph]
+
+    @property
     def caption(self) -> str:
-        names = subjects.glyph_names()
-        return subjects.caption(
-            " and ".join(names[p.glyph] for p in self.placed), self.ground.phrase
-        )
+        return subjects.caption(self.name, self.ground.phrase)
 
     @property
     def held_out(self) -> bool:
-        names = subjects.glyph_names()
-        return any(subjects.is_held_out(names[p.glyph], self.ground.phrase) for p in self.placed)
+        return subjects.is_held_out(self.name, self.ground.phrase)
 
 
 def all_captions() -> list[str]:
-    """Every caption of one glyph, and the words of those of two."""
+    """Every caption, and one with "and", which is a word of the embedded tokenizer."""
     captions = [
         subjects.caption(name, phrase)
         for name in subjects.glyph_names()
@@ -110,40 +110,23 @@ def draw_ground(rng: np.random.Generator) -> Ground:
     )
 
 
-def draw_placed(
-    rng: np.random.Generator,
-    glyphs: int,
-    smallest: float,
-    largest: float,
-    names: Sequence[str] = SUBJECTS,
-) -> Placed:
-    size = rng.uniform(smallest, largest)
-    x, y = rng.uniform(size / 2, 1 - size / 2, 2)
-    glyph = subjects.glyph_names().index(names[int(rng.integers(glyphs))])
-    return Placed(glyph, size, x, y, float(np.clip(rng.normal(0, 7), -15, 15)))
-
-
 def draw_scene(
     rng: np.random.Generator,
     glyphs: int,
-    pairs: float = 0.0,
     held_out: bool = False,
     names: Sequence[str] = SUBJECTS,
     grounds: Sequence[str] = (),
 ) -> Scene:
-    """One scene of the first ``glyphs`` of ``names``, on one of ``grounds`` where some are given.
-
-    A share ``pairs`` of the scenes has two glyphs that do not overlap.
+    """A scene of one of the first ``glyphs`` of ``names``, on one of ``grounds`` where some are
+    given.
     """
     while True:
-        if rng.uniform() < pairs:
-            placed = tuple(draw_placed(rng, glyphs, 0.35, 0.52, names) for _ in range(2))
-            a, b = placed
-            if a.glyph == b.glyph or max(abs(a.x - b.x), abs(a.y - b.y)) < 0.46 * (a.size + b.size):
-                continue
-        else:
-            placed = (draw_placed(rng, glyphs, SMALLEST, LARGEST, names),)
-        scene = Scene(placed, draw_ground(rng))
+        rng.uniform()  # decides nothing; without it other scenes would follow than were trained on
+        size = rng.uniform(SMALLEST, LARGEST)
+        x, y = rng.uniform(size / 2, 1 - size / 2, 2)
+        glyph = subjects.glyph_names().index(names[int(rng.integers(glyphs))])
+        angle = float(np.clip(rng.normal(0, 7), -15, 15))
+        scene = Scene(Placed(glyph, size, x, y, angle), draw_ground(rng))
         if scene.held_out == held_out and (not grounds or scene.ground.phrase in grounds):
             return scene
 
@@ -188,17 +171,12 @@ def glyph_image(glyph: int) -> Image.Image:
     return Image.fromarray(subjects.glyphs()[glyph], "RGBA")
 
 
-@cache
-def half_size(glyph: int) -> Image.Image:
-    return glyph_image(glyph).reduce(2)
-
-
 def strewn(canvas: np.ndarray, pieces: Sequence[Piece], margin: int) -> np.ndarray:
     """The canvas with pieces laid on it, the last one on top."""
     picture = Image.fromarray(np.rint(canvas.clip(0, 255)).astype(np.uint8), "RGB")
     for p in pieces:
         cell = max(8, round(p.size * SIDE))
-        image = half_size(p.glyph).resize((cell, cell), Image.Resampling.BILINEAR)
+        image = glyph_image(p.glyph).reduce(2).resize((cell, cell), Image.Resampling.BILINEAR)
         middle = cell // 2
         gone = (
             (0, middle, cell, cell),
@@ -221,28 +199,20 @@ def render(scene: Scene, margin: int = 0) -> np.ndarray:
     side.
     """
     canvas = paint_ground(scene.ground, margin)
-    side = canvas.shape[0]
-    for p in scene.placed:
-        image = glyph_image(p.glyph)
-        cell = max(8, round(p.size * SIDE))
-        small = image.resize((cell, cell), Image.Resampling.LANCZOS)
-        turn = np.deg2rad(p.angle)
-        cos, sin = np.cos(turn), np.sin(turn)
-        cx, cy = p.x * SIDE + margin, p.y * SIDE + margin
-        affine = (
-            cos,
-            sin,
-            cell / 2 - cos * cx - sin * cy,
-            -sin,
-            cos,
-            cell / 2 + sin * cx - cos * cy,
-        )
-        laid = small.transform(
-            (side, side), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC
-        )
-        rgba = np.asarray(laid, np.float32)
-        alpha = rgba[..., 3:] / 255
-        canvas = rgba[..., :3] * alpha + canvas * (1 - alpha)
+    side, p = canvas.shape[0], scene.subject
+    cell = max(8, round(p.size * SIDE))
+    small = glyph_image(p.glyph).resize((cell, cell), Image.Resampling.LANCZOS)
+    turn = np.deg2rad(p.angle)
+    cos, sin = np.cos(turn), np.sin(turn)
+    cx, cy = p.x * SIDE + margin, p.y * SIDE + margin
+    affine = (
+        *(cos, sin, cell / 2 - cos * cx - sin * cy),
+        *(-sin, cos, cell / 2 + sin * cx - cos * cy),
+    )
+    laid = small.transform((side, side), Image.Transform.AFFINE, affine, Image.Resampling.BICUBIC)
+    rgba = np.asarray(laid, np.float32)
+    alpha = rgba[..., 3:] / 255
+    canvas = rgba[..., :3] * alpha + canvas * (1 - alpha)
     if scene.pieces:
         canvas = strewn(canvas, scene.pieces, margin)
     return np.rint(canvas.clip(0, 255)).astype(np.uint8)

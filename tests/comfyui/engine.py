@@ -396,14 +396,6 @@ TINY |= {
         (7, 24),
         {"reference_latent": (16, 1, 16, 24)},
     ),
-    "Wan HuMo": Tiny(
-        "WAN21_HuMo",
-        "WAN21_HuMo",
-        WAN | {"model_type": "humo"},
-        (16, 3, 16, 24),
-        (7, 24),
-        {"reference_latent": (16, 1, 16, 24)},
-    ),
 }
 
 Z_IMAGE = TINY["Lumina 2"].size | {"n_kv_heads": 2, "pad_tokens_multiple": 32}
@@ -417,15 +409,6 @@ TINY |= {
         (7, 24),
         {"guidance": ()},
         {"ref_latents": [torch.ones(2, 16, 4, 6)]},
-    ),
-    "LongCat-Image": Tiny(
-        "LongCatImage",
-        "LongCatImage",
-        FLUX
-        | {"vec_in_dim": None, "patch_size": 2, "guidance_embed": False}
-        | {"txt_ids_dims": [1, 2]},
-        (16, 16, 24),
-        (7, 24),
     ),
     "Chroma Radiance": Tiny(
         "ChromaRadiance",
@@ -499,7 +482,6 @@ TINY |= {
         {},
         {"context_latents": [torch.ones(2, 16, 1, 8, 12)]},
     ),
-    "Wan 2.2 5B": Tiny("WAN22_T2V", "WAN22", WAN, (16, 3, 16, 24), (7, 24)),
     "Wan VACE": Tiny(
         "WAN21_Vace",
         "WAN21_Vace",
@@ -508,9 +490,6 @@ TINY |= {
         (7, 24),
         {"vace_context": (1, 16, 3, 16, 24)},
         {"vace_strength": [1.0]},
-    ),
-    "Wan Camera": Tiny(
-        "WAN21_Camera", "WAN21_Camera", WAN | {"model_type": "camera"}, (16, 3, 16, 24), (7, 24)
     ),
     "MiniMax H3": Tiny(
         "MiniMaxH3",

@@ -33,11 +33,6 @@ XL = {
 }
 UNETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "SD 1.5": (SD, {}),
-    "SD 2.1": (
-        SD,
-        {"use_linear_projection": True, "cross_attention_dim": 1024}
-        | {"attention_head_dim": [5, 10, 20, 20]},
-    ),
     "SDXL": (
         {
             "num_res_blocks": [2] * 3,
@@ -240,11 +235,6 @@ FLUX = "FluxTransformer2DModel with 5 self-attentions"
     [
         (
             "Flux",
-            '{"made_for": "SD3Transformer2DModel with 24 self-attentions"}',
-            f"made_for: expected settings that were found for {FLUX} or .* got ones for SD3Transf",
-        ),
-        (
-            "Flux",
             '{"made_for": "FluxTransformer2DModel with 57 self-attentions"}',
             f"made_for: expected settings that were found for {FLUX} or .* with 57 self-attentions",
         ),
@@ -254,14 +244,8 @@ FLUX = "FluxTransformer2DModel with 5 self-attentions"
             "layers: expected patterns of layers of Flux such as 'transformer_blocks.0.attn', got"
             " 'blocks.7', which is none of them",
         ),
-        ("Flux", '{"layers": {"*": {"keep": 2}}}', r"settings.json: layers: \*: keep: expected a"),
         ("Flux", '{"layers": {"*": {"kep": 1}}}', r"layers: \*: unknown setting 'kep'; did you me"),
         ("Flux", '{"keep": 0}', "settings: .*settings.json: keep: expected a share above 0"),
-        (
-            "Flux",
-            "{",
-            "settings: .*settings.json: expected a .json file of settings .*, but",
-        ),
         ("Flux", None, "settings: .*settings.json: expected a .json file of settings"),
         (
             "Flux",
@@ -269,14 +253,11 @@ FLUX = "FluxTransformer2DModel with 5 self-attentions"
             "tau: expected mode keep for Flux, whose keys alone merge in ComfyUI, got tau",
         ),
         ("Flux", '{"references": 0.5}', "settings: references: expected none of feature, refer"),
-        ("Flux", '{"size": [8, 12]}', "settings: size: expected none of"),
-        ("Flux", '{"layers": {"*": {"tau": 1, "feature": "k"}}}', "settings: feature: expected"),
         (
             "NextDiT",
             '{"layers": {"layers.0": false}}',
             "settings: Lumina 2 or Z-Image has no map from diffusers' layers to ComfyUI's blocks",
         ),
-        ("VaceWanModel", f'{{"made_for": "{FLUX}"}}', "settings: Wan has no map from diffusers'"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_in_one_line(
@@ -285,10 +266,9 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(
     path = tmp_path / "settings.json"
     if text is not None:
         path.write_text(text, encoding="utf-8")
-    base = type("WanModel", (nn.Module,), {}) if kind == "VaceWanModel" else nn.Module
-    network = type(kind, (base,), {"patch_size": 2})()
-    if kind == "Flux":
-        network = engine_model("Flux", TWO)
+    network = engine_model("Flux", TWO)
+    if kind != "Flux":
+        network = type(kind, (nn.Module,), {"patch_size": 2})()
     with pytest.raises(ValueError, match=message) as raised:
         node.patch(Model(network), **VALUES, settings=str(path))
     assert "\n" not in str(raised.value)

@@ -33,7 +33,7 @@ def seen() -> tuple[list[np.ndarray], np.ndarray]:
     made = [
         pictures.draw(pictures.rng_of(1, "test", n), names, held_out=True) for n in range(PICTURES)
     ]
-    return [pixels for pixels, _ in made], np.array([scene.placed[0].glyph for _, scene in made])
+    return [pixels for pixels, _ in made], np.array([scene.subject.glyph for _, scene in made])
 
 
 def test_the_folder_is_documented_and_small() -> None:
@@ -71,7 +71,7 @@ def test_it_reads_crowded_pictures_and_few_random_patches_do_not_do(head: Head) 
         for n in range(24)
     ]
     inputs = head.encoder.inputs([pixels for pixels, _ in made])
-    labels = np.array([scene.placed[0].glyph for _, scene in made])
+    labels = np.array([scene.subject.glyph for _, scene in made])
     plain = head.logits(inputs).argmax(1).numpy()
     assert (plain == labels).mean() > 0.7
     with rival_on(head.encoder.model, RandomDrop(0.2)):  # in three blocks: two patches are left

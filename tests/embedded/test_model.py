@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors import safe_open
 from transformers import CLIPTextModel, CLIPTokenizer
 
+from mame_sd import apply_mame, embedded_pipeline
 from mame_sd.embedded import model as subjects
 
 REQUIRED = {"rocket", "red apple", "ant", "key", "star", "pizza", "tree"}  # of the demo and docs
@@ -31,17 +32,14 @@ def test_fifteen_percent_of_the_pairs_are_held_out() -> None:
     assert share == pytest.approx(subjects.HELD_OUT_SHARE, abs=0.02)
 
 
-@pytest.mark.parametrize("background", list(subjects.BACKGROUNDS)[::6])
-def test_every_glyph_is_nearest_to_itself_and_to_a_noisy_copy(background: str) -> None:
+@pytest.mark.parametrize("background", ["white", "green"])
+def test_a_glyph_is_nearest_to_a_noisy_copy_of_itself(background: str) -> None:
     rng = np.random.default_rng(0)
-    first = list(subjects.BACKGROUNDS).index(background)
-    for name in subjects.glyph_names()[first::60]:
-        pixels = np.asarray(subjects.render(name, background), np.float32)
-        noisy = Image.fromarray(
-            np.clip(pixels + rng.normal(0, 40, pixels.shape), 0, 255).astype(np.uint8)
-        )
-        assert subjects.nearest_glyph(noisy, background) == name
-        assert subjects.nearest_background(noisy) == background
+    name = subjects.glyph_names()[len(background)]
+    pixels = np.asarray(subjects.render(name, background), np.float32)
+    noisy = np.clip(pixels + rng.normal(0, 40, pixels.shape), 0, 255).astype(np.uint8)
+    assert subjects.nearest_glyph(Image.fromarray(noisy), background) == name
+    assert subjects.nearest_background(Image.fromarray(noisy)) == background
 
 
 def test_an_unknown_subject_is_named() -> None:
@@ -102,37 +100,20 @@ def test_every_word_of_the_captions_is_one_token() -> None:
 
 
 def test_the_transformer_generates_and_merges() -> None:
-    from diffusers import StableDiffusion3Pipeline
-
-    from mame_sd import apply_mame
-
-    pipe = StableDiffusion3Pipeline.from_pretrained(subjects.embedded_model_path("transformer"))
+    pipe = embedded_pipeline("transformer")
     pipe.set_progress_bar_config(disable=True)
-    call = {
-        "prompt": "rocket on a red brick background",
-        "num_inference_steps": 2,
-        "guidance_scale": 2.5,
-    }
-    images = []
-    for seed, merging in (
-        (0, {}),
-        (1, {}),
-        (0, {"keep": 0.25, "fit_queries": 0}),
-        (0, {"keep": 0.25}),
-    ):
-        handle = apply_mame(pipe, **merging) if merging else None
+
+    def image(seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        images.append(pipe(**call, generator=generator, output_type="pt").images)
-        if handle is not None:
-            assert all(
-                layer.merged and layer.tokens_kept == 256 for layer in handle.report().layers
-            )
-            handle.remove()
-    assert images[0].shape == (1, 3, 256, 256)
-    whole, other, merged, fitted = images
-    assert not torch.equal(fitted, merged)
-    for image in (merged, fitted):  # which of them is nearer, one image can't tell
-        assert 0 < (image - whole).norm() < 0.5 * (other - whole).norm()
+        call = {"num_inference_steps": 1, "generator": generator, "output_type": "pt"}
+        return pipe("rocket on a red brick background", **call).images
+
+    whole, other = image(0), image(1)
+    handle = apply_mame(pipe, keep=0.25)
+    merged = image(0)
+    assert all(layer.merged and layer.tokens_kept == 256 for layer in handle.report().layers)
+    assert whole.shape == (1, 3, 256, 256)
+    assert 0 < (merged - whole).norm() < 0.5 * (other - whole).norm()
 
 
 def test_no_embedded_file_names_a_folder_of_the_machine_that_made_it() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from mame_sd import apply_mame, remove_mame
 from mame_sd.diffusion.interception import UNCOUNTED
-from tests.builders.tiny import run_unet, tiny_unet
+from tests.builders.transformers import run as transformer_run
+from tests.matrix.models.case import Case
 from tests.matrix.models.watch import check_by_loop, merging
-from tests.matrix.transformers import ROWS
 
 BACKENDS = ("native", "flex", "sage", "flash", "xformers")
 # Models whose processors call scaled_dot_product_attention themselves, whatever backend is set.
@@ -34,44 +34,7 @@ TAKES_NO_MASK = ("sage", "flash")
 NO_MASK = "`attn_mask` is not supported for {}"
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A kind of model, and a backend that is set on it."""
-
-    model: str
-    backend: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.model}: {self.backend}"
-
-
 MODELS = ("UNet", "Stable Diffusion 3", "Flux", "Wan (video)", "Qwen-Image")
-PAIRS = [
-    Pair(model, backend)
-    for model in MODELS
-    for backend in BACKENDS
-    if backend in ("native", "flex") or model not in OWN_CALL
-]
-
-
-def built(name: str) -> tuple[Any, Callable[[Any], Tensor], int]:
-    """A model, one call of it, and how many layers merge; without masks, which some kernels don't
-    take.
-    """
-    if name == "UNet":
-        return tiny_unet(), run_unet, 7
-    row = next(row for row in ROWS if row.name == name)
-    inputs = {**row.inputs, "encoder_hidden_states_mask": None}
-    if name != "Qwen-Image":
-        del inputs["encoder_hidden_states_mask"]
-
-    def run(model: Any) -> Tensor:
-        with torch.no_grad():
-            output: Tensor = model(**inputs, return_dict=False)[0]
-        return output
-
-    return row.build(), run, sum(row.merges.values())
 
 
 @contextmanager
@@ -127,40 +90,29 @@ def stand_ins() -> Iterator[list[str]]:
             Registry._active_backend = active
 
 
-def check(pair: Pair) -> None:
-    """Set before merging, after it or while it is on, the same kernel gets the same merged keys,
-    which are those of the loop.
-    """
-    first, run, layers = built(pair.model)
-    second, _, _ = built(pair.model)
+def check_orders(case: Case, backend: str) -> None:
+    """A backend that is set before merging, after it or while it is on gives the same bits."""
+    first, second = case.build().eval(), case.build().eval()
+    run = partial(transformer_run, case.inputs())
     with stand_ins() as called:
         native = run(first)
-        merges = {"keep": 0.5, "min_tokens": 60}
-        first.set_attention_backend(pair.backend)
+        first.set_attention_backend(backend)
         plain = run(first)
         torch.testing.assert_close(plain, native, rtol=1e-4, atol=1e-4)
         called.clear()
+        merges = {"keep": 0.5, "min_tokens": 60}
         handle = apply_mame(first, **merges)
-        with merging() as calls:
-            merged = run(first)
-        assert len(calls) == layers
-        for call in calls:
-            check_by_loop(call)
-            assert call.counted == (pair.backend not in TAKES_NO_MASK)
-        own = pair.model in OWN_CALL
-        if not own and pair.backend in ("sage", "flash", "xformers"):
-            assert called.count(pair.backend) >= layers
+        merged = run(first)
+        layers = [layer for layer in handle.report().layers if layer.merged]
+        assert called.count(backend) >= len(layers) > 0
         assert not torch.allclose(merged, plain, atol=1e-4)
-        _check_report(handle, pair)
         Registry._active_backend = AttentionBackendName("native")
         handle = apply_mame(second, **merges)
         by_native = run(second)
-        second.set_attention_backend(pair.backend)
+        assert {layer.reason for layer in handle.report().layers if layer.merged} == {""}
+        second.set_attention_backend(backend)
         handle.reset()
         assert torch.equal(run(second), merged), "set while merging is on"
-        _check_report(handle, pair)
-        if pair.backend not in TAKES_NO_MASK:
-            torch.testing.assert_close(by_native, merged, rtol=1e-4, atol=1e-4)
         second.set_attention_backend("native")
         assert torch.equal(run(second), by_native), "set to native again"
         remove_mame(first)
@@ -229,16 +181,6 @@ def _whole(run: Callable[[], list[Tensor]], handle: Any) -> list[Tensor]:
         return run()
     finally:
         handle.active = True
-
-
-def _check_report(handle: Any, pair: Pair) -> None:
-    """The report names the kernel where it is another than PyTorch's."""
-    notes = {layer.reason for layer in handle.report().layers if layer.merged}
-    if pair.model in OWN_CALL or pair.backend == "native":
-        assert notes == {""}
-    else:
-        uncounted = UNCOUNTED if pair.backend in TAKES_NO_MASK else ""
-        assert notes == {f"attention by {pair.backend}{uncounted}"}
 
 
 def table() -> list[str]:

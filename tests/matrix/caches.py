@@ -27,11 +27,14 @@ from tests.builders.caches import (
     magnitude,
     one_run,
     pyramid,
+    sea,
     taylorseer,
+    text_keys,
 )
 from tests.builders.pipelines import once
 from tests.builders.tiny import tiny_pipeline
 from tests.matrix import transformers
+from tests.matrix.models.registry import MODELS as TINY
 from tests.matrix.unets import LEVELS
 
 TIMES = (900.0, 600.0, 500.0, 200.0)
@@ -135,11 +138,25 @@ def transformer(name: str) -> Model:
     return Model(row.name, row.build, partial(sampled, inputs), sum(row.merges.values()))
 
 
+def by_steps(inputs: Mapping[str, Any], model: Any) -> Tensor:
+    """A run of which each step tells its place, as SeaCache asks."""
+    outputs = []
+    with one_run(model):
+        for i, time in enumerate(TIMES):
+            given = {**inputs, "hidden_states": inputs["hidden_states"] * (1 - i / 10)}
+            given["timestep"] = torch.full_like(inputs["timestep"], int(time))
+            place = {"step_index": i, "sigma": time / 1000, "num_inference_steps": STEPS}
+            with model.cache_context("run", **place):
+                outputs.append(transformers.run(given, model))
+    return torch.stack(outputs)
+
+
 UNET = Model("Stable Diffusion", tiny_pipeline, images, sum(LEVELS.values()))
 # FasterCache halves a guided batch of these; the others are distilled, and take no such batch.
 HALVED = ("PixArt", "Stable Diffusion 3", "AuraFlow", "Wan (video)", "CogVideoX")
 TRANSFORMERS = [transformer(name) for name in (*HALVED, "Flux", "Qwen-Image")]
-MODELS = [UNET, *TRANSFORMERS]
+NEWEST = [transformer(name) for name in ("Flux 2", "Z-Image", "HunyuanVideo 1.5")]
+MODELS = [UNET, *TRANSFORMERS, *NEWEST]
 LAYERS = [r".*\.attn[12]?"]  # diffusers' own choice of layers misses attn1
 PYRAMID, FASTER, DISTILLED = pyramid(), faster(), faster(distilled=True)
 FIRST, MAGNITUDE = first_block(10.0), magnitude(STEPS, [1.0] * STEPS, skip=1, retention=0.25)
@@ -178,7 +195,37 @@ def transformer_pairs() -> Iterator[Pair | Alone]:
             yield Pair(model, FIRST, {STEPS: 1, 1: n - 1})
 
 
-EVERY = [*unet_pairs(), *transformer_pairs()]
+def newest_pairs() -> Iterator[Pair | Alone]:
+    flux, listed, hunyuan = NEWEST
+    for model in (flux, hunyuan):
+        yield Pair(model, PYRAMID, {2: model.layers})
+        yield Pair(model, TAYLOR, {3: model.layers})
+    yield Pair(flux, DISTILLED, {2: flux.layers})
+    yield Alone(flux, FIRST, "takes the text's list for tokens", TypeError, "'Tensor' and 'list'")
+    yield Pair(flux, MAGNITUDE, {2: flux.layers})
+    yield Pair(hunyuan, FASTER, {2: hunyuan.layers})
+    yield Alone(hunyuan, FIRST, "finds one block where it needs two", IndexError, "pop from empty")
+    yield Alone(hunyuan, MAGNITUDE, UNKNOWN, ValueError, "not registered")
+    yield Pair(listed, PYRAMID, {4: 1, 2: 2})
+    yield Alone(listed, FASTER, "can't halve a list of images", AttributeError, "has no attribute")
+    other = "looks for an argument of another name"
+    yield Alone(listed, FIRST, other, ValueError, "not found")
+    yield Alone(listed, MAGNITUDE, other, KeyError, "hidden_states")
+    blocks = taylorseer(2, before=2, layers=[r".*\.attention"])
+    yield Pair(listed, blocks, {3: listed.layers})
+
+
+def own_pairs() -> Iterator[Pair]:
+    """Caches of diffusers that work on a model or two of their own."""
+    wan, nucleus = TINY["WanTransformer3DModel"], TINY["NucleusMoEImageTransformer2DModel"]
+    model = Model("Wan", wan.build, partial(by_steps, wan.inputs()), 2)
+    yield Pair(model, sea(threshold=10.0), {2: model.layers})
+    model = Model("NucleusMoE", nucleus.build, partial(sampled, nucleus.inputs()), 2)
+    yield Pair(model, text_keys(), {STEPS: 2}, exact=True)
+
+
+OWN = [*own_pairs()]
+EVERY = [*unet_pairs(), *transformer_pairs(), *newest_pairs(), *OWN]
 PAIRS = [pair for pair in EVERY if isinstance(pair, Pair)]
 ALONE = [pair for pair in EVERY if isinstance(pair, Alone)]
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import pytest
 from torch import Tensor
 
 Processor = Literal["", "same", "replaced", "reset", "error", "set", "none"]
@@ -13,6 +14,14 @@ Processor = Literal["", "same", "replaced", "reset", "error", "set", "none"]
 
 def nothing(subject: Any) -> None:
     """The switch of a row whose feature is the pipeline itself."""
+
+
+def in_sweep(value: Any, alone: bool = True) -> Any:
+    """A parameter of a test. `make test` leaves it out, where `alone`, and
+    `python -m tests.matrix --sweep` runs it.
+    """
+    marks = pytest.mark.matrix if alone else ()
+    return pytest.param(value, id=getattr(value, "name", value), marks=marks)
 
 
 @dataclass(frozen=True)
@@ -89,10 +98,11 @@ class Absent:
 
 @dataclass(frozen=True)
 class Check:
-    """Something with checks of its own: `check` asserts them; `note` says in the table what
-    holds.
+    """Something with checks of its own: `check` asserts them; `note` says in the table what holds.
+    `since` is as a row's.
     """
 
     name: str
     check: Callable[[], Any]
     note: str
+    since: str = "0"

@@ -10,7 +10,6 @@ from tests.matrix import (
     diffusers_pipelines,
     diffusers_suite,
     features,
-    newest,
     tools,
     transformers,
     two_denoisers,
@@ -23,7 +22,8 @@ from tests.matrix.rows import Row
 HEAD = """# Compatibility
 
 Each row is a test over real diffusers classes at tiny size (`tests/matrix/`, run by
-`tests/test_matrix.py`). For a row that merges it checks:
+`tests/test_matrix.py`). `python -m tests.matrix --sweep` runs all of them and those of the tables
+below; `make test` runs one of each kind. For a row that merges it checks:
 
 - Exactly the expected layers merge, to half of their keys by `keep` or of their tokens by `tau`,
   and no other module sees another input.
@@ -103,8 +103,8 @@ merge, whichever diffusers' dispatcher is set to: PyTorch's own, flex, and stand
 and xformers. *all*: each of them is given merged keys. *no mask*: these refuse the model's mask,
 merged or not. *PyTorch's*: the model calls `scaled_dot_product_attention` itself, whatever is set.
 
-For each refusal a test shows the reason in
-the model's own code. These tables are written by `python -m tests.matrix --sweep`.
+Where attention is linear or goes over blocks of keys, a test shows that no softmax goes over the
+image. These tables are written by `python -m tests.matrix --sweep`.
 
 `references=` merges the reference images of edits with Flux Kontext, Flux 2, Qwen-Image-Edit,
 LongCat-Image-Edit, Bria FIBO Edit and JoyImage. Those of Qwen-Image 2.1 and OmniGen stand amid the
@@ -114,7 +114,7 @@ differ in length, Lumina 2 has each sample's image at another place. Such calls 
 """
 
 
-CHECKS = [*tools.CHECKS, *newest.CHECKS, *two_denoisers.CHECKS]
+CHECKS = [*tools.CHECKS, *two_denoisers.CHECKS]
 
 
 def rows_table(first: str, rows: Sequence[Row]) -> list[str]:
@@ -129,11 +129,10 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD, "## UNets", "", *rows_table("pipeline", unets.ROWS), ""]
     parts += ["## Around Stable Diffusion", "", *rows_table("feature", features.ROWS), ""]
-    parts += ["## Transformers", "", *rows_table("model", [*transformers.ROWS, *newest.ROWS]), ""]
+    parts += ["## Transformers", "", *rows_table("model", transformers.ROWS), ""]
     parts += [SWEEP, *sweep.table(), ""]
-    models, pairs = [*caches.MODELS, *newest.MODELS], [*caches.EVERY, *newest.EVERY]
-    parts += [CACHES, *caches.table(models, pairs), ""]
-    parts += [OWN_MODELS, *caches.own_models(newest.OWN), ""]
+    parts += [CACHES, *caches.table(caches.MODELS, caches.EVERY), ""]
+    parts += [OWN_MODELS, *caches.own_models(caches.OWN), ""]
     parts += [BACKENDS, *backends.table(), ""]
     parts += [TOOLS, "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in CHECKS]

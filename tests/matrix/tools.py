@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import tomesd
 import torch
+from peft import LoraConfig
 from torch import nn
 
 from mame_sd import NothingMergedError, apply_mame, remove_mame
 from tests.builders.pipelines import once
 from tests.builders.tiny import LATENT, one_level_unet, tiny_pipeline, unet_inputs
-from tests.builders.transformers import FLUX, flux_inputs, model, normal, run
+from tests.builders.transformers import FLUX, model, run
 from tests.matrix.features import cached, uncached
+from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Check
+from tests.matrix.transformers import NEWEST
 
 HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 
@@ -57,14 +60,9 @@ def compiled(whole: bool) -> None:
 def compiled_flux() -> None:
     """Flux compiles with its hooks as a whole in one graph."""
     torch.compiler.reset()
+    inputs = MODELS["FluxTransformer2DModel"].inputs()
     sizes = FLUX | {"num_layers": 1, "num_single_layers": 1}
-    build = model("FluxTransformer2DModel", **sizes, pooled_projection_dim=8)
-    inputs = {
-        **flux_inputs(),
-        "pooled_projections": normal(2, 8),
-        "timestep": torch.tensor([0.5, 0.5]),
-    }
-    whole = build()
+    whole = model("FluxTransformer2DModel", **sizes, pooled_projection_dim=8)()
     handle = apply_mame(whole, keep=0.5, min_tokens=60)
     expected = run(inputs, whole)
     handle.reset()
@@ -106,6 +104,30 @@ def removed_under_deepcache() -> None:
     assert torch.equal(once(pipe, num_inference_steps=3), alone)
     uncached(pipe)
     assert torch.equal(once(pipe, num_inference_steps=3), before)
+
+
+def with_lora(name: str) -> None:
+    """A LoRA put on before merging, after it, and switched off again."""
+    case = MODELS[name]
+    before, after = case.build(), case.build()
+    apply_mame(after, **HALF)
+    plain = run(case.inputs(), after)
+    outputs = []
+    for one in (before, after):
+        add_lora(one, r".*(blocks|layers)\.\d+\.(attn1?|attention)\.to_[qkv]")
+        if one is before:
+            apply_mame(one, **HALF)
+        outputs.append(run(case.inputs(), one))
+    assert torch.equal(*outputs)
+    assert not torch.equal(outputs[0], plain)
+    after.disable_adapters()
+    again = run(case.inputs(), after)
+    torch.testing.assert_close(again, plain, rtol=1e-5, atol=1e-5)  # an idle LoRA rounds otherwise
+
+
+def add_lora(transformer: Any, targets: str) -> None:
+    torch.manual_seed(0)
+    transformer.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=targets))
 
 
 def unknown_model() -> None:
@@ -156,4 +178,16 @@ CHECKS = [
         "an error that says that it is not supported yet, what attention it has, and what to do",
     ),
     Check("images too small to merge", too_small, "`report()` raises: never a silent no-op"),
+    *(
+        Check(
+            f"LoRA on {name}",
+            partial(with_lora, model),
+            "before or after `apply_mame`, the same bits",
+            since=NEWEST,
+        )
+        for name, model in (
+            ("Flux 2", "Flux2Transformer2DModel"),
+            ("Z-Image", "ZImageTransformer2DModel"),
+        )
+    ),
 ]

@@ -35,6 +35,11 @@ SD35 = case(
     dual_attention_layers=(0,),
     qk_norm="rms_norm",
 )
+NEWEST = "0.42.0"  # the version of diffusers that has the rows at the end
+PASSES_MORE = {
+    "processor": "set",
+    "one_liner": "error: its attention passes arguments that other processors don't take",
+}
 ROWS = [
     row("PixArt", "PixArtTransformer2DModel", {96: 2}, processor="set", one_liner="needs `size`"),
     row("DiT", "DiTTransformer2DModel", {256: 2}, processor="none"),
@@ -105,5 +110,16 @@ ROWS = [
         one_liner="never: it cannot see that it replaces linear attention",
         refused="linear in the tokens already",
         note="refused: its attention is linear already",
+    ),
+    *(
+        row(name, model, merges, modes={"keep": {"keep": 0.5}}, since=NEWEST, **told)
+        for name, model, merges, told in (
+            ("Flux 2", "Flux2Transformer2DModel", {96: 2}, {}),
+            ("Z-Image", "ZImageTransformer2DModel", {96: 3}, {"processor": "none", "loads": True}),
+            ("Krea 2", "Krea2Transformer2DModel", {96: 2}, {}),
+            ("Qwen-Image 2.1", "QwenImage21Transformer2DModel", {96: 2}, PASSES_MORE),
+            ("HunyuanVideo 1.5", "HunyuanVideo15Transformer3DModel", {288: 1}, {}),
+            ("LTX-2", "LTX2VideoTransformer3DModel", {288: 2}, {}),
+        )
     ),
 ]

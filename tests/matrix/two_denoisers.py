@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
-from peft import LoraConfig
 from torch import Tensor
 
 from mame_sd import apply_mame, remove_mame
@@ -18,6 +17,7 @@ from tests.builders.transformers import TEXT, normal
 from tests.matrix.caches import FIRST, PYRAMID
 from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Check
+from tests.matrix.tools import add_lora
 
 FRAMES, SIDE = 5, 64
 
@@ -118,24 +118,19 @@ def in_either_order(
     torch.testing.assert_close(once(second, STEPS), merged, rtol=1e-5, atol=1e-5)
 
 
-def add_lora(transformer: Any) -> None:
-    torch.manual_seed(0)
-    targets = r".*attn1\.to_[qkv]"
-    transformer.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=targets))
-
-
 def cached(cache: Cache, high: int, low: int) -> None:
     calls = {"transformer": high, "transformer_2": low}
     in_either_order(cache.enable, cache.disable, calls)
 
 
+put_lora = partial(add_lora, targets=r".*attn1\.to_[qkv]")
 EIGHT = {"transformer": 8, "transformer_2": 8}
 CALLS = ((PYRAMID, 8, 4), (FIRST, 2, 2))
 CHECKS = [
     Check("torch.compile of Wan 2.2, fullgraph", compiled, "one graph each"),
     Check(
         "LoRA on Wan 2.2",
-        partial(in_either_order, add_lora, lambda model: model.disable_adapters(), EIGHT),
+        partial(in_either_order, put_lora, lambda model: model.disable_adapters(), EIGHT),
         "before or after `apply_mame`, the same bits",
     ),
     *[

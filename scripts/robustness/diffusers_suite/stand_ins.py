@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -81,6 +82,17 @@ CHAT = (
 )
 
 
+ROPE = {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"}
+VISION = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 16,
+}
+CLIP_TEXT = {**SMALL, "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "vocab_size": 1000}
+
+
 def byte_characters() -> list[str]:
     """What byte-level tokenizers write for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -106,149 +118,101 @@ def t5_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names)
 
 
-def save_clip(folder: Path) -> None:
-    clip_tokenizer().save_pretrained(folder)
-    ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "vocab_size": 1000}
-    CLIPModel(
-        CLIPConfig(text_config={**SMALL, **ends}, vision_config=SMALL, projection_dim=32)
-    ).save_pretrained(folder)
-
-
-def save_clip_text(folder: Path) -> None:
-    clip_tokenizer().save_pretrained(folder)
-    ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "vocab_size": 1000}
-    config = CLIPTextConfig(**SMALL, **ends, projection_dim=32, hidden_act="gelu")
-    CLIPTextModelWithProjection(config).save_pretrained(folder)
-
-
-def save_t5(folder: Path) -> None:
-    t5_tokenizer().save_pretrained(folder)
-    T5EncoderModel(T5Config(**T5)).save_pretrained(folder)
-
-
-def save_umt5(folder: Path) -> None:
-    t5_tokenizer().save_pretrained(folder)
-    UMT5EncoderModel(UMT5Config(**T5)).save_pretrained(folder)
-
-
-def save_bert(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def bert_tokenizer() -> BertTokenizer:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *map(chr, range(33, 127))]
-    (folder / "vocab.txt").write_text(
-        "\n".join([*words, *("##" + word for word in words[5:])]), encoding="utf-8"
-    )
-    BertTokenizer(str(folder / "vocab.txt"), model_max_length=512).save_pretrained(folder)
-    BertModel(BertConfig(**SMALL, vocab_size=1124)).save_pretrained(folder)
+    words += ["##" + word for word in words[5:]]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    return BertTokenizer(vocab=vocabulary, model_max_length=512)
 
 
-def save_characters(folder: Path) -> None:
-    """A tokenizer alone, over single characters."""
-    t5_tokenizer().save_pretrained(folder)
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    vocabulary = {c: i for i, c in enumerate(byte_characters())}
+    return Qwen2Tokenizer(vocab=vocabulary, merges=[], chat_template=CHAT)
 
 
-def save_llama_tokenizer(folder: Path) -> None:
-    save_characters(folder / "tokenizer")
-    (folder / "config.json").write_text("{}", encoding="utf-8")
+def clip() -> CLIPModel:
+    return CLIPModel(CLIPConfig(text_config=CLIP_TEXT, vision_config=SMALL, projection_dim=32))
 
 
-def save_llama(folder: Path) -> None:
-    save_characters(folder)
+def clip_text() -> CLIPTextModelWithProjection:
+    config = CLIPTextConfig(**CLIP_TEXT, projection_dim=32, hidden_act="gelu")
+    return CLIPTextModelWithProjection(config)
+
+
+def llama() -> LlamaForCausalLM:
     config = LlamaConfig(**{**SMALL, "hidden_size": 16}, vocab_size=1000, num_key_value_heads=4)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    return LlamaForCausalLM(config)
 
 
-def save_siglip(folder: Path) -> None:
-    SiglipImageProcessor(size={"height": 30, "width": 30}).save_pretrained(folder)
-    SiglipVisionModel(SiglipVisionConfig(**SMALL, image_size=30, patch_size=2)).save_pretrained(
-        folder
-    )
-
-
-def save_gemma(folder: Path) -> None:
-    save_characters(folder)
+def gemma() -> Gemma3ForConditionalGeneration:
     config = Gemma3Config(
         text_config={**TEXT, "hidden_size": 32, "head_dim": 8, "vocab_size": 1000},
         vision_config={**SMALL, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14},
         mm_tokens_per_image=4,
     )
-    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
+    return Gemma3ForConditionalGeneration(config)
 
 
-def save_qwen_tokenizer(folder: Path) -> None:
-    vocabulary = {c: i for i, c in enumerate(byte_characters())}
-    Qwen2Tokenizer(vocab=vocabulary, merges=[], chat_template=CHAT).save_pretrained(folder)
-
-
-def save_cosmos(folder: Path) -> None:
-    save_qwen_tokenizer(folder / "text_tokenizer")
-
-
-def save_qwen3(folder: Path) -> None:
-    save_qwen_tokenizer(folder)
-    rope = {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"}
+def qwen3() -> Qwen3VLForConditionalGeneration:
     config = Qwen3VLConfig(
-        text_config={**TEXT, "head_dim": 8, "rope_scaling": rope, "vocab_size": 1000},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 16,
-            "intermediate_size": 16,
-            "num_heads": 2,
-            "out_hidden_size": 16,
-            "deepstack_visual_indexes": [0],
-        },
+        text_config={**TEXT, "head_dim": 8, "rope_scaling": {**ROPE}, "vocab_size": 1000},
+        vision_config={**VISION, "deepstack_visual_indexes": [0]},
         **ENDS,
     )
-    Qwen3VLForConditionalGeneration(config).save_pretrained(folder)
+    return Qwen3VLForConditionalGeneration(config)
 
 
-def save_qwen(folder: Path) -> None:
-    save_qwen_tokenizer(folder)
-    text = {
-        **TEXT,
-        "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
-        "rope_theta": 1e6,
-        "vocab_size": 1000,
-    }
-    image = {
-        "depth": 2,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": 16,
-    }
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=image, **ENDS)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+def qwen() -> Qwen2_5_VLForConditionalGeneration:
+    text = {**TEXT, "rope_scaling": {**ROPE}, "rope_theta": 1e6, "vocab_size": 1000}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=VISION, **ENDS)
+    return Qwen2_5_VLForConditionalGeneration(config)
 
 
-STAND_INS: dict[str, Callable[[Path], None]] = {
-    "hf-internal-testing/tiny-random-clip": save_clip,
-    "peft-internal-testing/tiny-clip-text-2": save_clip_text,
-    "hf-internal-testing/tiny-sd3-text_encoder": save_clip_text,
-    "hf-internal-testing/tiny-sd3-text_encoder-2": save_clip_text,
-    "hf-internal-testing/tiny-random-t5": save_t5,
-    "hf-internal-testing/tiny-random-umt5": save_umt5,
-    "hf-internal-testing/tiny-random-T5Model": save_t5,
-    "hf-internal-testing/tiny-random-roberta": save_t5,
-    "YiYiXu/tiny-random-mclip-base": save_t5,
-    "hf-internal-testing/dummy-gemma": save_t5,
-    "hf-internal-testing/llama-tokenizer": save_t5,
-    "finetrainers/dummy-hunyaunvideo": save_llama_tokenizer,
-    "hf-internal-testing/tiny-random-LlamaForCausalLM": save_llama,
-    "hf-internal-testing/tiny-random-SiglipVisionModel": save_siglip,
-    "hf-internal-testing/tiny-random-BertModel": save_bert,
-    "hf-internal-testing/tiny-random-Qwen25VLForCondGen": save_qwen,
-    "hf-internal-testing/tiny-random-Qwen2VLForConditionalGeneration": save_qwen,
-    "hf-internal-testing/tiny-gemma3": save_gemma,
-    "hf-internal-testing/tiny-cosmos3-modular-pipe": save_cosmos,
-    "THUDM/glm-4-9b-chat": save_characters,
-    "huangfeice/tiny-random-Qwen3VLForConditionalGeneration": save_qwen3,
+# What is saved together: a model and its tokenizer, or one of them.
+Parts = tuple[Callable[[], Any], ...]
+CLIP: Parts = (clip_tokenizer, clip)
+CLIP_ALONE: Parts = (clip_tokenizer, clip_text)
+T5_TEXT: Parts = (t5_tokenizer, lambda: T5EncoderModel(T5Config(**T5)))
+QWEN: Parts = (qwen_tokenizer, qwen)
+STAND_INS: dict[str, Parts] = {
+    "hf-internal-testing/tiny-random-clip": CLIP,
+    "peft-internal-testing/tiny-clip-text-2": CLIP_ALONE,
+    "hf-internal-testing/tiny-sd3-text_encoder": CLIP_ALONE,
+    "hf-internal-testing/tiny-sd3-text_encoder-2": CLIP_ALONE,
+    "hf-internal-testing/tiny-random-t5": T5_TEXT,
+    "hf-internal-testing/tiny-random-umt5": (
+        t5_tokenizer,
+        lambda: UMT5EncoderModel(UMT5Config(**T5)),
+    ),
+    "hf-internal-testing/tiny-random-T5Model": T5_TEXT,
+    "hf-internal-testing/tiny-random-roberta": T5_TEXT,
+    "YiYiXu/tiny-random-mclip-base": T5_TEXT,
+    "hf-internal-testing/dummy-gemma": T5_TEXT,
+    "hf-internal-testing/llama-tokenizer": T5_TEXT,
+    "finetrainers/dummy-hunyaunvideo/tokenizer": (t5_tokenizer,),
+    "hf-internal-testing/tiny-random-LlamaForCausalLM": (t5_tokenizer, llama),
+    "hf-internal-testing/tiny-random-SiglipVisionModel": (
+        lambda: SiglipImageProcessor(size={"height": 30, "width": 30}),
+        lambda: SiglipVisionModel(SiglipVisionConfig(**SMALL, image_size=30, patch_size=2)),
+    ),
+    "hf-internal-testing/tiny-random-BertModel": (
+        bert_tokenizer,
+        lambda: BertModel(BertConfig(**SMALL, vocab_size=1124)),
+    ),
+    "hf-internal-testing/tiny-random-Qwen25VLForCondGen": QWEN,
+    "hf-internal-testing/tiny-random-Qwen2VLForConditionalGeneration": QWEN,
+    "hf-internal-testing/tiny-gemma3": (t5_tokenizer, gemma),
+    "hf-internal-testing/tiny-cosmos3-modular-pipe/text_tokenizer": (qwen_tokenizer,),
+    "THUDM/glm-4-9b-chat": (t5_tokenizer,),
+    "huangfeice/tiny-random-Qwen3VLForConditionalGeneration": (qwen_tokenizer, qwen3),
 }
 
 
 def save_stand_ins(folder: Path) -> None:
     """Saves those that are missing below `folder`, from fixed seeds."""
-    for name, save in STAND_INS.items():
-        if not (folder / name / "config.json").is_file():
+    for name, parts in STAND_INS.items():
+        if not (folder / name).is_dir():
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                save(folder / name)
+                for part in parts:
+                    part().save_pretrained(folder / name)

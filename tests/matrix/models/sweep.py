@@ -14,7 +14,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from mame_sd import MaMeHandle, NothingMergedError, apply_mame
+from mame_sd import NothingMergedError, apply_mame
 from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.diffusion.families.transformers import family_of
 from tests.matrix import backends
@@ -42,9 +42,9 @@ def classes() -> set[str]:
     return {name for name in found if "Multi" not in name} - PARTS
 
 
-def outcome(case: Case, model: nn.Module) -> tuple[dict[str, Any], MaMeHandle]:
+def outcome(case: Case, model: nn.Module) -> dict[str, Any]:
     """What merging does there: by `keep` to half of the keys, and whether `tau` merges the same
-    layers.
+    layers. `keep` stays on.
     """
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     found: dict[str, Any] = {}
@@ -65,10 +65,15 @@ def outcome(case: Case, model: nn.Module) -> tuple[dict[str, Any], MaMeHandle]:
         found["tau"] = False
     handle.set(keep=0.5)
     handle.reset()
-    found["kernels"] = backends.of_model(lambda: tensors_of(model, case), handle)
     families = {family.name for family in map(family_of, model.modules()) if family is not None}
     found["family"] = ", ".join(sorted(families))
-    return found, handle
+    return found
+
+
+def kernels_of(case: Case, model: nn.Module) -> str:
+    """Which kernels of the dispatcher get its merged keys."""
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    return backends.of_model(lambda: tensors_of(model, case), handle)
 
 
 def tensors_of(model: nn.Module, case: Case) -> list[Tensor]:
@@ -101,7 +106,8 @@ def sweep() -> None:
     """Runs every case, writes the record, prints the table."""
     record = {}
     for case in CASES:
-        record[case.name] = outcome(case, case.build().eval())[0]
+        model = case.build().eval()
+        record[case.name] = outcome(case, model) | {"kernels": kernels_of(case, model)}
         print(f"{case.name}: {record[case.name]}", flush=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print("\n".join(["", *table()]))

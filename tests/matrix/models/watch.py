@@ -19,7 +19,7 @@ from tests.oracle import Image, merged_attention
 
 
 class Attention(TorchFunctionMode):
-    """While entered, notes the keys of all softmax attention, and how long each other softmax is.
+    """While entered, notes the keys of all softmax attention.
 
     With `apart` attention gives zeros, so that no token learns of others.
     """
@@ -28,12 +28,9 @@ class Attention(TorchFunctionMode):
         super().__init__()
         self.apart = apart
         self.keys: list[Tensor] = []
-        self.written: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.softmax, F.softmax, Tensor.softmax):  # attention written out
-            self.written.add(args[0].shape[-1])
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key, value = (
