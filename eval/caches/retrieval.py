@@ -122,14 +122,14 @@ def measure_prompt(
     if not todo and done("full", 1.0):
         return
     start = meter.prefill(prompt.context)
-    seen = start.views[0].seen
+    seen = start[0].seen
     asked = [*prompt.question, *prompt.answer[:-1]]
 
     def right(kept: Any) -> bool:
         got, _ = meter.rest(kept, seen, asked)
         return got[-len(prompt.answer) :].argmax(-1).tolist() == prompt.answer
 
-    answered = right(every_key(start.views))
+    answered = right(every_key(start))
     if not done("full", 1.0):
         yield {"row": "full", "share": 1.0, "right": answered}
     for row, share in todo if answered else ():

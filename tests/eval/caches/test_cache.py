@@ -140,7 +140,7 @@ def test_only_what_the_full_cache_answers_is_asked_of_others() -> None:
     rows = [all_rows()[name] for name in ("random", "h2o")]
     with Meter(model) as meter:
         start = meter.prefill(ids)
-        said, _ = meter.rest(every_key(start.views), start.views[0].seen, [5])
+        said, _ = meter.rest(every_key(start), start[0].seen, [5])
         right = int(said[-1].argmax())
         for answer, want in ((right, ["full", "random", "h2o"]), ((right + 1) % 40, ["full"])):
             asked = Prompt("needles-0", "needles", ids, [5], [answer])

@@ -31,11 +31,6 @@ def test_headline_of_a_faster_row(results: Results) -> None:
     )
 
 
-def test_headline_of_a_value_too_small_to_print(results: Results) -> None:
-    row(results, "mame-default")["values"]["lpips"]["mean"] = 0.0002
-    assert says(results).endswith("), at an LPIPS below 0.001.")
-
-
 def test_headline_of_a_slower_row(results: Results) -> None:
     row(results, "mame-default")["values"]["latency"] = {"mean": 8.0, "low": 7.9, "high": 8.1}
     assert "is slower than the baseline (0.50 times as fast, 0.49 to 0.51), at an LPIPS" in says(

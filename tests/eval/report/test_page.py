@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from markupsafe import escape
 
-from mame_sd.errors import UserError
 from mame_sd.eval.report import render
 from mame_sd.eval.results.read import parse
 from tests.builders.report_example import PROMPTS, example
@@ -136,39 +135,6 @@ def test_ids_are_unique_and_plots_take_the_colors_of_the_page(page: str) -> None
         assert used <= set(re.findall(r"--([a-z]+):", scheme))
 
 
-@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-def test_text_stands_out_from_its_ground(scheme: int) -> None:
-    colors = dict(
-        re.findall(
-            r"--([a-z]+): (#[0-9a-f]{6})", CSS.split("@media (prefers-color-scheme: dark)")[scheme]
-        )
-    )
-    pairs = [
-        (ink, ground) for ink in ("ink", "muted") for ground in ("paper", "raised", "wash", "best")
-    ]
-    pairs += [
-        (ink, ground)
-        for ink in ("mame", "tomesd", "baseline", "good", "bad")
-        for ground in ("paper", "raised")
-    ]
-    pairs += [("mame", "best")]
-    assert {
-        pair: contrast(*(colors[name] for name in pair))
-        for pair in pairs
-        if contrast(*(colors[n] for n in pair)) < 4.5
-    } == {}
-
-
-def contrast(one: str, other: str) -> float:
-    """WCAG 2's contrast ratio of two #rrggbb colours."""
-    lights = []
-    for color in (one, other):
-        channels = [int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        lights.append(0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2])
-    return (max(lights) + 0.05) / (min(lights) + 0.05)
-
-
 def test_the_same_results_give_the_same_bytes(
     written: Path, tmp_path: Path, results: Results
 ) -> None:
@@ -201,10 +167,3 @@ def test_failed_gates_come_first(tmp_path: Path, unplotted: Results) -> None:
         "**1 of 2 sanity gates failed: unrelated &lt;pairing&gt;.**"
         in (tmp_path / "report.md").read_text()
     )
-
-
-def test_a_place_that_is_a_file_is_an_error(tmp_path: Path, unplotted: Results) -> None:
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match="choose another"):
-        render(parse(unplotted), tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "mine"
