@@ -35,7 +35,7 @@ class Setup:
         reference: what quality is measured against; None: distances are withheld.
         process: this process among several, which must have joined one another.
         prompt_file: name and digest of the prompt file, for the manifest.
-        command: what makes it again, for the report; "": that of the suite.
+        command: what makes it again, for the report.
     """
 
     suite: Suite

@@ -32,7 +32,7 @@ from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.known_encoders import Encoder, find_encoder
 from mame_sd.runs.methods import NotApplicable
 
-from .rules import Given, Reduced, Rule, Unchanged
+from .rules import Given, Rule, Unchanged
 
 _QUERIES = {
     "k_proj": "q_proj",

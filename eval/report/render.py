@@ -17,7 +17,7 @@ from ..results.schema import Results, Row
 from . import frontier, markdown
 from .figures import NARROW, WIDE
 from .headline import comparison, headline
-from .manifest import command, facts, flat
+from .manifest import facts, flat
 from .pictures import gradient, load_pictures
 from .select import Focus, focus
 from .tables import Table, cost_metrics, cost_table, fidelity_table, quality_table
@@ -127,7 +127,7 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "failed": results.failed,
         "warnings": results.warnings,
         "manifest": flat(results.manifest),
-        "command": command(results),
+        "command": results.manifest.get("command", ""),
         "paper": PAPER,
     }
 
