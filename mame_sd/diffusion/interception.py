@@ -59,7 +59,6 @@ class MergeJob:
     prefixed: bool = False
     scale: float | None = None
     note: str = field(default="", init=False)  # for the report
-    kernel: str = field(default="", init=False)  # that computed the merged attention
     merged: Merged | None = field(default=None, init=False)  # of the latest call that merged
     inside: bool = field(default=False, init=False)  # a merge or a kernel of it
 
@@ -148,19 +147,15 @@ def _attend(
         changed = job.merge(call, bias=own)
         if changed is None:
             return kernel(*args, **kwargs)
-        job.kernel = "scaled_dot_product_attention" if own else _name_of(kernel)
         if not own:
-            job.note = f"attention by {job.kernel}{UNCOUNTED}"
+            name = getattr(kernel, "__name__", type(kernel).__name__)
+            job.note = f"attention by {name}{UNCOUNTED}"
         qkv = [changed.pop(name) for name in ("query", "key", "value")]
         given = {name: v for name, v in changed.items() if name in call or v is not None}
         output = kernel(*qkv, **given)
     finally:
         job.inside = False
     return output.squeeze(1) if alone else output
-
-
-def _name_of(kernel: Callable[..., Any]) -> str:
-    return str(getattr(kernel, "__name__", type(kernel).__name__))
 
 
 def _job() -> MergeJob | None:
@@ -178,7 +173,7 @@ class _Backends(dict[Any, Callable[..., Any]]):
     """The backends of diffusers' dispatcher, each under interception, whenever it is registered."""
 
     def __setitem__(self, name: Any, backend: Callable[..., Any]) -> None:
-        super().__setitem__(name, _watched(backend, name.value))
+        super().__setitem__(name, _watched(backend, getattr(name, "value", name)))
 
 
 @torch.compiler.assume_constant_result  # while a graph is compiled, not in it
@@ -230,7 +225,6 @@ def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
             changed = job.merge({**call, **heads_first, "attn_mask": mask}, bias=counted)
             if changed is None:
                 return backend(**call)
-            job.kernel = name
             job.note = f"attention by {name}" + ("" if counted else UNCOUNTED)
             merged = {n: changed[n].transpose(1, 2).contiguous() for n in ("key", "value")}
             taken = {n: v for n, v in changed.items() if n in call or v is not None}

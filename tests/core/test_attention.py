@@ -132,11 +132,11 @@ def test_masks(kind: str, shape: str) -> None:
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
-    q, k, v = (t[:1, :1].detach().requires_grad_() for t in case(count=2 + 24))
+    q, k, v = (t[:1, :1].detach().requires_grad_() for t in case(count=2 + 12))
     assert torch.autograd.gradcheck(
-        lambda *t: attention(*t, (4, 6), before=2, fit_queries=5), (q, k, v), atol=1e-4
+        lambda *t: attention(*t, (3, 4), before=2, fit_queries=5), (q, k, v), atol=1e-4
     )
-    attention(q, k, v, (4, 6), before=2).square().sum().backward()
+    attention(q, k, v, (3, 4), before=2).square().sum().backward()
     for t in (q, k, v):
         assert t.grad is not None
         assert t.grad.abs().amax((0, 1, 3)).min() > 0
