@@ -242,14 +242,17 @@ def merge_keys(
             boolean = mask.dtype == torch.bool
             bias = torch.where(mask, bias, -torch.inf) if boolean else mask + bias
         assert first is not None
-        spread = first.queries[0] if draw is None else first.queries.index_select(0, draw).view(-1)
-        spread = spread + first_query if first_query else spread
-        if not counted:
-            some = of_kept_heads(q.index_select(2, spread), k.shape[1])
-            key = sized_keys(key, some, log_sizes, q.shape[-1] ** -0.5 if scale is None else scale)
         queries = how.fit_queries
         if queries is None:
             queries = min(max(first.tokens // 32, 64), 256)
+        if queries or not counted:
+            spread = first.queries[0]
+            if draw is not None:
+                spread = first.queries.index_select(0, draw).view(-1)
+            spread = spread + first_query if first_query else spread
+        if not counted:
+            some = of_kept_heads(q.index_select(2, spread), k.shape[1])
+            key = sized_keys(key, some, log_sizes, q.shape[-1] ** -0.5 if scale is None else scale)
         if queries:
             shared = q.shape[1] // k.shape[1]  # heads of queries for each head of keys
             at = spread[: max(1, queries // shared)]
