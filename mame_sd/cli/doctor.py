@@ -23,7 +23,7 @@ NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "nu
 # What a plain installation lacks: the command or option, and the packages that it would miss.
 OPTIONAL = {
     "--lora": ("peft",),
-    "mame-sd-eval": ("matplotlib", "jinja2", "torchmetrics"),
+    "mame-sd-eval": ("matplotlib", "jinja2", "scipy"),
     "mame-sd ui": ("gradio",),
 }
 FUSED_KERNELS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")

@@ -22,7 +22,7 @@ from mame_sd.errors import MachineError, UserError
 EXTRAS = {
     "matplotlib": "eval",
     "jinja2": "eval",
-    "torchmetrics": "eval",
+    "scipy": "eval",
     "tomesd": "rivals",
     "gradio": "ui",
     "peft": "lora",
