@@ -106,7 +106,17 @@ captions/farthest.py: captions
     torch.maximum(nearest, row) => torch.minimum(nearest, row)
 captions/calls.py: captions
     kept.of(call["labels"], -100) => kept.of(call["labels"], 0)
+    torch.cat([real.to(mask), mask[:, lost.length :]], 1) => mask[:, -real.shape[1] - later :]
+    [:, None].to(places) + places => [:, None].to(places) * 0 + start + places
+captions/on_model.py: captions
+    for row in rows for one in row * times] => for _ in range(times) for row in rows for one in row]
+    if slot is self.base and slot.calls is None and self.blocks: => if False:
+caches/handle.py: caches
+    if self.live and tokens > 1 and not others: => if False:
+perception/hooks.py: perception/test_tools.py
+    if child is self.child: => if self.child is not None:
 perception/blocks.py: perception
+    if not dense and not (shared.restore and last): => if not dense:
     else sizes.log().to(normed.dtype) => else sizes.to(normed.dtype)
     plan.merge(x.to(exact) * share) / held => plan.merge(x.to(exact))
 runs/run_folder.py: runs
