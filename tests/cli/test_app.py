@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 from typer.main import get_command
 
 from mame_sd.cli import app as cli
@@ -101,6 +100,7 @@ generate x --model LONG | found nothing there; check the path
 generate x --lora LONG | found nothing; check the path
 generate x --config LONG.json | LONG
 compare x --out LONG.png | can't be written (File name too long)
+show-merge cat.png | expected a prompt, got a file's name; mame-sd-eval token-maps draws
 show-merge x --out /dev/null/a.png | expected a folder, got the file /dev/null
 doctor --scheduler magic | --scheduler: expected one of
 """
@@ -215,8 +215,6 @@ def test_a_prompt_beyond_what_the_model_reads_is_noted(
     long = " ".join(["red key"] * 60)
     assert run_cli("generate", "--prompt", "key", "--prompt", long, "--out", "a", quick=True) == 0
     assert "1 of 2 prompts is longer than the model reads and cut (" in capsys.readouterr().err
-    assert run_cli("show-merge", long, "--out", "map.png", quick=True) == 0
-    assert "the prompt is longer than the model reads and is cut" in capsys.readouterr().err
 
 
 def test_a_terminal_shows_loading_and_steps(
@@ -232,15 +230,13 @@ def test_a_terminal_shows_loading_and_steps(
 
 
 def test_prompts_of_a_file_and_of_the_command_go_together(run_cli: Any, tmp_path: Path) -> None:
-    given = ["generate", "--prompts", "demo", "--num", "13", "--baseline", "--steps", "1"]
-    folder = save_tiny_pipeline(tmp_path / "tiny")
-    words = ["--prompt", "\x07key", "--model", str(folder), "--out", "run"]
-    assert run_cli(*given, *words) == 0
-    rows = list(map(json.loads, (tmp_path / "run/samples.jsonl").read_text().splitlines()))
-    assert len(rows) == 13
-    assert rows[-1]["prompt"] == "\x07key"
+    (tmp_path / "a.txt").write_text("key\nant\n")
+    given = ["generate", "--prompts", "a.txt", "--prompt", "\x07key", "--prompt", "star"]
+    assert run_cli(*given, "--num", "3", "--out", "run", quick=True) == 0
+    rows = map(json.loads, (tmp_path / "run/samples.jsonl").read_text().splitlines())
+    assert [row["prompt"] for row in rows] == ["key", "ant", "\x07key"]
     manifest = json.loads((tmp_path / "run/manifest.json").read_text())
-    assert manifest["prompt_file"]["name"] == "demo.txt"
+    assert manifest["prompt_file"]["name"] == "a.txt"
 
 
 @pytest.mark.parametrize(
@@ -306,7 +302,3 @@ def test_settings_beside_the_weights_are_taken_and_said(run_cli: Any, tmp_path: 
     given = ["--model", "tiny", "--device", "cpu", "--steps", "1"]
     assert run_cli("generate", "--prompt", "key", *given, "--out", "run") == 0
     assert settings_of(tmp_path / "run")["mame"]["layers"] == beside["layers"]
-    assert run_cli("show-merge", "key", *given, "--out", "merge.png") == 0
-    with Image.open(tmp_path / "merge.png") as image:
-        drawn = json.loads(image.text["mame_sd"])["mame"]  # type: ignore[attr-defined]
-    assert drawn["layers"] == beside["layers"]
