@@ -88,6 +88,6 @@ def _imagewise(metric: Metric, run: Run, tools: Tools) -> Callable[[Sample], flo
 
     def of_clip(item: Sample) -> float:
         images = to_float([load_image(item.path)]).to(tools.device)
-        return float(clip_score(network, images, [item.prompt]).scores.item())
+        return float(clip_score(network, images, [item.prompt]).item())
 
     return of_clip
