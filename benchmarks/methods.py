@@ -4,11 +4,14 @@ denoiser.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
 
 from mame_sd import MaMeConfig, mame
 from mame_sd.eval.benchmark.tomesd import tomesd_on
@@ -46,6 +49,36 @@ def ours(**fields: Any) -> Method:
     config = config.replace(keep=config.keep, tau=config.tau)
     settings = {name: value for name, value in config.to_dict().items() if value is not None}
     return Method(settings, lambda denoiser: mame(denoiser, config))
+
+
+@contextmanager
+def without_bias() -> Iterator[None]:
+    """Attention by a kernel that takes no bias, as FlashAttention and SageAttention take none."""
+    own = F.scaled_dot_product_attention
+
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **more: Any
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise ValueError("attn_mask: expected None, got a tensor")
+        return own(query, key, value, **more)
+
+    F.scaled_dot_product_attention = kernel  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = own
+
+
+def ours_without_bias(**fields: Any) -> Method:
+    """Our settings in front of a kernel that takes no bias."""
+
+    @contextmanager
+    def on(denoiser: Any) -> Iterator[None]:
+        with without_bias(), mame(denoiser, **fields):
+            yield
+
+    return Method({**fields, "kernel": "without bias"}, on)
 
 
 def tomesd(ratio: float) -> Method:
@@ -97,6 +130,10 @@ RANGE = {
     "default": ours(),
     **{f"keep {keep}": ours(keep=keep) for keep in KEEPS},
     **{f"keep {keep}, not fitted": ours(keep=keep, fit_queries=0) for keep in KEEPS},
+    **{
+        f"keep {keep}, kernel without bias": ours_without_bias(keep=keep)
+        for keep in (0.5, 0.25, 0.125)
+    },
 }
 RIVALS = {**RANGE, **NOTHING_CLEVER, **PUBLISHED, **FLOORS}
 UNET = {**RIVALS, **{f"tomesd {ratio}": tomesd(ratio) for ratio in (0.25, 0.5)}}

@@ -19,14 +19,15 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import methods
 from mame_sd import MaMeConfig, mame
 from mame_sd.eval.networks.terrain import Terrain, load_terrain, roughness, slope
 from mame_sd.eval.rivals.layers import rival_on
@@ -46,6 +47,13 @@ def library(model: Terrain, seed: int, **fields: object) -> AbstractContextManag
     return mame(model.unet, MaMeConfig.from_dict({"seed": seed, "min_tokens": 1024, **fields}))
 
 
+@contextmanager
+def without_bias(model: Terrain, seed: int, **fields: object) -> Iterator[None]:
+    """The same in front of a kernel that takes no bias."""
+    with methods.without_bias(), library(model, seed, **fields):
+        yield
+
+
 def rival(make: Any, merge: str = "kv", fit_queries: int = 0, **settings: Any) -> On:
     """A rival of `mame_sd.eval.rivals`, made of `settings`."""
 
@@ -63,6 +71,7 @@ def rows() -> dict[str, On]:
         random = partial(rival, random_keys, share=keep, redraw=True)
         found |= {
             f"{name} merged and fitted": partial(library, keep=keep),
+            f"{name} merged and fitted, kernel without bias": partial(without_bias, keep=keep),
             f"{name} merged, not fitted": partial(library, keep=keep, fit_queries=0),
             f"{name} random keys, fitted": random(fit_queries=64),
             f"{name} random keys": random(),

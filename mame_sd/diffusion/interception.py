@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.attention import Grid, KeyMerging, Merged, Recall, merge_keys
+from mame_sd.core.fit import SDPA
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_SDPA = torch._C._nn.scaled_dot_product_attention  # whatever else is put in its place
 # Backends of the dispatcher whose kernels take numbers to be added to the logits. For all others
-# groups go uncounted, and the fit makes up for it.
+# keys carry the sizes of their groups (`sized_keys`).
 _TAKES_BIAS = {"native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers"}
-UNCOUNTED = ", which takes no sizes of groups: their values make up for it"
+UNCOUNTED = ", which takes no sizes of groups: their keys carry them"
 
 
 @dataclass
@@ -125,7 +125,7 @@ class SDPAInterceptor(TorchFunctionMode):
         if func is Tensor.unflatten:
             # A Python method, which torch.compile follows only where it is called as one.
             return args[0].unflatten(*args[1:], **kwargs)
-        if (func is not _SDPA and func is not F.scaled_dot_product_attention) or self.job.inside:
+        if (func is not SDPA and func is not F.scaled_dot_product_attention) or self.job.inside:
             return func(*args, **kwargs)
         return _attend(func, self.job, args, kwargs)
 
@@ -141,7 +141,7 @@ def _attend(
         mask = call.get("attn_mask")
         if mask is not None and mask.dim() == 3:
             call["attn_mask"] = mask.unsqueeze(1)
-    own = kernel is _SDPA
+    own = kernel is SDPA
     job.inside = True
     try:
         changed = job.merge(call, bias=own)
@@ -190,7 +190,7 @@ def watch_kernels() -> None:
         for name, backend in found.items():
             Registry._backends[name] = backend
     kernel = F.scaled_dot_product_attention
-    if kernel is not _SDPA and not hasattr(kernel, "_mame_watched"):
+    if kernel is not SDPA and not hasattr(kernel, "_mame_watched"):
         F.scaled_dot_product_attention = _watched_replacement(kernel)
 
 

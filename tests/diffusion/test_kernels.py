@@ -196,7 +196,7 @@ def test_what_stands_in_for_scaled_dot_product_attention_gets_merged_keys(
     torch.testing.assert_close(run_unet(COMPILED[how](unet)), expected, rtol=1e-4, atol=1e-4)
     assert seen() == {128}
     assert {layer.reason for layer in handle.report().layers} == {
-        "attention by replacement, which takes no sizes of groups: their values make up for it"
+        "attention by replacement, which takes no sizes of groups: their keys carry them"
     }
     remove_mame(unet)
     run_unet(unet)
