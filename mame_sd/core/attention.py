@@ -123,17 +123,37 @@ def attention(
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape[-1:] in ((1,), (count,))):
         got = list(mask.shape) if isinstance(mask, Tensor) else repr(mask)
         raise ValueError(f"attn_mask: expected a tensor that ends in 1 or {count} keys, got {got}")
-    counted = takes_bias(kernel)
-    if mask is not None and not counted:
-        raise ValueError("attn_mask: expected none, for the kernel has no argument of this name")
-    given: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    if call.get("scale") is not None:
-        given["scale"] = call["scale"]
     if keep < 1 and len(q):
-        grids = [Grid(before, size, keep)]
+        grids, counted = [Grid(before, size, keep)], takes_bias(kernel)
         merged = merge_keys(q, k, v, grids, KeyMerging(**how), **call, counted=counted)
-        k, v, mask = merged.key, merged.value, merged.bias
-    return kernel(q, k, v, **given, **({"attn_mask": mask} if counted else {}))
+        k, v = merged.key, merged.value
+        mask = merged.bias if counted or mask is not None else None
+    return attend(kernel, q, k, v, mask, call.get("scale"))
+
+
+def attend(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention by a kernel, which is given what `attention` says.
+
+    Raises ValueError for a mask where the kernel takes none.
+    """
+    given: dict[str, Any] = {} if scale is None else {"scale": scale}
+    if q.shape[1] != k.shape[1]:
+        given["enable_gqa"] = True
+    if takes_bias(kernel):
+        given["attn_mask"] = attn_mask
+    elif attn_mask is not None:
+        raise ValueError(
+            "attn_mask: expected none, for the kernel has no argument of this name, got"
+            f" {list(attn_mask.shape)}"
+        )
+    return kernel(q, k, v, **given)
 
 
 def takes_bias(kernel: Kernel) -> bool:
