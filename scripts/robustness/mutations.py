@@ -112,6 +112,26 @@ perception/blocks.py: perception
 runs/run_folder.py: runs
     and record.get("sha256", digest) == digest => and digest
     if foreign and self.manifest.name not in foreign: => if False:
+    if own.is_symlink(): => if False:
+    for leftover in self.work.glob("*.tmp"): => for leftover in ():
+runs/jobs.py: runs
+    [job.seed, job.prompt.id, job.repeat] => [job.seed, job.prompt.id]
+    if last and call_of(last[0]) == call_of(job) and => if last and
+runs/prompt_files.py: runs
+    unicodedata.normalize("NFC", prompt.id).casefold() => prompt.id
+    identity.startswith(".") => False
+runs/generate.py: runs/test_generate.py
+    batches[self.process.rank :: self.process.count] => batches
+    if job.name not in done] => ]
+runs/loading.py: runs/test_loading.py
+    if lacking is not None: => if False:
+runs/sampling.py: runs cli/test_app.py
+    default = (0, 0) if height and width else model.default_size => default = (0, 0)
+cli/errors.py: cli
+    return USAGE, str(error) => return MACHINE, str(error)
+    if came: => if False:
+cli/groups.py: cli
+    if given: => if False:
 """
 
 
