@@ -163,31 +163,22 @@ class DecreasingToMe(ToMe):
         return round(2 * self.r * (1 - place / (places - 1)))
 
 
+@dataclass(frozen=True)
 class Matching:
     """Which edges of A merge into B.
 
-    Args:
+    Attributes:
         sets: positions of A and B.
         merging, rest, target: [B, r], [B, |A| - r] rows of A that merge and that stay, [B, r] rows
             of B that they join.
         prefix: leading tokens that take no part.
     """
 
-    def __init__(
-        self,
-        sets: tuple[Tensor, Tensor],
-        merging: Tensor,
-        rest: Tensor,
-        target: Tensor,
-        prefix: int,
-    ) -> None:
-        self.sets, self.merging, self.rest, self.target, self.prefix = (
-            sets,
-            merging,
-            rest,
-            target,
-            prefix,
-        )
+    sets: tuple[Tensor, Tensor]
+    merging: Tensor
+    rest: Tensor
+    target: Tensor
+    prefix: int
 
     def __call__(self, x: Tensor) -> Tensor:
         """Tokens [B, L, C] with those that merge summed up, [B, L - r, C]."""

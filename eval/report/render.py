@@ -21,7 +21,7 @@ from .manifest import facts, flat
 from .pictures import gradient, load_pictures
 from .select import Focus, focus
 from .tables import Table, cost_metrics, cost_table, fidelity_table, quality_table
-from .words import words_of
+from .words import WORDS
 
 HTML, MARKDOWN, CSV = "report.html", "report.md", "table.csv"
 PAPER = (
@@ -115,7 +115,7 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
     ]
     return {
         "results": results,
-        "words": words_of(results),
+        "words": WORDS[results.kind],
         "chosen": chosen,
         "headline": headline(chosen),
         "comparison": comparison(results, chosen),

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import UserError
 from mame_sd.eval.benchmark import bench as bench_module
 from mame_sd.eval.benchmark import timings
 from mame_sd.eval.benchmark.bench import alike_batches, peak_call, timed_call
-from mame_sd.eval.benchmark.results import check_out
 from mame_sd.eval.benchmark.rows import Row
-from mame_sd.eval.benchmark.timings import FORMAT, Timing, summary
+from mame_sd.eval.benchmark.timings import Timing, summary
 from mame_sd.eval.results.schema import Value
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
@@ -72,22 +70,6 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(
     assert timed(1, settings=SETTINGS)[0] == [0, 1, 2]
     changed = replace(rows[1], method=Merging(MaMeConfig(keep=0.25, min_tokens=16)))
     assert timed(1, [rows[0], changed], SETTINGS)[0] == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        '{"format": "mame-sd timings 0"}',
-        f'{{"format": "{FORMAT}"}}\n{{"round": 0, "method": "baseline", "seconds": "two"}}',
-    ],
-)
-def test_a_file_that_is_no_record_of_timings_is_refused_and_kept(tmp_path: Path, text: str) -> None:
-    (tmp_path / "bench.jsonl").write_text(text)
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(UserError, match=r"bench.jsonl: expected timings .*, got another file"):
-        check_out(tmp_path)
-    assert (tmp_path / "bench.jsonl").read_text() == text
 
 
 def test_batches_that_are_timed_are_of_one_size_and_length() -> None:

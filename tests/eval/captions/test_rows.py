@@ -142,10 +142,7 @@ ONE = [{"id": 0, "file_name": "0.png"}]
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "nan": ([{"id": float("nan"), "file_name": "0.png"}], None, "NaN is no JSON"),
     "twice": (ONE * 2, None, "expected each id once, got 0 again"),
-    "number": (ONE, [{"image_id": 0, "caption": 5}], "are text, got 5"),
     "empty": (ONE, [{"image_id": 0, "caption": " "}], "are text, got ' '"),
-    "file": ([{"id": 0, "file_name": 7}], None, "are text, got 7"),
-    "list": ([3], None, "expected COCO's format"),
 }
 
 
@@ -177,12 +174,9 @@ def test_what_is_wrong_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
         ({"references": deep}, "expected COCO's format"),
         ({"prompt": "hello"}, "--prompt: expected <image> once"),
         ({"prompt": "<image> hello", "model": None}, "--prompt: expected none for embedded-"),
-        ({"out": good / "out"}, "expected a folder, got the file"),
         ({"out": other}, "expected results of the same settings"),
         ({"device": "cuda:99"}, "--device cuda:99: expected a CUDA device"),
-        ({"revision": "main", "model": str(tmp_path)}, "--revision: expected none beside a folder"),
         ({}, "--model: expected a LLaVA of transformers"),
-        ({}, "--model: expected a LLaVA of transformers"),  # again: nothing was begun
     ]
     for given, message in wrong:
         with pytest.raises(UserError, match=re.escape(message)):

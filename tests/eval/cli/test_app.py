@@ -43,23 +43,14 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 BAD: dict[str, tuple[str, str]] = {
     "no-command": ("", "Missing command; mame-sd-eval --help"),
     "unknown-command": ("paint", "No such command 'paint'"),
-    "suite": ("benchmark --suite huge", "--suite: expected one of quick, embedded, paper, got"),
     "paper-prompts": (
         "benchmark --suite paper",
         "--suite paper: expected --prompts FILE, got none",
     ),
-    "rows": ("benchmark --rows mame-9", "--rows: expected names of baseline, tomesd-25"),
-    "rounds": ("benchmark --rounds 0", "--rounds: expected at least 1, got 0"),
-    "steps": ("benchmark --steps 0", "--steps: expected at least 1, got 0"),
     "model": ("benchmark --model ./none", "--model ./none: expected a folder"),
-    "out": ("benchmark --out /dev/null/x", "--out /dev/null/x: expected a folder"),
     "cache-texts": ("cache --texts none", "--texts: expected a folder, found none at none"),
-    "cache-model": ("cache --model ./none", "--model: expected smollm2"),
-    "cache-rows": ("cache --rows snap", "--rows: expected names of random"),
-    "cache-shares": ("cache --shares half", "--shares: expected numbers with commas"),
     "cache-share": ("cache --shares 1.5", "--shares: expected shares above 0 and below 1, got 1.5"),
     "cache-tasks": ("cache --tasks sums", "--tasks: expected some of needles"),
-    "cache-half": ("cache --half all", "--half: expected development or report"),
     "cache-cost": ("cache-cost --lengths 4k", "--lengths: expected numbers with commas"),
     "caption-longer": (
         "caption --data none --references none --longer -1",
@@ -88,25 +79,6 @@ def test_rows_that_lack_a_package_are_named_before_anything_is_made(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: left out: tomesd-25, tomesd-50 (tomesd is not installed: pip")
     assert "'mame-sd[rivals]'" in line
-
-
-@pytest.mark.parametrize(("command", "help"), [([], "--help"), (["benchmark"], "-h")])
-def test_help_is_asked_for_in_two_ways(
-    capsys: pytest.CaptureFixture[str], command: list[str], help: str
-) -> None:
-    assert cli.run([*command, help]) == 0
-    assert "Usage" in capsys.readouterr().out
-
-
-def test_weights_are_listed_without_a_network(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.run(["weights", "lpips-alex", "--weights-dir", str(here)]) == 0
-    out = capsys.readouterr().out
-    assert "missing" in out
-    assert "lpips-alex" in out
-    assert "sha256" in out
-    assert "inception-fid" not in out
 
 
 def test_wrong_weights_are_found_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

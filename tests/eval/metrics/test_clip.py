@@ -111,16 +111,6 @@ def test_clip_image_cosine_laws(clip: Clip) -> None:
     assert (clip_image_cosine(clip, a, b) < 0.9999).all()
 
 
-def test_clip_refuses_wrong_numbers_and_ranges(clip: Clip) -> None:
-    a, b = seeded.picture_pairs()
-    with pytest.raises(ValueError, match="got 1 prompts and 2 images"):
-        clip_score(clip, a, PROMPTS[:1])
-    with pytest.raises(ValueError, match="0 to 1"):
-        clip_score(clip, a * 255, PROMPTS)
-    with pytest.raises(ValueError, match="one shape"):
-        clip_image_cosine(clip, a, b[:1])
-
-
 def test_clip_comes_from_weights_dir_checked(
     clip: Clip, clip_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,10 +131,3 @@ def test_clip_comes_from_weights_dir_checked(
     )
     loaded = load_clip("clip-vit-b-32", weights_dir=tmp_path, offline=True)
     assert loaded.weights_hash == clip.weights_hash, "what was checked is what is read"
-
-
-def test_a_folder_that_is_no_clip_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"expected a CLIP model, its tokenizer and preprocessor_config.json in "
-    ):
-        load_clip(tmp_path)

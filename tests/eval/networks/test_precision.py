@@ -36,7 +36,6 @@ def precisions() -> list[Any]:
 
 
 USERS_CHOICES: dict[str, Callable[[], None]] = {
-    "nothing": lambda: None,
     "high": lambda: torch.set_float32_matmul_precision("high"),
     "everything": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
     "benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),

@@ -39,45 +39,6 @@ def test_the_published_weights_answer_as_onnxruntime_does() -> None:
         assert (found - torch.tensor(want)).abs().max() < 1e-4
 
 
-def guided_names() -> list[str]:
-    """What guided-diffusion calls the weights of this UNet."""
-    layers = [*terrain._OUTSIDE]
-    for block in range(1, 25):
-        level, index = divmod(block - 1, 5)
-        layers += resnet(f"input_blocks.{block}.0", index == 0 and level in (2, 3, 4))
-        layers += attention(f"input_blocks.{block}.1") if level > 1 and index < 4 else []
-    layers += [*resnet("middle_block.0"), *attention("middle_block.1"), *resnet("middle_block.2")]
-    for block in range(25):
-        level, index = divmod(block, 5)
-        layers += resnet(f"output_blocks.{block}.0", True)
-        layers += attention(f"output_blocks.{block}.1") if level < 3 else []
-        layers += resnet(f"output_blocks.{block}.{2 if level < 3 else 1}") * (index == 4 > level)
-    return [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
-
-
-def resnet(name: str, widened: bool = False) -> list[str]:
-    parts = [part for part in terrain._RESNET if widened or part != "skip_connection"]
-    return [f"{name}.{part}" for part in parts]
-
-
-def attention(name: str) -> list[str]:
-    return [f"{name}.{part}" for part in ("norm", "qkv", "proj_out")]
-
-
-def test_every_weight_of_the_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    own = terrain.Terrain().unet.state_dict()
-    published = {}
-    for name in guided_names():
-        here = terrain._here(name.replace(".qkv.", ".norm."))
-        parts = [here.replace("group_norm", f"to_{part}") for part in "qkv"]
-        published[name] = torch.cat([own[p] for p in parts]) if ".qkv." in name else own[here]
-    monkeypatch.setattr(terrain, "load", lambda *_: published)
-    loaded = terrain.load_terrain().unet.state_dict()
-    assert loaded.keys() == own.keys()
-    assert all(torch.equal(loaded[name], value) for name, value in own.items())
-
-
 def test_norms_without_names_belong_to_the_next_convolution(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     constants = {

@@ -1,6 +1,5 @@
 """Clips: folders of frames and video files, the suite `video`, and rivals that see less of them."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,16 +80,6 @@ def test_video_files_are_read(tmp_path: Path) -> None:
     assert np.abs(shown.mean((1, 2, 3)) - [20, 100, 180, 240]).max() < 6  # it was compressed
     with pytest.raises(UserError, match=r"expected a video in .*torn.mp4, but it can't be read"):
         clips.load(clips.files.index("a/torn.mp4"))
-
-
-def test_without_pyav_video_files_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "av", None)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "film.mp4").write_bytes(b"no film")
-    with pytest.raises(UserError, match=r"pip install mame-sd\[video\], or give folders of frames"):
-        open_clips(tmp_path, 4).load(0)
 
 
 def test_clips_that_can_not_be_read_are_one_line(

@@ -47,13 +47,6 @@ def test_class_folders_are_read_as_torchvision_reads_them(folder: Path) -> None:
     assert open_images(folder).about()["sha256"] != about["sha256"]
 
 
-def test_images_without_labels(folder: Path) -> None:
-    images = open_images(folder / "cat")
-    assert images.labels is None
-    assert images.about()["classes"] is None
-    assert len(images.files) == 4
-
-
 def test_bad_folders_are_named(folder: Path) -> None:
     with pytest.raises(
         UserError, match="expected a folder of class folders or of images, found none"

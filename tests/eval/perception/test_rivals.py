@@ -269,14 +269,6 @@ def test_smaller_images(row: Row) -> None:
             torch.testing.assert_close(same[name], value, rtol=1e-3, atol=1e-3)
 
 
-def test_a_side_that_is_no_multiple_of_the_patch_is_refused() -> None:
-    with (
-        pytest.raises(NotApplicable, match="multiple of the patch's 4 pixels, got 10"),
-        on_smaller_images(VIT.build(), 10),
-    ):
-        pass
-
-
 @torch.no_grad()
 def test_a_rival_reduces_in_its_own_blocks_or_in_all() -> None:
     model, inputs = VIT.build(), VIT.batch(1)

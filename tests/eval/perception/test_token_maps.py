@@ -13,7 +13,7 @@ from PIL import Image
 from mame_sd.cli.show_merge import mean_colors
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.cli import app as cli
-from mame_sd.eval.cli.token_maps import blocks_of, pixels_seen, token_maps
+from mame_sd.eval.cli.token_maps import pixels_seen, token_maps
 from mame_sd.eval.images import load_image
 from mame_sd.eval.perception.encoders import LoadedEncoder, load_encoder
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
@@ -81,10 +81,6 @@ def test_the_image_is_shown_as_the_model_sees_it(place: Path) -> None:
     assert np.unique(np.asarray(seen).reshape(-1, 3), axis=0).tolist() == [[10, 200, 90]]
 
 
-def test_a_number_of_blocks_or_a_list_of_them() -> None:
-    assert [blocks_of(text) for text in ("8", "3,6,9", "3,", None)] == [8, (3, 6, 9), (3,), None]
-
-
 def test_on_the_command_line(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +115,6 @@ def test_on_the_command_line(
             ["--blocks", "3,,6"],
             "--blocks: expected a number such as 8, or blocks such as 3,6,9, got '3,,6'",
         ),
-        (["--blocks", "9"], "merging: blocks: expected how many of the 4 blocks merge"),
         (["--tile-size", "8"], "merging: tile_size: expected none for a vision transformer"),
         (["--min-tokens", "99"], "expected blocks that merge, but none had enough patches"),
     ],

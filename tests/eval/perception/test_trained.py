@@ -12,7 +12,7 @@ from scipy import stats
 from mame_sd.errors import UserError
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.perception.data import open_images
-from mame_sd.eval.perception.forms import FORMS, PLAIN, find_models
+from mame_sd.eval.perception.forms import PLAIN, find_models
 from tests.builders.benchmarks import results_of
 from tests.builders.classification import draw_classes, save_classifier
 
@@ -139,11 +139,3 @@ def test_bad_options_are_one_line(
     assert error.startswith("error: ")
     assert message in error
     assert not (tmp_path / "out").exists()
-
-
-def test_every_form_begins_with_one_that_is_trained_before() -> None:
-    names = list(FORMS)
-    assert all(
-        form.begins is None or names.index(form.begins) < names.index(form.name)
-        for form in FORMS.values()
-    )

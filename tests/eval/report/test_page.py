@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from markupsafe import escape
 
 from mame_sd.eval.report import render
 from mame_sd.eval.results.read import parse
-from tests.builders.report_example import PROMPTS, example
+from tests.builders.report_example import example
 from tests.builders.report_page import Elements, Results
 
 CSS = (Path(__file__).parents[3] / "eval" / "report" / "templates" / "report.css").read_text(
@@ -37,17 +36,6 @@ def test_nothing_is_fetched(page: str) -> None:
     )
     assert policy is not None
     assert policy.startswith("default-src 'none'; img-src data:;")
-
-
-def test_prompts_are_text(page: str) -> None:
-    elements = Elements(page)
-    assert len(elements.all("script")) == 1
-    assert all("onerror" not in attributes for _, attributes in elements.tags)
-    assert all((image["src"] or "").startswith("data:") for image in elements.all("img"))
-    for prompt in PROMPTS:
-        assert str(escape(prompt)) in page
-    assert "<b>that is</b>" not in page
-    assert "{{ 7 * 7 }}" in page
 
 
 ATTACKS = (
@@ -101,10 +89,6 @@ def test_no_text_makes_elements(
 ) -> None:
     attacks = (ATTACKS + ATTACKS)[first : first + AT_ONCE]
     assert shape(tmp_path, attacks) == harmless
-
-
-def test_the_direction_of_a_prompt_ends_with_it(page: str) -> None:
-    assert len(Elements(page).all("bdi")) == 3 + 4  # the chosen prompts, then all of them
 
 
 def test_every_picture_and_plot_has_words(page: str) -> None:

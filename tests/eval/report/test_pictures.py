@@ -34,20 +34,6 @@ def test_cases_are_the_closest_the_median_and_the_furthest(results: Results) -> 
     assert picked() == [("", ranked[0])]
 
 
-def test_difference_maps() -> None:
-    one = Image.new("RGB", (4, 2), (10, 20, 30))
-    other = Image.new("RGB", (4, 2), (10, 26, 33))
-    values = pictures.difference(one, other)
-    assert values.shape == (2, 4)
-    assert np.unique(values).tolist() == [3.0]
-    black, bright = (
-        np.asarray(pictures.difference_map(np.full((1, 1), level), 8))[0, 0] for level in (0.0, 8.0)
-    )
-    assert black.sum() < 5
-    assert bright.sum() > 600
-    assert (np.asarray(pictures.difference_map(np.full((1, 1), 99.0), 8))[0, 0] == bright).all()
-
-
 def test_embedded_images_are_bounded() -> None:
     noise = Image.fromarray(
         np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from itertools import combinations
-from pathlib import Path
 
-import matplotlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mame_sd.eval.report import frontier, render
-from mame_sd.eval.report.figures import STYLE, WIDE, new_figure
+from mame_sd.eval.report import frontier
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.results.read import parse
 from mame_sd.eval.results.schema import Row
@@ -55,37 +50,3 @@ def test_points_are_rows_with_both_figures(results: Results) -> None:
     row(results, "mame-default")["values"]["lpips"]["mean"] = math.inf
     parsed = parse(results)
     assert len(frontier.points(parsed, focus(parsed))) == 3
-
-
-def test_names_that_would_hide_others_are_left_out() -> None:
-    rows = [
-        Row(
-            name=f"r{n}",
-            label=f"a row of many, number {n}",
-            family="mame",
-            default=n == 7,
-            measured=True,
-        )
-        for n in range(12)
-    ]
-    found = [frontier.Point(one, 2 + 0.001 * n, 0.5) for n, one in enumerate(rows)]
-    found.append(frontier.Point(replace(rows[0], label="alone"), 1, 0.1))
-    with matplotlib.rc_context(STYLE):
-        axes = new_figure(WIDE, 400).subplots()
-        best = frontier.frontier(found, lower=True)
-        frontier._draw(axes, found, best)
-        axes.figure.draw_without_rendering()
-        frontier._label(axes, found, best)
-        boxes = {text.get_text(): text.get_window_extent() for text in axes.texts}
-    assert {"a row of many, number 7", "alone"} <= boxes.keys()
-    assert len(boxes) < 8
-    for one, other in combinations(boxes.values(), 2):
-        assert not one.overlaps(other)
-
-
-def test_plots_that_cannot_be_drawn_are_explained(tmp_path: Path, results: Results) -> None:
-    for entry in results["rows"]:
-        entry["values"].pop("latency", None)
-    text = render(parse(results), tmp_path).read_text(encoding="utf-8")
-    assert "<svg" not in text
-    assert "This plot needs the speed and the closeness of at least two rows" in text

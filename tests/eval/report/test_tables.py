@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from mame_sd.eval.report import markdown, render
-from mame_sd.eval.report.numbers import interval, number, p_value
+from mame_sd.eval.report.numbers import number
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.report.tables import fidelity_table, quality_table
 from mame_sd.eval.results.read import parse
-from mame_sd.eval.results.schema import Value
 from tests.builders.report_example import row
 from tests.builders.report_page import Elements, Results
 
@@ -57,32 +56,6 @@ def test_best_values_follow_the_direction(results: Results) -> None:
     assert best_rows(results, "psnr") == {"mame-default"}
     row(results, "psnr", "metrics")["better"] = "lower"
     assert best_rows(results, "psnr") == {"tomesd-50"}
-
-
-def test_values_that_read_the_same_are_best_together_and_a_column_of_one_value_has_no_best(
-    results: Results,
-) -> None:
-    row(results, "tomesd-50")["values"]["latency"]["mean"] = 2.5001
-    assert best_rows(results, "latency") == {"tomesd-50", "mame-default"}
-    for entry in results["rows"]:
-        entry["values"]["memory"] = {"mean": 100.0}
-    assert best_rows(results, "memory") == set()
-    assert best_rows(results, "fid") == set()
-
-
-def test_a_long_reason_stands_below_the_table_once(tmp_path: Path, unplotted: Results) -> None:
-    results = unplotted
-    reason = (
-        "not measured: expected the weights of a network somewhere, found none; get them with some"
-        " command"
-    )
-    for entry in results["rows"]:
-        entry["values"]["fid"] = {"mean": None, "withheld": reason}
-    text = render(parse(results), tmp_path).read_text(encoding="utf-8")
-    assert text.count("FID: expected the weights of a network somewhere") == 1
-    assert "needs 100" not in text
-    assert "withheld" not in Elements(text).tables["table-quality"]
-    assert (tmp_path / "report.md").read_text().count("FID: expected the weights") == 1
 
 
 def test_set_wide_values_say_how_they_mislead_in_every_format(
@@ -148,17 +121,6 @@ def test_p_values_name_the_row_they_compare_with(page: str) -> None:
 )
 def test_numbers(value: float, digits: int, text: str) -> None:
     assert number(value, digits) == text
-
-
-def test_intervals_and_p_values() -> None:
-    assert interval(Value(mean=1, low=0.5, high=2), 1) == "0.5 – 2.0"
-    assert interval(Value(mean=1), 1) == ""
-    assert [p_value(Value(p=p)) for p in (None, 0.0001, 0.031, 0.5)] == [
-        "",
-        "p < 0.001",
-        "p 0.031",
-        "p 0.50",
-    ]
 
 
 def test_csv_holds_every_figure(written: Path, results: Results) -> None:

