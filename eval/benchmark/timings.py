@@ -36,34 +36,6 @@ class Timing:
     cpu: float | None = None
 
 
-class Record:
-    """Timings in a file, a line for each call.
-
-    Attributes:
-        rounds: those that are whole, by number and then by method.
-    """
-
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Opens or begins it. What was taken of anything else than `about` is left out; its
-        "methods" are those of a whole round.
-
-        Raises UserError as `check_record`.
-        """
-        check_record(path)
-        self._store = Store(path, FORMAT, "timings", about, KEYS, fresh=True)
-        found: dict[int, dict[str, Timing]] = {}
-        for (number, name), line in self._store.found.items():
-            found.setdefault(number, {})[name] = _timing(line)
-        methods = set(about["methods"])
-        self.rounds = {n: timings for n, timings in found.items() if timings.keys() >= methods}
-
-    def add(self, number: int, timings: Mapping[str, Timing]) -> None:
-        """Keep a round."""
-        self.rounds[number] = dict(timings)
-        for name, timing in timings.items():
-            self._store.add({"round": number, "method": name, **asdict(timing)})
-
-
 def timed_rounds(
     rows: Sequence[str],
     rounds: int,
@@ -84,12 +56,20 @@ def timed_rounds(
 
     Raises UserError when `record` is another file.
     """
-    done = Record(record, about)
+    check_record(record)
+    store = Store(record, FORMAT, "timings", about, KEYS, fresh=True)
+    found: dict[int, dict[str, Timing]] = {}
+    for (number, name), line in store.found.items():
+        found.setdefault(number, {})[name] = _timing(line)
+    methods = set(about["methods"])  # those of a whole round
+    done = {number: timings for number, timings in found.items() if timings.keys() >= methods}
     for number, timings in interleaved(
-        rows, rounds, call, done=done.rounds, warm_up=warm_up, on_progress=on_progress
+        rows, rounds, call, done=done, warm_up=warm_up, on_progress=on_progress
     ):
-        done.add(number, timings)
-    return {row: [done.rounds[number][row] for number in range(rounds)] for row in rows}
+        done[number] = timings
+        for name, timing in timings.items():
+            store.add({"round": number, "method": name, **asdict(timing)})
+    return {row: [done[number][row] for number in range(rounds)] for row in rows}
 
 
 def check_record(path: Path) -> None:

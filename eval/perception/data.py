@@ -74,7 +74,7 @@ class ImageSet:
         }
 
 
-def open_images(folder: Path, num: int | None = None, seed: int = 0) -> ImageSet:
+def open_images(folder: Path, num: int | None = None) -> ImageSet:
     """The images of `folder`, or `num` of them.
 
     Raises:
@@ -104,14 +104,14 @@ def open_images(folder: Path, num: int | None = None, seed: int = 0) -> ImageSet
         ]
     else:
         found = [(path.name, -1) for path in image_files(folder)]
-    chosen = shuffled(found, seed)[:num]
+    chosen = shuffled(found)[:num]
     labels = tuple(label for _, label in chosen) if classes else None
     return ImageSet(folder, tuple(name for name, _ in chosen), labels, classes)
 
 
-def shuffled(found: Sequence[tuple[str, int]], seed: int = 0) -> list[tuple[str, int]]:
+def shuffled(found: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
     """Files and their labels in the order in which batches take them."""
-    order: Sequence[int] = np.random.default_rng(seed).permutation(len(found)).tolist()
+    order: Sequence[int] = np.random.default_rng(0).permutation(len(found)).tolist()
     return [found[place] for place in order]
 
 

@@ -135,22 +135,17 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
 _WIDTHS = (("wide", WIDE), ("narrow", NARROW))
 
 
-def environment(autoescape: bool) -> Environment:
-    """Where the templates are found; `autoescape` for HTML."""
-    return Environment(
-        loader=PackageLoader(__package__ or "", "templates"),
-        autoescape=autoescape,
+def _html(page: Mapping[str, Any]) -> str:
+    loader = PackageLoader(__package__ or "", "templates")
+    environment = Environment(
+        loader=loader,
+        autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-
-
-def _html(page: Mapping[str, Any]) -> str:
-    loader = environment(autoescape=True)
-    assert loader.loader is not None
     style, script = (
-        Markup(loader.loader.get_source(loader, name)[0]) for name in ("report.css", "report.js")
+        Markup(loader.get_source(environment, name)[0]) for name in ("report.css", "report.js")
     )
-    return loader.get_template("report.html.j2").render(page, style=style, script=script)
+    return environment.get_template("report.html.j2").render(page, style=style, script=script)

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 # families of the rows that the headline's is compared with
 PUBLISHED = {"tomesd": "ToMeSD", "tome": "ToMe"}
-# Sentences by kind of benchmark: under the plot of speed against closeness; what fidelity compares;
-# what quality says; by which test the p-values are; what lies beside the page; what the method does.
+# Sentences by kind of benchmark: under the plot of speed against closeness, what fidelity compares,
+# what quality says, by which test the p-values are, what lies beside the page, what the method does
 WORDS: dict[str, dict[str, str]] = {
     "generation": {
         "frontier": "Further right is faster, further down is closer to the baseline's images.",

