@@ -20,17 +20,8 @@ SANA = {
 }
 
 LINEAR = [
-    case(
-        "SanaTransformer2DModel",
-        **SANA,
-        sample_size=16,
-    ),
-    case(
-        "SanaControlNetModel",
-        lambda: {"controlnet_cond": IMAGE},
-        **SANA,
-        sample_size=16,
-    ),
+    case("SanaTransformer2DModel", **SANA, sample_size=16),
+    case("SanaControlNetModel", lambda: {"controlnet_cond": IMAGE}, **SANA, sample_size=16),
     case(
         "SanaVideoTransformer3DModel",
         lambda: {"hidden_states": VIDEO},

@@ -138,11 +138,7 @@ def allegro() -> dict[str, Any]:
 
 
 CASES = [
-    case(
-        "WanTransformer3DModel",
-        image=BCTHW,
-        **WAN,
-    ),
+    case("WanTransformer3DModel", image=BCTHW, **WAN),
     case(
         "LTXVideoTransformer3DModel",
         lambda: {
