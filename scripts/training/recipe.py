@@ -72,7 +72,7 @@ class Recipe(ABC, Generic[S]):
         """What the model is measured on, `each` of every class: a file's name, and what draws it
         as [side, side, 3].
         """
-        raise SystemExit("--draw: expected a training with pictures to measure on, got none")
+        raise NotImplementedError
 
     def seed_of(self, stage: S) -> int:
         """The seed of the weights that a stage begins with."""
@@ -135,6 +135,8 @@ def run(kind: type[Recipe[Any]], about: str | None, argv: Sequence[str] | None =
     torch.use_deterministic_algorithms(True)
     if args.work is None and args.draw is None:
         parser.error("expected --work or --draw, got neither")
+    if args.draw is not None and kind.pictures is Recipe.pictures:
+        parser.error("--draw: this model is not measured on pictures of its own; leave it out")
     if args.work is not None:
         args.work.mkdir(parents=True, exist_ok=True)
     recipe = kind(args)

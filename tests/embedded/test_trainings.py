@@ -74,6 +74,21 @@ def test_every_training_can_be_loaded() -> None:
         assert any(issubclass(kind, Recipe) for kind in vars(module).values() if isclass(kind))
 
 
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        (train_video.VideoRecipe, [], "expected --work or --draw, got neither"),
+        (train_unet.UNetRecipe, ["--draw", "x"], "--draw: this model is not measured on pictures"),
+    ],
+)
+def test_what_a_training_cannot_do_is_said_in_a_line(
+    kind: type[Recipe], words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(kind, None, words)
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.training
 def test_a_killed_and_resumed_training_gives_the_same_weights(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
