@@ -36,9 +36,8 @@ class LayerRules(Mapping[str, Any]):
     """
 
     def __init__(self, rules: Any) -> None:
-        if isinstance(rules, (list, tuple)) and all(
-            isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in rules
-        ):
+        listed = isinstance(rules, (list, tuple)) and len(rules) > 0
+        if listed and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in rules):
             pairs = list(rules)  # as files hold them that sort what they write
         elif isinstance(rules, Mapping):
             pairs = list(rules.items())

@@ -107,9 +107,8 @@ NAMES: dict[str, dict[str, Callable[[], bool]]] = {
         ),
     },
     "diffusers": {
-        "_backends of the attention dispatcher": lambda: (
-            "_backends" in _of(f"{_DISPATCH}:dispatch_attention_fn").__code__.co_names
-            and isinstance(_of(f"{_DISPATCH}:_AttentionBackendRegistry")._backends, dict)
+        "_backends of the attention dispatcher": lambda: isinstance(
+            _of(f"{_DISPATCH}:_AttentionBackendRegistry")._backends, dict
         ),
         "hooks, _hook_order and _fn_refs of HookRegistry": lambda: all(
             len(getattr(_hooked()._diffusers_hook, name)) == 1

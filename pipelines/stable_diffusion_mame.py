@@ -258,7 +258,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     def _begin(self, config: MaMeConfig) -> None:
         """Put the hooks on, for calls that merge."""
-        if self._mame is None or not self._mame.is_for(self.unet):
+        if self._mame is None or self._mame.root is not self.unet:
             self._mame = build_handle(self.unet, config, active=False)
         handle = self._mame
         with ExitStack() as foreign:

@@ -22,7 +22,7 @@ from mame_sd.captions.apply_captioner import apply_captioner
 from mame_sd.captions.calls import Calls, Fewer
 from mame_sd.captions.farthest import cosines, farthest_first
 from mame_sd.captions.on_model import calls_on, put, take
-from mame_sd.captions.prompts import Image, Kept, Positions, counted
+from mame_sd.captions.prompts import Image
 from mame_sd.captions.towers import layer_of
 from mame_sd.perception.known_encoders import find_encoder
 
@@ -174,16 +174,15 @@ def merged(**fields: Any) -> Callable[[Any], Any]:
 class Renumbered(Calls):
     """Tokens that are left are counted from 0, as of a shorter prompt: the paper's form."""
 
-    def fewer(self, call: dict[str, Any], padded: bool = True) -> Fewer:
+    def fewer(self, call: dict[str, Any], images: list[Image]) -> Fewer:
         """As `Calls` has it, without the places of what is gone."""
-        found = super().fewer(call, padded)
-        mask = found.call.get("attention_mask")
-        rows = torch.arange(found.ids.shape[1], device=found.ids.device).expand_as(found.ids)
-        whole = Kept(rows, torch.ones_like(found.ids, dtype=torch.bool))
-        positions = Positions(counted(found.ids, mask), whole)
-        return replace(
-            found, call={**found.call, "position_ids": positions.own}, positions=positions
-        )
+        found = super().fewer(call, images)
+        if found.lost.real is None:
+            return found
+        real, before = found.lost.real, found.lost.after
+        lost = replace(found.lost, after=real.sum(1), shift=real.sum(1) - before)
+        positions = (real.long().cumsum(1) - 1).clamp(min=0)
+        return replace(found, call={**found.call, "position_ids": positions}, lost=lost)
 
 
 def renumbered(row: Callable[[Any], Any]) -> Callable[[Any], Any]:

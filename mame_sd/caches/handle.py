@@ -9,13 +9,12 @@ its bytes. Later tokens keep the positions of the full sequence. Works by hooks 
 layers: weights, configs and generation stay as they are, and leaving the block takes all of it
 back.
 
-The block is one of its thread (a context variable tells): other threads' forwards on the same model
-are left alone, unless they enter a block of their own.
+The block is one of its thread (a context variable tells). Prompts of other threads on the same
+model are refused, unless they enter a block of their own.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -99,7 +98,8 @@ def compress_cache(
         TypeError: no transformers model, or no method.
         ValueError: `keep` out of range, or a model, attention or cache that can't be
             compressed.
-        RuntimeError: the installed transformers lacks a name that this relies on.
+        RuntimeError: the installed transformers lacks a name that this relies on, or another thread
+            than the block's gives the model a prompt.
         NothingMergedError: the block ends, forwards of several tokens ran, and no layer was
             compressed.
     """
@@ -126,7 +126,7 @@ def compress_cache(
     if keep == 1:
         yield handle
         return
-    work = _Work(layers, chosen, handle)
+    work = _Work(type(model).__name__, layers, chosen, handle)
     _RUNNING.set((*running, work))
     try:
         work.install()
@@ -137,10 +137,6 @@ def compress_cache(
         _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not work))
 
 
-_ELSEWHERE = (
-    "they ran in threads that didn't enter compress_cache; enter it there, or start them by"
-    " contextvars.copy_context().run"
-)
 _ASSISTED = (
     "assistant_model, prompt_lookup_num_tokens: expected none inside compress_cache, whose caches"
     " can't give tokens back; generate without them"
@@ -177,15 +173,17 @@ class _Hook:
 class _Work:
     """The hooks of one `compress_cache`."""
 
-    def __init__(self, layers: list[Attention], method: Method, handle: CacheHandle) -> None:
+    def __init__(
+        self, name: str, layers: list[Attention], method: Method, handle: CacheHandle
+    ) -> None:
+        self.name = name
         self.layers = {id(layer.module): layer for layer in layers}
         self.first, self.last = layers[0].module, layers[-1].module
         self.method, self.handle = method, handle
         self.forwards: WeakKeyDictionary[Cache, _Forward] = WeakKeyDictionary()
         self.hooks: list[Any] = []
         self.live = True
-        self.used = False  # whether a forward ran here
-        self.ran = self.elsewhere = 0  # forwards of several tokens, here and in other threads
+        self.ran = 0  # forwards of several tokens
 
     def install(self) -> None:
         for layer in self.layers.values():
@@ -199,36 +197,38 @@ class _Work:
             hook.remove()
 
     def check(self) -> None:
-        """Raise NothingMergedError where nothing was compressed and something should have been, and
-        warn of forwards that no block compressed.
-        """
-        if self.elsewhere and self.used:
-            forwards = f"{counted(self.elsewhere, 'forward')} of several tokens"
-            warnings.warn(f"{forwards} had whole caches: {_ELSEWHERE}", UserWarning, stacklevel=4)
-        if self.handle.tokens:
-            return
-        if self.ran:
+        """Raise NothingMergedError where nothing was compressed and something should have been."""
+        if self.ran and not self.handle.tokens:
             raise NothingMergedError(
                 f"expected forwards to compress the cache, but {self.ran} of several tokens ran and"
                 " no layer was: give them use_cache=True and a DynamicCache, or leave out"
                 " compress_cache"
             )
-        if self.elsewhere and not self.used:
-            raise NothingMergedError(
-                f"expected forwards to compress the cache, but none did: {_ELSEWHERE}"
-            )
 
     def _acts(self) -> bool:
         return self.live and any(work is self for work in _RUNNING.get())
+
+    def _refuse(self, module: Any, tokens: int) -> None:
+        """Raise RuntimeError for a prompt of a thread that is in no block on this model."""
+        others = any(work.live and id(module) in work.layers for work in _RUNNING.get())
+        if self.live and tokens > 1 and not others:
+            raise RuntimeError(
+                "expected prompts from a thread whose own compress_cache block is open, got one"
+                f" from another while one compresses caches of this {self.name}: enter a block in"
+                " each thread, or start it by contextvars.copy_context().run"
+            )
 
     def _before(
         self, module: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         """Gives a layer that was compressed the mask of what it still holds."""
-        cache = upstream.cache_in(kwargs)
-        if cache is None or not self._acts():
+        cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
+        if cache is None:
             return None
-        mask, hidden = kwargs.get("attention_mask"), _input_of(args, kwargs)
+        if not self._acts():
+            self._refuse(module, hidden.shape[1])
+            return None
+        mask = kwargs.get("attention_mask")
         if module is self.first:
             if hidden.shape[1] > 1 and upstream.assisted():
                 raise ValueError(_ASSISTED)
@@ -243,16 +243,10 @@ class _Work:
     def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Looks at a layer after several tokens; compresses all layers after the last."""
         cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
-        first = module is self.first and hidden.shape[1] > 1
-        if not self._acts():
-            others = any(work.live and id(module) in work.layers for work in _RUNNING.get())
-            self.elsewhere += first and not others
-            return
-        self.used = True
-        if not self.handle.compressing:
+        if not self._acts() or not self.handle.compressing:
             return
         layer = None if cache is None else _checked(cache, module.layer_idx)
-        self.ran += first
+        self.ran += module is self.first and hidden.shape[1] > 1
         if layer is None or hidden.shape[1] == 1:
             return
         forward, attention = self.forwards[cache], self.layers[id(module)]

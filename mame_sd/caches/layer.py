@@ -147,18 +147,8 @@ class CompressedLayer(DynamicLayer):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest tokens (a negative number), as far as they came after the
-        compression.
-        """
-        count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
-        if not 0 <= count <= self.seen - self.compressed:
-            raise ValueError(
-                f"crop: expected at most the {self.seen - self.compressed} tokens that came after"
-                f" the compression, got {count}"
-            )
-        if count:
-            self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
-            self.seen -= count
+        """Raise ValueError: what was dropped can't be brought back."""
+        raise ValueError("crop: expected a whole cache, got one that compress_cache has cut")
 
     def reset(self) -> None:
         """Empty the layer, which is compressed anew after the next prompt."""

@@ -8,11 +8,11 @@ reads fewer tokens.
     print(handle.report())                        # visual tokens
     remove_captioner(llava)                       # bit-equal to before
 
-Prompts are given as the processor writes them, with an image token for each patch. `forward` and
-`generate` take out the image tokens whose patches have merged into others, with labels and masks.
-`generate` gives back whole prompts before what it wrote, and shows them to stopping criteria,
-logits processors and streamers. Tokens that stay keep their order and their positions, so that text
-is as far from them as it was.
+Prompts are given as the processor writes them, with an image token for each patch. `forward` takes
+out the image tokens whose patches have merged into others, with labels and masks. `generate` is the
+model's own, and goes by whole prompts: in what it gives back, in lengths, and for stopping
+criteria, logits processors and streamers. Tokens that stay keep their order and their positions, so
+that text is as far from them as it was.
 """
 
 from __future__ import annotations

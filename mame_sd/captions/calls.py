@@ -1,28 +1,27 @@
-"""A captioner's `forward` and `generate` with fewer image tokens."""
+"""A captioner's `forward` with fewer image tokens, and the calls that follow on its cache.
+
+`generate` stays the model's own: it goes by whole prompts, as the processor wrote them, with their
+lengths, masks and positions. On the way into the language model the prompts are shortened. Later
+calls have a cache, which tells what its prompts lost.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mame_sd.captions.prompts import Image, Kept, Positions, counted, kept_of
-from mame_sd.captions.shown import Prompts, configs_of, shorten, show_whole
+from mame_sd.captions.prompts import Image, kept_of
 from mame_sd.captions.towers import axes_of
-from mame_sd.upstream import cache_in
+from mame_sd.upstream import assisted, cache_in
 
-_GONE = "tokens_that_merged"  # on a cache: [B, 1] from its columns to positions that follow
-_READ_AGAIN = (
-    *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
-    "prefill_chunk_size",
-)
+_LOST = "tokens_that_merged"  # attribute of a cache: what its prompts lost
 _COUNTING = threading.Lock()
-Own = Callable[..., Any]  # the model's method of the call
+Own = Callable[..., Any]  # the model's own forward
 _INSTEAD = {
     "inputs_embeds": "give input_ids, whose image tokens say where the images stand",
     "mm_encoder_outputs": "give pixel_values, which the tower merges itself",
@@ -52,42 +51,28 @@ class VisualCounts:
 
 
 @dataclass(frozen=True)
-class Fewer:
-    """A call whose prompts lost image tokens.
+class Lost:
+    """What prompts lost that a cache holds.
 
     Attributes:
-        call: its arguments, with vectors for tokens.
-        ids: of the tokens that stay [B, L'].
-        gone: by how many tokens the prompts are shorter, L - L'.
-        positions: theirs, as without merging.
+        length: L, their tokens as the processor wrote them.
+        real: bool [B, L'], False at padding among those that stay; None: all tokens stayed.
+        after: LongTensor [B], the position of the first token that follows.
+        shift: [B], what is added to positions that later calls are given; None: nothing.
     """
 
+    length: int
+    real: Tensor | None
+    after: Tensor
+    shift: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Fewer:
+    """The arguments of a call with vectors for tokens, and what its prompts lost."""
+
     call: dict[str, Any]
-    ids: Tensor
-    gone: int
-    positions: Positions
-
-
-class Running:
-    """A `generate` whose prompts lost tokens, and the cache that it fills."""
-
-    def __init__(self, positions: Positions) -> None:
-        self.positions = positions
-        self._cache: Any = None  # transformers 5.0 makes it in the first call
-
-    def of(self, cache: Any, counted: Tensor) -> Tensor | None:
-        """Positions as without merging [n B, T] of a call's; None: it is another text's.
-
-        The first call is of the prompts. Without a cache each call begins with them again.
-        """
-        seen = 0 if cache is None else int(cache.get_seq_length())
-        if seen + counted.shape[1] < self.positions.own.shape[-1]:
-            return None
-        if cache is not None and self._cache is None:
-            self._cache = cache
-        if cache is not None and cache is not self._cache:
-            return None
-        return self.positions.of(counted)
+    lost: Lost
 
 
 class Calls:
@@ -105,68 +90,65 @@ class Calls:
         self.model, self.seen, self.active = model, seen, True
         self.counts = VisualCounts()
 
-    def forward(self, own: Own, call: dict[str, Any]) -> Any:
-        """Run a call with images."""
-        fewer = self.fewer(call)
-        return _marked(own(**fewer.call), fewer)
-
-    def generate(
-        self,
-        own: Own,
-        call: dict[str, Any],
-        answer: Callable[[Running | None], AbstractContextManager[None]],
-    ) -> Any:
-        """Write after prompts with images, and return whole prompts before what was written;
-        `answer` is held meanwhile.
-        """
-        if call.get("inputs") is not None:
-            call["input_ids"] = call.pop("inputs")
-        _check_writes_alone(self.model, call)
-        ids: Any = call.get("input_ids")
-        none = {name: None for name, value in call.items() if value is None}  # options among them
-        with torch.no_grad():
-            fewer = self.fewer(call, padded=False)
-            call, prompts = fewer.call, Prompts(ids, fewer.ids)
-            shorten(self.model, call, fewer.gone)
-            show_whole(call, prompts)
-            placed = call.pop("position_ids", None) is not None
-            with answer(Running(fewer.positions) if placed else None):
-                written = own(**{**none, **call, "input_ids": fewer.ids})
-        if isinstance(written, Tensor):
-            return prompts.whole(written)
-        written.sequences = prompts.whole(written.sequences)
-        return _marked(written, fewer)
-
-    def fewer(self, call: dict[str, Any], padded: bool = True) -> Fewer:
-        """Put vectors in place of a call's tokens, fewer of them.
-
-        `padded`: padding counts where positions are not given.
-        """
-        call = {name: value for name, value in call.items() if value is not None}
+    def images(self, call: dict[str, Any]) -> list[Image]:
+        """Return what the images of a call give, and count them."""
         self._check(call)
         images = self.seen(call)
-        model: Any = self.model
-        whole, mask = call.pop("input_ids"), call.get("attention_mask")
-        ids, token = whole, int(model.config.image_token_id)
-        kept = kept_of(ids, mask, token, images)
         self.counts.add(images)
-        given = call.get("position_ids")
-        if given is None:
-            given = axes_of(model, ids, call)
-        every = counted(ids, None if padded else mask) if given is None else given
-        positions = Positions(every, kept)
+        return images
+
+    def forward(self, own: Own, call: dict[str, Any], images: list[Image] | None = None) -> Any:
+        """Run a call of prompts with images; None: it has `pixel_values`."""
+        call = {name: value for name, value in call.items() if value is not None}
+        fewer = self.fewer(call, self.images(call) if images is None else images)
+        output = own(**fewer.call)
+        if isinstance(output, tuple):
+            cache = next((one for one in output if hasattr(one, "get_seq_length")), None)
+        else:
+            cache = cache_in(output)
+        if cache is not None:
+            setattr(cache, _LOST, fewer.lost)
+        return output
+
+    def fewer(self, call: dict[str, Any], images: list[Image]) -> Fewer:
+        """Put vectors in place of a call's tokens, fewer of them."""
+        if assisted():
+            raise ValueError(
+                "assistant_model, prompt_lookup_num_tokens: expected none beside images whose"
+                " patches merge, got one; leave it out, or set the handle's active to False for"
+                " this call"
+            )
+        model: Any = self.model
+        given, call = axes_of(model, call), {**call}
+        ids, mask = call.pop("input_ids"), call.get("attention_mask")
+        if mask is not None and mask.dim() != 2:
+            raise ValueError(
+                "attention_mask: expected [B, L] beside images whose patches merge, got"
+                f" {list(mask.shape)}; give the processor's, and no static cache"
+            )
+        token, length = int(model.config.image_token_id), ids.shape[1]
+        kept = kept_of(ids, mask, token, images)
+        positions = torch.arange(length, device=ids.device).expand_as(ids)
+        if given is not None:
+            # Three axes; a fourth, before them, counts words.
+            call["position_ids"] = positions = given[-3:] if given.dim() == 3 else given
+        after = positions.expand(*positions.shape[:-2], len(ids), -1).amax(-1)
+        lost = Lost(length, None, after.reshape(-1, len(ids)).amax(0) + 1)
         if any(len(image.places) < image.unmerged for image in images):
+            lost = Lost(length, kept.real, lost.after)
             ids = kept.of(ids, self._padding())
-            call.update(_tokens_of(call, kept))
-            call["position_ids"] = positions.own
-        elif given is not None:
-            call["position_ids"] = given
+            call["position_ids"] = kept.of_positions(positions)
+            # Without a mask, positions with gaps would be taken for several texts in a row.
+            call["attention_mask"] = kept.real.to(torch.long if mask is None else mask.dtype)
+            if "labels" in call:
+                call["labels"] = kept.of(call["labels"], -100)
+            call.pop("cache_position", None)  # of whole prompts
         embeds = model.get_input_embeddings()(ids)
         seen = torch.cat([image.features for image in images]).to(embeds)
         call["inputs_embeds"] = embeds.masked_scatter((ids == token).unsqueeze(-1), seen)
         for name in ("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids"):
             call.pop(name, None)
-        return Fewer(call, ids, whole.shape[1] - ids.shape[1], positions)
+        return Fewer(call, lost)
 
     def _padding(self) -> int:
         """Return the id that padding is written with; its vectors are masked."""
@@ -189,99 +171,58 @@ class Calls:
                     " another; set it there, before apply_mame"
                 )
         check_empty(cache_in(call))
-        mask = call.get("attention_mask")
-        if mask is not None and mask.dim() != 2:
-            raise ValueError(
-                "attention_mask: expected [B, L] beside images whose patches merge, got"
-                f" {list(mask.shape)}; give the processor's"
-            )
 
 
 def has_images(call: dict[str, Any]) -> bool:
     """Tell whether a call has images or videos."""
-    found = (call.get(name) for name in ("pixel_values", "pixel_values_videos"))
+    names = ("pixel_values", "pixel_values_videos", "mm_encoder_outputs")
+    found = (call.get(name) for name in names)
     return any(one is not None and len(one) for one in found)
 
 
-def at_places(call: dict[str, Any], running: Running | None) -> dict[str, Any]:
-    """Give a call without images the positions that it has without merging, where its tokens
-    follow, or are, those of a prompt that lost some.
+def after_images(call: dict[str, Any]) -> dict[str, Any]:
+    """Give a call without images the mask and the positions that fit its cache, whose prompts may
+    have lost tokens.
 
-    Args:
-        call: its arguments.
-        running: the `generate` that it is part of, where that lost tokens.
+    Masks of whole prompts become those of what stays. Positions that the call does not have are
+    counted on from the prompt's, as without merging.
     """
-    cache, positions = cache_in(call), call.get("position_ids")
-    tokens = call.get("inputs_embeds")
-    tokens = call.get("input_ids") if tokens is None else tokens
-    gone = getattr(cache, _GONE, None)  # [B, 1]
-    if gone is not None and cache is not None and not cache.get_seq_length():
-        delattr(cache, _GONE)  # it was emptied
-        gone = None
-    if tokens is None or (running is None and gone is None):
+    cache = cache_in(call)
+    lost: Lost | None = getattr(cache, _LOST, None)
+    if lost is None:
         return call
+    start = int(cache.get_seq_length())
+    if not start:  # it was emptied
+        delattr(cache, _LOST)
+        return call
+    tokens = call["input_ids"] if call.get("input_ids") is not None else call["inputs_embeds"]
+    samples, new = tokens.shape[:2]
+    times = samples // len(lost.after)  # where a cache was repeated
+    prompt = lost.length if lost.real is None else lost.real.shape[1]
+    later = start - prompt + new  # tokens since the prompt, these among them
+    call = {name: value for name, value in call.items() if name != "cache_position"}
+    positions = call.get("position_ids")
     if positions is None:
-        start = 0 if cache is None else int(cache.get_seq_length())
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        positions = positions.expand(len(tokens), -1)
-        if gone is not None:
-            gone = gone.to(positions.device)
-            positions = positions + gone.repeat_interleave(len(tokens) // len(gone), 0)
-    if running is not None:
-        order = positions if positions.dim() == 2 else positions[0]  # of words, before the axes
-        own = running.of(cache, order.expand(len(tokens), -1))
-        if own is None and gone is None:
-            return call
-        positions = positions if own is None else own
-    more: dict[str, Any] = {"position_ids": positions}
-    if cache is None and call.get("attention_mask") is None:
-        # without a mask positions with gaps would be taken for several texts in a row
-        more["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long).to(positions)
-    return {**call, **more}
+        places = torch.arange(later - new, later, device=tokens.device)
+        call["position_ids"] = lost.after.repeat_interleave(times)[:, None].to(places) + places
+    elif lost.shift is not None:
+        call["position_ids"] = positions + lost.shift.repeat_interleave(times)[:, None]
+    if lost.real is not None:
+        mask, real = call.get("attention_mask"), lost.real.repeat_interleave(times, 0)
+        if mask is None:
+            mask = torch.ones(samples, lost.length + later, dtype=torch.long, device=tokens.device)
+        if mask.shape[-1] == lost.length + later:
+            call["attention_mask"] = torch.cat([real.to(mask), mask[:, lost.length :]], 1)
+    return call
 
 
 def check_empty(cache: Any, merged: bool = False) -> None:
     """Raises ValueError for a cache that holds tokens; with `merged` only for one that a merged
     call filled.
     """
-    if cache is None or (merged and not hasattr(cache, _GONE)) or not cache.get_seq_length():
+    if cache is None or (merged and not hasattr(cache, _LOST)) or not cache.get_seq_length():
         return
     raise ValueError(
         "cache: expected an empty one beside images whose patches merge, got"
         f" {cache.get_seq_length()} tokens; give the whole conversation at once"
     )
-
-
-def _marked(output: Any, fewer: Fewer) -> Any:
-    """Note on the cache of a model's output which positions follow."""
-    if isinstance(output, tuple):
-        cache = next((one for one in output if hasattr(one, "get_seq_length")), None)
-    else:
-        cache = cache_in(output)
-    if hasattr(cache, _GONE):
-        delattr(cache, _GONE)
-    if cache is not None and (fewer.gone or fewer.positions.own.dim() == 3):
-        setattr(cache, _GONE, (fewer.positions.after - fewer.ids.shape[1])[:, None])
-    return output
-
-
-def _check_writes_alone(model: nn.Module, call: dict[str, Any]) -> None:
-    """Raises ValueError for ways to write that read the prompt in pieces or by another model."""
-    for config in (call, *configs_of(model, call)):
-        for name in _READ_AGAIN:
-            value = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
-            if value is not None and value is not False:
-                raise ValueError(
-                    f"{name}: expected none beside images whose patches merge, got it; leave it"
-                    " out, or set the handle's active to False for this call"
-                )
-
-
-def _tokens_of(call: dict[str, Any], kept: Kept) -> dict[str, Any]:
-    """Return what a call holds for each token that stays, but positions."""
-    dtype = call["attention_mask"].dtype if "attention_mask" in call else torch.long
-    # always a mask: without one positions with gaps would be taken for several texts in a row
-    found: dict[str, Any] = {"attention_mask": kept.real.to(dtype)}
-    if "labels" in call:
-        found["labels"] = kept.of(call["labels"], -100)
-    return found

@@ -1,8 +1,8 @@
 """What replaces `forward` and `generate` of a captioner, and for whom it merges.
 
 `apply_mame` merges for every thread, a `mame()` block for the thread or task that opened it. What a
-call needs to know belongs to the call. It keeps the settings that it began with, whatever other
-threads do meanwhile.
+call needs to know belongs to the call and to its cache, so that later words of an answer fit its
+prompt whatever other threads do meanwhile.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from mame_sd.captions.calls import Calls, Running, at_places, check_empty, has_images
+from mame_sd.captions.calls import Calls, after_images, check_empty, has_images
+from mame_sd.captions.prompts import Image, of_prompts
 from mame_sd.upstream import cache_in, hidden_states_are_apart
 
 _NAMES = ("forward", "generate")
@@ -41,7 +43,11 @@ class Slot:
 
 
 _OPEN: ContextVar[tuple[Slot, ...]] = ContextVar("open", default=())  # of all models, as nested
-_WRITING: ContextVar[tuple[nn.Module, Running | None, bool] | None] = ContextVar("writing")
+
+
+# The `generate` that runs: on which model, and the images of each of its prompts.
+_WRITING: ContextVar[tuple[OnModel, Calls, list[list[Image]]] | None]
+_WRITING = ContextVar("writing", default=None)
 
 
 class OnModel:
@@ -55,10 +61,13 @@ class OnModel:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.base = model, Slot()
+        self.model: Any = model
+        self.base = Slot()
         self.blocks: list[Slot] = []
         self._writing = 0  # answers under way that need the model to call us
-        self._deltas: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "blocks": [], "_writing": 0}
 
     @property
     def slot(self) -> Slot:
@@ -77,22 +86,54 @@ class OnModel:
                 for name in _NAMES:
                     self.model.__dict__.pop(name, None)
 
-    def run(self, name: str, call: dict[str, Any]) -> Any:
-        """Make the model's own call of this name, with fewer tokens where it is given images."""
-        own = partial(getattr(type(self.model), name), self.model)
-        running, whole = self._begun()
-        images = has_images(call)
-        calls = self._calls() if images and not (whole and name == "forward") else None
-        if name == "forward":
-            if calls is None:
-                with tower_turn() if images else nullcontext():
-                    return own(**at_places(call, running))
+    def forward(self, call: dict[str, Any]) -> Any:
+        """Make the model's own call, with fewer tokens where it is given images."""
+        own = partial(type(self.model).forward, self.model)
+        if not has_images(call):
+            writing = _WRITING.get()
+            if writing is None or writing[0] is not self or not self._is_prompt(call):
+                return own(**after_images(call))
+            _, merging, rows = writing
+            times = len(call["input_ids"]) // len(rows)  # beams
+            return merging.forward(own, call, [one for row in rows for one in row * times])
+        calls = self._calls()
+        if calls is not None:
             return calls.forward(own, call)
+        check_empty(cache_in(call), merged=True)
+        with tower_turn():
+            return own(**call)
+
+    def generate(self, call: dict[str, Any]) -> Any:
+        """Write after prompts, whose images go through the tower before."""
+        own = partial(type(self.model).generate, self.model)
+        calls = self._calls() if has_images(call) else None
         if calls is None:
             check_empty(cache_in(call), merged=True)
-            with self._within(None, whole=images):
-                return own(**call)
-        return calls.generate(own, call, self._answer)
+            return own(**call)
+        if call.get("inputs") is not None:
+            call["input_ids"] = call.pop("inputs")
+        with torch.no_grad():
+            seen = calls.images({k: value for k, value in call.items() if value is not None})
+        call = {k: value for k, value in call.items() if k not in ("pixel_values", "image_sizes")}
+        token = int(self.model.config.image_token_id)
+        rows = of_prompts(call["input_ids"], token, seen)
+        with _CHANGES:
+            self._writing += 1
+        turn = _WRITING.set((self, calls, rows))
+        try:
+            return own(**call)
+        finally:
+            _WRITING.reset(turn)
+            with _CHANGES:
+                self._writing -= 1
+                self.leave()
+
+    def _is_prompt(self, call: dict[str, Any]) -> bool:
+        """Tell whether a call reads prompts with image tokens, not a word that was written."""
+        ids = call.get("input_ids")
+        if ids is None or ids.shape[1] == 1:
+            return False
+        return bool((ids == self.model.config.image_token_id).any())
 
     def _calls(self) -> Calls | None:
         """Return what merges a call with images of this thread.
@@ -109,47 +150,6 @@ class OnModel:
             )
         return slot.calls if slot.calls is not None and slot.calls.active else None
 
-    def _begun(self) -> tuple[Running | None, bool]:
-        """Return, of the `generate` of this model that this call is part of, its positions where it
-        lost tokens, and whether it reads all of its images' tokens.
-        """
-        found = _WRITING.get(None)
-        return found[1:] if found is not None and found[0] is self.model else (None, False)
-
-    @contextmanager
-    def _within(self, running: Running | None, whole: bool = False) -> Iterator[None]:
-        """Tell calls that are part of a `generate` what they need to know."""
-        token = _WRITING.set((self.model, running, whole))
-        try:
-            yield
-        finally:
-            _WRITING.reset(token)
-
-    @contextmanager
-    def _answer(self, running: Running | None) -> Iterator[None]:
-        """Let the model call us until a `generate` of short prompts ends. Afterwards it has the
-        `rope_deltas` of before, since those of short prompts suit no other call.
-        """
-        inner: Any = self.model.get_submodule("model")
-        with _CHANGES:
-            if not self._writing:
-                self._deltas = getattr(inner, "rope_deltas", None)
-            self._writing += 1
-        try:
-            with self._within(running):
-                yield
-        finally:
-            with _CHANGES:
-                self._writing -= 1
-                if not self._writing:
-                    if hasattr(inner, "rope_deltas"):
-                        inner.rope_deltas = self._deltas
-                    self._deltas = None
-                    self.leave()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "blocks": [], "_writing": 0, "_deltas": None}
-
 
 class Call:
     """Replaces one method of a model, with the same signature."""
@@ -164,7 +164,8 @@ class Call:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         names = [name for name in self.__signature__.parameters if name != "kwargs"]
-        return self.on.run(self.name, {**dict(zip(names, args, strict=False)), **kwargs})
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        return self.on.forward(call) if self.name == "forward" else self.on.generate(call)
 
 
 @lru_cache

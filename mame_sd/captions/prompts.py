@@ -46,6 +46,14 @@ class Kept:
         found = values.gather(1, rows.expand(-1, -1, *values.shape[2:]))
         return torch.where(real, found, padding)
 
+    def of_positions(self, whole: Tensor) -> Tensor:
+        """Take the positions of what stays, [.., B, L'], of those of all tokens, whole [.., 1 or B,
+        L].
+        """
+        rows = self.rows.expand(*whole.shape[:-2], -1, -1)
+        found = whole.expand(*whole.shape[:-2], len(self.rows), -1).gather(-1, rows)
+        return found.masked_fill(~self.real, 0)
+
 
 def kept_of(ids: Tensor, mask: Tensor | None, token: int, images: list[Image]) -> Kept:
     """Find the tokens of prompts ids [B, L] that stay.
@@ -60,12 +68,7 @@ def kept_of(ids: Tensor, mask: Tensor | None, token: int, images: list[Image]) -
         ValueError: the prompts have another number of image tokens than the images.
     """
     slots, unmerged = ids == token, sum(image.unmerged for image in images)
-    if int(slots.sum()) != unmerged:
-        raise ValueError(
-            f"expected {unmerged} image tokens in the prompts for {len(images)} images, got"
-            f" {int(slots.sum())}; give the processor's own expansion of <image>, of the same"
-            " images"
-        )
+    check_count(int(slots.sum()), images)
     starts = torch.tensor([0] + [image.unmerged for image in images]).cumsum(0).tolist()
     stay = torch.zeros(unmerged, dtype=torch.bool, device=ids.device)
     for start, image in zip(starts, images, strict=False):
@@ -82,48 +85,28 @@ def kept_of(ids: Tensor, mask: Tensor | None, token: int, images: list[Image]) -
     return Kept(rows, real)
 
 
-class Positions:
-    """Positions of prompts that lost tokens, as they were before: the language model sees the same
-    distances as without merging.
-
-    Args:
-        whole: positions of all tokens [B, L], or of three axes [3, B, L]: time, row and column.
-        kept: those that stay.
-
-    Attributes:
-        own: of the tokens that stay [B, L'] or [3, B, L'], padding among them.
-        after: [B] of the first token that follows.
-    """
-
-    def __init__(self, whole: Tensor, kept: Kept) -> None:
-        whole = whole[-3:] if whole.dim() == 3 else whole  # a fourth, before them, counts words
-        whole = whole.expand(*whole.shape[:-2], len(kept.rows), -1)
-        flat = [kept.of(one, 0) for one in whole.reshape(-1, *whole.shape[-2:])]
-        self.own = torch.stack(flat).reshape(*whole.shape[:-1], -1)
-        self.after = whole.amax(-1).reshape(-1, len(kept.rows)).amax(0) + 1
-        self._first = kept.real.int().argmax(1)  # [B] where padding on the left ends
-        self._count = kept.real.sum(1)
-        self._gone = self.after - self._count
-
-    def of(self, counted: Tensor) -> Tensor:
-        """Return positions [n B, T] or [3, n B, T] of tokens that were counted from 0, padding and
-        what is gone left out.
-
-        Each prompt may stand there n times in a row, for beams.
-        """
-        times = len(counted) // len(self._count)
-        first, count, gone = (
-            one.repeat_interleave(times, 0)[:, None]
-            for one in (self._first, self._count, self._gone)
+def check_count(found: int, images: list[Image]) -> None:
+    """Raise ValueError where prompts have another number of image tokens than their images."""
+    unmerged = sum(image.unmerged for image in images)
+    if found != unmerged:
+        raise ValueError(
+            f"expected {unmerged} image tokens in the prompts for {len(images)} images, got"
+            f" {found}; give the processor's own expansion of <image>, of the same images"
         )
-        own = self.own.repeat_interleave(times, -2)
-        inside = (first + counted).clamp(max=own.shape[-1] - 1)
-        inside = own.gather(-1, inside.expand(*own.shape[:-1], -1))
-        return torch.where(counted < count, inside, counted + gone)
 
 
-def counted(ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Count positions [B, L] of prompts without their padding, 0 there, as `generate` does."""
-    if mask is None:
-        return torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
-    return (mask.long().cumsum(1) - 1).clamp(min=0)
+def of_prompts(ids: Tensor, token: int, images: list[Image]) -> list[list[Image]]:
+    """Deal out images to prompts ids [B, L], by how many image tokens each has.
+
+    Raises:
+        ValueError: the prompts have another number of image tokens than the images.
+    """
+    counts = (ids == token).sum(1).tolist()
+    check_count(sum(counts), images)
+    left, found = iter(images), []
+    for count in counts:
+        own: list[Image] = []
+        while sum(image.unmerged for image in own) < count:
+            own.append(next(left))
+        found.append(own)
+    return found

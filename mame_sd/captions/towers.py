@@ -124,24 +124,26 @@ def images_of(
     return [images[n] for n in range(len(spots))]
 
 
-def axes_of(model: Any, ids: Tensor, call: dict[str, Any]) -> Tensor | None:
-    """Return positions [3, B, L] by time, row and column of prompts ids [B, L]; None where they
-    have one axis.
+def axes_of(model: Any, call: dict[str, Any]) -> Tensor | None:
+    """Return the positions of a call's prompts, those given or [3, B, L] by time, row and column;
+    None where they have one axis and none are given.
 
     Raises:
         ValueError: the model needs to be told which tokens are of images, and is not.
     """
+    given: Tensor | None = call.get("position_ids")
     index = getattr(model.model, "get_rope_index", None)
     if index is None:
-        return None
+        return given
     names = inspect.signature(index).parameters
     if "mm_token_type_ids" in names and "mm_token_type_ids" not in call:
         raise ValueError(
             "mm_token_type_ids: expected the processor's beside images, got none; without them"
             f" {type(model).__name__} can't tell rows and columns"
         )
-    found: Tensor = index(ids, **{name: call[name] for name in names if name in call})[0]
-    return found
+    if given is None:
+        given = index(**{name: call[name] for name in names if name in call})[0]
+    return given
 
 
 def _alike(counts: list[int]) -> list[list[int]]:

@@ -14,9 +14,8 @@ from mame_sd.cli.compare import Panel, compare, remark_on_seconds
 from mame_sd.cli.console import note, progress
 from mame_sd.cli.difference import psnr
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.apply_denoiser import denoiser_of
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
-from mame_sd.diffusion.families.transformers import uniform
+from mame_sd.diffusion.shipped import uniform
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.generate import environment
@@ -47,7 +46,7 @@ def calibrate(
             merging gives.
     """
     check_place(out, out)
-    base = uniform(denoiser_of(model.pipe), base)
+    base = uniform(base)
     few = min(4, max(1, len(prompts) // 4))
     found = _measured(model, prompts[:few], settings, base, out)
     try:

@@ -15,20 +15,15 @@ merges with its own weights, and so does one that `torch.save` wrote whole.
 
 Threads may generate with one model at once, each with settings of its own (`handle.using`). What
 changes a model for all (`apply_mame`, `remove_mame`, `handle.set`) raises RuntimeError while
-another thread makes an image with it.
-
-With `keep`, `torch.compile` of the model makes one graph of it, merging included. It makes one for
-each size and batch size (not with `dynamic=True`). The hook that reads the step becomes a small
-graph of its own. With `tau` how many tokens stay depends on the data. This breaks the graph in each
-merging layer (results stay right). For one graph compile with `fullgraph=True`, or set
-`torch._dynamo.config.capture_dynamic_output_shape_ops = True`. `compile_repeated_blocks` makes one
-graph for all blocks of a size.
+another thread makes an image with it. With `keep`, `torch.compile` of the model makes one graph of
+it, merging included; with `tau` how many tokens stay depends on the data, which breaks the graph in
+each merging layer (docs/usage.md tells more).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -38,17 +33,12 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.attention import Kernel
 from mame_sd.diffusion.denoisers import denoisers_of, no_denoiser
 from mame_sd.diffusion.families.family import Family
+from mame_sd.diffusion.families.refused import EXCLUDED, known_as
 from mame_sd.diffusion.families.sequence import SequenceAttention
-from mame_sd.diffusion.families.transformers import (
-    ADDED_KEYS,
-    EXCLUDED,
-    adds_keys,
-    family_of,
-    known_as,
-    resolved,
-)
+from mame_sd.diffusion.families.transformers import ADDED_KEYS, adds_keys, family_of
 from mame_sd.diffusion.families.unet import (
     IMAGE_MODULES,
     PLAIN_PROCESSORS,
@@ -59,18 +49,20 @@ from mame_sd.diffusion.families.unet import (
 )
 from mame_sd.diffusion.handle import MaMeHandle, Placed
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import MergeHook, ResolvedConfig, Shared
-from mame_sd.diffusion.interception import watch_kernels
-from mame_sd.diffusion.layer import AttentionAdapter
-from mame_sd.diffusion.model_hooks import (
+from mame_sd.diffusion.hooks import (
     SPREAD,
     EagerSizeHook,
+    MergeHook,
+    ResolvedConfig,
+    Shared,
     SizeHook,
     StepHook,
     spread,
     takes_timestep,
 )
-from mame_sd.diffusion.pipeline_check import forget_pipeline
+from mame_sd.diffusion.interception import watch_kernels
+from mame_sd.diffusion.layer import AttentionAdapter
+from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
@@ -91,7 +83,10 @@ _TEMPORAL = {
 
 
 def apply_mame(
-    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+    target: Any,
+    config: MaMeConfig | str | PathLike[str] | None = None,
+    kernel: Kernel | None = None,
+    **fields: Any,
 ) -> MaMeHandle:
     """Merges tokens in every large self-attention of `target` until `remove_mame`.
 
@@ -103,17 +98,20 @@ def apply_mame(
         config: the settings, or a file of them; None is the measured default. Where they give no
             tau, keep or layers, settings beside the model's weights hold: `handle.config` says
             what.
+        kernel: computes attention over the merged keys instead of the model's own, as
+            `mame_sd.attention` takes it: (q, k, v) as [B, H, N, D]. It needs `keep`.
         fields: fields of MaMeConfig, over those of `config`.
 
     Raises:
-        TypeError: `target` is neither a module nor a pipeline with a denoiser.
+        TypeError: `target` is neither a module nor a pipeline with a denoiser, or `kernel` can't be
+            called.
         ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad
             settings.
         RuntimeError: another thread makes an image with the model, or a name of torch or diffusers
             that merging needs is gone (`mame_sd.upstream`).
     """
     require("torch", "diffusers")
-    handle = build_handle(target, make_config(config, fields))
+    handle = build_handle(target, make_config(config, fields), kernel=kernel)
     watch_kernels()
     with CHANGES:
         check_idle(handle.root, "apply_mame")
@@ -122,57 +120,49 @@ def apply_mame(
     return handle
 
 
-def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHandle:
+def build_handle(
+    target: Any, config: MaMeConfig, active: bool = True, kernel: Kernel | None = None
+) -> MaMeHandle:
     """A handle for `target` whose hooks are not installed yet, and merge then if `active`; raises
     as `apply_mame` does.
     """
+    if kernel is not None and (isinstance(kernel, type) or not callable(kernel)):
+        raise TypeError(f"kernel: expected a function of (q, k, v), got {kernel!r}")
     root = denoiser_of(target)
-    shared = Shared(ResolvedConfig(resolved(root, config), active, config))
+    shared = Shared(ResolvedConfig(config, active), kernel)
     hooks: list[Placed] = []
-    denoisers: list[str] = []
-    images: dict[
-        str, tuple[SizeHook, Family | None]
-    ] = {}  # what tells how tokens lie, by path, and whose they are
+    steps: dict[str, StepHook] = {}  # by path of the denoiser
+    # What tells how tokens lie, by path, and whose they are.
+    images: dict[str, tuple[SizeHook, Family | None]] = {}
     for path, module in root.named_modules():
         if spread(module):
             raise ValueError(SPREAD.format(type(module).__name__))
-        if takes_timestep(module) and not any(_within(path, outer) for outer in denoisers):
-            denoisers.append(path)
-            hooks.append((module, StepHook(module, shared)))
-        kind = type(module).__name__
-        own = family_of(module)
-        if (
-            own is None
-            and kind in EXCLUDED
-            and (not path or (isinstance(root, nn.ModuleDict) and "." not in path))
-        ):
+        kind, family = type(module).__name__, family_of(module)
+        denoiser = _nearest(path, steps)
+        if denoiser is None and takes_timestep(module):
+            steps[path] = StepHook(module, shared)
+            hooks.append((module, steps[path]))
+        if family is None and kind in EXCLUDED and _is_denoiser(root, path):
             raise ValueError(f"{known_as(kind)} does not merge: {EXCLUDED[kind]}")
-        if own is not None or kind in IMAGE_MODULES:
-            reader = EagerSizeHook if own is not None and own.eager else SizeHook
-            images[path] = reader(module, shared, image_tokens if own is None else own.tokens), own
+        if family is not None or kind in IMAGE_MODULES:
+            reader = EagerSizeHook if family is not None and family.eager else SizeHook
+            tokens_of = image_tokens if family is None else family.tokens
+            images[path] = reader(module, shared, tokens_of), family
             hooks.append((module, images[path][0]))
-        nearest = max((outer for outer in images if _within(path, outer)), key=len, default=None)
-        image, family = (None, None) if nearest is None else images[nearest]
-        alone = image is not None or not isinstance(
-            root, ModelMixin
-        )  # a model's attention over no image may be a text's
-        alone = alone or adds_keys(module)
-        layer = _layer_of(path, module, image, family) if alone else None
+        around = _nearest(path, images)
+        image, family = (None, None) if around is None else images[around]
+        if image is None and isinstance(root, ModelMixin) and not adds_keys(module):
+            continue  # a model's attention over no image may be a text's
+        layer = _layer_of(path, module, image, family)
         if layer is not None:
             stats = LayerStats(path or kind, device_of(module))
             number = sum(isinstance(hook, MergeHook) for _, hook in hooks)
             known = None if image is None else image.tokens
             hooks.append((module, MergeHook(shared, stats, layer, known, number)))
+            if denoiser is not None:
+                steps[denoiser].layers.append(stats)
     if not any(isinstance(hook, MergeHook) for _, hook in hooks):
         raise ValueError(_nothing_found(root))
-    for module, hook in hooks:
-        if isinstance(hook, StepHook):
-            within = set(module.modules())
-            hook.layers = [
-                other.stats
-                for part, other in hooks
-                if isinstance(other, MergeHook) and part in within
-            ]
     return MaMeHandle(root, shared, hooks, None if target is root else target)
 
 
@@ -204,7 +194,10 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 
 @contextmanager
 def mame(
-    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+    target: Any,
+    config: MaMeConfig | str | PathLike[str] | None = None,
+    kernel: Kernel | None = None,
+    **fields: Any,
 ) -> Iterator[MaMeHandle]:
     """Merging for a `with` block.
 
@@ -213,7 +206,7 @@ def mame(
     Takes the arguments of `apply_mame` and gives its handle.
     """
     with hooks_restored(target):
-        yield apply_mame(target, config, **fields)
+        yield apply_mame(target, config, kernel, **fields)
 
 
 @contextmanager
@@ -226,7 +219,7 @@ def hooks_restored(target: Any) -> Iterator[None]:
     Raises RuntimeError afterwards where another thread makes an image, which then has two settings.
     """
     root = denoiser_of(target)
-    modules = list(root.modules())
+    modules, check = list(root.modules()), check_of(target)
     with CHANGES:
         before = {(module, name): hook_on(module, name) for module in modules for name in _OURS}
         _BLOCKS.append(before)
@@ -245,6 +238,9 @@ def hooks_restored(target: Any) -> Iterator[None]:
                     take_hook(module, name)
                 else:
                     put_hook(module, hook)
+            forget_pipeline(target)
+            if check is not None:
+                watch_pipeline(target, check.handle)
     check_idle(root, "the end of the block")
 
 
@@ -303,11 +299,15 @@ def _layer_of(
     return PlainAttention(module) if family is None else SequenceAttention(module, family)
 
 
-def _within(path: str, outer: str) -> bool:
-    """Whether the module at `path` lies below the one at `outer` ("" is the root, which counts as
-    within itself).
-    """
-    return not outer or path.startswith(outer + ".")
+def _nearest(path: str, outer: Iterable[str]) -> str | None:
+    """The path, of those that hold the module at `path`, that is nearest to it ("" is the root)."""
+    around = [other for other in outer if not other or path.startswith(f"{other}.")]
+    return max(around, key=len, default=None)
+
+
+def _is_denoiser(root: nn.Module, path: str) -> bool:
+    """Whether the module at `path` is the model itself, or one of a pipeline's denoisers."""
+    return not path or (isinstance(root, nn.ModuleDict) and "." not in path)
 
 
 def _in_space(path: str) -> bool:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
 from statistics import median
@@ -29,9 +28,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.diffusion.layer import LayerCall, merged_call
 from mame_sd.report import LayerStats, device_of
@@ -95,23 +94,18 @@ class Measurement:
     forward: list[float] = field(default_factory=list)
     layers: dict[str, Measured] = field(default_factory=dict)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Measurement:
-        """What `dataclasses.asdict` gave, also after it was JSON."""
-        layers = {name: Measured(**found) for name, found in values["layers"].items()}
-        return cls(list(values["forward"]), layers)
-
-    def add(self, other: Measurement) -> None:
-        """Take in what was measured on further calls."""
-        self.forward += other.forward
-        for name, found in other.layers.items():
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take in what was measured on further calls, as `dataclasses.asdict` gave it, also after
+        it was JSON.
+        """
+        self.forward += row["forward"]
+        for name, found in row["layers"].items():
             mine = self.layers.setdefault(name, Measured())
-            mine.unmerged += found.unmerged
-            mine.effect += found.effect
-            mine.own += found.own
-            for number in range(len(FORMS)):
-                mine.seconds[number] += found.seconds[number]
-                mine.errors[number] += found.errors[number]
+            for of in ("unmerged", "effect", "own"):
+                getattr(mine, of).extend(found[of])
+            for of in ("seconds", "errors"):
+                for kept, more in zip(getattr(mine, of), found[of], strict=True):
+                    kept.extend(more)
 
 
 @dataclass(frozen=True)
@@ -209,49 +203,6 @@ class Calibration:
         return self.forward / max(self.forward - saved, 1e-12)
 
 
-class Single(MergeHook):
-    """Merges a layer by one form, whatever the settings are, and counts nothing."""
-
-    def __init__(self, hook: MergeHook, form: MaMeConfig) -> None:
-        super().__init__(
-            hook.shared, LayerStats(hook.stats.name), hook.layer, hook.known, int(hook.number)
-        )
-        self._form = form
-
-    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, merged."""
-        call = self.layer.call(module, forward, args, kwargs)
-        return self.merged(call, self._form, self.stats)
-
-    def merged(self, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
-        """The output of `call`, merged by `form` as in the step of the model's call around it."""
-        step = self.step()._replace(plans=None)
-        return merged_call(self.layer, call, self.layout(), form, stats, lambda: step)
-
-
-class Probe(Single):
-    """Computes the unmerged attention, whose output goes on, and every form beside it."""
-
-    def __init__(
-        self, hook: MergeHook, forms: Sequence[MaMeConfig], measured: Measured, clock: Clock
-    ) -> None:
-        super().__init__(hook, forms[0])
-        self._forms, self._measured, self._clock = forms, measured, clock
-
-    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The module's own output; the forms in which the layer can't merge have no entry."""
-        call = self.layer.call(module, forward, args, kwargs)
-        unmerged, seconds = _timed(call.run, self._clock)
-        self._measured.unmerged.append(seconds)
-        for number, form in enumerate(self._forms):
-            stats = LayerStats(self.stats.name)
-            merged, seconds = _timed(partial(self.merged, call, form, stats), self._clock)
-            if stats.last_reason is None:
-                self._measured.seconds[number].append(seconds)
-                self._measured.errors[number].append(relative_error(merged, unmerged))
-        return unmerged
-
-
 @torch.no_grad()
 def measure(
     handle: Merging,
@@ -274,23 +225,37 @@ def measure(
     found = Measurement()
     forms = [base.replace(**form) for form in FORMS]
 
-    def probe(hook: MergeHook) -> Probe:
-        return Probe(hook, forms, found.layers.setdefault(hook.stats.name, Measured()), clock)
+    def every_form(hook: MergeHook, call: LayerCall) -> Any:
+        """The unmerged output; the forms in which the layer can't merge have no entry."""
+        layer = found.layers.setdefault(hook.stats.name, Measured())
+        unmerged, seconds = _timed(call.run, clock)
+        layer.unmerged.append(seconds)
+        for number, form in enumerate(forms):
+            stats = LayerStats(hook.stats.name)
+            merged, seconds = _timed(partial(_merged, hook, call, form, stats), clock)
+            if stats.last_reason is None:
+                layer.seconds[number].append(seconds)
+                layer.errors[number].append(relative_error(merged, unmerged))
+        return unmerged
+
+    def alone(hook: MergeHook, call: LayerCall, name: str, form: MaMeConfig) -> Any:
+        merges = hook.stats.name == name
+        return _merged(hook, call, form, LayerStats(name)) if merges else call.run()
 
     for number, (args, kwargs) in enumerate(calls):
         run = partial(handle.root, *args, **kwargs)
-        with hooks_replaced(handle, lambda hook: None):
+        with layers_run(handle, _unmerged):
             if number == 0:
                 run()  # warm-up
             output, seconds = _timed(run, clock)
         found.forward.append(seconds)
-        with hooks_replaced(handle, probe):
+        with layers_run(handle, every_form):
             run()
         merging = {name: layer for name, layer in found.layers.items() if layer.forms}
         for at, (name, layer) in enumerate(merging.items()):
             if tried(number, at, len(merging)):
                 form = REFERENCE if REFERENCE in layer.forms else layer.forms[0]
-                with hooks_replaced(handle, partial(_alone, name=name, form=forms[form])):
+                with layers_run(handle, partial(alone, name=name, form=forms[form])):
                     layer.effect.append(relative_error(run(), output))
                 layer.own.append(layer.errors[form][-1])
     found.layers = {name: layer for name, layer in found.layers.items() if layer.forms}
@@ -302,6 +267,31 @@ def measure(
     return found
 
 
+@contextmanager
+def layers_run(handle: Merging, run: Callable[[MergeHook, LayerCall], Any]) -> Iterator[None]:
+    """While entered, `run` computes the calls of all layers, whatever the settings are, and nothing
+    is counted.
+    """
+    hooks = [hook for _, hook in handle.layers]
+    try:
+        for hook in hooks:
+            hook.instead = partial(run, hook)
+        yield
+    finally:
+        for hook in hooks:
+            hook.instead = None
+
+
+def _unmerged(hook: MergeHook, call: LayerCall) -> Any:
+    return call.run()
+
+
+def _merged(hook: MergeHook, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
+    """The output of `call`, merged by `form` as in the step of the model's call around it."""
+    step = hook.step()._replace(plans=None)
+    return merged_call(hook.layer, call, hook.layout(), form, stats, lambda: step)
+
+
 def measure_image(
     handle: Merging, run: Callable[[], object], number: int = 0, images: int = 1
 ) -> Measurement:
@@ -310,7 +300,7 @@ def measure_image(
     Each layer merges alone in as many of these calls as `FORWARDS` allows. At least these are the
     late and the middle one of one image: they tell nearly as much as all three do.
     """
-    with hooks_replaced(handle, lambda hook: None), recorded(handle.root) as every:
+    with layers_run(handle, _unmerged), recorded(handle.root) as every:
         run()
     calls = some(every)
     left = FORWARDS - images * (len(every) + 2 * len(calls) + 1)  # 1: the warm-up
@@ -357,7 +347,7 @@ def measure_images(
     on_image(len(runs), len(runs))
     found = Measurement()
     for row in rows[: len(runs)]:
-        found.add(Measurement.from_dict(row))
+        found.add(row)
     base = handle.config.replace(layers=None, made_for=None)
     forward = median(found.forward)
     said = {"forward_s": round(forward, 4), **said}
@@ -405,23 +395,13 @@ def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[Call]]:
-    """Keeps the calls of `model` in the block. A tensor that comes again, as a prompt's embeddings
-    do, is kept once.
+    """Keeps the calls of `model` in the block, their tensors as they are then: schedulers change
+    theirs in place.
     """
     calls: list[Call] = []
 
-    def kept(value: Any, before: Any) -> Any:
-        """A tensor as it is now: schedulers change theirs in place."""
-        if not isinstance(value, Tensor):
-            return value
-        same = isinstance(before, Tensor) and before.shape == value.shape
-        return before if same and torch.equal(before, value) else value.clone()
-
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        last_args, last = calls[-1] if calls else ((), {})
-        positional = [kept(v, before) for v, before in zip_longest(args, last_args[: len(args)])]
-        named = {name: kept(value, last.get(name)) for name, value in kwargs.items()}
-        calls.append((tuple(positional), named))
+        calls.append(tree_map_only(Tensor, torch.clone, (args, kwargs)))
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -452,10 +432,6 @@ def options(found: Measurement) -> dict[str, list[Option]]:
             if option.seconds < unmerged:
                 result[name].append(option)
     return result
-
-
-def _alone(hook: MergeHook, name: str, form: MaMeConfig) -> MergeHook | None:
-    return Single(hook, form) if hook.stats.name == name else None
 
 
 def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name, Option] | None:
@@ -492,42 +468,15 @@ def relative_error(merged: Any, unmerged: Any) -> float:
     """Squared error over squared norm, of all tensors of an output together: a tensor, a tuple or
     diffusers' output class.
     """
-    pairs = list(zip(tensors_of(merged), tensors_of(unmerged), strict=True))
+    outputs = (tree_leaves(output) for output in (merged, unmerged))
+    pairs = [pair for pair in zip(*outputs, strict=True) if isinstance(pair[1], Tensor)]
     if not pairs:
-        raise TypeError(
-            f"expected a tensor or a tuple or dict of tensors, got {type(unmerged).__name__}"
-        )
+        raise TypeError(f"expected an output with tensors in it, got {type(unmerged).__name__}")
     apart = sum(float((a.float() - b.float()).square().sum()) for a, b in pairs)
     return apart / max(sum(float(b.float().square().sum()) for _, b in pairs), 1e-30)
-
-
-def tensors_of(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    parts = output.values() if isinstance(output, Mapping) else output
-    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _timed(call: Callable[[], Any], clock: Clock) -> tuple[Any, float]:
     start = clock()
     output = call()
     return output, clock() - start
-
-
-@contextmanager
-def hooks_replaced(
-    handle: Merging, make: Callable[[MergeHook], MergeHook | None]
-) -> Iterator[None]:
-    """While entered, `make` replaces each self-attention's hook; None takes it off."""
-    hooks = [(module, hook) for module, hook in handle.layers if hook_on(module, hook.name) is hook]
-    try:
-        for module, hook in hooks:
-            take_hook(module, hook.name)
-            made = make(hook)
-            if made is not None:
-                put_hook(module, made)
-        yield
-    finally:
-        for module, hook in hooks:
-            take_hook(module, hook.name)
-            put_hook(module, hook)

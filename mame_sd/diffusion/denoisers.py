@@ -20,9 +20,6 @@ DENOISERS = (
 )
 # Where there is none of those: Stable Cascade, UnCLIP, LTX-2's decoder.
 OTHER_NAMES = ("decoder", "prior", "prior_prior", "diffusion_decoder")
-# What looks like one and is left out: a ControlNet has a call of its own, Versatile Diffusion's
-# `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention.
-LEFT_OUT = ("controlnet", "text_unet", "super_res_first", "super_res_last")
 
 
 def denoisers_of(pipe: Any) -> dict[str, nn.Module]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,19 +20,17 @@ from mame_sd.diffusion.calibration import (
     plain_values,
 )
 from mame_sd.diffusion.denoisers import denoisers_of
-from mame_sd.diffusion.families.transformers import known_as, resolved
+from mame_sd.diffusion.families.refused import known_as
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import MergeHook, ResolvedConfig, Shared
-from mame_sd.diffusion.model_hooks import SizeHook, StepHook
-from mame_sd.diffusion.pipeline_check import PipelineCheck, held_weakly
+from mame_sd.diffusion.hooks import MergeHook, ResolvedConfig, Shared, SizeHook, StepHook
+from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import make_config
+from mame_sd.diffusion.shipped import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
 
 Placed = tuple[nn.Module, MergeHook | PreHook]  # a hook and the module it goes on
 GONE = "no longer part of the model: call apply_mame again"
-
-
 NONE_HERE = (
     "references: expected a model whose reference images are tokens beside the image (Flux"
     " Kontext, Flux 2, Qwen-Image-Edit, LongCat-Image-Edit, JoyImage, ...), got {}; leave"
@@ -44,65 +41,24 @@ NONE_HERE = (
 class MaMeHandle:
     """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`.
 
-    A handle whose merging was removed or replaced does not keep the model alive: its memory is free
-    when nothing else holds it.
+    Attributes:
+        root: the model, or an nn.ModuleDict of a pipeline's denoisers.
+        pipe: the pipeline that merging was applied to; None: a model by itself.
     """
 
     def __init__(
         self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None
     ) -> None:
-        self._root, self._pipe = _reference(root), held_weakly(pipe)  # whose denoiser `root` is
-        self._held: Any = None  # both, while merging is on the model
-        self._check_pipe: PipelineCheck | None = None
-        if pipe is not None:
-            parts = {name: set(model.modules()) for name, model in denoisers_of(pipe).items()}
-            merging = {
-                name: [module for module, _ in hooks if module in within]
-                for name, within in parts.items()
-            }
-            self._check_pipe = PipelineCheck(pipe, merging)
-        self._shared = shared
-        self._placed = [(weakref.ref(module), hook) for module, hook in hooks]
+        self.root, self.pipe = root, pipe
+        self._shared, self._hooks = shared, hooks
         self._layers = [hook for _, hook in hooks if isinstance(hook, MergeHook)]
+        merging = {module for module, _ in hooks}
+        self._merging = {  # in each of the pipeline's denoisers
+            name: merging & set(model.modules()) for name, model in denoisers_of(pipe).items()
+        }
+        asked, active = shared.setting.asked, shared.setting.active
+        shared.setting = self._setting(asked, active)  # now that the layers have names
         self._check(shared.setting.config)
-        shared.setting = self._setting(
-            shared.setting.asked, shared.setting.active
-        )  # now that the layers have names
-        shared.applied = _Applied(self, self._check_pipe)
-
-    @property
-    def root(self) -> nn.Module:
-        """The model. Raises RuntimeError where it is gone."""
-        root = self._root()
-        if root is None:
-            raise RuntimeError(
-                "expected the model that merging was applied to, but it is gone: call apply_mame on"
-                " another"
-            )
-        return root
-
-    @property
-    def pipe(self) -> Any:
-        """The pipeline that merging was applied to; None: a model by itself, or it is gone."""
-        return self._pipe()
-
-    def is_for(self, model: nn.Module) -> bool:
-        """Whether this handle was made for `model`."""
-        return self._root() is model
-
-    def hold(self, on: bool) -> None:
-        """Keeps the model alive from now on, or not."""
-        self._held = (self._root(), self._pipe()) if on else None
-
-    @property
-    def _hooks(self) -> list[Placed]:
-        """The hooks, each with the module it goes on, as far as these are there."""
-        return [(module, hook) for found, hook in self._placed if (module := found()) is not None]
-
-    @property
-    def _on(self) -> bool:
-        """Whether any of them is on the module it goes on."""
-        return any(hook_on(module, hook.name) is hook for module, hook in self._hooks)
 
     @property
     def config(self) -> MaMeConfig:
@@ -110,13 +66,16 @@ class MaMeHandle:
         return self._shared.now.config
 
     @property
+    def applied(self) -> bool:
+        """Whether any of this handle's hooks is on the model."""
+        return any(hook_on(module, hook.name) is hook for module, hook in self._hooks)
+
+    @property
     def installed(self) -> bool:
         """Whether this handle's hooks are (all) on the model: not removed, not replaced by a later
         `apply_mame`.
         """
-        placed = self._hooks
-        on = all(hook_on(module, hook.name) is hook for module, hook in placed)
-        return on and len(placed) == len(self._placed)
+        return all(hook_on(module, hook.name) is hook for module, hook in self._hooks)
 
     @property
     def active(self) -> bool:
@@ -137,18 +96,18 @@ class MaMeHandle:
             if value != setting.active:
                 check_idle(self.root, "active")
             self._shared.setting = ResolvedConfig(setting.config, value, setting.asked, self._names)
-            if self._check_pipe is not None:
-                self._check_pipe.put() if value else self._check_pipe.take()
 
     @property
     def described(self) -> str:
         """The model in words that tell it from those that settings by layer do not go for, as
         `made_for` has them.
         """
-        model = type(
-            getattr(self.root, "_orig_mod", self.root)
-        ).__name__  # not torch.compile's wrapper
-        return f"{model} with {len(self._names)} self-attentions"
+        return f"{self._kind} with {len(self._names)} self-attentions"
+
+    @property
+    def _kind(self) -> str:
+        """The model's class, not torch.compile's wrapper."""
+        return type(getattr(self.root, "_orig_mod", self.root)).__name__
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Changes live settings from the next forward on: `handle.set(tau=0.9)`; `config` replaces
@@ -252,7 +211,8 @@ class MaMeHandle:
             for number, prompt in enumerate(prompts)
         ]
         about = {"prompts": len(prompts), "seed": seed, **plain_values(call)}
-        calibration = measure_images(self, runs, about)
+        with self.using():
+            calibration = measure_images(self, runs, about)
         self.set(calibration.config(speed))
         return calibration
 
@@ -266,28 +226,40 @@ class MaMeHandle:
         replaced = self._replaced()
         if replaced:
             raise NothingMergedError(replaced)
-        root = self._root()
-        if root is not None and self._on:
-            there = set(root.modules())
-            for found, hook in self._placed:
-                if isinstance(hook, MergeHook) and found() not in there:
+        if self.applied:
+            there = set(self.root.modules())
+            for module, hook in self.layers:
+                if module not in there:
                     hook.stats.last_reason = GONE
         return make_report(hook.stats for hook in self._layers)
+
+    def others(self, pipe: Any) -> Iterator[tuple[nn.Module, str]]:
+        """Denoisers of a pipeline that came after `apply_mame`, and what to say of each; a wrapper
+        around one (torch.compile's) is none.
+        """
+        for name, model in denoisers_of(pipe).items() if self._merging else ():
+            placed = self._merging.get(name)
+            if placed is None:
+                came = f"that {type(model).__name__} came after apply_mame"
+            elif placed and placed.isdisjoint(model.modules()):
+                came = f"it is another {type(model).__name__} than at apply_mame"
+            else:
+                continue
+            yield model, f"expected merging on pipe.{name}, but {came}: call apply_mame again"
 
     def _replaced(self) -> str:
         """What is wrong where merging is on, and the pipeline has another denoiser than those of
         `apply_mame`.
         """
-        return self._check_pipe.replaced() if self._check_pipe is not None and self._on else ""
+        return next((told for _, told in self.others(self.pipe)), "") if self.applied else ""
 
     def reset(self) -> None:
         """Sets all counters to zero and drops captured plans, and those of this thread that wait
         for a second call of the same input.
         """
-        for found, hook in self._placed:
-            module = found()
+        for module, hook in self._hooks:
             if isinstance(hook, MergeHook):
-                hook.stats.reset(None if module is None else device_of(module))
+                hook.stats.reset(device_of(module))
             elif isinstance(hook, StepHook):
                 hook.forget()
 
@@ -319,6 +291,9 @@ class MaMeHandle:
                 check_idle(self.root, "remove")
             for module, hook in ours:
                 take_hook(module, hook.name)
+            check = check_of(self.pipe)
+            if check is not None and check.handle is self:
+                forget_pipeline(self.pipe)
 
     def install(self) -> None:
         """Puts the hooks back after `remove`, or replaces those of a later `apply_mame`.
@@ -326,15 +301,13 @@ class MaMeHandle:
         Raises RuntimeError where another thread makes an image with the model.
         """
         with CHANGES:
-            changes = [
-                placed
-                for placed in self._hooks
-                if hook_on(placed[0], placed[1].name) is not placed[1]
-            ]
+            changes = [(m, hook) for m, hook in self._hooks if hook_on(m, hook.name) is not hook]
             if changes:
                 check_idle(self.root, "install")
             for module, hook in changes:
                 put_hook(module, hook)
+            if self.pipe is not None:
+                watch_pipeline(self.pipe, self)
 
     def _setting(self, asked: MaMeConfig, active: bool) -> ResolvedConfig:
         return ResolvedConfig(resolved(self.root, asked), active, asked, self._names)
@@ -363,64 +336,28 @@ class MaMeHandle:
         """Raises ValueError where `config` asks for layers or a part of blocks that the model
         lacks, or is for another.
         """
-        model = type(getattr(self.root, "_orig_mod", self.root)).__name__
         if config.made_for not in (None, self.described):
             raise ValueError(
                 f"made_for: expected settings that were found for {self.described}, got ones for"
                 f" {config.made_for}; calibrate this model, or take another file"
             )
-        if config.size is not None and any(isinstance(h, SizeHook) for _, h in self._placed):
+        if self._shared.kernel is not None and config.tau is not None:
             raise ValueError(
-                f"size: expected none, for {model} tells its height and width, got {config.size};"
-                " leave it out"
+                "kernel: expected none with tau, whose whole tokens merge before attention is"
+                " called; give keep instead"
+            )
+        if config.size is not None and any(isinstance(h, SizeHook) for _, h in self._hooks):
+            raise ValueError(
+                f"size: expected none, for {self._kind} tells its height and width, got"
+                f" {config.size}; leave it out"
             )
         unknown = [] if config.layers is None else config.layers.unknown(self._names)
         if unknown:
             raise ValueError(
-                f"layers: expected patterns of layers of {model} such as {self._names[0]!r}, got"
-                f" {unknown[0]!r}, which is none of them; handle.report() names them all"
+                f"layers: expected patterns of layers of {self._kind} such as {self._names[0]!r},"
+                f" got {unknown[0]!r}, which is none of them; handle.report() names them all"
             )
         if config.references is not None:
             families = [getattr(hook.layer, "family", None) for hook in self._layers]
             if not any(family is not None and family.references for family in families):
-                raise ValueError(NONE_HERE.format(known_as(model)))
-
-
-def _reference(root: nn.Module) -> Callable[[], nn.Module | None]:
-    """A weak reference to a model, or to each denoiser of a pipeline that has several.
-
-    Their nn.ModuleDict is ours, and nothing else holds it.
-    """
-    if not isinstance(root, nn.ModuleDict):
-        return weakref.ref(root)
-    parts = {name: weakref.ref(model) for name, model in root.items()}
-
-    def together() -> nn.Module | None:
-        models = {name: model for name, part in parts.items() if (model := part()) is not None}
-        return nn.ModuleDict(models) if len(models) == len(parts) else None
-
-    return together
-
-
-class _Applied:
-    """Lets a handle hold its model while merging is on it, and its pipeline be checked. Copies of
-    hooks tell nobody.
-    """
-
-    def __init__(self, handle: MaMeHandle, check: PipelineCheck | None) -> None:
-        self._handle = weakref.ref(handle)
-        self._check = check
-
-    def __call__(self, on: bool) -> None:
-        handle = self._handle()
-        if handle is not None:
-            handle.hold(on)
-        if self._check is not None:
-            merges = on and (handle is None or handle.active)
-            self._check.put() if merges else self._check.take()
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
+                raise ValueError(NONE_HERE.format(known_as(self._kind)))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.attention import Grid, KeyMerging
+from mame_sd.core.attention import Grid, Kernel, KeyMerging
 from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.interception import MergeJob, SDPAInterceptor
 from mame_sd.diffusion.plans import Plans
@@ -30,8 +30,6 @@ from mame_sd.report import LayerStats
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 UNSEEN = "{} calls no attention over the layer's tokens that can be intercepted"
-
-
 Call = Mapping[str, Any]  # the arguments of a forward, by name
 
 
@@ -64,18 +62,14 @@ class Tokens:
 
     def start(self, length: int) -> int | None:
         """Where they begin in a sequence of `length`; None if they can't be in it."""
+        if length == self.count:
+            return 0
         if self.before is None:
             start = length - self.count - (self.after or 0)
-            return 0 if length == self.count else start if start >= 0 else None
+            return start if start >= 0 else None
         if self.after is None:
-            return (
-                self.before
-                if length >= self.before + self.count
-                else 0
-                if length == self.count
-                else None
-            )
-        if length in (self.count, self.count + self.after):
+            return self.before if length >= self.before + self.count else None
+        if length == self.count + self.after:
             return 0
         return self.before if length == self.before + self.count + self.after else None
 
@@ -126,12 +120,7 @@ class Step(NamedTuple):
     plans: Plans | None = None
 
 
-NO_STEP = Step()
-
-
-def no_step() -> Step:
-    """The step of layers around which nothing tells of one."""
-    return NO_STEP
+NO_STEP = Step()  # of layers around which nothing tells of one
 
 
 @dataclass(frozen=True)
@@ -246,7 +235,8 @@ def merged_call(
     known: Tokens | None,
     config: MaMeConfig,
     stats: LayerStats,
-    step: Callable[[], Step] = no_step,
+    step: Callable[[], Step] = lambda: NO_STEP,
+    kernel: Kernel | None = None,
 ) -> Any:
     """The output of `call`, merged where that is sound, and counted.
 
@@ -257,30 +247,27 @@ def merged_call(
         config: the settings.
         stats: counters of this layer.
         step: gives what the model around says of this step; asked where keys merge.
+        kernel: computes attention over merged keys instead of the model's own.
     """
     route = layer.route(call, known, config)
     if isinstance(route, str):
         stats.skipped(route, layer.count(call, known))
         return call.run()
-    if config.tau is None:
-        return _keys_merged(layer.job(route, stats.name, step()), route, stats)
-    assert route.merge_tokens is not None
-    plan = layer.plan(route)
-    stats.merged(plan, route.tokens.size, route.note)
-    return route.merge_tokens(route, plan)
-
-
-def _keys_merged(job: MergeJob, route: Route, stats: LayerStats) -> Any:
-    """The call's output of all queries, with the image's keys and values merged."""
-    tokens = route.tokens
-    run = route.call.run if route.run is None else route.run
+    size = route.tokens.size
+    if config.tau is not None:
+        assert route.merge_tokens is not None
+        plan = layer.plan(route)
+        stats.merged(plan, size, route.note)
+        return route.merge_tokens(route, plan)
+    job = layer.job(route, stats.name, step())
+    job.kernel = kernel
     with SDPAInterceptor(job):
-        output = run()
+        output = call.run() if route.run is None else route.run()
     if job.merged is None:
-        stats.skipped(UNSEEN.format(route.call.kind), tokens.count)
+        stats.skipped(UNSEEN.format(call.kind), route.tokens.count)
     else:
         note = "; ".join(filter(None, (route.note, job.note)))
-        stats.merged(job.merged.groups[0], tokens.size, note, of=job.merged.groups)
+        stats.merged(job.merged.groups[0], size, note, of=job.merged.groups)
     return output
 
 

@@ -7,13 +7,9 @@ While merging is on, a `PipelineCheck` stands in for that method.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
 from typing import Any
 
-from torch import nn
-
-from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.hooks import MergeHook
 from mame_sd.report import NothingMergedError
@@ -22,87 +18,47 @@ _ATTRIBUTE = "progress_bar"
 
 
 class PipelineCheck:
-    """Stands in for a pipeline's `progress_bar`.
+    """Stands in for the `progress_bar` of a pipeline.
 
     Args:
-        pipe: the pipeline.
-        merging: what merges in each of its denoisers, by their names in the pipeline.
+        handle: the MaMeHandle (which imports this module) of the pipeline.
     """
 
-    def __init__(self, pipe: Any, merging: Mapping[str, Sequence[nn.Module]]) -> None:
-        self._pipe = held_weakly(pipe)
-        self._inner = getattr(type(pipe), _ATTRIBUTE, None)
-        self._merging = {
-            name: [weakref.ref(module) for module in modules] for name, modules in merging.items()
-        }
-
-    def replaced(self) -> str:
-        """What is wrong where the pipeline has other denoisers than those that merge; a wrapper
-        around one (torch.compile's) is none.
-        """
-        return next((told for _, told in self._others()), "")
-
-    def _others(self) -> Iterator[tuple[nn.Module, str]]:
-        """Denoisers that came after `apply_mame`, and what to say of each."""
-        pipe = self._pipe()
-        for name, model in denoisers_of(pipe).items() if self._merging else ():
-            placed, there = self._merging.get(name), set(model.modules())
-            if placed is None:
-                came = f"that {type(model).__name__} came after apply_mame"
-            elif placed and all(module() not in there for module in placed):
-                came = f"it is another {type(model).__name__} than at apply_mame"
-            else:
-                continue
-            yield model, f"expected merging on pipe.{name}, but {came}: call apply_mame again"
-
-    def put(self) -> None:
-        """Puts it on the pipeline, if that has such a method of its class."""
-        pipe = self._pipe()
-        own = vars(pipe).get(_ATTRIBUTE) if hasattr(pipe, "__dict__") else None
-        if callable(self._inner) and (own is None or isinstance(own, PipelineCheck)):
-            setattr(pipe, _ATTRIBUTE, self)
-
-    def take(self) -> None:
-        """Takes it off, if it is there."""
-        pipe = self._pipe()
-        if getattr(pipe, "__dict__", {}).get(_ATTRIBUTE) is self:
-            delattr(pipe, _ATTRIBUTE)
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises NothingMergedError where the pipeline has another denoiser now, of which nothing
-        merges, and RuntimeError where it is gone.
+        merges.
         """
-        if self._pipe() is None:
-            raise RuntimeError(
-                "expected the pipeline that merging was applied to, but this is a shallow copy of"
-                " it, and it is gone: call apply_mame or remove_mame on the copy"
-            )
-        for model, told in self._others():
-            if not any(hook_on(module, MergeHook.name) for module in model.modules()):
-                raise NothingMergedError(f"{told}, or remove_mame(pipe): nothing of it merges")
-        assert self._inner is not None
-        return self._inner(self._pipe(), *args, **kwargs)
+        handle = self.handle
+        # A shallow copy of the pipeline holds this very object: the caller tells which one it is.
+        caller = sys._getframe(1).f_locals.get("self")
+        pipe = caller if isinstance(caller, type(handle.pipe)) else handle.pipe
+        if not handle.applied:
+            forget_pipeline(pipe)
+        elif handle.active:
+            for model, told in handle.others(pipe):
+                if not any(hook_on(module, MergeHook.name) for module in model.modules()):
+                    raise NothingMergedError(f"{told}, or remove_mame(pipe): nothing of it merges")
+        return getattr(type(pipe), _ATTRIBUTE)(pipe, *args, **kwargs)
 
-    def __reduce__(self) -> Any:
-        """Copies check the pipeline's copy."""
-        merging = {
-            name: [module for found in placed if (module := found()) is not None]
-            for name, placed in self._merging.items()
-        }
-        return PipelineCheck, (self._pipe(), merging)
+
+def watch_pipeline(pipe: Any, handle: Any) -> None:
+    """Puts a check on a pipeline, if its class has such a method that the user has not replaced."""
+    own = vars(pipe).get(_ATTRIBUTE) if hasattr(pipe, "__dict__") else None
+    replaced = own is not None and not isinstance(own, PipelineCheck)
+    if callable(getattr(type(pipe), _ATTRIBUTE, None)) and not replaced:
+        setattr(pipe, _ATTRIBUTE, PipelineCheck(handle))
+
+
+def check_of(pipe: Any) -> PipelineCheck | None:
+    """The check that stands in for the pipeline's method."""
+    found = getattr(pipe, "__dict__", {}).get(_ATTRIBUTE)
+    return found if isinstance(found, PipelineCheck) else None
 
 
 def forget_pipeline(pipe: Any) -> None:
-    """Takes any check off a pipeline whose merging is removed, also one that a shallow copy has of
-    another pipeline.
-    """
-    if isinstance(getattr(pipe, "__dict__", {}).get(_ATTRIBUTE), PipelineCheck):
+    """Takes any check off a pipeline, also one that a shallow copy has of another pipeline."""
+    if check_of(pipe) is not None:
         delattr(pipe, _ATTRIBUTE)
-
-
-def held_weakly(target: Any) -> Callable[[], Any]:
-    """A weak reference to `target`, or a strong one where its type allows no weak one."""
-    try:
-        return weakref.ref(target)
-    except TypeError:
-        return lambda: target

@@ -109,9 +109,8 @@ class MaMeAttnProcessor:
         watch_kernels()
         self.inner = inner
         self._stats: dict[Attention, LayerStats] = {}
-        self._passed: Counter[str] = (
-            Counter()
-        )  # calls that were no self-attention over tokens, by reason
+        # Calls that were no self-attention over tokens, by reason.
+        self._passed: Counter[str] = Counter()
         self._warned = False
 
     def __call__(
@@ -135,9 +134,8 @@ class MaMeAttnProcessor:
         """
         if self.inner is None:
             rotary = image_rotary_emb, query_rotary_emb, key_rotary_emb, rotary_emb
-            _check_replaceable(
-                attn, hidden_states, encoder_hidden_states, any(part is not None for part in rotary)
-            )
+            rotates = any(part is not None for part in rotary)
+            _check_replaceable(attn, hidden_states, encoder_hidden_states, rotates)
         inner = default_processor(attn) if self.inner is None else self.inner
         arguments = {
             "hidden_states": hidden_states,
@@ -152,13 +150,8 @@ class MaMeAttnProcessor:
             "ip_adapter_masks": ip_adapter_masks,
             "ip_hidden_states": ip_hidden_states,
         }
-        call = LayerCall(
-            attn,
-            partial(processed, inner, attn),
-            arguments,
-            processor=inner,
-            kind=type(inner).__name__,
-        )
+        run, kind = partial(processed, inner, attn), type(inner).__name__
+        call = LayerCall(attn, run, arguments, processor=inner, kind=kind)
         crossed = encoder_hidden_states is not None or (
             isinstance(attn, Attention) and (attn.is_cross_attention or attn.only_cross_attention)
         )
@@ -241,7 +234,5 @@ def _check_replaceable(
             " replaces nothing"
         )
 
-
-__all__ = ["NO_SIZE", "MaMeAttnProcessor", "make_config"]
 
 watch_kernels()  # here too, for models that were saved whole, merging included

@@ -33,6 +33,19 @@ def shipped_with(model: nn.Module) -> MaMeConfig | None:
     return None
 
 
+def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
+    """`config`; where it gives no tau, keep or layers, over settings beside the model's weights, if
+    there are some.
+    """
+    shipped = shipped_with(model) if config.layers is None and config.is_open else None
+    return config if shipped is None else shipped.replace(**config.given)
+
+
+def uniform(config: MaMeConfig) -> MaMeConfig:
+    """`config`, the same in all layers: without settings beside the model's weights."""
+    return config.replace(keep=config.keep, tau=config.tau, layers=None, made_for=None)
+
+
 @cache
 def _read(path: Path) -> MaMeConfig:
     return MaMeConfig.from_file(path)

@@ -15,8 +15,7 @@ tokens by default. `handle.restore` does the same afterwards.
 
 Weights, `state_dict` and `save_pretrained` are untouched by merging. A `copy.deepcopy` merges with
 its own weights. `torch.compile` makes one graph of a model that merges by `keep`. By `tau` the
-number of tokens depends on the images: merging itself then runs between graphs, or inside where
-`torch._dynamo.config.capture_dynamic_output_shape_ops` is set.
+number of tokens depends on the images, and merging itself runs between graphs.
 """
 
 from __future__ import annotations
@@ -65,8 +64,7 @@ def apply_encoder(
             but not by `tau`.
         fields: fields of MaMeConfig over those of `config`. One `keep` is the mean over the blocks
             that merge, of which the first ones merge most; `tau` and `keep` may be one number for
-            each block. `layers` gives blocks settings of their own by patterns of their names, as a
-            report has them: `{"*.layer.[02]": {"keep": 0.7}, "*.layer.4": False}`.
+            each block.
 
     Raises:
         TypeError: `config` is no MaMeConfig.

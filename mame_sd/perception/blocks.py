@@ -73,7 +73,6 @@ class MergedBlock:
         self.shared = shared
         self.counts = counts.get(number)
         self.first = number == min(counts)
-        self.alone = len(counts) == 1
         parameters = inspect.signature(type(block).forward).parameters.values()
         self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD][1:]
         self.set(config)
@@ -110,7 +109,6 @@ class MergedBlock:
         now.counting = False
         last = self.number == shared.last
         now.sizes = None if last else sizes  # a graph of gradients hangs on them
-        shared.note(y)
         if not (shared.dense or now.dense):
             return y
         whole = shared.restored(y)
@@ -136,11 +134,9 @@ class MergedBlock:
         normed = self._module(self.encoder.attention[0])(x)
         x = x + self._attend(normed, sizes, call)
         if self.config is not None:
-            merge = (
-                self._between_graphs
-                if torch.compiler.is_compiling() and self._breaks(len(x))
-                else self._merge
-            )
+            # By tau the number of tokens depends on data, and each would be compiled anew.
+            apart = torch.compiler.is_compiling() and self.config.keep is None
+            merge = self._between_graphs if apart else self._merge
             x, sizes = merge(x, normed, sizes, grid, sized)
         y = x
         for part in self.encoder.mlp:
@@ -186,16 +182,6 @@ class MergedBlock:
             return weighted(plan, x, sizes)
         counted = sized and self.number < self.shared.last
         return plan.merge(x), plan.sizes.expand(len(x), -1) if counted else None
-
-    def _breaks(self, samples: int) -> bool:
-        """Tell whether merging splits a compiled graph. By tau the number of tokens depends on
-        data. Partitions are made for numbers that are known, so that each would be compiled anew. A
-        single one of a single sample stays inside where shapes may depend on data.
-        """
-        assert self.config is not None
-        alone = self.alone and samples == 1
-        inside = alone and torch._dynamo.config.capture_dynamic_output_shape_ops
-        return self.config.keep is None and not inside
 
     @torch.compiler.disable
     def _between_graphs(self, *args: Any) -> tuple[Tensor, Tensor | None]:

@@ -18,12 +18,11 @@ from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, lef
 from mame_sd.perception.hooks import (
     CheckHook,
     EndHook,
-    Follow,
     GridHook,
     Hook,
+    InnerHook,
     KeysHook,
     MapsHook,
-    NoteHook,
     Ours,
     RestoreHook,
     check_free,
@@ -38,11 +37,9 @@ from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_bl
 from mame_sd.perception.settings import (
     EVERY,
     changed,
-    check_meaning,
     chosen_blocks,
     configs_of,
     is_paper,
-    ruled,
 )
 from mame_sd.perception.shared import ForwardState, no_sizes
 from mame_sd.report import device_of
@@ -78,9 +75,6 @@ class EncoderHandle:
         for name, value in (("restore", restore), ("prop_attn", prop_attn)):
             if value is not None and not isinstance(value, bool):
                 raise ValueError(f"{name}: expected True, False or None, got {value!r}")
-        rules = fields.get("layers") or (config and config.layers)
-        fields = {name: value for name, value in fields.items() if name != "layers"}
-        config = config and config.replace(layers=None)
         self.encoder, modules, known = find_encoder(root)
         self._known = known
         names = {module: name for name, module in root.named_modules()}
@@ -89,10 +83,6 @@ class EncoderHandle:
         self._paper = is_paper(config, fields)
         chosen = chosen_blocks(blocks, len(modules), 1 if self._paper else EVERY)
         self.configs = configs_of(config, fields, chosen)
-        if rules:
-            self.configs = ruled(self.configs, rules, self._names)
-            check_meaning(self.configs.values())
-            chosen = tuple(self.configs)
         if restore is False and known.dense:
             raise ValueError(
                 f"restore: expected True for {type(self.encoder).__name__}, whose heads read every"
@@ -125,25 +115,16 @@ class EncoderHandle:
     def _add_hooks(self, output: str) -> None:
         """Add what goes on other modules than blocks; `output` is the path of what heads read."""
         shared, known, encoder = self._shared, self._known, self.encoder
-        hooks = [CheckHook(shared, known.mask), EndHook(shared)]
-        hooks += [MapsHook(shared, name) for name in known.maps]
-        self._ours += [(encoder, hook) for hook in hooks]
-        if known.keys in dict(self._blocks[0].named_modules()):
-            for number in self.configs:
-                block = self._blocks[number]
-                self._follow(block, known.keys or "", KeysHook(self._merged[number]))
         paths, patches = _convolutions(encoder, self._blocks)
         self._clips = patches is not None and isinstance(encoder.get_submodule(patches), nn.Conv3d)
-        for path in paths:
-            self._follow(encoder, path, GridHook(shared, path, path == patches))
-        self._follow(encoder, output, NoteHook(shared))
+        inner: list[InnerHook] = [GridHook(shared, encoder, one, one == patches) for one in paths]
+        if known.keys in dict(self._blocks[0].named_modules()):
+            inner += [KeysHook(self._merged[number], known.keys or "") for number in self.configs]
         if shared.restore and not known.dense:
-            self._follow(encoder, output, RestoreHook(shared))
-
-    def _follow(self, owner: nn.Module, path: str, hook: Hook) -> None:
-        """Lets `hook` lie on what stands at `path` in `owner`, now and later."""
-        parent, _, name = path.rpartition(".")
-        self._ours.append((owner.get_submodule(parent), Follow(hook, name)))
+            inner.append(RestoreHook(shared, encoder, output))
+        hooks: list[Hook] = [CheckHook(shared, known.mask, inner), EndHook(shared)]
+        hooks += [MapsHook(shared, name) for name in known.maps]
+        self._ours += [(encoder, hook) for hook in hooks]
 
     @property
     def _costs(self) -> list[BlockCost]:
@@ -300,14 +281,9 @@ class EncoderHandle:
 
         Raises:
             RuntimeError: no forward has run since `capture`.
-            ValueError: features of another shape, or of a forward before the latest.
+            ValueError: features of another shape.
         """
         plans = self._captured()
-        if self._shared.is_earlier(features):
-            raise ValueError(
-                "restore: expected features of the latest forward, got those of an earlier one,"
-                " whose tokens merged otherwise; restore them before the next forward"
-            )
         if block is None:
             kept = {
                 number: getattr(plan, "tokens_kept", features.shape[1]) for number, plan in plans

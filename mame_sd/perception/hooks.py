@@ -37,18 +37,70 @@ class Hook:
                 module._forward_hooks_always_called.pop(key, None)
 
 
-class CheckHook(Hook):
-    """Before the model's forward: raises where its call can't be merged."""
+class InnerHook(Hook):
+    """A hook on one of the model's inner modules, and on whatever takes its place: adapters (LoRA)
+    and quantised layers do after merging was applied.
 
-    def __init__(self, shared: ForwardState, mask: str) -> None:
+    Args:
+        shared: of all blocks.
+        owner: of the module, which stays.
+        path: of the module in `owner`.
+    """
+
+    def __init__(self, shared: ForwardState, owner: nn.Module, path: str) -> None:
         super().__init__(shared)
-        self.mask = mask
+        self.owner, self.path = owner, path
+        self.child: nn.Module | None = None
+
+    def put(self, module: nn.Module) -> None:
+        self.take(module)  # tools copy hooks to what they put in a layer's place
+        super().put(module)
+
+    def follow(self) -> None:
+        """Lie on what stands at the path now."""
+        child = self.owner.get_submodule(self.path)
+        if child is self.child:
+            return
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"expected {self.path} as merging was applied to it, got a {type(child).__name__}"
+                " in its place; call the model once before it compiles"
+            )
+        self.leave()
+        self.put(child)
+        self.child = child
+
+    def leave(self) -> None:
+        """Lie on nothing."""
+        for module in (self.child, self.owner.get_submodule(self.path)):
+            if module is not None:
+                self.take(module)
+        self.child = None
+
+
+class CheckHook(Hook):
+    """Before the model's forward: raises where its call can't be merged, and lets `inner` hooks
+    follow.
+    """
+
+    def __init__(self, shared: ForwardState, mask: str, inner: list[InnerHook]) -> None:
+        super().__init__(shared)
+        self.mask, self.inner = mask, inner
         self.names = list(inspect.signature(type(shared.model).forward).parameters)[1:]
 
     def put(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self, with_kwargs=True)
+        for one in self.inner:
+            one.follow()
+
+    def take(self, module: nn.Module) -> None:
+        super().take(module)
+        for one in self.inner:
+            one.leave()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for one in self.inner:
+            one.follow()
         if not torch.compiler.is_compiling():
             self.shared.running.add(threading.get_ident())
         if not self.shared.active:
@@ -85,14 +137,14 @@ class EndHook(Hook):
             self.shared.running.discard(threading.get_ident())
 
 
-class GridHook(Hook):
+class GridHook(InnerHook):
     """Notes at how many places a convolution computes, and of the last one before the blocks how
     the patches lie: [B, C, h, w], of videos [B, C, t, h, w].
     """
 
-    def __init__(self, shared: ForwardState, path: str, patches: bool) -> None:
-        super().__init__(shared)
-        self.path, self.patches = path, patches
+    def __init__(self, shared: ForwardState, owner: nn.Module, path: str, patches: bool) -> None:
+        super().__init__(shared, owner, path)
+        self.patches = patches
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         self.shared.places[self.path] = math.prod(output.shape[2:])
@@ -100,7 +152,7 @@ class GridHook(Hook):
             self.shared.now.grid = math.prod(output.shape[2:-1]), output.shape[-1]
 
 
-class RestoreHook(Hook):
+class RestoreHook(InnerHook):
     """Gives the tokens [B, L', C] of the module that heads read all of their places again [B, L,
     C].
     """
@@ -113,65 +165,16 @@ class RestoreHook(Hook):
         return output
 
 
-class NoteHook(Hook):
-    """Remembers what the model's output was, of which `handle.restore` may be asked."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.shared.active and isinstance(output, Tensor):
-            self.shared.note(output)
-
-
-class KeysHook(Hook):
+class KeysHook(InnerHook):
     """Keeps what the projection to keys gives [B, L, d] for its block, which may compare it."""
 
-    def __init__(self, block: MergedBlock) -> None:
-        super().__init__(block.shared)
+    def __init__(self, block: MergedBlock, path: str) -> None:
+        super().__init__(block.shared, block.block, path)
         self.block = block
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         if self.block.compares_keys:
             self.shared.now.keys[self.block.number] = output
-
-
-class Follow(Hook):
-    """Keeps a hook on a child of a module, whatever takes the child's place: adapters (LoRA) and
-    quantised layers do after merging was applied.
-
-    Args:
-        hook: for the child.
-        name: of the child.
-    """
-
-    def __init__(self, hook: Hook, name: str) -> None:
-        super().__init__(hook.shared)
-        self.hook, self.name = hook, name
-        self.child: nn.Module | None = None
-
-    def put(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(self)
-        self._move(module.get_submodule(self.name))
-
-    def take(self, module: nn.Module) -> None:
-        super().take(module)
-        self._move(None)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        child = module.get_submodule(self.name)
-        if child is not self.child:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(
-                    f"expected {self.name} as merging was applied to it, got a"
-                    f" {type(child).__name__} in its place; call the model once before it compiles"
-                )
-            self._move(child)
-
-    def _move(self, child: nn.Module | None) -> None:
-        for old in (self.child, child):  # tools copy hooks to what they put in a layer's place
-            if old is not None:
-                self.hook.take(old)
-        self.child = child
-        if child is not None:
-            self.hook.put(child)
 
 
 class MapsHook(Hook):

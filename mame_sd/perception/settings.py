@@ -10,7 +10,6 @@ from operator import index
 from typing import Any
 
 from mame_sd.config import MaMeConfig
-from mame_sd.layer_rules import LayerRules
 
 MIN_TOKENS = 2  # of a block that merges
 LEFT = 0.25  # share of the patches that the last block leaves, where there are blocks enough
@@ -26,7 +25,7 @@ _NO_MEANING = {
     "share_guidance_plan": "an encoder has no guidance",
     "size": "the size of its images is read off",
     "references": "an encoder sees one image",
-    "layers": "which blocks merge is decided when merging is applied; give it to apply_mame",
+    "layers": "say which blocks merge by blocks=, and give keep or tau a number for each",
     "made_for": "a denoiser has one",
 }
 
@@ -39,7 +38,7 @@ def chosen_blocks(
     """
     if blocks is None:
         return tuple(range(0, depth, every))
-    if isinstance(blocks, int) and not isinstance(blocks, bool):
+    if isinstance(blocks, int):
         if not 1 <= blocks <= depth:
             raise ValueError(
                 f"blocks: expected how many of the {depth} blocks merge, from 1 to {depth}, got"
@@ -47,14 +46,13 @@ def chosen_blocks(
             )
         return tuple(range(blocks))
     try:
-        given = [] if isinstance(blocks, Mapping) else [*blocks]  # type: ignore[misc]
-        named = [index(block) for block in given if not isinstance(block, bool)]
+        named = [index(block) for block in blocks]
     except TypeError:
         raise ValueError(
             f"blocks: expected a number or numbers of blocks counted from 0, got {blocks!r}"
         ) from None
     found = sorted({block % depth for block in named if -depth <= block < depth})
-    if not found or len(found) < len(given):
+    if not found or len(found) < len(named):
         raise ValueError(f"blocks: expected different ones from 0 to {depth - 1}, got {blocks!r}")
     return tuple(found)
 
@@ -138,48 +136,11 @@ def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any]) -> dic
     made = {
         block: old.replace(**row) for (block, old), row in zip(configs.items(), rows, strict=True)
     }
-    check_meaning(made.values())
-    return made
-
-
-def check_meaning(configs: Iterable[MaMeConfig]) -> None:
-    """Raises ValueError for settings that have no meaning in a vision transformer."""
-    for new in configs:
+    for new in made.values():
         for name, reason in _NO_MEANING.items():
             if name in new.given:
                 raise ValueError(
                     f"{name}: expected none for a vision transformer, got {new.given[name]!r}:"
                     f" {reason}"
                 )
-
-
-def ruled(
-    configs: Mapping[int, MaMeConfig], rules: Any, names: Sequence[str]
-) -> dict[int, MaMeConfig]:
-    """Put `rules`, by patterns of `names`, over the settings `configs` of blocks, by number. A
-    block that a rule gives settings merges; False leaves one unmerged.
-
-    Raises:
-        ValueError: a pattern that means no block, a setting that can't be, or no block that merges.
-    """
-    rules = rules if isinstance(rules, LayerRules) else LayerRules(rules)
-    unknown = rules.unknown(names)
-    if unknown:
-        raise ValueError(
-            f"layers: expected patterns of blocks such as {names[0]!r}, got {unknown[0]!r}, which"
-            " is none of them; handle.report() names them all"
-        )
-    base = next(iter(configs.values()))
-    found: dict[int, MaMeConfig] = {}
-    for number, name in enumerate(names):
-        rule, own = rules.of(name), configs.get(number)
-        if isinstance(rule, dict):
-            try:
-                own = (own or base).replace(**rule)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"layers: {name}: {error}") from None
-        if rule is not False and own is not None:
-            found[number] = own
-    if not found:
-        raise ValueError("layers: expected a block that merges, got none; leave one in")
-    return found
+    return made

@@ -59,12 +59,11 @@ diffusion/plans.py: diffusion/test_calls.py
     same = len(others) == len(self._others) and => same = False and
     [layer, number], config, shape => [layer, number], shape
     self._of is not self._now and not same( => self._of is self._now and not same(
-diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py
+diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/test_families.py
     step.draws[self.place : self.place + 1] => step.draws[:1]
     self._moved = not same( => self._moved = False and not same(
     plans = None if learns else => plans =
-diffusion/model_hooks.py: diffusion/test_apply.py diffusion/test_families.py
-    leads = pairs and not frames => leads = pairs
+    latents is not None and not (self.by_frame and latents.dim() == 5) => latents is not None
     again = _checkpoints(module) => again = False
     elif shapes != self._shapes.value: => elif False:
 diffusion/interception.py: diffusion/test_interception.py test_models.py
@@ -88,7 +87,7 @@ diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families
     if len(firsts) > 1: => if False:
     found() is t and version == t._version => found() is t
 diffusion/families/sequence.py: diffusion/test_families.py test_models.py
-    after + context) if family.text_last else => after + context) if not family.text_last else
+    after + text) if family.joint == "last" else => after + text) if family.joint == "first" else
     mask is not None and not family.mask: => False:
     kept.to(t.device) + start => kept.to(t.device)
 diffusion/families/unet.py: diffusion/test_processor.py diffusion/test_apply.py test_models.py

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mame_sd.caches import compress_cache
-from mame_sd.report import NothingMergedError
 from mame_sd.upstream import cache_of, with_cache
 from tests.caches.tiny import SHAPE, padded, prompt, tiny
 
@@ -50,58 +49,36 @@ def test_two_threads_at_once_are_answered_as_alone() -> None:
             turn.set()
             threads["A"].join(1)
 
-    def run(name: str, inside: bool) -> None:
-        if not inside:
-            found[name] = answer(model, asked[name])
-            return
+    def run(name: str) -> None:
         with compress_cache(model, 0.25):
             found[name] = answer(model, asked[name])
 
-    plain = answer(model, asked["B"])
     with compress_cache(model, 0.25):
         alone = {name: answer(model, ids) for name, ids in asked.items()}
     hook = model.model.layers[0].register_forward_hook(meet)
-    for inside, want in ((True, alone["B"]), (False, plain)):
-        found.clear()
-        turn.clear()
-        threads = {
-            "A": Thread(target=run, args=("A", True), name="A"),
-            "B": Thread(target=run, args=("B", inside), name="B"),
-        }
-        threads["A"].start()
-        for name in "AB":
-            threads[name].join()
-        assert torch.equal(found["A"], alone["A"])
-        assert torch.equal(found["B"], want)
+    threads = {name: Thread(target=run, args=(name,), name=name) for name in "AB"}
+    threads["A"].start()
+    for name in "AB":
+        threads[name].join()
+    assert all(torch.equal(found[name], alone[name]) for name in "AB")
     hook.remove()
 
 
 def test_a_thread_is_inside_with_the_blocks_context_alone() -> None:
     model, ids = tiny("llama"), prompt(60)
-    with compress_cache(model, 0.25):
-        want = answer(model, ids)
-        with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
+        plain = pool.submit(answer, model, ids).result()
+        with compress_cache(model, 0.25):
+            want = answer(model, ids)
             inside = copy_context()
             assert torch.equal(pool.submit(inside.run, answer, model, ids).result(), want)
-
-    def plain() -> None:
-        with ThreadPoolExecutor(1) as pool, compress_cache(model, 0.25):
-            assert torch.equal(answer(model, ids), want)
-            assert not torch.equal(pool.submit(answer, model, ids).result(), want)
-
-    with pytest.warns(UserWarning, match="1 forward of several tokens had whole caches") as told:
-        plain()
-    assert told[0].filename == __file__
-
-    def streamed() -> None:
-        with ThreadPoolExecutor(1) as pool, compress_cache(model, 0.25):
-            pool.submit(answer, model, ids).result()
-
-    with pytest.raises(NothingMergedError, match="they ran in threads that didn't enter"):
-        streamed()
+            with pytest.raises(RuntimeError, match="expected prompts from a thread whose own"):
+                pool.submit(answer, model, ids).result()
+        assert torch.equal(pool.submit(answer, model, ids).result(), plain)
+    assert not torch.equal(plain, want)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     sides=st.lists(st.integers(0, 9), min_size=3, max_size=3),
@@ -148,12 +125,11 @@ def test_prompts_are_answered_as_alone(
             torch.testing.assert_close(got[i], want_i, atol=5e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("take", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_made_inside_is_not_merged(take: Any) -> None:
+def test_a_copy_made_inside_is_not_merged() -> None:
     model, ids = tiny("llama"), prompt()
     plain = answer(model, ids)
     with compress_cache(model, 0.2):
-        copied = take(model)
+        copied = pickle.loads(pickle.dumps(model))
         merged = answer(model, ids)
         assert torch.equal(answer(copied, ids), plain)
     assert torch.equal(answer(copied, ids), plain)
@@ -197,8 +173,6 @@ ROPES = {
         "factor": 2.0,
         "original_max_position_embeddings": 64,
     },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    "linear": {"rope_type": "linear", "factor": 2.0},
 }
 
 
@@ -222,11 +196,10 @@ def test_rotary_embeddings_are_left_as_they_are(kind: str) -> None:
         assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("how", ["prompt_lookup_num_tokens", "assistant_model", "config"])
+@pytest.mark.parametrize("how", ["assistant_model", "config"])
 def test_assisted_generation_is_refused_at_once(how: str) -> None:
     model, ids, seen = copy.deepcopy(tiny("llama")), prompt().repeat(1, 2), []
-    value = copy.deepcopy(model) if how == "assistant_model" else 3
-    given = {} if how == "config" else {how: value}
+    given = {} if how == "config" else {how: copy.deepcopy(model)}
     if how == "config":
         model.generation_config.prompt_lookup_num_tokens = 3  # type: ignore[union-attr]
     model.lm_head.register_forward_hook(lambda *_: seen.append(1))

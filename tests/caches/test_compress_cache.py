@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,10 +51,9 @@ def generated(model: nn.Module, ids: Tensor, **fields: Any) -> Tensor:
     return model.generate(ids, **fields)[:, ids.shape[1] :]  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", MODELS)
-def test_models_generate_with_a_shorter_cache(name: str, attention: str) -> None:
-    model, ids = tiny(name, attention), prompt()
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_models_generate_with_a_shorter_cache(name: str) -> None:
+    model, ids = tiny(name), prompt()
     cache = DynamicCache(config=model.config)
     with compress_cache(model, 0.25) as handle:
         generated(model, ids, **with_cache(model, cache))
@@ -71,8 +72,9 @@ def test_models_generate_with_a_shorter_cache(name: str, attention: str) -> None
     assert 0.22 * before < after <= 0.25 * before
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "attention"), [*((name, "sdpa") for name in MODELS), ("llama", "eager")]
+)
 def test_a_cache_that_keeps_everything_gives_the_same(name: str, attention: str) -> None:
     model, ids = tiny(name, attention), prompt()
     cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
@@ -93,10 +95,7 @@ def test_a_cache_that_keeps_everything_gives_the_same(name: str, attention: str)
         torch.testing.assert_close(two, one, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{"num_beams": 3}, {"prefill_chunk_size": 20}, {"num_beams": 2, "num_return_sequences": 2}],
-)
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"prefill_chunk_size": 20}])
 def test_beams_and_chunks_of_everything_are_those_of_the_full_cache(how: dict[str, Any]) -> None:
     model = tiny("llama")
     ids = prompt(40, 2)
@@ -113,11 +112,10 @@ def test_beams_and_chunks_of_everything_are_those_of_the_full_cache(how: dict[st
         assert torch.equal(run(), want)
 
 
-@pytest.mark.parametrize("how", [{"num_beams": 3}, {"prefill_chunk_size": 20}, {}])
-@pytest.mark.parametrize("method", [None, Newest()])
-def test_beams_and_chunks_have_short_caches(method: Any, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"prefill_chunk_size": 20}])
+def test_beams_and_chunks_have_short_caches(how: dict[str, Any]) -> None:
     model, cache = tiny("llama"), DynamicCache()
-    with compress_cache(model, 0.5, method) as handle:
+    with compress_cache(model, 0.5) as handle:
         out = generated(model, prompt(40, 2), **with_cache(model, cache), max_new_tokens=12, **how)
     assert out.shape == (2, 12)
     assert cache.get_seq_length() == 51
@@ -127,9 +125,9 @@ def test_beams_and_chunks_have_short_caches(method: Any, how: dict[str, Any]) ->
     assert held + 11 <= stored < 40
 
 
-@pytest.mark.parametrize("left", [12, 0, 5])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("tokens", [40, 4])
+@pytest.mark.parametrize(
+    ("name", "left", "tokens"), [("llama", 12, 40), ("llama", 0, 4), ("qwen3", 5, 40)]
+)
 def test_a_padded_sample_is_answered_as_alone(name: str, left: int, tokens: int) -> None:
     model, ids = tiny(name), prompt(tokens)
     long, mask = padded(ids, left, tokens + 12)
@@ -202,24 +200,6 @@ def test_a_block_that_compressed_nothing_says_so() -> None:
     run(None)
 
 
-def test_a_shorter_cache_moves_the_answer_the_more_the_shorter() -> None:
-    model, ids, new = tiny("llama"), prompt(120), prompt(8, seed=1)
-    gaps = []
-    with torch.no_grad():
-        cache = DynamicCache()
-        model(ids, **with_cache(model, cache))
-        want = model(new, **with_cache(model, cache)).logits
-        for keep in (0.8, 0.4, 0.1):
-            cache = DynamicCache()
-            with compress_cache(model, keep) as handle:
-                model(ids, **with_cache(model, cache))
-                handle.compressing = False
-                gaps.append(
-                    float((model(new, **with_cache(model, cache)).logits - want).square().mean())
-                )
-    assert 0 < gaps[0] < gaps[1] < gaps[2]
-
-
 def test_a_later_chunk_changes_no_earlier_output() -> None:
     model, first, later = tiny("llama"), prompt(40), [prompt(20, seed=s) for s in (1, 2)]
     outputs = []
@@ -241,56 +221,28 @@ def test_a_later_chunk_changes_no_earlier_output() -> None:
     assert not torch.equal(outputs[0], outputs[1])
 
 
-def test_a_method_of_ones_own_is_one_function() -> None:
-    model, ids, cache = tiny("llama"), prompt(120), DynamicCache()
-    with compress_cache(model, 0.5, Newest()):
-        generated(model, ids, **with_cache(model, cache))
-    slots = cache.layers[0].slots[0, 0]
-    assert slots.tolist() == [0, 1, 2, 3, *range(124 - len(slots), 120)]
-
-
-def test_an_empty_or_cropped_layer() -> None:
+def test_a_layer_may_be_emptied_and_not_cropped() -> None:
     model, ids, cache = tiny("llama"), prompt(), DynamicCache()
     with torch.no_grad(), compress_cache(model, 0.5) as handle:
         model(ids, **with_cache(model, cache))
         handle.compressing = False
-        want = model(ids[:, :4], **with_cache(model, cache)).logits
-        cache.crop(-4)
-        assert torch.equal(model(ids[:, :4], **with_cache(model, cache)).logits, want)
-        with pytest.raises(
-            ValueError, match="at most the 4 tokens that came after the compression, got 5"
-        ):
-            cache.layers[0].crop(-5)
+        with pytest.raises(ValueError, match="crop: expected a whole cache"):
+            cache.crop(-4)
         cache.reset()
         assert cache.get_seq_length() == 0
         torch.testing.assert_close(model(ids, **with_cache(model, cache)).logits, model(ids).logits)
-
-
-def test_a_cache_used_outside_says_so() -> None:
-    model, ids, cache = tiny("llama"), prompt(), DynamicCache()
-    with torch.no_grad():
-        with compress_cache(model, 0.5):
-            model(ids, **with_cache(model, cache))
-        with pytest.raises(
-            ValueError,
-            match="cache: this cache was compressed by compress_cache; use it inside",
-        ):
-            model(ids[:, :1], **with_cache(model, cache))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"keep": 0}, "keep: expected a share above 0 and at most 1, got 0"),
-        ({"keep": 1.5}, "keep: expected a share above 0 and at most 1, got 1.5"),
-        ({"keep": float("nan")}, "keep: expected a share"),
         ({"keep": "half"}, "keep: expected a share above 0 and at most 1, got 'half'"),
         ({"method": "snapkv"}, r"method: expected an object with score\(view\), got str"),
         (
             {"method": Newest},
             r"method: expected an object, got the class Newest; write Newest\(\)",
         ),
-        ({"method": 3}, "method: expected an object with score"),
     ],
 )
 def test_bad_arguments_are_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
@@ -380,20 +332,17 @@ def test_models_that_cannot_be_merged_are_refused(build: Any, message: str) -> N
     assert "\n" not in str(error.value)
 
 
-def test_static_caches_and_nesting_are_refused() -> None:
+def test_static_caches_and_other_kernels_are_refused() -> None:
     model, ids = tiny("llama"), prompt()
     static = StaticCache(config=model.config, max_cache_len=64)
-    with compress_cache(model, 0.5):
-        with pytest.raises(
+    with (
+        compress_cache(model, 0.5),
+        pytest.raises(
             ValueError,
             match="cache: expected a DynamicCache, got StaticCache with a StaticLayer",
-        ):
-            model(ids, **with_cache(model, static))
-        with (
-            pytest.raises(ValueError, match="its cache is compressed already"),
-            compress_cache(model, 0.5),
-        ):
-            pass
+        ),
+    ):
+        model(ids, **with_cache(model, static))
     flash = _other("LlamaForCausalLM", "LlamaConfig", **SHAPE)
     flash.config._attn_implementation = "flash_attention_2"
     with (
@@ -401,3 +350,24 @@ def test_static_caches_and_nesting_are_refused() -> None:
         compress_cache(flash, 0.5),
     ):
         pass
+
+
+def test_a_score_of_ones_own_is_one_function_and_its_cache_is_for_the_block() -> None:
+    model, ids, cache = tiny("llama"), prompt(120), DynamicCache()
+    with compress_cache(model, 0.5, Newest()):
+        generated(model, ids, **with_cache(model, cache))
+    slots = cache.layers[0].slots[0, 0]
+    assert slots.tolist() == [0, 1, 2, 3, *range(124 - len(slots), 120)]
+    with pytest.raises(ValueError, match="cache: this cache was compressed by compress_cache"):
+        model(ids[:, :1], **with_cache(model, cache))
+
+
+def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "kv-cache.md"
+    ids = prompt(64)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    scope: dict[str, Any] = {"model": tiny("llama"), "inputs": inputs}
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+        exec(compile(code, "kv-cache.md", "exec"), scope)
+        assert scope["answer"].shape == (1, 128)
+    assert "2 layers: 14 of 64 keys stay" in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -46,7 +45,7 @@ def test_attention_is_that_of_a_loop(softcap: float | None) -> None:
             )
 
 
-@pytest.mark.parametrize("keep", [0.75, 0.5, 0.25, 0.125])
+@pytest.mark.parametrize("keep", [0.75, 0.125])
 def test_the_share_is_one_of_bytes(keep: float) -> None:
     views = [
         replace(view_of(128, seed=i, layer=i), values=view_of(128, seed=i).values * (1 + 2 * i))
@@ -67,8 +66,8 @@ def test_the_share_is_one_of_bytes(keep: float) -> None:
             assert 127 in slots
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 14])
-@pytest.mark.parametrize("keep", [0.9, 0.25, 0.01])
+@pytest.mark.parametrize("tokens", [1, 3, 14])
+@pytest.mark.parametrize("keep", [0.9, 0.01])
 def test_a_few_tokens_leave_at_least_one(tokens: int, keep: float) -> None:
     views = [view_of(tokens, seed=i, samples=2, layer=i) for i in range(2)]
     for one in shortened(views, keep):
@@ -76,9 +75,8 @@ def test_a_few_tokens_leave_at_least_one(tokens: int, keep: float) -> None:
         assert one.values.isfinite().all()
 
 
-@pytest.mark.parametrize(("left", "right"), [(9, 0), (0, 9), (4, 7)])
-@pytest.mark.parametrize("tokens", [40, 3])
-def test_padding_changes_nothing(tokens: int, left: int, right: int) -> None:
+@pytest.mark.parametrize(("left", "right", "tokens"), [(9, 0, 40), (0, 9, 40), (4, 7, 3)])
+def test_padding_changes_nothing(left: int, right: int, tokens: int) -> None:
     short = view_of(tokens)
     long = with_padding(short, left, right)
     want, got = shortened([short], 0.4)[0], shortened([long], 0.4)[0]
@@ -135,7 +133,7 @@ def test_fit_solves_its_least_squares() -> None:
     assert gradient.abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(5, 9), (9, 5), (1, 1), (300, 200), (200, 300)])
+@pytest.mark.parametrize(("rows", "columns"), [(5, 9), (9, 5), (1, 1)])
 def test_both_forms_of_the_ridge_are_its_minimum(rows: int, columns: int) -> None:
     g = torch.Generator().manual_seed(0)
     a = torch.randn(2, rows, columns, generator=g)
@@ -155,8 +153,8 @@ def test_fit_of_all_keys_is_the_cache_itself() -> None:
     assert fit.bias.abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_comes_near(dtype: torch.dtype) -> None:
+def test_half_precision_comes_near() -> None:
+    dtype = torch.bfloat16
     names = ("keys", "values", "hidden_states")
     half = replace(view_of(40), **{n: getattr(view_of(40), n).to(dtype) for n in names})
     same = replace(half, **{n: getattr(half, n).float() for n in names})
@@ -180,7 +178,7 @@ def test_scores_of_another_shape_are_refused() -> None:
         Selection(object())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("found", [None, 1.0, [[[0.5]]], np.zeros((1, 2, 40)), "complex"])
+@pytest.mark.parametrize("found", [None, "complex"])
 def test_scores_that_are_no_numbers_of_a_tensor_are_refused(found: Any) -> None:
     class Odd:
         def score(self, view: CacheView) -> Any:
@@ -190,8 +188,7 @@ def test_scores_that_are_no_numbers_of_a_tensor_are_refused(found: Any) -> None:
         shortened([view_of()], 0.5, Selection(Odd()))
 
 
-@pytest.mark.parametrize("name", ["count", "ahead"])
-@pytest.mark.parametrize("value", [0, -5, 1.5, "x", True, 2**31])
-def test_queries_to_come_are_counted(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name}: expected a number from 1 to"):
-        FutureAttention(**{name: value})
+@pytest.mark.parametrize("fields", [{"count": 0}, {"ahead": 1.5}])
+def test_queries_to_come_are_counted(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected a number from 1 to"):
+        FutureAttention(**fields)

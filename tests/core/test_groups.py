@@ -113,7 +113,7 @@ def test_a_timestep_says_which_draw_and_few_come_twice() -> None:
 
 @pytest.mark.parametrize("stay", [0, 9])
 @pytest.mark.parametrize("tile_size", [16, 4, 0])
-@pytest.mark.parametrize("size", [(9, 11), (17, 19), (40,), (2, 5, 7)], ids=str)
+@pytest.mark.parametrize("size", [(9, 11), (40,), (2, 5, 7)], ids=str)
 def test_groups_are_those_of_loops(size: tuple[int, ...], tile_size: int, stay: int) -> None:
     x = tokens(2, math.prod(size), 6, dtype=torch.float64)
     found = groups_of(x, size, 0.25, tile_size, stay, draw=torch.tensor([5]))

@@ -42,7 +42,7 @@ def kernels() -> dict[str, set[str]]:
     """
     entries = {
         entry["func"].partition("(")[0]: entry
-        for entry in yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+        for entry in yaml.load(TABLE.read_text(encoding="utf-8"), yaml.CSafeLoader)
     }
     found = {}
     for name, entry in entries.items():

@@ -5,9 +5,7 @@ settings; bookkeeping.
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
-import weakref
 from typing import Any
 
 import pytest
@@ -19,19 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.core.draws import DRAWS, draw_at
 from mame_sd.diffusion.apply_denoiser import has_hooks
-from mame_sd.diffusion.hooks import ResolvedConfig, Shared
-from mame_sd.diffusion.model_hooks import StepHook
+from mame_sd.diffusion.hooks import ResolvedConfig, Shared, StepHook
 from tests.builders.layers import CONFIGS
 from tests.builders.tiny import (
     run_unet,
     seeded,
     tiny_sdxl_unet,
-    tiny_text_encoder,
-    tiny_tokenizer,
     tiny_unet,
-    tiny_vae,
     unet_inputs,
 )
+from tests.builders.transformers import normal
 
 SIZES = [(16, 16), (8, 24), (12, 20)]
 MERGING = {"tau": 0.2, "min_tokens": 40}
@@ -113,17 +108,6 @@ def test_a_model_inside_another_module_has_steps_too() -> None:
     assert not has_hooks(whole)
 
 
-def test_modules_without_a_signature_are_no_denoisers() -> None:
-    class Relu(torch.nn.Module):
-        forward = torch.relu
-
-    holder = torch.nn.ModuleDict(
-        {"unet": tiny_unet(), "relu": Relu(), "traced": torch.jit.script(torch.nn.Linear(2, 2))}
-    )
-    apply_mame(holder, min_tokens=40)
-    assert has_hooks(holder)
-
-
 @pytest.mark.parametrize("fields", [{"keep": 0.25}, {"tau": 0.5}], ids=str)
 def test_a_policy_begins_as_its_reference(fields: dict[str, Any]) -> None:
     """The same call with gradients and without: a batch of timesteps, and a guided pair."""
@@ -172,54 +156,6 @@ def test_a_block_is_not_computed_again_at_another_timestep() -> None:
     with pytest.raises(RuntimeError, match="before the model's next timestep"):
         loss.backward()
     unet(**inputs).sample.sum().backward()
-
-
-def test_a_copy_follows_its_own_steps() -> None:
-    unet = tiny_unet()
-    apply_mame(unet, keep=0.25, min_tokens=40)
-    want = run_unet(unet)
-    early = {**unet_inputs(unet), "timestep": torch.tensor(20)}
-    with torch.no_grad():
-        unet(**early)
-        twin = copy.deepcopy(unet)
-        assert torch.equal(run_unet(twin), want)
-        unet(**early)
-    assert torch.equal(run_unet(twin), want)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "latent", "expected"),
-    [
-        ({"block_out_channels": (8, 8, 8, 8), "attention_head_dim": 1}, 64, [4096, 1024]),
-        ({"sdxl": True}, 128, [4096, 1024]),
-    ],
-    ids=["sd1-512", "sdxl-1024"],
-)
-def test_default_levels(overrides: dict[str, Any], latent: int, expected: list[int]) -> None:
-    cross, up = "CrossAttnDownBlock2D", "CrossAttnUpBlock2D"
-    config: dict[str, Any] = {"norm_num_groups": 8, **overrides}
-    if config.pop("sdxl", False):
-        unet = tiny_sdxl_unet(
-            block_out_channels=(8, 8, 8),
-            down_block_types=("DownBlock2D", cross, cross),
-            up_block_types=(up, up, "UpBlock2D"),
-            transformer_layers_per_block=(1, 1, 2),
-            attention_head_dim=1,
-        )
-    else:
-        unet = tiny_unet(
-            down_block_types=(cross, cross, cross, "DownBlock2D"),
-            up_block_types=("UpBlock2D", up, up, up),
-            **config,
-        )
-    handle = apply_mame(unet)
-    run_unet(unet, batch=1, height=latent, width=latent)
-    levels = handle.report().levels()
-    assert [level.tokens_in for level in levels if level.layers_merged == level.layers] == expected
-    assert all(
-        level.share == pytest.approx(0.25, abs=0.01) for level in levels if level.layers_merged
-    )
-    assert all(level.tokens_in < 1024 for level in levels if not level.layers_merged)
 
 
 def test_report_knows_sizes_levels_and_calls() -> None:
@@ -293,28 +229,11 @@ def test_applying_again_replaces() -> None:
     assert not torch.equal(run_unet(unet), merged)
     assert first.report().layers[0].calls == 1
     first.remove()  # not what is installed now: nothing happens
+    with pytest.raises(ValueError, match="tau"):
+        apply_mame(unet, tau=7)
     assert second.installed
     apply_mame(unet, **MERGING)
     assert torch.equal(run_unet(unet), merged)
-
-
-def test_removing_twice_or_without_applying_is_nothing() -> None:
-    unet = tiny_unet()
-    before = run_unet(unet)
-    remove_mame(unet)
-    handle = apply_mame(unet, **MERGING)
-    handle.remove()
-    remove_mame(unet)
-    assert not has_hooks(unet)
-    assert torch.equal(run_unet(unet), before)
-
-
-def test_failed_apply_changes_nothing() -> None:
-    unet = tiny_unet()
-    handle = apply_mame(unet, **MERGING)
-    with pytest.raises(ValueError, match="tau"):
-        apply_mame(unet, tau=7)
-    assert handle.installed
 
 
 def test_contexts_nest_and_restore() -> None:
@@ -344,17 +263,15 @@ def test_contexts_nest_and_restore() -> None:
 def test_contexts_may_end_in_any_order() -> None:
     unet = tiny_unet()
     before = run_unet(unet)
-    for order in ((0, 1, 2), (1, 0, 2), (0, 2, 1)):
-        blocks = [mame(unet, keep=keep, min_tokens=40) for keep in (0.7, 0.5)]
-        blocks.append(mame(unet.down_blocks[0], keep=0.4, min_tokens=40))
-        for block in blocks:
-            block.__enter__()
-        for number in order:
-            blocks[number].__exit__(None, None, None)
-            if number != order[-1]:
-                assert not torch.equal(run_unet(unet), before)
-        assert torch.equal(run_unet(unet), before)
-        assert not has_hooks(unet)
+    blocks = [mame(unet, keep=keep, min_tokens=40) for keep in (0.7, 0.5)]
+    blocks.append(mame(unet.down_blocks[0], keep=0.4, min_tokens=40))
+    for block in blocks:
+        block.__enter__()
+    for number in (1, 0, 2):
+        assert not torch.equal(run_unet(unet), before)
+        blocks[number].__exit__(None, None, None)
+    assert torch.equal(run_unet(unet), before)
+    assert not has_hooks(unet)
 
 
 def test_settings_of_a_thread_may_end_in_any_order() -> None:
@@ -366,14 +283,6 @@ def test_settings_of_a_thread_may_end_in_any_order() -> None:
     assert handle.config.keep == 0.4
     second.__exit__(None, None, None)
     assert handle.config.keep == 0.7
-
-
-@pytest.mark.parametrize("value", ["no", 1, None])
-def test_active_is_true_or_false(value: Any) -> None:
-    handle = apply_mame(tiny_unet(), **MERGING)
-    with pytest.raises(TypeError, match="active: expected True or False, got"):
-        handle.active = value
-    assert handle.active
 
 
 class Pipe:
@@ -464,20 +373,6 @@ def test_capture_keeps_the_latest_plans() -> None:
     assert handle.plans() == {}
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (tiny_vae, ValueError, "AutoencoderKL is not supported yet"),
-        (lambda: tiny_text_encoder(tiny_tokenizer()), ValueError, "CLIPTextModel"),
-        (lambda: 3, TypeError, "got int"),
-    ],
-    ids=["vae", "text-encoder", "int"],
-)
-def test_refused_targets(build: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        apply_mame(build(), tau=0.8)
-
-
 def test_processor_and_hooks_do_not_merge_twice() -> None:
     unet = tiny_unet()
     unet.set_attn_processor(MaMeAttnProcessor(**MERGING))
@@ -490,52 +385,21 @@ def test_processor_and_hooks_do_not_merge_twice() -> None:
     assert torch.equal(run_unet(unet), expected)
 
 
-def guided(unet: Any, apart: float = 0.0, **fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of an unguided and a guided sample: a pair of the same latents, `apart` of them added
-    to one.
-    """
+def guided(unet: Any, **fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs of an unguided and a guided sample: a pair of the same latents."""
     inputs = unet_inputs(unet)
-    latents = inputs["sample"][:1]
-    inputs["sample"] = torch.cat([latents, latents + apart])
+    inputs["sample"] = inputs["sample"][:1].repeat(2, 1, 1, 1)
     with torch.no_grad(), mame(unet, min_tokens=40, **fields):
         output: torch.Tensor = unet(**inputs).sample
     return output[0], output[1]
 
 
-@pytest.mark.parametrize("fields", [{}, {"keep": 0.5, "fit_queries": 0}], ids=str)
-def test_a_guided_pair_merges_by_the_guided_sample_alone(fields: dict[str, Any]) -> None:
+def test_a_guided_pair_merges_by_the_guided_sample_alone() -> None:
     unet = tiny_unet()
-    first, second = guided(unet, **fields)
-    other, alone = guided(unet, share_guidance_plan=False, **fields)
+    first, second = guided(unet)
+    other, alone = guided(unet, share_guidance_plan=False)
     torch.testing.assert_close(second, alone)
     assert not torch.equal(first, other)
-
-
-def test_samples_of_other_latents_merge_by_themselves() -> None:
-    unet = tiny_unet()
-    for got, expected in zip(
-        guided(unet, apart=1e-3), guided(unet, apart=1e-3, share_guidance_plan=False), strict=True
-    ):
-        assert torch.equal(got, expected)
-
-
-def test_two_prompts_and_their_guidance() -> None:
-    """Each unguided sample goes by its own prompt's guided one."""
-    unet = tiny_unet()
-    inputs = {**unet_inputs(unet), "timestep": torch.tensor(500)}
-    four = {
-        name: value.repeat(2, *[1] * (value.dim() - 1))
-        for name, value in inputs.items()
-        if value.dim() > 1
-    }
-    four["encoder_hidden_states"] = four["encoder_hidden_states"] * torch.arange(1.0, 5).view(
-        4, 1, 1
-    )
-    with torch.no_grad(), mame(unet, min_tokens=40):
-        together = unet(**inputs | four).sample
-        for i in range(2):
-            pair = {name: value[i::2] for name, value in four.items()}
-            torch.testing.assert_close(together[i::2], unet(**inputs | pair).sample)
 
 
 @pytest.mark.parametrize("axis", [1, 2], ids=["motion", "stable video"])
@@ -545,10 +409,10 @@ def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
     hook = StepHook(unet, shared := Shared(ResolvedConfig(MaMeConfig(), True)))
     video = torch.zeros(2, 4, 8, 8).unsqueeze(axis)
     hook(unet, (video, 5, None), {})
-    assert shared.step.value.step().leader is None
+    assert shared.step.value.leader is None
     images = video.squeeze(axis)  # held, as by the call of a model
     hook(unet, (images, 5, None), {})
-    assert shared.step.value.step().leader.tolist() == [1, 1]
+    assert shared.step.value.leader.tolist() == [1, 1]
 
 
 def test_images_too_small_to_merge_are_told_once() -> None:
@@ -577,31 +441,8 @@ def test_a_handle_that_is_off_the_model_says_so_when_it_is_switched() -> None:
     second.install()
     second.active = False
     assert not second.active
-
-
-@pytest.mark.parametrize("way", ["removed", "replaced", "by the handle"])
-def test_a_handle_that_is_off_the_model_does_not_keep_it_alive(way: str) -> None:
-    unet = tiny_unet()
-    handle = apply_mame(unet, min_tokens=16)
-    run_unet(unet)
-    if way == "removed":
-        remove_mame(unet)
-    elif way == "by the handle":
-        handle.remove()
-    else:
-        apply_mame(unet, min_tokens=32)
-    gone = weakref.ref(unet)
-    del unet
-    gc.collect()
-    assert gone() is None
-    assert all(layer.calls == 1 for layer in handle.report().layers)
-    handle.reset()
-    handle.remove()
-    assert not handle.installed
-    with pytest.raises(
-        RuntimeError, match="expected the model that merging was applied to, but it is gone"
-    ):
-        handle.root
+    with pytest.raises(TypeError, match="active: expected True or False, got 1"):
+        second.active = 1  # type: ignore[assignment]
 
 
 def test_a_model_refuses_a_size_that_it_tells_itself() -> None:
@@ -614,3 +455,25 @@ def test_a_model_refuses_a_size_that_it_tells_itself() -> None:
     handle = apply_mame(unet, min_tokens=40)
     with pytest.raises(ValueError, match=message):
         handle.set(size=(3, 5))
+
+
+@pytest.mark.parametrize("fields", [{"keep": 0.4}, {"tau": -1.0}], ids=str)
+def test_each_sample_of_a_batch_is_its_own(fields: dict[str, Any]) -> None:
+    unet = tiny_unet().double()  # in fp32 rounding may decide between two nearly equal destinations
+    apply_mame(unet, min_tokens=16, **fields)
+    x, text = normal(3, 4, 8, 12).double(), normal(3, 7, 16).double()
+    with torch.no_grad():
+        together = unet(x, torch.tensor(500), text).sample
+        alone = [unet(x[i : i + 1], torch.tensor(500), text[i : i + 1]).sample for i in range(3)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-9, atol=1e-9)
+
+
+def test_sizes_may_change_between_calls() -> None:
+    unet = tiny_unet()
+    sizes = [(16, 16), (16, 24), (8, 16), (16, 16)]
+    apply_mame(unet, keep=0.5, min_tokens=16)
+    live = [run_unet(unet, height=h, width=w) for h, w in sizes]
+    for (h, w), output in zip(sizes, live, strict=True):
+        remove_mame(unet)
+        apply_mame(unet, keep=0.5, min_tokens=16)
+        assert torch.equal(run_unet(unet, height=h, width=w), output)

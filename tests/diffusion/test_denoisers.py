@@ -8,15 +8,20 @@ from typing import Any
 
 import diffusers
 import pytest
+import torch
 from diffusers import ModularPipeline
 from diffusers.modular_pipelines import Flux2AutoBlocks, MiniMaxH3Blocks
 from torch import nn
 
-from mame_sd import NothingMergedError, apply_mame
-from mame_sd.diffusion.apply_denoiser import denoiser_of
-from mame_sd.diffusion.denoisers import DENOISERS, LEFT_OUT, OTHER_NAMES, denoisers_of
+from mame_sd import NothingMergedError, apply_mame, remove_mame
+from mame_sd.diffusion.apply_denoiser import denoiser_of, has_hooks
+from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoisers_of
 from tests.builders.tiny import run_unet, tiny_unet
+from tests.matrix.two_denoisers import once, wan22
 
+# What looks like a denoiser and is none: a ControlNet has a call of its own, Versatile Diffusion's
+# `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention.
+LEFT_OUT = ("controlnet", "text_unet", "super_res_first", "super_res_last")
 HOME = Path(diffusers.__file__).parent
 TIMES = {"timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps"}
 
@@ -100,3 +105,24 @@ def test_a_modular_pipeline_is_asked_to_load_first(blocks: Any) -> None:
 def test_what_has_no_denoiser_is_refused(target: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         apply_mame(target)
+
+
+def test_both_transformers_of_wan_22_merge() -> None:
+    pipe = wan22()
+    before = once(pipe)
+    handle = apply_mame(pipe, keep=0.5, min_tokens=1)
+    merged = once(pipe)
+    assert not torch.equal(merged, before)
+    report = handle.report()
+    names = {layer.name.partition(".")[0] for layer in report.layers if layer.merged}
+    assert names == {"transformer", "transformer_2"}
+    assert {layer.calls for layer in report.layers} == {4}  # each has two steps, of two calls
+    handle.active = False
+    assert torch.equal(once(pipe), before)
+    handle.active = True
+    assert torch.equal(once(pipe), merged)
+    remove_mame(pipe)
+    assert not has_hooks(pipe)
+    assert torch.equal(once(pipe), before)
+    pipe.transformer_2 = None
+    assert denoiser_of(pipe) is pipe.transformer  # taken as it is

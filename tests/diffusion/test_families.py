@@ -13,7 +13,6 @@ from diffusers import (
     FluxControlNetModel,
     FluxTransformer2DModel,
     LTXVideoTransformer3DModel,
-    WanTransformer3DModel,
 )
 from diffusers.models.attention_processor import (
     Attention,
@@ -21,23 +20,18 @@ from diffusers.models.attention_processor import (
     JointAttnProcessor2_0,
     PAGCFGHunyuanAttnProcessor2_0,
 )
-from diffusers.models.transformers.transformer_flux import FluxAttention, FluxIPAdapterAttnProcessor
-from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import Tensor, nn
 
-from mame_sd import MaMeConfig, NothingMergedError, apply_mame, plan_tokens, remove_mame
-from mame_sd.diffusion.families.family import REGISTERED
+from mame_sd import MaMeConfig, apply_mame, plan_tokens, remove_mame
 from mame_sd.diffusion.families.layouts import packed
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
-from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.layer import NO_SIZE, UNSEEN, merged_call
-from mame_sd.diffusion.model_hooks import SizeHook
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
 from tests.builders.tiny import seeded
 from tests.builders.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
-from tests.matrix.transformers import ROWS
 
 N = H * W
 ONE_OF_EACH = {"num_layers": 1, "num_single_layers": 1}  # for tracing takes seconds a block
@@ -66,31 +60,30 @@ def merged(
     return output
 
 
-@pytest.mark.parametrize("text", [0, TEXT], ids=["image", "text-and-image"])
-def test_flux_single_attention_by_hand(text: int) -> None:
+def test_flux_single_attention_by_hand() -> None:
     """Merged tokens have the rotary positions of their destinations."""
     attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
     hidden, cos, sin = (
-        normal(3, text + N, 32),
-        normal(text + N, 16, seed=1),
-        normal(text + N, 16, seed=2),
+        normal(3, TEXT + N, 32),
+        normal(TEXT + N, 16, seed=1),
+        normal(TEXT + N, 16, seed=2),
     )
     with torch.no_grad():
         got = merged(
             attn,
             built_in("Flux"),
-            Tokens((H, W), before=text),
+            Tokens((H, W), before=TEXT),
             TAU,
             hidden_states=hidden,
             image_rotary_emb=(cos, sin),
         )
-        plan = plan_tokens(hidden[:, text:], TAU)
+        plan = plan_tokens(hidden[:, TEXT:], TAU)
         assert N // 2 < plan.tokens_kept < N
-        every = torch.cat([torch.arange(text), plan.kept + text])
-        states = torch.cat([hidden[:, :text], plan.merge(hidden[:, text:])], 1)
+        every = torch.cat([torch.arange(TEXT), plan.kept + TEXT])
+        states = torch.cat([hidden[:, :TEXT], plan.merge(hidden[:, TEXT:])], 1)
         out = attn(states, image_rotary_emb=(cos[every], sin[every]))
-        torch.testing.assert_close(got[:, :text], out[:, :text])
-        torch.testing.assert_close(got[:, text:], plan.restore(out[:, text:]))
+        torch.testing.assert_close(got[:, :TEXT], out[:, :TEXT])
+        torch.testing.assert_close(got[:, TEXT:], plan.restore(out[:, TEXT:]))
 
 
 def test_joint_attention_by_hand() -> None:
@@ -121,25 +114,6 @@ def test_joint_attention_by_hand() -> None:
     torch.testing.assert_close(words, expected)
 
 
-def test_wan_attention_by_hand() -> None:
-    times = 3
-    attn = seeded(WanAttention, 0, dim=32, heads=2, dim_head=16, processor=WanAttnProcessor())
-    hidden = normal(2, times * N, 32)
-    rotary = normal(1, times * N, 1, 16, seed=1), normal(1, times * N, 1, 16, seed=2)
-    with torch.no_grad():
-        got = merged(
-            attn,
-            built_in("Wan"),
-            Tokens((times, H, W)),
-            TAU,
-            hidden_states=hidden,
-            rotary_emb=rotary,
-        )
-        plan = plan_tokens(hidden, TAU)
-        few = attn(plan.merge(hidden), rotary_emb=tuple(part[:, plan.kept] for part in rotary))
-        torch.testing.assert_close(got, plan.restore(few))
-
-
 def flux(**sizes: int) -> tuple[FluxTransformer2DModel, dict[str, Any]]:
     model = seeded(FluxTransformer2DModel, 0, **FLUX | sizes, pooled_projection_dim=8)
     return model, {
@@ -155,10 +129,9 @@ def test_flux_positions_are_read_whatever_the_default_device_is() -> None:
         assert packed(model, inputs) == Tokens((H, W), before=TEXT)
 
 
-@pytest.mark.parametrize("ids", ["rolled", "random"])
-def test_flux_tokens_that_lie_in_no_grid_merge_without_one(ids: str) -> None:
+def test_flux_tokens_that_lie_in_no_grid_merge_without_one() -> None:
     model, inputs = flux()
-    inputs["img_ids"] = inputs["img_ids"].roll(1, 0) if ids == "rolled" else normal(N, 3, seed=4)
+    inputs["img_ids"] = inputs["img_ids"].roll(1, 0)
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     run(inputs, model)
     for layer in handle.report().layers:
@@ -180,52 +153,6 @@ def test_a_merged_flux_is_exported_after_a_forward_of_that_size() -> None:
     want = model(**inputs)[0]
     exported = torch.export.export(model, (), inputs, strict=False).module()
     torch.testing.assert_close(exported(**inputs)[0], want)
-
-
-@torch.no_grad()
-def test_positions_are_not_read_while_merging_is_off() -> None:
-    model, inputs = flux()
-    handle = apply_mame(model, keep=0.5, min_tokens=1)
-    handle.active = False
-    inputs["img_ids"] = inputs["img_ids"].to("meta")
-    reader = hook_on(model, SizeHook.name)
-    assert isinstance(reader, SizeHook)
-    reader(model, (), inputs)
-    assert reader.tokens.value is None
-    handle.active = True
-    with pytest.raises(NotImplementedError):
-        reader(model, (), inputs)
-
-
-@pytest.mark.parametrize("fields", [{"keep": 0.5}, {"tau": -1.0}], ids=str)
-def test_each_sample_sees_its_own_image_prompt(fields: dict[str, Any]) -> None:
-    attn = seeded(
-        FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, added_kv_proj_dim=32
-    )
-    attn.set_processor(
-        seeded(FluxIPAdapterAttnProcessor, 1, hidden_size=32, cross_attention_dim=24)
-    )
-    family = family_of(FluxTransformer2DModel(**FLUX, pooled_projection_dim=8))
-    assert family is not None
-    rotary = normal(TEXT + N, 16), normal(TEXT + N, 16, seed=1)
-    hidden, text, prompt = normal(2, N, 32), normal(2, TEXT, 32), normal(2, 1, 4, 24)
-
-    def run_samples(chosen: slice) -> Any:
-        return merged(
-            attn,
-            family,
-            Tokens((H, W), before=TEXT),
-            MaMeConfig(**fields, min_tokens=1),
-            hidden_states=hidden[chosen],
-            encoder_hidden_states=text[chosen],
-            image_rotary_emb=rotary,
-            ip_hidden_states=[prompt[chosen]],
-        )
-
-    with torch.no_grad():
-        both, first, second = (run_samples(chosen) for chosen in (slice(2), slice(1), slice(1, 2)))
-    for i in range(3):  # image, text, image prompt
-        torch.testing.assert_close(both[i], torch.cat([first[i], second[i]]))
 
 
 def hunyuan(processor: Any) -> Attention:
@@ -310,22 +237,6 @@ def test_attention_that_hides_its_keys_is_left_alone_by_keep_and_merges_by_tau()
     plan = plan_tokens(x, TAU)
     got = merged(attn, family, Tokens((H, W)), TAU, x=x)
     torch.testing.assert_close(got, plan.restore(attn(plan.merge(x))))
-
-
-def test_a_joint_family_that_does_not_tell_where_text_stands_is_left_alone() -> None:
-    row = next(row for row in ROWS if row.name == "Stable Diffusion 3")
-    model = row.build()
-    known = family_of(model)
-    assert known is not None
-    before = row.run(model)
-    register_family(replace(known, text_last=None))
-    try:
-        handle = apply_mame(model, keep=0.5, min_tokens=60)
-        assert torch.equal(row.run(model), before)
-        with pytest.raises(NothingMergedError, match="doesn't tell text_last"):
-            handle.report()
-    finally:
-        register_family(known)
 
 
 @pytest.mark.parametrize(("fields", "note"), [({"keep": 0.5}, NO_SIZE), ({"tau": 0.1}, "")])
@@ -464,20 +375,6 @@ def test_a_model_of_the_users_own() -> None:
         torch.testing.assert_close(model(image), before)
         remove_mame(model)
         assert torch.equal(model(image), before)
-
-
-def test_a_family_of_ones_own_comes_before_a_built_in_one() -> None:
-    with torch.device("meta"):
-        model = WanTransformer3DModel(num_layers=0)
-    before = dict(REGISTERED)
-    family = Family("mine", ("WanTransformer3DModel",), ("X",), lambda model, call: None)
-    mine = register_family(family)
-    try:
-        assert family_of(model) is mine
-    finally:
-        REGISTERED.clear()
-        REGISTERED.update(before)
-    assert family_of(model) is built_in("Wan")
 
 
 def test_where_the_image_begins() -> None:

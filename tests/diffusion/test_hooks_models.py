@@ -11,7 +11,6 @@ import torch
 from diffusers import UNet2DConditionModel
 
 from mame_sd import apply_mame, remove_mame
-from tests.builders.pipelines import SIDE, animatediff
 from tests.builders.tiny import seeded, tiny_unet, unet_inputs
 from tests.builders.transformers import normal
 
@@ -34,22 +33,6 @@ LATENT_UPSCALER: dict[str, Any] = {
     "up_block_types": ("KCrossAttnUpBlock2D", "KCrossAttnUpBlock2D", "KUpBlock2D"),
     "layers_per_block": 2,
 }
-
-
-def test_split_inference_of_free_noise_gives_the_same_video() -> None:
-    """A chunk of two frames is no guided pair."""
-    pipe, videos = animatediff(), []
-    pipe.enable_free_noise(context_length=4, context_stride=2)
-    apply_mame(pipe, min_tokens=16)
-    for split in (False, True):
-        if split:
-            pipe.enable_free_noise_split_inference(temporal_split_size=2, spatial_split_size=256)
-        call = {"num_frames": 4, "num_inference_steps": 1, "output_type": "pt", "height": SIDE}
-        generator = torch.Generator().manual_seed(0)
-        videos.append(
-            pipe("a red key", negative_prompt="a", generator=generator, width=SIDE, **call)
-        )
-    torch.testing.assert_close(videos[1].frames, videos[0].frames, rtol=0, atol=1e-4)
 
 
 def test_image_tokens_among_others_are_left_alone() -> None:

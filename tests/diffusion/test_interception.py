@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from torch import Tensor
 
 from mame_sd import apply_mame
@@ -58,3 +60,10 @@ def test_one_head_without_a_dimension_of_its_own_keeps_the_masks_of_its_samples(
         want = F.scaled_dot_product_attention(*four, attn_mask=mask.unsqueeze(1))
     assert job.merged is not None
     torch.testing.assert_close(alone, want.squeeze(1))
+
+
+def test_a_backend_may_be_registered_by_a_plain_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    apply_mame(attention(), min_tokens=1)
+    monkeypatch.setitem(Registry._backends, "mine", lambda query, key, value: value)
+    q = torch.zeros(1, 4, 2, 8)
+    assert Registry._backends["mine"](query=q, key=q, value=q) is q

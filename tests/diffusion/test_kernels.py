@@ -18,8 +18,8 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Reg
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
 
-from mame_sd import MaMeAttnProcessor, NothingMergedError, apply_mame, remove_mame
-from tests.builders.layers import attention, tokens
+from mame_sd import NothingMergedError, apply_mame, mame, remove_mame
+from mame_sd.core.fit import SDPA
 from tests.builders.tiny import one_level_unet, run_unet
 from tests.matrix.transformers import ROWS
 
@@ -97,11 +97,6 @@ def whole(model: Any) -> int:
     return count
 
 
-def in_place(model: Any) -> Any:
-    model.compile(backend="eager", fullgraph=True)
-    return model
-
-
 def by_blocks(model: Any) -> Any:
     model.compile_repeated_blocks(backend="eager", fullgraph=True)
     return model
@@ -109,16 +104,14 @@ def by_blocks(model: Any) -> Any:
 
 COMPILED: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
-    "compiled": lambda model: torch.compile(model, backend="eager"),
     "one graph": lambda model: torch.compile(model, backend="eager", fullgraph=True),
-    "in place": in_place,
     "blocks": by_blocks,
 }
-MODELS = [name for name in COMPILED if name != "blocks"]
 
 
-@pytest.mark.parametrize("how", COMPILED)
-@pytest.mark.parametrize("registered", ["before", "after"])
+@pytest.mark.parametrize(
+    ("registered", "how"), [("before", "eager"), ("before", "blocks"), ("after", "one graph")]
+)
 def test_a_backend_that_is_set_gets_merged_keys(
     register: Callable[[str], None], registered: str, how: str
 ) -> None:
@@ -141,30 +134,6 @@ def test_a_backend_that_is_set_gets_merged_keys(
     remove_mame(model)
     run(model)
     assert seen() == {every}
-
-
-@pytest.mark.parametrize("how", ["eager", "one graph", "in place"])
-def test_a_backend_that_is_switched_gets_merged_keys(
-    register: Callable[[str], None], how: str
-) -> None:
-    model = flux()
-    for name in ("sage", "flash"):
-        register(name)
-    every = whole(model)
-    handle = apply_mame(model, **MERGING)
-    called = COMPILED[how](model)
-    native = run(called)
-    for name in ("sage", "flash", "sage"):
-        with attention_backend(name):
-            run(called)
-        assert max(seen()) < every
-        assert any(f"by {name}," in layer.reason for layer in handle.report().layers)
-    model.set_attention_backend("flash")
-    run(called)
-    assert max(seen()) < every
-    model.set_attention_backend("native")
-    torch.testing.assert_close(run(called), native)
-    assert not seen()
 
 
 @torch.no_grad()
@@ -211,8 +180,7 @@ def replacement(
     return kernel(query, key, value)
 
 
-@pytest.mark.parametrize("how", MODELS)
-@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize(("order", "how"), [("before", "eager"), ("after", "one graph")])
 def test_what_stands_in_for_scaled_dot_product_attention_gets_merged_keys(
     monkeypatch: pytest.MonkeyPatch, how: str, order: str
 ) -> None:
@@ -229,54 +197,101 @@ def test_what_stands_in_for_scaled_dot_product_attention_gets_merged_keys(
     torch.testing.assert_close(run_unet(COMPILED[how](unet)), expected, rtol=1e-4, atol=1e-4)
     assert seen() == {128}
     assert {layer.reason for layer in handle.report().layers} == {
-        "attention by replacement, which takes no sizes of groups: their values make up for it"
+        "attention by replacement, which takes no sizes of groups: their keys carry them"
     }
     remove_mame(unet)
     run_unet(unet)
     assert seen() == {256}
 
 
-def test_a_processor_alone_merges_before_what_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    attn = attention()
-    monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
+def flash(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """A kernel of the user, which takes no bias."""
+    return kernel(q, k, v)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **more: Any) -> Tensor:
+    """A kernel of the user, which takes one."""
+    SEEN.append((q.shape[2], k.shape[2]))
+    return SDPA(q, k, v, attn_mask=attn_mask, **more)
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_a_kernel_of_the_user_computes_attention_over_merged_keys(
+    register: Callable[[str], None], how: str
+) -> None:
+    """In front of PyTorch's attention and of a backend of the dispatcher, with a bias or none."""
+    register("sage")
+    model = flux()
+    every = whole(model)
+    with mame(model, **MERGING):
+        counted = run(model)
+    handle = apply_mame(model, kernel=biased, **MERGING)
+    assert torch.equal(run(model), counted)
+    assert {layer.reason for layer in handle.report().layers} == {"attention by biased"}
+    handle = apply_mame(model, kernel=flash, **MERGING)
     SEEN.clear()
-    attn.set_processor(MaMeAttnProcessor(keep=0.5, min_tokens=1))
-    attn(tokens(length=256))
+    expected = run(model)
+    (kept,) = seen()
+    assert kept < every
+    assert {layer.reason for layer in handle.report().layers} == {
+        "attention by flash, which takes no sizes of groups: their keys carry them"
+    }
+    with attention_backend("sage"):
+        assert torch.equal(run(model), expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(COMPILED[how](model)), expected, rtol=1e-4, atol=1e-4)
+    remove_mame(model)
+    SEEN.clear()
+    run(model)
+    assert not SEEN
+    unet = one_level_unet()
+    apply_mame(unet, keep=0.5, min_tokens=40, kernel=flash)
+    run_unet(unet)
     assert seen() == {128}
+
+
+def test_a_kernel_of_the_user_is_refused_where_it_can_do_nothing() -> None:
+    unet = one_level_unet()
+    with pytest.raises(ValueError, match="kernel: expected none with tau"):
+        apply_mame(unet, kernel=flash, tau=0.8)
+    handle = apply_mame(unet, kernel=flash, keep=0.5)
+    with pytest.raises(ValueError, match="kernel: expected none with tau"):
+        handle.set(tau=0.8)
+    for kind in ("sage", torch.nn.Identity):
+        with pytest.raises(TypeError, match=r"kernel: expected a function of \(q, k, v\), got"):
+            apply_mame(unet, kernel=kind)
 
 
 class Written(AttnProcessor):
     """A processor that writes the softmax out."""
 
 
-@pytest.mark.parametrize("how", COMPILED)
-def test_a_forward_that_merges_nothing_warns_whenever_that_begins(how: str) -> None:
+TOLD = r"no layer merges: each of 2 was left alone, and rep"
+
+
+def test_a_forward_that_merges_nothing_warns_whenever_that_begins() -> None:
     """Not only the first one; and again where merging came back in between."""
-    torch._dynamo.reset()
     unet = one_level_unet()
     handle = apply_mame(unet, keep=0.5, min_tokens=40)
-    called = COMPILED[how](unet)
     for _ in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            run_unet(called)
+            run_unet(unet)
         unet.set_attn_processor(Written())
-        with pytest.warns(UserWarning, match=r"no layer merges: each of 2 was left alone, and rep"):
-            run_unet(called)
+        with pytest.warns(UserWarning, match=TOLD):
+            run_unet(unet)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            run_unet(called)
+            run_unet(unet)
         with pytest.raises(NothingMergedError, match="Written calls no attention over"):
             handle.report()
         unet.set_attn_processor(AttnProcessor2_0())
-        torch._dynamo.reset()  # what is compiled warns where it is compiled
 
 
-@pytest.mark.parametrize("how", ["one graph", "in place", "blocks"])
-def test_a_compiled_model_of_too_few_tokens_warns(how: str) -> None:
+def test_a_compiled_forward_that_merges_nothing_warns() -> None:
     torch._dynamo.reset()
-    unet = one_level_unet()
-    apply_mame(unet, keep=0.5, min_tokens=4000)
-    called = COMPILED[how](unet)
-    with pytest.warns(UserWarning, match=r"no layer merges: each of 2 was left alone"):
-        run_unet(called)
+    unet = one_level_unet(transformer_layers_per_block=2)
+    apply_mame(unet, keep=0.5, min_tokens=40)
+    unet.set_attn_processor(Written())
+    with pytest.warns(UserWarning, match=TOLD):
+        run_unet(torch.compile(unet, backend="eager", fullgraph=True))

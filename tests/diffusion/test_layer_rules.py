@@ -54,7 +54,7 @@ def test_each_layer_merges_as_its_own_settings_do_alone() -> None:
         assert not torch.equal(run_unet(unet), mixed)
 
 
-@pytest.mark.parametrize("name", ["Stable Diffusion 3", "Flux", "PixArt"])
+@pytest.mark.parametrize("name", ["Stable Diffusion 3", "PixArt"])
 def test_transformers_take_rules_whose_methods_differ(name: str) -> None:
     model = MODELS[name].build()
     layers = [layer.name for layer in apply_mame(model, min_tokens=1).report().layers]
@@ -100,13 +100,11 @@ def test_settings_change_live_and_threads_have_their_own() -> None:
             r"layers: up_blocks.1: redraw holds for a whole model",
         ),
         ({"layers": {UP: 0.5}}, r"layers: up_blocks.1: expected settings such as .* got 0.5"),
-        ({"layers": ["up"]}, r"layers: expected settings by pattern"),
-        ({"layers": {"": False}}, r"layers: expected a pattern of a layer's name"),
+        ({"layers": []}, r"layers: expected settings by pattern"),
         (
             {"made_for": "Other with 3 self-attentions"},
             r"made_for: expected settings that were found for UNet2D.* got ones for Other",
         ),
-        ({"made_for": 3}, r"made_for: expected what calibration wrote"),
     ],
     ids=lambda value: str(value)[:40],
 )

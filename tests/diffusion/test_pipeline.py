@@ -4,7 +4,6 @@ shared UNets.
 
 from __future__ import annotations
 
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def mame_pipeline(scheduler: str = "ddim", **kwargs: Any) -> StableDiffusionMaMe
 
 @pytest.mark.parametrize(
     ("scheduler", "batch", "guidance"),
-    [("ddim", 1, 5.0), ("dpm++", 2, 0.0), ("euler-a", 3, 5.0), ("heun", 4, 0.0)],
+    [("ddim", 1, 5.0), ("heun", 2, 0.0)],
 )
 def test_schedulers_batches_guidance(scheduler: str, batch: int, guidance: float) -> None:
     pipe = mame_pipeline(scheduler)
@@ -59,12 +58,6 @@ def test_schedulers_batches_guidance(scheduler: str, batch: int, guidance: float
     report = pipe.mame.report()
     assert {layer.size for layer in report.layers} == {(12, 20), (6, 10)}
     assert {layer.calls for layer in report.layers} == {3 if scheduler == "heun" else 2}
-
-
-def test_equals_the_hooked_base_pipeline() -> None:
-    base = tiny_pipeline()
-    apply_mame(base, tau=0.2, **FIELDS)
-    assert torch.equal(generate(base), generate(mame_pipeline()))
 
 
 def test_call_argument_lasts_for_that_call_also_when_it_raises() -> None:
@@ -97,16 +90,6 @@ def test_default_is_the_measured_one_and_none_is_off() -> None:
     assert off.mame is None
 
 
-def test_settings_of_a_config_object() -> None:
-    config = MaMeConfig(keep=0.4, min_tokens=40)
-    pipe = mame_pipeline(tau="default", mame_config=config)
-    assert (pipe.tau, pipe.keep) == (None, 0.4)
-    assert pipe.mame_config == config
-    assert mame_pipeline(tau=0.5, mame_config=config).mame_config == MaMeConfig(
-        tau=0.5, min_tokens=40
-    )
-
-
 def test_set_mame_lasts() -> None:
     pipe = mame_pipeline()
     pipe.set_mame(keep=0.4)
@@ -123,23 +106,14 @@ def test_set_mame_lasts() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"tau": 1.5}, "tau: expected"),
-        ({"tau": float("nan")}, "tau: expected"),
-        ({"tau": "often"}, "'often'"),
-        ({"tau": 0.5, "keep": 0.5}, "expected tau or keep"),
-        ({"tau": None, "keep": 0}, "keep: expected"),
-    ],
-    ids=["range", "nan", "word", "both", "keep"],
+    [({"tau": 1.5}, "tau: expected"), ({"tau": "often"}, "'often'"), ({"keep": 0.5}, "got both")],
+    ids=["range", "word", "both"],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        mame_pipeline(**settings)
-    pipe = mame_pipeline()
-    with pytest.raises(ValueError, match=message):
-        generate(pipe, **settings)
+        generate(mame_pipeline(), **{"tau": 0.5, **settings})
     with pytest.raises(ValueError, match="mni_tokens"):
-        mame_pipeline(tau=None, mame_config={"mni_tokens": 3})
+        resolve_setting(None, None, {"mni_tokens": 3})
 
 
 def test_saves_loads_and_overrides(tmp_path: Path) -> None:
@@ -248,17 +222,6 @@ def test_from_pipe_shares_the_unet_but_not_the_merging() -> None:
     assert torch.equal(generate(base), plain)
 
 
-def test_from_pipe_back_to_the_base_and_forth_again() -> None:
-    pipe = mame_pipeline()
-    merged = generate(pipe)
-    base = quiet(StableDiffusionPipeline.from_pipe(pipe))
-    assert base.unet is pipe.unet
-    assert torch.equal(generate(base), generate(tiny_pipeline()))
-    again = quiet(StableDiffusionMaMePipeline.from_pipe(base))
-    assert (again.tau, again.mame_config) == (0.2, pipe.mame_config)
-    assert torch.equal(generate(again), merged)
-
-
 def test_hooks_of_apply_mame_step_back_and_return() -> None:
     pipe = mame_pipeline()
     merged = generate(pipe)
@@ -271,15 +234,6 @@ def test_hooks_of_apply_mame_step_back_and_return() -> None:
     remove_mame(pipe)
     assert torch.equal(generate(pipe, tau=None), generate(tiny_pipeline()))
     assert torch.equal(generate(pipe), merged)
-
-
-def test_a_new_unet_is_merged_too() -> None:
-    pipe = mame_pipeline()
-    generate(pipe)
-    pipe.unet = tiny_pipeline(seed=9).unet
-    expected = tiny_pipeline(seed=9)
-    apply_mame(expected, tau=0.2, **FIELDS)
-    assert torch.equal(generate(pipe), generate(expected))
 
 
 @pytest.mark.parametrize(
@@ -303,12 +257,6 @@ def test_custom_pipeline(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(generate(pipe), generate(mame_pipeline()))
 
 
-def test_call_shows_the_base_arguments_and_its_own() -> None:
-    names = list(inspect.signature(mame_pipeline().__call__).parameters)
-    base = list(inspect.signature(tiny_pipeline().__call__).parameters)
-    assert names[:-1] == [*base[:-1], "tau", "keep"]
-
-
 def test_a_compiled_unet_is_not_compiled_again_for_every_call() -> None:
     torch._dynamo.reset()
     pipe = mame_pipeline(tau=None, keep=0.4)
@@ -322,9 +270,3 @@ def test_a_compiled_unet_is_not_compiled_again_for_every_call() -> None:
         torch.testing.assert_close(generate(pipe, keep=None), plain, rtol=1e-4, atol=1e-4)
     assert pipe.mame is not None
     assert {layer.calls for layer in pipe.mame.report().layers} == {2}
-
-
-def test_off_needs_nothing_of_tau_or_keep_but_names_must_exist() -> None:
-    assert resolve_setting(None, None, {"metric": "euclidean", "refine": False}) is None
-    with pytest.raises(ValueError, match="unknown setting 'tile'"):
-        resolve_setting(None, None, {"tile": 8})

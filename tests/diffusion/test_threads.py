@@ -8,8 +8,6 @@ another one acts.
 from __future__ import annotations
 
 import contextlib
-import copy
-import pickle
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mame_sd import MaMeConfig
 from mame_sd.diffusion.apply_denoiser import apply_mame, mame, remove_mame
-from mame_sd.diffusion.threads import PerThread
+from mame_sd.diffusion.hooks import ResolvedConfig, Shared, StepHook
+from mame_sd.diffusion.threads import check_idle
 from mame_sd.pipelines import StableDiffusionMaMePipeline
+from tests.builders.threads import in_thread
 from tests.builders.tiny import (
     generate,
     run_unet,
@@ -138,39 +139,9 @@ def test_a_model_changes_only_between_images() -> None:
     assert not torch.equal(generate(pipe), expected)
 
 
-def test_a_thread_that_was_given_the_model_and_waits_makes_no_image() -> None:
-    model, waits, done = tiny_unet(), threading.Event(), threading.Event()
-    handle = apply_mame(model, min_tokens=40)
-
-    @torch.no_grad()
-    def serve(queue: None, unet: Any) -> None:
-        waits.set()
-        done.wait(60)
-
-    thread = threading.Thread(target=serve, args=(None, model))
-    thread.start()
-    waits.wait(60)
-    try:
-        handle.set(keep=0.5)
-    finally:
-        done.set()
-        thread.join()
-
-
-def test_a_callback_of_the_image_itself_may_change_settings() -> None:
-    pipe = tiny_pipeline()
-    handle = apply_mame(pipe, **MERGED)
-    before = generate(pipe)
-
-    def change(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        handle.set(keep=0.25)
-        return kwargs
-
-    assert not torch.equal(generate(pipe, callback_on_step_end=change), before)
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["conv_in", "mid_block"])
+@pytest.mark.parametrize(
+    ("place", "error"), [("conv_in", ValueError), ("mid_block", KeyboardInterrupt)]
+)
 def test_a_forward_that_ended_by_an_error_is_not_under_way(
     place: str, error: type[BaseException]
 ) -> None:
@@ -247,10 +218,12 @@ def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
     assert torch.equal(generate(first), half)
 
 
-def test_a_value_of_a_thread_is_copied_empty() -> None:
-    value = PerThread(latest=True)
-    value.value = 3
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lambda: value.value).result() == 3
-    assert copy.deepcopy(value).value is None
-    assert pickle.loads(pickle.dumps(value)).value is None
+def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
+    """As Z-Image has them."""
+    unet = tiny_unet()
+    hook, latents = StepHook(unet, Shared(ResolvedConfig(MaMeConfig(), True))), [torch.zeros(4, 1)]
+    in_thread(lambda: hook(unet, (latents, 5, None), {}))
+    with pytest.raises(RuntimeError, match=BUSY):
+        check_idle(unet, "set")
+    latents.clear()
+    check_idle(unet, "set")

@@ -19,29 +19,20 @@ from torch import Tensor
 from mame_sd import apply_mame
 from mame_sd.core.groups import Groups
 from tests.builders.pipelines import quiet
-from tests.builders.threads import in_thread
 from tests.builders.transformers import TEXT, halves, normal, run
 from tests.matrix.transformers import ROWS
 
 MODELS = {row.name: row for row in ROWS}
-KEPT: list[dict[str, Any]] = [
-    {"keep": 0.25},
-    {"keep": 0.25, "layers": {"*0*": {"keep": 0.4, "fit_queries": 0}}},
-]
 
 
-@pytest.mark.parametrize("fields", KEPT, ids=str)
-@pytest.mark.parametrize(
-    "name", ["Flux", "Qwen-Image", "Wan (video)", "Stable Diffusion 3.5", "PixArt"]
-)
-def test_two_calls_give_what_a_batch_of_both_gives(
-    name: str, fields: dict[str, Any], planned: list[Groups]
-) -> None:
+@pytest.mark.parametrize("name", ["Flux", "Wan (video)", "Stable Diffusion 3.5"])
+def test_two_calls_give_what_a_batch_of_both_gives(name: str, planned: list[Groups]) -> None:
     row = MODELS[name]
     model, inputs = row.build(), dict(row.inputs)
     inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
     guided, unguided = halves(inputs)
-    handle = apply_mame(model, min_tokens=1, **fields)
+    rules = {"*0*": {"keep": 0.4, "fit_queries": 0}}
+    handle = apply_mame(model, min_tokens=1, keep=0.25, layers=rules)
     both = run(inputs, model)
     planned.clear()
     first = run(guided, model)
@@ -114,16 +105,15 @@ def test_pipelines_that_call_twice_plan_once(name: str, planned: list[Groups]) -
     build, given = PIPELINES[name]
     pipe = build()
     handle = apply_mame(pipe, keep=0.25, min_tokens=1)
-    for steps in (1, 3):
-        for pairs, plans in ((True, 1), (False, 2)):
-            handle.set(share_guidance_plan=pairs)
-            handle.reset()
-            planned.clear()
-            pipe(**given, height=128, width=192, num_inference_steps=steps, output_type="latent")
-            layers = [entry for entry in handle.report().layers if entry.merged]
-            assert layers, "something merges"
-            assert all(entry.calls == 2 * steps for entry in layers)
-            assert len(planned) == plans * steps * len(layers)
+    for pairs, plans in ((True, 1), (False, 2)):
+        handle.set(share_guidance_plan=pairs)
+        handle.reset()
+        planned.clear()
+        pipe(**given, height=128, width=192, num_inference_steps=2, output_type="latent")
+        layers = [entry for entry in handle.report().layers if entry.merged]
+        assert layers, "something merges"
+        assert all(entry.calls == 4 for entry in layers)
+        assert len(planned) == plans * 2 * len(layers)
 
 
 def modular() -> tuple[Any, Callable[[], Any]]:
@@ -157,20 +147,3 @@ def test_a_modular_pipeline_plans_once(planned: list[Groups]) -> None:
     assert layers
     assert all(entry.calls == 6 for entry in layers)
     assert len(planned) == 3 * len(layers)
-
-
-def test_a_modular_pipeline_is_not_changed_under_way() -> None:
-    pipe, generate = modular()
-    handle = apply_mame(pipe, keep=0.25, min_tokens=1)
-    found: list[str] = []
-
-    def change() -> None:
-        try:
-            handle.set(keep=0.5)
-        except RuntimeError as error:
-            found.append(str(error))
-
-    handle.root.transformer_blocks[0].register_forward_pre_hook(lambda *_: in_thread(change))
-    generate()
-    assert found
-    assert all(type(handle.root).__name__ in text for text in found)

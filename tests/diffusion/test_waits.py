@@ -42,17 +42,7 @@ def test_nothing_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "wait",
-    [
-        lambda x: x.sum().item(),
-        lambda x: x.cpu(),
-        lambda x: x.nonzero(),
-        lambda x: x[x > 0],
-        lambda x: x if x.any() else -x,
-        lambda x: x.tolist(),
-        lambda x: x.masked_select(x > 0),
-    ],
-    ids=["item", "cpu", "nonzero", "mask", "if", "tolist", "masked_select"],
+    "wait", [lambda x: x.sum().item(), lambda x: x[x > 0]], ids=["item", "mask"]
 )
 def test_a_wait_would_be_seen(wait: Callable[[Any], Any]) -> None:
     with pretended(), pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)meta"):

@@ -19,12 +19,11 @@ from mame_sd import apply_mame, mame
 from mame_sd.perception import shared
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
 from mame_sd.perception.known_encoders import Encoder, is_encoder, register_encoder
-from tests.builders.perception import DEPTH, PATCHES, ROWS, SHALLOW, SIDE, TIMM, WIDTH, Row, tokens
+from tests.builders.perception import DEPTH, PATCHES, ROWS, SHALLOW, TIMM, WIDTH, Row, tokens
 from tests.builders.tiny import seeded, tiny_unet
 from tests.perception.oracle import blocks_of
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
-MEAN = next(row for row in ROWS if row.name == "SiglipForImageClassification")
 
 
 @torch.no_grad()
@@ -46,9 +45,9 @@ def test_few_tokens_are_left_alone() -> None:
     assert tokens(handle) == [3, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("row", [VIT, MEAN], ids=lambda row: row.name)
 @torch.no_grad()
-def test_with_keep_a_sample_does_not_see_its_neighbours(row: Row) -> None:
+def test_with_keep_a_sample_does_not_see_its_neighbours() -> None:
+    row = VIT
     model, inputs = row.build(), row.batch(3)
     handle = apply_encoder(model, keep=0.6, prop_attn=True)
     handle.capture()
@@ -67,15 +66,11 @@ def stays(plan: Any) -> torch.Tensor:
     return torch.zeros(len(plan.src), dtype=torch.bool).index_fill(0, plan.preserved, True)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"tau": 0.35}, {"tau": 0.3, "feature": "k"}, {"tau": 0.35, "partition": "sequential"}],
-)
 @torch.no_grad()
-def test_by_tau_a_batch_keeps_a_source_that_any_image_keeps(fields: dict[str, Any]) -> None:
+def test_by_tau_a_batch_keeps_a_source_that_any_image_keeps() -> None:
     """The paper's rule (Algorithm 1), which the float64 loops of test_models hold to the digit."""
     model, inputs = VIT.build(), VIT.batch(3)
-    handle = apply_encoder(model, blocks=1, **fields)
+    handle = apply_encoder(model, blocks=1, tau=0.35)
     handle.capture()
     alone = []
     for sample in range(3):
@@ -121,25 +116,13 @@ def test_restoring_puts_every_token_at_its_place(fields: dict[str, float]) -> No
         handle.restore(kept)
 
 
-@torch.no_grad()
-def test_asked_for_too_much_the_report_says_what_is_nearer() -> None:
-    model = VIT.build()
-    for keep, said in ((0.9, False), (0.3, True)):
-        handle = apply_encoder(model, keep=keep, blocks=DEPTH)
-        VIT.call(model, VIT.batch())
-        assert (handle.report().share < 0.37) == said
-        assert ("a smaller image that merges less is nearer" in str(handle.report())) == said
-
-
 @pytest.mark.parametrize(
     ("fields", "warns"),
     [
         ({}, False),
-        ({"keep": 0.9}, False),
         ({"keep": 0.5}, True),
         ({"keep": 0.01, "blocks": 3}, True),  # more than destinations stay
         ({"tau": 0.3}, False),  # nobody knows before images are seen
-        ({"layers": {"*.[0-2]": {"keep": 0.5}, "*.[3-5]": False}}, True),
     ],
     ids=str,
 )
@@ -160,6 +143,7 @@ def test_asked_for_too_much_merging_warns(fields: dict[str, Any], warns: bool) -
         told = re.match(r"these settings leave about (\d+)%; below 37%", str(said[0].message))
         assert told
         assert abs(int(told[1]) / 100 - handle.report().share) < 0.03
+        assert "a smaller image that merges less is nearer" in str(handle.report())
 
 
 @torch.no_grad()
@@ -175,14 +159,6 @@ def test_of_clips_no_smaller_image_is_told() -> None:
 
 
 @torch.no_grad()
-def test_hidden_states_are_those_that_blocks_give() -> None:
-    model, inputs = VIT.build(), VIT.batch()
-    apply_encoder(model, keep=0.5, blocks=(1,))
-    states = model(**inputs, output_hidden_states=True).hidden_states
-    assert [state.shape[1] for state in states] == [37, 37, 19, 19, 19]
-
-
-@torch.no_grad()
 def test_tau_compiles_around_merging() -> None:
     torch._dynamo.reset()
     model = SHALLOW.build()
@@ -195,25 +171,13 @@ def test_tau_compiles_around_merging() -> None:
 
     compiled = torch.compile(model, backend=backend)
     counts = []
-    for seed in range(6):
+    for seed in range(4):
         inputs = VIT.batch(seed=seed)
         handle.reset()
         torch.testing.assert_close(VIT.call(compiled, inputs), VIT.call(model, inputs))
         counts.append((len(graphs), *tokens(handle)))
     assert len({kept for _, kept, *_ in counts}) > 2
-    assert counts[3][0] == counts[-1][0]  # other numbers of tokens compile nothing more
-
-
-@torch.no_grad()
-def test_tau_in_one_block_compiles_to_one_graph_where_shapes_may_depend_on_data() -> None:
-    torch._dynamo.reset()
-    model = SHALLOW.build()
-    apply_encoder(model, tau=0.2, blocks=(1,))
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        for seed in range(2):
-            inputs = VIT.batch(1, seed=seed)
-            torch.testing.assert_close(VIT.call(compiled, inputs), VIT.call(model, inputs))
+    assert counts[2][0] == counts[-1][0]  # other numbers of tokens compile nothing more
 
 
 @pytest.mark.parametrize("row", TIMM[:1])
@@ -242,69 +206,17 @@ def test_timm_checkpoints_and_gives_features_directly(
         model(image)
 
 
-def refused(name: str, **overrides: Any) -> nn.Module:
-    kind = getattr(transformers, name)
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
-    sizes |= {"image_size": SIDE, "patch_size": 4}
-    if name.startswith("Segformer"):
-        sizes = {
-            "hidden_sizes": [8] * 4,
-            "depths": [1] * 4,
-            "num_attention_heads": [1] * 4,
-            "decoder_hidden_size": 8,
-        }
-    return seeded(
-        kind,
-        0,
-        kind.config_class(**(overrides if name.startswith("Swin") else {**sizes, **overrides})),
-    )
-
-
-SWIN = {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 3}
-
-
 @pytest.mark.parametrize(
-    ("name", "overrides", "message"),
+    ("name", "message"),
     [
-        ("SwinForImageClassification", SWIN, "SwinModel: its attention works in windows"),
-        ("BeitForImageClassification", {}, "BeitModel: its attention adds a bias for each pair"),
-        (
-            "DINOv3ViTModel",
-            {},
-            "DINOv3ViTModel: positions turn its queries and keys inside attention",
-        ),
-        (
-            "ViTMAEForPreTraining",
-            {},
-            "ViTMAEForPreTraining: its decoder needs every token; apply to its encoder",
-        ),
-        (
-            "ViTForMaskedImageModeling",
-            {"encoder_stride": 4},
-            "its output puts every token at its place",
-        ),
-        (
-            "SegformerForSemanticSegmentation",
-            {},
-            "SegformerModel: its stages fold tokens by their places",
-        ),
-        ("TimesformerModel", {"num_frames": 2}, "its attention takes frames and places apart"),
-        (
-            "VJEPA2Model",
-            {"crop_size": SIDE, "frames_per_clip": 2, "pred_num_hidden_layers": 1},
-            "VJEPA2Model: positions turn its queries and keys inside attention",
-        ),
+        ("SwinForImageClassification", "SwinModel: its attention works in windows"),
+        ("ViTMAEForPreTraining", "its decoder needs every token; apply to its encoder, model.vit,"),
     ],
 )
-def test_models_whose_tokens_must_stay_are_refused_with_a_reason(
-    name: str, overrides: dict[str, Any], message: str
-) -> None:
-    model = refused(name, **overrides)
+def test_models_whose_tokens_must_stay_are_refused_with_a_reason(name: str, message: str) -> None:
+    kind = getattr(transformers, name)
+    with torch.device("meta"):
+        model = kind(kind.config_class())
     assert is_encoder(model)
     with pytest.raises(ValueError, match=message):
         apply_encoder(model, tau=0.8)
@@ -399,14 +311,3 @@ def test_a_model_of_one_s_own() -> None:
         match=r"expected a MyViT with blocks .* got another kind .MyBlock: it also has bias",
     ):
         apply_encoder(model, keep=0.5)
-
-
-@torch.no_grad()
-def test_an_exported_model_merges_and_counts_nothing() -> None:
-    register_encoder(MINE)
-    model, x = MyViT(), torch.randn(2, 9, 8)
-    handle = apply_encoder(model, keep=0.5, blocks=2)
-    want, report = model(x), handle.report()
-    exported = torch.export.export(model, (x,), strict=False).run_decompositions({})
-    torch.testing.assert_close(exported.module()(x), want)
-    assert handle.report() == report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from mame_sd.perception.apply_encoder import apply_encoder, remove_encoder
@@ -56,13 +55,12 @@ def test_by_default_a_grid_of_any_sides_is_the_oracle_s() -> None:
     )
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_computes_again_by_its_own_images_grid(reentrant: bool) -> None:
+def test_a_checkpoint_computes_again_by_its_own_images_grid() -> None:
     grads = []
     for checkpoint in (False, True):
         model = VIT.build().train()
         if checkpoint:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         apply_encoder(model, keep=0.6)
         images = torch.randn(2, 3, 9 * PATCH, 4 * PATCH, generator=torch.Generator().manual_seed(0))
         both = [

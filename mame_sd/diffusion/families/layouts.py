@@ -59,13 +59,9 @@ def patches(model: Any, call: Call) -> Tokens:
     )
 
 
-def pixels(name: str, scale: int = 1) -> Layout:
+def pixels(name: str) -> Layout:
     """An image [..., H, W], the argument of that name, each pixel a token."""
-
-    def layout(model: Any, call: Call) -> Tokens:
-        return Tokens((call[name].shape[-2] // scale, call[name].shape[-1] // scale))
-
-    return layout
+    return lambda model, call: Tokens((call[name].shape[-2], call[name].shape[-1]))
 
 
 def of_levels(model: Any, call: Call) -> None:
@@ -81,20 +77,16 @@ def video_patches(model: Any, call: Call) -> Tokens:
     return Tokens(_cut(video.shape[2:], model.config))
 
 
-def frames_apart(model: Any, call: Call) -> Tokens:
-    """A video [B, C, T, H, W], each of its frames a sample of its own."""
-    return Tokens(_cut(call["hidden_states"].shape[-2:], model.config))
+def sides_at(*axes: int) -> Layout:
+    """A video or image, `hidden_states`, whose (t, h, w) or (h, w) are at these axes, in patches
+    of the model's size.
+    """
 
+    def layout(model: Any, call: Call) -> Tokens:
+        shape = call["hidden_states"].shape
+        return Tokens(_cut([shape[axis] for axis in axes], model.config))
 
-def cogvideox(model: Any, call: Call) -> Tokens:
-    """A video [B, T, C, H, W]; text has a call of its own in each attention."""
-    t, _, h, w = call["hidden_states"].shape[1:]
-    return Tokens(_cut((t, h, w), model.config))
-
-
-def kandinsky(model: Any, call: Call) -> Tokens:
-    """A video [B, T, H, W, C]."""
-    return Tokens(_cut(call["hidden_states"].shape[1:4], model.config))
+    return layout
 
 
 def amused(model: Any, call: Call) -> Tokens:
@@ -162,16 +154,6 @@ def qwen_image(model: Any, call: Call) -> Tokens:
         after=image - t * h * w,
         references=tuple(map(_flat, others)),
     )
-
-
-def text_behind(layout: Layout) -> Layout:
-    """What `layout` says of text before the image, for a model that puts it behind."""
-
-    def swapped(model: Any, call: Call) -> Tokens | str | None:
-        found = layout(model, call)
-        return replace(found, before=0, after=None) if isinstance(found, Tokens) else found
-
-    return swapped
 
 
 def qwen_image_21(model: Any, call: Call) -> Tokens:

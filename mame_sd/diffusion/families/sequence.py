@@ -29,7 +29,6 @@ from mame_sd.diffusion.layer import (
     skips_scores,
 )
 
-NO_TEXT_LAST = "the family {} doesn't tell text_last, where the text's keys stand"
 KEYS_ONLY = "in {} only keys merge: give keep instead of tau"
 
 
@@ -56,14 +55,12 @@ class SequenceAttention(AttentionAdapter):
         hidden = hidden if hidden.dim() == 3 else _sequence(hidden)
         first = known.start(hidden.shape[1])
         reason = _skip_reason(family, given, known, config, first, hidden.device)
+        if reason is None and config.tau is not None:
+            reason = self._refusal(call, known, config)
         if reason is not None:
             return reason
         first = first or 0
-        text = _text(family, given)
         if config.tau is not None:
-            reason = self._refusal(call, known, config)
-            if reason is not None:
-                return reason
             feature = hidden[:, first : first + known.count]
             feature = compared(call.module, feature, config.feature)
             return Route(
@@ -71,13 +68,9 @@ class SequenceAttention(AttentionAdapter):
             )
         if skips_scores(call.module):
             return LAYER_SKIP
-        if text is not None and family.text_last is None:
-            return NO_TEXT_LAST.format(family.name)
         before, after = first, hidden.shape[1] - first - known.count
-        context = 0 if text is None else text.shape[1]
-        if family.keys is not None:  # the image's tokens among them
-            context = given[family.keys].shape[1] - known.count
-        before, after = (before, after + context) if family.text_last else (before + context, after)
+        text = _text_length(family, given, known)
+        before, after = (before, after + text) if family.joint == "last" else (before + text, after)
         cached = family.cached is not None and family.cached(given)
         job = {"queries": hidden.shape[1], "prefixed": cached}
         note = NO_SIZE if len(known.size) == 1 else ""
@@ -135,7 +128,7 @@ def _skip_reason(
     `first`: where the tokens begin in the first of the inputs.
     """
     joint = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
-    if joint and not family.joint_text:
+    if joint and family.joint is None:
         return "cross-attention"
     for name in family.inputs:
         value = given.get(name)
@@ -158,13 +151,15 @@ def _skip_reason(
     return None
 
 
-def _text(family: Family, given: Call) -> Tensor | None:
-    """The text of a joint call."""
-    named = family.joint_text and family.text not in family.inputs
-    text: Tensor | None = given.get(family.text) if named else None
-    if text is None and given.get(family.kept_text) is not None:
-        text = given[family.kept_text].flatten(2)
-    return text if text is None or text.dim() == 3 else _sequence(text)
+def _text_length(family: Family, given: Call, tokens: Tokens) -> int:
+    """How many keys of text stand beside those of the tokens of a joint call."""
+    if family.keys is not None:  # the image's tokens among them
+        return int(given[family.keys].shape[1]) - tokens.count
+    text = given.get(family.text) if family.joint and family.text not in family.inputs else None
+    if text is not None:
+        return int(text.shape[-2] if text.dim() < 4 else text.shape[2:].numel())
+    kept = given.get(family.kept_text)
+    return 0 if kept is None else int(kept.shape[1])
 
 
 def _sequence(t: Tensor) -> Tensor:

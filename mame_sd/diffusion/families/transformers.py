@@ -1,47 +1,22 @@
 """The families of diffusers' transformers: which attention there is over an image's or a video's
 tokens, and where they stand.
 
-UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens (`unet.py`). One
-line of the table reads: name, classes of the model, classes of the attention, where the image lies,
+UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens (`unet.py`). A
+row of the table reads: name, classes of the model, classes of the attention, where the image lies,
 what holds a row per token. Classes of the attention come with the last part of their path.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
-from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families import layouts as at
 from mame_sd.diffusion.families.family import REGISTERED, Family
 from mame_sd.diffusion.families.layouts import along, first_of_two
-from mame_sd.diffusion.families.refused import EXCLUDED, known_as
 from mame_sd.diffusion.layer import Call
-from mame_sd.diffusion.shipped import shipped_with
 
-__all__ = [
-    "ADDED_KEYS",
-    "BUILT_IN",
-    "EXCLUDED",
-    "adds_keys",
-    "family_names",
-    "family_of",
-    "known_as",
-    "resolved",
-    "uniform",
-]
-
-# Of the arguments of a family.
-JOINT_FIRST: dict[str, Any] = {
-    "joint_text": True,
-    "text_last": False,
-}  # joint attention, text before the image
-JOINT_LAST: dict[str, Any] = {"joint_text": True, "text_last": True}
-TWICE = (
-    "hidden_states",
-    "encoder_hidden_states",
-)  # processors that are given the same tokens for queries and keys
+# Processors that are given the same tokens for queries and keys.
+TWICE = ("hidden_states", "encoder_hidden_states")
 ROTARY = along(("image_rotary_emb", 0))
 MASKED = along(("image_rotary_emb", 0), attention_mask=(-2, -1))
 
@@ -58,500 +33,148 @@ def _from_object(call: Call) -> bool:
     return getattr(call.get("kv_cache"), "mode", None) == "read"
 
 
+# fmt: off
 BUILT_IN = (
     # Text beside the image in the same call, or none.
-    Family(
-        "HunyuanDiT",
-        ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"),
-        ("Attention.attn1",),
-        at.patches,
-        ROTARY,
-    ),
-    Family(
-        "Lumina",
-        ("LuminaNextDiT2DModel",),
-        ("Attention.attn1",),
-        at.patches,
-        along(query_rotary_emb=1, key_rotary_emb=1, attention_mask=1),
-        inputs=TWICE,
-        mask=True,
-    ),
-    Family(
-        "Lumina 2",
-        ("Lumina2Transformer2DModel",),
-        ("Attention.attn",),
-        at.lumina2,
-        along(image_rotary_emb=1, attention_mask=1),
-        inputs=TWICE,
-        outside=("context_refiner",),
-        mask=True,
-        eager=True,
-    ),
-    Family(
-        "OmniGen",
-        ("OmniGenTransformer2DModel",),
-        ("Attention.self_attn",),
-        at.in_sequence(at.patches, before=None),
-        MASKED,
-        inputs=TWICE,
-        mask=True,
-    ),
-    Family(
-        "Stable Diffusion 3",
-        ("SD3Transformer2DModel", "SD3ControlNetModel"),
-        ("Attention.attn", "Attention.attn2"),
-        at.patches,
-        **JOINT_LAST,
-    ),
-    Family(
-        "AuraFlow",
-        ("AuraFlowTransformer2DModel",),
-        ("Attention.attn",),
-        at.aura_flow,
-        **JOINT_FIRST,
-    ),
+    Family("HunyuanDiT", ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"), ("Attention.attn1",),
+           at.patches, ROTARY),
+    Family("Lumina", ("LuminaNextDiT2DModel",), ("Attention.attn1",), at.patches,
+           along(query_rotary_emb=1, key_rotary_emb=1, attention_mask=1), inputs=TWICE, mask=True),
+    Family("Lumina 2", ("Lumina2Transformer2DModel",), ("Attention.attn",), at.lumina2,
+           along(image_rotary_emb=1, attention_mask=1), inputs=TWICE, outside=("context_refiner",),
+           mask=True, eager=True),
+    Family("OmniGen", ("OmniGenTransformer2DModel",), ("Attention.self_attn",),
+           at.in_sequence(at.patches, before=None), MASKED, inputs=TWICE, mask=True),
+    Family("Stable Diffusion 3", ("SD3Transformer2DModel", "SD3ControlNetModel"),
+           ("Attention.attn", "Attention.attn2"), at.patches, joint="last"),
+    Family("AuraFlow", ("AuraFlowTransformer2DModel",), ("Attention.attn",), at.aura_flow,
+           joint="first"),
     # Flux and its kin: the image's places are in `img_ids`.
-    Family(
-        "Flux",
-        ("FluxTransformer2DModel", "FluxControlNetModel"),
-        ("FluxAttention",),
-        at.packed,
-        ROTARY,
-        outputs=(0, 2),
-        eager=True,
-        references=True,
-        **JOINT_FIRST,
-    ),
-    Family(
-        "Chroma",
-        ("ChromaTransformer2DModel",),
-        ("FluxAttention",),
-        at.packed,
-        MASKED,
-        mask=True,
-        eager=True,
-        **JOINT_FIRST,
-    ),
-    Family(
-        "Flux 2",
-        ("Flux2Transformer2DModel",),
-        ("Flux2Attention", "Flux2ParallelSelfAttention"),
-        at.packed,
-        ROTARY,
-        eager=True,
-        cached=_from_cache,
-        references=True,
-        **JOINT_FIRST,
-    ),
-    Family(
-        "Flux 3",
-        ("Flux3Transformer2DModel",),
-        ("Flux3Attention",),
-        at.packed,
-        ROTARY,
-        outside=("txt_mode_blocks", "image_cond"),
-        eager=True,
-    ),
-    Family(
-        "Bria",
-        ("BriaTransformer2DModel", "BriaFiboTransformer2DModel"),
-        ("BriaAttention", "BriaFiboAttention", "Attention.attn"),
-        at.packed,
-        MASKED,
-        mask=True,
-        eager=True,
-        references=True,
-        **JOINT_FIRST,
-    ),
-    Family(
-        "Ovis-Image",
-        ("OvisImageTransformer2DModel",),
-        ("OvisImageAttention",),
-        at.packed,
-        ROTARY,
-        eager=True,
-        **JOINT_FIRST,
-    ),
-    Family(
-        "LongCat-Image",
-        ("LongCatImageTransformer2DModel",),
-        ("LongCatImageAttention",),
-        at.packed,
-        ROTARY,
-        eager=True,
-        references=True,
-        **JOINT_FIRST,
-    ),
+    Family("Flux", ("FluxTransformer2DModel", "FluxControlNetModel"), ("FluxAttention",), at.packed,
+           ROTARY, outputs=(0, 2), eager=True, references=True, joint="first"),
+    Family("Chroma", ("ChromaTransformer2DModel",), ("FluxAttention",), at.packed, MASKED,
+           mask=True, eager=True, joint="first"),
+    Family("Flux 2", ("Flux2Transformer2DModel",), ("Flux2Attention", "Flux2ParallelSelfAttention"),
+           at.packed, ROTARY, eager=True, cached=_from_cache, references=True, joint="first"),
+    Family("Flux 3", ("Flux3Transformer2DModel",), ("Flux3Attention",), at.packed, ROTARY,
+           outside=("txt_mode_blocks", "image_cond"), eager=True),
+    Family("Bria", ("BriaTransformer2DModel", "BriaFiboTransformer2DModel"),
+           ("BriaAttention", "BriaFiboAttention", "Attention.attn"), at.packed, MASKED, mask=True,
+           eager=True, references=True, joint="first"),
+    Family("Ovis-Image", ("OvisImageTransformer2DModel",), ("OvisImageAttention",), at.packed,
+           ROTARY, eager=True, joint="first"),
+    Family("LongCat-Image", ("LongCatImageTransformer2DModel",), ("LongCatImageAttention",),
+           at.packed, ROTARY, eager=True, references=True, joint="first"),
     # Joint attention, the text's keys first.
-    Family(
-        "Qwen-Image",
-        ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
-        ("Attention.attn",),
-        at.qwen_image,
-        first_of_two(
-            "image_rotary_emb", 0, attention_mask=-1
-        ),  # the mask of text and image: diffusers before 0.38
-        mask=True,
-        references=True,
-        **JOINT_FIRST,
-    ),
-    Family(
-        "CogView 3+",
-        ("CogView3PlusTransformer2DModel",),
-        ("Attention.attn1",),
-        at.patches,
-        **JOINT_FIRST,
-    ),
-    Family(
-        "CogView 4",
-        ("CogView4Transformer2DModel",),
-        ("Attention.attn1",),
-        at.patches,
-        ROTARY,
-        mask=True,
-        **JOINT_FIRST,
-    ),
-    Family(
-        "GLM-Image",
-        ("GlmImageTransformer2DModel",),
-        ("Attention.attn1",),
-        at.patches,
-        ROTARY,
-        mask=True,
-        cached=_from_object,
-        **JOINT_FIRST,
-    ),
-    Family(
-        "CogVideoX",
-        ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
-        ("Attention.attn1",),
-        at.cogvideox,
-        ROTARY,
-        **JOINT_FIRST,
-    ),
-    Family(
-        "EasyAnimate",
-        ("EasyAnimateTransformer3DModel",),
-        ("Attention.attn1",),
-        at.video_patches,
-        ROTARY,
-        **JOINT_FIRST,
-    ),
-    Family(
-        "PRX",
-        ("PRXTransformer2DModel",),
-        ("PRXAttention.attention",),
-        at.patches,
-        along(image_rotary_emb=2),
-        mask=True,
-        **JOINT_FIRST,
-    ),
+    Family("Qwen-Image", ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
+           ("Attention.attn",), at.qwen_image,
+           first_of_two("image_rotary_emb", 0, attention_mask=-1),  # masks: before diffusers 0.38
+           mask=True, references=True, joint="first"),
+    Family("CogView 3+", ("CogView3PlusTransformer2DModel",), ("Attention.attn1",), at.patches,
+           joint="first"),
+    Family("CogView 4", ("CogView4Transformer2DModel",), ("Attention.attn1",), at.patches, ROTARY,
+           mask=True, joint="first"),
+    Family("GLM-Image", ("GlmImageTransformer2DModel",), ("Attention.attn1",), at.patches, ROTARY,
+           mask=True, cached=_from_object, joint="first"),
+    Family("CogVideoX", ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
+           ("Attention.attn1",), at.sides_at(1, 3, 4), ROTARY, joint="first"),
+    Family("EasyAnimate", ("EasyAnimateTransformer3DModel",), ("Attention.attn1",),
+           at.video_patches, ROTARY, joint="first"),
+    Family("PRX", ("PRXTransformer2DModel",), ("PRXAttention.attention",), at.patches,
+           along(image_rotary_emb=2), mask=True, joint="first"),
     # Joint attention, the text's keys last.
-    Family(
-        "HunyuanVideo",
-        ("HunyuanVideoTransformer3DModel",),
-        ("Attention.attn",),
-        at.in_sequence(at.video_patches, after=None),
-        MASKED,
-        outside=("context_embedder",),
-        mask=True,
-        **JOINT_LAST,
-    ),
-    Family(
-        "FramePack",
-        ("HunyuanVideoFramepackTransformer3DModel",),
-        ("Attention.attn",),
-        at.in_sequence(at.video_patches, before=None),
-        ROTARY,
-        outside=("context_embedder",),
-        mask=True,
-        queries=False,  # the mask counts history before the image and text behind it
-        **JOINT_LAST,
-    ),
-    Family(
-        "HunyuanVideo 1.5",
-        ("HunyuanVideo15Transformer3DModel",),
-        ("Attention.attn",),
-        at.video_patches,
-        ROTARY,
-        outside=("context_embedder",),
-        mask=True,
-        **JOINT_LAST,
-    ),
-    Family(
-        "HunyuanImage",
-        ("HunyuanImageTransformer2DModel",),
-        ("Attention.attn",),
-        at.in_sequence(at.video_patches, after=None),
-        MASKED,
-        outside=("context_embedder",),
-        mask=True,
-        **JOINT_LAST,
-    ),
-    Family(
-        "Motif Video",
-        ("MotifVideoTransformer3DModel",),
-        ("MotifVideoAttention.attn",),
-        at.in_sequence(at.video_patches, after=None),
-        MASKED,
-        mask=True,
-        **JOINT_LAST,
-    ),
-    Family(
-        "Mochi",
-        ("MochiTransformer3DModel",),
-        ("MochiAttention.attn1",),
-        at.video_patches,
-        ROTARY,
-        mask=True,
-        by_sample=True,
-        **JOINT_LAST,
-    ),
-    Family(
-        "JoyImage",
-        ("JoyImageEditTransformer3DModel",),
-        ("JoyImageAttention.attn",),
-        at.joyimage,
-        first_of_two("image_rotary_emb", 0),
-        references=True,
-        **JOINT_LAST,
-    ),
-    Family(
-        "JoyImage Edit Plus",
-        ("JoyImageEditPlusTransformer3DModel",),
-        ("JoyImageEditPlusAttention.attn",),
-        at.joyimage_edit_plus,
-        along(image_rotary_emb=1, attention_mask=-1),
-        mask=True,
-        references=True,
-        **JOINT_LAST,
-    ),
-    Family(
-        "NucleusMoE",
-        ("NucleusMoEImageTransformer2DModel",),
-        ("Attention.attn",),
-        at.text_behind(at.qwen_image),
-        first_of_two("image_rotary_emb", 0, attention_mask=-1),
-        mask=True,
-        kept_text="cached_txt_key",
-        **JOINT_LAST,
-    ),
-    Family(
-        "HiDream",
-        ("HiDreamImageTransformer2DModel",),
-        ("HiDreamAttention.attn1",),
-        at.hidream,
-        along(image_rotary_emb=1, hidden_states_masks=1),
-        inputs=("norm_hidden_states",),
-        text="norm_encoder_hidden_states",
-        **JOINT_LAST,
-    ),
+    Family("HunyuanVideo", ("HunyuanVideoTransformer3DModel",), ("Attention.attn",),
+           at.in_sequence(at.video_patches, after=None), MASKED, outside=("context_embedder",),
+           mask=True, joint="last"),
+    Family("FramePack", ("HunyuanVideoFramepackTransformer3DModel",), ("Attention.attn",),
+           at.in_sequence(at.video_patches, before=None), ROTARY, outside=("context_embedder",),
+           mask=True, queries=False, joint="last"),  # the mask counts history and text too
+    Family("HunyuanVideo 1.5", ("HunyuanVideo15Transformer3DModel",), ("Attention.attn",),
+           at.video_patches, ROTARY, outside=("context_embedder",), mask=True, joint="last"),
+    Family("HunyuanImage", ("HunyuanImageTransformer2DModel",), ("Attention.attn",),
+           at.in_sequence(at.video_patches, after=None), MASKED, outside=("context_embedder",),
+           mask=True, joint="last"),
+    Family("Motif Video", ("MotifVideoTransformer3DModel",), ("MotifVideoAttention.attn",),
+           at.in_sequence(at.video_patches, after=None), MASKED, mask=True, joint="last"),
+    Family("Mochi", ("MochiTransformer3DModel",), ("MochiAttention.attn1",), at.video_patches,
+           ROTARY, mask=True, by_sample=True, joint="last"),
+    Family("JoyImage", ("JoyImageEditTransformer3DModel",), ("JoyImageAttention.attn",),
+           at.joyimage, first_of_two("image_rotary_emb", 0), references=True, joint="last"),
+    Family("JoyImage Edit Plus", ("JoyImageEditPlusTransformer3DModel",),
+           ("JoyImageEditPlusAttention.attn",), at.joyimage_edit_plus,
+           along(image_rotary_emb=1, attention_mask=-1), mask=True, references=True, joint="last"),
+    Family("NucleusMoE", ("NucleusMoEImageTransformer2DModel",), ("Attention.attn",),
+           at.in_sequence(at.qwen_image, after=None),
+           first_of_two("image_rotary_emb", 0, attention_mask=-1), mask=True,
+           kept_text="cached_txt_key", joint="last"),
+    Family("HiDream", ("HiDreamImageTransformer2DModel",), ("HiDreamAttention.attn1",), at.hidream,
+           along(image_rotary_emb=1, hidden_states_masks=1), inputs=("norm_hidden_states",),
+           text="norm_encoder_hidden_states", joint="last"),
     # Text and image in one sequence.
-    Family(
-        "Krea 2",
-        ("Krea2Transformer2DModel",),
-        ("Krea2Attention.attn",),
-        at.krea2,
-        MASKED,
-        outside=("text_fusion",),
-        mask=True,
-        eager=True,
-    ),
-    Family(
-        "Ideogram 4",
-        ("Ideogram4Transformer2DModel",),
-        ("Ideogram4Attention.attention",),
-        at.ideogram4,
-        along(image_rotary_emb=1, attention_mask=(-2, -1)),
-        mask=True,
-        eager=True,
-    ),
-    Family(
-        "Qwen-Image 2.1",
-        ("QwenImage21Transformer2DModel",),
-        ("QwenImage21Attention.attn",),
-        at.qwen_image_21,
-        along(rotary_emb=0, key_valid=1),
-        mask=True,
-        cached=_from_cache,
-    ),
-    Family(
-        "ERNIE-Image",
-        ("ErnieImageTransformer2DModel",),
-        ("ErnieImageAttention.self_attention",),
-        at.in_sequence(at.patches, after=None),
-        along(image_rotary_emb=1, attention_mask=-1),
-        mask=True,
-    ),
-    Family(
-        "Z-Image",
-        ("ZImageTransformer2DModel", "ZImageControlNetModel"),
-        ("Attention.attention",),
-        at.z_image,
-        along(freqs_cis=1, attention_mask=1),
-        outside=("context_refiner", "siglip_refiner"),
-        mask=True,
-    ),
-    Family(
-        "Bria FIBO 2",
-        ("BriaFibo2Transformer2DModel",),
-        ("BriaFibo2Attention.attention",),
-        at.bria_fibo2,
-        along(freqs_cis=1, attention_mask=1),
-        mask=True,
-        eager=True,
-    ),
-    Family(
-        "MiniMax H3",
-        ("MiniMaxH3Transformer3DModel",),
-        ("MiniMaxH3Attention.attn",),
-        at.minimax_h3,
-        along(rotary_emb=0),
-        outside=("token_refiner",),
-        eager=True,
-    ),
-    Family(
-        "Cosmos 3",
-        ("Cosmos3OmniTransformer",),
-        ("Cosmos3PackedMoTAttention.self_attn",),
-        at.cosmos3,
-        inputs=("gen_seq",),
-        text="und_seq",
-        queries=False,  # one sequence without a batch, and queries of two kinds
-        **JOINT_FIRST,
-    ),
+    Family("Krea 2", ("Krea2Transformer2DModel",), ("Krea2Attention.attn",), at.krea2, MASKED,
+           outside=("text_fusion",), mask=True, eager=True),
+    Family("Ideogram 4", ("Ideogram4Transformer2DModel",), ("Ideogram4Attention.attention",),
+           at.ideogram4, along(image_rotary_emb=1, attention_mask=(-2, -1)), mask=True, eager=True),
+    Family("Qwen-Image 2.1", ("QwenImage21Transformer2DModel",), ("QwenImage21Attention.attn",),
+           at.qwen_image_21, along(rotary_emb=0, key_valid=1), mask=True, cached=_from_cache),
+    Family("ERNIE-Image", ("ErnieImageTransformer2DModel",),
+           ("ErnieImageAttention.self_attention",), at.in_sequence(at.patches, after=None),
+           along(image_rotary_emb=1, attention_mask=-1), mask=True),
+    Family("Z-Image", ("ZImageTransformer2DModel", "ZImageControlNetModel"),
+           ("Attention.attention",), at.z_image, along(freqs_cis=1, attention_mask=1),
+           outside=("context_refiner", "siglip_refiner"), mask=True),
+    Family("Bria FIBO 2", ("BriaFibo2Transformer2DModel",), ("BriaFibo2Attention.attention",),
+           at.bria_fibo2, along(freqs_cis=1, attention_mask=1), mask=True, eager=True),
+    Family("MiniMax H3", ("MiniMaxH3Transformer3DModel",), ("MiniMaxH3Attention.attn",),
+           at.minimax_h3, along(rotary_emb=0), outside=("token_refiner",), eager=True),
+    Family("Cosmos 3", ("Cosmos3OmniTransformer",), ("Cosmos3PackedMoTAttention.self_attn",),
+           at.cosmos3, inputs=("gen_seq",), text="und_seq", queries=False, joint="first"),
     # Attention of the image's own, with cross-attention to the text beside it.
-    Family(
-        "Wan",
-        (
-            "WanTransformer3DModel",
-            "WanVACETransformer3DModel",
-            "WanAnimateTransformer3DModel",
-            "ChronoEditTransformer3DModel",
-        ),
-        ("WanAttention.attn1",),
-        at.video_patches,
-        along(("rotary_emb", 1)),
-    ),
-    Family(
-        "SkyReels V2",
-        ("SkyReelsV2Transformer3DModel",),
-        ("SkyReelsV2Attention.attn1",),
-        at.video_patches,
-        along(rotary_emb=1),
-    ),
-    Family(
-        "AnyFlow",
-        ("AnyFlowTransformer3DModel",),
-        ("AnyFlowAttention.attn1",),
-        at.cogvideox,
-        along(rotary_emb=-2),
-    ),
-    Family(
-        "Helios",
-        ("HeliosTransformer3DModel",),
-        ("HeliosAttention.attn1",),
-        at.in_sequence(at.video_patches, before=None),
-        along(rotary_emb=1),
-    ),
-    Family(
-        "Allegro",
-        ("AllegroTransformer3DModel",),
-        ("Attention.attn1",),
-        at.video_patches,
-        at.allegro_rows,
-        mask=True,
-    ),
-    Family(
-        "Cosmos",
-        ("CosmosTransformer3DModel", "CosmosControlNetModel"),
-        ("Attention.attn1", "CosmosAttention.attn1"),
-        at.video_patches,
-        ROTARY,
-    ),
-    Family(
-        "LTX",
-        ("LTXVideoTransformer3DModel",),
-        ("LTXAttention.attn1",),
-        at.ltx,
-        along(("image_rotary_emb", 1)),
-    ),
-    Family(
-        "LTX-2",
-        ("LTX2VideoTransformer3DModel",),
-        ("LTX2Attention.attn1",),
-        at.ltx2,
-        along(query_rotary_emb=-2, attention_mask=(-2, -1)),
-        mask=True,
-        leaves=("perturbation_mask",),
-    ),
-    Family(
-        "Sana-WM refiner",
-        ("SanaWMLTX2RefinerTransformer3DModel",),
-        ("SanaWMLTX2Attention.attn1",),
-        at.in_a_row,
-        along(query_rotary_emb=-2),
-        cached=_from_cache,
-    ),
-    Family(
-        "Kandinsky 5",
-        ("Kandinsky5Transformer3DModel",),
-        ("Kandinsky5Attention.self_attention",),
-        at.kandinsky,
-        along(rotary_emb=1),
-        outside=("text_transformer_blocks",),
-        leaves=("sparse_params",),
-    ),
-    Family(
-        "Kandinsky 6",
-        ("Kandinsky6Transformer3DModel",),
-        ("Kandinsky6Attention.self_attention",),
-        at.kandinsky,
-        along(rotary_emb=0),
-        outside=("audio_dec_block",),
-    ),
-    Family(
-        "Latte",
-        ("LatteTransformer3DModel",),
-        ("Attention.attn1",),
-        at.frames_apart,
-        outside=("temporal_transformer_blocks",),
-    ),
+    Family("Wan",
+           ("WanTransformer3DModel", "WanVACETransformer3DModel", "WanAnimateTransformer3DModel",
+            "ChronoEditTransformer3DModel"),
+           ("WanAttention.attn1",), at.video_patches, along(("rotary_emb", 1))),
+    Family("SkyReels V2", ("SkyReelsV2Transformer3DModel",), ("SkyReelsV2Attention.attn1",),
+           at.video_patches, along(rotary_emb=1)),
+    Family("AnyFlow", ("AnyFlowTransformer3DModel",), ("AnyFlowAttention.attn1",),
+           at.sides_at(1, 3, 4), along(rotary_emb=-2)),
+    Family("Helios", ("HeliosTransformer3DModel",), ("HeliosAttention.attn1",),
+           at.in_sequence(at.video_patches, before=None), along(rotary_emb=1)),
+    Family("Allegro", ("AllegroTransformer3DModel",), ("Attention.attn1",), at.video_patches,
+           at.allegro_rows, mask=True),
+    Family("Cosmos", ("CosmosTransformer3DModel", "CosmosControlNetModel"),
+           ("Attention.attn1", "CosmosAttention.attn1"), at.video_patches, ROTARY),
+    Family("LTX", ("LTXVideoTransformer3DModel",), ("LTXAttention.attn1",), at.ltx,
+           along(("image_rotary_emb", 1))),
+    Family("LTX-2", ("LTX2VideoTransformer3DModel",), ("LTX2Attention.attn1",), at.ltx2,
+           along(query_rotary_emb=-2, attention_mask=(-2, -1)), mask=True,
+           leaves=("perturbation_mask",)),
+    Family("Sana-WM refiner", ("SanaWMLTX2RefinerTransformer3DModel",),
+           ("SanaWMLTX2Attention.attn1",), at.in_a_row, along(query_rotary_emb=-2),
+           cached=_from_cache),
+    Family("Kandinsky 5", ("Kandinsky5Transformer3DModel",),
+           ("Kandinsky5Attention.self_attention",), at.sides_at(1, 2, 3), along(rotary_emb=1),
+           outside=("text_transformer_blocks",), leaves=("sparse_params",)),
+    Family("Kandinsky 6", ("Kandinsky6Transformer3DModel",),
+           ("Kandinsky6Attention.self_attention",), at.sides_at(1, 2, 3), along(rotary_emb=0),
+           outside=("audio_dec_block",)),
+    Family("Latte", ("LatteTransformer3DModel",), ("Attention.attn1",), at.sides_at(-2, -1),
+           outside=("temporal_transformer_blocks",)),
     # UNets whose attention is not a Transformer2DModel's.
-    Family(
-        "Amused",
-        ("UVit2DModel",),
-        ("Attention.attn1",),
-        at.amused,
-        outside=("down_block", "up_block"),
-    ),
-    Family(
-        "DreamLite",
-        ("DreamLiteTransformer2DModel",),
-        ("Attention.attn1",),
-        at.pixels("hidden_states"),
-    ),
-    Family(
-        "Kandinsky 3",
-        ("Kandinsky3AttentionBlock",),
-        ("Attention.attention",),
-        at.pixels("x"),
-        inputs=TWICE,
-    ),
+    Family("Amused", ("UVit2DModel",), ("Attention.attn1",), at.amused,
+           outside=("down_block", "up_block")),
+    Family("DreamLite", ("DreamLiteTransformer2DModel",), ("Attention.attn1",),
+           at.pixels("hidden_states")),
+    Family("Kandinsky 3", ("Kandinsky3AttentionBlock",), ("Attention.attention",), at.pixels("x"),
+           inputs=TWICE),
     Family("unconditional UNet", ("UNet2DModel",), ("Attention",), at.of_levels, queries=False),
-    Family(
-        "Stable Cascade",
-        ("StableCascadeUNet",),
-        ("Attention.attention",),
-        at.of_levels,
-        keys="encoder_hidden_states",
-        text_last=True,
-        queries=False,
-    ),
+    Family("Stable Cascade", ("StableCascadeUNet",), ("Attention.attention",), at.of_levels,
+           keys="encoder_hidden_states", queries=False, joint="last"),
 )
+# fmt: on
 # UNets whose attention takes an image [B, C, H, W] and puts the text's keys before its own:
 # Kandinsky 2, DeepFloyd IF, UnCLIP.
-ADDED_KEYS = Family("added keys", (), (), at.of_levels, queries=False, **JOINT_FIRST)
+ADDED_KEYS = Family("added keys", (), (), at.of_levels, queries=False, joint="first")
 _MODELS = {model: family for family in BUILT_IN for model in family.models}
 
 
@@ -572,22 +195,6 @@ def family_of(model: nn.Module) -> Family | None:
             if kind.__name__ in known:
                 return known[kind.__name__]
     return None
-
-
-def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """`config`; where it gives no tau, keep or layers, over settings beside the model's weights, if
-    there are some.
-    """
-    if config.layers is None and config.is_open:
-        shipped = shipped_with(model)
-        if shipped is not None:
-            return shipped.replace(**config.given)
-    return config
-
-
-def uniform(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """`config`, the same in all layers: without settings beside the model's weights."""
-    return config.replace(keep=config.keep, tau=config.tau, layers=None, made_for=None)
 
 
 def family_names() -> list[str]:
