@@ -81,6 +81,9 @@ diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py t
     "temporal_transformer_blocks", => "temporal",
     isinstance(getattr(module, "processor", None), MaMeAttnProcessor) => False
     check_idle(root, "remove_mame") => root
+diffusion/pipeline_check.py: diffusion/test_pipeline_check.py
+    elif handle.active: => elif False:
+    caller if check_of(caller) is self else handle.pipe => handle.pipe
 diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:
