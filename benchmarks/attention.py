@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.timing import machine
 from mame_sd import attention
 from mame_sd.eval.timing import interleaved, quartiles, synchronize
+from mame_sd.runs.generate import environment_on
 
 SHAPES = ((1024, 8), (4096, 20), (9216, 10), (36864, 2))  # tokens, heads of 64
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
@@ -100,7 +100,7 @@ def main() -> None:
         cells = " | ".join(f"{found[str(keep)][1]:.2f}" for keep in KEEPS)
         print(f"| {tokens:,} | {heads} | {found['seconds']:.3f} | {cells} |", flush=True)
         rows.append(found)
-    print(json.dumps({"benchmark": "attention", "machine": machine(device), "rows": rows}))
+    print(json.dumps({"benchmark": "attention", "machine": environment_on(device), "rows": rows}))
 
 
 if __name__ == "__main__":

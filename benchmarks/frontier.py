@@ -11,10 +11,9 @@
 LPIPS, PSNR and SSIM compare with the image that the unmerged model makes of the same prompt and
 seed. Retrieval is the share of images whose nearest subject is the prompted one. Times are of the
 denoiser alone, over a whole run of `--steps` steps. Each method's stands beside the unmerged
-model's in the same minute, all methods of a command in turns. Writes frontier.md into --out: every
-point measured there with the same prompts, steps and rounds on this machine. A line says whether
-the model can tell methods apart at all. Files in its points make it resumable. Delete a row's .json
-to time it again, and its .npz too to make its images again.
+model's in the same minute, all methods of a command in turns. Every figure is kept in --out, so a
+stopped command continues, and the table has every row measured there in the same way. A line says
+whether the model can tell methods apart at all.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +32,28 @@ import numpy as np
 import torch
 
 from benchmarks import methods
-from benchmarks.frontier_report import Point, markdown, verdict
-from benchmarks.generation import AttentionWork, clocked, generate, load
-from benchmarks.instruments import INSTRUMENTS
 from benchmarks.methods import Method
-from benchmarks.timing import machine
 from mame_sd.diffusion.apply_denoiser import denoiser_of
 from mame_sd.eval.benchmark.sensitivity import sensitivity
 from mame_sd.eval.metrics.lpips import load_lpips
 from mame_sd.eval.metrics.psnr import psnr
 from mame_sd.eval.metrics.ssim import ssim
+from mame_sd.eval.scoring.retrieval import TRUTHS, Truth
 from mame_sd.eval.stats import mean_interval
-from mame_sd.eval.timing import interleaved, quartiles
-from mame_sd.runs.files import write_atomically, written_whole
-from mame_sd.runs.loading import LoadedModel
+from mame_sd.eval.store import Store
+from mame_sd.eval.tables import markdown_table
+from mame_sd.eval.timing import interleaved, quartiles, synchronize
+from mame_sd.runs.generate import environment_on
+from mame_sd.runs.loading import LoadedModel, load_model
+from mame_sd.runs.model_files import ModelChoice
 
 BATCH = 4
-PART = 16  # prompts in one file of images
 BASELINE = "baseline"
 TIMING_SEED = 1000
+FORMAT = "mame-sd frontier 1"
+APART = 0.05  # how far the unmerged model may be from its own speed
+HEADS = ("setting", "times faster", "LPIPS", "PSNR, dB", "SSIM", "retrieval")
+Point = dict[str, Any]
 
 
 class Frontier:
@@ -73,199 +76,133 @@ class Frontier:
         rounds: int,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.out, self.model, self.prompts, self.steps, self.rounds = (
-            out,
-            model,
-            prompts,
-            steps,
-            rounds,
-        )
+        self.model, self.prompts, self.steps, self.rounds = model, prompts, steps, rounds
         self.pipe, self.denoiser = model.pipe, denoiser_of(model.pipe)
         self._distance, self._retrieved, self._now = distance, retrieved, now
         about = {
             "prompts": prompts,
             "steps": steps,
+            "rounds": rounds,
             "model": model.identity["sha256"],
             "guidance": model.guidance,
-        }
-        self._threads: dict[str, Any] = {
-            "threads": torch.get_num_threads()
-        }  # decide times, not images
-        if now is not time.perf_counter:
-            self._threads["clock"] = "CPU seconds"
-        self._common = {
-            **about,
             "dtype": str(self.pipe.dtype),
-            "machine": machine(self.pipe.device) | {"threads": None},
+            "machine": environment_on(self.pipe.device),
+            "clock": now.__name__,
         }
+        digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+        keys = ("name", "settings", "figures")
+        self._store = Store(out / f"points-{digest}.jsonl", FORMAT, "points", about, keys)
 
+    @torch.no_grad()
     def points(self, chosen: Mapping[str, Method], every: Mapping[str, Method]) -> list[Point]:
         """The baseline, the methods of `chosen`, measured where they were not, and all of `every`
         that were before.
 
         Raises SystemExit when the baseline does not equal itself.
         """
-        self.measure(self.images(chosen))
-        points = [
-            self.known(name, method)
-            for name, method in {BASELINE: methods.baseline(), **every}.items()
-        ]
-        found = [point for point in points if point is not None]
-        if found[0]["lpips"] != 0 or found[0]["work"] != 1:
+        wanted = {BASELINE: methods.baseline(), **chosen}
+        self._compare(wanted)
+        self._time(wanted)
+        found = []
+        for name, method in {BASELINE: methods.baseline(), **every}.items():
+            parts = self._known(name, method, "nearness"), self._known(name, method, "times")
+            if all(parts):
+                found.append({"name": name, "settings": method.settings, **parts[0], **parts[1]})
+        if found[0]["lpips"] != 0:
             raise SystemExit(
                 f"error: expected the baseline to equal itself, got {found[0]}; trust none of the"
                 " others"
             )
         return found
 
-    def images(self, chosen: Mapping[str, Method]) -> dict[str, Method]:
-        """Make the images of the baseline and of `chosen` where they aren't yet: the part that
-        other work may share the machine with. All of a few prompts come before the next prompts, so
-        that a run that is stopped has as many of each.
-
-        Gives those that have some: without its package a rival has none.
-        """
-        made = {BASELINE: methods.baseline(), **chosen}
-        for first in range(0, len(self.prompts), PART):
-            for name, method in list(made.items()):
-                try:
-                    self._part(name, method, first)
-                except ImportError as error:
-                    print(
-                        f"note: {name} is not measured: {error}; pip install mame-sd[rivals]",
-                        file=sys.stderr,
-                    )
-                    del made[name]
-        return made
-
-    def measure(self, wanted: Mapping[str, Method]) -> None:
-        """Figures into the files of those of `wanted` that have none, all timed in turns."""
-        new = {
-            name: method
-            for name, method in wanted.items()
-            if not self._figures(name, method).exists()
-        }
-        if not new:
-            return
-        near = {name: self._nearness(name, method) for name, method in new.items()}
-        for name, times in self._times(new).items():
-            write_atomically(
-                self._figures(name, new[name]), json.dumps({**near[name], **times}).encode()
-            )
-            print(
-                f"{name}: {times['times_faster']:.2f}x, LPIPS {near[name]['lpips']:.4f}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def known(self, name: str, method: Method) -> Point | None:
-        """The method's figures as measured before with the same prompts, steps and rounds on this
-        machine, or None.
-        """
-        file = self._figures(name, method)
-        if not file.exists():
-            return None
+    def _known(self, name: str, method: Method, figures: str) -> dict[str, Any]:
+        """Figures that were measured before; none: empty."""
+        line = self._store.found.get((name, _text(method.settings), figures), {})
         return {
-            "name": name,
-            "family": method.family,
-            "settings": method.settings,
-            **json.loads(file.read_bytes()),
+            key: value for key, value in line.items() if key not in ("name", "settings", "figures")
         }
 
-    def _images(self, name: str, method: Method) -> tuple[np.ndarray, int]:
-        """uint8 [n, H, W, 3] and the multiplications of self-attention, of all prompts."""
-        parts = [self._part(name, method, first) for first in range(0, len(self.prompts), PART)]
-        return np.concatenate([images for images, _ in parts]), sum(work for _, work in parts)
+    def _keep(self, name: str, method: Method, figures: str, found: Mapping[str, Any]) -> None:
+        settings = _text(method.settings)
+        self._store.add({"name": name, "settings": settings, "figures": figures, **found})
 
-    def _part(self, name: str, method: Method, first: int) -> tuple[np.ndarray, int]:
-        """The same of at most PART prompts from `first` on, from the method's file or generated
-        now.
+    def _compare(self, wanted: dict[str, Method]) -> None:
+        """How near the images of each method are to the unmerged ones. Takes out of `wanted` what
+        can't be measured: a rival without its package.
         """
-        prompts = self.prompts[first : first + PART]
-        file = self._file(name, method, {"prompts": prompts, "first": first}, ".npz")
-        if not file.exists():
-            made = []
-            with (
-                method.on(self.denoiser),
-                AttentionWork(self.pipe.tokenizer.model_max_length) as counted,
-            ):
-                for start in range(0, len(prompts), BATCH):
-                    images = generate(
-                        self.model,
-                        prompts[start : start + BATCH],
-                        self.steps - method.fewer,
-                        first + start,
-                        **self._size_of(method),
-                    )
-                    made.append(images if method.side == 1 else _enlarged(images, method.side))
-            print(
-                f"  {name}: {first + len(prompts)} of {len(self.prompts)}",
-                file=sys.stderr,
-                flush=True,
-            )
-            with written_whole(file) as whole:
-                np.savez_compressed(whole, images=np.concatenate(made), work=np.array(counted.work))
-        with np.load(file) as arrays:
-            return arrays["images"], int(arrays["work"])
+        plain: np.ndarray | None = None
+        for name, method in list(wanted.items()):
+            if self._known(name, method, "nearness"):
+                continue
+            try:
+                plain = self._images(methods.baseline()) if plain is None else plain
+                found = self._nearness(self._images(method), plain)
+            except ImportError as error:
+                note = f"note: {name} is not measured: {error}; pip install mame-sd[rivals]"
+                print(note, file=sys.stderr)
+                del wanted[name]
+                continue
+            self._keep(name, method, "nearness", found)
+            print(f"{name}: LPIPS {found['lpips']:.4f}", file=sys.stderr, flush=True)
 
-    def _nearness(self, name: str, method: Method) -> dict[str, Any]:
-        """How near the method's images are to the unmerged ones, and its share of their work: from
-        its file, or compared now.
-        """
-        pair = [self._images(*which) for which in ((name, method), (BASELINE, methods.baseline()))]
-        (images, work), (plain, plain_work) = pair
-        of = [hashlib.sha256(found.tobytes()).hexdigest() for found, _ in pair]
-        file = self._file(name, method, {}, ".near")
-        near: dict[str, Any] = json.loads(file.read_bytes()) if file.exists() else {}
-        if near.get("of") != of:
-            near = {**self._compared(images, plain), "work": work / plain_work, "of": of}
-            write_atomically(file, json.dumps(near).encode())
-        return {what: value for what, value in near.items() if what != "of"}
+    def _images(self, method: Method) -> np.ndarray:
+        """uint8 [n, H, W, 3] of all prompts."""
+        made = []
+        with method.on(self.denoiser):
+            for first in range(0, len(self.prompts), BATCH):
+                prompts = self.prompts[first : first + BATCH]
+                images = self._generate(method, prompts, self.steps, first)
+                made.append(np.rint(images * 255).astype(np.uint8))
+        images = np.concatenate(made)
+        return images if method.side == 1 else _enlarged(images, method.side)
 
-    def _compared(self, images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
+    def _generate(
+        self, method: Method, prompts: list[str], steps: int, seed: int, output: str = "np"
+    ) -> np.ndarray:
+        """One image a prompt in [0, 1], [n, H, W, 3], seeds counted from `seed`."""
+        generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+        side = round(256 * method.side / 16) * 16
+        return self.pipe(
+            prompts,
+            num_inference_steps=max(1, steps - method.fewer),
+            guidance_scale=self.model.guidance,
+            generator=generators,
+            output_type=output,
+            **({} if method.side == 1 else {"height": side, "width": side}),
+        ).images
+
+    def _nearness(self, images: np.ndarray, plain: np.ndarray) -> dict[str, Any]:
         a, b = (torch.from_numpy(x).permute(0, 3, 1, 2).float() / 255 for x in (images, plain))
-        hits = [
-            self._retrieved(image, prompt)
-            for image, prompt in zip(images, self.prompts, strict=True)
-        ]
+        hits = map(self._retrieved, images, self.prompts)
         distances = self._distance(a.to(self.pipe.device), b.to(self.pipe.device)).tolist()
-        found = mean_interval(
-            {str(i): d for i, d in enumerate(distances)},
-            {str(i): str(i) for i in range(len(distances))},
-        )
+        keys = [str(number) for number in range(len(distances))]
+        found = mean_interval(dict(zip(keys, distances, strict=True)), {key: key for key in keys})
         return {
             "lpips": found["mean"],
             "lpips_interval": None if found["low"] is None else [found["low"], found["high"]],
             "psnr": float(psnr(a, b).clamp(max=100).mean()),
             "ssim": float(ssim(a, b).mean()),
-            "retrieval": float(np.mean(hits)),
+            "retrieval": float(np.mean(list(hits))),
         }
 
-    def _times(self, wanted: Mapping[str, Method]) -> dict[str, dict[str, Any]]:
-        """Gives of each the seconds of the denoiser for one image, and how many times as fast it
-        was as the unmerged model beside it.
-
-        `itself` says that of the unmerged model in the same rounds. After a warm-up of two steps
-        each.
+    def _time(self, wanted: Mapping[str, Method]) -> None:
+        """Seconds of the denoiser for one image of each method, and how many times as fast it was
+        as the unmerged model beside it; `itself`: the unmerged model in the same rounds.
         """
+        new = {n: method for n, method in wanted.items() if not self._known(n, method, "times")}
+        if not new:
+            return
         plain = methods.baseline()
-        on = {**wanted, BASELINE: plain}
+        on = {**new, BASELINE: plain}
 
         def seconds(method: Method, steps: int) -> float:
-            with method.on(self.denoiser), clocked(self.denoiser, self._now) as clock:
-                generate(
-                    self.model,
-                    self.prompts[:1],
-                    max(1, steps - method.fewer),
-                    TIMING_SEED,
-                    output="latent",
-                    **self._size_of(method),
-                )
-            return clock.seconds
+            with method.on(self.denoiser), clocked(self.denoiser, self._now) as passed:
+                self._generate(method, self.prompts[:1], steps, TIMING_SEED, "latent")
+            return sum(passed)
 
         def pair(name: str, number: int) -> dict[str, float]:
-            """Seconds of the method and of the unmerged model, which comes last in one round and
-            first in the next.
+            """Of the method and of the unmerged model, which comes last in one round and first in
+            the next.
             """
             both = {"ours": on[name], "unmerged": plain}
             return {
@@ -282,34 +219,42 @@ class Frontier:
         ratios = {
             name: quartiles([r[name]["unmerged"] / r[name]["ours"] for r in rounds]) for name in on
         }
-        return {
-            name: {
+        for name, method in new.items():
+            low, median, high = ratios[name]
+            found = {
                 "seconds": quartiles([r[name]["ours"] for r in rounds])[1],
-                "times_faster": ratios[name][1],
-                "quartiles": [ratios[name][0], ratios[name][2]],
+                "times_faster": median,
+                "quartiles": [low, high],
                 "itself": ratios[BASELINE][1],
             }
-            for name in wanted
-        }
+            self._keep(name, method, "times", found)
 
-    def _size_of(self, method: Method) -> dict[str, Any]:
-        """Height and width of a method's images, where these are not the model's own."""
-        if method.side == 1:
-            return {}
-        side = round(256 * method.side / 16) * 16
-        return {"height": side, "width": side}
 
-    def _figures(self, name: str, method: Method) -> Path:
-        return self._file(name, method, {"pairs": self.rounds, **self._threads}, ".json")
+def _text(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True)
 
-    def _file(self, name: str, method: Method, more: dict[str, Any], suffix: str) -> Path:
-        """Where a measurement lies: its name holds a digest of all that decides it."""
-        about = json.dumps(
-            [method.family, method.settings, {**self._common, **more}], sort_keys=True
-        )
-        digest = hashlib.sha256(about.encode()).hexdigest()[:12]
-        slug = "".join(c if c.isalnum() or c == "." else "-" for c in name)
-        return self.out / "points" / f"{slug}-{digest}{suffix}"
+
+@contextmanager
+def clocked(module: torch.nn.Module, now: Callable[[], float]) -> Iterator[list[float]]:
+    """Collects the seconds of every forward of `module` in the block, as `now` counts them."""
+    device = next(module.parameters()).device
+    began: list[float] = []
+    passed: list[float] = []
+
+    def start(*_: Any) -> None:
+        synchronize(device)
+        began.append(now())
+
+    def stop(*_: Any) -> None:
+        synchronize(device)
+        passed.append(now() - began.pop())
+
+    handles = [module.register_forward_pre_hook(start), module.register_forward_hook(stop)]
+    try:
+        yield passed
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _enlarged(images: np.ndarray, side: float) -> np.ndarray:
@@ -320,13 +265,48 @@ def _enlarged(images: np.ndarray, side: float) -> np.ndarray:
     return t.clamp(0, 255).round().byte().permute(0, 2, 3, 1).numpy()
 
 
-@torch.no_grad()
+def table(points: Iterable[Point]) -> str:
+    """The points as Markdown, the fastest last, and a warning where rows were timed while the
+    unmerged model was not as fast as itself.
+    """
+    rows = [
+        [
+            point["name"],
+            f"{point['times_faster']:.2f}",
+            f"{point['lpips']:.5f}",
+            f"{point['psnr']:.1f}",
+            f"{point['ssim']:.4f}",
+            f"{point['retrieval']:.2f}",
+        ]
+        for point in sorted(points, key=lambda point: point["times_faster"])
+    ]
+    text = f"{markdown_table(HEADS, rows)}\n"
+    off = {p["name"]: p["itself"] for p in points if abs(p["itself"] - 1) > APART}
+    if not off:
+        return text
+    return (
+        f"{text}\n**Not to be trusted: timed while the unmerged model was {min(off.values()):.2f}"
+        f" to {max(off.values()):.2f} times as fast as itself ({', '.join(off)}). Measure again"
+        " into another --out on a quiet machine, or with more --rounds.**\n"
+    )
+
+
+def prompts_of(truth: Truth, num: int, held_out: bool) -> list[str]:
+    """`num` drawn prompts, half of them pairs that training never saw; with `held_out` others than
+    the search for defaults had.
+    """
+    searched = [prompt.text for prompt in truth.draw(num)]
+    if not held_out:
+        return searched
+    return [prompt.text for prompt in truth.draw(num, 1, without=searched)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", choices=INSTRUMENTS, default="unet", help="embedded model (default unet)"
+        "--model", choices=TRUTHS, default="unet", help="embedded model (default unet)"
     )
     parser.add_argument("--out", type=Path, help="default out/frontier, out/frontier-transformer")
     parser.add_argument("--short", action="store_true", help="4 prompts, 6 steps, a few settings")
@@ -358,36 +338,25 @@ def main() -> None:
         help="default float32, float16 on cuda",
     )
     args = parser.parse_args()
-    on = INSTRUMENTS[args.model]
-    out = args.out or Path("out/frontier" if args.model == "unet" else f"out/frontier-{args.model}")
-    chosen = on.short if args.short else on.methods
+    every = methods.UNET if args.model == "unet" else methods.RIVALS
     for name in args.only or ():
-        if name not in on.methods:
+        if name not in every:
             parser.error(f"--only: expected a setting of benchmarks/methods.py, got {name!r}")
-    if args.only:
-        chosen = {name: on.methods[name] for name in args.only}
+    names = args.only or (methods.SHORT if args.short else every)
     num, steps = args.num or (4 if args.short else 16), args.steps or (6 if args.short else 10)
-    device = torch.device(args.device)
-    dtype = args.dtype or ("float32" if device.type == "cpu" else "float16")
-    model = load(device, getattr(torch, dtype), on.model)
-    prompts = on.prompts(num, args.held_out)
-    lpips = load_lpips(device=str(device))
+    out = args.out or Path("out/frontier" if args.model == "unet" else f"out/frontier-{args.model}")
+    dtype = args.dtype or ("float32" if args.device == "cpu" else "float16")
+    choice = ModelChoice(model=f"embedded-{args.model}", device=args.device, dtype=dtype)
+    truth, model, lpips = TRUTHS[args.model], load_model(choice), load_lpips(device=args.device)
     now = time.process_time if args.cpu_seconds else time.perf_counter
-    frontier = Frontier(out, model, lpips, on.truth.retrieved, prompts, steps, args.rounds, now)
-    points = frontier.points(chosen, on.methods)
-    sensitive = sensitivity(points, methods.MEAN_ATTENTION, on.tomesd)
-    text = f"{markdown(points)}\n{sensitive}\n"
-    write_atomically(out / "frontier.md", text.encode())
-    print(text)
-    about = {
-        "model": on.model,
-        "num": num,
-        "steps": steps,
-        "dtype": dtype,
-        "machine": machine(device),
-        "verdict": verdict(points),
-        "sensitivity": sensitive,
-    }
+    prompts = prompts_of(truth, num, args.held_out)
+    frontier = Frontier(out, model, lpips, truth.retrieved, prompts, steps, args.rounds, now)
+    points = frontier.points({name: every[name] for name in names}, every)
+    rival = "tomesd 0.5" if args.model == "unet" else "tau 0.8"
+    sensitive = sensitivity(points, methods.MEAN_ATTENTION, rival)
+    print(f"{table(points)}\n{sensitive}")
+    machine = environment_on(model.pipe.device)
+    about = {"model": args.model, "num": num, "steps": steps, "dtype": dtype, "machine": machine}
     print(json.dumps({"benchmark": "frontier", **about, "points": points}))
 
 

@@ -24,7 +24,6 @@ import torch
 from benchmarks.cards import CARDS, LAUNCH, SLOW_LAUNCH, Card, Work
 from benchmarks.gpu_models import CASES, Case, On, rows_of
 from benchmarks.launches import META, counted, on_card, pretended
-from benchmarks.timing import named
 
 RECKONED = "Reckoned from counted kernels, not measured on a card."
 
@@ -126,10 +125,13 @@ def _chosen(
     texts: Sequence[str] | None,
     names: Mapping[str, Any],
 ) -> list[str]:
-    found = [name for text in texts or () for name in named(text, list(names))]
+    """Names that are one of `texts`, or hold it where none is; without texts all."""
+    found: list[str] = []
     for text in texts or ():
-        if not named(text, list(names)):
+        own = [text] if text in names else [name for name in names if text in name]
+        if not own:
             parser.error(f"{option}: expected a part of one of {', '.join(names)}; got {text!r}")
+        found += own
     return list(dict.fromkeys(found)) if texts else list(names)
 
 

@@ -17,10 +17,8 @@ What this can't tell: how fast a kernel is. `benchmarks.cards` reckons that.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -31,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-import mame_sd
 from benchmarks.cards import Work
 
 CARD = torch.device(
@@ -149,21 +146,15 @@ def on_card(model: nn.Module) -> nn.Module:
     return model.to(META).eval().requires_grad_(False)
 
 
-def counted(
-    call: Callable[[], Any],
-    repeats: Mapping[nn.Module, int] | None = None,
-    callers: list[str] | None = None,
-) -> list[Work]:
+def counted(call: Callable[[], Any], repeats: Mapping[nn.Module, int] | None = None) -> list[Work]:
     """The kernels that `call` launches, in order. To be called within `pretended`.
 
     Args:
         call: what is looked at.
         repeats: modules that stand for as many of their kind, one after the other: models cut in
             depth.
-        callers: gets of each operation the function of ours that asked for it, "" of the model's
-            own; not with `repeats`.
     """
-    counter, parts, hooks = _Counter(callers), [], []
+    counter, parts, hooks = _Counter(), [], []
     for module, times in (repeats or {}).items():
         begun: list[int] = []
 
@@ -187,10 +178,9 @@ def counted(
 
 
 class _Counter(TorchDispatchMode):
-    def __init__(self, callers: list[str] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.work: list[Work] = []
-        self._callers = callers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -198,7 +188,7 @@ class _Counter(TorchDispatchMode):
             output = torch.empty_like(args[0], dtype=args[2].dtype).resize_(
                 *args[0].shape[:-1], args[2].shape[-1]
             )
-            self._note(_attention(output, *args, **kwargs))
+            self.work.append(_attention(output, *args, **kwargs))
             return output
         if func is aten.dropout.default and not args[2]:  # of which the decomposition makes a copy
             return args[0]
@@ -212,28 +202,8 @@ class _Counter(TorchDispatchMode):
             isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, kwargs, output))
         )
         if on_card and not _launches_nothing(func):
-            self._note(_work(func, args, kwargs, output))
+            self.work.append(_work(func, args, kwargs, output))
         return output
-
-    def _note(self, work: Work) -> None:
-        self.work.append(work)
-        if self._callers is not None:
-            self._callers.append(_caller())
-
-
-def _caller() -> str:
-    """The innermost function of ours that is running; "" where a module of the model runs within
-    it.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        file, home = frame.f_code.co_filename, str(Path(mame_sd.__file__).parent)
-        if file.startswith(home):
-            return f"{file[len(home) + 1 :]}: {frame.f_code.co_qualname}"
-        if file.endswith("nn/modules/module.py"):
-            return ""
-        frame = frame.f_back
-    return ""
 
 
 def _is_composite(func: Any) -> bool:

@@ -1,10 +1,10 @@
 """What attention over fewer keys costs a published diffusion model that nobody here trained: PSNR
-to its unmerged maps, a row for each form.
+to its unmerged maps, a row for each method.
 
     python -m benchmarks.terrain                    # every row, sigma 80
     python -m benchmarks.terrain --sigma 0.4        # the last bit of noise instead of all
-    python -m benchmarks.terrain --only fit --maps 4 --draws 4
-    python -m benchmarks.terrain --time --side 256  # CPU seconds too, on larger maps
+    python -m benchmarks.terrain --only fitted --maps 4 --draws 4
+    python -m benchmarks.terrain --time 5 --side 256  # CPU seconds too, on larger maps
 
 Nine layers of 1,024 tokens (of maps of 128 x 128) attend over fewer keys. Each draw has its own
 maps and its own destinations; figures are means over draws, plus or minus their standard error.
@@ -20,42 +20,26 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import forms
-from benchmarks.forms import Attend, Draw, Fit, InDtype, Merged, Picked, Tomesd
+from benchmarks import methods
 from mame_sd import MaMeConfig, mame
-from mame_sd.eval.networks.terrain import (
-    Terrain,
-    attending,
-    load_terrain,
-    roughness,
-    slope,
-)
+from mame_sd.eval.networks.terrain import Terrain, load_terrain, roughness, slope
+from mame_sd.eval.rivals.layers import rival_on
+from mame_sd.eval.rivals.plans import constant, means, random_cells, random_keys, strided, todo
 
 On = Callable[[Terrain, int], AbstractContextManager[object]]  # (model, seed of the draw)
 SHARES = {"1/2": 1 / 2, "1/4": 1 / 4, "1/8": 1 / 8, "1/16": 1 / 16}
 
 
-@contextmanager
-def attended(form: Attend, model: Terrain, seed: int) -> Iterator[None]:
-    """`model` with `form` in its layers, which see their own input in the `Draw`."""
-    draw = Draw.of(seed)
-
-    def note(module: object, args: object, output: Tensor) -> None:
-        draw.tokens = output.transpose(1, 2)
-
-    noted = [layer.group_norm.register_forward_hook(note) for layer in model.attentions()]  # type: ignore[union-attr]
-    try:
-        with attending(model, lambda q, k, v, grid: form(q, k, v, grid, draw)):
-            yield
-    finally:
-        for hook in noted:
-            hook.remove()
+def unmerged(model: Terrain, seed: int) -> AbstractContextManager[object]:
+    """The model as it is."""
+    return nullcontext()
 
 
 def library(model: Terrain, seed: int, **fields: object) -> AbstractContextManager[object]:
@@ -63,37 +47,45 @@ def library(model: Terrain, seed: int, **fields: object) -> AbstractContextManag
     return mame(model.unet, MaMeConfig.from_dict({"seed": seed, "min_tokens": 1024, **fields}))
 
 
+@contextmanager
+def without_bias(model: Terrain, seed: int, **fields: object) -> Iterator[None]:
+    """The same in front of a kernel that takes no bias."""
+    with methods.without_bias(), library(model, seed, **fields):
+        yield
+
+
+def rival(make: Any, merge: str = "kv", fit_queries: int = 0, **settings: Any) -> On:
+    """A rival of `mame_sd.eval.rivals`, made of `settings`."""
+
+    def on(model: Terrain, seed: int) -> AbstractContextManager[object]:
+        made = partial(make, **settings)
+        return rival_on(model.unet, made, merge, fit_queries=fit_queries, seed=seed)
+
+    return on
+
+
 def rows() -> dict[str, On]:
-    found: dict[str, Attend] = {
-        "unmerged": forms.exact,
-        "unmerged, fp16": InDtype(forms.exact, torch.float16),
-        "unmerged, bf16": InDtype(forms.exact, torch.bfloat16),
-        "even attention": forms.even,
-        "every second key": Picked(1 / 2, "second"),
-        "ToDo: first of each 2 x 2": Picked(1 / 4, "first"),
-        "tomesd's form .5": Tomesd(1 / 2),
-    }
+    """What is measured, by its name in the table."""
+    found: dict[str, On] = {"unmerged": unmerged}
     for name, keep in SHARES.items():
+        random = partial(rival, random_keys, share=keep, redraw=True)
         found |= {
-            f"{name} random keys": Picked(keep),
-            f"{name} random keys, fit 64": Picked(keep, fit=Fit(64)),
-            f"{name} one of each cell": Picked(keep, "cells"),
-            f"{name} means of cells": Merged(keep, by="means"),
-            f"{name} means of cells, fit 64": Merged(keep, Fit(64), by="means"),
-            f"{name} plan": Merged(keep),
-            f"{name} plan, fit 64": Merged(keep, Fit(64)),
-            f"{name} plan, fit 128": Merged(keep, Fit(128)),
-            f"{name} plan, not counted, fit 64": Merged(keep, Fit(64), counted=False),
-            f"{name} plan, none alone, fit 64": Merged(keep, Fit(64), alone=0),
-            f"{name} plan, by cosine, none alone, fit 64": Merged(
-                keep, Fit(64), near="cosine", alone=0
-            ),
+            f"{name} merged and fitted": partial(library, keep=keep),
+            f"{name} merged and fitted, kernel without bias": partial(without_bias, keep=keep),
+            f"{name} merged, not fitted": partial(library, keep=keep, fit_queries=0),
+            f"{name} random keys, fitted": random(fit_queries=64),
+            f"{name} random keys": random(),
         }
-    made: dict[str, On] = {name: partial(attended, form) for name, form in found.items()}
-    for name, keep in SHARES.items():
-        made[f"{name} keep= of the library"] = partial(library, keep=keep)
-    made["the paper's form, tau 0.8"] = partial(library, tau=0.8)
-    return made
+    return {
+        **found,
+        "means of 2 x 2, fitted": rival(means, fit_queries=64, cell=(2, 2)),
+        "means of 2 x 2": rival(means, cell=(2, 2)),
+        "one of each 2 x 2 at random": rival(random_cells, cell=(2, 2), redraw=True),
+        "ToDo: the first of each 2 x 2": rival(todo, factor=2),
+        "every second key": rival(strided, cell=(1, 2)),
+        "the paper's method, tau 0.8": partial(library, tau=0.8),
+        "mean attention": rival(constant, "qkv", scale=1.0),
+    }
 
 
 def drawn_inputs(
@@ -132,7 +124,7 @@ def ratios(model: Terrain, on: On, inputs: tuple[Tensor, Tensor], rounds: int) -
     found = []
     for number in range(rounds + 1):
         taken = []
-        for one in (partial(attended, forms.exact), on):
+        for one in (unmerged, on):
             with one(model, number):
                 began = time.process_time()
                 model.denoise(inputs[0], 80, inputs[1])

@@ -1,4 +1,4 @@
-"""UNets of Stable Diffusion 1.5, 2.1 and XL from their published configurations, with random
+"""UNets of Stable Diffusion 1.5 and XL from their published configurations, with random
 weights.
 
 With a token budget, what merging costs and saves does not depend on the weights: shapes alone
@@ -21,28 +21,16 @@ COMMON: dict[str, Any] = {
     "flip_sin_to_cos": True,
     "freq_shift": 0,
 }
-FOUR_LEVELS: dict[str, Any] = {
-    **COMMON,
-    "block_out_channels": (320, 640, 1280, 1280),
-    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-}
-# unet/config.json of stable-diffusion-v1-5, of stable-diffusion-2-1 and of
-# stable-diffusion-xl-base-1.0
+# unet/config.json of stable-diffusion-v1-5 and of stable-diffusion-xl-base-1.0
 CONFIGS: dict[str, dict[str, Any]] = {
     "sd1.5": {
-        **FOUR_LEVELS,
+        **COMMON,
         "sample_size": 64,
+        "block_out_channels": (320, 640, 1280, 1280),
+        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
         "cross_attention_dim": 768,
         "attention_head_dim": 8,
-    },
-    "sd2.1": {
-        **FOUR_LEVELS,
-        "sample_size": 96,
-        "cross_attention_dim": 1024,
-        "attention_head_dim": (5, 10, 20, 20),
-        "use_linear_projection": True,
-        "upcast_attention": True,
     },
     "sdxl": {
         **COMMON,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from mame_sd.errors import UserError
 
-from .results.schema import Column
+from .results.schema import Better, Block, Column
 
 MIN_IMAGES = (
     100  # below, a distance between sets says more about the number of images than about them
@@ -22,150 +22,86 @@ FID_BACKENDS = ("mame-sd", "clean-fid")  # whose code may compute FID
 FEW_IMAGES = 2048  # below, a Frechet distance is biased upward enough to mislead
 
 
-Better = Literal["lower", "higher"]
 Needs = Literal["pair", "image", "set", "sets", "alone", "time"]
 
 
-@dataclass(frozen=True)
-class Metric:
+@dataclass(frozen=True, kw_only=True)
+class Metric(Column):
     """One metric.
 
     Attributes:
-        block: fidelity, quality or cost.
         needs: what it is computed on. "pair" (image and baseline's image), "image" (image and
             prompt). "set" (all images and the reference's), "sets" (all images and the baseline's),
             "alone" (all images), or "time".
         extractor: of what network the features are ("set", "sets" and "alone").
     """
 
-    name: str
-    label: str
-    better: Better
-    block: Literal["fidelity", "quality", "cost"]
     needs: Needs
-    about: str
-    unit: str = ""
     digits: int = 4  # merged images are within 0.001 of the unmerged ones
     extractor: str | None = None
 
-    def column(self) -> Column:
-        """What a table has to know of it."""
-        shared = ("label", "unit", "better", "block", "digits", "about")
-        return Column(key=self.name, **{name: getattr(self, name) for name in shared})
+
+def fidelity(
+    name: str, label: str, better: Better, about: str, needs: Needs = "pair", **more: Any
+) -> Metric:
+    """A metric of images, or answers, and the baseline's."""
+    block: Block = "fidelity"
+    return Metric(
+        name=name, label=label, better=better, block=block, needs=needs, about=about, **more
+    )
 
 
-def _near(name: str, label: str, better: Better, about: str, **more: Any) -> Metric:
-    """A fidelity: of each image and the baseline's."""
-    return Metric(name, label, better, "fidelity", "pair", about, **more)
+def quality(name: str, label: str, needs: Needs, about: str, **more: Any) -> Metric:
+    """A metric of what is made by itself, of which more is better unless it says otherwise."""
+    fields = {"better": "higher", "block": "quality", **more}
+    return Metric(name=name, label=label, needs=needs, about=about, **fields)
 
 
-def _good(name: str, label: str, needs: Needs, about: str, **more: Any) -> Metric:
-    """A quality of which more is better."""
-    return Metric(name, label, "higher", "quality", needs, about, **more)
-
-
-def _cost(name: str, label: str, unit: str, digits: int, about: str) -> Metric:
-    return Metric(name, label, "lower", "cost", "time", about, unit, digits)
+def cost(name: str, label: str, unit: str, digits: int, about: str, **more: Any) -> Metric:
+    """A cost, of which less is better unless it says otherwise."""
+    fields = {"better": "lower", "block": "cost", "needs": "time", **more}
+    return Metric(name=name, label=label, unit=unit, digits=digits, about=about, **fields)
 
 
 _LPIPS = (
     "Learned perceptual distance to the baseline's image, {} features, at the images' own"
     " resolution."
 )
+_PSNR = (
+    "Peak signal-to-noise ratio to the baseline's image; mean over images that are not equal to it."
+)
+_SSIM = "Structural similarity to the baseline's image, Gaussian window of 11 pixels."
+_COSINE = "Cosine of the CLIP embeddings of the image and the baseline's."
+_TO_BASELINE = "Frechet distance to the baseline's images: fidelity, not quality."
+_FID = "Frechet Inception distance to the reference set."
+_IS = "Inception score; at most the number of images in a split."
+_CLIP = "100 x cosine of the CLIP embeddings of image and prompt (77 tokens)."
+_RETRIEVAL = (
+    "Share of images whose nearest glyph of all 180 is the prompted one (embedded model only)."
+)
+_BACKGROUND = "Share of images whose frame is nearest to the prompted colour (embedded model only)."
+_LATENCY = "Seconds per image from prompt to pixels: median and quartiles of interleaved rounds."
+_DENOISING = "Of these, from the first call of the denoiser to the start of decoding."
+_CPU = "Seconds of all cores per image, which other programs hardly change; on a CPU alone."
+_MEMORY = "Most that tensors take at once, weights included."
+_INCEPTION: dict[str, Any] = {"digits": 2, "extractor": "inception"}
 _EVERY = (
-    _near("lpips", "LPIPS (alex)", "lower", _LPIPS.format("AlexNet")),
-    _near("lpips_vgg", "LPIPS (vgg)", "lower", _LPIPS.format("VGG-16")),
-    _near(
-        "psnr",
-        "PSNR",
-        "higher",
-        "Peak signal-to-noise ratio to the baseline's image; mean over images that are not equal to"
-        " it.",
-        unit="dB",
-        digits=2,
-    ),
-    _near(
-        "ssim",
-        "SSIM",
-        "higher",
-        "Structural similarity to the baseline's image, Gaussian window of 11 pixels.",
-    ),
-    _near(
-        "clip_image",
-        "CLIP image cosine",
-        "higher",
-        "Cosine of the CLIP embeddings of the image and the baseline's.",
-    ),
-    Metric(
-        "fid_to_baseline",
-        "FID to baseline",
-        "lower",
-        "fidelity",
-        "sets",
-        "Frechet distance to the baseline's images: fidelity, not quality.",
-        digits=2,
-        extractor="inception",
-    ),
-    Metric(
-        "fid",
-        "FID",
-        "lower",
-        "quality",
-        "set",
-        "Frechet Inception distance to the reference set.",
-        digits=2,
-        extractor="inception",
-    ),
-    _good(
-        "is",
-        "IS",
-        "alone",
-        "Inception score; at most the number of images in a split.",
-        digits=2,
-        extractor="inception",
-    ),
-    _good(
-        "clip_score",
-        "CLIP score",
-        "image",
-        "100 x cosine of the CLIP embeddings of image and prompt (77 tokens).",
-        digits=2,
-    ),
-    _good(
-        "retrieval",
-        "Retrieval",
-        "image",
-        "Share of images whose nearest glyph of all 180 is the prompted one (embedded model only).",
-    ),
-    _good(
-        "background",
-        "Background",
-        "image",
-        "Share of images whose frame is nearest to the prompted colour (embedded model only).",
-    ),
-    _cost(
-        "latency",
-        "Latency",
-        "s",
-        2,
-        "Seconds per image from prompt to pixels: median and quartiles of interleaved rounds.",
-    ),
-    _cost(
-        "denoising",
-        "Denoising",
-        "s",
-        2,
-        "Of these, from the first call of the denoiser to the start of decoding.",
-    ),
-    _cost(
-        "cpu",
-        "CPU time",
-        "s",
-        2,
-        "Seconds of all cores per image, which other programs hardly change; on a CPU alone.",
-    ),
-    _cost("memory", "Peak memory", "MiB", 0, "Most that tensors take at once, weights included."),
-    _cost("memory_denoising", "Peak memory, denoising", "MiB", 0, "The same before decoding."),
+    fidelity("lpips", "LPIPS (alex)", "lower", _LPIPS.format("AlexNet")),
+    fidelity("lpips_vgg", "LPIPS (vgg)", "lower", _LPIPS.format("VGG-16")),
+    fidelity("psnr", "PSNR", "higher", _PSNR, unit="dB", digits=2),
+    fidelity("ssim", "SSIM", "higher", _SSIM),
+    fidelity("clip_image", "CLIP image cosine", "higher", _COSINE),
+    fidelity("fid_to_baseline", "FID to baseline", "lower", _TO_BASELINE, "sets", **_INCEPTION),
+    quality("fid", "FID", "set", _FID, better="lower", **_INCEPTION),
+    quality("is", "IS", "alone", _IS, **_INCEPTION),
+    quality("clip_score", "CLIP score", "image", _CLIP, digits=2),
+    quality("retrieval", "Retrieval", "image", _RETRIEVAL),
+    quality("background", "Background", "image", _BACKGROUND),
+    cost("latency", "Latency", "s", 2, _LATENCY),
+    cost("denoising", "Denoising", "s", 2, _DENOISING),
+    cost("cpu", "CPU time", "s", 2, _CPU),
+    cost("memory", "Peak memory", "MiB", 0, _MEMORY),
+    cost("memory_denoising", "Peak memory, denoising", "MiB", 0, "The same before decoding."),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _EVERY}
 SCORES = tuple(name for name, metric in METRICS.items() if metric.needs != "time")

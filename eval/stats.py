@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -115,42 +114,15 @@ def wilson(successes: int, n: int) -> dict[str, Any]:
     Raises:
         ValueError: no trials, or more successes than these.
     """
-    if not 0 <= successes <= n or n < 1:
-        raise ValueError(f"expected 0 to n successes of n >= 1 trials, got {successes} of {n}")
-    z = NormalDist().inv_cdf(0.5 + LEVEL / 2)
-    share, shrunk = successes / n, 1 + z * z / n
-    middle = (share + z * z / (2 * n)) / shrunk
-    half = z / shrunk * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    low, high = max(0.0, middle - half), min(1.0, middle + half)
-    return {
-        "mean": 100 * share,
-        "low": 100 * min(low, share),
-        "high": 100 * max(high, share),
-        "n": n,
-    }
+    from scipy.stats import binomtest  # scoring images needs no scipy, and no extra `eval`
 
-
-def mcnemar_p(better: int, worse: int) -> float:
-    """McNemar's exact test: the two-sided p-value of `better` and `worse` discordant pairs under
-    equal chances.
-
-    >>> mcnemar_p(0, 0), mcnemar_p(5, 5), round(mcnemar_p(1, 9), 4)
-    (1.0, 1.0, 0.0215)
-    """
-    pairs, least = better + worse, min(better, worse)
-    logs = [
-        math.lgamma(pairs + 1)
-        - math.lgamma(k + 1)
-        - math.lgamma(pairs - k + 1)
-        - pairs * math.log(2)
-        for k in range(least + 1)
-    ]
-    return min(1.0, 2 * math.fsum(math.exp(value) for value in logs))
+    low, high = binomtest(successes, n).proportion_ci(LEVEL, "wilson")
+    return {"mean": 100 * successes / n, "low": 100 * low, "high": 100 * high, "n": n}
 
 
 def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, Any]:
     """The share of `ours` minus that of `others` on the same cases, in percentage points, with a 95
-    % interval and McNemar's p.
+    % interval and the two-sided p of McNemar's exact test.
 
     The interval is Newcombe's for paired shares (Statistics in Medicine 17, 1998, 2635, method 10):
     Wilson's two intervals put together by their correlation. It holds where all cases agree.
@@ -162,6 +134,8 @@ def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, 
     Raises:
         ValueError: no cases, or not as many on both sides.
     """
+    from scipy.stats import binomtest
+
     if len(ours) != len(others):
         raise ValueError(
             f"expected the same cases on both sides, got {len(ours)} and {len(others)}"
@@ -183,7 +157,8 @@ def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, 
     mean = one["mean"] - two["mean"]
     low = mean - reach(one["mean"] - one["low"], two["high"] - two["mean"])
     high = mean + reach(one["high"] - one["mean"], two["mean"] - two["low"])
-    return {"mean": mean, "low": low, "high": high, "n": n, "p": mcnemar_p(better, worse)}
+    p = binomtest(better, better + worse).pvalue if better + worse else 1.0
+    return {"mean": mean, "low": low, "high": high, "n": n, "p": p}
 
 
 def seed_interval(values: Sequence[float]) -> dict[str, Any]:
@@ -196,6 +171,8 @@ def seed_interval(values: Sequence[float]) -> dict[str, Any]:
     Raises:
         ValueError: no values.
     """
+    from scipy.stats import t
+
     n, mean = len(values), float(np.mean(values)) if len(values) else math.nan
     if n < 2:
         if n == 0:
@@ -207,28 +184,9 @@ def seed_interval(values: Sequence[float]) -> dict[str, Any]:
             "n": n,
             "note": "no interval: one seed, needs two",
         }
-    half = student_quantile(n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    quantile = float(t.ppf(0.5 + LEVEL / 2, n - 1))
+    half = quantile * float(np.std(values, ddof=1)) / math.sqrt(n)
     return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
-
-
-def student_quantile(freedom: int) -> float:
-    """The t that a Student variable of `freedom` degrees stays within, in absolute value, 95 % of
-    the time.
-
-    Its distribution is the finite sum of Abramowitz and Stegun, 26.7.3 and 26.7.4.
-    """
-    low, high = 0.0, 1000.0
-    while high - low > 1e-9:
-        t = (low + high) / 2
-        angle = math.atan(t / math.sqrt(freedom))
-        cosine, odd = math.cos(angle), freedom % 2
-        term, total = cosine if odd else 1.0, 0.0
-        for k in range(2 + odd, freedom + 1, 2):
-            total += term
-            term *= cosine * cosine * (k - 1) / k
-        within = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
-        low, high = (t, high) if within < LEVEL else (low, t)
-    return high
 
 
 def _by_prompt(values: Mapping[str, float], prompts: Mapping[str, str]) -> tuple[Floats, Floats]:

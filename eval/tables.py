@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from mame_sd.errors import UserError
 
+from .results.schema import Family
+
 T = TypeVar("T")
 
 
@@ -18,14 +20,14 @@ class Row:
     Attributes:
         name: for --rows, fit to be a file's name.
         label: for tables.
-        family: of rows that belong together, one of `results.schema.FAMILIES`.
+        family: of rows that belong together, one of `results.schema.Family`.
         method: what it does; None: nothing, the model as it is.
         default: whether it is what a user gets who changes no setting.
     """
 
     name: str
     label: str
-    family: str = "rival"
+    family: Family = "rival"
     method: Any = None
     default: bool = False
 
@@ -42,6 +44,15 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([lines[0], f"|{'---|' * len(heads)}", *lines[1:]])
 
 
+def names_in(text: str) -> list[str]:
+    """Names with commas between, each once.
+
+    >>> names_in("b, a,b")
+    ['b', 'a']
+    """
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
 def named(text: str | None, known: Mapping[str, T], flag: str = "--rows") -> dict[str, T]:
     """Those of `known` that `text` names with commas between, each once; None: all.
 
@@ -52,7 +63,7 @@ def named(text: str | None, known: Mapping[str, T], flag: str = "--rows") -> dic
     """
     if text is None:
         return dict(known)
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = names_in(text)
     for name in names or [""]:
         if name not in known:
             raise UserError(

@@ -39,7 +39,8 @@ def apply_mame(
             tokens merge behind its tower (`mame_sd.captions.apply_captioner`).
         config: the settings, or a .json file of them; None is the measured default.
         fields: fields of MaMeConfig, over those of `config`; for a vision transformer also
-            `blocks`, `restore`, `prop_attn`.
+            `blocks`, `restore`, `prop_attn`; for a diffusion model also `kernel`, a function of
+            (q, k, v) that computes attention over the merged keys.
 
     Warns where a vision transformer of images is to merge so much that a smaller image is nearer.
 

@@ -15,7 +15,7 @@ import difflib
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -43,22 +43,18 @@ def _is_whole(value: Any) -> bool:  # a number of NumPy's too
 
 
 def _number(value: Any) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or value != value:
         raise ValueError("expected a number")
     try:
-        number = float(value)
+        return float(value)
     except OverflowError:
         return math.inf
-    if math.isnan(number):
-        raise ValueError("expected a number")
-    return number
 
 
 def _share(value: Any) -> float:
-    number = _number(value)
-    if not 0 < number <= 1:
+    if not 0 < _number(value) <= 1:
         raise ValueError("expected a share above 0 and at most 1")
-    return number
+    return float(value)
 
 
 def _whole(least: int) -> Check:
@@ -76,17 +72,20 @@ def _side(value: Any) -> int:
     return int(value)
 
 
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("expected True or False")
-    return value
+def _of_type(kind: type, expected: str) -> Check:
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError(f"expected {expected}")
+        return value
+
+    return check
 
 
 def _one_of(kind: Any) -> Check:
-    def check(value: Any) -> str:
+    def check(value: Any) -> Any:
         if value not in get_args(kind):
             raise ValueError(f"expected one of {', '.join(get_args(kind))}")
-        return str(value)
+        return value
 
     return check
 
@@ -98,14 +97,7 @@ def _size(value: Any) -> tuple[int, int]:
     return int(sides[0]), int(sides[1])
 
 
-def _layers(value: Any) -> LayerRules:
-    return value if isinstance(value, LayerRules) else LayerRules(value)
-
-
-def _made_for(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("expected what calibration wrote, or nothing")
-    return value
+_FLAG = _of_type(bool, "True or False")
 
 
 def _field(
@@ -179,14 +171,14 @@ class MaMeConfig:
     )
     redraw: bool = _field(
         True,
-        _flag,
+        _FLAG,
         "whether each step draws other destinations and queries",
         "Errors of the steps then do not add up. Only `apply_mame` sees the timestep.",
         method="keys",
     )
     share_guidance_plan: bool = _field(
         True,
-        _flag,
+        _FLAG,
         "whether guided and unguided samples merge the same keys",
         "Guidance would multiply what merging does to one sample and not to the other. The two may"
         " share a batch, or be two calls of one input. Only `apply_mame` sees them.",
@@ -228,7 +220,7 @@ class MaMeConfig:
     )
     refine: bool = _field(
         True,
-        _flag,
+        _FLAG,
         "whether weights below a source's mean are dropped",
         "The paper's adaptive refining.",
         method="tokens",
@@ -243,7 +235,7 @@ class MaMeConfig:
     )
     layers: LayerRules | None = _field(  # noqa: RUF009
         None,
-        _layers,
+        LayerRules,
         "settings of single layers by patterns of their names",
         "They override those of all layers: `{'blocks.[24]': {'keep': 0.5}}`. False leaves a layer"
         " unmerged. Self-attention takes them, by `apply_mame`.",
@@ -251,7 +243,7 @@ class MaMeConfig:
     )
     made_for: str | None = _field(
         None,
-        _made_for,
+        _of_type(str, "what calibration wrote, or nothing"),
         "model that the settings were found for; others refuse them",
         "Calibration writes it.",
         option=False,
@@ -259,10 +251,8 @@ class MaMeConfig:
     is_open: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            if f.init:
-                value = getattr(self, f.name)
-                object.__setattr__(self, f.name, _checked(f, value))
+        for name, f in _SETTINGS.items():
+            object.__setattr__(self, name, _checked(f, getattr(self, name)))
         if self.tau is not None and self.keep is not None:
             raise ValueError(
                 f"expected tau or keep, got both (tau={self.tau!r}, keep={self.keep!r}); drop one"
@@ -270,13 +260,12 @@ class MaMeConfig:
         object.__setattr__(self, "is_open", self.tau is None and self.keep is None)
         if self.is_open:
             object.__setattr__(self, "keep", DEFAULT_KEEP)
-        for f in fields(self):
-            of = f.metadata.get("method")
-            if of not in (None, self.method) and f.name in self.given:
-                number = "tau" if of == "tokens" else "keep"
+        for name in self.given:
+            if _SETTINGS[name].metadata["method"] not in (None, self.method):
+                other, own = ("tau", "keep") if self.method == "keys" else ("keep", "tau")
                 raise ValueError(
-                    f"{f.name}: goes with {number}, got {f.name}={getattr(self, f.name)!r} beside"
-                    f" {'keep' if number == 'tau' else 'tau'}; leave it out, or give {number}"
+                    f"{name}: goes with {other}, got {name}={getattr(self, name)!r} beside {own};"
+                    f" leave it out, or give {other}"
                 )
         if self.tau is not None:
             low, high = TAU_RANGE[self.metric]
@@ -296,11 +285,10 @@ class MaMeConfig:
     @property
     def given(self) -> dict[str, Any]:
         """The fields that differ from their defaults, by name."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return {
-            name: value
-            for name, value in found.items()
-            if value != _DEFAULTS[name] and not (name == "keep" and self.is_open)
+            name: getattr(self, name)
+            for name, f in _SETTINGS.items()
+            if getattr(self, name) != f.default and not (name == "keep" and self.is_open)
         }
 
     def replace(self, **changes: Any) -> MaMeConfig:
@@ -311,15 +299,13 @@ class MaMeConfig:
         for name, other in (("tau", "keep"), ("keep", "tau")):
             if changes.get(name) is not None and name not in self.given:
                 changes = {other: None, **changes}
-        given = {**self.given, **changes}
-        method = "keys" if given.get("tau") is None else "tokens"
-        if method != self.method:
-            given = {
-                name: value
-                for name, value in given.items()
-                if name in changes or _METHODS.get(name) in (None, method)
-            }
-        return MaMeConfig.from_dict(given)
+        method = "keys" if {**self.given, **changes}.get("tau") is None else "tokens"
+        kept = {
+            name: value
+            for name, value in self.given.items()
+            if method == self.method or _SETTINGS[name].metadata["method"] in (None, method)
+        }
+        return MaMeConfig.from_dict({**kept, **changes})
 
     __replace__ = replace
 
@@ -348,10 +334,10 @@ class MaMeConfig:
         """All fields, or those that differ from their defaults, as JSON values, which `from_dict`
         takes.
         """
-        every = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        if self.is_open:
-            every["keep"] = None
-        return {name: _json(v) for name, v in (self.given if given_only else every).items()}
+        values = self.given if given_only else {name: getattr(self, name) for name in _SETTINGS}
+        if self.is_open and not given_only:
+            values["keep"] = None
+        return {name: _json(value) for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
@@ -378,9 +364,8 @@ class MaMeConfig:
             raise ValueError(f"{path}: {error}") from None
 
 
-NAMES = tuple(f.name for f in fields(MaMeConfig) if f.init)
-_DEFAULTS = {f.name: f.default for f in fields(MaMeConfig) if f.init}
-_METHODS = {f.name: f.metadata["method"] for f in fields(MaMeConfig) if f.init}
+_SETTINGS: dict[str, Field[Any]] = {f.name: f for f in fields(MaMeConfig) if f.init}
+NAMES = tuple(_SETTINGS)
 
 
 def check_names(values: Mapping[str, Any]) -> None:
@@ -392,17 +377,16 @@ def check_names(values: Mapping[str, Any]) -> None:
             raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(NAMES)})")
 
 
-def _checked(f: Any, value: Any) -> Any:
+def _checked(f: Field[Any], value: Any) -> Any:
     """The value of a field as it is kept. Raises ValueError that names the field and the value."""
     if value is None:
         return f.default
     try:
         return f.metadata["check"](value)
     except ValueError as error:
-        said = str(error)
-        if said.startswith(f"{f.name}: "):
+        if str(error).startswith(f"{f.name}: "):  # LayerRules name the pattern, too
             raise
-        raise ValueError(f"{f.name}: {said}, got {value!r}") from None
+        raise ValueError(f"{f.name}: {error}, got {value!r}") from None
 
 
 def _json(value: Any) -> Any:

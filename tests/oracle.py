@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 REFINE_FLOOR = 1e-5  # of the library's settled form
-RIDGE = 0.1
+RIDGE, SIZE_RIDGE = 0.1, 1e-3
 
 # ----------------------------------------------------------------- the paper
 
@@ -258,7 +258,7 @@ def merged_attention(
     queries: Sequence[int] = (),
     mask: Tensor | None = None,
     scale: float | None = None,
-    counted: bool = True,
+    sized: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, H, Q, D] over merged keys, [B, H, Q, D'], and the values [B, H', K, D'].
 
@@ -268,7 +268,8 @@ def merged_attention(
         queries: positions in q that values are fitted to; none: values are means.
         mask: boolean or added to the logits, broadcast to [B, H, Q, N].
         scale: of the logits.
-        counted: whether logits count each group by its size.
+        sized: positions in q of the queries by which keys carry the sizes of their groups; none:
+            logits count them.
     """
     q, k, v = q.double(), k.double(), v.double()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -294,12 +295,21 @@ def merged_attention(
         sizes.append(k.new_ones(count - end))
         columns += range(end, count)
         key, value = (torch.cat(of, 1) for of in zip(*parts, strict=True))
-        bias = torch.cat(sizes).log() if counted else torch.zeros_like(torch.cat(sizes))
+        log_sizes = torch.cat(sizes).log()
+        bias = torch.zeros_like(log_sizes) if len(sized) else log_sizes
         own = None if mask is None else mask[b]
         merged = slice(images[0].start, key.shape[1] - (count - end))
         fitted, heads = [], []
         for h in range(k.shape[1]):
             rows = range(h * shared, (h + 1) * shared)
+            if len(sized):
+                some = torch.cat([q[b, row, list(sized)] for row in rows])
+                gram = some.T @ some
+                ridge = SIZE_RIDGE * gram.diagonal().mean()
+                one = torch.linalg.inv(
+                    gram + ridge * torch.eye(len(gram), dtype=some.dtype)
+                ) @ some.sum(0)
+                key[h] += log_sizes[:, None] * one / scale
             heads.append([])
             exact, weights = [], []
             for row in rows:

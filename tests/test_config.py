@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -43,38 +43,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tau": 0.8, "keep": 0.5}, r"tau or keep, got both \(tau=0.8, keep=0.5\); drop one"),
     ({"tau": 1.5}, "tau: .*from -1 to 1 for metric 'cosine', got 1.5"),
     ({"tau": float("nan")}, "tau: expected a number, got nan"),
-    ({"tau": "high"}, "tau: expected a number, got 'high'"),
-    ({"tau": True}, "tau: expected a number"),
     ({"tau": 0.1, "metric": "euclidean"}, "tau: .*'euclidean', got 0.1"),
-    ({"tau": -0.1, "metric": "softmax"}, "tau: .*from 0 to 1"),
     ({"tau": float("inf"), "metric": "dot"}, "tau: expected a finite number"),
     ({"tau": 10**400, "metric": "dot"}, "tau: expected a finite number"),
-    ({"tau": np.float32("nan")}, "tau: expected a number, got np.float32"),
-    ({"tau": np.True_}, "tau: expected a number"),
     ({"tau": 1j}, "tau: expected a number"),
     ({"keep": True}, "keep: expected a number, got True"),
     ({"keep": 0}, "keep: .*above 0 and at most 1, got 0"),
     ({"keep": 1.01}, "keep: .*got 1.01"),
-    ({"references": -0.5}, "references: .*above 0 and at most 1"),
     ({"min_tokens": np.float64(2)}, "min_tokens: expected a whole number"),
     ({"min_tokens": 0}, r"min_tokens: expected a whole number from 1 to 2\^63 - 1, got 0"),
     ({"min_tokens": 2**63}, "min_tokens: expected a whole number"),
     ({"fit_queries": -1}, "fit_queries: expected a whole number from 0"),
-    ({"fit_queries": True}, "fit_queries: expected a whole number"),
-    ({"seed": -1}, "seed: expected a whole number from 0"),
-    ({"tile_size": 1}, "tile_size: expected 0 for no tiles, or a side of 2 to"),
     ({"tile_size": 2**63}, r"tile_size: expected 0 for no tiles, or a side of 2 to 2\^31 - 1"),
     ({"redraw": 1}, "redraw: expected True or False, got 1"),
     ({"size": (0, 4)}, "size: expected two whole numbers"),
     ({"size": 4}, "size: expected two whole numbers"),
     ({"partition": "grid", "tau": 0.5}, "partition: expected one of alternating, sequential"),
-    ({"metric": "l1", "tau": 0.5}, "metric: expected one of cosine"),
-    ({"feature": "q", "tau": 0.5}, "feature: expected one of x, k, k-mean"),
     ({"made_for": 3}, "made_for: expected what calibration wrote"),
     ({"partition": "random"}, "partition: goes with tau, .*; leave it out, or give tau"),
-    ({"refine": False, "keep": 0.5}, "refine: goes with tau"),
     ({"tile_size": 8, "tau": 0.5}, "tile_size: goes with keep"),
-    ({"references": 0.5, "tau": 0.5}, "references: goes with keep"),
     ({"layers": {"a": {"keep": 2}}}, "layers: a: keep: expected a share"),
     ({"layers": {"a": {"redraw": False}}}, "layers: a: redraw holds for a whole model"),
     ({"layers": {"a": {"kep": 0.5}}}, "layers: a: unknown setting 'kep'; did you mean 'keep'"),
@@ -168,9 +155,3 @@ def test_a_bad_file_is_told_by_its_name(tmp_path: Path, name: str, text: str, me
     with pytest.raises(ValueError, match=message) as error:
         MaMeConfig.from_file(file)
     assert str(error.value).startswith(str(file))
-
-
-def test_every_field_says_what_it_does_in_a_line() -> None:
-    for f in fields(MaMeConfig):
-        if f.init:
-            assert 0 < len(f.metadata["help"]) <= 90, f.name

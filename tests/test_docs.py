@@ -47,7 +47,8 @@ def test_readme_is_one_screen_that_decides() -> None:
     assert re.search(r"\*\*\d\.\d+\*\*", "\n".join(lines[:30])), (
         "expected how many times as fast above line 30"
     )
-    assert all("tau=0.8" not in code for code in EXAMPLES[:1])
+    assert "tau=0.8" not in EXAMPLES[0]
+    assert len(COMMANDS) >= 2
 
 
 def test_the_page_of_settings_is_current() -> None:
@@ -64,7 +65,9 @@ def test_every_help_is_one_short_line() -> None:
             assert 0 < len(summary) <= 90, name
             assert not more or not more[0], f"{name}: a summary of one line"
             for parameter in command.params:
-                assert len(getattr(parameter, "help", None) or "") <= 90, f"{name} {parameter.name}"
+                said = getattr(parameter, "help", None) or ""
+                assert len(said) <= 90, f"{name} {parameter.name}"
+                assert said or parameter.param_type_name == "argument", f"{name} {parameter.name}"
 
 
 def test_models_that_readme_names_were_tested() -> None:
@@ -96,11 +99,6 @@ def test_python_examples_run_and_warn_of_nothing(
     assert [str(w.message) for w in recwarn if not issubclass(w.category, hidden)] == []
     said = capfd.readouterr().err.replace("\r", "\n").splitlines()
     assert [line for line in said if line.strip() and "%|" not in line] == [], "bars alone"
-
-
-def test_there_are_examples_to_run() -> None:
-    assert len(EXAMPLES) >= 1
-    assert len(COMMANDS) >= 2
 
 
 @pytest.mark.parametrize("line", COMMANDS)
@@ -139,11 +137,6 @@ def test_modules_and_scripts_of_every_page_have_the_options_it_gives() -> None:
     assert found > 10
 
 
-@pytest.mark.parametrize("target", re.findall(r"\]\((?!http)([^)#]+)\)", README))
-def test_links_lead_somewhere(target: str) -> None:
-    assert (ROOT / target).exists()
-
-
 def test_links_between_pages_lead_somewhere() -> None:
     for file in (
         *ROOT.glob("*.md"),
@@ -163,16 +156,6 @@ def _anchors(page: Path) -> set[str]:
     """What links to a heading of the page may end in."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
-def test_every_option_has_help() -> None:
-    command = get_command(app)
-    assert isinstance(command, typer.core.TyperGroup)
-    for name, sub in command.commands.items():
-        for parameter in sub.params:
-            assert getattr(parameter, "help", None) or parameter.param_type_name == "argument", (
-                f"{name} {parameter.name}"
-            )
 
 
 def test_the_idea_is_drawn_in_four_panels_and_a_rival(

@@ -15,12 +15,17 @@ from mame_sd.embedded.model import embedded_models
 ROOT = Path(__file__).parents[1]
 # What the installed wheel is asked, in one process: another would load all libraries again.
 INSTALLED = """
-import sys
+import os, sys
 import mame_sd
 from mame_sd.cli import app
+from mame_sd.embedded.model import models_folder
 from mame_sd.eval.cli import app as evaluation
 from mame_sd.pipelines import StableDiffusionMaMePipeline
-assert app.run([*sys.argv[1:], "--out", "run"]) == 0
+models, into, *generate = sys.argv[1:]
+assert app.run([*generate, "--out", "run"]) == 2  # without the models
+os.symlink(models, into)  # as their own wheel puts them there
+models_folder.cache_clear()
+assert app.run([*generate, "--out", "run"]) == 0
 print(mame_sd.__file__, StableDiffusionMaMePipeline.__module__)
 assert evaluation.run(["score", "run", "run", "--format", "csv"]) == 0
 """
@@ -115,35 +120,18 @@ def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Pa
     (site / "zz_parent.pth").write_text(
         "\n".join(parents) + "\n"
     )  # libraries of the running environment, after the wheel
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(site),
-        str(wheel),
-    ]
-    subprocess.run(install, check=True)
-    python = str(tmp_path / "venv" / "bin" / "python")
-    command = [python, "-m", "mame_sd", *GENERATE, "--out", "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "expected the embedded models, found none; pip install 'mame-sd[models]'" in done.stderr
-    (site / "mame_sd_models").symlink_to(
-        ROOT / "mame_sd" / "embedded"
-    )  # as its own wheel puts it there
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target"]
+    subprocess.run([*pip, str(site), str(wheel)], check=True)
+    places = [str(ROOT / "mame_sd" / "embedded"), str(site / "mame_sd_models")]
     done = subprocess.run(
-        [python, "-c", INSTALLED, *GENERATE],
+        [str(tmp_path / "venv" / "bin" / "python"), "-c", INSTALLED, *places, *GENERATE],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "expected the embedded models, found none; pip install 'mame-sd[models]'" in done.stderr
     assert len(list(tmp_path.glob("run/images/*.png"))) == 1
     lines = done.stdout.splitlines()
     (place,) = (n for n, line in enumerate(lines) if line.startswith(str(site)))

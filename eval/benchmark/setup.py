@@ -35,7 +35,7 @@ class Setup:
         reference: what quality is measured against; None: distances are withheld.
         process: this process among several, which must have joined one another.
         prompt_file: name and digest of the prompt file, for the manifest.
-        command: what makes it again, for the report; "": that of the suite.
+        command: what makes it again, for the report.
     """
 
     suite: Suite
@@ -75,7 +75,7 @@ class Setup:
             suite=self.suite.name,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             manifest=self.manifest(),
-            metrics=[metric.column() for metric in self.metrics],
+            metrics=list(self.metrics),
             rows=rows,
             pictures=[Picture(job.name, job.prompt.text, job.seed) for job in jobs],
             reference=about.get("name"),

@@ -4,14 +4,14 @@ summary as metrics.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..results.schema import Gate, Value
 from ..store import Store, another_file, read_store
-from ..timing import quartiles
+from ..timing import interleaved, quartiles
 
 FORMAT = "mame-sd timings 2"
 KEYS = ("round", "method")
@@ -62,6 +62,34 @@ class Record:
         self.rounds[number] = dict(timings)
         for name, timing in timings.items():
             self._store.add({"round": number, "method": name, **asdict(timing)})
+
+
+def timed_rounds(
+    rows: Sequence[str],
+    rounds: int,
+    call: Callable[[str, int], Timing],
+    record: Path,
+    about: Mapping[str, Any],
+    *,
+    warm_up: Callable[[str], object],
+    on_progress: Callable[[int, int], object],
+) -> dict[str, list[Timing]]:
+    """What `call` gives of each row in each round, interleaved; by row, in order of rounds.
+
+    Args:
+        record: JSON lines that hold the timings of every round as soon as it ends. A stopped call
+            continues after the last round in them. Were they taken of anything else than `about`
+            (prompts, rows and their settings, model, machine), it starts over.
+        warm_up, on_progress: as `interleaved` takes them.
+
+    Raises UserError when `record` is another file.
+    """
+    done = Record(record, about)
+    for number, timings in interleaved(
+        rows, rounds, call, done=done.rounds, warm_up=warm_up, on_progress=on_progress
+    ):
+        done.add(number, timings)
+    return {row: [done.rounds[number][row] for number in range(rounds)] for row in rows}
 
 
 def check_record(path: Path) -> None:

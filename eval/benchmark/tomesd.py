@@ -18,7 +18,6 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import InstalledMethod, NotApplicable
 
 NO_TOMESD = "tomesd is not installed: pip install 'mame-sd[rivals]'"
-MAX_RATIO = 0.75  # of its default 2 x 2 cells, one token in four is a destination
 
 
 def has_tomesd() -> bool:
@@ -45,19 +44,9 @@ def tomesd_on(unet: nn.Module, ratio: float) -> Iterator[None]:
 class ToMeSD:
     """Token Merging for Stable Diffusion (Bolya and Hoffman, 2023) as its package applies it,
     `ratio` of tokens merged.
-
-    Raises:
-        UserError: a ratio outside (0, 0.75].
     """
 
     ratio: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.ratio <= MAX_RATIO:
-            raise UserError(
-                f"--ratio: expected a share above 0 and at most {MAX_RATIO}, got {self.ratio};"
-                " change it"
-            )
 
     def describe(self) -> dict[str, Any]:
         version = importlib.metadata.version("tomesd") if has_tomesd() else None
@@ -66,11 +55,11 @@ class ToMeSD:
     def install(self, model: LoadedModel) -> InstalledMethod:
         """Raises UserError when tomesd is missing, NotApplicable when the model has no UNet."""
         if not has_tomesd():
-            raise UserError(f"--method tomesd: expected its package, but {NO_TOMESD}")
+            raise UserError(f"tomesd: expected its package, but {NO_TOMESD}")
         unet = getattr(model.pipe, "unet", None)
         if not isinstance(unet, nn.Module):
             raise NotApplicable(
-                f"--method tomesd: expected a model with a unet, got {type(model.pipe).__name__};"
+                f"tomesd: expected a model with a unet, got {type(model.pipe).__name__};"
                 " choose another model"
             )
         import tomesd
@@ -135,7 +124,7 @@ class _InstalledToMeSD:
         called = [seen for seen in self.blocks if seen.calls]
         if called and all(seen.kept == seen.tokens_in for seen in called):
             raise NotApplicable(
-                "--method tomesd: expected at least one layer to merge, but it merges only at the"
+                "tomesd: expected at least one layer to merge, but it merges only at the"
                 " largest level, which has no self-attention in this model; choose another method"
             )
         found = []

@@ -5,7 +5,6 @@ share.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from mame_sd.caches.layer import CompressedLayer
 from mame_sd.upstream import with_cache
 
 from ..tables import Row
-from .rows import Once, Repeated, scores_of
+from .rows import KVzip, scores_of
 from .texts import Passage
 
 
@@ -43,14 +42,6 @@ class Recorder:
         return Kept(view.keys, view.values, view.slots, view.bias, view.real)
 
 
-@dataclass(frozen=True)
-class Prefilled:
-    """A prompt's caches as they were seen, and the logits of the token that follows."""
-
-    views: list[CacheView]
-    last: Tensor  # [V]
-
-
 class Meter:
     """Runs prompts on one model, inside `with`."""
 
@@ -67,15 +58,14 @@ class Meter:
         self._context.__exit__(*error)
 
     @torch.no_grad()
-    def prefill(self, prompt: Sequence[int]) -> Prefilled:
-        """Runs a prompt once."""
+    def prefill(self, prompt: Sequence[int], cache: DynamicCache | None = None) -> list[CacheView]:
+        """Runs a prompt once, behind what a cache holds; gives the caches of all layers."""
         self.handle.compressing = True
         ids = torch.tensor([list(prompt)], device=self.model.device)
-        out = self.model(
-            ids, **with_cache(self.model, DynamicCache()), use_cache=True, logits_to_keep=1
-        )
+        kept = with_cache(self.model, DynamicCache() if cache is None else cache)
+        self.model(ids, **kept, use_cache=True, logits_to_keep=1)
         self.handle.compressing = False
-        return Prefilled(self.recorder.views, out.logits[0, -1].float())
+        return self.recorder.views
 
     @torch.no_grad()
     def rest(
@@ -90,21 +80,11 @@ class Meter:
         return out.logits[0].float().log_softmax(-1), cache
 
     @torch.no_grad()
-    def repeated(self, start: Prefilled, prompt: Sequence[int]) -> dict[int, Tensor]:
+    def repeated(self, start: Sequence[CacheView], prompt: Sequence[int]) -> dict[int, Tensor]:
         """KVzip's scores [1, h, L] of each layer: the prompt is repeated once after itself."""
-        full = every_key(start.views)
-        self.handle.compressing = True
-        tokens = torch.tensor([[*self.repeat, *prompt]], device=self.model.device)
-        self.model(
-            tokens,
-            **with_cache(self.model, cache_of(full, start.views[0].seen)),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        self.handle.compressing = False
-        found = {}
-        for view in self.recorder.views:
-            length, (queries, slots) = start.views[0].seen, view.newest()
+        length, found = start[0].seen, {}
+        for view in self.prefill([*self.repeat, *prompt], cache_of(every_key(start), length)):
+            queries, slots = view.newest()
             parts = [
                 view.attention(queries[:, :, at], slots[at])[..., :length].amax((2, 3))
                 for at in view.blocks(queries)
@@ -134,13 +114,13 @@ def left(
 
 @torch.no_grad()
 def kept_by(
-    meter: Meter, row: Row, share: float, start: Prefilled, prompt: Sequence[int]
+    meter: Meter, row: Row, share: float, start: Sequence[CacheView], prompt: Sequence[int]
 ) -> list[Kept]:
     """What a row keeps of all layers after the `prompt` that `start` saw."""
-    inner = scores_of(row)
-    if isinstance(inner, Once) and isinstance(inner.of, Repeated) and not inner.of.found:
-        inner.of.found = meter.repeated(start, prompt)
-    return row.method.compress_all(start.views, share)
+    scores = scores_of(row)
+    if isinstance(scores, KVzip) and scores.views is not start:
+        scores.views, scores.found = start, meter.repeated(start, prompt)
+    return row.method.compress_all(start, share)
 
 
 def measure_passage(
@@ -162,8 +142,8 @@ def measure_passage(
         return
     start = meter.prefill(passage.prompt)
     target = torch.tensor(passage.rest[1:])
-    full = every_key(start.views)
-    seen = start.views[0].seen
+    full = every_key(start)
+    seen = start[0].seen
     want, _ = meter.rest(full, seen, passage.rest[:-1])
     size = sum(k.keys.nbytes + k.values.nbytes for k in full)
     chance = want.exp()

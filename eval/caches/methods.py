@@ -16,7 +16,7 @@ from mame_sd.caches.view import wide
 SINKS, RECENT, FLOOR = 4, 32, 0.2
 
 
-@dataclass(frozen=True)
+@dataclass
 class Published:
     """Keeps the keys of the highest scores.
 
@@ -28,17 +28,22 @@ class Published:
 
     method: Scores
     together: bool = False
+    _views: Sequence[CacheView] = ()
+    _scores: Sequence[Tensor] = ()
 
     def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
-        """Every layer's shorter cache."""
-        scores = [self._marked(view, self.method.score(view).float(), keep) for view in views]
+        """Every layer's shorter cache. A prompt is scored once for all shares."""
+        if views is not self._views:
+            self._views, self._scores = views, [self.method.score(v).float() for v in views]
+        pairs = zip(views, self._scores, strict=True)
+        scores = [self._marked(view, found, keep) for view, found in pairs]
         if not self.together:
             counts = [keys_of(view, keep).view(-1, 1, 1) for view in views]
             stays = [_ranks(s) < count for s, count in zip(scores, counts, strict=True)]
         else:
             stays = _stay_together(views, scores, keep)
-        pairs = zip(views, stays, strict=True)
-        return [gathered(view, stay & view.real_keys)[0] for view, stay in pairs]
+        kept = zip(views, stays, strict=True)
+        return [gathered(view, stay & view.real_keys)[0] for view, stay in kept]
 
     def _marked(self, view: CacheView, scores: Tensor, keep: float) -> Tensor:
         """Scores [B, h, L] with infinity for the first `SINKS` and newest `RECENT` tokens, which

@@ -20,7 +20,6 @@ from mame_sd.errors import UserError
 from ..tables import Row
 from .measure import Meter, every_key, kept_by, left
 
-TASKS = ("needles", "pairs")
 _WORDS = (
     "apple bread chair cloud crown dance eagle field flame ghost grape heart horse house"
     " juice knife lemon light money mouse music night ocean paint paper piano plant queen"
@@ -123,14 +122,14 @@ def measure_prompt(
     if not todo and done("full", 1.0):
         return
     start = meter.prefill(prompt.context)
-    seen = start.views[0].seen
+    seen = start[0].seen
     asked = [*prompt.question, *prompt.answer[:-1]]
 
     def right(kept: Any) -> bool:
         got, _ = meter.rest(kept, seen, asked)
         return got[-len(prompt.answer) :].argmax(-1).tolist() == prompt.answer
 
-    answered = right(every_key(start.views))
+    answered = right(every_key(start))
     if not done("full", 1.0):
         yield {"row": "full", "share": 1.0, "right": answered}
     for row, share in todo if answered else ():

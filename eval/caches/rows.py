@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,35 +18,24 @@ from .methods import H2O, ExpectedAttention, Published, Random, SnapKV
 DEFAULT = "ours"
 # what drops keys, as published; the best of them is what ours is compared with
 PUBLISHED = ("snapkv", "h2o", "expected-attention", "kvzip")
-SHARES = (0.25, 0.125)
 
 
-class Repeated:
+class KVzip:
     """KVzip's score (arXiv 2505.23416): the largest attention that a key receives while the prompt
     is repeated.
 
-    The scores come from a second forward, which the runner makes and puts into `found`.
+    The scores come from a second forward, which `measure.kept_by` makes once for each prompt.
+
+    Attributes:
+        views: of the prompt whose scores `found` has, by layer.
     """
 
     def __init__(self) -> None:
+        self.views: Sequence[CacheView] = ()
         self.found: dict[int, Tensor] = {}
 
     def score(self, view: CacheView) -> Tensor:
         """What the second forward found."""
-        return self.found[view.layer]
-
-
-@dataclass
-class Once:
-    """A method whose scores of one prompt are computed once for all rows and shares."""
-
-    of: Any
-    found: dict[int, Tensor] = field(default_factory=dict)
-
-    def score(self, view: CacheView) -> Tensor:
-        """The scores of the layer, from the first time on."""
-        if view.layer not in self.found:
-            self.found[view.layer] = self.of.score(view)
         return self.found[view.layer]
 
 
@@ -74,6 +63,7 @@ class Ours:
 
 def all_rows() -> dict[str, Row]:
     """Every row by name, what the comparison needs first."""
+    kvzip = KVzip()
     every: dict[str, tuple[str, Any]] = {
         "random": ("keys at random", Published(Random())),
         "snapkv": ("attention of the last 64 queries", Published(SnapKV())),
@@ -85,8 +75,8 @@ def all_rows() -> dict[str, Row]:
         DEFAULT: ("the default", Ours(Selection())),
         "ours-keys": ("the default's keys alone", Ours(Selection(), fit=False)),
         "paper": ("the paper's causal merging", CausalMaMe()),
-        "kvzip": ("attention while the prompt is repeated", Published(Repeated(), together=True)),
-        "kvzip-fit": ("KVzip's scores in the default", Ours(Selection(Repeated()))),
+        "kvzip": ("attention while the prompt is repeated", Published(kvzip, together=True)),
+        "kvzip-fit": ("KVzip's scores in the default", Ours(Selection(kvzip))),
         "paper-acausal": ("the paper's merging without its mask", CausalMaMe("none")),
         "paper-strict": ("the paper's merging, causal in its weights too", CausalMaMe("strict")),
     }
@@ -96,28 +86,7 @@ def all_rows() -> dict[str, Row]:
     }
 
 
-def sharing(rows: list[Row]) -> list[Row]:
-    """The same rows, where those of one method score a prompt once."""
-    once: dict[Any, Once] = {}
-    found = []
-    for row in rows:
-        method = row.method
-        scores = scores_of(row)
-        if scores is not None:
-            again = isinstance(scores, Repeated)  # a new one: its scores are of one prompt
-            key = Repeated if again else scores
-            shared = once.setdefault(key, Once(Repeated() if again else scores))
-            if isinstance(method, Ours):
-                method = replace(method, selection=Selection(shared))
-            else:
-                method = replace(method, method=shared)
-        found.append(replace(row, method=method))
-    return found
-
-
 def scores_of(row: Row) -> Any:
-    """What scores a row's keys, where nothing else is read of the prompt; None: another method."""
-    if isinstance(row.method, Ours):
-        own = row.method.selection
-        return None if own == Selection() else own.method
-    return getattr(row.method, "method", None)
+    """What scores a row's keys; None: a method that scores none, or in its own way."""
+    method = row.method.selection if isinstance(row.method, Ours) else row.method
+    return getattr(method, "method", None)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from mame_sd.errors import UserError
 
-HALVES = ("development", "report")
+from .settings import HALVES
+
 SUFFIXES = (".html", ".htm", ".py", ".txt", ".md", ".rst")
 _SHORTEST = 6_000  # characters of a file that is looked at
 
@@ -75,7 +76,7 @@ def half_of(path: Path) -> str:
 
 def passages(
     tokens: Callable[[str], list[int]],
-    folder: Path | None,
+    files: dict[str, list[Path]],
     half: str,
     num: int,
     length: int,
@@ -85,14 +86,13 @@ def passages(
 
     Args:
         tokens: a text's token ids.
+        files: from `text_files`.
         length, rest: tokens of the prompt and of what follows.
 
     Raises:
         UserError: fewer texts than that.
     """
-    sources = [
-        _of_source(tokens, n, files, half, length, rest) for n, files in text_files(folder).items()
-    ]
+    sources = [_of_source(tokens, name, own, half, length, rest) for name, own in files.items()]
     found: list[Passage] = []
     while sources and len(found) < num:
         for source in list(sources):

@@ -18,28 +18,26 @@ from mame_sd.cli.console import note, progress
 from mame_sd.cli.errors import exit_status
 from mame_sd.cli.groups import (
     MODEL,
-    PROMPTS,
-    SAMPLING,
     MergingOptions,
     PromptOptions,
-    RunFolderOption,
 )
 from mame_sd.cli.options import FieldOptions, takes
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
 from ..benchmark.suites import SUITES, suite_named
+from ..caches.settings import CacheSettings
 from .options import (
     CLASSIFY_SUITES,
-    CLIP_HELP,
     ENCODER,
+    REFERENCE_HELP,
+    ROWS_HELP,
     SUITE_SAMPLING,
-    CacheOptions,
+    WEIGHTS_HELP,
+    BenchmarkOptions,
     ClassifyOptions,
-    MethodOptions,
     ScoringOptions,
 )
 
@@ -64,38 +62,10 @@ FormatOption = Annotated[
 ]
 ReferenceOption = Annotated[
     Path | None,
-    typer.Option(
-        help="Images to measure quality against: a folder, or an .npz of statistics.",
-        metavar="DIR|NPZ",
-    ),
+    typer.Option(help=REFERENCE_HELP, metavar="DIR|NPZ"),
 ]
-WeightsOption = Annotated[
-    Path | None,
-    typer.Option(help="Folder with weights of metrics, looked into first.", metavar="DIR"),
-]
-RowsOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Rows to run beside the baseline, with commas between; an unknown one lists them.",
-        metavar="NAMES",
-    ),
-]
-
-
-@app.command("generate")
-@takes(prompts=PROMPTS, model=MODEL, sampling=SAMPLING, method=MethodOptions())
-def generate_command(
-    *,
-    out: RunFolderOption = Path("out/generate"),
-    prompts: PromptOptions,
-    model: ModelChoice,
-    sampling: GenerateSettings,
-    method: Any,
-) -> None:
-    """Generate images as `mame-sd generate` does, also with the rivals."""
-    from mame_sd.cli.generate import run_generate
-
-    run_generate(out, prompts, model, sampling, method)
+WeightsOption = Annotated[Path | None, typer.Option(help=WEIGHTS_HELP, metavar="DIR")]
+RowsOption = Annotated[str | None, typer.Option(help=ROWS_HELP, metavar="NAMES")]
 
 
 @app.command("score")
@@ -151,7 +121,12 @@ def score_command(
 
 
 @app.command("benchmark")
-@takes(prompts=PROMPT_FILE, model=MODEL, sampling=SUITE_SAMPLING)
+@takes(
+    prompts=PROMPT_FILE,
+    options=FieldOptions(BenchmarkOptions),
+    model=MODEL,
+    sampling=SUITE_SAMPLING,
+)
 def benchmark_command(
     *,
     context: typer.Context,
@@ -162,14 +137,8 @@ def benchmark_command(
             help="Folder: new, empty, or begun by the same command. Without it, out/SUITE."
         ),
     ] = None,
-    rows: RowsOption = None,
-    reference: ReferenceOption = None,
-    weights_dir: WeightsOption = None,
-    clip: Annotated[str | None, typer.Option(help=CLIP_HELP, metavar="NAME|DIR")] = None,
-    rounds: Annotated[
-        int | None, typer.Option(help="Rounds of timing, instead of the suite's.")
-    ] = None,
     prompts: PromptOptions,
+    options: BenchmarkOptions,
     model: ModelChoice,
     sampling: dict[str, Any],
 ) -> None:
@@ -178,26 +147,11 @@ def benchmark_command(
     Run again to continue; launch with accelerate to share out.
     """
     chosen = suite_named(suite)
-    from .benchmark import check_rounds, command_again, run_benchmark
+    from .benchmark import command_again, run_benchmark
 
-    check_rounds(chosen.rounds if rounds is None else rounds)
     place = Path("out") / suite if out is None else out
     again = command_again(context.obj or ["benchmark"])
-    written = run_benchmark(
-        chosen,
-        place,
-        prompts.file,
-        prompts.num,
-        rows,
-        reference,
-        weights_dir,
-        clip,
-        rounds,
-        model,
-        sampling,
-        again,
-    )
-    if written:
+    if run_benchmark(chosen, place, prompts, options, model, sampling, again):
         print(place / "report.html")
 
 
@@ -299,20 +253,16 @@ def caption_command(
 
 
 @app.command("cache")
-@takes(options=FieldOptions(CacheOptions))
+@takes(settings=FieldOptions(CacheSettings))
 def cache_command(
     *,
     out: Annotated[Path, typer.Option(help="Folder for results.jsonl.", metavar="DIR")] = Path(
         "out/cache"
     ),
-    rows: Annotated[
-        str | None,
-        typer.Option(help="Methods, with commas between. Without it, all.", metavar="NAMES"),
-    ] = None,
     form: Annotated[
         str, typer.Option("--format", help="Of what goes to stdout.", metavar="table|json")
     ] = "table",
-    options: CacheOptions,
+    settings: CacheSettings,
 ) -> None:
     """Compare ways to shorten a language model's KV cache on texts.
 
@@ -320,9 +270,13 @@ def cache_command(
     """
     if form not in ("table", "json"):
         raise UserError(f"--format: expected table or json, got {form!r}; give one of these")
-    from .cache import run_cache_command
+    from ..caches.run import run_cache
+    from ..caches.table import format_table, summary
+    from ..json_text import json_text
 
-    print(run_cache_command(out, rows, form, options))
+    with progress("prompts") as on_progress:
+        found = summary(run_cache(settings, out, on_progress))
+    print(json_text(found, indent=1) if form == "json" else format_table(found))
 
 
 @app.command("cache-cost")

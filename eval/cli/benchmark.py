@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.cli.console import note, progress
+from mame_sd.cli.groups import PromptOptions
 from mame_sd.embedded.model import embedded_models
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.jobs import GenerateSettings
@@ -20,7 +21,6 @@ from mame_sd.runs.processes import Process, joined, this_process
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity
 
 from .. import PROGRAM
-from ..benchmark.gates import failed_gates
 from ..benchmark.results import check_out
 from ..benchmark.rows import Row, chosen_rows
 from ..benchmark.run import Benchmark
@@ -31,18 +31,14 @@ from ..scoring.per_image import TRUTH
 from ..scoring.reference import open_reference, rendered_glyphs
 from ..scoring.retrieval import TRUTHS, Truth
 from ..scoring.tools import CLIPS, Tools
+from .options import BenchmarkOptions
 
 
 def run_benchmark(
     suite: Suite,
     out: Path,
-    prompts: str | None,
-    num: int | None,
-    rows: str | None,
-    reference: Path | None,
-    weights_dir: Path | None,
-    clip: str | None,
-    rounds: int | None,
+    prompts: PromptOptions,
+    options: BenchmarkOptions,
     model: ModelChoice,
     sampling: dict[str, Any],
     command: str,
@@ -58,36 +54,33 @@ def run_benchmark(
     from ..report import render
 
     check_out(out)
-    wanted = chosen_rows(rows)
+    wanted = chosen_rows(options.rows)
     note_lacking(wanted)
     settings = GenerateSettings(**suite.sampling(sampling))
     choice = _suite_model(suite, model)
     truth = TRUTHS.get(choice.embedded or "")
-    chosen, prompt_file = suite_prompts(suite, prompts, num, truth)
+    chosen, prompt_file = suite_prompts(suite, prompts.file, prompts.num, truth)
     known = (
         suite.glyphs
         and truth is not None
         and all(prompt.text in truth.captions() for prompt in chosen)
     )
-    glyphs = known and choice.embedded == "unet"
-    if reference is not None and reference.resolve().is_relative_to(out.resolve()):
-        raise UserError(
-            f"--reference {reference}: expected images of another origin than --out {out}; give"
-            " others"
-        )
-    against = (
-        open_reference(reference)
-        if reference is not None
-        else rendered_glyphs()
-        if glyphs
-        else None
-    )
+    against = rendered_glyphs() if known and choice.embedded == "unet" else None
+    if options.reference is not None:
+        reference = Path(options.reference)
+        if reference.resolve().is_relative_to(out.resolve()):
+            raise UserError(
+                f"--reference {reference}: expected images of another origin than --out {out};"
+                " give others"
+            )
+        against = open_reference(reference)
     process = this_process()
     loaded = load_model(choice, process.local_rank)
+    clip = options.clip
     if clip is None and choice.embedded and "clip" in embedded_models():
         clip = EMBEDDED_CLIP
     tools = Tools(
-        weights_dir=weights_dir,
+        weights_dir=None if options.weights_dir is None else Path(options.weights_dir),
         offline=model.offline,
         fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip else [])),
         device=loaded.pipe.device,
@@ -105,7 +98,7 @@ def run_benchmark(
             out=out,
             tools=tools,
             stage=stages(process),
-            rounds=suite.rounds if rounds is None else rounds,
+            rounds=options.rounds or suite.rounds,
             on_note=note,
             prompt_file=prompt_file,
             command=command,
@@ -127,10 +120,10 @@ def note_lacking(rows: Sequence[Row]) -> None:
 
 def check_gates(results: Results, out: Path) -> None:
     """Raise MachineError where a sanity gate of the report in `out` failed."""
-    failed = failed_gates(results)
+    failed = ", ".join(gate.name for gate in results.failed)
     if failed:
         raise MachineError(
-            f"{out}/report.html: sanity gates failed ({', '.join(failed)}); "
+            f"{out}/report.html: sanity gates failed ({failed}); "
             "do not trust these figures before the report's gates say why"
         )
 
@@ -143,8 +136,6 @@ def suite_prompts(
 
     Raises UserError when the suite has none of its own and none are given.
     """
-    if num is not None and num < 1:
-        raise UserError(f"--num: expected at least 1, got {num}; raise it, or leave it out")
     count = suite.num if num is None else num
     source = file or suite.prompts
     if source is None:
@@ -179,11 +170,6 @@ def command_again(arguments: Sequence[str]) -> str:
         if before != "--out" and word.partition("=")[0] != "--out"
     ]
     return shlex.join([PROGRAM, *kept])
-
-
-def check_rounds(rounds: int) -> None:
-    if rounds < 1:
-        raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")
 
 
 def stages(process: Process) -> Callable[[str], Any]:

@@ -24,7 +24,7 @@ from ..perception.heads import Head, class_names, prompt_templates, text_head
 from ..perception.neighbours import load_saliency, nearest_head
 from ..perception.rows import VIDEO, Row
 from ..perception.run import Classification, Stage
-from .benchmark import check_gates, check_rounds, stages
+from .benchmark import check_gates, stages
 from .options import ClassifyOptions
 
 
@@ -47,7 +47,6 @@ def run_classify(
     from ..perception.trained import Trained
     from ..report import render
 
-    check_rounds(options.rounds)
     check_out(out)
     models = models_of(options, suite, choice)
     if models is not None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from mame_sd.cli.groups import MergingOptions
-from mame_sd.cli.options import FieldOptions, GivenOptions, keyword
+from mame_sd.cli.options import FieldOptions, GivenOptions
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.model_files import DTYPES, ModelChoice
+from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.options import option
 
 from ..metric_list import FID_BACKENDS
 
-METHODS = ("baseline", "mame", "tomesd")
 CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "trained", "video")  # of `perception.rows`
-DEFAULT_RATIO = 0.5
+ROWS_HELP = "Rows to run beside the baseline, with commas between; an unknown one lists them."
+REFERENCE_HELP = "Images to measure quality against: a folder, or an .npz of statistics."
+WEIGHTS_HELP = "Folder with weights of metrics, looked into first."
+DEVICE_HELP = "cpu, cuda, cuda:N, mps, or auto: the fastest there is."
 CLIP_HELP = "CLIP to score with: a folder, clip-vit-b-32, clip-vit-l-14 or embedded-clip."
 # The options of a ModelChoice that count for a vision transformer.
 ENCODER = FieldOptions(
@@ -35,51 +33,25 @@ SUITE_SAMPLING = GivenOptions(
 )
 
 
-class MethodOptions(MergingOptions):
-    """--method, --ratio and merging's options.
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkOptions:
+    """What a benchmark of generation compares, and with what."""
 
-    `build` gives what `mame_sd.runs.generate.generate` takes.
-    """
+    rows: str | None = option(None, ROWS_HELP, metavar="NAMES")
+    reference: str | None = option(None, REFERENCE_HELP, metavar="DIR|NPZ")
+    weights_dir: str | None = option(None, WEIGHTS_HELP, metavar="DIR")
+    clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
+    rounds: int | None = option(None, "Rounds of timing, instead of the suite's.")
 
-    def parameters(self) -> list[inspect.Parameter]:
-        method = "What to run: the unchanged model, merging, or tomesd (extra rivals)."
-        ratio = f"Share of tokens that tomesd merges. Without it, {DEFAULT_RATIO}."
-        return [
-            keyword("method", str, "mame", method, panel="Method", metavar="|".join(METHODS)),
-            keyword("ratio", float, None, ratio, panel="Method"),
-            *super().parameters(),
-        ]
-
-    def build(self, values: Mapping[str, Any]) -> Any:
-        """None for the baseline, a MaMeConfig, or tomesd.
-
-        Raises UserError for options that do not fit the method.
-        """
-        method, ratio = values["method"], values["ratio"]
-        if method not in METHODS:
-            raise UserError(
-                f"--method: expected one of {', '.join(METHODS)}, got {method!r}; give one of these"
-            )
-        unused = [] if method == "mame" else self.given(values)
-        unused += ["--ratio"] if ratio is not None and method != "tomesd" else []
-        if unused:
-            raise UserError(
-                f"--method {method}: expected no {', '.join(unused)} beside it; drop one of them"
-            )
-        if method == "tomesd":
-            from ..benchmark.tomesd import ToMeSD
-
-            return ToMeSD(DEFAULT_RATIO if ratio is None else ratio)
-        return super().build(values) if method == "mame" else None
+    def __post_init__(self) -> None:
+        check_rounds(1 if self.rounds is None else self.rounds)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoringOptions:
     """What metrics are computed with."""
 
-    weights_dir: str | None = option(
-        None, "Folder with weights of metrics, looked into first.", metavar="DIR"
-    )
+    weights_dir: str | None = option(None, WEIGHTS_HELP, metavar="DIR")
     offline: bool = option(False, "Never ask a network.")
     clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
     fid_backend: str = option(
@@ -87,37 +59,7 @@ class ScoringOptions:
         "Whose code computes FID: mame-sd, or the package clean-fid (extra clean-fid).",
         metavar="|".join(FID_BACKENDS),
     )
-    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheOptions:
-    """Which language model and texts caches are measured on."""
-
-    model: str = option(
-        "smollm2", "smollm2 (98 MB from PyPI), or a folder or name that transformers loads."
-    )
-    texts: str | None = option(
-        None,
-        "Folder of HTML, Python or plain text. Without it, Python's own.",
-        metavar="DIR",
-    )
-    half: str = option("report", "Which half of the files: report, or development to tune on.")
-    num: int = option(40, "Passages of text; 0: none.")
-    prompts: int = option(40, "Prompts of each task.")
-    length: int = option(1024, "Tokens of a prompt.")
-    rest: int = option(128, "Tokens that follow it, on which methods are compared.")
-    shares: str = option("0.25,0.125", "Shares of the cache, with commas between.")
-    tasks: str = option(
-        "", "Retrieval tasks, with commas between: needles, pairs.", metavar="NAMES"
-    )
-    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
-    dtype: str = option(
-        "float32", "Number format of the model.", metavar="|".join(("auto", *DTYPES))
-    )
-    revision: str | None = option(None, "Revision of a hub id.")
-    weights_dir: str | None = option(None, "Folder with weights, looked into first.", metavar="DIR")
-    offline: bool = option(False, "Never ask a network.")
+    device: str = option("auto", DEVICE_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +91,13 @@ class ClassifyOptions:
     rounds: int = option(5, "Rounds of timing; each times every row once.")
 
     def __post_init__(self) -> None:
+        check_rounds(self.rounds)
         for flag, value in (("--num", self.num), ("--batch-size", self.batch_size)):
             if value is not None and value < 1:
                 raise UserError(f"{flag}: expected at least 1, got {value}; raise it")
+
+
+def check_rounds(rounds: int) -> None:
+    """Raise UserError for fewer rounds of timing than one."""
+    if rounds < 1:
+        raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")

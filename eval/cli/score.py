@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from mame_sd.runs.records import Sample
 from ..images import size_of, turned_note
 from ..json_text import json_text
 from ..metric_list import METRICS, Metric
-from ..remarks import equal_images, remark
+from ..results.schema import Value
 from ..scoring.reference import check_reference, open_reference
 from ..scoring.runs import Run, differing_settings, pair
 from ..scoring.score import cut_prompts, score
@@ -67,13 +66,9 @@ def score_runs(
     if cut:
         on_note(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens)")
     for name, value in found.items():
-        for text in (
-            value.get("withheld") and f"withheld, {value['withheld']}",
-            equal_images(value),
-            remark(value),
-        ):
-            if text:
-                on_note(f"{name}: {text}")
+        withheld = value.withheld and f"withheld, {value.withheld}"
+        for text in filter(None, (withheld, value.equal_note, value.remark)):
+            on_note(f"{name}: {text}")
     return {
         "metrics": found,
         "manifest": {
@@ -92,20 +87,21 @@ def score_runs(
 
 def format_scores(found: Mapping[str, Any], form: str) -> str:
     """The scores as table, json or csv."""
+    metrics: Mapping[str, Value] = found["metrics"]
     if form == "json":
-        return json_text(dict(found))
+        values = {name: value.to_json() for name, value in metrics.items()}
+        return json_text({**found, "metrics": values})
     if form == "csv":
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(["metric", *_FIELDS, "withheld", "remark"])
-        for name, value in found["metrics"].items():
-            remarks = "; ".join(filter(None, (equal_images(value), remark(value))))
-            writer.writerow(
-                [name, *(value.get(key) for key in _FIELDS), value.get("withheld"), remarks]
-            )
+        for name, value in metrics.items():
+            figures = [getattr(value, field) for field in _FIELDS]
+            remarks = "; ".join(filter(None, (value.equal_note, value.remark)))
+            writer.writerow([name, *figures, value.withheld, remarks])
         return text.getvalue().rstrip("\n")
     rows = [("metric", "mean", "95 % interval", "n")]
-    rows += [_table_row(METRICS[name], value) for name, value in found["metrics"].items()]
+    rows += [_table_row(METRICS[name], value) for name, value in metrics.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -113,17 +109,15 @@ def format_scores(found: Mapping[str, Any], form: str) -> str:
     )
 
 
-def _table_row(metric: Metric, value: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    def number(key: str) -> str:
-        found = value[key]
-        return f"{found:.{metric.digits}f}" if math.isfinite(found) else str(found)
-
+def _table_row(metric: Metric, value: Value) -> tuple[str, str, str, str]:
     label = metric.label + (f" ({metric.unit})" if metric.unit else "")
-    if value.get("mean") is None:
-        return label, "withheld", str(value.get("withheld", "")), str(value["n"])
-    spread = f"± {number('std')}" if value.get("std") else "-"
-    interval = f"{number('low')} to {number('high')}" if value.get("low") is not None else spread
-    return label, number("mean"), interval, str(value["n"])
+    if value.mean is None:
+        return label, "withheld", value.withheld or "", str(value.n)
+    digits = metric.digits
+    spread = f"± {value.std:.{digits}f}" if value.std else "-"
+    if value.low is not None:
+        spread = f"{value.low:.{digits}f} to {value.high:.{digits}f}"
+    return label, f"{value.mean:.{digits}f}", spread, str(value.n)
 
 
 def _size(item: Sample) -> str:

@@ -12,8 +12,6 @@ what our own models say about merging.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +77,6 @@ class Terrain(nn.Module):
         # a label is one number, for which diffusers has no embedding of its own
         self.unet.class_embedding = TimestepEmbedding(1, 4 * LEVELS[0])
 
-    def attentions(self) -> list[nn.Module]:
-        """The nine self-attentions over the most tokens: 32 x 32 of a map of 128 x 128."""
-        down, up = self.unet.down_blocks[FIRST_ATTENTION], self.unet.up_blocks[-1 - FIRST_ATTENTION]
-        return [*down.attentions, *up.attentions]
-
     def denoise(self, noisy: Tensor, sigma: float, difficulty: Tensor) -> Tensor:
         """The clean maps [B, 1, h, w], in -1..1, of `noisy` maps.
 
@@ -118,42 +111,6 @@ def load_terrain(weights_dir: Path | None = None, offline: bool = False) -> Terr
     own = model.unet.state_dict()
     model.unet.load_state_dict({name: value.view(own[name].shape) for name, value in found.items()})
     return model
-
-
-# (q, k, v, grid) -> output: tensors [B, H, N, D] of N tokens on a grid (h, w)
-Attend = Callable[[Tensor, Tensor, Tensor, tuple[int, int]], Tensor]
-
-
-class _Attending:
-    """A processor of diffusers' `Attention` in a UNet: `attend` between its projections."""
-
-    def __init__(self, attend: Attend) -> None:
-        self._attend = attend
-
-    def __call__(self, attn: Any, hidden_states: Tensor, **rest: Any) -> Tensor:
-        grid = (hidden_states.shape[2], hidden_states.shape[3])
-        x = attn.group_norm(hidden_states.flatten(2)).transpose(1, 2)
-        q, k, v = (
-            part(x).unflatten(2, (attn.heads, -1)).transpose(1, 2)
-            for part in (attn.to_q, attn.to_k, attn.to_v)
-        )
-        output = attn.to_out[0](self._attend(q, k, v, grid).transpose(1, 2).flatten(2))
-        mapped = output.transpose(1, 2).unflatten(2, grid)
-        return (mapped + hidden_states) / attn.rescale_output_factor
-
-
-@contextmanager
-def attending(model: Terrain, attend: Attend) -> Iterator[None]:
-    """`model` with `attend` in place of the attention of its nine largest layers, for the block."""
-    layers: list[Any] = model.attentions()
-    before = [layer.processor for layer in layers]
-    try:
-        for layer in layers:
-            layer.set_processor(_Attending(attend))
-        yield
-    finally:
-        for layer, processor in zip(layers, before, strict=True):
-            layer.set_processor(processor)
 
 
 def slope(maps: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.perception.settings import EVERY, LEFT
 from mame_sd.runs.methods import NotApplicable
 
+from ..results.schema import Family
 from .rivals import counted, embedding_of, on_fewer_frames, on_smaller_images, rival_on
 from .rules import DecreasingToMe, EViT, RandomDrop, Rule, ToMe, quarters
 
@@ -158,6 +159,7 @@ class Knob:
         make: gives the method at a value.
         most: of the knob; None: any number above 0.
         whole: the knob takes whole numbers alone.
+        family: of its rows.
     """
 
     label: str
@@ -165,13 +167,17 @@ class Knob:
     make: Callable[[float], Method]
     most: float | None = 1.0
     whole: bool = False
+    family: Family = "rival"
 
 
 RIVALS: dict[str, Knob] = {
     "default": Knob(
-        "MaMe default, keep {}", "MaMe default", lambda keep: Merged(None, {"keep": keep})
+        "MaMe default, keep {}",
+        "MaMe default",
+        lambda keep: Merged(None, {"keep": keep}),
+        family="mame",
     ),
-    "tome": Knob("ToMe r {}", "ToMe", lambda r: Rival(ToMe(r)), None),
+    "tome": Knob("ToMe r {}", "ToMe", lambda r: Rival(ToMe(r)), None, family="tome"),
     "tome-decreasing": Knob(
         "ToMe decreasing r {}", "ToMe, decreasing", lambda r: Rival(DecreasingToMe(r)), None
     ),

@@ -32,7 +32,7 @@ from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.known_encoders import Encoder, find_encoder
 from mame_sd.runs.methods import NotApplicable
 
-from .rules import Given, Reduced, Rule, Unchanged
+from .rules import Given, Rule, Unchanged
 
 _QUERIES = {
     "k_proj": "q_proj",
@@ -42,11 +42,16 @@ _QUERIES = {
 
 
 class RivalBlock(MergedBlock):
-    """A merged block in which a rival's rule takes the place of merging."""
+    """A merged block in which a rival's rule takes the place of merging.
 
-    def __init__(self, rule: Rule, trace: Trace, *args: Any) -> None:
+    Args:
+        coords: what the blocks of a model share: where the patches lie that are left,
+            [B, patches, 2], of rules that only drop some.
+    """
+
+    def __init__(self, rule: Rule, coords: dict[str, Tensor | None], *args: Any) -> None:
         super().__init__(*args)
-        self.rule, self.trace = rule, trace
+        self.rule, self.coords = rule, coords
         self._place = sorted(args[-1]).index(self.number) if self.number in args[-1] else -1
         self._places = len(args[-1])
         self._heard: dict[str, Tensor] = {}
@@ -80,40 +85,24 @@ class RivalBlock(MergedBlock):
         given.places = self._places
         self._heard = {}
         if self.shared.capture and grid is not None:
-            given.coords = self._coords(grid, x) if self._place == 0 else self.trace.coords
+            given.coords = self._all_coords(grid, x) if self._place == 0 else self.coords["left"]
         reduced = self.rule(given)
-        self.trace.coords = given.coords
+        self.coords["left"] = given.coords
         if self.shared.capture and reduced.x.shape[1] < x.shape[1]:
-            self.shared.keep(self.number, cast(Any, self.trace.plan(reduced)))
+            if reduced.rows is None:
+                raise NotApplicable(
+                    "expected tokens that can be traced to patches, got a rule that tells nothing"
+                    " of them"
+                )
+            self.shared.keep(self.number, cast(Any, Traced(reduced.rows)))
         if self.shared.now.counting:
             self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
         return reduced.x, reduced.sizes
 
-    def _coords(self, grid: tuple[int, int], x: Tensor) -> Tensor:
+    def _all_coords(self, grid: tuple[int, int], x: Tensor) -> Tensor:
         """Rows and columns of the patches [B, patches, 2]."""
         every = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).to(x.device)
         return every.expand(len(x), -1, -1)
-
-
-class Trace:
-    """What the blocks of one rival know of where tokens came from, so that features can be put back
-    at their places.
-
-    Attributes:
-        coords: [B, patches, 2] of the tokens that are left, of rules that only drop some.
-    """
-
-    def __init__(self) -> None:
-        self.coords: Tensor | None = None
-
-    def plan(self, reduced: Reduced) -> Traced:
-        """What puts back what one block took away."""
-        if reduced.rows is None:
-            raise NotApplicable(
-                "expected tokens that can be traced to patches, got a rule that tells nothing of"
-                " them"
-            )
-        return Traced(reduced.rows)
 
 
 @dataclass(frozen=True)
@@ -174,7 +163,7 @@ def rival_on(
             {},
             False,
             rule.prop_attn,
-            partial(RivalBlock, rule, Trace()),
+            partial(RivalBlock, rule, {"left": None}),
         )
         handle.install()
         yield handle

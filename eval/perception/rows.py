@@ -76,7 +76,8 @@ def row_named(name: str) -> Row:
         target = row_named(other)
         if target.at is None and target.name != BASELINE:
             label = f"{RIVALS[rival].short}, FLOPs of {target.label}"
-            return Row(name=name, label=label, family=_family(rival), rival=rival, at=other)
+            family = RIVALS[rival].family
+            return Row(name=name, label=label, family=family, rival=rival, at=other)
     if name == DEFAULT:
         return _mame(name, "MaMe default", None, {}, default=True)
     kind, _, text = name.partition("-")
@@ -91,7 +92,7 @@ def row_named(name: str) -> Row:
     if knob is not None and value is not None and not (knob.whole and value % 1):
         label = knob.label.format(f"{value:g}")
         method = knob.make(value)
-        return Row(name=name, label=label, family=_family(kind), rival=kind, method=method)
+        return Row(name=name, label=label, family=knob.family, rival=kind, method=method)
     raise UserError(
         "--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8,"
         " mame-quarters-0.5, tome-8, evit-0.7, random-0.7, random-all-0.9,"
@@ -201,10 +202,6 @@ def chosen_rows(suite: str, names: str | None) -> list[Row]:
 
 def _mame(name: str, label: str, blocks: Any, fields: dict[str, Any], **more: Any) -> Row:
     return Row(name=name, label=label, family="mame", method=Merged(blocks, fields), **more)
-
-
-def _family(rival: str) -> str:
-    return {"tome": "tome", "default": "mame"}.get(rival, "rival")
 
 
 def _number(text: str, most: float | None) -> float | None:

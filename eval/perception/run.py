@@ -41,7 +41,6 @@ from .rows import BASELINE, SUITES, Row
 from .speed import measure, throughput
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
-KIND = "classification"
 UNLABELLED = Value(withheld="the images have no labels")
 TOME = "tome"  # the rival that rows at its FLOPs are compared with
 NEAR = 0.02  # of its FLOPs that a rival may miss without a note
@@ -131,7 +130,7 @@ class Classification:
         about = self.images.about()
         labelled = self.numbers is not None
         return Results(
-            kind=KIND,
+            kind="classification",
             suite=self.suite,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             manifest={
@@ -154,7 +153,7 @@ class Classification:
                     ),
                 },
             },
-            metrics=[metric.column() for metric in self.columns.values()],
+            metrics=list(self.columns.values()),
             rows=rows,
             reference=f"the labels of {about['name']}" if labelled else None,
             reference_n=about["images"] if labelled else None,

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..benchmark.timings import Record, Timing
+from ..benchmark.timings import Timing, timed_rounds
 from ..memory import allocations, most, weight_bytes
 from ..results.schema import Value
-from ..timing import interleaved, quartiles, timed
+from ..timing import quartiles, timed
 from .answers import inputs_of
 from .data import ImageSet
 from .heads import Head
@@ -35,11 +35,10 @@ def measure(
 ) -> dict[str, list[Timing]]:
     """Time one batch with every method, `rounds` times over; by name, in order of rounds.
 
-    What is timed is the model from prepared images to logits, on batches of one size. Rounds are
-    kept in `record` as `mame_sd.eval.benchmark.bench.bench` keeps them, so that a stopped call
-    continues.
+    What is timed is the model from prepared images to logits, on batches of one size.
 
     Args:
+        record: see `timed_rounds`.
         about: all that timings depend on, as JSON values; "methods" by name.
     """
     alike = [batch for batch in images.batches(size) if len(batch) == min(size, len(images.files))]
@@ -73,12 +72,9 @@ def measure(
                 return replace(timing, allocated=torch.cuda.max_memory_allocated(device))
             return replace(timing, allocated=peaks.get(name))
 
-    done = Record(record, about)
-    for number, timings in interleaved(
-        list(methods), rounds, call, done=done.rounds, warm_up=warm_up, on_progress=on_progress
-    ):
-        done.add(number, timings)
-    return {name: [done.rounds[number][name] for number in range(rounds)] for name in methods}
+    return timed_rounds(
+        list(methods), rounds, call, record, about, warm_up=warm_up, on_progress=on_progress
+    )
 
 
 def throughput(timings: Sequence[Timing]) -> Value:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..benchmark.tomesd import NotApplicable
-from ..metric_list import Metric
+from ..metric_list import Metric, quality
 from ..results.schema import Value
 from ..stats import seed_interval
 from .answers import Batches, answers_of
@@ -23,25 +23,17 @@ from .rows import BASELINE, Row
 from .run import UNLABELLED, Classification, settings_of
 
 _OVER = "Mean over seeds with Student's 95 % interval over trainings, all on the same pictures."
+_GAIN = (
+    f"Top-1 minus that of the unmerged model of the same seed. {_OVER} An interval above 0 is"
+    " better than no merging."
+)
 _OWN = {
     "agreement": replace(
         COLUMNS["agreement"],
         about=f"Share of images whose answer is the unmerged model's of that seed. {_OVER}",
     ),
     "top1": replace(COLUMNS["top1"], about=f"Share of images whose answer is their label. {_OVER}"),
-    "gain": Metric(
-        name="gain",
-        label="Gain",
-        unit="points",
-        digits=2,
-        better="higher",
-        block="quality",
-        needs="image",
-        about=(
-            f"Top-1 minus that of the unmerged model of the same seed. {_OVER} An interval above 0"
-            " is better than no merging."
-        ),
-    ),
+    "gain": quality("gain", "Gain", "image", _GAIN, unit="points", digits=2),
 }
 
 

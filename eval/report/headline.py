@@ -103,7 +103,7 @@ def _closeness(chosen: Focus, row: Row) -> str:
 
 
 def _speed(chosen: Focus, row: Row, ratio: float) -> str:
-    by = " by CPU time" if chosen.latency is not None and chosen.latency.key == "cpu" else ""
+    by = " by CPU time" if chosen.latency is not None and chosen.latency.name == "cpu" else ""
     between = speed_interval(row.value(chosen.latency), ratio, chosen)
     apart = "" if between is None else f", {times(between[0])} to {times(between[1])}"
     if not _differs(chosen, row):

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..results.schema import Results
-from .words import words_of
 
 _FACTS = (  # manifest key, how it reads beside the headline
     ("steps", "{} steps"),
@@ -50,9 +49,3 @@ def facts(results: Results) -> list[str]:
         if value is not None:
             found.append(words.format(value))
     return found
-
-
-def command(results: Results) -> str:
-    """The command that makes the report again: the manifest's own, or the suite's."""
-    given = lookup(results.manifest, "command")
-    return str(given) if given else words_of(results).command.format(results.suite)

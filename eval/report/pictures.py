@@ -236,7 +236,7 @@ def _score(row: Row, picture: Picture, chosen: Focus) -> str:
     """The image's own figure of closeness, with its name."""
     if chosen.closeness is None:
         return ""
-    value = row.per_image.get(chosen.closeness.key, {}).get(picture.key)
+    value = row.per_image.get(chosen.closeness.name, {}).get(picture.key)
     if value is None or row.family == "baseline":
         return ""
     return f"{chosen.closeness.label.split(' (')[0]} {number(value, chosen.closeness.digits)}"

@@ -13,12 +13,11 @@ from markupsafe import Markup
 
 from mame_sd.runs.files import write_atomically
 
-from ..results.read import parse
 from ..results.schema import Results, Row
 from . import frontier, markdown
 from .figures import NARROW, WIDE
 from .headline import comparison, headline
-from .manifest import command, facts, flat
+from .manifest import facts, flat
 from .pictures import gradient, load_pictures
 from .select import Focus, focus
 from .tables import Table, cost_metrics, cost_table, fidelity_table, quality_table
@@ -31,12 +30,11 @@ PAPER = (
 )
 
 
-def render(results: Results | Mapping[str, Any], out: Path) -> Path:
+def render(results: Results, out: Path) -> Path:
     """Write report.html, report.md and table.csv into the folder `out`, each whole or not at all.
 
     Args:
-        results: results, or the content of results.json. Rows may be missing or not measured; the
-            report says so.
+        results: rows may be missing or not measured; the report says so.
         out: the folder that holds the runs which the rows name. An image that can't be read is
             named in the report.
 
@@ -44,16 +42,15 @@ def render(results: Results | Mapping[str, Any], out: Path) -> Path:
         The path of report.html.
 
     Raises:
-        UserError: an entry of `results` is missing or of another kind, or `out` can't be written.
+        UserError: `out` can't be written.
         MachineError: the disk is full, and the like.
     """
-    parsed = results if isinstance(results, Results) else parse(results)
-    chosen = focus(parsed)
-    page = _context(parsed, chosen, out)
+    chosen = focus(results)
+    page = _context(results, chosen, out)
     files = {
         HTML: _html(page),
         MARKDOWN: markdown.render(page),
-        CSV: table_csv(parsed, chosen),
+        CSV: table_csv(results, chosen),
     }
     for name, text in files.items():
         write_atomically(
@@ -81,12 +78,12 @@ def table_csv(results: Results, chosen: Focus) -> str:
             "family",
             "status",
             "reason",
-            *(m.key + part for m in metrics for part in parts),
+            *(m.name + part for m in metrics for part in parts),
         ]
     )
     for row in results.rows:
         status = "measured" if row.measured else "not measured"
-        cells = [cell for metric in metrics for cell in _csv_cells(row, metric.key, chosen)]
+        cells = [cell for metric in metrics for cell in _csv_cells(row, metric.name, chosen)]
         writer.writerow([row.name, row.label, row.family, status, row.reason or "", *cells])
     return buffer.getvalue()
 
@@ -96,8 +93,7 @@ def _csv_cells(row: Row, key: str, chosen: Focus) -> list[Any]:
     if value is None:
         ratio = chosen.speedup(row) if key == "speedup" else None
         return ["" if ratio is None else ratio, *[""] * 6]
-    equal = f"{value.equal} of {value.n} equal" if value.equal else ""
-    remarks = "; ".join(filter(None, (equal, value.remark)))
+    remarks = "; ".join(filter(None, (value.equal_note, value.remark)))
     cells = [
         value.mean if value.known else None,
         value.low,
@@ -131,7 +127,7 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "failed": results.failed,
         "warnings": results.warnings,
         "manifest": flat(results.manifest),
-        "command": command(results),
+        "command": results.manifest.get("command", ""),
         "paper": PAPER,
     }
 

@@ -66,7 +66,7 @@ def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
         return []
     keys = {picture.key for picture in results.pictures}
     scores: Mapping[str, float] = (
-        chosen.mame.per_image.get(chosen.closeness.key, {}) if chosen.closeness else {}
+        chosen.mame.per_image.get(chosen.closeness.name, {}) if chosen.closeness else {}
     )
     ranked = sorted((key for key in scores if key in keys), key=lambda key: (scores[key], key))
     if chosen.closeness is not None and chosen.closeness.better == "higher":
@@ -89,17 +89,17 @@ def _latency(results: Results) -> Column | None:
         if metric.unit.startswith("s") or metric.unit.endswith("/s")
     ]
     base = next((row for row in results.measured if row.family == "baseline"), None)
-    latency = next((metric for metric in found if metric.key == "latency"), None)
+    latency = next((metric for metric in found if metric.name == "latency"), None)
     if latency is not None and base is not None and base.values.get("latency", Value()).withheld:
         latency = next(
-            (metric for metric in found if metric.key == "cpu" and base.value(metric)), latency
+            (metric for metric in found if metric.name == "cpu" and base.value(metric)), latency
         )
     return latency or (found[0] if found else None)
 
 
 def _closeness(results: Results) -> Column | None:
     fidelity = results.block("fidelity")
-    ordered = sorted(fidelity, key=lambda metric: not metric.key.startswith("lpips"))
+    ordered = sorted(fidelity, key=lambda metric: not metric.name.startswith("lpips"))
     merged = [row for row in results.measured if row.family != "baseline"]
     return next((metric for metric in ordered if any(row.value(metric) for row in merged)), None)
 

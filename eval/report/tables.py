@@ -16,7 +16,7 @@ from .numbers import interval, number, p_value
 from .select import Focus
 
 SPEEDUP = Column(
-    key="speedup",
+    name="speedup",
     label="Times as fast",
     better="higher",
     block="cost",
@@ -103,7 +103,7 @@ def cost_table(results: Results, chosen: Focus) -> Table:
 
 def _is_speed(metric: Column, chosen: Focus) -> bool:
     """Whether the metric is that of speed, or the speed-up made of it."""
-    return metric.key in ("flops", SPEEDUP.key, chosen.latency.key if chosen.latency else "")
+    return metric.name in ("flops", SPEEDUP.name, chosen.latency.name if chosen.latency else "")
 
 
 def quality_table(results: Results, chosen: Focus) -> Table:
@@ -122,7 +122,7 @@ def cost_metrics(results: Results, chosen: Focus) -> list[Column]:
     if (
         chosen.latency is None
         or chosen.baseline is None
-        or any(metric.key == SPEEDUP.key for metric in metrics)
+        or any(metric.name == SPEEDUP.name for metric in metrics)
     ):
         return metrics
     at = metrics.index(chosen.latency) + 1
@@ -155,7 +155,7 @@ def _table(
 
 
 def _cell(row: Row, metric: Column, chosen: Focus) -> Cell:
-    if metric.key == SPEEDUP.key and metric.key not in row.values:
+    if metric.name == SPEEDUP.name and metric.name not in row.values:
         ratio = chosen.speedup(row)
         return (
             Cell("absent", NOT_MEASURED)
@@ -164,7 +164,7 @@ def _cell(row: Row, metric: Column, chosen: Focus) -> Cell:
         )
     if metric.block == "fidelity" and row.family == "baseline":
         return Cell("self", "–", note="the baseline itself")
-    value = row.values.get(metric.key)
+    value = row.values.get(metric.name)
     if value is not None and value.withheld is not None:
         return _without_value(value.withheld)
     if value is None or not value.known:
@@ -177,7 +177,7 @@ def _cell(row: Row, metric: Column, chosen: Focus) -> Cell:
         interval(value, metric.digits),
         p_value(value),
         value.against,
-        note=f"{value.equal} of {value.n} equal" if value.equal else "",
+        note=value.equal_note,
         footnote=value.remark,
         partial=bool(value.equal) and math.isfinite(value.mean),
     )

@@ -23,7 +23,6 @@ class Words:
         test: by which the p-values are.
         beside: what lies beside the page.
         action: what the method does.
-        command: what makes it again, where the manifest does not say.
     """
 
     frontier: str
@@ -32,7 +31,6 @@ class Words:
     test: str
     beside: str
     action: str
-    command: str
 
 
 WORDS = {
@@ -46,7 +44,6 @@ WORDS = {
         test="paired sign-flip test",
         beside="with every number of every image",
         action="merges redundant tokens before self-attention, restores them after it",
-        command="mame-sd-eval benchmark --suite {}",
     ),
     "classification": Words(
         frontier="Further right is faster, further down is closer to the unmerged model's answers.",
@@ -58,7 +55,6 @@ WORDS = {
         test="McNemar's exact test",
         beside="with every figure, <code>answers/</code> with the answer to every image",
         action="merges redundant tokens between attention and MLP",
-        command="mame-sd-eval classify --suite {}",
     ),
 }
 

@@ -6,45 +6,44 @@ holds and the report reads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
+from typing import Any, Literal
 
-from ..remarks import remark
+from mame_sd.errors import UserError
 
-FORMAT = "mame-sd benchmark 1"
-BLOCKS = ("cost", "fidelity", "quality")
-FAMILIES = ("baseline", "tomesd", "mame", "tome", "rival", "floor")
-KINDS = ("generation", "classification")
+FORMAT = "mame-sd benchmark 2"
 NOT_YET = "not yet: the benchmark has not come to it"
+_ALWAYS = ("mean", "low", "high", "n")  # of a value, also where they are null
+
+Better = Literal["lower", "higher"]
+Block = Literal["cost", "fidelity", "quality"]
+Family = Literal["baseline", "tomesd", "mame", "tome", "rival", "floor"]
+Kind = Literal["generation", "classification"]
+
+
+def without_nulls(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields of a dataclass as JSON has them."""
+    return {name: value for name, value in pairs if name in _ALWAYS or value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One metric as a table shows it.
+    """One metric as a table shows it; `digits` are those after the decimal point."""
 
-    `better` is "lower" or "higher"; `block` one of `BLOCKS`; `digits` those after the decimal
-    point.
-    """
-
-    key: str
-    better: str
-    block: str
-    label: str = ""
+    name: str
+    label: str
+    better: Better
+    block: Block
     unit: str = ""
     digits: int = 3
     about: str = ""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "label", self.label or self.key)
-        object.__setattr__(self, "digits", min(max(0, self.digits), 9))
-
     @property
     def arrow(self) -> str:
         return "↓" if self.better == "lower" else "↑"
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name != "key"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +56,8 @@ class Value:
         p: of its comparison with row `against`.
         withheld: why there is no value.
         equal: how many images are the baseline's; they are left out of `mean`.
-        std: over subsets of images, or over splits.
-        subsets, subset_size, splits, cap: what `std` is over, and the largest possible value.
+        std: over `splits` parts of the images.
+        cap: the largest possible value.
         statistic: what mean, low and high are, where it is no mean with its interval.
         warning, note: what must be said beside it.
         seeds: the value of each training that the mean is over.
@@ -74,8 +73,6 @@ class Value:
     withheld: str | None = None
     equal: int | None = None
     std: float | None = None
-    subsets: int | None = None
-    subset_size: int | None = None
     splits: int | None = None
     cap: float | None = None
     statistic: str | None = None
@@ -89,14 +86,31 @@ class Value:
         return self.mean is not None and self.withheld is None
 
     @property
+    def equal_note(self) -> str:
+        """How many images equal the baseline's and are left out of the mean; empty where none
+        are.
+        """
+        if not self.equal:
+            return ""
+        others = self.mean is not None and math.isfinite(self.mean)
+        return f"{self.equal} of {self.n} equal{', mean of the others' * others}"
+
+    @property
     def remark(self) -> str:
-        """Warning, notes, subsets, splits and cap in words; empty where there is nothing."""
-        return remark(self.to_json())
+        """What must be said beside the value wherever it is shown: how it came about, what it
+        leaves out, how it misleads. Empty where there is nothing.
+        """
+        parts = [self.warning, self.note, (self.difference or {}).get("note")]
+        if self.splits is not None:
+            parts.append(f"{self.splits} split{'s' * (self.splits != 1)}")
+        if self.std:
+            parts.append("± is the standard deviation over them")
+        if self.cap is not None:
+            parts.append(f"at most {self.cap:g}")
+        return "; ".join(dict.fromkeys(part for part in parts if part))
 
     def to_json(self) -> dict[str, Any]:
-        always = ("mean", "low", "high", "n")
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: value for k, value in found.items() if k in always or value is not None}
+        return asdict(self, dict_factory=without_nulls)
 
 
 @dataclass(kw_only=True)
@@ -113,8 +127,8 @@ class Row:
     """
 
     name: str
-    family: str
-    label: str = ""
+    family: Family
+    label: str
     default: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     run: str | None = None
@@ -125,27 +139,17 @@ class Row:
     solved: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        self.label = self.label or self.name
+        """Raises UserError for a run outside the folder of results.json."""
+        run = PurePath(self.run or "")
+        if run.is_absolute() or ".." in run.parts:
+            raise UserError(
+                f"row {self.name!r}: expected run to be a folder inside, got {run}; correct it"
+            )
 
     def value(self, metric: Column | None) -> Value | None:
         """The row's known value of `metric`, None where it has none."""
-        found = None if metric is None else self.values.get(metric.key)
+        found = None if metric is None else self.values.get(metric.name)
         return found if found is not None and found.known else None
-
-    def to_json(self) -> dict[str, Any]:
-        found = {
-            "name": self.name,
-            "label": self.label,
-            "family": self.family,
-            "default": self.default,
-            "config": dict(self.config),
-            "run": self.run,
-            "status": "measured" if self.measured else "not measured",
-            "reason": self.reason,
-            "values": {name: value.to_json() for name, value in self.values.items()},
-            "per_image": {name: dict(values) for name, values in self.per_image.items()},
-        }
-        return found | ({} if self.solved is None else {"solved": dict(self.solved)})
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,6 @@ class Results:
         metrics: in the order of columns.
         pictures: what the images of each run are of.
         reference, reference_n: the set that quality is against, and its size.
-        kind: one of `KINDS`.
         sensitivity: whether the model and the prompts can tell methods apart, in one sentence.
     """
 
@@ -195,7 +198,7 @@ class Results:
     reference: str | None = None
     reference_n: int | None = None
     notes: list[str] = field(default_factory=list)
-    kind: str = "generation"
+    kind: Kind = "generation"
     sensitivity: str = ""
 
     def row(self, name: str) -> Row:
@@ -239,18 +242,4 @@ class Results:
 
     def to_json(self) -> dict[str, Any]:
         """The content of results.json."""
-        reference = {"name": self.reference, "n": self.reference_n}
-        return {
-            "format": FORMAT,
-            "kind": self.kind,
-            "suite": self.suite,
-            "created": self.created,
-            "manifest": self.manifest,
-            "metrics": {metric.key: metric.to_json() for metric in self.metrics},
-            "rows": [row.to_json() for row in self.rows],
-            "images": {p.key: {"prompt": p.prompt, "seed": p.seed} for p in self.pictures},
-            "gates": [asdict(gate) for gate in self.gates],
-            "sensitivity": self.sensitivity,
-            "reference": None if self.reference is None else reference,
-            "notes": self.notes,
-        }
+        return {"format": FORMAT, **asdict(self, dict_factory=without_nulls)}

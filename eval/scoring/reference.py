@@ -48,15 +48,6 @@ class Reference:
         """What a manifest says of it."""
         return {"name": self.name, "n": self.count, "sha256": self.digest}
 
-    def images(self, metric: str) -> Callable[[int], Pixels]:
-        """`load`. Raises UserError when there are only statistics, which `metric` can't do with."""
-        if self.load is None:
-            raise UserError(
-                f"--reference {self.name}: expected images for {metric}, got statistics; give a"
-                " folder"
-            )
-        return self.load
-
 
 def open_reference(path: Path) -> Reference:
     """The reference at `path`: an .npz of statistics, a run folder, or any folder of images

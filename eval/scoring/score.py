@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 from mame_sd.errors import UserError
 
 from ..metric_list import Metric, withheld_for_size
+from ..results.schema import Value
 from ..stats import mean_interval, paired_difference
 from .per_image import Values, image_values, pair_values
 from .reference import Reference, check_foreign, check_reference
@@ -23,11 +24,9 @@ def score(
     reference: Reference | None,
     metrics: Sequence[Metric],
     tools: Tools,
-) -> dict[str, Any]:
-    """Every one of `metrics` of run `b`, its fidelity measured against run `a`; by name.
-
-    Each value has mean, low, high and n; a quality metric with values per image has also
-    "difference", from `a`.
+) -> dict[str, Value]:
+    """Every one of `metrics` of run `b`, its fidelity measured against run `a`; by name. A quality
+    metric with values per image has also the difference from `a`.
 
     Raises:
         UserError: whatever the metrics raise; nothing is left out in silence.
@@ -35,44 +34,57 @@ def score(
     check_reference(metrics, reference)
     check_foreign(reference, a, b)
     for metric in metrics:
-        if (
-            withheld_for_size(metric, len(b.items), None if reference is None else reference.count)
-            is None
-        ):
+        others = None if reference is None else reference.count
+        if withheld_for_size(metric, len(b.items), others) is None:
             tools.network(metric)  # missing weights are found before anything is computed
-    prompts = {item.key: item.prompt_id for item in a.items.values()}
-    paired = pair_values([metric for metric in metrics if metric.needs == "pair"], pairs, tools)
-    found: dict[str, Any] = {}
-    for metric in metrics:
-        if metric.needs == "pair":
-            found[metric.name] = mean_value(metric, paired[metric.name], prompts, tools)
-        elif metric.needs == "image":
-            own, before = (image_values(metric, run, tools) for run in (b, a))
-            difference = paired_difference(own, before, prompts)
-            value = mean_value(metric, own, prompts, tools)
-            found[metric.name] = {**value, "difference": difference}
-        else:
-            found[metric.name] = set_value(metric, b, a, reference, tools)
+    found = {}
+    for name, (value, own) in measured(a, b, pairs, reference, metrics, tools).items():
+        metric = next(metric for metric in metrics if metric.name == name)
+        if metric.needs == "image":
+            prompts = {item.key: item.prompt_id for item in a.items.values()}
+            difference = paired_difference(own, image_values(metric, a, tools), prompts)
+            value = replace(value, difference=difference)
+        found[name] = value
     return found
 
 
-def mean_value(
-    metric: Metric, values: Values, prompts: Mapping[str, str], tools: Tools
-) -> dict[str, Any]:
+def measured(
+    a: Run,
+    b: Run,
+    pairs: Sequence[Pair],
+    reference: Reference | None,
+    metrics: Sequence[Metric],
+    tools: Tools,
+) -> dict[str, tuple[Value, Values]]:
+    """The value of each of `metrics` of run `b`, and its values by image, empty for a set's."""
+    prompts = {item.key: item.prompt_id for item in b.items.values()}
+    found: dict[str, tuple[Value, Values]] = {}
+    near = [metric for metric in metrics if metric.needs == "pair"]
+    paired = pair_values(near, pairs, tools) if near else {}
+    for metric in metrics:
+        if metric.needs in ("pair", "image"):
+            values = paired.get(metric.name) or image_values(metric, b, tools)
+            found[metric.name] = mean_value(metric, values, prompts, tools), values
+        else:
+            found[metric.name] = set_value(metric, b, a, reference, tools), {}
+    return found
+
+
+def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools: Tools) -> Value:
     """The mean of per-image values with its interval (`mean_interval`); its note says which CLIP it
     is of.
 
     Raises UserError for NaN, which only broken weights give.
     """
     try:
-        found = mean_interval(values, prompts)
+        found = Value(**mean_interval(values, prompts))
     except ValueError as error:
         raise UserError(
             f"{metric.name}: {error}; check the weights with mame-sd-eval weights"
         ) from None
-    if network_name(metric) == "clip":
-        found["note"] = "; ".join(filter(None, (tools.network(metric).name, found.get("note"))))
-    return found
+    if network_name(metric) != "clip":
+        return found
+    return replace(found, note="; ".join(filter(None, (tools.network(metric).name, found.note))))
 
 
 def cut_prompts(metrics: Sequence[Metric], run: Run, tools: Tools) -> tuple[int, int]:

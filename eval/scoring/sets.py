@@ -4,7 +4,8 @@ inception scores.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from mame_sd.errors import UserError
 
 from ..images import load_image
 from ..metric_list import FEW_IMAGES, Metric, withheld_for_size
-from ..metrics.frechet import Statistics, frechet_distance, statistics
+from ..metrics.frechet import frechet_distance, statistics
 from ..metrics.inception_score import inception_score
+from ..results.schema import Value
 from .reference import Reference, check_reference
 from .runs import Run
 from .tools import Tools
@@ -26,9 +28,9 @@ _CHUNK = 64  # images decoded at once
 
 
 def set_value(
-    metric: Metric, run: Run, baseline: Run | None, reference: Reference | None, tools: Tools
-) -> dict[str, Any]:
-    """A set-wide metric of the run's images: mean, n, and what belongs to it.
+    metric: Metric, run: Run, baseline: Run, reference: Reference | None, tools: Tools
+) -> Value:
+    """A set-wide metric of the run's images.
 
     Args:
         baseline: what "sets" compares with; reference: what "set" compares with.
@@ -37,82 +39,70 @@ def set_value(
         UserError: no reference where one is needed, or one that the metric can't use.
     """
     count = len(run.items)
-    value: dict[str, Any] = {"mean": None, "low": None, "high": None, "n": count}
     reason = withheld_for_size(metric, count, None if reference is None else reference.count)
     if reason is not None:
-        return {**value, "withheld": reason}
-    few = min(count, _count(metric, baseline, reference) or count)
-    warning = (
-        {"warning": f"N = {few}, below {FEW_IMAGES:,}: biased upward"} if few < FEW_IMAGES else {}
-    )
-    if tools.by_clean_fid(metric):
-        mean = _clean_fid(metric, run, baseline, reference, tools)
-        return {**value, "mean": mean, **warning}
-    own = _run_features(metric, run, tools)
-    other = None if metric.needs == "alone" else _other_side(metric, baseline, reference, tools)
+        return Value(n=count, withheld=reason)
+    if metric.needs == "alone":
+        logits = _run_features(metric, run, tools)["logits"]
+        with _named(metric):
+            score = inception_score(logits, splits=10 if count >= SPLIT_FROM else 1)
+        std = score.std if score.splits > 1 else None
+        return Value(mean=score.mean, n=count, std=std, splits=score.splits, cap=score.cap)
+    if metric.needs == "set":
+        check_reference([metric], reference)
+    other = baseline if metric.needs == "sets" or reference is None else reference
+    few = min(count, len(other.items) if isinstance(other, Run) else other.count or count)
+    warning = f"N = {few}, below {FEW_IMAGES:,}: biased upward" if few < FEW_IMAGES else None
+    with _named(metric):
+        distance = _clean_fid if tools.by_clean_fid(metric) else _frechet
+        return Value(mean=distance(metric, run, other, tools), n=count, warning=warning)
+
+
+@contextmanager
+def _named(metric: Metric) -> Iterator[None]:
+    """What can't be computed is an error of the user's that names the metric."""
     try:
-        if other is None:
-            return {**value, **_inception_score(own, 10 if count >= SPLIT_FROM else 1)}
-        mean = frechet_distance(statistics(own["features"], _source(metric, tools)), other)
-        return {**value, "mean": mean, **warning}
+        yield
     except ValueError as error:
         raise UserError(
             f"{metric.name}: {error}; give another --reference, or leave it out"
         ) from None
 
 
-def _other_side(
-    metric: Metric, baseline: Run | None, reference: Reference | None, tools: Tools
-) -> Tensor | Statistics:
-    """Features or statistics of what the run is compared with."""
-    if metric.needs == "sets":
-        if baseline is None:
-            raise ValueError(f"expected a baseline for {metric.name}, got none")
-        return _run_features(metric, baseline, tools)["features"]
-    check_reference([metric], reference)
-    assert reference is not None
-    if reference.statistics is not None:
-        return reference.statistics
-    load = reference.images(metric.name)
-    return tools.remember(
-        (metric.extractor, reference), lambda: _features(metric, load, reference.count, tools)
-    )["features"]
+def _frechet(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
+    """FID by our own code, of the features of images or the statistics of a reference."""
+    own = statistics(_run_features(metric, run, tools)["features"], tools.network(metric).name)
+    if isinstance(other, Run):
+        return frechet_distance(own, _run_features(metric, other, tools)["features"])
+    if other.load is None:
+        assert other.statistics is not None
+        return frechet_distance(own, other.statistics)
+    load = other.load
+    found = tools.remember(
+        (metric.extractor, other), lambda: _features(metric, load, other.count, tools)
+    )
+    return frechet_distance(own, found["features"])
 
 
-def _clean_fid(
-    metric: Metric, run: Run, baseline: Run | None, reference: Reference | None, tools: Tools
-) -> float:
+def _clean_fid(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
     """FID by the package clean-fid, which reads the files by itself."""
-
-    def features(files: tuple[Path, ...]) -> Any:
-        return tools.remember(("clean-fid", files), lambda: package.features(files))
-
     package = tools.network(metric)
-    if metric.needs == "sets":
-        if baseline is None:
-            raise ValueError(f"expected a baseline for {metric.name}, got none")
-        other = _files(baseline)
-    else:
-        check_reference([metric], reference)
-        assert reference is not None
-        other = reference.files
-        if not other:
-            raise UserError(
-                f"--reference {reference.name}: expected images for --fid-backend clean-fid, got"
-                " statistics; give a folder"
-            )
-    return float(package.distance(features(_files(run)), features(other)))
+    files = _files(other) if isinstance(other, Run) else other.files
+    if not files:
+        assert isinstance(other, Reference)
+        raise UserError(
+            f"--reference {other.name}: expected images for --fid-backend clean-fid, got"
+            " statistics; give a folder"
+        )
+
+    def features(some: tuple[Path, ...]) -> Any:
+        return tools.remember(("clean-fid", some), lambda: package.features(some))
+
+    return float(package.distance(features(_files(run)), features(files)))
 
 
 def _files(run: Run) -> tuple[Path, ...]:
     return tuple(item.path for item in run.items.values())
-
-
-def _count(metric: Metric, baseline: Run | None, reference: Reference | None) -> int:
-    """Images of what the run is compared with; 0 where that is not known."""
-    if metric.needs == "sets":
-        return 0 if baseline is None else len(baseline.items)
-    return 0 if reference is None else reference.count
 
 
 def _run_features(metric: Metric, run: Run, tools: Tools) -> dict[str, Tensor]:
@@ -137,13 +127,3 @@ def _features(
         found["logits"].append(result.logits.cpu())
         tools.on_progress(start + len(chunk), count)
     return {name: torch.cat(rows) for name, rows in found.items()}
-
-
-def _inception_score(features: Mapping[str, Tensor], splits: int) -> dict[str, Any]:
-    result = inception_score(features["logits"], splits=splits)
-    spread = {"std": result.std} if result.splits > 1 else {}
-    return {"mean": result.mean, **spread, "splits": result.splits, "cap": result.cap}
-
-
-def _source(metric: Metric, tools: Tools) -> str:
-    return str(tools.network(metric).name)

@@ -6,10 +6,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -25,11 +23,10 @@ NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "nu
 # What a plain installation lacks: the command or option, and the packages that it would miss.
 OPTIONAL = {
     "--lora": ("peft",),
-    "mame-sd-eval": ("matplotlib", "jinja2", "torchmetrics"),
+    "mame-sd-eval": ("matplotlib", "jinja2", "scipy"),
     "mame-sd ui": ("gradio",),
 }
 FUSED_KERNELS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
-FREE_DISK = 1 << 30  # bytes below which a run may not have room
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,6 @@ def examine(choice: ModelChoice) -> list[Check]:
         _guarded("merging", lambda: _merging(pick_device(choice.device))),
         _guarded("model", lambda: _model(choice)),
         *_optional(),
-        _disk(),
     ]
 
 
@@ -188,11 +184,3 @@ def _optional() -> Iterator[Check]:
             yield Check(name, "note", f"would fail without {', '.join(missing)}; {fix}")
         else:
             yield Check(name, "ok", ", ".join(packages))
-
-
-def _disk() -> Check:
-    free = shutil.disk_usage(Path.cwd()).free
-    said = f"{free / 2**30:.1f} GiB free here"
-    if free >= FREE_DISK:
-        return Check("disk", "ok", said)
-    return Check("disk", "note", f"{said}, a run may not have room")

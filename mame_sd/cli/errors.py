@@ -6,7 +6,6 @@ Set MAME_SD_TRACEBACK=1 to see where an error came from.
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import sys
@@ -14,7 +13,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from mame_sd.cli.console import say
@@ -24,7 +22,7 @@ from mame_sd.errors import MachineError, UserError
 EXTRAS = {
     "matplotlib": "eval",
     "jinja2": "eval",
-    "torchmetrics": "eval",
+    "scipy": "eval",
     "tomesd": "rivals",
     "gradio": "ui",
     "peft": "lora",
@@ -36,11 +34,9 @@ _MEMORY_MESSAGES = ("not enough memory", "can't allocate memory", "out of memory
 def exit_status(command: Callable[[], object]) -> int:
     """Run `command` and report how it failed, if it did. Returns the exit status."""
     _escape_what_stdout_lacks()
-    with _interrupts() as interrupts:
+    with _interrupts() as came:
         try:
             status = command()
-            if interrupts.lost:
-                status = INTERRUPTED
         except KeyboardInterrupt:
             status = INTERRUPTED
         except SystemExit as error:
@@ -48,7 +44,7 @@ def exit_status(command: Callable[[], object]) -> int:
         except BaseException as error:
             if os.environ.get("MAME_SD_TRACEBACK"):
                 traceback.print_exc()
-            if interrupts.came:  # a library that was being imported made another error of it
+            if came:  # a library that was being imported made another error of it
                 status = INTERRUPTED
             else:
                 status, message = describe(error)
@@ -99,70 +95,24 @@ def _of_the_machine(error: BaseException, said: str) -> str:
     )
 
 
-@dataclass
-class _Interrupts:
-    """Whether Ctrl-C came, and whether the latest one was lost where Python ignores exceptions."""
-
-    came: bool = False
-    lost: bool = False
-    inside: bool = False  # of the hook below, whose exceptions Python ignores as well
-
-
 @contextmanager
-def _interrupts() -> Iterator[_Interrupts]:
-    """Watch for Ctrl-C during the block, and raise it anew where a `__del__` or another callback
-    of the interpreter has swallowed it.
-    """
-    found = _Interrupts()
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):
-        yield found
+def _interrupts() -> Iterator[list[int]]:
+    """Note each Ctrl-C during the block in a list, whatever a library makes of its exception."""
+    came: list[int] = []
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored or threading.current_thread() is not threading.main_thread():
+        yield came
         return
-    again: list[threading.Thread] = []
-    over = threading.Event()
 
     def note(number: int, frame: Any) -> None:
-        found.came, found.lost = True, found.inside
+        came.append(number)
         signal.default_int_handler(number, frame)
 
-    def unraisable(ignored: Any) -> None:
-        if not issubclass(ignored.exc_type, KeyboardInterrupt):
-            before_hook(ignored)
-            return
-        found.lost = found.inside = True
-        try:
-            again.append(threading.Thread(target=repeat, daemon=True))
-            again[-1].start()
-        finally:
-            found.inside = False
-
-    def repeat() -> None:
-        # From the hook it could not be raised: the caller ignores what that raises, too.
-        while not over.wait(0.05) and found.lost:
-            _interrupt_main_thread()
-
-    before, before_hook = signal.signal(signal.SIGINT, note), sys.unraisablehook
-    sys.unraisablehook = unraisable
+    before = signal.signal(signal.SIGINT, note)
     try:
-        yield found
+        yield came
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late one of ours would land here
-        over.set()
-        for thread in again:
-            if thread.ident is not None:
-                thread.join()
-        sys.unraisablehook = before_hook
         signal.signal(signal.SIGINT, before)
-
-
-def _interrupt_main_thread() -> None:
-    """Send Ctrl-C to the main thread, so that it also ends a wait (Windows: after the wait)."""
-    if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-    else:
-        _thread.interrupt_main()
 
 
 def _escape_what_stdout_lacks() -> None:

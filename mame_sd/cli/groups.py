@@ -52,7 +52,7 @@ class PromptOptions:
     def read(self) -> list[Prompt]:
         """The prompts.
 
-        Raises UserError when there are none, PromptError for a file that can't be used.
+        Raises UserError when there are none, or for a file that can't be used.
         """
         if self.file is None and not self.texts:
             raise UserError(

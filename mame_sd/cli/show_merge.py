@@ -53,8 +53,7 @@ def capture_merge(
     """Generate one image and keep how a layer merged at `step`.
 
     Args:
-        step: a step of the scheduler, from 1; where it evaluates the model more than once (Heun),
-            the first of them.
+        step: a call of the denoiser, from 1; Heun's steps are two calls each.
         layer: a layer's name, or a part of it that only one layer has; None: the first of those
             with the most tokens that merged.
 
@@ -75,8 +74,7 @@ def capture_merge(
     plans: dict[str, Any] = {}
 
     def keep_plans(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        evaluations, order = len(pipe.scheduler.timesteps), pipe.scheduler.order
-        if index == first_evaluation(step, settings.steps, evaluations, order):
+        if index == step - 1:
             plans.update(handle.plans())
         return tensors
 
@@ -110,22 +108,6 @@ def prompt_to_draw(text: str) -> Prompt:
     """
     (prompt,) = prompts_from_texts([text])
     return replace(prompt, id="show-merge")
-
-
-def first_evaluation(step: int, steps: int, evaluations: int, order: int) -> int:
-    """The place, from 0, among all `evaluations` of the model where `step` (from 1) of `steps`
-    begins.
-
-    `order` evaluations make a step; the last step may have fewer (Heun: 2 steps are 3 evaluations).
-    Those beyond steps * order belong to the first step (PNDM warms up, so 2 steps are 3 evaluations
-    as well).
-
-    >>> [first_evaluation(step, 3, 5, order=2) for step in (1, 2, 3)]
-    [0, 2, 4]
-    >>> [first_evaluation(step, 3, 4, order=1) for step in (1, 2, 3)]
-    [0, 2, 3]
-    """
-    return 0 if step == 1 else max(0, evaluations - steps * order) + (step - 1) * order
 
 
 def draw_merge(found: MergeMap, prompt: str) -> Image.Image:

@@ -8,6 +8,7 @@ kernel there is. Text beside the image stays as it is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -21,7 +22,7 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import Cells, cells_of
 from mame_sd.core.devices import no_autocast
-from mame_sd.core.fit import fitted_to
+from mame_sd.core.fit import SDPA, fitted_to, of_kept_heads, sized_keys
 from mame_sd.core.groups import Groups, group_tokens
 
 Kernel = Callable[..., Tensor]
@@ -92,14 +93,17 @@ def attention(
         before, after: tokens of something else, such as text, around the image's; they stay.
         keep: share of the image's keys to keep, above 0 to 1; 1 changes nothing.
         kernel: computes attention as `torch.nn.functional.scaled_dot_product_attention` does, from
-            (q, k, v, attn_mask=, scale=).
+            (q, k, v, attn_mask=, scale=). One without `attn_mask`, such as FlashAttention or
+            SageAttention, gets keys that carry the sizes of their groups. `scale` is given where
+            it is, and `enable_gqa=True` where heads of queries share heads of keys.
         how: fields of `KeyMerging`; `attn_mask`, `scale`, `draw` and `leader` of `merge_keys`.
 
     Returns:
         [B, H, Q, D'] in the dtype of q.
 
     Raises:
-        ValueError: shapes that don't go together, or `keep` out of its range.
+        ValueError: shapes that don't go together, `keep` out of its range, or an `attn_mask` for
+            a kernel that takes none.
     """
     call = {name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how}
     size = _checked(grid, before, after, keep, how)
@@ -119,13 +123,44 @@ def attention(
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape[-1:] in ((1,), (count,))):
         got = list(mask.shape) if isinstance(mask, Tensor) else repr(mask)
         raise ValueError(f"attn_mask: expected a tensor that ends in 1 or {count} keys, got {got}")
-    more = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    if keep == 1 or not len(q):
-        return kernel(q, k, v, attn_mask=call.get("attn_mask"), scale=call.get("scale"), **more)
-    merged = merge_keys(q, k, v, [Grid(before, size, keep)], KeyMerging(**how), **call)
-    return kernel(
-        q, merged.key, merged.value, attn_mask=merged.bias, scale=call.get("scale"), **more
-    )
+    if keep < 1 and len(q):
+        grids, counted = [Grid(before, size, keep)], takes_bias(kernel)
+        merged = merge_keys(q, k, v, grids, KeyMerging(**how), **call, counted=counted)
+        k, v = merged.key, merged.value
+        mask = merged.bias if counted or mask is not None else None
+    return attend(kernel, q, k, v, mask, call.get("scale"))
+
+
+def attend(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention by a kernel, which is given what `attention` says.
+
+    Raises ValueError for a mask where the kernel takes none.
+    """
+    given: dict[str, Any] = {} if scale is None else {"scale": scale}
+    if q.shape[1] != k.shape[1]:
+        given["enable_gqa"] = True
+    if takes_bias(kernel):
+        given["attn_mask"] = attn_mask
+    elif attn_mask is not None:
+        raise ValueError(
+            "attn_mask: expected none, for the kernel has no argument of this name, got"
+            f" {list(attn_mask.shape)}"
+        )
+    return kernel(q, k, v, **given)
+
+
+def takes_bias(kernel: Kernel) -> bool:
+    """Whether a kernel has the argument `attn_mask`, by name: SageAttention takes and ignores any
+    other.
+    """
+    return kernel is SDPA or "attn_mask" in inspect.signature(kernel).parameters
 
 
 def _checked(
@@ -183,8 +218,8 @@ def merge_keys(
             where q holds the image's alone.
         recall: (number of the grid, what makes its groups) -> its groups, such as those of an
             earlier call.
-        counted: whether logits count each group by its size; else, for kernels that take no bias,
-            the fit makes up for it.
+        counted: whether the bias counts each group by its size; else, for kernels that take none,
+            the keys carry the sizes (`fit.sized_keys`).
     """
     if first_query is None:
         first_query = grids[0].start if q.shape[2] == k.shape[2] else 0
@@ -216,7 +251,8 @@ def merge_keys(
             sizes.append(sizes[0].new_ones(k.shape[0], k.shape[2] - end))
         key, value = (torch.cat(of, 2) if len(of) > 1 else of[0] for of in zip(*parts, strict=True))
         count = torch.cat(sizes, 1) if len(sizes) > 1 else sizes[0]
-        bias = (count.log() if counted else torch.zeros_like(count))[:, None, None]
+        log_sizes = count.log()
+        bias = (log_sizes if counted else torch.zeros_like(count))[:, None, None]
         mask = attn_mask
         if mask is not None and mask.shape[-1] > 1:
             mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
@@ -229,11 +265,17 @@ def merge_keys(
         queries = how.fit_queries
         if queries is None:
             queries = min(max(first.tokens // 32, 64), 256)
+        if queries or not counted:
+            spread = first.queries[0]
+            if draw is not None:
+                spread = first.queries.index_select(0, draw).view(-1)
+            spread = spread + first_query if first_query else spread
+        if not counted:
+            some = of_kept_heads(q.index_select(2, spread), k.shape[1])
+            key = sized_keys(key, some, log_sizes, q.shape[-1] ** -0.5 if scale is None else scale)
         if queries:
             shared = q.shape[1] // k.shape[1]  # heads of queries for each head of keys
-            at = first.queries[0] if draw is None else first.queries.index_select(0, draw).view(-1)
-            at = at[: max(1, queries // shared)]
-            at = at + first_query if first_query else at
+            at = spread[: max(1, queries // shared)]
             value = fitted_to(
                 q, at, (k, v), (key, value), bias, attn_mask, scale, (grids[0].start, last)
             )

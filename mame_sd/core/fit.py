@@ -11,12 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.core.groups import product
 
+# PyTorch's own, whatever somebody put in its place under torch.nn.functional.
+SDPA = torch._C._nn.scaled_dot_product_attention
 RIDGE = 0.1  # of the mean diagonal of A A^T
+SIZE_RIDGE = 1e-3  # of the mean square of the queries
 
 
 def fitted_values(
@@ -44,17 +46,59 @@ def fitted_values(
     merged = weights[..., first:last]
     lacking = torch.baddbmm(exact, weights, values, alpha=-1)
     gram = torch.bmm(merged, merged.transpose(1, 2))
-    diagonal = gram.diagonal(dim1=1, dim2=2)
-    # The least number keeps a head that sees none of the merged keys away from 0 / 0.
-    mean = diagonal.mean(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny ** 0.5)
-    diagonal.add_(mean, alpha=ridge)
-    factor, _ = torch.linalg.cholesky_ex(gram)  # checks nothing: that would wait for the device
+    factor = _ridged_cholesky(gram, ridge)
     half = torch.linalg.solve_triangular(factor, lacking, upper=False)
     solved = torch.linalg.solve_triangular(factor.transpose(1, 2), half, upper=True)
     fitted = torch.baddbmm(values[:, first:last], merged.transpose(1, 2), solved)
     if (first, last) != (0, values.shape[1]):
         fitted = torch.cat([values[:, :first], fitted, values[:, last:]], 1)
     return fitted.view(shape)
+
+
+def sized_keys(key: Tensor, some: Tensor, log_sizes: Tensor, scale: float) -> Tensor:
+    """Write the sizes of groups into their keys, for kernels that add no bias to the logits.
+
+    k' = k + log(size) w / scale, where w is the ridge regression of the number 1 on a few queries:
+    q . w is about 1, so that the logit of each group is about log(size) above that of its mean.
+
+    Args:
+        key: the kept keys [B, H, K, D].
+        some: queries [B, H, m, D] that attend to them.
+        log_sizes: [B, K], 0 for keys that stand for themselves.
+        scale: of the logits.
+
+    Returns:
+        [B, H, K, D] in the dtype of the keys.
+    """
+    some = some.to(torch.promote_types(some.dtype, torch.float32)).flatten(0, 1)
+    gram = torch.bmm(some.transpose(1, 2), some)
+    factor = _ridged_cholesky(gram, SIZE_RIDGE)
+    w = torch.cholesky_solve(some.sum(1).unsqueeze(2), factor)  # [B * H, D, 1]
+    w = w.view(*key.shape[:2], 1, -1) / scale
+    return _in_range(torch.addcmul(key, log_sizes[:, None, :, None], w), key.dtype)
+
+
+def _ridged_cholesky(gram: Tensor, ridge: float) -> Tensor:
+    """The Cholesky factor of products [n, m, m] with `ridge` of their mean diagonal added, in
+    place. Nothing is checked: that would wait for the device.
+    """
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    # The least number keeps what is all zeros away from 0 / 0.
+    mean = diagonal.mean(-1, keepdim=True).clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
+    diagonal.add_(mean, alpha=ridge)
+    return torch.linalg.cholesky_ex(gram)[0]
+
+
+def _in_range(t: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float16:  # which ends at 65,504, where the numbers may lie beyond
+        t = t.clamp(-65504, 65504)
+    return t.to(dtype)
+
+
+def of_kept_heads(some: Tensor, heads: int) -> Tensor:
+    """Queries [B, H, m, D] as [B, heads, H / heads * m, D]: by the head of keys they attend to."""
+    shared = some.shape[1] // heads
+    return some.unflatten(1, (-1, shared)).flatten(2, 3) if shared > 1 else some
 
 
 def fitted_to(
@@ -90,16 +134,12 @@ def fitted_to(
         rows = rows.index_select(-2, at)
         bias = bias.index_select(-2, at)
     more: Any = {"enable_gqa": True} if shared > 1 else {}
-    exact = F.scaled_dot_product_attention(some, *full, attn_mask=rows, scale=scale, **more)
+    exact = SDPA(some, *full, attn_mask=rows, scale=scale, **more)
     if shared > 1:
-        some, exact = (
-            t.unflatten(1, (-1, shared)).flatten(2, 3) for t in (some, exact)
-        )  # [B, H', shared * m, D]
+        some, exact = (of_kept_heads(t, kept[0].shape[1]) for t in (some, exact))
         bias = bias if bias.shape[-2] == 1 else bias.repeat(1, 1, shared, 1)
     some, key, value, exact = (t.flatten(0, 1) for t in (some, *kept, exact))
     logits = product(some, key.transpose(1, 2)).unflatten(0, kept[0].shape[:2])
     weights = torch.softmax(torch.add(bias, logits, alpha=scale), -1).flatten(0, 1)
     fitted = fitted_values(weights, value, exact, *merged)
-    if kept[1].dtype == torch.float16:  # which ends at 65,504, where values may lie beyond
-        fitted = fitted.clamp(-65504, 65504)
-    return fitted.view(kept[1].shape).to(kept[1].dtype)
+    return _in_range(fitted.view(kept[1].shape), kept[1].dtype)

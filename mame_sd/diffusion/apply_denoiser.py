@@ -33,6 +33,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.attention import Kernel
 from mame_sd.diffusion.denoisers import denoisers_of, no_denoiser
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.refused import EXCLUDED, known_as
@@ -82,7 +83,10 @@ _TEMPORAL = {
 
 
 def apply_mame(
-    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+    target: Any,
+    config: MaMeConfig | str | PathLike[str] | None = None,
+    kernel: Kernel | None = None,
+    **fields: Any,
 ) -> MaMeHandle:
     """Merges tokens in every large self-attention of `target` until `remove_mame`.
 
@@ -94,17 +98,20 @@ def apply_mame(
         config: the settings, or a file of them; None is the measured default. Where they give no
             tau, keep or layers, settings beside the model's weights hold: `handle.config` says
             what.
+        kernel: computes attention over the merged keys instead of the model's own, as
+            `mame_sd.attention` takes it: (q, k, v) as [B, H, N, D]. It needs `keep`.
         fields: fields of MaMeConfig, over those of `config`.
 
     Raises:
-        TypeError: `target` is neither a module nor a pipeline with a denoiser.
+        TypeError: `target` is neither a module nor a pipeline with a denoiser, or `kernel` can't be
+            called.
         ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad
             settings.
         RuntimeError: another thread makes an image with the model, or a name of torch or diffusers
             that merging needs is gone (`mame_sd.upstream`).
     """
     require("torch", "diffusers")
-    handle = build_handle(target, make_config(config, fields))
+    handle = build_handle(target, make_config(config, fields), kernel=kernel)
     watch_kernels()
     with CHANGES:
         check_idle(handle.root, "apply_mame")
@@ -113,12 +120,16 @@ def apply_mame(
     return handle
 
 
-def build_handle(target: Any, config: MaMeConfig, active: bool = True) -> MaMeHandle:
+def build_handle(
+    target: Any, config: MaMeConfig, active: bool = True, kernel: Kernel | None = None
+) -> MaMeHandle:
     """A handle for `target` whose hooks are not installed yet, and merge then if `active`; raises
     as `apply_mame` does.
     """
+    if kernel is not None and (isinstance(kernel, type) or not callable(kernel)):
+        raise TypeError(f"kernel: expected a function of (q, k, v), got {kernel!r}")
     root = denoiser_of(target)
-    shared = Shared(ResolvedConfig(config, active))
+    shared = Shared(ResolvedConfig(config, active), kernel)
     hooks: list[Placed] = []
     steps: dict[str, StepHook] = {}  # by path of the denoiser
     # What tells how tokens lie, by path, and whose they are.
@@ -183,7 +194,10 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 
 @contextmanager
 def mame(
-    target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+    target: Any,
+    config: MaMeConfig | str | PathLike[str] | None = None,
+    kernel: Kernel | None = None,
+    **fields: Any,
 ) -> Iterator[MaMeHandle]:
     """Merging for a `with` block.
 
@@ -192,7 +206,7 @@ def mame(
     Takes the arguments of `apply_mame` and gives its handle.
     """
     with hooks_restored(target):
-        yield apply_mame(target, config, **fields)
+        yield apply_mame(target, config, kernel, **fields)
 
 
 @contextmanager

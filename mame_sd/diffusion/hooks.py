@@ -17,6 +17,7 @@ from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.attention import Kernel
 from mame_sd.core.draws import DRAWS, constant, counting, draw_at
 from mame_sd.core.pairs import leaders
 from mame_sd.diffusion.families.unet import IMAGE_MODULES
@@ -84,10 +85,12 @@ class Shared:
         step: the Step of its latest call of the model.
         plans: what the call under way shares with those before it.
         learning: what is known of calls with gradients.
+        kernel: computes attention over merged keys instead of the model's own.
     """
 
-    def __init__(self, setting: ResolvedConfig) -> None:
+    def __init__(self, setting: ResolvedConfig, kernel: Kernel | None = None) -> None:
         self.setting = setting
+        self.kernel = kernel
         self.own = PerThread()
         self.step = PerThread(latest=True)
         self.plans = PerThread()
@@ -203,7 +206,7 @@ class MergeHook(ModelHook):
         if config is None:
             stats.skipped(LEFT, self.layer.count(call, self.layout()))
             return call.run()
-        return merged_call(self.layer, call, self.layout(), config, stats, self.step)
+        return merged_call(self.layer, call, self.layout(), config, stats, self.step, shared.kernel)
 
     def layout(self) -> Tokens | None:
         """How the tokens lie in this thread's latest call of the model; None: unknown."""

@@ -23,14 +23,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core.attention import Grid, KeyMerging, Merged, Recall, merge_keys
+from mame_sd.core.attention import (
+    Grid,
+    Kernel,
+    KeyMerging,
+    Merged,
+    Recall,
+    attend,
+    merge_keys,
+    takes_bias,
+)
+from mame_sd.core.fit import SDPA
 
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_SDPA = torch._C._nn.scaled_dot_product_attention  # whatever else is put in its place
 # Backends of the dispatcher whose kernels take numbers to be added to the logits. For all others
-# groups go uncounted, and the fit makes up for it.
+# keys carry the sizes of their groups (`sized_keys`).
 _TAKES_BIAS = {"native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers"}
-UNCOUNTED = ", which takes no sizes of groups: their values make up for it"
+UNCOUNTED = ", which takes no sizes of groups: their keys carry them"
 
 
 @dataclass
@@ -46,6 +55,7 @@ class MergeJob:
         draw, leader, recall: see `merge_keys`.
         prefixed: keys of earlier calls, of any number, stand before these.
         scale: of the logits, where the processor's is not that of the call.
+        kernel: computes attention over merged keys instead of the model's own.
     """
 
     grids: tuple[Grid, ...]
@@ -58,6 +68,7 @@ class MergeJob:
     recall: Recall | None = None
     prefixed: bool = False
     scale: float | None = None
+    kernel: Kernel | None = None
     note: str = field(default="", init=False)  # for the report
     merged: Merged | None = field(default=None, init=False)  # of the latest call that merged
     inside: bool = field(default=False, init=False)  # a merge or a kernel of it
@@ -125,7 +136,7 @@ class SDPAInterceptor(TorchFunctionMode):
         if func is Tensor.unflatten:
             # A Python method, which torch.compile follows only where it is called as one.
             return args[0].unflatten(*args[1:], **kwargs)
-        if (func is not _SDPA and func is not F.scaled_dot_product_attention) or self.job.inside:
+        if (func is not SDPA and func is not F.scaled_dot_product_attention) or self.job.inside:
             return func(*args, **kwargs)
         return _attend(func, self.job, args, kwargs)
 
@@ -141,21 +152,40 @@ def _attend(
         mask = call.get("attn_mask")
         if mask is not None and mask.dim() == 3:
             call["attn_mask"] = mask.unsqueeze(1)
-    own = kernel is _SDPA
     job.inside = True
     try:
-        changed = job.merge(call, bias=own)
+        if job.kernel is not None:
+            merged = _by_kernel_of(job, call)
+            if merged is None:
+                return kernel(*args, **kwargs)
+            return merged.squeeze(1) if alone else merged
+        changed = job.merge(call, bias=kernel is SDPA)
         if changed is None:
             return kernel(*args, **kwargs)
-        if not own:
-            name = getattr(kernel, "__name__", type(kernel).__name__)
-            job.note = f"attention by {name}{UNCOUNTED}"
+        if kernel is not SDPA:
+            job.note = f"attention by {_name_of(kernel)}{UNCOUNTED}"
         qkv = [changed.pop(name) for name in ("query", "key", "value")]
         given = {name: v for name, v in changed.items() if name in call or v is not None}
         output = kernel(*qkv, **given)
     finally:
         job.inside = False
     return output.squeeze(1) if alone else output
+
+
+def _by_kernel_of(job: MergeJob, call: Mapping[str, Any]) -> Tensor | None:
+    """Attention over merged keys by the job's own kernel; None: the call is another's."""
+    assert job.kernel is not None
+    counted = takes_bias(job.kernel)
+    changed = job.merge(call, bias=counted)
+    if changed is None:
+        return None
+    job.note = f"attention by {_name_of(job.kernel)}" + ("" if counted else UNCOUNTED)
+    q, k, v = (changed[name] for name in ("query", "key", "value"))
+    return attend(job.kernel, q, k, v, changed["attn_mask"], changed.get("scale"))
+
+
+def _name_of(kernel: Callable[..., Any]) -> str:
+    return str(getattr(kernel, "__name__", type(kernel).__name__))
 
 
 def _job() -> MergeJob | None:
@@ -190,7 +220,7 @@ def watch_kernels() -> None:
         for name, backend in found.items():
             Registry._backends[name] = backend
     kernel = F.scaled_dot_product_attention
-    if kernel is not _SDPA and not hasattr(kernel, "_mame_watched"):
+    if kernel is not SDPA and not hasattr(kernel, "_mame_watched"):
         F.scaled_dot_product_attention = _watched_replacement(kernel)
 
 
@@ -222,6 +252,9 @@ def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
         heads_first = {n: call[n].transpose(1, 2) for n in ("query", "key", "value")}
         job.inside = True
         try:
+            if job.kernel is not None:
+                own = _by_kernel_of(job, {**call, **heads_first, "attn_mask": mask})
+                return backend(**call) if own is None else own.transpose(1, 2)
             changed = job.merge({**call, **heads_first, "attn_mask": mask}, bias=counted)
             if changed is None:
                 return backend(**call)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.attention import Grid, KeyMerging
+from mame_sd.core.attention import Grid, Kernel, KeyMerging
 from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.interception import MergeJob, SDPAInterceptor
 from mame_sd.diffusion.plans import Plans
@@ -236,6 +236,7 @@ def merged_call(
     config: MaMeConfig,
     stats: LayerStats,
     step: Callable[[], Step] = lambda: NO_STEP,
+    kernel: Kernel | None = None,
 ) -> Any:
     """The output of `call`, merged where that is sound, and counted.
 
@@ -246,6 +247,7 @@ def merged_call(
         config: the settings.
         stats: counters of this layer.
         step: gives what the model around says of this step; asked where keys merge.
+        kernel: computes attention over merged keys instead of the model's own.
     """
     route = layer.route(call, known, config)
     if isinstance(route, str):
@@ -258,6 +260,7 @@ def merged_call(
         stats.merged(plan, size, route.note)
         return route.merge_tokens(route, plan)
     job = layer.job(route, stats.name, step())
+    job.kernel = kernel
     with SDPAInterceptor(job):
         output = call.run() if route.run is None else route.run()
     if job.merged is None:

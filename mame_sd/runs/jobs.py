@@ -106,7 +106,7 @@ class Job:
 
 
 def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
-    """Every image of the run, in order. Raises PromptError for ids that collide."""
+    """Every image of the run, in order. Raises UserError for ids that collide."""
     check_unique(prompts)
 
     def either(own: Any, common: Any) -> Any:

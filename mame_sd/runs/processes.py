@@ -24,7 +24,7 @@ T = TypeVar("T")
 class Process:
     """This process among those of the run: `rank` of `count`; `local_rank` counts on this machine.
 
-    `wait`, `gather` and `all_gather` must be called by every process, and raise MachineError when
+    `wait` and `all_gather` must be called by every process, and raise MachineError when
     one of them is gone.
     """
 
@@ -39,13 +39,6 @@ class Process:
     def wait(self) -> None:
         """A barrier: returns when every process has come here."""
         self.all_gather(None)
-
-    def gather(self, value: T) -> list[T]:
-        """On the main process the `value` of every process, in order of rank; on the others an
-        empty list.
-        """
-        values = self.all_gather(value)
-        return values if self.is_main else []
 
     def all_gather(self, value: T) -> list[T]:
         """On every process the `value` of every process, in order of rank."""

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mame_sd.errors import UserError
 from mame_sd.runs.files import shown
-from mame_sd.runs.prompt_formats import KNOWN_COLUMNS, READERS, PromptError, read_text
+from mame_sd.runs.prompt_formats import KNOWN_COLUMNS, READERS, read_text
 
 MAX_ID_BYTES = 200  # file systems take 255 bytes; "_<repeat>.png" follows
 _FORBIDDEN_IN_ID = set('/\\:*?"<>|')
@@ -61,13 +62,13 @@ def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
         limit: at least 1.
 
     Raises:
-        PromptError: the file is missing, empty, binary, badly encoded or malformed; all of it is
+        UserError: the file is missing, empty, binary, badly encoded or malformed; all of it is
             checked, also what lies beyond `limit`.
     """
     path = demo_file() if str(source) == "demo" else Path(source)
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        raise PromptError(
+        raise UserError(
             f"{path}: expected a prompt file ending in {', '.join(READERS)} (or 'demo'), got "
             f"{path.suffix or 'no ending'}; rename or convert it"
         )
@@ -77,7 +78,7 @@ def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
         prompts.append(_prompt(path, line, len(prompts) + 1, values))
         lines.append(line)
     if not prompts:
-        raise PromptError(
+        raise UserError(
             f"{path}: expected at least one prompt, found none; write one prompt a line"
         )
     check_unique(prompts, [f"{path}:{line}: " for line in lines])
@@ -94,7 +95,7 @@ def prompts_from_texts(texts: Sequence[str]) -> list[Prompt]:
 
 
 def check_unique(prompts: Sequence[Prompt], places: Sequence[str] | None = None) -> None:
-    """Raise PromptError when two ids would name the same file, on file systems that ignore case
+    """Raise UserError when two ids would name the same file, on file systems that ignore case
     too.
 
     `places`, one for each prompt, say where it stands and open the message.
@@ -104,7 +105,7 @@ def check_unique(prompts: Sequence[Prompt], places: Sequence[str] | None = None)
         key = unicodedata.normalize("NFC", prompt.id).casefold()
         if key in seen:
             place = places[index] if places else ""
-            raise PromptError(
+            raise UserError(
                 f"{place}expected ids that differ (also without case), "
                 f"got {prompt.id!r} after {seen[key]!r}; rename one"
             )
@@ -144,7 +145,7 @@ def _prompt(path: Path, line: int, number: int, values: dict[str, Any]) -> Promp
         value = values.get(name)
         if value is not None or name == "prompt":
             if not isinstance(value, str):
-                raise PromptError(f"{place}{name}: expected text, got {value!r}; put it in quotes")
+                raise UserError(f"{place}{name}: expected text, got {value!r}; put it in quotes")
             _check_text(place, value, empty=name != "prompt")
     identity = values.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):
@@ -165,11 +166,11 @@ def _prompt(path: Path, line: int, number: int, values: dict[str, Any]) -> Promp
 
 def _check_text(place: str, text: str, empty: bool = False) -> None:
     if not text and not empty:
-        raise PromptError(f"{place}expected a prompt, got an empty one; write some words")
+        raise UserError(f"{place}expected a prompt, got an empty one; write some words")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PromptError(
+        raise UserError(
             f"{place}expected text, got half of a surrogate pair in {text[:40]!r}; remove it"
         ) from None
 
@@ -177,17 +178,17 @@ def _check_text(place: str, text: str, empty: bool = False) -> None:
 def _check_id(place: str, identity: Any) -> str:
     """`identity`, when it can name a file inside the run's folder on any system."""
     if not isinstance(identity, str):
-        raise PromptError(
+        raise UserError(
             f"{place}id: expected text or a whole number, got {identity!r}; put it in quotes"
         )
     bad = any(char in _FORBIDDEN_IN_ID or not char.isprintable() for char in identity)
     if bad or not identity or identity != identity.strip() or identity.startswith("."):
-        raise PromptError(
+        raise UserError(
             f'{place}id: expected a plain file name (no slash, colon, * ? " < > | or leading dot),'
             f" got {identity!r}; rename it"
         )
     if len(identity.encode()) > MAX_ID_BYTES:
-        raise PromptError(
+        raise UserError(
             f"{place}id: expected at most {MAX_ID_BYTES} bytes, got {len(identity.encode())};"
             " shorten it"
         )
@@ -204,7 +205,7 @@ def _check_number(place: str, name: str, value: Any, low: int, high: int, step: 
         or value % step
     ):
         multiple = f"a multiple of {step}" if step > 1 else "a whole number"
-        raise PromptError(
+        raise UserError(
             f"{place}{name}: expected {multiple} from {low} to {high}, got {value!r}; correct it"
         )
     return value

@@ -26,32 +26,26 @@ _OPTIONS = re.compile(
 Record = tuple[int, dict[str, Any]]  # line number, values by column
 
 
-class PromptError(UserError, ValueError):
-    """A prompt file that can't be used; the message names the file and, where there is one, the
-    line.
-    """
-
-
 def read_text(path: Path) -> str:
     """The file's text: UTF-8 with or without a byte order mark.
 
-    Raises PromptError for anything else.
+    Raises UserError for anything else.
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise PromptError(
+        raise UserError(
             f"{path}: expected a prompt file, found nothing there; check the path"
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise PromptError(
+        raise UserError(
             f"{path}: the prompt file can't be read ({reason}); check the path and its permissions"
         ) from None
     zero = data.find(b"\0")
     if zero >= 0 and not data.startswith((b"\xff\xfe", b"\xfe\xff")):
         line = data[:zero].count(b"\n") + 1
-        raise PromptError(
+        raise UserError(
             f"{path}:{line}: expected text, got a binary file (it holds a zero byte); give a text"
             " file"
         )
@@ -59,7 +53,7 @@ def read_text(path: Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise PromptError(
+        raise UserError(
             f"{path}:{line}: expected UTF-8, got the byte 0x{data[error.start]:02x}; save it as"
             " UTF-8"
         ) from None
@@ -70,7 +64,7 @@ def _text_records(path: Path, text: str) -> Iterator[Record]:
         line = line.strip(" \t\r")
         if line and not line.startswith("#"):
             if found := _OPTIONS.search(line):
-                raise PromptError(
+                raise UserError(
                     f"{path}:{number}: expected a prompt, got one with the option"
                     f" {found.group().strip()}, as other tools write it; write a .jsonl, .csv or"
                     f" .tsv file with columns prompt, {', '.join(KNOWN_COLUMNS)}"
@@ -90,7 +84,7 @@ def _table_records(delimiter: str) -> Callable[[Path, str], Iterator[Record]]:
                 elif header is None:
                     header = _header(path, line, row)
                 elif len(row) != len(header):
-                    raise PromptError(
+                    raise UserError(
                         f"{path}:{line}: expected {len(header)} columns as in the header, got"
                         f" {len(row)}; quote a cell that holds the delimiter"
                     )
@@ -98,7 +92,7 @@ def _table_records(delimiter: str) -> Callable[[Path, str], Iterator[Record]]:
                     yield line, _table_row(path, line, header, row)
                 line = rows.line_num + 1
         except csv.Error as error:
-            raise PromptError(
+            raise UserError(
                 f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; write a quote"
                 " inside a cell twice"
             ) from None
@@ -111,7 +105,7 @@ def _header(path: Path, line: int, row: list[str]) -> list[str]:
     lower = [name.strip().lower() for name in row]
     chosen = next((name for name in PROMPT_COLUMNS if name in lower), None)
     if chosen is None:
-        raise PromptError(
+        raise UserError(
             f"{path}:{line}: expected a column named prompt or caption, got {', '.join(row)}; name"
             " one so"
         )
@@ -120,7 +114,7 @@ def _header(path: Path, line: int, row: list[str]) -> list[str]:
         names.append("prompt" if low == chosen else low if low in KNOWN_COLUMNS else name.strip())
     for name in names:
         if names.count(name) > 1:
-            raise PromptError(
+            raise UserError(
                 f"{path}:{line}: expected columns that differ, got {name!r} twice; rename one"
             )
     return names
@@ -138,7 +132,7 @@ def _table_row(path: Path, line: int, header: list[str], row: list[str]) -> dict
             try:
                 values[name] = int(values[name])
             except ValueError:
-                raise PromptError(
+                raise UserError(
                     f"{path}:{line}: {name}: expected a whole number, got {values[name]!r};"
                     " correct it"
                 ) from None
@@ -157,11 +151,11 @@ def _jsonl_records(path: Path, text: str) -> Iterator[Record]:
                 if isinstance(error, json.JSONDecodeError)
                 else str(error)
             )
-            raise PromptError(
+            raise UserError(
                 f"{path}:{number}: expected a JSON object, but {reason}; write one object a line"
             ) from None
         if not isinstance(values, dict) or not any(name in values for name in PROMPT_COLUMNS):
-            raise PromptError(
+            raise UserError(
                 f'{path}:{number}: expected an object such as {{"prompt": "..."}}, got'
                 f" {line.strip()[:60]!r}; write one object a line"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -111,3 +112,14 @@ def benchmark(model: LoadedModel, out: Path, **changes: Any) -> Benchmark:
         "rounds": 2,
     }
     return Benchmark(**{**values, **changes})
+
+
+def results_of(out: Path) -> dict[str, Any]:
+    """The content of results.json in `out`."""
+    found: dict[str, Any] = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    return found
+
+
+def rows_of(out: Path) -> dict[str, dict[str, Any]]:
+    """Its rows by name."""
+    return {row["name"]: row for row in results_of(out)["rows"]}

@@ -1,10 +1,7 @@
 """Kill a run of `generate` with SIGKILL at a chosen moment, to the system call.
 
-A run is a forked child of a process that has loaded the model. Its n-th file operation below the
-run folder (open for writing, rename, mkdir, unlink) is preceded by SIGKILL. Run as a script it
-tries every n and prints JSON lines:
-
-    python -m tests.builders.kills MODEL_FOLDER WORK_FOLDER
+A run is a forked child. Its n-th file operation below the run folder (open for writing, rename,
+mkdir, unlink) is preceded by SIGKILL.
 """
 
 from __future__ import annotations
@@ -43,14 +40,26 @@ def kill_at(number: int, folder: Path) -> None:
 
 def in_child(run: Callable[[], object]) -> int:
     """Run in a forked child; returns its exit status, negative for a signal."""
+    return ended(started(run))
+
+
+def started(run: Callable[[], object]) -> int:
+    """The process number of a forked child that runs `run`; it exits with the status that `run`
+    returns, if that is a number.
+    """
     pid = os.fork()
     if pid == 0:
         try:
-            run()
+            status = run()
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             os._exit(1)
-        os._exit(0)
+        os._exit(status if isinstance(status, int) else 0)
+    return pid
+
+
+def ended(pid: int) -> int:
+    """Waits for a child; returns its exit status, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -65,52 +74,3 @@ def snapshot(folder: Path) -> dict[str, str]:
             data = json.dumps(rows).encode()
         found[path.relative_to(folder).as_posix()] = data.hex()
     return found
-
-
-def main(model_folder: str, work_folder: str) -> None:
-    """Kill at the first, second, ... operation until a run gets through, and continue each killed
-    run.
-    """
-    import torch
-
-    from mame_sd.config import MaMeConfig
-    from mame_sd.runs.generate import generate
-    from mame_sd.runs.jobs import GenerateSettings
-    from mame_sd.runs.loading import load_model
-    from mame_sd.runs.model_files import ModelChoice
-    from mame_sd.runs.prompt_files import prompts_from_texts
-
-    torch.set_num_threads(1)
-    model = load_model(ModelChoice(model=model_folder, device="cpu"))
-    settings = GenerateSettings(steps=1, batch_size=2)
-    config = MaMeConfig(keep=0.5, min_tokens=16)
-    prompts = prompts_from_texts(["key", "ant", "star"])
-
-    def run(folder: Path, number: int = 0) -> None:
-        kill_at(number, folder)
-        generate(model, prompts, settings, config, folder)
-
-    undisturbed = Path(work_folder) / "undisturbed"
-    run(undisturbed)
-    expected = snapshot(undisturbed)
-    number, status = 0, -signal.SIGKILL
-    while status == -signal.SIGKILL:
-        number += 1
-        folder = Path(work_folder) / f"kill-{number}"
-        status = in_child(lambda: run(folder, number))  # noqa: B023 (called at once)
-        again = in_child(lambda: run(folder))  # noqa: B023
-        same = again == 0 and snapshot(folder) == expected
-        print(
-            json.dumps(
-                {
-                    "operation": number,
-                    "killed": status == -signal.SIGKILL,
-                    "again": again,
-                    "same": same,
-                }
-            )
-        )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

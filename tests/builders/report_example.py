@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import copy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from mame_sd.eval.results.schema import Column
 
 SIDE = 48
 PROMPTS = (
@@ -21,46 +23,29 @@ NOISE = {
     "mame-tau-0.8": 6.0,
     "mame-default": 3.0,
 }  # levels of 255 by which a row's images differ
-METRICS: dict[str, dict[str, Any]] = {
-    "latency": {
-        "label": "Latency",
-        "unit": "s",
-        "better": "lower",
-        "block": "cost",
-        "digits": 2,
-        "about": "Median.",
-    },
-    "memory": {
-        "label": "Peak memory",
-        "unit": "MiB",
-        "better": "lower",
-        "block": "cost",
-        "digits": 0,
-    },
-    "lpips": {
-        "label": "LPIPS (alex)",
-        "unit": "",
-        "better": "lower",
-        "block": "fidelity",
-        "digits": 3,
-    },
-    "psnr": {"label": "PSNR", "unit": "dB", "better": "higher", "block": "fidelity", "digits": 1},
-    "retrieval": {
-        "label": "Retrieval",
-        "unit": "",
-        "better": "higher",
-        "block": "quality",
-        "digits": 2,
-    },
-    "fid": {
-        "label": "FID",
-        "unit": "",
-        "better": "lower",
-        "block": "quality",
-        "digits": 2,
-        "about": "Against the reference.",
-    },
-}
+METRICS = [
+    Column(
+        name="latency",
+        label="Latency",
+        unit="s",
+        better="lower",
+        block="cost",
+        digits=2,
+        about="Median.",
+    ),
+    Column(name="memory", label="Peak memory", unit="MiB", better="lower", block="cost", digits=0),
+    Column(name="lpips", label="LPIPS (alex)", better="lower", block="fidelity"),
+    Column(name="psnr", label="PSNR", unit="dB", better="higher", block="fidelity", digits=1),
+    Column(name="retrieval", label="Retrieval", better="higher", block="quality", digits=2),
+    Column(
+        name="fid",
+        label="FID",
+        better="lower",
+        block="quality",
+        digits=2,
+        about="Against the reference.",
+    ),
+]
 LATENCY = {
     "baseline": (4.0, 3.9, 4.1),
     "tomesd-50": (3.2, 3.1, 3.3),
@@ -94,20 +79,21 @@ def example(folder: Path, side: int = SIDE, prompts: tuple[str, ...] = PROMPTS) 
             "sampling": {"steps": 3, "guidance": 1.25},
             "model": {"device": "cpu", "dtype": "float32"},
         },
-        "metrics": copy.deepcopy(METRICS),
+        "metrics": [asdict(metric) for metric in METRICS],
         "rows": [_row(name, label, family, images) for name, label, family in ROWS],
-        "images": {key: {"prompt": text, "seed": 42} for key, text in keys.items()},
+        "pictures": [{"key": key, "prompt": text, "seed": 42} for key, text in keys.items()],
         "gates": [
             {"name": "baseline against itself", "expected": "equal", "got": "equal", "passed": True}
         ],
-        "reference": {"name": "drawn glyphs", "n": 2160},
+        "reference": "drawn glyphs",
+        "reference_n": 2160,
         "notes": ["A note <b>that is</b> text."],
     }
 
 
-def row(results: dict[str, Any], name: str) -> dict[str, Any]:
-    """The row called `name`."""
-    return next(entry for entry in results["rows"] if entry["name"] == name)
+def row(results: dict[str, Any], name: str, of: str = "rows") -> dict[str, Any]:
+    """The row called `name`; of "metrics" the metric."""
+    return next(entry for entry in results[of] if entry["name"] == name)
 
 
 def _draw(folder: Path, keys: list[str], side: int, name: str) -> dict[str, np.ndarray]:
@@ -138,13 +124,13 @@ def _row(
     entry |= {
         "config": {},
         "run": f"runs/{name}",
-        "status": "measured",
+        "measured": True,
         "reason": None,
         "per_image": {},
     }
     if name not in images:
         return entry | {
-            "status": "not measured",
+            "measured": False,
             "reason": "tomesd is not installed: pip install 'mame-sd[rivals]'",
             "values": {},
         }

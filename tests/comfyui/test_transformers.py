@@ -109,11 +109,12 @@ def loops(
     grids = [Grid(call.start, grid, 0.25)]
     groups = merge_keys(q, k, v, grids, KeyMerging(), draw=draw).groups[0]
     count = min(max(math.prod(grid) // 32, 64), 256) // (q.shape[1] // k.shape[1])
-    queries = groups.cells.queries[int(draw)][:count] + call.start
+    spread = groups.cells.queries[int(draw)] + call.start
     image = oracle.Image(call.start, groups.groups.tolist(), groups.kept.tolist())
     output, _ = oracle.merged_attention(
-        q, k, v, [image], queries.tolist(), mask, call.kwargs.get("scale"), counted
-    )
+        q, k, v, [image], spread[:count].tolist(), mask, call.kwargs.get("scale"),
+        () if counted else spread.tolist(),
+    )  # fmt: skip
     return output.transpose(1, 2).flatten(2).float()
 
 
@@ -178,7 +179,7 @@ def test_another_scale_and_heads_apart(node: Any, scale: float) -> None:
 @pytest.mark.parametrize("name", ["Flux", "Wan", "Flux, a mask"])
 @pytest.mark.parametrize("whose", ["the engine's", "another node's"])
 def test_attention_that_may_take_no_mask_is_handed_none(node: Any, name: str, whose: str) -> None:
-    """Unless the call has one: groups go uncounted, and the fit knows it."""
+    """Unless the call has one: keys carry the sizes of their groups."""
     call, masks = CALLS[name], []
 
     def attention_sage(*args: Any, **kwargs: Any) -> Tensor:

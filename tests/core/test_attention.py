@@ -186,6 +186,29 @@ def test_large_numbers_of_fp16_do_not_overflow() -> None:
     assert (found.double() - want).norm() < 0.02 * want.norm()
 
 
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_a_kernel_without_bias_gets_keys_that_carry_sizes(key_heads: int) -> None:
+    """Near to what a bias does where queries have a direction in common; uncounted, far off."""
+    q, k, v = case(4, key_heads)
+    q = q + 2
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, enable_gqa: bool = False) -> Any:
+        seen.append(k)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=enable_gqa)
+
+    seen: list[Tensor] = []
+    call: dict[str, Any] = {"scale": 0.3, "fit_queries": 0}
+    found = attention(q, k, v, GRID, BEFORE, AFTER, kernel=flash, **call)
+    assert torch.equal(seen[0][:, :, :BEFORE], k[:, :, :BEFORE])  # text stands for itself
+    counted = attention(q, k, v, GRID, BEFORE, AFTER, **call)
+    merged = merge_keys(q, k, v, [Grid(BEFORE, GRID, 0.25)], KeyMerging(fit_queries=0), scale=0.3)
+    uncounted = flash(q, merged.key, merged.value, 0.3, q.shape[1] != k.shape[1])
+    assert (found - counted).norm() < 0.3 * (uncounted - counted).norm()
+    mask = mask_of("boolean", "all queries")
+    with pytest.raises(ValueError, match="attn_mask: expected none, for the kernel"):
+        attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=mask, kernel=flash)
+
+
 class Refusing(TorchDispatchMode):
     """Raises where an operation would wait for the device, or makes a size that it can't know."""
 

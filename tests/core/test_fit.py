@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd.core.fit import fitted_values
+from mame_sd.core.fit import fitted_values, sized_keys
 
 
 def case(m: int, kept: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,3 +77,22 @@ def test_gradients() -> None:
     a, v, exact = case(3, 5)
     inputs = [t[:1, :1].requires_grad_() for t in (a, v, exact)]
     assert torch.autograd.gradcheck(lambda *t: fitted_values(*t, 1, 4), inputs)
+
+
+def test_keys_carry_sizes_to_queries_that_share_a_direction() -> None:
+    """Logits rise by the log of a group's size, for queries that the regression did not see too."""
+    generator = torch.Generator().manual_seed(0)
+    q, mean, key = (
+        torch.randn(2, 3, n, 8, generator=generator, dtype=torch.float64) for n in (64, 1, 20)
+    )
+    q = 3 * mean + 0.3 * q
+    log_sizes = torch.arange(1, 41, dtype=torch.float64).view(2, 20).log()
+    log_sizes[:, 5] = 0
+    sized = sized_keys(key, q[:, :, ::2], log_sizes, 0.4)
+    assert torch.equal(sized[:, :, 5], key[:, :, 5])
+    raised = 0.4 * q[:, :, 1::2] @ (sized - key).mT
+    assert (raised - log_sizes[:, None, None]).norm() < 0.1 * raised.norm()
+    torch.testing.assert_close(sized_keys(key, 0 * q, log_sizes, 0.4), key)
+    half = sized_keys(key.half(), 1e-5 * q.half(), log_sizes.float(), 0.4)
+    assert half.dtype == torch.float16
+    assert half.isfinite().all()

@@ -18,7 +18,8 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Reg
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
 
-from mame_sd import NothingMergedError, apply_mame, remove_mame
+from mame_sd import NothingMergedError, apply_mame, mame, remove_mame
+from mame_sd.core.fit import SDPA
 from tests.builders.tiny import one_level_unet, run_unet
 from tests.matrix.transformers import ROWS
 
@@ -196,11 +197,69 @@ def test_what_stands_in_for_scaled_dot_product_attention_gets_merged_keys(
     torch.testing.assert_close(run_unet(COMPILED[how](unet)), expected, rtol=1e-4, atol=1e-4)
     assert seen() == {128}
     assert {layer.reason for layer in handle.report().layers} == {
-        "attention by replacement, which takes no sizes of groups: their values make up for it"
+        "attention by replacement, which takes no sizes of groups: their keys carry them"
     }
     remove_mame(unet)
     run_unet(unet)
     assert seen() == {256}
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """A kernel of the user, which takes no bias."""
+    return kernel(q, k, v)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **more: Any) -> Tensor:
+    """A kernel of the user, which takes one."""
+    SEEN.append((q.shape[2], k.shape[2]))
+    return SDPA(q, k, v, attn_mask=attn_mask, **more)
+
+
+@pytest.mark.parametrize("how", COMPILED)
+def test_a_kernel_of_the_user_computes_attention_over_merged_keys(
+    register: Callable[[str], None], how: str
+) -> None:
+    """In front of PyTorch's attention and of a backend of the dispatcher, with a bias or none."""
+    register("sage")
+    model = flux()
+    every = whole(model)
+    with mame(model, **MERGING):
+        counted = run(model)
+    handle = apply_mame(model, kernel=biased, **MERGING)
+    assert torch.equal(run(model), counted)
+    assert {layer.reason for layer in handle.report().layers} == {"attention by biased"}
+    handle = apply_mame(model, kernel=flash, **MERGING)
+    SEEN.clear()
+    expected = run(model)
+    (kept,) = seen()
+    assert kept < every
+    assert {layer.reason for layer in handle.report().layers} == {
+        "attention by flash, which takes no sizes of groups: their keys carry them"
+    }
+    with attention_backend("sage"):
+        assert torch.equal(run(model), expected)
+    torch._dynamo.reset()
+    torch.testing.assert_close(run(COMPILED[how](model)), expected, rtol=1e-4, atol=1e-4)
+    remove_mame(model)
+    SEEN.clear()
+    run(model)
+    assert not SEEN
+    unet = one_level_unet()
+    apply_mame(unet, keep=0.5, min_tokens=40, kernel=flash)
+    run_unet(unet)
+    assert seen() == {128}
+
+
+def test_a_kernel_of_the_user_is_refused_where_it_can_do_nothing() -> None:
+    unet = one_level_unet()
+    with pytest.raises(ValueError, match="kernel: expected none with tau"):
+        apply_mame(unet, kernel=flash, tau=0.8)
+    handle = apply_mame(unet, kernel=flash, keep=0.5)
+    with pytest.raises(ValueError, match="kernel: expected none with tau"):
+        handle.set(tau=0.8)
+    for kind in ("sage", torch.nn.Identity):
+        with pytest.raises(TypeError, match=r"kernel: expected a function of \(q, k, v\), got"):
+            apply_mame(unet, kernel=kind)
 
 
 class Written(AttnProcessor):

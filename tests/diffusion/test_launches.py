@@ -42,26 +42,31 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("grid", "after", "fit_queries", "budget"),
+    ("grid", "after", "fit_queries", "counted", "budget"),
     [
-        ((64, 64), 0, None, 62),
-        ((64, 64), 77, None, 67),
-        ((64, 64), 0, 0, 38),
-        ((61, 67), 0, None, 64),
+        ((64, 64), 0, None, True, 62),
+        ((64, 64), 77, None, True, 67),
+        ((64, 64), 0, 0, True, 38),
+        ((61, 67), 0, None, True, 64),
+        ((64, 64), 0, None, False, 77),
     ],
-    ids=["UNet", "beside text", "means", "odd sides"],
+    ids=["UNet", "beside text", "means", "odd sides", "kernel without bias"],
 )
 def test_a_merging_layer_launches_few_kernels(
     grid: tuple[int, int],
     after: int,
     fit_queries: int | None,
+    counted: bool,
     budget: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a card, where samples that follow a leader are compared beside it."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     x = torch.randn(2, 1, grid[0] * grid[1] + after, 8).bfloat16()
-    how: dict[str, Any] = {"fit_queries": fit_queries, "kernel": _nothing}
+    how: dict[str, Any] = {
+        "fit_queries": fit_queries,
+        "kernel": _nothing if counted else _without_bias,
+    }
     how |= {"draw": draw_at(torch.tensor(500.0)), "leader": leaders(x)}
     with torch.no_grad():
         attention(x, x, x, grid, after=after, **how)  # the tables are made
@@ -70,5 +75,9 @@ def test_a_merging_layer_launches_few_kernels(
     assert launches.names.total() <= budget, launches.names
 
 
-def _nothing(q: Tensor, *others: Tensor, **named: Any) -> Tensor:
+def _nothing(q: Tensor, *others: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+    return q
+
+
+def _without_bias(q: Tensor, *others: Tensor) -> Tensor:
     return q

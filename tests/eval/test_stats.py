@@ -17,13 +17,11 @@ from scipy import stats
 
 from mame_sd.eval.json_text import json_text
 from mame_sd.eval.stats import (
-    mcnemar_p,
     mean_interval,
     paired_difference,
     seed_interval,
     share_difference,
     sign_flip_p,
-    student_quantile,
 )
 
 ONE_EACH = {str(i): str(i) for i in range(200)}
@@ -41,15 +39,8 @@ def test_the_interval_is_that_of_the_mean() -> None:
     assert found["low"] == pytest.approx(values.mean() - half, abs=0.05)
     assert found["high"] == pytest.approx(values.mean() + half, abs=0.05)
     assert found["n"] == 200
-
-
-def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:
-    rng = np.random.default_rng(2)
-    hits = 0
-    for _ in range(60):
-        found = mean_interval(keyed(rng.normal(0, 1, 40)), ONE_EACH)
-        hits += found["low"] <= 0 <= found["high"]
-    assert 50 <= hits <= 60
+    uneven = {"a_0": 1.0, "a_1": 1.0, "b_0": 4.0}
+    assert mean_interval(uneven, {key: key[0] for key in uneven})["mean"] == 2.0
 
 
 def test_order_does_not_matter() -> None:
@@ -67,13 +58,6 @@ def test_repeats_of_a_prompt_are_no_new_evidence() -> None:
     )
     assert often["n"] == 100
     assert (often["low"], often["high"]) == pytest.approx((once["low"], once["high"]))
-
-
-def test_the_mean_is_over_images_where_prompts_have_unequal_counts() -> None:
-    found = mean_interval(
-        {"a_0": 1.0, "a_1": 1.0, "b_0": 4.0}, {"a_0": "a", "a_1": "a", "b_0": "b"}
-    )
-    assert found["mean"] == 2.0
 
 
 def test_one_prompt_has_no_interval() -> None:
@@ -113,13 +97,6 @@ def test_drawn_flips_agree_with_a_normal_approximation() -> None:
     gaps = np.random.default_rng(5).normal(0.2, 1, 100)
     z = abs(gaps.sum()) / math.sqrt(float((gaps**2).sum()))
     assert sign_flip_p(gaps) == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.02)
-
-
-def test_p_values_are_uniform_when_nothing_differs() -> None:
-    rng = np.random.default_rng(6)
-    p = [sign_flip_p(rng.normal(0, 1, 12)) for _ in range(200)]
-    assert 0.4 < float(np.mean(p)) < 0.6
-    assert np.mean(np.array(p) < 0.05) < 0.11
 
 
 def test_differences_are_taken_by_key() -> None:
@@ -170,29 +147,21 @@ def test_paired_shares_have_newcombes_interval(
     assert found["mean"] == pytest.approx(100 * (cells[1] - cells[2]) / sum(cells))
     assert (found["low"], found["high"]) == pytest.approx(limits, abs=0.005)
     assert (turned["low"], turned["high"]) == pytest.approx((-found["high"], -found["low"]))
-    assert found["p"] == turned["p"] == mcnemar_p(cells[1], cells[2])
-
-
-def test_newcombes_interval_holds_the_truth_as_often_as_it_says() -> None:
-    shares, rng, held = (0.7, 0.1, 0.05, 0.15), np.random.default_rng(0), []
-    for both, better, worse, neither in rng.multinomial(60, shares, size=1500).tolist():
-        ours = [True] * both + [True] * better + [False] * (worse + neither)
-        others = [True] * both + [False] * better + [True] * worse + [False] * neither
-        found = share_difference(ours, others)
-        held.append(found["low"] <= 5.0 <= found["high"])
-    assert 0.935 < np.mean(held) < 0.985
+    pairs_apart = cells[1] + cells[2]
+    least = min(cells[1], cells[2])
+    tail = sum(math.comb(pairs_apart, k) for k in range(least + 1)) / 2**pairs_apart
+    assert found["p"] == pytest.approx(min(1.0, 2 * tail))
+    assert turned["p"] == found["p"]
 
 
 def test_paired_shares_need_the_same_cases() -> None:
     with pytest.raises(ValueError, match="expected the same cases on both sides, got 1 and 2"):
         share_difference([True], [True, False])
-    with pytest.raises(ValueError, match="expected 0 to n successes"):
+    with pytest.raises(ValueError, match="n must be an integer not less than 1"):
         share_difference([], [])
 
 
 def test_seeds_have_students_interval() -> None:
-    for freedom in (1, 2, 3, 4, 9, 30):
-        assert student_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), abs=1e-6)
     values = [71.0, 73.5, 72.1, 70.2]
     found = seed_interval(values)
     low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from mame_sd.eval.timing import interleaved, quartiles, timed
@@ -53,18 +52,6 @@ def test_rounds_that_are_done_are_left_out_and_nothing_to_do_warms_nothing_up() 
         raise AssertionError("nothing is to be measured")
 
     assert list(interleaved("ab", 2, refuse, done={0, 1, 2}, warm_up=refuse)) == []
-
-
-def test_a_round_that_is_stopped_is_not_given() -> None:
-    def call(row: str, number: int) -> int:
-        if (row, number) == ("a", 1):
-            raise KeyboardInterrupt
-        return number
-
-    rounds = interleaved("ab", 3, call)
-    assert next(rounds) == (0, {"a": 0, "b": 0})
-    with pytest.raises(KeyboardInterrupt):
-        next(rounds)
 
 
 def test_a_call_gives_its_result_and_seconds_and_rounds_their_quartiles() -> None:

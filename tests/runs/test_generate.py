@@ -6,11 +6,8 @@ import contextlib
 import json
 import os
 import resource
-import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +23,9 @@ from mame_sd.runs.jobs import GenerateSettings, cut_batches, generator_of, jobs_
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.run_folder import RunFolder
-from tests.builders.kills import snapshot
+from tests.builders.kills import ended, in_child, kill_at, snapshot, started
+from tests.builders.processes import in_two_processes
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = prompts_from_texts(["key", "ant", "star"])
 MERGED = MaMeConfig(keep=0.5, min_tokens=16)
 FAST = GenerateSettings(steps=1)
@@ -45,47 +42,39 @@ def run(
     return generate(model, kwargs.pop("prompts", PROMPTS), settings, config, out, **kwargs)
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_images_samples_and_a_manifest(model: LoadedModel, tmp_path: Path) -> None:
-    summary = run(model, tmp_path / "deep" / "run", GenerateSettings(steps=1, images_per_prompt=2))
-    assert (summary.images, summary.made) == (6, 6)
+def test_a_run_leaves_images_samples_and_a_manifest_and_is_not_made_again(
+    model: LoadedModel, tmp_path: Path
+) -> None:
+    folder, odd = tmp_path / "deep" / "run", "a\x1b[31m \u2603\n\0key"
+    settings = GenerateSettings(steps=1, images_per_prompt=2)
+    prompts = prompts_from_texts(["key", odd])
+    summary = run(model, folder, settings, prompts=prompts)
+    assert (summary.images, summary.made) == (4, 4)
     assert summary.levels[0] == {"level": 0, "tokens_in": 256.0, "tokens_kept": 128.0, "share": 0.5}
-    folder = tmp_path / "deep" / "run"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "images",
-        "manifest.json",
-        "samples.jsonl",
-    ]
-    names = [f"p{number:05d}_{repeat}" for number in (1, 2, 3) for repeat in (0, 1)]
+    assert sorted(os.listdir(folder)) == ["images", "manifest.json", "samples.jsonl"]
+    names = ["p00001_0", "p00001_1", "p00002_0", "p00002_1"]
     assert sorted(path.stem for path in (folder / "images").iterdir()) == names
-    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    rows = rows_of(folder)
     assert [row["name"] for row in rows] == names
     assert rows[0]["prompt"] == "key"
     assert rows[0]["seconds"] > 0
     assert rows[0]["levels"][0]["tokens_kept"] == 128
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["settings"]["mame"]["keep"] == 0.5
-    assert manifest["settings"]["batch_size"] == 1
     assert manifest["environment"]["threads"] == torch.get_num_threads()
-
-
-def test_png_text_holds_prompt_and_settings(model: LoadedModel, tmp_path: Path) -> None:
-    odd = "a\x1b[31m \u2603\n\0key"
-    run(model, tmp_path, prompts=prompts_from_texts([odd]))
-    with Image.open(tmp_path / "images" / "p00001_0.png") as image:
+    with Image.open(folder / "images" / "p00002_0.png") as image:
         image.load()
-        about = json.loads(image.info["mame_sd"])
         assert image.info["prompt"] == odd.replace("\0", "\u2400")
-    assert about["prompt"] == odd
-    assert (about["steps"], about["seed"], about["mame"]["keep"], about["guidance"]) == (
-        1,
-        0,
-        0.5,
-        7.5,
-    )
+        about = json.loads(image.info["mame_sd"])
+    assert (about["prompt"], about["seed"], about["mame"]["keep"]) == (odd, 0, 0.5)
+    before, times = snapshot(folder), [p.stat().st_mtime_ns for p in (folder / "images").iterdir()]
+    assert run(model, folder, settings, prompts=prompts).made == 0
+    assert [p.stat().st_mtime_ns for p in (folder / "images").iterdir()] == times
+    assert snapshot(folder) == before
 
 
 def test_noise_depends_on_seed_id_and_repeat_alone() -> None:
@@ -113,34 +102,26 @@ def test_batches_are_cut_from_the_whole_list_and_hold_one_size() -> None:
     assert names == [["0"], ["1", "2"], ["3"]]
 
 
-def test_running_again_makes_nothing_again(model: LoadedModel, tmp_path: Path) -> None:
-    run(model, tmp_path)
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "images").iterdir()}
-    before = snapshot(tmp_path)
-    assert run(model, tmp_path).made == 0
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "images").iterdir()} == times
-    assert snapshot(tmp_path) == before
-
-
 def test_a_batch_with_one_image_missing_writes_only_that_one(
     model: LoadedModel, tmp_path: Path
 ) -> None:
     settings = GenerateSettings(steps=1, batch_size=3)
-    run(
-        model, tmp_path, settings, MaMeConfig(tau=0.3, min_tokens=16)
-    )  # shared rule: neighbours matter
+    config = MaMeConfig(tau=0.3, min_tokens=16)  # by the shared rule neighbours matter
+    run(model, tmp_path, settings, config)
     before = snapshot(tmp_path)
     (tmp_path / "images" / "p00002_0.png").unlink()
-    assert run(model, tmp_path, settings, MaMeConfig(tau=0.3, min_tokens=16)).made == 1
+    assert run(model, tmp_path, settings, config).made == 1
     assert snapshot(tmp_path) == before
 
 
-def test_an_image_cut_short_by_others_is_made_again(model: LoadedModel, tmp_path: Path) -> None:
+def test_an_image_that_others_cut_or_put_there_is_made_again(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     run(model, tmp_path)
-    before = snapshot(tmp_path)
-    path = tmp_path / "images" / "p00001_0.png"
-    path.write_bytes(path.read_bytes()[:-5])
-    assert run(model, tmp_path).made == 1
+    before, images = snapshot(tmp_path), sorted((tmp_path / "images").iterdir())
+    images[0].write_bytes(images[0].read_bytes()[:-5])
+    images[1].write_bytes(images[2].read_bytes())
+    assert run(model, tmp_path).made == 2
     assert snapshot(tmp_path) == before
 
 
@@ -170,85 +151,66 @@ def test_another_environment_is_noted(model: LoadedModel, tmp_path: Path) -> Non
     assert "threads: 64 there" in notes[0]
 
 
-def test_foreign_folders_are_left_alone(model: LoadedModel, tmp_path: Path) -> None:
+def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match=r"with other things in it \('thesis.tex'\)"):
-        run(model, tmp_path)
+        RunFolder(tmp_path).check()
     (tmp_path / "manifest.json").write_text("{}")
     with pytest.raises(UserError, match="expected the manifest of a run"):
-        run(model, tmp_path)
+        RunFolder(tmp_path).check()
     with pytest.raises(UserError, match="expected a folder, got the file"):
-        run(model, tmp_path / "thesis.tex" / "below")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "thesis.tex"]
+        RunFolder(tmp_path / "thesis.tex" / "below").check()
+    assert sorted(os.listdir(tmp_path)) == ["manifest.json", "thesis.tex"]
 
 
 @pytest.mark.skipif(
     not Path("/proc/self").exists(), reason="needs a folder that not even root can write to"
 )
-def test_unwritable_folders_are_the_users_to_change(model: LoadedModel) -> None:
+def test_unwritable_folders_are_the_users_to_change() -> None:
     with pytest.raises(UserError, match="can't be"):
-        run(model, Path("/proc/mame-sd"))
+        RunFolder(Path("/proc/mame-sd")).prepare({"settings": {}})
 
 
 @posix
-def test_two_runs_do_not_share_a_folder(model: LoadedModel, tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     first = RunFolder(tmp_path)
     first.prepare({"settings": {}})
     with pytest.raises(UserError, match="another run is writing to"):
-        run(model, tmp_path)
+        RunFolder(tmp_path).prepare({"settings": {}})
     first.close(complete=False)
 
 
-def take_an_image(folder: Path) -> None:
-    (folder / "images" / "p00001_0.png").unlink()
-
-
-def take_all_images(folder: Path) -> None:
-    shutil.rmtree(folder / "images")
-
-
-def cut_an_image_short(folder: Path) -> None:
-    (folder / "images" / "p00001_0.png").write_bytes(b"cut")
-
-
-@pytest.mark.parametrize("meddle", [take_an_image, take_all_images, cut_an_image_short])
 def test_what_others_take_away_during_a_run_is_said_and_made_again(
-    model: LoadedModel, tmp_path: Path, meddle: Callable[[Path], None]
+    model: LoadedModel, tmp_path: Path
 ) -> None:
-    def on_progress(done: int, total: int) -> None:
+    def meddle(done: int, total: int) -> None:
         if done == 3:
-            meddle(tmp_path / "run")
+            (tmp_path / "run" / "images" / "p00001_0.png").unlink()
+            (tmp_path / "run" / "images" / "p00002_0.png").write_bytes(b"cut")
 
     with pytest.raises(MachineError, match=r"taken away"):
-        run(model, tmp_path / "run", on_progress=on_progress)
-    assert run(model, tmp_path / "run").images == 3
+        run(model, tmp_path / "run", on_progress=meddle)
+    assert run(model, tmp_path / "run").made == 2
     assert len(list((tmp_path / "run" / "images").iterdir())) == 3
     assert not (tmp_path / "run" / ".mame-sd").exists()
 
 
 @pytest.mark.parametrize("name", ["images", ".mame-sd"])
-def test_a_link_in_the_folder_leads_nowhere_else(
-    model: LoadedModel, tmp_path: Path, name: str
-) -> None:
-    run(model, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "mine.tmp").write_text("x")
-    (tmp_path / "run" / name).symlink_to(elsewhere)
-    with pytest.raises(
-        UserError, match=f"expected {name} to be a folder of its own, got a link to"
-    ):
-        run(model, tmp_path / "run")
-    assert [path.name for path in elsewhere.iterdir()] == ["mine.tmp"]
+def test_a_link_in_the_folder_leads_nowhere_else(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=f"expected {name} to be a folder of its own, got a link"):
+        RunFolder(tmp_path / "run").prepare({"settings": {}})
+    assert os.listdir(tmp_path / "elsewhere") == []
 
 
 @posix
-def test_a_link_in_place_of_the_lock_is_not_followed(model: LoadedModel, tmp_path: Path) -> None:
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "run" / ".mame-sd").mkdir(parents=True)
     (tmp_path / "run" / ".mame-sd" / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="can't be written"):
-        run(model, tmp_path / "run")
+        RunFolder(tmp_path / "run").prepare({"settings": {}})
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -262,14 +224,11 @@ STRANGE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "strange", [json.dumps(row) for row in STRANGE] + ["[" * 100_000], ids=lambda text: text[:50]
-)
-def test_a_strange_record_is_dropped(model: LoadedModel, tmp_path: Path, strange: str) -> None:
+def test_strange_records_are_dropped(model: LoadedModel, tmp_path: Path) -> None:
     run(model, tmp_path)
     before = snapshot(tmp_path)
     with open(tmp_path / "samples.jsonl", "a") as file:
-        file.write(strange + "\n")
+        file.write("\n".join([*map(json.dumps, STRANGE), "[" * 100_000, "{"]))
     assert run(model, tmp_path).made == 0
     assert snapshot(tmp_path) == before
 
@@ -307,9 +266,7 @@ def test_a_size_at_which_nothing_merges_is_noted_and_the_run_goes_on(
     assert (
         run(model, tmp_path / "run", config=config, prompts=prompts, on_note=notes.append).made == 2
     )
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-    ]
+    rows = rows_of(tmp_path / "run")
     assert [bool(row["levels"]) for row in rows] == [False, True]
     assert ["without merging" in row.get("note", "") for row in rows] == [True, False]
     assert len(notes) == 1
@@ -324,19 +281,10 @@ def test_a_size_at_which_nothing_merges_is_noted_and_the_run_goes_on(
 def test_images_of_their_own_size_seed_and_negative_prompt(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    prompts = [
-        Prompt(
-            id="wide",
-            text="key",
-            width=48,
-            height=24,
-            negative_prompt="red",
-            extra={"challenge": "x"},
-        ),
-        Prompt(id="plain", text="key"),
-    ]
+    own = {"width": 48, "height": 24, "negative_prompt": "red", "extra": {"challenge": "x"}}
+    prompts = [Prompt(id="wide", text="key", **own), Prompt(id="plain", text="key")]  # type: ignore[arg-type]
     run(model, tmp_path, GenerateSettings(steps=1, batch_size=2), prompts=prompts)
-    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path)
     assert [(row["width"], row["height"]) for row in rows] == [(48, 24), (32, 32)]
     assert rows[0]["extra"] == {"challenge": "x"}
     assert rows[0]["negative_prompt"] == "red"
@@ -344,101 +292,62 @@ def test_images_of_their_own_size_seed_and_negative_prompt(
 
 @posix
 def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(
-    model_folder: Path, tmp_path: Path
+    model: LoadedModel, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "tests.builders.kills", str(model_folder), str(tmp_path)]
-    result = subprocess.run(
-        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    outcomes = [json.loads(line) for line in result.stdout.splitlines()]
-    assert sum(outcome["killed"] for outcome in outcomes) >= 15
-    assert [outcome for outcome in outcomes if not outcome["same"]] == []
+    prompts = PROMPTS[:2]
+    run(model, tmp_path / "undisturbed", prompts=prompts)
+    expected = snapshot(tmp_path / "undisturbed")
+    number, status = 0, -signal.SIGKILL
+    while status == -signal.SIGKILL:
+        number += 1
+        folder = tmp_path / f"kill-{number}"
+
+        def killed(number: int = number, folder: Path = folder) -> None:
+            kill_at(number, folder)
+            run(model, folder, prompts=prompts)
+
+        status = in_child(killed)
+        assert status in (0, -signal.SIGKILL)
+        run(model, folder, prompts=prompts)
+        assert snapshot(folder) == expected, f"killed before file operation {number}"
+    assert number > 15
 
 
 @posix
-def test_kills_and_an_interrupt_of_the_command(model_folder: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"key {number}\n" for number in range(16)))
-    options = [
-        "--prompts",
-        str(prompts),
-        "--model",
-        str(model_folder),
-        "--steps",
-        "2",
-        "--min-tokens",
-        "16",
-    ]
-    command = [sys.executable, "-m", "mame_sd", "generate", *options, "--device", "cpu", "--out"]
+def test_an_interrupted_command_keeps_what_is_finished(model_folder: Path, tmp_path: Path) -> None:
+    given = f"generate --model {model_folder} --steps 2 --min-tokens 16 --device cpu".split()
+    given += [word for number in range(16) for word in ("--prompt", f"key {number}")]
     images = tmp_path / "killed" / "images"
-    for sign, after in ((signal.SIGKILL, 1), (signal.SIGINT, 4)):
-        pipe = subprocess.PIPE
-        with subprocess.Popen(
-            [*command, str(tmp_path / "killed")],
-            env=environment(),
-            cwd=tmp_path,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            preexec_fn=lambda: signal.signal(
-                signal.SIGINT, signal.SIG_DFL
-            ),  # a background job's children ignore it
-        ) as process:
-            while process.poll() is None and (
-                not images.exists() or len(list(images.iterdir())) < after
-            ):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.01)
-            process.send_signal(sign)
-            _, stderr = process.communicate()
-        assert process.returncode == (130 if sign == signal.SIGINT else -sign), stderr
-        assert "Traceback" not in stderr
-        assert after <= len(list(images.iterdir())) < 16
+
+    def command() -> int:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+        with open(tmp_path / "said", "w") as said, contextlib.redirect_stderr(said):
+            return cli.run([*given, "--out", str(tmp_path / "killed")])
+
+    pid = started(command)
+    until = time.monotonic() + 300
+    while time.monotonic() < until and (not images.exists() or len(os.listdir(images)) < 2):
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGINT)
+    assert ended(pid) == 130
+    said = (tmp_path / "said").read_text()
+    assert said == "interrupted; finished images are kept, and the same command continues\n"
+    assert 2 <= len(os.listdir(images)) < 16
     for name in ("killed", "undisturbed"):
-        assert cli.run([*command[3:], str(tmp_path / name)]) == 0
+        assert cli.run([*given, "--out", str(tmp_path / name)]) == 0
     assert snapshot(tmp_path / "killed") == snapshot(tmp_path / "undisturbed")
 
 
+@posix
 def test_two_processes_share_a_run_and_make_the_same_bytes(
     model_folder: Path, tmp_path: Path
 ) -> None:
-    options = [
-        "generate",
-        "--prompts",
-        "demo",
-        "--num",
-        "5",
-        "--model",
-        str(model_folder),
-        "--steps",
-        "1",
-    ]
-    options += ["--batch-size", "2", "--min-tokens", "16", "--device", "cpu", "--out"]
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--multi_gpu",
-        "--num_processes",
-        "2",
-    ]
-    launch += ["--main_process_port", "0", "-m", "mame_sd", *options, str(tmp_path / "two")]
-    result = subprocess.run(
-        launch, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("5 images in") == 1
-    assert cli.run([*options, str(tmp_path / "one")]) == 0
+    given = f"generate --prompts demo --num 5 --model {model_folder} --steps 1 --batch-size 2"
+    words = [*given.split(), "--min-tokens", "16", "--device", "cpu", "--out"]
+    said = in_two_processes(lambda: cli.run([*words, str(tmp_path / "two")]), tmp_path)
+    assert said.count("5 images in") == 1
+    assert cli.run([*words, str(tmp_path / "one")]) == 0
     assert snapshot(tmp_path / "two") == snapshot(tmp_path / "one")
-
-
-def test_an_image_put_there_by_others_is_made_again(model: LoadedModel, tmp_path: Path) -> None:
-    run(model, tmp_path)
-    before, images = snapshot(tmp_path), sorted((tmp_path / "images").iterdir())
-    images[0].write_bytes(images[1].read_bytes())
-    assert run(model, tmp_path).made == 1
-    assert snapshot(tmp_path) == before
 
 
 def test_a_folder_without_images_takes_other_settings(model: LoadedModel, tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from mame_sd.embedded import model as subjects
 from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.generate import generate
-from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.loading import _loading, check_text_to_image, load_model
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
+from mame_sd.runs.loading import LoadedModel, _loading, check_text_to_image, load_model
 from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
 from mame_sd.runs.prompt_files import prompts_from_texts
+from mame_sd.runs.sampling import sample
 from tests.builders.single_file import save_single_file
 from tests.builders.tiny import generate as images_of
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
@@ -83,24 +83,13 @@ def test_loras_change_images_and_identity(model_folder: Path, tmp_path: Path) ->
     )
     file = str(tmp_path / "style.safetensors")
     images = []
-    for number, loras in enumerate([(), (file,), (f"{file}:0.5",), (file, f"{file}:0")]):
+    scales = {(): [], (file,): [1.0], (f"{file}:0.5",): [0.5], (file, f"{file}:0"): [1.0, 0.0]}
+    for loras, expected in scales.items():
         model = load_model(choice(model_folder, *loras))
-        generate(
-            model,
-            prompts_from_texts(["key"]),
-            GenerateSettings(steps=1),
-            None,
-            tmp_path / str(number),
-        )
-        images.append(
-            (tmp_path / str(number) / "images" / "p00001_0.png").read_bytes().partition(b"IDAT")[2]
-        )
-        assert [lora["scale"] for lora in model.identity["loras"]] == [
-            [],
-            [1.0],
-            [0.5],
-            [1.0, 0.0],
-        ][number]
+        assert [lora["scale"] for lora in model.identity["loras"]] == expected
+        (job,) = jobs_of(prompts_from_texts(["key"]), GenerateSettings(steps=1))
+        (image,) = sample(model, GenerateSettings(steps=1), [job])
+        images.append(image.tobytes())
     assert len(set(images[:3])) == 3
     assert images[3] == images[1]
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 99)
@@ -112,14 +101,11 @@ def test_loras_change_images_and_identity(model_folder: Path, tmp_path: Path) ->
         load_model(choice(model_folder, f"{file}:nan"))
 
 
-def test_one_side_is_filled_with_the_models_own(model_folder: Path, tmp_path: Path) -> None:
-    model = load_model(choice(model_folder))
+def test_one_side_is_filled_with_the_models_own(model: LoadedModel) -> None:
     assert model.default_size == (32, 32)
-    generate(
-        model, prompts_from_texts(["key"]), GenerateSettings(steps=1, width=48), None, tmp_path
-    )
-    assert '"height": 32' in (tmp_path / "samples.jsonl").read_text()
-    assert '"width": 48' in (tmp_path / "samples.jsonl").read_text()
+    settings = GenerateSettings(steps=1, width=48)
+    (image,) = sample(model, settings, jobs_of(prompts_from_texts(["key"]), settings))
+    assert image.size == (48, 32)
 
 
 def test_pipelines_that_are_no_text_to_image_are_refused(tmp_path: Path) -> None:

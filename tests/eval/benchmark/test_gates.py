@@ -12,7 +12,6 @@ import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.benchmark.gates import ceiling_gate, repeat_gates, unrelated_pairs
-from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.benchmark.timings import TIMING_GATE
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.cli.benchmark import command_again
@@ -27,7 +26,7 @@ from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import jobs_of
 from mame_sd.runs.loading import LoadedModel
 from tests.builders import seeded
-from tests.builders.benchmarks import PROMPTS, SETTINGS, rivals
+from tests.builders.benchmarks import PROMPTS, SETTINGS, results_of, rivals
 from tests.builders.run_folders import forget_hashes, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +34,7 @@ ROOT = Path(__file__).parents[3]
 
 @rivals
 def test_gates_pass_and_the_manifest_says_what_was_done(finished: Path) -> None:
-    results = read_results(finished)
+    results = results_of(finished)
     assert [gate["name"] for gate in results["gates"]] == [
         TIMING_GATE,
         "baseline against itself",
@@ -48,7 +47,7 @@ def test_gates_pass_and_the_manifest_says_what_was_done(finished: Path) -> None:
     assert manifest["environment"]["torch"] == torch.__version__
     assert manifest["attention"]["processors"] == "AttnProcessor2_0"
     assert manifest["prompts"]["count"] == 3
-    assert set(results["images"]) == {"p00001_0", "p00002_0", "p00003_0"}
+    assert [one["key"] for one in results["pictures"]] == ["p00001_0", "p00002_0", "p00003_0"]
 
 
 def test_a_gate_fails_when_the_baseline_is_not_repeated(model: LoadedModel, tmp_path: Path) -> None:
@@ -94,10 +93,12 @@ def test_a_report_names_its_command_and_every_gate_can_fail(
     words = "benchmark --offline --num 2 --steps 1 --rows mame-default --rounds 1 --height 64"
     given = [*words.split(), "--width", "64", "--model", str(model_folder), "--device", "cpu"]
     assert cli.run([*given, "--out", str(out)]) == 0, capsys.readouterr().err
-    results = read_results(out)
-    assert all(prompt["prompt"] in subjects_by_caption() for prompt in results["images"].values())
-    assert not {"retrieval", "background"} & set(results["metrics"]), "it is another model"
-    assert results["reference"] is None
+    results = results_of(out)
+    assert all(one["prompt"] in subjects_by_caption() for one in results["pictures"])
+    assert not {"retrieval", "background"} & {one["name"] for one in results["metrics"]}, (
+        "it is another model"
+    )
+    assert "reference" not in results
     command = shlex.join(["mame-sd-eval", *given])
     assert results["manifest"]["command"] == command
     assert command in (out / "report.md").read_text(encoding="utf-8")

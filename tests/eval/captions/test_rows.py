@@ -141,14 +141,10 @@ def written(folder: Path, images: Any, annotations: Any = None) -> Path:
 ONE = [{"id": 0, "file_name": "0.png"}]
 WRONG: dict[str, tuple[Any, Any, str]] = {
     "nan": ([{"id": float("nan"), "file_name": "0.png"}], None, "NaN is no JSON"),
-    "infinite": ([{"id": 0, "file_name": "0.png", "w": float("inf")}], None, "Infinity is no JSON"),
     "twice": (ONE * 2, None, "expected each id once, got 0 again"),
-    "text-and-number": ([*ONE, {"id": "0"}], None, "expected each id once, got 0 again"),
     "number": (ONE, [{"image_id": 0, "caption": 5}], "are text, got 5"),
     "empty": (ONE, [{"image_id": 0, "caption": " "}], "are text, got ' '"),
-    "true": (ONE, [{"image_id": True, "caption": "a"}], "whole number or text, got True"),
     "file": ([{"id": 0, "file_name": 7}], None, "are text, got 7"),
-    "things": ([{"id": 0, "things": [["cat", 1]], "file_name": "0.png"}], None, "are text, got 1"),
     "list": ([3], None, "expected COCO's format"),
 }
 
@@ -180,7 +176,6 @@ def test_what_is_wrong_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"references": deep}, "expected COCO's format"),
         ({"prompt": "hello"}, "--prompt: expected <image> once"),
-        ({"prompt": "<image><image>"}, "--prompt: expected <image> once"),
         ({"prompt": "<image> hello", "model": None}, "--prompt: expected none for embedded-"),
         ({"out": good / "out"}, "expected a folder, got the file"),
         ({"out": other}, "expected results of the same settings"),
@@ -188,7 +183,6 @@ def test_what_is_wrong_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
         ({"revision": "main", "model": str(tmp_path)}, "--revision: expected none beside a folder"),
         ({}, "--model: expected a LLaVA of transformers"),
         ({}, "--model: expected a LLaVA of transformers"),  # again: nothing was begun
-        ({"model": "nobody/else"}, "--model: expected a LLaVA of transformers"),
     ]
     for given, message in wrong:
         with pytest.raises(UserError, match=re.escape(message)):

@@ -46,23 +46,6 @@ def test_frechet_is_scipys_square_root(n: int, m: int, dims: int) -> None:
     assert frechet_distance(a, b) == pytest.approx(expected, rel=1e-5 if n == 2 else 1e-9)
 
 
-def test_frechet_is_torchmetrics() -> None:
-    from torchmetrics.image.fid import _compute_fid
-
-    first, second = statistics(features(200, 64, 1)), statistics(features(150, 64, 2, 0.1))
-    theirs = _compute_fid(first.mean, first.covariance, second.mean, second.covariance)
-    assert frechet_distance(first, second) == pytest.approx(theirs.item(), rel=1e-6)
-
-
-def test_frechet_of_fewer_images_than_dims_and_of_their_covariances_agree() -> None:
-    a, b = statistics(features(20, 50, 1)), statistics(features(30, 50, 2))
-    full = [
-        Statistics(s.mean, torch.linalg.cholesky(s.covariance + 1e-13 * torch.eye(50)).T, s.n)
-        for s in (a, b)
-    ]
-    assert frechet_distance(a, b) == pytest.approx(frechet_distance(*full), rel=1e-4)
-
-
 def test_frechet_laws() -> None:
     a, b = features(40, 8, 1), features(50, 8, 2, 1.0)
     rotation = torch.linalg.qr(torch.randn(8, 8, generator=generator(3))).Q
@@ -80,16 +63,13 @@ def test_statistics_survive_their_file(tmp_path: Path) -> None:
     again = load_statistics(tmp_path / "a.npz")
     assert (again.n, again.source) == (40, "Inception")
     assert frechet_distance(again, b) == pytest.approx(frechet_distance(a, b), rel=1e-9)
+    mean, sigma = a.mean.float().numpy(), a.covariance.float().numpy()
+    np.savez(tmp_path / "published.npz", mu=mean, sigma=sigma)
+    published = load_statistics(tmp_path / "published.npz")
+    assert (published.n, published.source) == (0, "")
+    assert frechet_distance(published, a) == pytest.approx(0, abs=1e-5)
     with np.load(tmp_path / "a.npz") as file:
         assert np.allclose(file["sigma"], np.cov(features(40, 8, 1).double().numpy(), rowvar=False))
-
-
-def test_a_published_statistics_file_needs_mu_and_sigma_only(tmp_path: Path) -> None:
-    a = statistics(features(40, 8, 1))
-    np.savez(tmp_path / "a.npz", mu=a.mean.float().numpy(), sigma=a.covariance.float().numpy())
-    again = load_statistics(tmp_path / "a.npz")
-    assert (again.n, again.source) == (0, "")
-    assert frechet_distance(again, a) == pytest.approx(0, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +79,6 @@ def test_a_published_statistics_file_needs_mu_and_sigma_only(tmp_path: Path) -> 
         ({"mu": np.zeros(3), "sigma": np.eye(4)}, r"mu is \[3\] and sigma \[4, 4\]"),
         ({"mu": np.zeros(3), "sigma": np.eye(3) * np.nan}, "NaN"),
         ({"mu": np.zeros(3), "sigma": -np.eye(3)}, "eigenvalue -1"),
-        ({"mu": np.array([None] * 3), "sigma": np.eye(3)}, "allow_pickle"),
     ],
 )
 def test_bad_statistics_are_refused(

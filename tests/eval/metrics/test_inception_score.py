@@ -22,18 +22,7 @@ def test_distances_and_the_inception_score_are_torch_fidelitys_and_clean_fids() 
     assert [score.mean, score.std] == pytest.approx(expected["isc"], rel=1e-6)
 
 
-def test_inception_score_is_torchmetrics() -> None:
-    from torchmetrics.image.inception import InceptionScore
-
-    logits = 5 * seeded.uniform("logits", (40, 12))
-    metric = InceptionScore(feature=torch.nn.Identity(), splits=1)
-    metric.update(logits)
-    assert inception_score(logits, splits=1).mean == pytest.approx(
-        metric.compute()[0].item(), rel=1e-5
-    )
-
-
-@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("splits", [1, 5])
 def test_sure_and_even_answers_score_the_number_of_classes_up_to_the_cap(splits: int) -> None:
     logits = 1000 * torch.eye(10).repeat(4, 1)
     score = inception_score(logits, splits, seed=None)

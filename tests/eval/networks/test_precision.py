@@ -38,9 +38,7 @@ def precisions() -> list[Any]:
 USERS_CHOICES: dict[str, Callable[[], None]] = {
     "nothing": lambda: None,
     "high": lambda: torch.set_float32_matmul_precision("high"),
-    "medium": lambda: torch.set_float32_matmul_precision("medium"),
     "everything": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
-    "convolutions alone": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
     "benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
 }
 

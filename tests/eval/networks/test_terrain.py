@@ -1,6 +1,4 @@
-"""The published UNet of terrain: its export is read by the nodes, its outputs are onnxruntime's,
-and its attention can be replaced.
-"""
+"""The published UNet of terrain: its export is read by the nodes, its outputs are onnxruntime's."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from mame_sd.errors import UserError
 from mame_sd.eval.networks import terrain
@@ -103,25 +100,3 @@ def test_norms_without_names_belong_to_the_next_convolution(tmp_path: Path) -> N
     found = read_terrain_onnx(tmp_path / "one.whl", "net.onnx")
     for number, norm in enumerate(("a.in_layers.0", "b.1.norm", "out.0")):
         assert found[f"{norm}.weight"].tolist() == found[f"{norm}.bias"].tolist() == [number] * 2
-
-
-def test_attention_is_replaced_for_a_block() -> None:
-    torch.manual_seed(0)
-    model = terrain.Terrain().eval()
-    noisy, difficulty, grids = torch.randn(1, 1, 32, 48), torch.zeros(1), []
-
-    def attend(q, k, v, grid):  # type: ignore[no-untyped-def]
-        grids.append(grid)
-        return F.scaled_dot_product_attention(q, k, v)
-
-    with torch.no_grad():
-        before = model.denoise(noisy, 80.0, difficulty)
-        with terrain.attending(model, attend):
-            inside = model.denoise(noisy, 80.0, difficulty)
-        with terrain.attending(model, lambda q, k, v, grid: 0 * q):
-            without = model.denoise(noisy, 80.0, difficulty)
-        after = model.denoise(noisy, 80.0, difficulty)
-    assert grids == [(8, 12)] * 9
-    assert torch.allclose(inside, before, atol=1e-5)
-    assert not torch.allclose(without, before, atol=1e-5)
-    assert torch.equal(after, before)

@@ -30,9 +30,10 @@ from mame_sd.perception.known_encoders import find_encoder
 from tests.builders.perception import DEPTH, EVERY, PATCH, PATCHES, ROWS, SIDE, Row
 
 every = pytest.mark.parametrize("row", EVERY)
+# Of each way in which blocks attend: apart and joined projections, without a class token, clips.
+SOME = ("ViTModel", "SiglipVisionModel", "Dinov2Model, SwiGLU", "timm", "VideoMAE")
+some = pytest.mark.parametrize("row", [one for one in EVERY if str(one.id).startswith(SOME)])
 VIT = next(row for row in ROWS if row.name == "ViTModel")
-DEIT = next(row for row in ROWS if row.name == "DeiTForImageClassification")
-SIGLIP = next(row for row in ROWS if row.name == "SiglipVisionModel")
 RULES = [
     ToMe(5),
     EViT(0.7),
@@ -99,8 +100,8 @@ def vit_by_loops(model: Any, pixels: Tensor, r: int, prop_attn: bool) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 2, 5])
-@pytest.mark.parametrize("r", [0, 1, 4, 6])
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@pytest.mark.parametrize("r", [1, 6])
 def test_matching_is_that_of_plain_loops(prefix: int, r: int) -> None:
     generator = torch.Generator().manual_seed(prefix * 10 + r)
     x, metric, sizes = (
@@ -117,8 +118,7 @@ def test_matching_is_that_of_plain_loops(prefix: int, r: int) -> None:
     torch.testing.assert_close(size.sum(1), sizes.sum(1))
 
 
-@pytest.mark.parametrize("prop_attn", [True, False])
-@pytest.mark.parametrize("r", [5, 12])
+@pytest.mark.parametrize(("r", "prop_attn"), [(5, True), (12, False)])
 @torch.no_grad()
 def test_tome_in_a_vit_is_that_of_plain_loops(r: int, prop_attn: bool) -> None:
     model, pixels = VIT.build().double(), VIT.batch()["pixel_values"].double()
@@ -131,33 +131,7 @@ def test_tome_in_a_vit_is_that_of_plain_loops(r: int, prop_attn: bool) -> None:
     torch.testing.assert_close(got, vit_by_loops(model, pixels, r, prop_attn))
 
 
-@torch.no_grad()
-def test_proportional_attention_counts_what_merged() -> None:
-    """Pairs of equal tokens: with sizes in attention and all pairs merged, outputs are those of all
-    tokens.
-    """
-    model = VIT.build()
-    model.embeddings.position_embeddings.zero_()
-    pixels = VIT.batch(1)["pixel_values"]
-    pixels = (
-        pixels.unflatten(3, (3, 2, PATCH))[:, :, :, :, :1].expand(-1, -1, -1, -1, 2, -1).flatten(3)
-    )
-    want = model(pixels).last_hidden_state[:, 0]
-
-    class First(ToMe):
-        def blocks(self, depth: int) -> tuple[int, ...]:
-            return (0,)
-
-    with rival_on(model, First(PATCHES // 2)) as handle:
-        got = model(pixels).last_hidden_state[:, 0]
-        assert handle.report().blocks[-1].tokens_kept == 1 + PATCHES // 2
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    with rival_on(model, First(PATCHES // 2, prop_attn=False)):
-        assert not torch.allclose(model(pixels).last_hidden_state[:, 0], want, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("prefix", [1, 2])
-@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize(("prefix", "fuse"), [(1, True), (2, False)])
 def test_pruning_by_the_class_tokens_attention_is_that_of_plain_loops(
     prefix: int, fuse: bool
 ) -> None:
@@ -218,7 +192,7 @@ def applicable(row: Row, rule: Rule) -> bool:
     return not (isinstance(rule, EViT) and row.prefix == 0)
 
 
-@every
+@some
 @rules
 @torch.no_grad()
 def test_flops_are_those_of_the_operations_that_run_and_the_model_is_left_as_it_was(
@@ -299,26 +273,6 @@ def test_a_side_that_is_no_multiple_of_the_patch_is_refused() -> None:
     with (
         pytest.raises(NotApplicable, match="multiple of the patch's 4 pixels, got 10"),
         on_smaller_images(VIT.build(), 10),
-    ):
-        pass
-
-
-@torch.no_grad()
-def test_without_fewer_tokens_outputs_are_the_models_own() -> None:
-    model, inputs = DEIT.build(), DEIT.batch()
-    want = model(**inputs).logits
-    for rule in (ToMe(0), EViT(1.0), RandomDrop(1.0)):
-        with rival_on(model, rule):
-            torch.testing.assert_close(model(**inputs).logits, want)
-
-
-def test_what_a_rule_works_by_must_be_there() -> None:
-    with (
-        pytest.raises(
-            NotApplicable,
-            match="expected a class token to prune by, but SiglipVisionModel has none",
-        ),
-        rival_on(SIGLIP.build(), EViT(0.5)),
     ):
         pass
 

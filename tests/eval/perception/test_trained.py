@@ -10,10 +10,10 @@ import pytest
 from scipy import stats
 
 from mame_sd.errors import UserError
-from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.perception.data import open_images
 from mame_sd.eval.perception.forms import FORMS, PLAIN, find_models
+from tests.builders.benchmarks import results_of
 from tests.builders.classification import draw_classes, save_classifier
 
 
@@ -35,23 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def words(folder: Path, out: Path) -> list[str]:
-    return [
-        "classify",
-        "--suite",
-        "trained",
-        "--trained",
-        str(folder),
-        "--batch-size",
-        "5",
-        "--rounds",
-        "1",
-        "--device",
-        "cpu",
-        "--rows",
-        "mame-last,continued,mame-scratch",
-        "--out",
-        str(out),
-    ]
+    given = "classify --suite trained --batch-size 5 --rounds 1 --device cpu"
+    rows = ["--rows", "mame-last,continued,mame-scratch"]
+    return [*given.split(), *rows, "--trained", str(folder), "--out", str(out)]
 
 
 def test_models_are_those_of_seeds_that_all_forms_have(folder: Path, tmp_path: Path) -> None:
@@ -77,8 +63,8 @@ def test_models_are_those_of_seeds_that_all_forms_have(folder: Path, tmp_path: P
 def test_figures_are_those_of_each_seeds_answers(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert cli.run(words(folder, out)) == 0
-    results = read_results(out)
-    rows = {row["name"]: row["values"] for row in results["rows"] if row["status"] == "measured"}
+    results = results_of(out)
+    rows = {row["name"]: row["values"] for row in results["rows"] if row["measured"]}
     labels = open_images(folder / "pictures").labels
     assert labels is not None
 
@@ -128,24 +114,17 @@ def test_figures_are_those_of_each_seeds_answers(folder: Path, tmp_path: Path) -
     assert "interval over trainings" in (out / "report.html").read_text(encoding="utf-8")
     assert "Gain" in (out / "report.md").read_text(encoding="utf-8")
     assert cli.run(words(folder, out)) == 0  # continued: nothing is answered again
-    again = {row["name"]: row["values"] for row in read_results(out)["rows"]}
+    again = {row["name"]: row["values"] for row in results_of(out)["rows"]}
     assert all(again[name]["gain"] == values["gain"] for name, values in rows.items())
 
 
 BAD = {
-    "no folder": (
-        ["--suite", "trained"],
-        "--trained: expected the folder that scripts/training/train_vit.py trained in, got none",
-    ),
-    "other suite": (
-        ["--suite", "vit", "--trained", "{}"],
-        "--trained: expected it with --suite trained alone",
-    ),
+    "no folder": ("--suite trained", "--trained: expected the folder that scripts/training/"),
+    "other suite": ("--suite vit --trained {}", "--trained: expected it with --suite trained"),
     "a model": (
-        ["--suite", "trained", "--trained", "{}", "--model", "x"],
+        "--suite trained --trained {} --model x",
         "--model x: expected none beside --trained",
     ),
-    "nothing": (["--suite", "trained", "--trained", "{}/pictures"], "expected models/plain-SEED"),
 }
 
 
@@ -154,12 +133,7 @@ def test_bad_options_are_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     given, message = BAD[name]
-    line = [
-        "classify",
-        *(word.replace("{}", str(folder)) for word in given),
-        "--out",
-        str(tmp_path / "out"),
-    ]
+    line = ["classify", *given.format(folder).split(), "--out", str(tmp_path / "out")]
     assert cli.run(line) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mame_sd.eval.report import render
+from mame_sd.eval.results.read import parse
 from tests.builders.report_example import example
 from tests.builders.report_page import Results
 
@@ -30,7 +31,7 @@ def unplotted(results: Results) -> Results:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the example's report. Nobody changes it."""
     folder = tmp_path_factory.mktemp("report")
-    render(example(folder), folder)
+    render(parse(example(folder)), folder)
     return folder
 
 

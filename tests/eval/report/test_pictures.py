@@ -25,9 +25,10 @@ def test_cases_are_the_closest_the_median_and_the_furthest(results: Results) -> 
     for entry in results["rows"]:
         entry["values"].pop("lpips", None)  # PSNR takes its place, where higher is closer
     assert picked() == [("best", ranked[0]), ("median", ranked[2]), ("worst", ranked[3])]
-    results["images"] = {key: results["images"][key] for key in ranked[:2]}
+    known = {picture["key"]: picture for picture in results["pictures"]}
+    results["pictures"] = [known[key] for key in ranked[:2]]
     assert picked() == [("best", ranked[0]), ("worst", ranked[1])]
-    results["images"] = {key: results["images"][key] for key in ranked[:1]}
+    results["pictures"] = [known[key] for key in ranked[:1]]
     assert picked() == [("only", ranked[0])]
     row(results, "mame-default")["per_image"] = {}
     assert picked() == [("", ranked[0])]
@@ -66,7 +67,7 @@ def test_missing_and_broken_images_are_named_and_the_rest_is_shown(
     (tmp_path / "runs/baseline/images/00002_0.png").write_bytes(b"\x89PNG\r\n")
     whole = (tmp_path / "runs/baseline/images/00003_0.png").read_bytes()
     (tmp_path / "runs/baseline/images/00003_0.png").write_bytes(whole[: len(whole) // 2])
-    text = render(unplotted, tmp_path).read_text(encoding="utf-8")
+    text = render(parse(unplotted), tmp_path).read_text(encoding="utf-8")
     for name in (
         "mame-default/images/00001_0.png",
         "baseline/images/00002_0.png",

@@ -86,6 +86,6 @@ def test_names_that_would_hide_others_are_left_out() -> None:
 def test_plots_that_cannot_be_drawn_are_explained(tmp_path: Path, results: Results) -> None:
     for entry in results["rows"]:
         entry["values"].pop("latency", None)
-    text = render(results, tmp_path).read_text(encoding="utf-8")
+    text = render(parse(results), tmp_path).read_text(encoding="utf-8")
     assert "<svg" not in text
     assert "This plot needs the speed and the closeness of at least two rows" in text

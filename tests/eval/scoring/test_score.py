@@ -171,15 +171,6 @@ def test_images_that_exif_turns_are_scored_as_viewers_show_them(
     assert err.count("2 images are turned as EXIF says, as viewers do") == 1
 
 
-def test_other_settings_than_the_method_are_noted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a = write_run(tmp_path / "a", {"x_0": noise(0)}, steps=20)
-    b = write_run(tmp_path / "b", {"x_0": noise(0)}, steps=10, mame={"tau": 0.8})
-    assert cli.run(["score", str(a), str(b)]) == 0
-    assert "note: the runs differ beside the method (steps: 20, 10)" in capsys.readouterr().err
-
-
 def break_size(run: Path) -> None:
     Image.fromarray(noise(2, (24, 40))).save(run / "images" / "02_0.png")
 
@@ -189,23 +180,7 @@ def break_truncated(run: Path) -> None:
     path.write_bytes(path.read_bytes()[:-40])
 
 
-def break_deep(run: Path) -> None:
-    Image.fromarray(np.full((24, 32), 40_000, np.uint16)).save(run / "images" / "02_0.png")
-
-
-def break_clear(run: Path) -> None:
-    Image.fromarray(np.dstack([noise(2), np.full((24, 32), 90, np.uint8)])).save(
-        run / "images" / "02_0.png"
-    )
-
-
-def break_text(run: Path) -> None:
-    (run / "images" / "02_0.png").write_text("not an image")
-
-
-@pytest.mark.parametrize(
-    "breaks", [break_size, break_truncated, break_deep, break_clear, break_text]
-)
+@pytest.mark.parametrize("breaks", [break_size, break_truncated])
 def test_broken_images_are_named_and_nothing_is_scored(
     runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str], breaks: Any
 ) -> None:
@@ -215,29 +190,17 @@ def test_broken_images_are_named_and_nothing_is_scored(
 
 BAD: dict[str, tuple[list[str], str]] = {
     "metric": (["A", "B", "--metrics", "psnr,beauty"], "--metrics: expected names of lpips,"),
-    "no-metric": (["A", "B", "--metrics", ""], "got ''"),
     "format": (
         ["A", "B", "--format", "xml"],
         "--format: expected one of table, json, csv, got 'xml'",
     ),
     "folder": (["A", "C"], "expected a run folder or a folder of images, found none"),
-    "no-run": (["A", "."], "expected images (.png, "),
     "one-run": (["A"], "Missing argument 'RUN_B'"),
     "no-reference": (["A", "B", "--metrics", "fid"], "--metrics fid: expected a --reference"),
     "reference": (["A", "B", "--metrics", "fid", "--reference", "nowhere"], "nowhere"),
-    "statistics": (["A", "B", "--metrics", "fid", "--reference", "nowhere.npz"], "nowhere.npz"),
-    "device": (["A", "B", "--device", "abacus"], "--device abacus: expected auto"),
     "clip": (
         ["A", "B", "--metrics", "clip_score", "--clip", "big"],
         "--clip: expected clip-vit-b-32, clip-vit-l-14, embedded-clip or a",
-    ),
-    "no-clip": (
-        ["A", "B", "--metrics", "clip_score", "--clip", "."],
-        "expected a CLIP model, its tokenizer",
-    ),
-    "large-clip": (
-        ["A", "B", "--metrics", "clip_image", "--clip", "clip-vit-l-14", "--offline"],
-        "--get clip-vit-l-14",
     ),
     "own-reference": (
         ["A", "B", "--metrics", "fid", "--reference", "A"],
@@ -248,7 +211,6 @@ BAD: dict[str, tuple[list[str], str]] = {
         "got 5 that are also in",
     ),
     "truth": (["A", "B", "--metrics", "retrieval"], "expected prompts of the embedded model"),
-    "weights": (["A", "B", "--metrics", "lpips_vgg", "--offline", "--weights-dir", "."], "vgg"),
 }
 
 

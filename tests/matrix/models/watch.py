@@ -115,17 +115,18 @@ def by_loop(merged: Merged) -> tuple[Tensor, Tensor]:
         count = min(max(merged.tokens // 32, 64), 256)
     number = 0 if job.draw is None else int(job.draw)
     shared = query.shape[1] // key.shape[1]
-    queries = merged.groups[0].cells.queries[number][: max(1, count // shared)]
+    spread = merged.groups[0].cells.queries[number]
     if query.shape[2] == key.shape[2]:
-        queries = queries + merged.first
+        spread = spread + merged.first
     elif query.shape[2] == job.length:
-        queries = queries + job.grids[0].start
+        spread = spread + job.grids[0].start
     elif query.shape[2] != merged.tokens:
-        queries = queries + job.first_query
+        spread = spread + job.first_query
+    queries = spread[: max(1, count // shared)]
     scale = job.scale if job.scale is not None else call.get("scale")
     output, values = merged_attention(
         query, key, call["value"], images, queries.tolist() if count else (),
-        call.get("attn_mask"), scale, merged.counted,
+        call.get("attn_mask"), scale, () if merged.counted else spread.tolist(),
     )  # fmt: skip
     return output.to(query.dtype), values.to(query.dtype)
 

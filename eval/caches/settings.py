@@ -1,0 +1,82 @@
+"""What `mame-sd-eval cache` measures, and on which model and texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mame_sd.errors import UserError
+from mame_sd.runs.model_files import DTYPES, ModelChoice
+from mame_sd.runs.options import option
+
+from ..tables import names_in
+
+HALVES = ("development", "report")
+TASKS = ("needles", "pairs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings:
+    """The options of the command.
+
+    Raises:
+        UserError: naming the option, its range and the value that came.
+    """
+
+    model: str = option(
+        "smollm2", "smollm2 (98 MB from PyPI), or a folder or name that transformers loads."
+    )
+    texts: str | None = option(
+        None,
+        "Folder of HTML, Python or plain text. Without it, Python's own.",
+        metavar="DIR",
+    )
+    half: str = option("report", "Which half of the files: report, or development to tune on.")
+    num: int = option(40, "Passages of text; 0: none.")
+    prompts: int = option(40, "Prompts of each task.")
+    length: int = option(1024, "Tokens of a prompt.")
+    rest: int = option(128, "Tokens that follow it, on which methods are compared.")
+    shares: str = option("0.25,0.125", "Shares of the cache, with commas between.")
+    tasks: str = option(
+        "", "Retrieval tasks, with commas between: needles, pairs.", metavar="NAMES"
+    )
+    rows: str | None = option(
+        None, "Methods, with commas between. Without it, all.", metavar="NAMES"
+    )
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
+    dtype: str = option(
+        "float32", "Number format of the model.", metavar="|".join(("auto", *DTYPES))
+    )
+    revision: str | None = option(None, "Revision of a hub id.")
+    weights_dir: str | None = option(None, "Folder with weights, looked into first.", metavar="DIR")
+    offline: bool = option(False, "Never ask a network.")
+
+    def __post_init__(self) -> None:
+        limits = (("num", 0), ("prompts", 1), ("length", 64), ("rest", 2))
+        for name, least in limits:
+            value = getattr(self, name)
+            if value < least:
+                raise UserError(f"--{name}: expected at least {least}, got {value}")
+        if self.half not in HALVES:
+            raise UserError(f"--half: expected {' or '.join(HALVES)}, got {self.half!r}")
+        for share in self.kept:
+            if not 0 < share < 1:
+                raise UserError(f"--shares: expected shares above 0 and below 1, got {share}")
+        for task in self.asked:
+            if task not in TASKS:
+                raise UserError(f"--tasks: expected some of {', '.join(TASKS)}, got {task!r}")
+        ModelChoice(device=self.device, dtype=self.dtype)  # which knows them
+
+    @property
+    def kept(self) -> tuple[float, ...]:
+        """Shares of the cache that stay."""
+        try:
+            return tuple(float(part) for part in self.shares.split(","))
+        except ValueError:
+            raise UserError(
+                f"--shares: expected numbers with commas between, got {self.shares!r}"
+            ) from None
+
+    @property
+    def asked(self) -> list[str]:
+        """Retrieval tasks; empty: none."""
+        return names_in(self.tasks)
