@@ -204,17 +204,17 @@ class MaMeHandle:
         """
         self._check_installed()
         check_speed(speed)
-        if self.pipe is None or not prompts:
-            came = (
-                "no prompts" if self.pipe is not None else f"a {type(self.root).__name__} by itself"
-            )
+        pipe = self.pipe
+        if pipe is None or not prompts:
+            alone = f"a {type(self.root).__name__} by itself"
+            gone = alone if self._pipe is None else "a pipeline that nothing else holds"
             raise ValueError(
-                f"calibrate: expected a pipeline and a few prompts, got {came}; see"
-                " apply_mame(pipe)"
+                "calibrate: expected a pipeline and a few prompts, got"
+                f" {gone if pipe is None else 'no prompts'}; see apply_mame(pipe)"
             )
         runs = [
             partial(
-                self.pipe,
+                pipe,
                 prompt,
                 generator=torch.Generator().manual_seed(seed + number),
                 **{"output_type": "latent", **call},
