@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mame_sd.captions.farthest import merged
 from mame_sd.captions.prompts import Image
@@ -24,7 +23,7 @@ KNOWN = (*LLAVA, *QWEN)
 _TOWER = ("model.vision_tower", "model.multi_modal_projector")
 PARTS = {  # what merging calls and reads of each
     LLAVA[0]: _TOWER,
-    LLAVA[1]: (*_TOWER, "model.image_newline"),
+    LLAVA[1]: (*_TOWER, "model.image_newline", "model.pack_image_features"),
     **dict.fromkeys(QWEN, ("model.get_image_features", "model.get_rope_index")),
 }
 LINE = -1  # where a token for a new line stands
@@ -112,9 +111,11 @@ def images_of(
     features = model.model.multi_modal_projector(states)
     numbers = torch.arange(states[..., 0].numel(), device=states.device).view(states.shape[:2])
     spots = list(numbers)  # of each image the tokens that it gives
-    if not single:
-        parts = zip(numbers.split([*map(len, tiles)]), inputs["image_sizes"], strict=True)
-        spots = [_packed(model, own, size) for own, size in parts]
+    if not single:  # the model lays out features, which numbers stand for
+        own = numbers.unsqueeze(-1).double().split([*map(len, tiles)])
+        strategy, line = model.config.vision_feature_select_strategy, own[0].new_tensor([LINE])
+        laid = model.model.pack_image_features(own, inputs["image_sizes"], strategy, line)[0]
+        spots = [one.flatten().long() for one in laid]
     flat, like = features.flatten(0, 1), states.flatten(0, 1)
     images: dict[int, Image] = {}
     for some in _alike([int((own != LINE).sum()) for own in spots]):
@@ -184,33 +185,3 @@ def _tiles(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
     if pixels.dim() == 5:
         return [own[:count] for own, count in zip(pixels, counts, strict=True)]
     return list(pixels.split(counts))
-
-
-def _packed(model: Any, numbers: Tensor, size: Tensor) -> Tensor:
-    """Lay out the tokens of one image as LLaVA-NeXT does: those of the small image, then rows of
-    all tiles together without their padding, a token for a new line after each.
-
-    Args:
-        model: a LLaVA-NeXT.
-        numbers: LongTensor [tiles, L], of each tile's tokens; the small image comes first.
-        size: (height, width) of the image in pixels.
-
-    Returns:
-        LongTensor [n], the number of each of the image's tokens, LINE at new lines.
-    """
-    from transformers.models.llava_next.modeling_llava_next import (
-        get_anyres_image_grid_shape,
-        unpad_image,
-    )
-
-    config = model.config
-    small = numbers[0]
-    if len(numbers) == 1:
-        return F.pad(small, (0, 1), value=LINE)
-    image = config.vision_config.image_size
-    side = image // config.vision_config.patch_size
-    down, across = get_anyres_image_grid_shape(size, config.image_grid_pinpoints, image)
-    patches = numbers[1:, -side * side :].reshape(down, across, side, side)
-    plane = patches.permute(0, 2, 1, 3).flatten(2, 3).flatten(0, 1)
-    rows = unpad_image(plane[None], size)[0]
-    return torch.cat([small, F.pad(rows, (0, 1), value=LINE).flatten()])

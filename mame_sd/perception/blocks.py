@@ -9,6 +9,7 @@ checkpoints where its block would.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
@@ -75,10 +76,6 @@ class MergedBlock:
         self.first = number == min(counts)
         parameters = inspect.signature(type(block).forward).parameters.values()
         self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD][1:]
-        self.set(config)
-
-    def set(self, config: MaMeConfig | None) -> None:
-        """Merge by `config` from now on."""
         self.config = config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,19 +86,16 @@ class MergedBlock:
         call = {**dict(zip(self._names, args, strict=False)), **kwargs}
         x = call.pop(self._names[0])
         now = shared.begin() if self.first else shared.now
-        if call.pop(self.encoder.mask, None) is not None and not now.unmasked:
-            call["is_causal"] = True
-        if call.get("is_causal"):
+        masked = call.pop(self.encoder.mask, None) is not None and not now.unmasked
+        if masked or call.get("is_causal"):
             raise ValueError(
                 "expected images without an attention mask (no padding, one resolution), got one:"
                 " merged tokens have no place in it. Leave the mask out, or call remove_mame first"
             )
         run: Any = partial(self._run, **call)
         checkpoints = getattr(block, "gradient_checkpointing", False) and block.training
-        if (
-            checkpoints and type(block).__call__ is nn.Module.__call__
-        ):  # else around this call, as in transformers 5.0
-            run = partial(block._gradient_checkpointing_func, run)
+        if checkpoints and type(block).__call__ is nn.Module.__call__:
+            run = partial(block._gradient_checkpointing_func, run)  # 5.0 does around this call
         grid = None if now.again else now.grid
         now.counting = True
         # sizes and the rest as arguments, which checkpoints keep
@@ -109,11 +103,12 @@ class MergedBlock:
         now.counting = False
         last = self.number == shared.last
         now.sizes = None if last else sizes  # a graph of gradients hangs on them
-        if not (shared.dense or now.dense):
+        dense = shared.dense or now.dense
+        if not dense and not (shared.restore and last):
             return y
         whole = shared.restored(y)
         now.whole = None if last else (whole, y)
-        if last and shared.dense:
+        if last and not now.dense:
             shared.ended()
         return whole
 
@@ -164,80 +159,57 @@ class MergedBlock:
         self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: Grid, sized: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Merge x' [B, L, C] into x'' [B, L', C], and count how many tokens each stands for where
-        that matters.
+        that matters. By tau a source stays where any sample of the batch keeps it (Algorithm 1).
 
         `grid`: (h, w) of the image's patches.
         """
-        assert self.config is not None
-        assert self.counts is not None
-        tokens, least, now = x.shape[1], self.config.min_tokens or 0, self.shared.now
-        if tokens - self.shared.num_prefix_tokens < least:
+        config, counts, now = self.config, self.counts, self.shared.now
+        assert config is not None
+        assert counts is not None
+        samples, tokens, _ = x.shape
+        prefix, least, note = self.shared.num_prefix_tokens, config.min_tokens or 0, ""
+        if tokens - prefix < least:
             if now.counting:
-                self.counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
+                counts.add(tokens, tokens, 0, f"fewer than min_tokens={least}")
             return x, sizes
-        plan = self._plan(x, normed, sizes, grid)
+        size = None
+        if config.keep is None:
+            if samples > 1 and not torch.compiler.is_compiling():
+                note = f"by tau in a batch of {samples}: a token stays where any image keeps it"
+        elif self.first:
+            known = self.encoder.grid and grid is not None and math.prod(grid) == tokens - prefix
+            size, note = (grid, "") if known else (None, UNKNOWN)
+        feature = self._feature(x, normed, self._compared(config))
+        plan = plan_block(feature, config, size, prefix)
         if now.counting:
             self.shared.keep(self.number, plan)
+            cost = self._cost(plan, x.shape[2], feature.shape[2], sizes is not None)
+            counts.add(tokens, plan.tokens_kept, cost, note)
         if sizes is not None:
             return weighted(plan, x, sizes)
         counted = sized and self.number < self.shared.last
-        return plan.merge(x), plan.sizes.expand(len(x), -1) if counted else None
+        return plan.merge(x), plan.sizes.expand(samples, -1) if counted else None
 
     @torch.compiler.disable
     def _between_graphs(self, *args: Any) -> tuple[Tensor, Tensor | None]:
         return self._merge(*args)
 
-    def _plan(
-        self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: Grid
-    ) -> Plan | GroupPlan:
-        """Plan and count the merging of x' [B, L, C] that stand for `sizes`. By tau a source stays
-        where any sample of the batch keeps it (Algorithm 1).
-        """
-        size, note, config = None, "", self.config
-        assert config is not None
-        if config.keep is not None and self.first:
-            h, w = grid or (0, 0)
-            known = self.encoder.grid and h * w == x.shape[1] - self.shared.num_prefix_tokens
-            size = (h, w) if known else None
-            note = "" if size else UNKNOWN
-        feature = self._feature(x, normed, self._compared)
-        plan = plan_block(feature, config, size, self.shared.num_prefix_tokens)
-        if self.shared.now.counting:
-            note = note or self._fewer_merge(len(x))
-            self._count(plan, x.shape, feature.shape[2], sizes is not None, note)
-        return plan
-
-    @property
-    def _compared(self) -> str:
+    def _compared(self, config: MaMeConfig) -> str:
         """What similarity compares: with `keep` the keys, where the model's are known."""
-        assert self.config is not None
-        if self.config.keep is None:
-            return self.config.feature
+        if config.keep is None:
+            return config.feature
         return "k" if self.encoder.keys else "x"
 
-    def _fewer_merge(self, samples: int) -> str:
-        """Say why fewer tokens merge than would in a single image; empty where as many do."""
-        if torch.compiler.is_compiling() or self.config is None or self.config.keep is not None:
-            return ""
-        alike = f"by tau in a batch of {samples}: a token stays where any image keeps it"
-        return alike if samples > 1 else ""
-
-    def _count(
-        self, plan: Plan | GroupPlan, shape: torch.Size, dim: int, sized: bool, note: str
-    ) -> None:
-        """Count a call that merged tokens [B, L, C] by products of `dim` channels in all, and
-        summed up their sizes where they have any.
+    def _cost(self, plan: Plan | GroupPlan, channels: int, dim: int, sized: bool) -> int:
+        """Reckon the multiply-adds of merging one image by products of `dim` channels, and of
+        summing up its sizes where it has any.
         """
-        assert self.counts is not None
-        assert self.config is not None
-        _, tokens, channels = shape
         if isinstance(plan, GroupPlan):  # compared, and means by a matrix of ones
-            pairs = plan.found.cells.kept * plan.found.tokens_in
-            products = channels + sized
+            pairs, products = plan.found.cells.kept * plan.found.tokens_in, channels
         else:
             pairs = plan.dst.shape[0] * plan.src.shape[0]
-            products = (1 + self.shared.restore) * channels + sized
-        self.counts.add(tokens, plan.tokens_kept, pairs * (dim + products), note)
+            products = (1 + self.shared.restore) * channels
+        return pairs * (dim + products + sized)
 
     def _feature(self, x: Tensor, normed: Tensor, kind: str) -> Tensor:
         """Return what similarity compares, [B, L, d]: x', the block's keys, or these averaged over
@@ -258,7 +230,8 @@ class MergedBlock:
     @property
     def compares_keys(self) -> bool:
         """Whether its config asks for the keys that its attention computes."""
-        return self.shared.active and self.config is not None and self._compared != "x"
+        config = self.config
+        return self.shared.active and config is not None and self._compared(config) != "x"
 
     @property
     def heads(self) -> int:

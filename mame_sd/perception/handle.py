@@ -24,7 +24,6 @@ from mame_sd.perception.hooks import (
     KeysHook,
     MapsHook,
     Ours,
-    RestoreHook,
     check_free,
     ours_on,
     put,
@@ -109,19 +108,16 @@ class EncoderHandle:
         self._ours: list[tuple[nn.Module, Ours]] = [
             (modules[number], one) for number, one in self._merged.items()
         ]
-        last_name = names[modules[-1]][len(names[self.encoder]) :].lstrip(".")
-        self._add_hooks(known.output or last_name)
+        self._add_hooks()
 
-    def _add_hooks(self, output: str) -> None:
-        """Add what goes on other modules than blocks; `output` is the path of what heads read."""
+    def _add_hooks(self) -> None:
+        """Add what goes on other modules than blocks."""
         shared, known, encoder = self._shared, self._known, self.encoder
         paths, patches = _convolutions(encoder, self._blocks)
         self._clips = patches is not None and isinstance(encoder.get_submodule(patches), nn.Conv3d)
         inner: list[InnerHook] = [GridHook(shared, encoder, one, one == patches) for one in paths]
         if known.keys in dict(self._blocks[0].named_modules()):
             inner += [KeysHook(self._merged[number], known.keys or "") for number in self.configs]
-        if shared.restore and not known.dense:
-            inner.append(RestoreHook(shared, encoder, output))
         hooks: list[Hook] = [CheckHook(shared, known.mask, inner), EndHook(shared)]
         hooks += [MapsHook(shared, name) for name in known.maps]
         self._ours += [(encoder, hook) for hook in hooks]
@@ -192,7 +188,7 @@ class EncoderHandle:
         _check_parts(new, self._shared.prop_attn, self._known, self._blocks[0])
         self.configs = new
         for number, config in self.configs.items():
-            self._merged[number].set(config)
+            self._merged[number].config = config
 
     def advice(self) -> str:
         """Say what is nearer to the unmerged model than settings that merge so much; empty where

@@ -152,19 +152,6 @@ class GridHook(InnerHook):
             self.shared.now.grid = math.prod(output.shape[2:-1]), output.shape[-1]
 
 
-class RestoreHook(InnerHook):
-    """Gives the tokens [B, L', C] of the module that heads read all of their places again [B, L,
-    C].
-    """
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        if not self.shared.active or self.shared.now.dense:
-            return output
-        output = self.shared.restored(output)
-        self.shared.ended()
-        return output
-
-
 class KeysHook(InnerHook):
     """Keeps what the projection to keys gives [B, L, d] for its block, which may compare it."""
 

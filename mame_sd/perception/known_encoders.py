@@ -40,8 +40,6 @@ class Encoder:
         keys: path in a block of the projection that gives keys, for `feature`; None: keys can't be
             compared.
         joined: that projection gives queries, keys and values side by side.
-        output: path in the model of the module that gives what heads and poolers see; None: its
-            last block.
         mask: name of the attention's argument for a mask.
         attend: the attention with a mask of numbers [B, 1, 1, L] added to its logits, for attention
             that takes no mask: called with the module, the tokens and the mask, gives the
@@ -60,7 +58,6 @@ class Encoder:
     mlp: tuple[str, ...]
     num_prefix_tokens: int | Callable[[Any], int] = 0
     keys: str | None = None
-    output: str | None = None
     mask: str = "attention_mask"
     grid: bool = True
     adds_mask: bool = False
@@ -262,7 +259,7 @@ def _vit(kind: str, prefix: int, grid: bool = True) -> None:
         ((first, "attention", "dropout"), (second, "mlp", "dropout"), "attention.k_proj"),
     ):
         named = kind, (f"{kind}Model",), f"{kind}Layer", attention, mlp, prefix, keys
-        register_encoder(Encoder(*named, output="layernorm", grid=grid, adds_mask=True))
+        register_encoder(Encoder(*named, grid=grid, adds_mask=True))
 
 
 def _older(kind: str, model: str, prefix: int, dense: bool = False) -> None:
@@ -291,15 +288,15 @@ def _dino(kind: str, prefix: int | Callable[[Any], int]) -> None:
     mlp = ("norm2", "mlp", "layer_scale2", "drop_path")
     block: dict[str, Any] = {"block": f"{kind}Layer", "attention": attention, "mlp": mlp}
     block |= {"num_prefix_tokens": prefix, "keys": "attention.k_proj", "adds_mask": True}
-    register_encoder(Encoder(kind, (f"{kind}Model",), output="layernorm", **block))
+    register_encoder(Encoder(kind, (f"{kind}Model",), **block))
     register_encoder(Encoder(kind, (f"{kind}Backbone",), dense=True, **block))
 
 
-def _clip(kind: str, prefix: int, output: str | None) -> None:
+def _clip(kind: str, prefix: int) -> None:
     """Register the image halves of CLIP and its kin; their text halves have blocks of one class."""
     models = (f"{kind}VisionModel", f"{kind}VisionTransformer")
     branches = ("layer_norm1", "self_attn"), ("layer_norm2", "mlp")
-    named = kind, models, f"{kind}EncoderLayer", *branches, prefix, "self_attn.k_proj", output
+    named = kind, models, f"{kind}EncoderLayer", *branches, prefix, "self_attn.k_proj"
     register_encoder(Encoder(*named, adds_mask=True))
 
 
@@ -311,9 +308,9 @@ _older("VideoMAE", "VideoMAEModel", prefix=0)
 _older("DPTViT", "DPTModel", prefix=1, dense=True)
 _dino("Dinov2", prefix=1)
 _dino("Dinov2WithRegisters", prefix=_registers)
-_clip("CLIP", prefix=1, output=None)  # normalises the class token alone
-_clip("Siglip", prefix=0, output="post_layernorm")
-_clip("Siglip2", prefix=0, output="post_layernorm")
+_clip("CLIP", prefix=1)
+_clip("Siglip", prefix=0)
+_clip("Siglip2", prefix=0)
 register_encoder(
     Encoder(
         "timm",
@@ -324,7 +321,6 @@ register_encoder(
         num_prefix_tokens=_prefix,
         keys="attn.qkv",
         joined=True,
-        output="norm",
         mask="attn_mask",
         adds_mask=True,
         maps=("forward_intermediates", "get_intermediate_layers"),

@@ -192,3 +192,25 @@ def test_scores_that_are_no_numbers_of_a_tensor_are_refused(found: Any) -> None:
 def test_queries_to_come_are_counted(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected a number from 1 to"):
         FutureAttention(**fields)
+
+
+def test_a_layer_s_mask_adds_the_bias_of_keys_and_hides_padding() -> None:
+    """Two new tokens, after 3 keys that stay of 6, the last of which is none."""
+    bias = torch.tensor([[[0.5, -1.0, 7.0], [2.0, 3.0, 7.0]]])
+    real = torch.tensor([[[True, True, False]] * 2])
+    slots = torch.tensor([[[0, 4, 5], [1, 2, 5]]])
+    keys = torch.zeros(1, 2, 3, 8)
+    layer = CompressedLayer(Kept(keys, keys, slots, bias, real), 6)
+    least = torch.finfo(torch.float32).min
+    own = torch.where(real, bias, least)[0].repeat_interleave(2, 0)  # two heads of queries a key's
+    later = torch.tensor([[0.0, least], [0.0, 0.0]])
+    full = torch.zeros(1, 1, 2, 8)
+    full[..., 0, 7] = least
+    full[..., 2] = least  # what the model hides
+    hidden = own.clone()
+    hidden[2:, 1] = least
+    for given, first in ((None, own), (full, hidden)):
+        mask = layer.mask(given, 2, 4, torch.float32)
+        assert mask is not None
+        assert torch.equal(mask[0, :, :, :3], first.unsqueeze(1).expand(-1, 2, -1))
+        assert torch.equal(mask[0, :, :, 3:], later.expand(4, -1, -1))

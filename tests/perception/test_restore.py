@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
-from tests.builders.perception import DENSE, DEPTH, PATCHES, ROWS, Row
-from tests.builders.tiny import seeded
+from tests.builders.perception import DENSE, PATCHES, ROWS, Row
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 dense = pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in DENSE])
@@ -59,28 +58,6 @@ def test_dense_heads_find_every_token_at_its_place(row: Row) -> None:
     assert not has_encoder_hooks(model)
     for name, value in row.call(model, inputs).items():
         assert torch.equal(value, before[name])
-
-
-@torch.no_grad()
-def test_a_backbone_s_maps_are_the_hidden_states_restored_by_hand() -> None:
-    row = DENSE[0]
-    backbone, inputs = row.build(), row.batch()
-    apply_encoder(backbone, keep=0.7, blocks=(0, 2))
-    maps = backbone(**inputs).feature_maps
-    model = seeded(ModelOf(backbone), 0, backbone.config)
-    model.load_state_dict(backbone.state_dict())
-    handle = apply_encoder(model, keep=0.7, blocks=(0, 2))
-    handle.capture()
-    states = model(**inputs, output_hidden_states=True).hidden_states
-    for stage in range(1, DEPTH + 1):
-        whole = model.layernorm(handle.restore(states[stage], block=stage - 1))[:, 1:]
-        torch.testing.assert_close(maps[stage - 1].flatten(2).mT, whole)
-
-
-def ModelOf(backbone: Any) -> Any:
-    import transformers
-
-    return getattr(transformers, type(backbone).__name__.replace("Backbone", "Model"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.blocks import weighted
 from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.perception.plans import plan_block
-from tests.builders.perception import PATCHES, ROWS, SIDE, Row
+from tests.builders.perception import ROWS, SIDE, Row
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 MEAN = next(row for row in ROWS if row.name == "SiglipForImageClassification")
@@ -42,31 +42,6 @@ def test_sizes_go_with_the_forward() -> None:
     handle = apply_encoder(model, keep=0.5)
     VIT.call(model, VIT.batch())
     assert handle._shared.now.sizes is None
-
-
-@torch.no_grad()
-def test_a_restored_output_weighs_means_by_what_tokens_stand_for() -> None:
-    model, inputs = MEAN.build(), MEAN.batch()
-    apply_encoder(model, keep=0.5, blocks=(0, 2))
-    merged = apply_encoder(model, keep=0.5, blocks=(0, 2))
-    merged.capture()
-    tokens = model.vision_model(**inputs).last_hidden_state
-    sizes = torch.stack([torch.bincount(row, minlength=PATCHES) for row in merged.owners()])
-    order = torch.stack([sizes[b][sizes[b] > 0] for b in range(2)])
-    restored = apply_encoder(model, keep=0.5, blocks=(0, 2), restore=True)
-    whole = model.vision_model(**inputs).last_hidden_state
-    assert whole.shape[1] == PATCHES
-    assert order.sum(1).tolist() == [PATCHES] * 2
-    torch.testing.assert_close(model(**inputs).logits, model.classifier(whole.mean(1)))
-    for b in range(
-        2
-    ):  # each kept token's copies: as many rows of the restored output as it stands for
-        rows, counts = whole[b].unique(dim=0, return_counts=True)
-        assert sorted(counts.tolist()) == sorted(order[b].tolist())
-        assert {tuple(row.tolist()) for row in rows} == {tuple(row.tolist()) for row in tokens[b]}
-    assert restored.report().blocks[0].merging == merged.report().blocks[0].merging, (
-        "rows are taken without a product"
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
