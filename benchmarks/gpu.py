@@ -56,7 +56,7 @@ def reckon(case: Case, cards: Sequence[Card]) -> dict[str, dict[str, Any]]:
     works: dict[tuple[str, int], list[Work]] = {}
     for card in cards:
         for row, on in rows_of(case, card.min_tokens).items():
-            key = row, card.min_tokens if row == "default" else 0
+            key = row, card.min_tokens if row.startswith("default") else 0
             if key not in works:
                 works[key] = count(case, on)
             work = works[key]

@@ -395,10 +395,10 @@ def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
     hook = StepHook(unet, shared := Shared(ResolvedConfig(MaMeConfig(), True)))
     video = torch.zeros(2, 4, 8, 8).unsqueeze(axis)
     hook(unet, (video, 5, None), {})
-    assert shared.step.value.leader is None
+    assert shared.step.value.step().leader is None
     images = video.squeeze(axis)  # held, as by the call of a model
     hook(unet, (images, 5, None), {})
-    assert shared.step.value.leader.tolist() == [1, 1]
+    assert shared.step.value.step().leader.tolist() == [1, 1]
 
 
 def test_images_too_small_to_merge_are_told_once() -> None:
