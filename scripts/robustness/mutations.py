@@ -63,7 +63,7 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
     step.draws[self.place : self.place + 1] => step.draws[:1]
     self._moved = not same( => self._moved = False and not same(
     plans = None if learns else => plans =
-    latents is not None and not (self.by_frame and latents.dim() == 5) => latents is not None
+    latents is not None and not of_frames => latents is not None
     again = _checkpoints(module) => again = False
     elif shapes != self._shapes.value: => elif False:
 diffusion/interception.py: diffusion/test_interception.py test_models.py

@@ -64,7 +64,9 @@ def by_tau(model: Any) -> None:
 
 
 def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
-    """The trace of a layer's second call, the tables of whose partition are made."""
+    """The trace of a layer's second call, the tables of whose partition are made. It is not the
+    model's first layer, which works out the step.
+    """
     model, inputs, layer_of = build()
     merge(model)
     layer = layer_of(model)
@@ -86,10 +88,10 @@ def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
 # Of each way at most so many files of ours entered, calls of functions of ours, and returns to a
 # file that was left before.
 WAYS: dict[str, tuple[Any, Any, tuple[int, int, int]]] = {
-    "unet": (unet, hooks, (11, 33, 11)),
+    "unet": (unet, hooks, (11, 34, 11)),
     "one-liner": (unet, one_liner, (10, 35, 11)),
     "unet-tau": (unet, by_tau, (6, 31, 13)),
-    "sd3": (sd3, hooks, (11, 33, 13)),
+    "sd3": (sd3, hooks, (11, 34, 13)),
 }
 
 
