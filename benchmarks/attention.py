@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd import attention
-from mame_sd.eval.timing import interleaved, quartiles, synchronize
+from mame_sd.eval.tables import markdown_table
+from mame_sd.eval.timing import interleaved, quartiles, seconds_of
 from mame_sd.runs.generate import environment_on
 
 SHAPES = ((1024, 8), (4096, 20), (9216, 10), (36864, 2))  # tokens, heads of 64
@@ -34,16 +34,6 @@ def inputs(tokens: int, heads: int, device: torch.device, dtype: torch.dtype) ->
     generator = torch.Generator().manual_seed(tokens)
     made = (torch.randn(1, tokens, heads, 64, generator=generator) for _ in range(3))
     return [t.to(device, dtype).transpose(1, 2) for t in made]
-
-
-def seconds(call: Any, device: torch.device) -> float:
-    """Seconds of a call: of the CPU on a CPU, of the clock elsewhere."""
-    synchronize(device)
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
-    start = clock()
-    call()
-    synchronize(device)
-    return clock() - start
 
 
 @torch.no_grad()
@@ -64,8 +54,8 @@ def row(tokens: int, heads: int, device: torch.device, dtype: torch.dtype, round
         for _, found in interleaved(
             list(every),
             rounds,
-            lambda name, number: seconds(every[name], device),
-            warm_up=lambda name: seconds(every[name], device),
+            lambda name, number: seconds_of(every[name], device)[1],
+            warm_up=lambda name: every[name](),
         )
     ]
     return {
@@ -92,14 +82,21 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="1,024 and 4,096 tokens alone")
     args = parser.parse_args()
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    print("| tokens | heads | seconds |", " | ".join(f"keep {k}" for k in KEEPS), "|")
-    print("|---" * (3 + len(KEEPS)) + "|")
-    rows = []
-    for tokens, heads in SHAPES[: 2 if args.short else None]:
-        found = row(tokens, heads, device, dtype, args.rounds)
-        cells = " | ".join(f"{found[str(keep)][1]:.2f}" for keep in KEEPS)
-        print(f"| {tokens:,} | {heads} | {found['seconds']:.3f} | {cells} |", flush=True)
-        rows.append(found)
+    rows = [
+        row(tokens, heads, device, dtype, args.rounds)
+        for tokens, heads in SHAPES[: 2 if args.short else None]
+    ]
+    cells = [
+        [
+            f"{one['tokens']:,}",
+            str(one["heads"]),
+            f"{one['seconds']:.3f}",
+            *(f"{one[str(keep)][1]:.2f}" for keep in KEEPS),
+        ]
+        for one in rows
+    ]
+    heads = ["tokens", "heads", "seconds", *(f"keep {keep}" for keep in KEEPS)]
+    print(markdown_table(heads, cells))
     print(json.dumps({"benchmark": "attention", "machine": environment_on(device), "rows": rows}))
 
 

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from mame_sd import apply_mame, remove_mame
+from mame_sd.eval.tables import markdown_table
 
 LAYERS, OF = 4, 32
 TEXT = 40  # tokens of the prompt beside the image
@@ -97,18 +98,24 @@ def main() -> None:
             remove_mame(model)
     text = model.config.text_config
     base = statistics.median(seconds["unmerged"])
-    print("| form | visual | tower's GMACs | 32 layers' GMACs | all | cache, MB | first token |")
-    print("|---|---|---|---|---|---|---|")
+    heads = "form | visual | tower's GMACs | 32 layers' GMACs | all | cache, MB | first token"
     before = tower + language_adds(text, TEXT + 576)
+    rows = []
     for name in FORMS:
         tokens = TEXT + visual[name]
         adds = language_adds(text, tokens)
-        share = (tower + adds) / before
-        print(
-            f"| {name} | {visual[name]:.0f} | {tower / 1e9:.0f} | {adds / 1e9:.0f} |"
-            f" {share:.0%} | {cache_bytes(text, tokens) / 1e6:.0f} |"
-            f" {statistics.median(seconds[name]) / base:.2f} |"
+        rows.append(
+            [
+                name,
+                f"{visual[name]:.0f}",
+                f"{tower / 1e9:.0f}",
+                f"{adds / 1e9:.0f}",
+                f"{(tower + adds) / before:.0%}",
+                f"{cache_bytes(text, tokens) / 1e6:.0f}",
+                f"{statistics.median(seconds[name]) / base:.2f}",
+            ]
         )
+    print(markdown_table(heads.split(" | "), rows))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
+from mame_sd.eval.tables import markdown_table
 from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.report import EncoderReport
 
@@ -81,13 +82,11 @@ def flops_table() -> str:
     """Markdown: the paper's FLOPs and ours, merged at layers that are counted from 0 and from 1,
     and by our default.
     """
-    lines = [
-        (
-            "| GFLOPs | printed | counted | halved: printed | counted | merging too | from 1"
-            " | last: printed | counted | default |"
-        ),
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    heads = (
+        "GFLOPs | printed | counted | halved: printed | counted | merging too | from 1"
+        " | last: printed | counted | default"
+    )
+    rows = []
     for name, one in ARCHITECTURES.items():
         reports = [
             counted(name, blocks)
@@ -100,9 +99,10 @@ def flops_table() -> str:
         halved, ended = (
             "" if value is None else f"{value}" for value in (one.printed_halved, one.printed_last)
         )
-        row = (name, f"{one.printed}", before, halved, after, whole, other, ended, last, default)
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines)
+        rows.append(
+            (name, f"{one.printed}", before, halved, after, whole, other, ended, last, default)
+        )
+    return markdown_table(heads.split(" | "), rows)
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ import torch
 from benchmarks.cards import CARDS, LAUNCH, SLOW_LAUNCH, Card, Work
 from benchmarks.gpu_models import CASES, Case, On, rows_of
 from benchmarks.launches import META, counted, on_card, pretended
+from mame_sd.eval.tables import markdown_table
 
 RECKONED = "Reckoned from counted kernels, not measured on a card."
 
@@ -55,7 +56,7 @@ def reckon(case: Case, cards: Sequence[Card]) -> dict[str, dict[str, Any]]:
     works: dict[tuple[str, int], list[Work]] = {}
     for card in cards:
         for row, on in rows_of(case, card.min_tokens).items():
-            key = row, card.min_tokens if row == "default" else 0
+            key = row, card.min_tokens if row.startswith("default") else 0
             if key not in works:
                 works[key] = count(case, on)
             work = works[key]
@@ -72,13 +73,12 @@ def table(row: str, found: Mapping[str, Mapping[str, Any]], cards: Sequence[Card
     """One row of all cases as Markdown: times as fast as unmerged, likely / harsh / faster
     attention; of the unmerged models the milliseconds, likely.
     """
-    heads = " | ".join(card.name.removeprefix("GeForce RTX ") for card in cards)
-    lines = [f"| {row} | launches | {heads} |", "|---" * (len(cards) + 2) + "|"]
+    lines = []
     for name, rows in found.items():
         if row not in rows:
             continue
         least, most = min(rows[row]["launches"]), max(rows[row]["launches"])
-        cells = [f"{least:,}" if least == most else f"{least:,} to {most:,}"]
+        cells = [name, f"{least:,}" if least == most else f"{least:,} to {most:,}"]
         for card in cards:
             plain, own = (rows[r]["seconds"][card.name] for r in ("unmerged", row))
             cells.append(
@@ -86,8 +86,9 @@ def table(row: str, found: Mapping[str, Mapping[str, Any]], cards: Sequence[Card
                 if row == "unmerged"
                 else "/".join(f"{a / b:.2f}" for a, b in zip(plain, own, strict=True))
             )
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    names = [card.name.removeprefix("GeForce RTX ") for card in cards]
+    return markdown_table([row, "launches", *names], lines) + "\n"
 
 
 @torch.no_grad()

@@ -173,7 +173,8 @@ def check_pair(a: Tensor, b: Tensor) -> None:
     check_images(a, "the first images")
     check_images(b, "the second images")
     if a.shape != b.shape:
-        raise ValueError(f"expected pairs of one shape, got {list(a.shape)} and {list(b.shape)}")
+        sizes = " and ".join(f"{x.shape[3]} x {x.shape[2]}" for x in (a, b))
+        raise ValueError(f"expected pairs of one shape, got {len(a)} and {len(b)} of {sizes}")
 
 
 def to_double(x: Tensor) -> Tensor:

@@ -65,6 +65,16 @@ def timed(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
     return result, time.perf_counter() - start
 
 
+def seconds_of(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    """What `call` returns and its seconds: of the CPU, which other programs hardly change, or of
+    the clock where another device computes.
+    """
+    if device.type != "cpu":
+        return timed(call, device)
+    start = time.process_time()
+    return call(), time.process_time() - start
+
+
 def synchronize(device: torch.device) -> None:
     """Return when the device has done all that it was given."""
     if device.type == "cuda":

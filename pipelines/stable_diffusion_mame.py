@@ -17,9 +17,10 @@ from __future__ import annotations
 import inspect
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields as fields_of
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -106,14 +107,9 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
         Raises ValueError for one out of its range.
         """
-        if fields := _taken(kwargs):
-            saved = cls.load_config(
-                *args, **{name: kwargs[name] for name in PLACES if name in kwargs}
-            )
-            kwargs["mame_config"] = _over(
-                kwargs.get("mame_config", saved.get("mame_config")), fields
-            )
-        return super().from_pretrained(*args, **kwargs)
+        places = {name: kwargs[name] for name in PLACES if name in kwargs}
+        saved = partial(cls.load_config, *args, **places)
+        return super().from_pretrained(*args, **_with_config(kwargs, saved))
 
     @classmethod
     def from_single_file(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
@@ -121,9 +117,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
         Raises ValueError for one out of its range.
         """
-        if fields := _taken(kwargs):
-            kwargs["mame_config"] = _over(kwargs.get("mame_config"), fields)
-        return super().from_single_file(*args, **kwargs)
+        return super().from_single_file(*args, **_with_config(kwargs, dict))
 
     @classmethod
     def from_pipe(cls, pipeline: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
@@ -131,11 +125,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
         Raises ValueError for one out of its range.
         """
-        if fields := _taken(kwargs):
-            kwargs["mame_config"] = _over(
-                kwargs.get("mame_config", pipeline.config.get("mame_config")), fields
-            )
-        return super().from_pipe(pipeline, **kwargs)
+        return super().from_pipe(pipeline, **_with_config(kwargs, lambda: pipeline.config))
 
     @classmethod
     def load_config(cls, *args: Any, **kwargs: Any) -> Any:
@@ -280,6 +270,17 @@ def _over(mame_config: Any, fields: dict[str, Any]) -> dict[str, Any]:
     if isinstance(mame_config, MaMeConfig):
         mame_config = mame_config.to_dict(given_only=True)
     return {**(mame_config or {}), **fields}
+
+
+def _with_config(arguments: dict[str, Any], saved: Callable[[], Any]) -> dict[str, Any]:
+    """`arguments` with the fields of MaMeConfig among them in `mame_config`.
+
+    They go over the `mame_config` that is given, or else over that of the configuration `saved()`.
+    """
+    if fields := _taken(arguments):
+        under = arguments if "mame_config" in arguments else saved()
+        arguments["mame_config"] = _over(under.get("mame_config"), fields)
+    return arguments
 
 
 def _taken(arguments: dict[str, Any]) -> dict[str, Any]:

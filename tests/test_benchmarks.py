@@ -56,7 +56,7 @@ def test_a_frontier_of_some_settings_keeps_the_rows_measured_before(tmp_path: Pa
         "pool": methods.rival(means, cell=(2, 2), min_tokens=16),
     }
     model = LoadedModel(pipe=tiny_pipeline(), identity={"sha256": "digest"}, guidance=1.25)
-    prompts = [prompt.text for prompt in TRUTHS["unet"].draw(2)]
+    prompts = [prompt.text for prompt in TRUTHS["unet"].draw(1)]
 
     def distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a - b).abs().mean((1, 2, 3))
@@ -75,6 +75,4 @@ def test_a_frontier_of_some_settings_keeps_the_rows_measured_before(tmp_path: Pa
     only = measured(1, "mild", "strong")
     assert list(only) == ["baseline", "mild", "strong", "pool"]
     assert {name: only[name] for name in first} == first
-    assert list(measured(2, "strong")) == ["baseline", "strong"], (
-        "rows of other steps are of another table"
-    )
+    assert list(measured(2)) == ["baseline"], "rows of other steps are of another table"

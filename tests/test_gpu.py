@@ -24,6 +24,9 @@ def test_kernels_of_a_case_are_counted_and_printed() -> None:
     launches = {row: of["launches"] for row, of in found.items()}
     assert launches["default"][0] > launches["unmerged"][0]
     assert launches["keys, an eighth"] == launches["keys, a quarter"]
+    biased, sized = (found[f"default{kernel}"] for kernel in ("", ", kernel without bias"))
+    assert 0 < sized["launches"][0] - biased["launches"][0] < 20
+    assert sized["seconds"]["A100"][1] < biased["seconds"]["A100"][1]
     plain = found["unmerged"]["seconds"]
     assert plain["A100"] > plain["H100"]
     every = {"small": found}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,8 @@ from mame_sd.errors import UserError
 from mame_sd.upstream import with_cache
 
 from ..memory import allocations, most
+from ..tables import markdown_table
+from ..timing import seconds_of
 from .model import load_language_model
 
 _TIMES = 3
@@ -37,10 +38,8 @@ def cost_table(lengths: str, keep: float, name: str) -> str:
     if not 0 < keep < 1:
         raise UserError(f"--keep: expected a share above 0 and below 1, got {keep}")
     model: Any = load_language_model(name, device="cpu")[0]
-    lines = [
-        "| tokens | method | prefill, s | compressing / prefill | MiB of cache | peak / full |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = ("tokens", "method", "prefill, s", "compressing / prefill", "MiB of cache")
+    rows: list[list[str]] = []
     for size in sizes:
         ids = torch.randint(9, 9999, (1, size), generator=torch.Generator().manual_seed(0))
 
@@ -51,9 +50,7 @@ def cost_table(lengths: str, keep: float, name: str) -> str:
             return cache
 
         def seconds(share: float) -> float:
-            start = time.process_time()
-            run(share)
-            return time.process_time() - start
+            return seconds_of(lambda: run(share), model.device)[1]
 
         run(keep)
         pairs = [(seconds(1.0), seconds(keep)) for _ in range(_TIMES)]  # in turns
@@ -63,6 +60,6 @@ def cost_table(lengths: str, keep: float, name: str) -> str:
         short = sum(layer.nbytes for layer in run(keep).layers)
         for method, share, held, more in (("full", 1.0, full, 0.0), ("ours", keep, short, extra)):
             peak = most(allocations(partial(run, share))) / full
-            figures = f"{plain:.2f} | {more:.2f} | {held / 2**20:.1f} | {peak:.2f}"
-            lines.append(f"| {size} | {method} | {figures} |")
-    return "\n".join(lines)
+            figures = f"{plain:.2f}", f"{more:.2f}", f"{held / 2**20:.1f}", f"{peak:.2f}"
+            rows.append([str(size), method, *figures])
+    return markdown_table([*heads, "peak / full"], rows)

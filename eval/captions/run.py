@@ -13,7 +13,6 @@ are comparable.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,7 @@ from ..perception.encoders import check_size
 from ..stats import mean_interval, paired_difference
 from ..store import Store
 from ..tables import markdown_table
-from ..timing import timed
+from ..timing import seconds_of
 from .model import Captioner
 from .references import Pictures
 from .rows import ROWS
@@ -111,8 +110,8 @@ class CaptionRun:
         lengths = {"max_new_tokens": self.tokens, "min_new_tokens": self.longer or None}
         with ROWS[row].method(model) as calls:
             write = partial(model.generate, **inputs, do_sample=False)
-            _, first = _seconds(partial(write, max_new_tokens=1), device)
-            ids, whole = _seconds(partial(write, **lengths), device)
+            _, first = seconds_of(partial(write, max_new_tokens=1), device)
+            ids, whole = seconds_of(partial(write, **lengths), device)
             visual = calls.counts.kept / 2  # both calls
         written = ids[0, inputs["input_ids"].shape[1] :]
         return {
@@ -199,16 +198,6 @@ def opened(out: Path, identity: Mapping[str, Any]) -> Store:
         MachineError: it can't be written.
     """
     return Store(out / "captions.jsonl", FORMAT, "captions", identity, ("row", "picture"))
-
-
-def _seconds(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """What `call` gives and its seconds: of the CPU, or of the clock where another device
-    computes.
-    """
-    if device.type != "cpu":
-        return timed(call, device)
-    starts = time.process_time()
-    return call(), time.process_time() - starts
 
 
 def table(found: Mapping[str, Any]) -> str:

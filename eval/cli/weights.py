@@ -12,6 +12,7 @@ from ..benchmark.tomesd import NO_TOMESD, has_tomesd
 from ..metric_list import METRICS
 from ..scoring.tools import weights_of
 from ..weights.load import NAMES, get, status
+from ..weights.registry import REGISTRY
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -53,10 +54,10 @@ def weights_lines(names: Sequence[str], weights_dir: Path | None) -> Iterator[st
     for found in status(weights_dir):
         if names and found.name not in names:
             continue
-        size = f"{found.size / 2**20:.0f} MiB"
-        yield f"{found.state:<10}  {found.name:<16}  {size:>8}  {found.licence}"
+        size, licence = f"{found.source.size / 2**20:.0f} MiB", REGISTRY[found.name].licence
+        yield f"{found.state:<10}  {found.name:<16}  {size:>8}  {licence}"
         yield f"            {found.path or found.how}"
-        yield f"            from {found.source}, sha256 {found.sha256}"
+        yield f"            from {found.source.origin}, sha256 {found.source.sha256}"
 
 
 def weights_checks(weights_dir: Path | None) -> Iterator[Check]:
@@ -65,16 +66,10 @@ def weights_checks(weights_dir: Path | None) -> Iterator[Check]:
     """
     yield Check("tomesd", "ok", "installed") if has_tomesd() else Check("tomesd", "note", NO_TOMESD)
     for found in status(weights_dir):
+        name, how = f"weights {found.name}", found.how
         if found.state == "ready":
-            yield Check(f"weights {found.name}", "ok", str(found.path))
+            yield Check(name, "ok", str(found.path))
         elif found.state == "missing":
-            yield Check(
-                f"weights {found.name}", "note", f"missing; {found.how}; sha256 {found.sha256}"
-            )
+            yield Check(name, "note", f"missing; {how}; sha256 {found.source.sha256}")
         else:
-            yield Check(
-                f"weights {found.name}",
-                "fail",
-                f"{found.path}: {found.state}; {found.how}",
-                bad_input=True,
-            )
+            yield Check(name, "fail", f"{found.path}: {found.state}; {how}", bad_input=True)

@@ -1,14 +1,13 @@
 """CLIP score (Hessel et al., 2021) and the likeness of two images as CLIP sees them.
 
 torchmetrics' CLIPScore does not run with transformers 5, and cuts long captions without their end
-token, so that they all score alike. Here the tokenizer cuts them, end token kept, and the result
-says how many it cut.
+token, so that they all score alike. Here the tokenizer cuts them, end token kept, and `Clip.cut`
+says which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,6 @@ from ..networks import full_precision
 from ..weights.files import tensors_sha256
 from ..weights.load import find
 from ..weights.registry import REGISTRY
-
-
-@dataclass(frozen=True)
-class ClipScores:
-    """100 * cosine of each image and its prompt, float64 [n] (not clamped at 0), and how many
-    prompts were cut.
-    """
-
-    scores: Tensor
-    cut: int
 
 
 class Clip:
@@ -67,17 +56,14 @@ class Clip:
                 self.model.get_image_features(pixel_values=inputs["pixel_values"].to(self.device))
             )
 
-    def text_features(self, prompts: Sequence[str]) -> tuple[Tensor, int]:
-        """Unit vectors [n, d] of prompts, and how many of them were longer than CLIP reads (77
-        tokens).
-        """
+    def text_features(self, prompts: Sequence[str]) -> Tensor:
+        """Unit vectors [n, d] of prompts, as much of them as CLIP reads (77 tokens)."""
         limit = self.model.config.text_config.max_position_embeddings
         inputs = self.tokenizer(
             list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt"
         )
         with full_precision():
-            features = _unit(self.model.get_text_features(**inputs.to(self.device)))
-        return features, len(self.cut(prompts))
+            return _unit(self.model.get_text_features(**inputs.to(self.device)))
 
     def cut(self, prompts: Sequence[str]) -> list[str]:
         """Those of `prompts` (at least one) that are longer than CLIP reads."""
@@ -86,8 +72,8 @@ class Clip:
         return [prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > limit]
 
 
-def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> ClipScores:
-    """100 * cosine between each image and its prompt.
+def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> Tensor:
+    """100 * cosine between each image and its prompt, float64 [n], not clamped at 0.
 
     Args:
         model: from `load_clip`.
@@ -102,8 +88,7 @@ def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> ClipScore
         raise ValueError(
             f"expected one prompt an image, got {len(prompts)} prompts and {len(images)} images"
         )
-    text, cut = model.text_features(prompts)
-    return ClipScores(100 * (model.image_features(images) * text).sum(1).cpu(), cut)
+    return 100 * (model.image_features(images) * model.text_features(prompts)).sum(1).cpu()
 
 
 def clip_image_cosine(model: Clip, a: Tensor, b: Tensor) -> Tensor:

@@ -35,14 +35,7 @@ def pair_values(
     found: dict[str, Values] = {name: {} for name in functions}
     tools.on_progress(0, len(pairs))
     for number, pair in enumerate(pairs, 1):
-        a, b = load_image(pair.a), load_image(pair.b)
-        if a.shape != b.shape:
-            sizes = [f"{image.shape[1]} x {image.shape[0]}" for image in (a, b)]
-            raise UserError(
-                f"{pair.b}: expected the size of {pair.a}, {sizes[0]}, got {sizes[1]}; compare runs"
-                " of one size"
-            )
-        one, other = (to_float([image]).to(tools.device) for image in (a, b))
+        one, other = (to_float([load_image(path)]).to(tools.device) for path in (pair.a, pair.b))
         for name, function in functions.items():
             try:
                 found[name][pair.key] = function(one, other).item()
@@ -88,6 +81,6 @@ def _imagewise(metric: Metric, run: Run, tools: Tools) -> Callable[[Sample], flo
 
     def of_clip(item: Sample) -> float:
         images = to_float([load_image(item.path)]).to(tools.device)
-        return float(clip_score(network, images, [item.prompt]).scores.item())
+        return float(clip_score(network, images, [item.prompt]).item())
 
     return of_clip

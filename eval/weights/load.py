@@ -29,15 +29,18 @@ NAMES = tuple(REGISTRY)
 
 @dataclass(frozen=True)
 class WeightsStatus:
-    """How one network's weights stand here. `state` is "ready", "missing" or "wrong hash"."""
+    """How one network's weights stand here.
+
+    Attributes:
+        state: "ready", "missing" or "wrong hash".
+        source: the file that is here, or the preferred one.
+        path: where it is; None: nowhere.
+        how: what a user does to have it.
+    """
 
     name: str
     state: str
-    file: str
-    size: int
-    sha256: str
-    licence: str
-    source: str
+    source: Source
     path: Path | None
     how: str
 
@@ -107,20 +110,9 @@ def status(weights_dir: Path | None = None) -> list[WeightsStatus]:
 
 
 def _status(name: str, weights_dir: Path | None) -> WeightsStatus:
-    weights = REGISTRY[name]
-    path, source = next(_candidates(name, weights_dir), (None, weights.sources[0]))
+    path, source = next(_candidates(name, weights_dir), (None, REGISTRY[name].sources[0]))
     state = "missing" if path is None else "ready" if _matches(path, source) else "wrong hash"
-    return WeightsStatus(
-        name,
-        state,
-        source.file,
-        source.size,
-        source.sha256,
-        weights.licence,
-        source.origin,
-        path,
-        _how(name),
-    )
+    return WeightsStatus(name, state, source, path, _how(name))
 
 
 def _find_here(name: str, weights_dir: Path | None) -> Path | None:

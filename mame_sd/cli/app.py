@@ -145,6 +145,11 @@ def show_merge_command(
     merging: MaMeConfig,
 ) -> None:
     """Draw over the image which tokens merged into which, in one layer and step."""
+    if os.path.isfile(prompt) or prompt.lower().endswith((".png", ".jpg", ".jpeg", ".webp")):
+        raise UserError(
+            f"show-merge {prompt}: expected a prompt, got a file's name; mame-sd-eval token-maps"
+            " draws what a vision transformer merges in an image"
+        )
     from mame_sd.cli.generate import load_to_merge
     from mame_sd.cli.sheet import check_sheet_path, write_sheet
     from mame_sd.cli.show_merge import capture_merge, draw_merge

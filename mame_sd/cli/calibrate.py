@@ -13,6 +13,7 @@ from typing import Any
 from mame_sd.cli.compare import Panel, compare, remark_on_seconds
 from mame_sd.cli.console import note, progress
 from mame_sd.cli.difference import psnr
+from mame_sd.cli.groups import PAPERS
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
 from mame_sd.diffusion.shipped import uniform
@@ -73,7 +74,9 @@ def calibrate(
     if remark := remark_on_seconds([panel for row in panels for panel in row]):
         note(remark)
     about = {**found.about, "speed": speed, "checked_on_prompts": len(checked)}
-    text = json.dumps({**_concrete(config), "about": {**about, "measured": measured}}, indent=1)
+    values = config.to_dict().items()  # all of them, so that no later version's defaults count
+    concrete = {name: v for name, v in values if v is not None and name not in PAPERS}
+    text = json.dumps({**concrete, "about": {**about, "measured": measured}}, indent=1)
     file = out / "config.json"
     write_atomically(file, text.encode() + b"\n")
     print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
@@ -119,10 +122,3 @@ def _summary(panels: Sequence[Sequence[Panel]], at: int) -> dict[str, float]:
     near = [min(psnr(row[0].image, row[at].image), LARGEST) for row in panels]
     times = [row[0].seconds / row[at].seconds for row in panels]
     return {"times_faster": round(median(times), 3), "psnr": round(fmean(near), 2)}
-
-
-def _concrete(config: MaMeConfig) -> dict[str, Any]:
-    """All of `config` for a file that no later version's defaults change."""
-    of = {name: f.metadata.get("method") for name, f in MaMeConfig.__dataclass_fields__.items()}
-    values = config.to_dict()
-    return {name: v for name, v in values.items() if v is not None and of[name] != "tokens"}

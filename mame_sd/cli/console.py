@@ -76,11 +76,10 @@ def say(message: str) -> None:
     """
     if len(message) > _LONGEST_LINE:
         message = f"{message[: _LONGEST_LINE // 2]} ... {message[-_LONGEST_LINE // 2 :]}"
-    line = " ".join(message.split("\n"))
+    line = message.replace("\n", " ")
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
-    sys.stdout.flush() if not sys.stdout.closed else None
-    encoding = sys.stderr.encoding or "utf-8"
-    print(line.encode(encoding, "backslashreplace").decode(encoding), file=sys.stderr)
+    sys.stdout.flush()
+    print(line, file=sys.stderr)  # which escapes what the terminal lacks
 
 
 def note(text: str) -> None:

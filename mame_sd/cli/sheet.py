@@ -135,15 +135,13 @@ def _is_ours(path: Path) -> bool:
 
 
 def _fit(line: str, width: int) -> tuple[str, Any]:
-    """`line` and a font that has its characters, shortened until it is at most `width` pixels wide.
+    """`line` and the font that has most of its characters, shortened until it is at most `width`
+    pixels wide.
 
-    Control characters become spaces. What no font of this machine has is written as its code point.
+    Control characters become spaces.
     """
     line = "".join(char if char.isprintable() else " " for char in line[:500])
-    font = next((font for font in _fonts() if all(_has(font, char) for char in set(line))), None)
-    if font is None:
-        font = _fonts()[0]
-        line = "".join(char if _has(font, char) else f"<U+{ord(char):04X}>" for char in line)
+    font = max(_fonts(), key=lambda font: sum(_has(font, char) for char in set(line)))
     if font.getlength(line) <= width:
         return line, font
     while line and font.getlength(line + "...") > width:

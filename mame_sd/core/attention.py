@@ -95,15 +95,16 @@ def attention(
         kernel: computes attention as `torch.nn.functional.scaled_dot_product_attention` does, from
             (q, k, v, attn_mask=, scale=). One without `attn_mask`, such as FlashAttention or
             SageAttention, gets keys that carry the sizes of their groups. `scale` is given where
-            it is, and `enable_gqa=True` where heads of queries share heads of keys.
+            it is another than 1 / sqrt(D), `enable_gqa=True` where heads of queries share heads
+            of keys.
         how: fields of `KeyMerging`; `attn_mask`, `scale`, `draw` and `leader` of `merge_keys`.
 
     Returns:
         [B, H, Q, D'] in the dtype of q.
 
     Raises:
-        ValueError: shapes that don't go together, `keep` out of its range, or an `attn_mask` for
-            a kernel that takes none.
+        ValueError: shapes that don't go together, `keep` out of its range, or a kernel without an
+            argument that the call needs.
     """
     call = {name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how}
     size = _checked(grid, before, after, keep, how)
@@ -124,7 +125,7 @@ def attention(
         got = list(mask.shape) if isinstance(mask, Tensor) else repr(mask)
         raise ValueError(f"attn_mask: expected a tensor that ends in 1 or {count} keys, got {got}")
     if keep < 1 and len(q):
-        grids, counted = [Grid(before, size, keep)], takes_bias(kernel)
+        grids, counted = [Grid(before, size, keep)], takes(kernel, "attn_mask")
         merged = merge_keys(q, k, v, grids, KeyMerging(**how), **call, counted=counted)
         k, v = merged.key, merged.value
         mask = merged.bias if counted or mask is not None else None
@@ -141,26 +142,28 @@ def attend(
 ) -> Tensor:
     """Attention by a kernel, which is given what `attention` says.
 
-    Raises ValueError for a mask where the kernel takes none.
+    Raises ValueError where the call has a mask, a scale or fewer heads of keys, and the kernel no
+    argument for it.
     """
-    given: dict[str, Any] = {} if scale is None else {"scale": scale}
+    given: dict[str, Any] = {}
+    if attn_mask is not None:
+        given["attn_mask"] = attn_mask
+    if scale is not None and scale != q.shape[-1] ** -0.5:
+        given["scale"] = scale
     if q.shape[1] != k.shape[1]:
         given["enable_gqa"] = True
-    if takes_bias(kernel):
-        given["attn_mask"] = attn_mask
-    elif attn_mask is not None:
-        raise ValueError(
-            "attn_mask: expected none, for the kernel has no argument of this name, got"
-            f" {list(attn_mask.shape)}"
-        )
+    for name, value in given.items():
+        if not takes(kernel, name):
+            shown = list(value.shape) if isinstance(value, Tensor) else value
+            raise ValueError(
+                f"kernel: expected one with an argument {name}, for it is {shown} here"
+            )
     return kernel(q, k, v, **given)
 
 
-def takes_bias(kernel: Kernel) -> bool:
-    """Whether a kernel has the argument `attn_mask`, by name: SageAttention takes and ignores any
-    other.
-    """
-    return kernel is SDPA or "attn_mask" in inspect.signature(kernel).parameters
+def takes(kernel: Kernel, name: str) -> bool:
+    """Whether a kernel has an argument of this name: SageAttention takes and ignores any other."""
+    return kernel is SDPA or name in inspect.signature(kernel).parameters
 
 
 def _checked(

@@ -323,7 +323,8 @@ def measure_images(
     """Measure on an image of each of `runs`, and reckon what each layer may do.
 
     Args:
-        about: how the images are made, as JSON values.
+        about: how the images are made and with which weights, as JSON values; nothing else tells
+            two trainings of one architecture apart.
         kept_in: a file of what was measured, so that a stopped call goes on with the next image.
             One of other images, another model, device or versions begins anew.
         on_image: told (images done, images).

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -82,7 +83,7 @@ class Shared:
     Attributes:
         setting: every thread's, but for those that have one of their own.
         own: each thread's own ResolvedConfig.
-        step: the Step of its latest call of the model.
+        step: the Step of its latest call of the model, or a Later one.
         plans: what the call under way shares with those before it.
         learning: what is known of calls with gradients.
         kernel: computes attention over merged keys instead of the model's own.
@@ -100,6 +101,34 @@ class Shared:
     def now(self) -> ResolvedConfig:
         """The setting in force in this thread."""
         return self.own.value or self.setting
+
+
+class Later:
+    """A step that is worked out when a layer first asks for it: where none merges, nothing is
+    launched.
+
+    Args:
+        make: gives the step of a call with these latents.
+        latents: the call's. They are held weakly: of a call that a Ctrl-C ends no hook is told, and
+            it is under way for other threads as long as its latents are there (`threads.begin`).
+    """
+
+    def __init__(self, make: Callable[[Tensor | None], Step], latents: Tensor | None) -> None:
+        self._make: Callable[[Tensor | None], Step] | None = make
+        self._latents = None if latents is None else weakref.ref(latents)
+        self._made = NO_STEP
+
+    def step(self) -> Step:
+        """The step."""
+        make = self._make  # another thread may let go of it meanwhile
+        if make is not None:
+            latents = None if self._latents is None else self._latents()
+            self._made, self._make = make(latents), None
+        return self._made
+
+    def let_go(self) -> None:
+        """Holds on to nothing of the call any more: it is over."""
+        self._make = None
 
 
 class Learning:
@@ -223,7 +252,8 @@ class MergeHook(ModelHook):
         Raises RuntimeError in a block that is computed again after a call at another timestep.
         """
         shared = self.shared
-        step: Step | None = getattr(shared.step.mine, "value", shared.step.latest)
+        step: Step | Later | None = getattr(shared.step.mine, "value", shared.step.latest)
+        step = step.step() if isinstance(step, Later) else step
         if step is None or step is NO_STEP:
             return NO_STEP
         learns = torch.is_grad_enabled()
@@ -344,17 +374,24 @@ class StepHook(CallHook):
         again = _checkpoints(module)
         keys = setting.config.method == "keys"  # whole tokens are drawn once
         latents = _latents(first) if setting.config.share_guidance_plan and keys else None
-        step = NO_STEP
-        if not again:
+        device = tensors[0].device if tensors else None
+        drawn_by = timestep if setting.config.redraw and keys else None
+        of_frames = self.by_frame and latents is not None and latents.dim() == 5
+        prompt_first = type(module).__name__ in _PROMPT_FIRST
+
+        def made(latents: Tensor | None) -> Step:
             draw = draws = leader = None
-            if timestep is not None and setting.config.redraw and keys:
-                draw = draw_at(timestep)
-                draw = draw.to(tensors[0].device) if tensors else draw
+            if drawn_by is not None:
+                draw = draw_at(drawn_by)
+                draw = draw if device is None else draw.to(device)
                 if not compiling:
                     draws = (draw + constant(counting, DRAWS, draw.device)) % DRAWS
-            if latents is not None and not (self.by_frame and latents.dim() == 5):
-                leader = leaders(latents, type(module).__name__ in _PROMPT_FIRST)
-            step = Step(draw, draws, leader)
+            if latents is not None and not of_frames:
+                leader = leaders(latents, prompt_first)
+            return Step(draw, draws, leader)
+
+        at_once = compiling or latents is not first  # a stack that nobody else holds
+        step = NO_STEP if again else made(latents) if at_once else Later(made, latents)
         self.shared.step.value = step
         if compiling:  # a graph holds no plans
             return
@@ -395,6 +432,8 @@ class StepHook(CallHook):
         if not torch.compiler.is_compiling():
             end(module, self.name)
             self.shared.plans.value = None
+            if isinstance(step := self.shared.step.value, Later):
+                step.let_go()
         if not self.shared.now.active or not self.layers:
             return
         for stats in self.layers:

@@ -31,7 +31,7 @@ from mame_sd.core.attention import (
     Recall,
     attend,
     merge_keys,
-    takes_bias,
+    takes,
 )
 from mame_sd.core.fit import SDPA
 
@@ -175,7 +175,7 @@ def _attend(
 def _by_kernel_of(job: MergeJob, call: Mapping[str, Any]) -> Tensor | None:
     """Attention over merged keys by the job's own kernel; None: the call is another's."""
     assert job.kernel is not None
-    counted = takes_bias(job.kernel)
+    counted = takes(job.kernel, "attn_mask")
     changed = job.merge(call, bias=counted)
     if changed is None:
         return None

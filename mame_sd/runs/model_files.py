@@ -28,7 +28,8 @@ class ModelChoice:
     """What to load and how; each field's help text says what it means.
 
     Raises:
-        UserError: a scheduler or dtype that there is none of, or a configuration without a file.
+        UserError: a scheduler or dtype that there is none of, a revision of no hub model, or a
+            configuration without a file.
     """
 
     model: str | None = option(
@@ -78,6 +79,11 @@ class ModelChoice:
             raise UserError(
                 f"--dtype: expected auto, {', '.join(DTYPES)}, got {self.dtype!r}; give one of"
                 " these"
+            )
+        if self.revision is not None and (self.embedded or os.path.exists(self.model or "")):
+            raise UserError(
+                f"--revision: expected a hub id as --model, got {self.model or 'none'}; leave it"
+                " out"
             )
         if self.single_file_config is not None and Path(self.model or "").suffix != ".safetensors":
             raise UserError(

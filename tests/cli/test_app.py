@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 from typer.main import get_command
 
 from mame_sd.cli import app as cli
@@ -89,6 +87,7 @@ generate --prompts none.txt | none.txt: expected a prompt file, found nothing th
 generate x --model ./none | --model ./none: expected a folder
 generate x --model nobody/nothing | --model nobody/nothing: expected a folder, or a model of the hub
 generate x --single-file-config x | expected a .safetensors file as --model, got none; leave it out
+generate x --revision main | --revision: expected a hub id as --model, got none; leave it out
 generate x --model . | got one without model_index.json
 compare x --tau 0.6,high | --tau: expected numbers with commas between
 compare x --tau 0.6,7 | tau: expected a finite number from -1 to 1
@@ -101,6 +100,7 @@ generate x --model LONG | found nothing there; check the path
 generate x --lora LONG | found nothing; check the path
 generate x --config LONG.json | LONG
 compare x --out LONG.png | can't be written (File name too long)
+show-merge cat.png | expected a prompt, got a file's name; mame-sd-eval token-maps draws
 show-merge x --out /dev/null/a.png | expected a folder, got the file /dev/null
 doctor --scheduler magic | --scheduler: expected one of
 """
@@ -122,18 +122,13 @@ def test_settings_are_not_waited_for_on_a_pipe(
 ) -> None:
     os.mkfifo(tmp_path / "a.json")
     assert run_cli("generate", "--prompt", "x", "--config", "a.json") == 2
-    assert "--config a.json: expected a .json file of" in (line := error_of(capsys))
-    assert "got a pipe" in line
+    assert "got a pipe" in error_of(capsys)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ('{"kep": 0.5}', "--config a.json: unknown setting 'kep'"),
-        (
-            '{"tile_size": 9223372036854775808}',
-            "--config a.json: tile_size: expected 0 for no tiles, or a side of 2",
-        ),
         ('{"layers": {"none": {"keep": 0.5}}}', "--config (or the model's mame.json): layers: "),
         ('{"made_for": "another"}', "--config (or the model's mame.json): made_for: "),
         ('{"references": 0.5}', "--references: "),
@@ -209,10 +204,8 @@ def test_generate_says_what_it_did(
     assert err == ""
     assert run_cli("generate", "--prompt", "a [red] key", "--out", "run", quick=True) == 0
     assert capsys.readouterr().out.startswith("nothing to do: 1 image in run already, ")
-    assert (
-        run_cli("generate", "--prompt", "a [red] key", "--out", "run", "--tau", "0.9", quick=True)
-        == 2
-    )
+    given = ["generate", "--prompt", "a [red] key", "--out", "run"]
+    assert run_cli(*given, "--tau", "0.9", quick=True) == 2
     assert "mame.tau: null there, 0.9 here" in error_of(capsys)
 
 
@@ -222,8 +215,6 @@ def test_a_prompt_beyond_what_the_model_reads_is_noted(
     long = " ".join(["red key"] * 60)
     assert run_cli("generate", "--prompt", "key", "--prompt", long, "--out", "a", quick=True) == 0
     assert "1 of 2 prompts is longer than the model reads and cut (" in capsys.readouterr().err
-    assert run_cli("show-merge", long, "--out", "map.png", quick=True) == 0
-    assert "the prompt is longer than the model reads and is cut" in capsys.readouterr().err
 
 
 def test_a_terminal_shows_loading_and_steps(
@@ -239,28 +230,13 @@ def test_a_terminal_shows_loading_and_steps(
 
 
 def test_prompts_of_a_file_and_of_the_command_go_together(run_cli: Any, tmp_path: Path) -> None:
-    given = ["generate", "--prompts", "demo", "--num", "13", "--baseline", "--steps", "1"]
-    folder = save_tiny_pipeline(tmp_path / "tiny")
-    words = ["--prompt", "\x07key", "--model", str(folder), "--out", "run"]
-    assert run_cli(*given, *words) == 0
-    rows = [
-        json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
-    ]
-    assert len(rows) == 13
-    assert rows[-1]["prompt"] == "\x07key"
-
-
-def test_the_manifest_names_the_prompt_file_and_does_not_compare_it(
-    run_cli: Any, tmp_path: Path
-) -> None:
-    for name, text in (("a.txt", "key\n"), ("b.txt", "# the same\nkey\n")):
-        (tmp_path / name).write_text(text)
-        assert run_cli("generate", "--prompts", name, "--out", "run", quick=True) == 0
-    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
-    assert manifest["prompt_file"] == {
-        "name": "a.txt",
-        "sha256": hashlib.sha256(b"key\n").hexdigest(),
-    }
+    (tmp_path / "a.txt").write_text("key\nant\n")
+    given = ["generate", "--prompts", "a.txt", "--prompt", "\x07key", "--prompt", "star"]
+    assert run_cli(*given, "--num", "3", "--out", "run", quick=True) == 0
+    rows = map(json.loads, (tmp_path / "run/samples.jsonl").read_text().splitlines())
+    assert [row["prompt"] for row in rows] == ["key", "ant", "\x07key"]
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    assert manifest["prompt_file"]["name"] == "a.txt"
 
 
 @pytest.mark.parametrize(
@@ -326,7 +302,3 @@ def test_settings_beside_the_weights_are_taken_and_said(run_cli: Any, tmp_path: 
     given = ["--model", "tiny", "--device", "cpu", "--steps", "1"]
     assert run_cli("generate", "--prompt", "key", *given, "--out", "run") == 0
     assert settings_of(tmp_path / "run")["mame"]["layers"] == beside["layers"]
-    assert run_cli("show-merge", "key", *given, "--out", "merge.png") == 0
-    with Image.open(tmp_path / "merge.png") as image:
-        drawn = json.loads(image.text["mame_sd"])["mame"]  # type: ignore[attr-defined]
-    assert drawn["layers"] == beside["layers"]

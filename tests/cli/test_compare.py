@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from mame_sd.cli import app as cli
-from mame_sd.cli import sheet
 from mame_sd.cli.compare import (
     Panel,
     compare,
@@ -55,7 +54,7 @@ def test_nothing_to_merge_is_an_error(model: LoadedModel) -> None:
         capture_merge(model, "key", TWO_STEPS, MaMeConfig(), step=1)
 
 
-@pytest.mark.parametrize("config", [SMALL, SMALL.replace(tau=0.3)], ids=["kv", "qkv"])
+@pytest.mark.parametrize("config", [SMALL, SMALL.replace(tau=0.3)], ids=["keys", "tokens"])
 def test_a_merge_map_tells_where_each_token_went(model: LoadedModel, config: MaMeConfig) -> None:
     wide = GenerateSettings(steps=2, width=48)
     found = capture_merge(model, "key", wide, config, step=2)
@@ -166,12 +165,3 @@ def test_seconds_of_a_busy_machine_are_remarked_on() -> None:
     said = remark_on_seconds([*quiet, Panel("keep 0.5", grey, 9.0, [], 0.2)])
     assert said is not None
     assert "had 20% of its cores" in said
-
-
-def test_a_character_that_no_font_has_is_written_as_its_code_point(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sheet, "FONTS", ())
-    sheet._fonts.cache_clear()
-    assert sheet._fit("a \u732b", 500)[0] == "a <U+732B>"
-    sheet._fonts.cache_clear()

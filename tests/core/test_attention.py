@@ -205,8 +205,10 @@ def test_a_kernel_without_bias_gets_keys_that_carry_sizes(key_heads: int) -> Non
     uncounted = flash(q, merged.key, merged.value, 0.3, q.shape[1] != k.shape[1])
     assert (found - counted).norm() < 0.3 * (uncounted - counted).norm()
     mask = mask_of("boolean", "all queries")
-    with pytest.raises(ValueError, match="attn_mask: expected none, for the kernel"):
+    with pytest.raises(ValueError, match=r"an argument attn_mask, for it is \[2, 1, 1, 21\] here"):
         attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=mask, kernel=flash)
+    with pytest.raises(ValueError, match=r"an argument scale, for it is 0\.3 here"):
+        attention(q, k, v, GRID, BEFORE, AFTER, scale=0.3, kernel=lambda q, k, v, **_: q)
 
 
 class Refusing(TorchDispatchMode):

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mame_sd import attention
 from mame_sd.core.draws import draw_at
 from mame_sd.core.pairs import leaders
+from mame_sd.diffusion.apply_denoiser import mame
+from tests.builders.tiny import tiny_unet, unet_inputs
 
 # Operations that are more than one launch on CUDA, by the name without the overload.
 SEVERAL = {"topk": 4, "sort": 6, "linalg_cholesky_ex": 3, "linalg_solve_triangular": 2}
@@ -81,3 +83,14 @@ def _nothing(q: Tensor, *others: Tensor, attn_mask: Tensor | None = None) -> Ten
 
 def _without_bias(q: Tensor, *others: Tensor) -> Tensor:
     return q
+
+
+def test_a_model_whose_layers_are_all_left_whole_launches_nothing_more() -> None:
+    unet, inputs = tiny_unet(), unet_inputs(tiny_unet())
+    with torch.no_grad():
+        with Launches() as alone:
+            unet(**inputs)
+        told = pytest.warns(UserWarning, match="no layer merges")
+        with mame(unet, min_tokens=10**6), told, Launches() as left:
+            unet(**inputs)
+    assert left.names == alone.names

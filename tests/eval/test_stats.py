@@ -97,6 +97,7 @@ def test_drawn_flips_agree_with_a_normal_approximation() -> None:
     gaps = np.random.default_rng(5).normal(0.2, 1, 100)
     z = abs(gaps.sum()) / math.sqrt(float((gaps**2).sum()))
     assert sign_flip_p(gaps) == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.02)
+    assert sign_flip_p(np.ones(100)) == 1 / 10_001, "what was seen is one more draw"
 
 
 def test_differences_are_taken_by_key() -> None:

@@ -17,7 +17,7 @@ def test_every_round_calls_every_row_and_the_order_turns_round() -> None:
 
     rounds = interleaved(
         "abc",
-        2,
+        3,
         call,
         warm_up=lambda row: calls.append((row, "warm-up")),
         on_progress=lambda *done: progress.append(done),
@@ -25,6 +25,7 @@ def test_every_round_calls_every_row_and_the_order_turns_round() -> None:
     assert list(rounds) == [
         (0, {"a": "a0", "b": "b0", "c": "c0"}),
         (1, {"c": "c1", "b": "b1", "a": "a1"}),
+        (2, {"b": "b2", "c": "c2", "a": "a2"}),
     ]
     assert calls == [
         ("a", "warm-up"),
@@ -36,8 +37,11 @@ def test_every_round_calls_every_row_and_the_order_turns_round() -> None:
         ("c", 1),
         ("b", 1),
         ("a", 1),
+        ("b", 2),
+        ("c", 2),
+        ("a", 2),
     ]
-    assert progress == [(done, 6) for done in range(7)]
+    assert progress == [(done, 9) for done in range(10)]
 
 
 def test_rounds_that_are_done_are_left_out_and_nothing_to_do_warms_nothing_up() -> None:

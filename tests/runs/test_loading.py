@@ -34,29 +34,31 @@ def choice(folder: Path, *loras: str, scheduler: str | None = None) -> ModelChoi
     return ModelChoice(model=str(folder), device="cpu", loras=loras, scheduler=scheduler)
 
 
-def test_identity_follows_the_files_not_their_place(model_folder: Path, tmp_path: Path) -> None:
-    first = load_model(choice(model_folder)).identity
-    moved = save_tiny_pipeline(tmp_path / "elsewhere" / "tiny")
-    assert load_model(choice(moved)).identity == first
-    other = save_tiny_pipeline(tmp_path / "other" / "tiny", seed=9)
-    assert load_model(choice(other)).identity["sha256"] != first["sha256"]
-    assert (first["name"], first["scheduler"], first["dtype"]) == (
+def test_identity_follows_the_files_not_their_place(
+    model: LoadedModel, model_folder: Path, tmp_path: Path
+) -> None:
+    moved = Path(shutil.copytree(model_folder, tmp_path / "elsewhere" / "tiny"))
+    found = load_model(choice(moved)).identity
+    assert found == model.identity
+    assert (found["name"], found["scheduler"], found["dtype"]) == (
         "tiny",
         "DDIMScheduler",
         "float32",
     )
+    with open(moved / "unet" / "config.json", "a") as file:
+        file.write("\n")
+    assert digest_of(moved) != found["sha256"]
 
 
 def test_the_digest_sees_every_byte(tmp_path: Path) -> None:
     file = tmp_path / ".model.safetensors"  # hidden, which a folder's files may not be
     digests = set()
-    for position in (None, 0, 2_500_000, 4_999_999):
+    for position in (0, 2_500_000, 4_999_999):
         data = bytearray(5_000_000)
-        if position is not None:
-            data[position] = 1
+        data[position] = 1
         file.write_bytes(data)
         digests.add(digest_of(file))
-    assert len(digests) == 4
+    assert len(digests) == 3
 
 
 def test_a_scheduler_keeps_the_models_noise_schedule(model_folder: Path) -> None:
@@ -192,6 +194,10 @@ def test_a_configuration_that_does_not_fit_the_single_file(
 
 def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_model(ModelChoice(model="embedded-unet")) == find_model(ModelChoice())
+    monkeypatch.chdir(tmp_path)
+    save_tiny_pipeline(tmp_path / "embedded-unet")  # a folder of that name goes before
+    model = load_model(ModelChoice(model="embedded-unet", device="cpu"))
+    assert (model.identity["name"], model.guidance) == ("embedded-unet", 7.5)
     with pytest.raises(
         UserError, match=r"--model embedded-unicorn: expected the name of an embedded model"
     ):
@@ -206,16 +212,7 @@ def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         find_model(ModelChoice(model="embedded-clip"))
 
 
-def test_a_folder_goes_before_an_embedded_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    save_tiny_pipeline(tmp_path / "embedded-unet")
-    model = load_model(ModelChoice(model="embedded-unet", device="cpu"))
-    assert (model.identity["name"], model.guidance) == ("embedded-unet", 7.5)
-
-
-@pytest.mark.parametrize("name", ["./x/y", "a/b/c", "nothing", "../up", "a/b.safetensors"])
+@pytest.mark.parametrize("name", ["a/b/c", "../up", "a/b.safetensors"])
 def test_paths_are_not_taken_for_hub_ids(name: str) -> None:
     with pytest.raises(UserError, match="found nothing there; check the path"):
         find_model(ModelChoice(model=name))

@@ -70,7 +70,7 @@ def _own(url: str, report: str) -> bool:
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1280, "dark")])
-def test_nothing_overflows(
+def test_nothing_overflows_and_colors_follow_the_scheme(
     browser: Any, report: str, trouble: list[str], width: int, scheme: str
 ) -> None:
     page = opened(browser, report, trouble, width, scheme)
@@ -87,6 +87,12 @@ def test_nothing_overflows(
     plots = page.locator(".plot svg:visible")
     assert plots.count() == 1
     assert all(box["width"] <= width for box in (plot.bounding_box() for plot in plots.all()))
+    colors = page.evaluate(
+        "[getComputedStyle(document.body).backgroundColor,"
+        " getComputedStyle(document.querySelector('.plot svg text')).fill]"
+    )
+    ground, ink = (sum(int(part) for part in color[4:-1].split(",")) for color in colors)
+    assert ground > 600 > 400 > ink if scheme == "light" else ground < 150 < 300 < ink
     assert trouble == []
     page.close()
 
@@ -111,19 +117,6 @@ def test_the_main_table_fits_its_box_on_a_desktop(
     assert main.get_by_text("CLIP image cosine").count()
     assert inner <= outer
     page.close()
-
-
-def test_colors_follow_the_scheme(browser: Any, report: str, trouble: list[str]) -> None:
-    seen = []
-    for scheme in ("light", "dark"):
-        page = opened(browser, report, trouble, scheme=scheme)
-        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        ink = page.evaluate("getComputedStyle(document.querySelector('.plot svg text')).fill")
-        seen.append([sum(int(part) for part in color[4:-1].split(",")) for color in (ground, ink)])
-        page.close()
-    (light_ground, light_ink), (dark_ground, dark_ink) = seen
-    assert light_ground > 600 > 400 > light_ink
-    assert dark_ground < 150 < 300 < dark_ink
 
 
 def test_a_click_enlarges_and_arrows_swap_in_place(

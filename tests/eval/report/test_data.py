@@ -34,6 +34,7 @@ from tests.builders.report_page import Results
         (["rows", 0, "run"], "/other", "expected run to be a folder inside, got /other"),
         (["rows", 0, "values", "fid"], 3.0, "values['fid']: expected a value, got 3.0"),
         (["rows", 4, "per_image", "lpips"], {"1": "far"}, "['1']: expected int or float"),
+        (["rows", 0, "values", "latency", "mean"], math.nan, "expected int or float, got nan"),
         (["rows"], [3], "rows[0]: expected a row, got 3"),
         (["pictures", 0], {}, "pictures[0].key: expected an entry, got None"),
     ],

@@ -253,6 +253,7 @@ def test_another_clip_is_named_beside_its_scores(
     found = score_json(capsys, *options)
     assert found["manifest"]["networks"]["clip"]["name"] == "CLIP my-clip"
     assert [value["note"] for value in found["metrics"].values()] == ["CLIP my-clip"] * 2
+    assert found["metrics"]["clip_score"]["difference"]["n"] == 5, "from the baseline's"
     assert cli.run(["score", *options, "--format", "csv"]) == 0
     assert capsys.readouterr().out.count(",CLIP my-clip\n") == 2
 
