@@ -283,7 +283,7 @@ class _Work:
         keys, module, seen = layer.keys, attention.module, layer.get_seq_length()
         b, h, n, _ = keys.shape
         if isinstance(layer, CompressedLayer):
-            slots, bias, real = layer.slots_now(), layer.bias_now(), layer.real_now()
+            slots, bias, real = layer.keys_now()
         else:
             slots, bias, real = torch.arange(n, device=keys.device).expand(b, h, n), None, None
         tokens = _real_tokens(mask, b)

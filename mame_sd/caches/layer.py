@@ -128,23 +128,17 @@ class CompressedLayer(DynamicLayer):
         parts = (getattr(self, name) for name in _BY_SAMPLE)
         return sum(p.untyped_storage().nbytes() for p in parts if p is not None)
 
-    def slots_now(self) -> Tensor:
-        """Return the token of each key, of later ones too, LongTensor [B, H, K + n]."""
+    def keys_now(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return of each key, of later ones too, the token [B, H, K + n], the bias and whether it
+        is real.
+        """
         b, h, _ = self.slots.shape
         later = torch.arange(self.compressed, self.seen, device=self.slots.device)
-        return torch.cat([self.slots.long(), later.expand(b, h, -1)], -1)
-
-    def bias_now(self) -> Tensor | None:
-        """Return the bias of each key [B, H, K + n]; later ones have none."""
-        return None if self.bias is None else F.pad(self.bias, (0, self.seen - self.compressed))
-
-    def real_now(self) -> Tensor | None:
-        """Return which keys are real, bool [B, H, K + n]; later ones all are."""
-        return (
-            None
-            if self.real is None
-            else F.pad(self.real, (0, self.seen - self.compressed), value=True)
-        )
+        slots = torch.cat([self.slots.long(), later.expand(b, h, -1)], -1)
+        sides = (0, len(later))
+        bias = None if self.bias is None else F.pad(self.bias, sides)
+        real = None if self.real is None else F.pad(self.real, sides, value=True)
+        return slots, bias, real
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ValueError: what was dropped can't be brought back."""

@@ -108,5 +108,6 @@ def of_prompts(ids: Tensor, token: int, images: list[Image]) -> list[list[Image]
         own: list[Image] = []
         while sum(image.unmerged for image in own) < count:
             own.append(next(left))
+        check_count(count, own)
         found.append(own)
     return found

@@ -63,7 +63,7 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
     step.draws[self.place : self.place + 1] => step.draws[:1]
     self._moved = not same( => self._moved = False and not same(
     plans = None if learns else => plans =
-    latents is not None and not (self.by_frame and latents.dim() == 5) => latents is not None
+    latents is not None and not of_frames => latents is not None
     again = _checkpoints(module) => again = False
     elif shapes != self._shapes.value: => elif False:
 diffusion/interception.py: diffusion/test_interception.py test_models.py
@@ -81,6 +81,9 @@ diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py t
     "temporal_transformer_blocks", => "temporal",
     isinstance(getattr(module, "processor", None), MaMeAttnProcessor) => False
     check_idle(root, "remove_mame") => root
+diffusion/pipeline_check.py: diffusion/test_pipeline_check.py
+    elif handle.active: => elif False:
+    caller if check_of(caller) is self else handle.pipe => handle.pipe
 diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:
@@ -106,7 +109,17 @@ captions/farthest.py: captions
     torch.maximum(nearest, row) => torch.minimum(nearest, row)
 captions/calls.py: captions
     kept.of(call["labels"], -100) => kept.of(call["labels"], 0)
+    torch.cat([real.to(mask), mask[:, lost.length :]], 1) => mask[:, -real.shape[1] - later :]
+    [:, None].to(places) + places => [:, None].to(places) * 0 + start + places
+captions/on_model.py: captions
+    for row in rows for one in row * times] => for _ in range(times) for row in rows for one in row]
+    if slot is self.base and slot.calls is None and self.blocks: => if False:
+caches/handle.py: caches
+    if self.live and tokens > 1 and not others: => if False:
+perception/hooks.py: perception/test_tools.py
+    if child is self.child: => if self.child is not None:
 perception/blocks.py: perception
+    if not dense and not (shared.restore and last): => if not dense:
     else sizes.log().to(normed.dtype) => else sizes.to(normed.dtype)
     plan.merge(x.to(exact) * share) / held => plan.merge(x.to(exact))
 runs/run_folder.py: runs

@@ -244,6 +244,11 @@ def test_prompts_that_are_read_in_pieces_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             model.generate(**call, **FEW, **how, **with_cache(model, DynamicCache()))
+    mixed = ask([1, 1])  # an image token of the first prompt in the second
+    first = int((mixed["input_ids"][0] == tiny.IMAGE).int().argmax())
+    mixed["input_ids"][0, first], mixed["input_ids"][1, 0] = 3, tiny.IMAGE
+    with pytest.raises(ValueError, match="expected 36 image tokens in the prompts for 1 images"):
+        model.generate(**mixed, **FEW)
     text = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False)
     assert text.shape == (1, 5)
     held = model(**call)
