@@ -126,7 +126,6 @@ runs/run_folder.py: runs
     and record.get("sha256", digest) == digest => and digest
     if foreign and self.manifest.name not in foreign: => if False:
     if own.is_symlink(): => if False:
-    for leftover in self.work.glob("*.tmp"): => for leftover in ():
 runs/jobs.py: runs
     [job.seed, job.prompt.id, job.repeat] => [job.seed, job.prompt.id]
     if last and call_of(last[0]) == call_of(job) and => if last and

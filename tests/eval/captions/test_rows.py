@@ -180,7 +180,7 @@ def test_what_is_wrong_is_told_before_a_model_is_loaded(tmp_path: Path) -> None:
         ({"out": good / "out"}, "expected a folder, got the file"),
         ({"out": other}, "expected results of the same settings"),
         ({"device": "cuda:99"}, "--device cuda:99: expected a CUDA device"),
-        ({"revision": "main", "model": str(tmp_path)}, "--revision: expected none beside a folder"),
+        ({"revision": "main", "model": str(tmp_path)}, "--revision: expected a hub id as --model"),
         ({}, "--model: expected a LLaVA of transformers"),
         ({}, "--model: expected a LLaVA of transformers"),  # again: nothing was begun
     ]
