@@ -97,7 +97,7 @@ diffusion/families/unet.py: diffusion/test_processor.py diffusion/test_apply.py 
     if not call.module.scale_qk: => if False:
     if attn.residual_connection: => if False:
 config.py: test_config.py diffusion/test_processor.py
-    if not 0 < number <= 1: => if not 0 < number:
+    if not 0 < _number(value) <= 1: => if not 0 < _number(value):
     if self.tau is not None and self.keep is not None: => if False:
     changes = {other: None, **changes} => changes = {**changes}
 caches/view.py: caches
