@@ -100,7 +100,7 @@ def test_cache_that_does_not_work_alone(pair: caches.Alone) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", [in_sweep(name, name != "sage") for name in ("sage", "flex", "flash", "xformers")]
+    "backend", [in_sweep(name, name != "sage") for name in ("sage", "flash", "xformers")]
 )
 def test_backend(backend: str) -> None:
     backends.check_orders(MODELS["FluxTransformer2DModel"], backend)

@@ -23,12 +23,10 @@ from mame_sd.families import Family, Tokens, register_family
 from tests.builders.pipelines import kandinsky, run_kandinsky
 from tests.builders.transformers import TEXT, H, W, normal
 from tests.matrix.models import images, refusals
-from tests.matrix.models.case import Case
-from tests.matrix.models.images import WORDS
+from tests.matrix.models.case import WORDS, Case, T
 from tests.matrix.models.probe import check_probe
 from tests.matrix.models.registry import CASES, MODELS
 from tests.matrix.models.sweep import RECORD, classes, kernels_of, outcome, tensors_of
-from tests.matrix.models.videos import T
 from tests.matrix.models.watch import Attention, check_by_loop, merging
 from tests.matrix.rows import in_sweep
 

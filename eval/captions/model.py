@@ -92,10 +92,6 @@ def load_captioner(
     device = pick_device(choice.device)
     dtype = pick_dtype(choice.dtype, device)
     mini, name = _mini_of(choice), choice.model or EMBEDDED
-    if choice.revision is not None and (mini is not None or Path(name).exists()):
-        raise UserError(
-            f"--revision: expected none beside a folder, got {choice.revision!r}; leave it out"
-        )
     if mini is not None:
         found = _mini(mini, weights_dir, choice.offline)
         return replace(found, model=found.model.to(device, dtype))

@@ -135,6 +135,11 @@ class Calls:
         after = positions.expand(*positions.shape[:-2], len(ids), -1).amax(-1)
         lost = Lost(length, None, after.reshape(-1, len(ids)).amax(0) + 1)
         if any(len(image.places) < image.unmerged for image in images):
+            if getattr(cache_in(call), "is_compileable", False):
+                raise ValueError(
+                    "cache_implementation: expected none beside images whose patches merge, got a"
+                    " static cache, whose masks are made for whole prompts; leave it out"
+                )
             lost = Lost(length, kept.real, lost.after)
             ids = kept.of(ids, self._padding())
             call["position_ids"] = kept.of_positions(positions)

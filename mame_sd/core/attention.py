@@ -115,6 +115,11 @@ def attention(
             f" {' x '.join(map(str, size))} and {after} more, got {list(k.shape)} and"
             f" {list(v.shape)}"
         )
+    if not q.is_floating_point() or {k.dtype, v.dtype} != {q.dtype} or not k.shape[1] * q.shape[3]:
+        raise ValueError(
+            "q, k, v: expected floating-point numbers of one dtype in one head or more, got"
+            f" {q.dtype}, {k.dtype}, {v.dtype} in {k.shape[1]} heads of {q.shape[3]} channels"
+        )
     if q.shape[2] not in (count, count - before - after) or q.shape[1] % k.shape[1]:
         raise ValueError(
             f"q: expected queries of all {count} tokens or of the image's {count - before - after},"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -41,15 +42,16 @@ NONE_HERE = (
 class MaMeHandle:
     """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`.
 
+    It holds the model, and its pipeline weakly.
+
     Attributes:
         root: the model, or an nn.ModuleDict of a pipeline's denoisers.
-        pipe: the pipeline that merging was applied to; None: a model by itself.
     """
 
     def __init__(
         self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None
     ) -> None:
-        self.root, self.pipe = root, pipe
+        self.root, self._pipe = root, _weakly(pipe)
         self._shared, self._hooks = shared, hooks
         self._layers = [hook for _, hook in hooks if isinstance(hook, MergeHook)]
         merging = {module for module, _ in hooks}
@@ -59,6 +61,15 @@ class MaMeHandle:
         asked, active = shared.setting.asked, shared.setting.active
         shared.setting = self._setting(asked, active)  # now that the layers have names
         self._check(shared.setting.config)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, which goes with a pipeline's copy, belongs to no pipeline that it knows."""
+        return {**vars(self), "_pipe": None}
+
+    @property
+    def pipe(self) -> Any:
+        """The pipeline that merging was applied to; None: a model by itself, or it is gone."""
+        return None if self._pipe is None else self._pipe()
 
     @property
     def config(self) -> MaMeConfig:
@@ -193,17 +204,17 @@ class MaMeHandle:
         """
         self._check_installed()
         check_speed(speed)
-        if self.pipe is None or not prompts:
-            came = (
-                "no prompts" if self.pipe is not None else f"a {type(self.root).__name__} by itself"
-            )
+        pipe = self.pipe
+        if pipe is None or not prompts:
+            alone = f"a {type(self.root).__name__} by itself"
+            gone = alone if self._pipe is None else "a pipeline that nothing else holds"
             raise ValueError(
-                f"calibrate: expected a pipeline and a few prompts, got {came}; see"
-                " apply_mame(pipe)"
+                "calibrate: expected a pipeline and a few prompts, got"
+                f" {gone if pipe is None else 'no prompts'}; see apply_mame(pipe)"
             )
         runs = [
             partial(
-                self.pipe,
+                pipe,
                 prompt,
                 generator=torch.Generator().manual_seed(seed + number),
                 **{"output_type": "latent", **call},
@@ -361,3 +372,11 @@ class MaMeHandle:
             families = [getattr(hook.layer, "family", None) for hook in self._layers]
             if not any(family is not None and family.references for family in families):
                 raise ValueError(NONE_HERE.format(known_as(self._kind)))
+
+
+def _weakly(pipe: Any) -> Callable[[], Any] | None:
+    """A weak reference, or a strong one where the type allows no weak one."""
+    try:
+        return None if pipe is None else weakref.ref(pipe)
+    except TypeError:
+        return lambda: pipe

@@ -34,7 +34,7 @@ class PipelineCheck:
         handle = self.handle
         # A shallow copy of the pipeline holds this very object: the caller tells which one it is.
         caller = sys._getframe(1).f_locals.get("self")
-        pipe = caller if isinstance(caller, type(handle.pipe)) else handle.pipe
+        pipe = caller if check_of(caller) is self else handle.pipe
         if not handle.applied:
             forget_pipeline(pipe)
         elif handle.active:

@@ -65,10 +65,9 @@ def _templates() -> tuple[
     for name in SUBJECTS:
         glyph = Image.fromarray(glyphs[model.glyph_names().index(name)], "RGBA")
         for size in _SIZES:
+            upright = glyph.resize((size, size), Image.Resampling.LANCZOS)
             for angle in _ANGLES:
-                cell = glyph.resize((size, size), Image.Resampling.LANCZOS).rotate(
-                    -angle, Image.Resampling.BICUBIC
-                )
+                cell = upright.rotate(-angle, Image.Resampling.BICUBIC)
                 canvas = np.zeros((_SIDE, _SIDE, 4), np.float32)
                 canvas[:size, :size] = np.asarray(cell, np.float32) / 255
                 laid.append(canvas)

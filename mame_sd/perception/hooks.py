@@ -56,6 +56,11 @@ class InnerHook(Hook):
         self.take(module)  # tools copy hooks to what they put in a layer's place
         super().put(module)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and files are without a module that was replaced, which may hold anything."""
+        there = self.owner.get_submodule(self.path)
+        return {**self.__dict__, "child": self.child if self.child is there else None}
+
     def follow(self) -> None:
         """Lie on what stands at the path now."""
         child = self.owner.get_submodule(self.path)

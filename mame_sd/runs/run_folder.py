@@ -75,9 +75,7 @@ class RunFolder:
             read_manifest(self.manifest, OTHER_OUT)
 
     def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
-        """Create or take up the folder and clear what a kill left behind.
-
-        Returns notes about another environment.
+        """Create or take up the folder. Returns notes about another environment.
 
         Args:
             manifest: with "settings", which must agree with those the folder was begun with, and
@@ -92,8 +90,6 @@ class RunFolder:
         with writing(self.path):
             self.work.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            for leftover in self.work.glob("*.tmp"):
-                leftover.unlink()
         notes: list[str] = []
         # A folder without images may be begun again with other settings.
         if self.manifest.exists() and any(self.images.glob("*.png")):

@@ -63,7 +63,7 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
     step.draws[self.place : self.place + 1] => step.draws[:1]
     self._moved = not same( => self._moved = False and not same(
     plans = None if learns else => plans =
-    latents is not None and not (self.by_frame and latents.dim() == 5) => latents is not None
+    latents is not None and not of_frames => latents is not None
     again = _checkpoints(module) => again = False
     elif shapes != self._shapes.value: => elif False:
 diffusion/interception.py: diffusion/test_interception.py test_models.py
@@ -81,6 +81,9 @@ diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py t
     "temporal_transformer_blocks", => "temporal",
     isinstance(getattr(module, "processor", None), MaMeAttnProcessor) => False
     check_idle(root, "remove_mame") => root
+diffusion/pipeline_check.py: diffusion/test_pipeline_check.py
+    elif handle.active: => elif False:
+    caller if check_of(caller) is self else handle.pipe => handle.pipe
 diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:
@@ -94,7 +97,7 @@ diffusion/families/unet.py: diffusion/test_processor.py diffusion/test_apply.py 
     if not call.module.scale_qk: => if False:
     if attn.residual_connection: => if False:
 config.py: test_config.py diffusion/test_processor.py
-    if not 0 < number <= 1: => if not 0 < number:
+    if not 0 < _number(value) <= 1: => if not 0 < _number(value):
     if self.tau is not None and self.keep is not None: => if False:
     changes = {other: None, **changes} => changes = {**changes}
 caches/view.py: caches
@@ -123,7 +126,6 @@ runs/run_folder.py: runs
     and record.get("sha256", digest) == digest => and digest
     if foreign and self.manifest.name not in foreign: => if False:
     if own.is_symlink(): => if False:
-    for leftover in self.work.glob("*.tmp"): => for leftover in ():
 runs/jobs.py: runs
     [job.seed, job.prompt.id, job.repeat] => [job.seed, job.prompt.id]
     if last and call_of(last[0]) == call_of(job) and => if last and

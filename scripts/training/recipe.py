@@ -72,7 +72,7 @@ class Recipe(ABC, Generic[S]):
         """What the model is measured on, `each` of every class: a file's name, and what draws it
         as [side, side, 3].
         """
-        raise SystemExit("--draw: expected a training with pictures to measure on, got none")
+        raise NotImplementedError
 
     def seed_of(self, stage: S) -> int:
         """The seed of the weights that a stage begins with."""
@@ -131,10 +131,12 @@ def run(kind: type[Recipe[Any]], about: str | None, argv: Sequence[str] | None =
     add("--smoke", action="store_true", help="a few steps of everything")
     kind.options(add)
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    torch.use_deterministic_algorithms(True)
     if args.work is None and args.draw is None:
         parser.error("expected --work or --draw, got neither")
+    if args.draw is not None and kind.pictures is Recipe.pictures:
+        parser.error("--draw: this model is not measured on pictures of its own; leave it out")
+    torch.set_num_threads(args.threads)
+    torch.use_deterministic_algorithms(True)
     if args.work is not None:
         args.work.mkdir(parents=True, exist_ok=True)
     recipe = kind(args)

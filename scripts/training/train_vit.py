@@ -174,6 +174,8 @@ class VitRecipe(Recipe[FormStage]):
         forms = [form for form in FORMS.values() if form.name in wanted]
         stages = [stage_of(form, seed) for seed in range(args.seeds) for form in forms]
         super().__init__(args, stages)
+        if self.work is None:
+            raise SystemExit("--work: expected a folder for pictures and models, got none")
         self.head, self.names, count, held_out = args.head, list(NAMES), PICTURES, HELD_OUT
         if self.smoke:
             self.names, count, held_out = self.names[:3], 16, 12

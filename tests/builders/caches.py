@@ -1,6 +1,4 @@
-"""What users take instead of merging, or beside it: caches that reuse parts of earlier steps.
-
-DeepCache for UNets, diffusers' hooks.
+"""Caches that reuse parts of earlier steps: DeepCache for UNets, diffusers' hooks.
 
 `enable` and `disable` put one on a pipeline (DeepCache) or its denoiser and take it off. A run of
 several steps goes in `one_run`. Pipelines of models that are no `CacheMixin` (UNets, Stable
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from DeepCache import DeepCacheSDHelper
 from diffusers import hooks
 from diffusers.hooks import HookRegistry
 from diffusers.models.cache_utils import CacheMixin
@@ -39,16 +38,7 @@ _APPLY: dict[type, Callable[[nn.Module, Any], None]] = {
     hooks.MagCacheConfig: hooks.apply_mag_cache,
     hooks.TaylorSeerCacheConfig: hooks.apply_taylorseer_cache,
 }
-_HOME = {
-    f"diffusers.hooks.{name}"
-    for name in (
-        "pyramid_attention_broadcast",
-        "faster_cache",
-        "first_block_cache",
-        "mag_cache",
-        "taylorseer_cache",
-    )
-}
+_HOME = {apply.__module__ for apply in _APPLY.values()}
 
 
 class Timestep:
@@ -78,12 +68,10 @@ class Cache:
 
     Args:
         name: as its authors call it.
-        settings: JSON values that say how it is set.
         config: makes diffusers' settings of a call that gives the timestep.
     """
 
     name: str
-    settings: dict[str, Any]
     config: Callable[[Timestep], Any]
     _on: list[tuple[nn.Module, Timestep]] = field(default_factory=list, repr=False)
 
@@ -123,34 +111,18 @@ class Cache:
                     registry.remove_hook(name, recurse=False)
 
 
-@dataclass
 class DeepCache:
-    """DeepCache (`pip install DeepCache`) on the pipeline of a UNet: of every `interval` steps all
-    but one run its outer layers alone.
-    """
+    """DeepCache on the pipeline of a UNet: every other step runs its outermost layers alone."""
 
-    interval: int
-    branch: int = 0
-    name: str = "DeepCache"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """JSON values that say how it is set."""
-        return {"interval": self.interval, "branch": self.branch}
+    name = "DeepCache"
 
     def enable(self, pipe: Any) -> None:
-        """Raises ImportError where the package is not installed."""
-        from DeepCache import DeepCacheSDHelper
-
         pipe.deep_cache = DeepCacheSDHelper(pipe=pipe)
-        pipe.deep_cache.set_params(cache_interval=self.interval, cache_branch_id=self.branch)
+        pipe.deep_cache.set_params(cache_interval=2, cache_branch_id=0)
         pipe.deep_cache.enable()
 
     def disable(self, pipe: Any) -> None:
-        """Takes it off again, if it is on."""
-        if hasattr(pipe, "deep_cache"):
-            pipe.deep_cache.disable()
-            del pipe.deep_cache
+        pipe.deep_cache.disable()
 
 
 AnyCache = Cache | DeepCache
@@ -165,30 +137,28 @@ def one_run(target: Any) -> Iterator[None]:
         yield
 
 
-def pyramid(skip_range: int = 2, timesteps: tuple[int, int] = (100, 800)) -> Cache:
-    """PyramidAttentionBroadcast of self-attention (arXiv 2408.12588): within `timesteps` all but
-    every `skip_range`-th call are skipped.
+def pyramid() -> Cache:
+    """PyramidAttentionBroadcast of self-attention (arXiv 2408.12588): within the timesteps all but
+    every other call are skipped.
     """
     return Cache(
         "PyramidAttentionBroadcast",
-        {"skip_range": skip_range, "timesteps": list(timesteps)},
         lambda now: hooks.PyramidAttentionBroadcastConfig(
-            spatial_attention_block_skip_range=skip_range,
-            spatial_attention_timestep_skip_range=timesteps,
+            spatial_attention_block_skip_range=2,
+            spatial_attention_timestep_skip_range=(100, 800),
             current_timestep_callback=now,
         ),
     )
 
 
-def faster(distilled: bool = False, weight: float = 0.3) -> Cache:
+def faster(distilled: bool = False) -> Cache:
     """FasterCache (arXiv 2410.19355) of self-attention and, unless `distilled`, of the unguided
     half of each batch.
     """
     return Cache(
         "FasterCache",
-        {"distilled": distilled, "weight": weight},
         lambda now: hooks.FasterCacheConfig(
-            attention_weight_callback=lambda module: weight,
+            attention_weight_callback=lambda module: 0.3,
             tensor_format="BCHW",
             is_guidance_distilled=distilled,
             current_timestep_callback=now,
@@ -201,65 +171,46 @@ def first_block(threshold: float) -> Cache:
     """FirstBlockCache: all blocks but the first are skipped where its residual has changed by less
     than `threshold`.
     """
-    return Cache(
-        "FirstBlockCache",
-        {"threshold": threshold},
-        lambda now: hooks.FirstBlockCacheConfig(threshold=threshold),
-    )
+    return Cache("FirstBlockCache", lambda now: hooks.FirstBlockCacheConfig(threshold=threshold))
 
 
-def magnitude(
-    steps: int,
-    ratios: Sequence[float],
-    threshold: float = 0.06,
-    skip: int = 3,
-    retention: float = 0.2,
-) -> Cache:
-    """MagCache (github.com/Zehong-Ma/MagCache): all blocks are skipped while the error that
-    `ratios` predict stays below `threshold`.
+def magnitude(steps: int) -> Cache:
+    """MagCache (github.com/Zehong-Ma/MagCache): all blocks are skipped every other step, after the
+    first quarter of `steps`.
     """
     return Cache(
         "MagCache",
-        {"steps": steps, "threshold": threshold, "skip": skip, "retention": retention},
         lambda now: hooks.MagCacheConfig(
-            threshold=threshold,
-            max_skip_steps=skip,
-            retention_ratio=retention,
+            max_skip_steps=1,
+            retention_ratio=0.25,
             num_inference_steps=steps,
-            mag_ratios=list(ratios),
+            mag_ratios=[1.0] * steps,
         ),
     )
 
 
-def taylorseer(interval: int, before: int = 3, layers: Sequence[str] | None = None) -> Cache:
-    """TaylorSeer (arXiv 2503.06923): attention is extrapolated from its last two outputs, all but
-    every `interval`-th step after `before`.
+def taylorseer(layers: Sequence[str]) -> Cache:
+    """TaylorSeer (arXiv 2503.06923): attention of these layers is extrapolated from its last two
+    outputs, every other step after the second.
     """
     return Cache(
         "TaylorSeer",
-        {
-            "interval": interval,
-            "before": before,
-            "layers": None if layers is None else list(layers),
-        },
         lambda now: hooks.TaylorSeerCacheConfig(
-            cache_interval=interval,
-            disable_cache_before_step=before,
+            cache_interval=2,
+            disable_cache_before_step=2,
             taylor_factors_dtype=torch.float32,
-            cache_identifiers=None if layers is None else list(layers),
+            cache_identifiers=list(layers),
         ),
     )
 
 
-def sea(threshold: float = 0.25) -> Cache:
+def sea(threshold: float) -> Cache:
     """SeaCache (arXiv 2602.18993): all blocks are skipped while the change of their input's
     spectrum stays below `threshold`. The run tells each step's place to `cache_context`.
     """
-    return Cache(
-        "SeaCache", {"threshold": threshold}, lambda now: hooks.SeaCacheConfig(threshold=threshold)
-    )
+    return Cache("SeaCache", lambda now: hooks.SeaCacheConfig(threshold=threshold))
 
 
 def text_keys() -> Cache:
     """TextKVCache: keys and values of the text are computed once for all steps."""
-    return Cache("TextKVCache", {}, lambda now: hooks.TextKVCacheConfig())
+    return Cache("TextKVCache", lambda now: hooks.TextKVCacheConfig())

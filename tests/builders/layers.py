@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import Attention
 
-from tests.builders.tiny import seeded, tiny_unet
+from tests.builders.tiny import seeded
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -33,12 +32,3 @@ def attention(**kwargs: Any) -> Attention:
 
 def tokens(batch: int = 2, length: int = 64, dim: int = 16) -> torch.Tensor:
     return torch.randn(batch, length, dim, generator=torch.Generator().manual_seed(1))
-
-
-def added_kv_unet() -> UNet2DConditionModel:
-    return tiny_unet(
-        down_block_types=("SimpleCrossAttnDownBlock2D",) * 2,
-        up_block_types=("SimpleCrossAttnUpBlock2D",) * 2,
-        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
-        attention_head_dim=8,
-    )

@@ -331,3 +331,15 @@ def test_other_models_that_read_images_are_no_vision_transformers(build: Any) ->
     tower = next(one for one in model.modules() if type(one).__name__ in TOWERS)
     handle: Any = apply_mame(tower, keep=0.9)  # a tower alone is one
     assert handle.installed
+
+
+def test_a_static_cache_is_refused_where_tokens_merge() -> None:
+    model = tiny.llava()
+    asked = {
+        **tiny.prompts([[36]]),
+        "pixel_values": tiny.pictures(1),
+        "cache_implementation": "static",
+    }
+    apply_mame(model, keep=0.5)
+    with pytest.raises(ValueError, match="cache_implementation: expected none beside images"):
+        model.generate(**asked, max_new_tokens=3)

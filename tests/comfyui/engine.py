@@ -40,20 +40,21 @@ def engine() -> Any:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A tiny model: its names in `comfy.supported_models` and `comfy.model_base`, its size, and
-    what a call of it takes, and how many samples.
+    """A tiny model: its names in `comfy.supported_models` and, where that is another one, in
+    `comfy.model_base`; its size; what a call of it takes, and how many samples.
     """
 
     config: str
-    base: str
     size: dict[str, Any]
-    latent: tuple[int, ...]
-    context: tuple[int, int]
+    base: str = ""
+    latent: tuple[int, ...] = (16, 16, 24)
+    context: tuple[int, int] = (7, 24)
     extra: dict[str, tuple[int, ...]] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     batch: int = 2
 
 
+VIDEO = (16, 3, 16, 24)  # channels, frames, rows and columns of a latent
 HEADS = {
     "hidden_size": 64,
     "num_heads": 2,
@@ -84,20 +85,17 @@ UNET = {
 }
 TINY = {
     "SD 1.5": Tiny(
-        "SD15", "BaseModel", UNET | {"context_dim": 24, "num_heads": 2}, (4, 16, 24), (7, 24)
+        "SD15", UNET | {"context_dim": 24, "num_heads": 2}, base="BaseModel", latent=(4, 16, 24)
     ),
     "SDXL": Tiny(
-        "SDXL",
         "SDXL",
         UNET
         | {"model_channels": 64, "context_dim": 24, "use_linear_in_transformer": True}
         | {"num_classes": "sequential", "adm_in_channels": 48},
-        (4, 16, 24),
-        (7, 24),
-        {"y": (48,)},
+        latent=(4, 16, 24),
+        extra={"y": (48,)},
     ),
     "SD3": Tiny(
-        "SD3",
         "SD3",
         {
             "depth": 2,
@@ -114,20 +112,14 @@ TINY = {
             }
         }
         | {"pos_embed_max_size": 12, "x_block_self_attn_layers": [0], "qk_norm": "rms"},
-        (16, 16, 24),
-        (7, 24),
-        {"y": (48,)},
+        extra={"y": (48,)},
     ),
     "Flux": Tiny(
         "Flux",
-        "Flux",
         FLUX | {"vec_in_dim": 48, "patch_size": 2, "guidance_embed": True, "txt_ids_dims": []},
-        (16, 16, 24),
-        (7, 24),
-        {"y": (48,), "guidance": ()},
+        extra={"y": (48,), "guidance": ()},
     ),
     "Chroma": Tiny(
-        "Chroma",
         "Chroma",
         FLUX
         | {
@@ -138,12 +130,9 @@ TINY = {
             "txt_ids_dims": [],
         }
         | {"in_dim": 64, "out_dim": 64, "hidden_dim": 32, "n_layers": 1},
-        (16, 16, 24),
-        (7, 24),
-        {"guidance": ()},
+        extra={"guidance": ()},
     ),
     "Qwen-Image": Tiny(
-        "QwenImage",
         "QwenImage",
         {
             "num_layers": 2,
@@ -152,11 +141,9 @@ TINY = {
             "joint_attention_dim": 24,
         }
         | {"pooled_projection_dim": 24, "axes_dims_rope": (8, 12, 12)},
-        (16, 1, 16, 24),
-        (7, 24),
+        latent=(16, 1, 16, 24),
     ),
     "Lumina 2": Tiny(
-        "Lumina2",
         "Lumina2",
         {
             "in_channels": 16,
@@ -168,12 +155,9 @@ TINY = {
             "qk_norm": True,
         }
         | {"cap_feat_dim": 24, "axes_dims": [8, 12, 12], "axes_lens": [300, 512, 512]},
-        (16, 16, 24),
-        (7, 24),
         constants={"num_tokens": 7},
     ),
     "AuraFlow": Tiny(
-        "AuraFlow",
         "AuraFlow",
         {
             "dim": 64,
@@ -184,11 +168,9 @@ TINY = {
             "cond_seq_dim": 24,
         }
         | {"max_seq": 144},
-        (4, 16, 24),
-        (7, 24),
+        latent=(4, 16, 24),
     ),
     "HunyuanVideo": Tiny(
-        "HunyuanVideo",
         "HunyuanVideo",
         FLUX
         | {
@@ -199,19 +181,16 @@ TINY = {
             "meanflow": False,
         }
         | {"use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False},
-        (16, 3, 16, 24),
-        (7, 24),
-        {"y": (48,)},
+        latent=VIDEO,
+        extra={"y": (48,)},
     ),
     "Wan": Tiny(
         "WAN21_T2V",
-        "WAN21",
         {"dim": 64, "ffn_dim": 64, "freq_dim": 32, "text_dim": 24, "num_heads": 2, "num_layers": 2},
-        (16, 3, 16, 24),
-        (7, 24),
+        base="WAN21",
+        latent=VIDEO,
     ),
     "LTX-Video": Tiny(
-        "LTXV",
         "LTXV",
         {
             "in_channels": 16,
@@ -220,10 +199,9 @@ TINY = {
             "num_attention_heads": 2,
         }
         | {"caption_channels": 24, "num_layers": 2},
-        (16, 3, 8, 12),
-        (7, 24),
-        {"attention_mask": ()},
-        {"frame_rate": 25},
+        latent=(16, 3, 8, 12),
+        extra={"attention_mask": ()},
+        constants={"frame_rate": 25},
     ),
 }
 
@@ -261,157 +239,125 @@ MADE_BEFORE = {  # Cosmos and Anima
 TINY |= {
     "Krea 2": Tiny(
         "Krea2",
-        "Krea2",
         {"features": 64, "tdim": 32, "txtdim": 24, "heads": 2, "kvheads": 1, "multiplier": 2}
         | {"layers": 2, "txtlayers": 2, "txtheads": 2, "txtkvheads": 2},
-        (16, 16, 24),
-        (7, 48),
+        context=(7, 48),
     ),
     "Ideogram 4": Tiny(
-        "Ideogram4",
         "Ideogram4",
         {"in_channels": 16, "num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32}
         | {"intermediate_size": 64, "adaln_dim": 32, "mrope_section": (6, 5, 5)}
         | {"llm_features_dim": 24},
-        (16, 8, 12),
-        (7, 24),
+        latent=(16, 8, 12),
     ),
     "HiDream": Tiny(
-        "HiDream",
         "HiDream",
         {"patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 1}
         | {"num_single_layers": 1, "attention_head_dim": 32, "num_attention_heads": 2}
         | {"caption_channels": [24, 24], "text_emb_dim": 48, "axes_dims_rope": (16, 8, 8)}
         | {"max_resolution": (32, 32), "llama_layers": [0, 1]},
-        (16, 16, 24),
-        (3, 24),
-        {"y": (48,), "encoder_hidden_states_llama3": (2, 2, 24)},
+        context=(3, 24),
+        extra={"y": (48,), "encoder_hidden_states_llama3": (2, 2, 24)},
     ),
     "OmniGen 2": Tiny(
-        "Omnigen2",
         "Omnigen2",
         {"in_channels": 16, "hidden_size": 64, "num_layers": 1, "num_refiner_layers": 1}
         | {"num_attention_heads": 2, "num_kv_heads": 1, "multiple_of": 32}
         | {"axes_dim_rope": (8, 12, 12), "text_feat_dim": 24},
-        (16, 16, 24),
-        (7, 24),
         constants={"num_tokens": 7},
     ),
     "Kandinsky 5": Tiny(
         "Kandinsky5",
-        "Kandinsky5",
         {"in_text_dim": 24, "in_text_dim2": 48, "time_dim": 32, "model_dim": 64, "ff_dim": 64}
         | {"visual_embed_dim": 64, "num_text_blocks": 1, "num_visual_blocks": 2}
         | {"axes_dims": (8, 12, 12)},
-        (16, 3, 16, 24),
-        (7, 24),
-        {"y": (48,)},
+        latent=VIDEO,
+        extra={"y": (48,)},
     ),
     "Cosmos": Tiny(
         "CosmosT2V",
-        "CosmosVideo",
         MADE_BEFORE
         | {"block_x_format": "THWBD", "affline_emb_norm": True}
         | {"extra_per_block_abs_pos_emb": True, "extra_per_block_abs_pos_emb_type": "learnable"},
-        (16, 3, 16, 24),
-        (7, 24),
+        base="CosmosVideo",
+        latent=VIDEO,
         constants={"fps": 24},
     ),
-    "Cosmos Predict2": Tiny(
-        "CosmosT2IPredict2", "CosmosPredict2", MADE_BEFORE, (16, 3, 16, 24), (7, 24)
-    ),
-    "Anima": Tiny("Anima", "Anima", MADE_BEFORE, (16, 1, 16, 24), (7, 24)),
+    "Cosmos Predict2": Tiny("CosmosT2IPredict2", MADE_BEFORE, base="CosmosPredict2", latent=VIDEO),
+    "Anima": Tiny("Anima", MADE_BEFORE, latent=(16, 1, 16, 24)),
     "Mochi": Tiny(
-        "GenmoMochi",
         "GenmoMochi",
         {"in_channels": 16, "hidden_size_x": 64, "hidden_size_y": 32, "depth": 2, "num_heads": 2}
         | {"mlp_ratio_x": 192.0, "mlp_ratio_y": 192.0, "t5_feat_dim": 24, "t5_token_length": 7}
         | {"use_t5": True, "learn_sigma": False, "qk_norm": True},
-        (16, 3, 16, 24),
-        (7, 24),
-        {"attention_mask": (7,)},
-        {"num_tokens": 5},
+        latent=VIDEO,
+        extra={"attention_mask": (7,)},
+        constants={"num_tokens": 5},
     ),
     "CogVideoX": Tiny(
         "CogVideoX_T2V",
-        "CogVideoX",
         {"num_attention_heads": 2, "attention_head_dim": 32, "time_embed_dim": 32}
         | {"text_embed_dim": 24, "num_layers": 2, "use_rotary_positional_embeddings": True}
         | {"sample_width": 24, "sample_height": 16, "sample_frames": 9},
-        (16, 3, 16, 24),
-        (7, 24),
+        base="CogVideoX",
+        latent=VIDEO,
     ),
     "LTX-2": Tiny(
-        "LTXAV",
         "LTXAV",
         {"in_channels": 16, "audio_in_channels": 128, "cross_attention_dim": 64}
         | {"audio_cross_attention_dim": 32, "attention_head_dim": 32, "num_attention_heads": 2}
         | {"audio_attention_head_dim": 16, "audio_num_attention_heads": 2, "num_layers": 2}
         | {"caption_channels": 24},
-        (1, 16 * 3 * 8 * 12 + 8 * 10 * 16),
-        (7, 48),
-        {"attention_mask": ()},
-        {"frame_rate": 25, "latent_shapes": [(2, 16, 3, 8, 12), (2, 8, 10, 16)]},
+        latent=(1, 16 * 3 * 8 * 12 + 8 * 10 * 16),
+        context=(7, 48),
+        extra={"attention_mask": ()},
+        constants={"frame_rate": 25, "latent_shapes": [(2, 16, 3, 8, 12), (2, 8, 10, 16)]},
     ),
     "Wan, a reference frame": Tiny(
         "WAN21_T2V",
-        "WAN21",
         WAN | {"in_dim_ref_conv": 16},
-        (16, 3, 16, 24),
-        (7, 24),
-        {"reference_latent": (16, 16, 24)},
+        base="WAN21",
+        latent=VIDEO,
+        extra={"reference_latent": (16, 16, 24)},
     ),
     "Wan, frames behind": Tiny(
-        "WAN21_T2V", "WAN21", WAN, (16, 3, 16, 24), (7, 24), {"time_dim_concat": (16, 1, 16, 24)}
+        "WAN21_T2V", WAN, base="WAN21", latent=VIDEO, extra={"time_dim_concat": (16, 1, 16, 24)}
     ),
     "Wan SCAIL": Tiny(
         "WAN21_SCAIL",
-        "WAN21_SCAIL",
         WAN | {"model_type": "scail", "in_dim": 16},
-        (16, 3, 16, 24),
-        (7, 24),
-        {"reference_latent": (16, 1, 16, 24), "pose_latents": (16, 3, 8, 12)},
+        latent=VIDEO,
+        extra={"reference_latent": (16, 1, 16, 24), "pose_latents": (16, 3, 8, 12)},
     ),
     "Wan SCAIL 2": Tiny(
         "WAN21_SCAIL2",
-        "WAN21_SCAIL2",
         WAN | {"model_type": "scail2", "in_dim": 16},
-        (16, 3, 16, 24),
-        (7, 24),
-        {"reference_latent": (16, 2, 16, 24)},
-        {"ref_mask_flag": None},
+        latent=VIDEO,
+        extra={"reference_latent": (16, 2, 16, 24)},
+        constants={"ref_mask_flag": None},
     ),
     "Wan Animate": Tiny(
-        "WAN22_Animate",
-        "WAN22_Animate",
-        WAN | {"model_type": "animate", "motion_encoder_dim": 64},
-        (16, 3, 16, 24),
-        (7, 24),
+        "WAN22_Animate", WAN | {"model_type": "animate", "motion_encoder_dim": 64}, latent=VIDEO
     ),
     "Wan S2V": Tiny(
         "WAN22_S2V",
-        "WAN22_S2V",
         WAN | {"model_type": "s2v", "audio_dim": 24, "audio_inject_layers": [0]},
-        (16, 3, 16, 24),
-        (7, 24),
-        {"reference_latent": (16, 1, 16, 24)},
+        latent=VIDEO,
+        extra={"reference_latent": (16, 1, 16, 24)},
     ),
 }
 
 Z_IMAGE = TINY["Lumina 2"].size | {"n_kv_heads": 2, "pad_tokens_multiple": 32}
 TINY |= {
-    "Flux 2": Tiny("Flux2", "Flux2", FLUX_2, (16, 8, 12), (7, 24), {"guidance": ()}),
+    "Flux 2": Tiny("Flux2", FLUX_2, latent=(16, 8, 12), extra={"guidance": ()}),
     "Flux 2, a reference": Tiny(
         "Flux2",
-        "Flux2",
         FLUX_2,
-        (16, 8, 12),
-        (7, 24),
-        {"guidance": ()},
-        {"ref_latents": [torch.ones(2, 16, 4, 6)]},
+        latent=(16, 8, 12),
+        extra={"guidance": ()},
+        constants={"ref_latents": [torch.ones(2, 16, 4, 6)]},
     ),
     "Chroma Radiance": Tiny(
-        "ChromaRadiance",
         "ChromaRadiance",
         FLUX
         | {"in_channels": 3, "out_channels": 3, "vec_in_dim": 48, "patch_size": 16}
@@ -419,118 +365,92 @@ TINY |= {
         | {"nerf_hidden_size": 8, "nerf_mlp_ratio": 2, "nerf_depth": 1, "nerf_max_freqs": 2}
         | {"nerf_tile_size": 0, "nerf_final_head_type": "conv", "nerf_embedder_dtype": None}
         | {"use_x0": False, "use_sequential_txt_ids": False},
-        (3, 128, 192),
-        (7, 24),
-        {"guidance": ()},
+        latent=(3, 128, 192),
+        extra={"guidance": ()},
     ),
     "Qwen-Image Layered": Tiny(
         "QwenImage",
-        "QwenImage",
         TINY["Qwen-Image"].size | {"use_additional_t_cond": True},
-        (16, 3, 16, 24),
-        (7, 24),
+        latent=VIDEO,
         constants={"additional_t_cond": torch.zeros(2, dtype=torch.long)},
     ),
     "HunyuanVideo 1.5": Tiny(
         "HunyuanVideo15",
-        "HunyuanVideo15",
         TINY["HunyuanVideo"].size
         | {"vec_in_dim": None, "vision_in_dim": 24}
         | {"use_cond_type_embedding": True},
-        (16, 3, 16, 24),
-        (7, 24),
-        {"clip_fea": (5, 24)},
+        latent=VIDEO,
+        extra={"clip_fea": (5, 24)},
     ),
     "HunyuanImage 2.1": Tiny(
-        "HunyuanImage21",
         "HunyuanImage21",
         TINY["HunyuanVideo"].size
         | {"vec_in_dim": None, "patch_size": [1, 1], "byt5": True}
         | {"axes_dim": [16, 16]},
-        (16, 8, 12),
-        (7, 24),
-        {"txt_byt5": (3, 1472)},
+        latent=(16, 8, 12),
+        extra={"txt_byt5": (3, 1472)},
     ),
-    "Z-Image": Tiny("Lumina2", "Lumina2", Z_IMAGE, (16, 18, 26), (7, 24), {}, {"num_tokens": 7}),
+    "Z-Image": Tiny("Lumina2", Z_IMAGE, latent=(16, 18, 26), constants={"num_tokens": 7}),
     "Z-Image, references": Tiny(
         "Lumina2",
-        "Lumina2",
         Z_IMAGE | {"siglip_feat_dim": 24},
-        (16, 18, 26),
-        (7, 24),
-        {},
-        {"num_tokens": 7, "ref_latents": [torch.ones(1, 16, 8, 12)]}
+        latent=(16, 18, 26),
+        constants={"num_tokens": 7, "ref_latents": [torch.ones(1, 16, 8, 12)]}
         | {"ref_contexts": [torch.ones(1, 9, 24)], "siglip_feats": [torch.ones(1, 4, 6, 24)]},
     ),
     "Z-Image, longer contexts than the image": Tiny(
         "Lumina2",
-        "Lumina2",
         Z_IMAGE | {"siglip_feat_dim": 24},
-        (16, 16, 20),
-        (7, 24),
-        {},
-        {"num_tokens": 7, "ref_latents": [torch.ones(1, 16, 16, 20)] * 2}
+        latent=(16, 16, 20),
+        constants={"num_tokens": 7, "ref_latents": [torch.ones(1, 16, 16, 20)] * 2}
         | {"ref_contexts": [torch.ones(1, 90, 24)] * 2}
         | {"siglip_feats": [torch.ones(1, 20, 20, 24)] * 2},
     ),
     "Wan, context latents": Tiny(
         "WAN21_T2V",
-        "WAN21",
         WAN,
-        (16, 3, 16, 24),
-        (7, 24),
-        {},
-        {"context_latents": [torch.ones(2, 16, 1, 8, 12)]},
+        base="WAN21",
+        latent=VIDEO,
+        constants={"context_latents": [torch.ones(2, 16, 1, 8, 12)]},
     ),
     "Wan VACE": Tiny(
         "WAN21_Vace",
-        "WAN21_Vace",
         WAN | {"model_type": "vace", "vace_layers": 1, "vace_in_dim": 16},
-        (16, 3, 16, 24),
-        (7, 24),
-        {"vace_context": (1, 16, 3, 16, 24)},
-        {"vace_strength": [1.0]},
+        latent=VIDEO,
+        extra={"vace_context": (1, 16, 3, 16, 24)},
+        constants={"vace_strength": [1.0]},
     ),
     "MiniMax H3": Tiny(
-        "MiniMaxH3",
         "MiniMaxH3",
         {"hidden_size": 64, "num_layers": 2, "token_refiner_num_layers": 1, "text_dim": 24}
         | {"num_attention_heads": 2, "attention_head_dim": 32, "ffn_hidden_size": 64}
         | {"timestep_input_dim": 16, "time_embed_hidden_size": 64, "time_embed_dim": 32}
         | {"rope_inv_freq_len": 4},
-        (1, 28288),
-        (7, 24),
-        {},
-        {"latent_shapes": ((1, 24, 3, 16, 24), (1, 32, 2, 10))},
+        latent=(1, 28288),
+        constants={"latent_shapes": ((1, 24, 3, 16, 24), (1, 32, 2, 10))},
         batch=1,
     ),
     "ERNIE-Image": Tiny(
         "ErnieImage",
-        "ErnieImage",
         {"hidden_size": 64, "num_attention_heads": 2, "num_layers": 2, "ffn_hidden_size": 64}
         | {"in_channels": 16, "out_channels": 16, "text_in_dim": 24, "rope_axes_dim": (8, 12, 12)},
-        (16, 16, 24),
-        (7, 24),
     ),
 }
 HANDED = {"ERNIE-Image"}  # whose attention the node hands on, and the engine to no other
 HIDDEN = {  # whose attention no node is handed
     "PixArt": Tiny(
         "PixArtSigma",
-        "PixArt",
         {"input_size": 48, "in_channels": 4, "hidden_size": 64, "depth": 2, "num_heads": 2}
         | {"caption_channels": 24, "model_max_length": 7, "micro_condition": False},
-        (4, 32, 48),
-        (7, 24),
+        base="PixArt",
+        latent=(4, 32, 48),
     ),
     "HunyuanDiT": Tiny(
         "HunyuanDiT",
-        "HunyuanDiT",
         {"input_size": 24, "hidden_size": 64, "depth": 2, "num_heads": 2, "text_states_dim": 24}
         | {"text_states_dim_t5": 64, "text_len": 7, "text_len_t5": 5},
-        (4, 16, 24),
-        (7, 24),
-        {"text_embedding_mask": (7,), "encoder_hidden_states_t5": (5, 64)}
+        latent=(4, 16, 24),
+        extra={"text_embedding_mask": (7,), "encoder_hidden_states_t5": (5, 64)}
         | {"text_embedding_mask_t5": (5,), "image_meta_size": (6,)},
     ),
 }
@@ -553,7 +473,7 @@ def _made(comfy: Any, tiny: Tiny, size: dict[str, Any]) -> Any:
     config.unet_config |= size  # over what the engine adds
     config.custom_operations = comfy.ops.disable_weight_init
     try:
-        return getattr(comfy.model_base, tiny.base)(config, device="cpu")
+        return getattr(comfy.model_base, tiny.base or tiny.config)(config, device="cpu")
     except TypeError as error:
         unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unknown is None:

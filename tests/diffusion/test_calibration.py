@@ -274,7 +274,8 @@ def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allow
 def test_what_can_not_be_calibrated_is_refused_before_anything_runs(
     prompts: Any, speed: Any, message: str
 ) -> None:
-    handle = apply_mame(tiny_pipeline(), **SMALL)
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, **SMALL)
     with pytest.raises(ValueError, match=message):
         handle.calibrate(prompts, speed=speed)
     assert handle.config == MaMeConfig(**SMALL)
@@ -283,5 +284,10 @@ def test_what_can_not_be_calibrated_is_refused_before_anything_runs(
 def test_models_by_themselves_and_those_too_small_say_what_to_do() -> None:
     with pytest.raises(ValueError, match="got a UNet2DConditionModel by itself; see apply_mame"):
         apply_mame(tiny_unet(), **SMALL).calibrate(["a"], speed=1.2)
+    pipe = tiny_pipeline()
     with pytest.raises(ValueError, match="could merge, found none; lower min_tokens"):
-        apply_mame(tiny_pipeline()).calibrate(["a"], speed=1.2, num_inference_steps=1)
+        apply_mame(pipe).calibrate(["a"], speed=1.2, num_inference_steps=1)
+    handle = apply_mame(pipe)
+    del pipe
+    with pytest.raises(ValueError, match="got a pipeline that nothing else holds"):
+        handle.calibrate(["a"], speed=1.2)

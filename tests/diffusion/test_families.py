@@ -12,7 +12,6 @@ import torch
 from diffusers import (
     FluxControlNetModel,
     FluxTransformer2DModel,
-    LTXVideoTransformer3DModel,
 )
 from diffusers.models.attention_processor import (
     Attention,
@@ -35,7 +34,9 @@ from tests.builders.transformers import FLUX, TEXT, H, W, flux_inputs, normal, r
 
 N = H * W
 ONE_OF_EACH = {"num_layers": 1, "num_single_layers": 1}  # for tracing takes seconds a block
+SIZE = {"query_dim": 32, "heads": 2, "dim_head": 16}
 TAU = MaMeConfig(tau=0.35, min_tokens=1)
+HALF = MaMeConfig(keep=0.5, min_tokens=1)
 
 
 def built_in(name: str) -> Family:
@@ -46,70 +47,42 @@ def counted(
     module: nn.Module, family: Family, tokens: Tokens, config: MaMeConfig, **call: Any
 ) -> tuple[Any, LayerStats]:
     layer, stats = SequenceAttention(module, family), LayerStats("here")
-    return (
-        merged_call(layer, layer.call(module, module.forward, (), call), tokens, config, stats),
-        stats,
-    )
+    given = layer.call(module, module.forward, (), call)
+    return merged_call(layer, given, tokens, config, stats), stats
 
 
-def merged(
-    module: nn.Module, family: Family, tokens: Tokens, config: MaMeConfig, **call: Any
-) -> Any:
-    output, stats = counted(module, family, tokens, config, **call)
+def merged(module: nn.Module, family: Family, tokens: Tokens, **call: Any) -> Any:
+    """Its output by the paper's method."""
+    output, stats = counted(module, family, tokens, TAU, **call)
     assert stats.last_reason is None
     return output
 
 
+@torch.no_grad()
 def test_flux_single_attention_by_hand() -> None:
     """Merged tokens have the rotary positions of their destinations."""
-    attn = seeded(FluxAttention, 0, query_dim=32, heads=2, dim_head=16, out_dim=32, pre_only=True)
-    hidden, cos, sin = (
-        normal(3, TEXT + N, 32),
-        normal(TEXT + N, 16, seed=1),
-        normal(TEXT + N, 16, seed=2),
-    )
-    with torch.no_grad():
-        got = merged(
-            attn,
-            built_in("Flux"),
-            Tokens((H, W), before=TEXT),
-            TAU,
-            hidden_states=hidden,
-            image_rotary_emb=(cos, sin),
-        )
-        plan = plan_tokens(hidden[:, TEXT:], TAU)
-        assert N // 2 < plan.tokens_kept < N
-        every = torch.cat([torch.arange(TEXT), plan.kept + TEXT])
-        states = torch.cat([hidden[:, :TEXT], plan.merge(hidden[:, TEXT:])], 1)
-        out = attn(states, image_rotary_emb=(cos[every], sin[every]))
-        torch.testing.assert_close(got[:, :TEXT], out[:, :TEXT])
-        torch.testing.assert_close(got[:, TEXT:], plan.restore(out[:, TEXT:]))
+    attn = seeded(FluxAttention, 0, **SIZE, out_dim=32, pre_only=True)
+    hidden, (cos, sin) = normal(3, TEXT + N, 32), normal(2, TEXT + N, 16, seed=1)
+    call = {"hidden_states": hidden, "image_rotary_emb": (cos, sin)}
+    got = merged(attn, built_in("Flux"), Tokens((H, W), before=TEXT), **call)
+    plan = plan_tokens(hidden[:, TEXT:], TAU)
+    assert N // 2 < plan.tokens_kept < N
+    every = torch.cat([torch.arange(TEXT), plan.kept + TEXT])
+    states = torch.cat([hidden[:, :TEXT], plan.merge(hidden[:, TEXT:])], 1)
+    out = attn(states, image_rotary_emb=(cos[every], sin[every]))
+    torch.testing.assert_close(got[:, :TEXT], out[:, :TEXT])
+    torch.testing.assert_close(got[:, TEXT:], plan.restore(out[:, TEXT:]))
 
 
+@torch.no_grad()
 def test_joint_attention_by_hand() -> None:
-    attn = seeded(
-        Attention,
-        0,
-        query_dim=32,
-        added_kv_proj_dim=32,
-        heads=2,
-        dim_head=16,
-        out_dim=32,
-        context_pre_only=False,
-        processor=JointAttnProcessor2_0(),
-    )
+    joint = {"added_kv_proj_dim": 32, "out_dim": 32, "context_pre_only": False}
+    attn = seeded(Attention, 0, **SIZE, **joint, processor=JointAttnProcessor2_0())
     hidden, text = normal(2, N, 32), normal(2, TEXT, 32, seed=1)
-    with torch.no_grad():
-        image, words = merged(
-            attn,
-            built_in("Stable Diffusion 3"),
-            Tokens((H, W)),
-            TAU,
-            hidden_states=hidden,
-            encoder_hidden_states=text,
-        )
-        plan = plan_tokens(hidden, TAU)
-        few, expected = attn(plan.merge(hidden), encoder_hidden_states=text)
+    call = {"hidden_states": hidden, "encoder_hidden_states": text}
+    image, words = merged(attn, built_in("Stable Diffusion 3"), Tokens((H, W)), **call)
+    plan = plan_tokens(hidden, TAU)
+    few, expected = attn(plan.merge(hidden), encoder_hidden_states=text)
     torch.testing.assert_close(image, plan.restore(few))
     torch.testing.assert_close(words, expected)
 
@@ -156,44 +129,29 @@ def test_a_merged_flux_is_exported_after_a_forward_of_that_size() -> None:
 
 
 def hunyuan(processor: Any) -> Attention:
-    return seeded(
-        Attention, 0, query_dim=32, heads=2, dim_head=16, qk_norm="layer_norm", processor=processor
-    )
+    return seeded(Attention, 0, **SIZE, qk_norm="layer_norm", processor=processor)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("fields", [{"keep": 0.25}, {"tau": -1.0}], ids=str)
 def test_a_processor_that_cuts_the_batch_merges_each_part(fields: dict[str, Any]) -> None:
     """PAG computes attention of some samples and none of others."""
     attn = hunyuan(PAGCFGHunyuanAttnProcessor2_0())
-    call = {
-        "hidden_states": normal(3, N, 32),
-        "image_rotary_emb": (normal(N, 16), normal(N, 16, seed=1)),
-    }
+    call = {"hidden_states": normal(3, N, 32), "image_rotary_emb": normal(2, N, 16).unbind()}
     config = MaMeConfig(**fields, min_tokens=1)
-    with torch.no_grad():
-        output, stats = counted(attn, built_in("HunyuanDiT"), Tokens((H, W)), config, **call)
-        before = attn(**call)
+    output, stats = counted(attn, built_in("HunyuanDiT"), Tokens((H, W)), config, **call)
+    before = attn(**call)
     assert stats.last_reason is None
     assert not torch.equal(output[:2], before[:2])
     assert torch.equal(output[2], before[2]) == ("keep" in fields)
 
 
+@torch.no_grad()
 def test_stacked_rotary_positions_are_those_of_the_pair() -> None:
-    attn, hidden = hunyuan(HunyuanAttnProcessor2_0()), normal(2, N, 32)
-    pair, config = ((normal(N, 16), normal(N, 16, seed=1)), TAU)
-    with torch.no_grad():
-        outputs = [
-            merged(
-                attn,
-                built_in("HunyuanDiT"),
-                Tokens((H, W)),
-                config,
-                hidden_states=hidden,
-                image_rotary_emb=rotary,
-            )
-            for rotary in (pair, torch.stack(pair))
-        ]
-    assert torch.equal(*outputs)
+    attn, stacked = hunyuan(HunyuanAttnProcessor2_0()), normal(2, N, 16)
+    call, family = {"hidden_states": normal(2, N, 32)}, built_in("HunyuanDiT")
+    pair = merged(attn, family, Tokens((H, W)), **call, image_rotary_emb=stacked.unbind())
+    assert torch.equal(merged(attn, family, Tokens((H, W)), **call, image_rotary_emb=stacked), pair)
 
 
 def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why() -> None:
@@ -202,14 +160,8 @@ def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why() -> Non
             return super().forward(x, places[:N].repeat(1, 2)[:, :8])
 
     attn = seeded(Loose, 0)
-    family = Family(
-        "loose",
-        ("L",),
-        ("Loose",),
-        lambda model, call: None,
-        lambda call, rows: {"places": rows(call["places"], 0)},
-        ("x",),
-    )
+    rows = along(places=0)
+    family = Family("loose", ("L",), ("Loose",), lambda model, call: None, rows, ("x",))
     call = {"x": normal(2, N, 8), "places": normal(N + 1, 16)}
     with torch.no_grad():
         output, stats = counted(attn, family, Tokens((H, W)), TAU, **call)
@@ -230,12 +182,11 @@ class Eager(nn.Module):
 def test_attention_that_hides_its_keys_is_left_alone_by_keep_and_merges_by_tau() -> None:
     attn, x = Eager(), normal(2, N, 8)
     family = Family("eager", ("M",), ("Eager",), lambda model, call: None, inputs=("x",))
-    half = MaMeConfig(keep=0.5, min_tokens=1)
-    output, stats = counted(attn, family, Tokens((H, W)), half, x=x)
+    output, stats = counted(attn, family, Tokens((H, W)), HALF, x=x)
     assert torch.equal(output, attn(x))
     assert stats.last_reason == UNSEEN.format("Eager")
     plan = plan_tokens(x, TAU)
-    got = merged(attn, family, Tokens((H, W)), TAU, x=x)
+    got = merged(attn, family, Tokens((H, W)), x=x)
     torch.testing.assert_close(got, plan.restore(attn(plan.merge(x))))
 
 
@@ -268,49 +219,9 @@ def test_inputs_of_unequal_length_are_left_alone() -> None:
     family = Family("two", ("T",), ("Cross",), lambda model, call: None, None, ("x", "context"))
     call = {"x": normal(2, N, 8), "places": normal(N, 8), "context": normal(2, N - 3, 8)}
     with torch.no_grad():
-        output, stats = counted(
-            attn, family, Tokens((H, W)), MaMeConfig(keep=0.5, min_tokens=1), **call
-        )
+        output, stats = counted(attn, family, Tokens((H, W)), HALF, **call)
         assert torch.equal(output, attn(**call))
     assert stats.last_reason == "93 tokens are not those of 8 x 12"
-
-
-LTX_SIZE = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "cross_attention_dim": 32,
-    "num_layers": 1,
-    "caption_channels": 16,
-}
-
-
-def ltx_inputs(**others: Any) -> dict[str, Any]:
-    return {
-        "encoder_hidden_states": normal(1, TEXT, 16),
-        "encoder_attention_mask": torch.ones(1, TEXT),
-        "timestep": torch.tensor([5]),
-        **others,
-    }
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({}, "num_frames, height and width are not given"),
-        ({"video_coords": normal(1, 3, 2 * N).abs()}, "video_coords are no grid"),
-    ],
-)
-def test_ltx_without_sides_is_left_alone(given: dict[str, Any], why: str) -> None:
-    model: Any = seeded(LTXVideoTransformer3DModel, 0, **LTX_SIZE)
-    model.rope.forward = lambda hidden_states, *_: (torch.ones(1, 2 * N, 32),) * 2
-    inputs = ltx_inputs(hidden_states=normal(1, 2 * N, 4), **given)
-    before = run(inputs, model)
-    handle = apply_mame(model, keep=0.5, min_tokens=1)
-    assert torch.equal(run(inputs, model), before)
-    with pytest.raises(RuntimeError, match=why):
-        handle.report()
 
 
 def test_the_mode_of_a_controlnet_union_stands_before_the_text() -> None:

@@ -62,6 +62,12 @@ def test_a_second_step_reads_nothing_and_a_change_is_seen(name: str) -> None:
         layout(None, wider)  # equal, but not the same
 
 
+def test_what_tells_no_grid_is_told() -> None:
+    assert layouts.ltx(None, {}) == "num_frames, height and width are not given"
+    places = torch.randn(1, 3, 24, generator=torch.Generator().manual_seed(0))
+    assert layouts.ltx(None, {"video_coords": places}) == "video_coords are no grid"
+
+
 def test_samples_whose_images_lie_at_unlike_places_are_told() -> None:
     shapes = {"shape_list": [[(1, 3, 4)], [(1, 4, 3)]]}
     assert layouts.joyimage_edit_plus(None, shapes) == UNLIKE

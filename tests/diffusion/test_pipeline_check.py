@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -138,3 +139,12 @@ def test_a_progress_bar_of_the_users_stays() -> None:
     assert seen
     remove_mame(pipe)
     assert pipe.progress_bar is progress_bar
+
+
+def test_a_pipeline_that_merges_is_freed_with_its_last_name() -> None:
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, **MERGING)
+    gone = weakref.ref(pipe)
+    del pipe
+    assert gone() is None
+    assert handle.pipe is None

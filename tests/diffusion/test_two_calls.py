@@ -63,38 +63,17 @@ def texts(shorter: int = 1) -> dict[str, Tensor]:
     }
 
 
-def pooled() -> dict[str, Tensor]:
-    return {
-        "pooled_prompt_embeds": normal(1, 8),
-        "negative_pooled_prompt_embeds": normal(1, 8, seed=1),
-    }
-
-
-def masks(names: tuple[str, str], dtype: torch.dtype = torch.bool) -> dict[str, Tensor]:
-    return {name: torch.ones(1, TEXT - i, dtype=dtype) for i, name in enumerate(names)}
-
-
-FLUX_PARTS = dict.fromkeys(("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-ONE_TEXT = dict.fromkeys(("text_encoder", "tokenizer"))
+MASKS = {
+    f"{name}_mask": torch.ones(1, text.shape[1], dtype=torch.long) for name, text in texts().items()
+}
+NO_TEXT = dict.fromkeys(("text_encoder", "tokenizer"))
 PIPELINES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "Qwen-Image": (
-        partial(pipeline, "QwenImagePipeline", "Qwen-Image", **ONE_TEXT),
-        {
-            **texts(),
-            **masks(("prompt_embeds_mask", "negative_prompt_embeds_mask"), torch.long),
-            "true_cfg_scale": 3.0,
-        },
-    ),
-    "Flux": (
-        partial(pipeline, "FluxPipeline", "Flux", **FLUX_PARTS),
-        {**texts(0), **pooled(), "true_cfg_scale": 3.0},
-    ),
-    "Chroma": (
-        partial(pipeline, "ChromaPipeline", "Chroma", **ONE_TEXT),
-        {**texts(), **masks(("prompt_attention_mask", "negative_prompt_attention_mask"))},
+        partial(pipeline, "QwenImagePipeline", "Qwen-Image", **NO_TEXT),
+        {**texts(), **MASKS, "true_cfg_scale": 3.0},
     ),
     "Wan": (
-        partial(pipeline, "WanPipeline", "Wan (video)", **ONE_TEXT),
+        partial(pipeline, "WanPipeline", "Wan (video)", **NO_TEXT),
         {**texts(), "num_frames": 9},
     ),
 }

@@ -159,13 +159,13 @@ NEWEST = [transformer(name) for name in ("Flux 2", "Z-Image", "HunyuanVideo 1.5"
 MODELS = [UNET, *TRANSFORMERS, *NEWEST]
 LAYERS = [r".*\.attn[12]?"]  # diffusers' own choice of layers misses attn1
 PYRAMID, FASTER, DISTILLED = pyramid(), faster(), faster(distilled=True)
-FIRST, MAGNITUDE = first_block(10.0), magnitude(STEPS, [1.0] * STEPS, skip=1, retention=0.25)
-TAYLOR = taylorseer(2, before=2, layers=LAYERS)
+FIRST, MAGNITUDE = first_block(10.0), magnitude(STEPS)
+TAYLOR = taylorseer(LAYERS)
 UNKNOWN = "diffusers has not registered its blocks"
 
 
 def unet_pairs() -> Iterator[Pair | Alone]:
-    yield Pair(UNET, DeepCache(2), {2: 6, 4: 1})
+    yield Pair(UNET, DeepCache(), {2: 6, 4: 1})
     yield Pair(UNET, PYRAMID, {3: 7})
     whole = "can't halve a UNet's timestep"
     yield Alone(UNET, FASTER, whole, RuntimeError, "at least a 1-dimensional")
@@ -211,7 +211,7 @@ def newest_pairs() -> Iterator[Pair | Alone]:
     other = "looks for an argument of another name"
     yield Alone(listed, FIRST, other, ValueError, "not found")
     yield Alone(listed, MAGNITUDE, other, KeyError, "hidden_states")
-    blocks = taylorseer(2, before=2, layers=[r".*\.attention"])
+    blocks = taylorseer([r".*\.attention"])
     yield Pair(listed, blocks, {3: listed.layers})
 
 
@@ -219,7 +219,7 @@ def own_pairs() -> Iterator[Pair]:
     """Caches of diffusers that work on a model or two of their own."""
     wan, nucleus = TINY["WanTransformer3DModel"], TINY["NucleusMoEImageTransformer2DModel"]
     model = Model("Wan", wan.build, partial(by_steps, wan.inputs()), 2)
-    yield Pair(model, sea(threshold=10.0), {2: model.layers})
+    yield Pair(model, sea(10.0), {2: model.layers})
     model = Model("NucleusMoE", nucleus.build, partial(sampled, nucleus.inputs()), 2)
     yield Pair(model, text_keys(), {STEPS: 2}, exact=True)
 

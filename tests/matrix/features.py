@@ -9,12 +9,12 @@ from typing import Any
 import diffusers
 import gguf
 import torch
-from DeepCache import DeepCacheSDHelper
 from diffusers.quantizers.gguf.utils import GGUFParameter, _replace_with_gguf_linear
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
+from tests.builders.caches import DeepCache
 from tests.builders.pipelines import once, quiet, sd, sdxl
 from tests.builders.tiny import TEXT_DIM, tiny_pipeline, tiny_unet, unet_inputs
 from tests.matrix.rows import Absent, Row
@@ -168,18 +168,7 @@ def sequential_offload() -> None:
     once(pipe)
 
 
-def cached(pipe: Any) -> None:
-    """DeepCache: of every two steps the second runs the first level only."""
-    pipe.deep_cache = DeepCacheSDHelper(pipe=pipe)
-    pipe.deep_cache.set_params(cache_interval=2, cache_branch_id=0)
-    pipe.deep_cache.enable()
-
-
-def uncached(pipe: Any) -> None:
-    pipe.deep_cache.disable()
-
-
-CPU = torch.device("cpu")
+CPU, DEEP = torch.device("cpu"), DeepCache()
 BY_LAYER = {"by layer": {"keep": 0.5, "layers": {"up_blocks": {"tau": -1.0}}}}
 features = partial(Row, build=tiny_pipeline, run=once, merges=LEVELS)
 ROWS = [
@@ -259,8 +248,8 @@ ROWS = [
     features(
         "DeepCache",
         run=partial(once, num_inference_steps=3),
-        switch=cached,
-        undo=uncached,
+        switch=DEEP.enable,
+        undo=DEEP.disable,
         processor="same",
     ),
     features(

@@ -17,7 +17,7 @@ from mame_sd import NothingMergedError, apply_mame, remove_mame
 from tests.builders.pipelines import once
 from tests.builders.tiny import LATENT, one_level_unet, tiny_pipeline, unet_inputs
 from tests.builders.transformers import FLUX, model, run
-from tests.matrix.features import cached, uncached
+from tests.matrix.features import DEEP
 from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Check
 from tests.matrix.transformers import NEWEST
@@ -93,16 +93,16 @@ def removed_under_deepcache() -> None:
     """
     pipe = tiny_pipeline()
     before = once(pipe, num_inference_steps=3)
-    cached(pipe)
+    DEEP.enable(pipe)
     alone = once(pipe, num_inference_steps=3)
-    uncached(pipe)
+    DEEP.disable(pipe)
     apply_mame(pipe, **HALF)
-    cached(pipe)
+    DEEP.enable(pipe)
     both = once(pipe, num_inference_steps=3)
     assert not torch.equal(both, alone)
     remove_mame(pipe)
     assert torch.equal(once(pipe, num_inference_steps=3), alone)
-    uncached(pipe)
+    DEEP.disable(pipe)
     assert torch.equal(once(pipe, num_inference_steps=3), before)
 
 

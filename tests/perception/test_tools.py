@@ -4,6 +4,7 @@ replicated, offloaded or compiled, before merging is applied or after it.
 
 from __future__ import annotations
 
+import pickle
 import threading
 import warnings
 from collections.abc import Callable
@@ -40,6 +41,11 @@ def dynamic(model: nn.Module) -> nn.Module:
         return quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
 
+def dynamic_and_saved(model: nn.Module) -> nn.Module:
+    """What was replaced holds what can't be saved, and merging does not hold on to it."""
+    return pickle.loads(pickle.dumps(dynamic(model)))
+
+
 def quanto(model: nn.Module) -> nn.Module:
     quantize(model, weights=qint8)
     freeze(model)
@@ -61,6 +67,7 @@ TOOLS: dict[str, Callable[[Any], Any]] = {
     "LoRA": lora,
     "LoRA, merged": lambda model: lora(model, merged=True),
     "dynamic int8": dynamic,
+    "dynamic int8, saved": dynamic_and_saved,
     "quanto": quanto,
     "offload": offloading,
     "compile": compiled,

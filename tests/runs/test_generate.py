@@ -340,12 +340,20 @@ def test_an_interrupted_command_keeps_what_is_finished(model_folder: Path, tmp_p
 
 @posix
 def test_two_processes_share_a_run_and_make_the_same_bytes(
-    model_folder: Path, tmp_path: Path
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write = RunFolder.write_image
+
+    def noted(folder: RunFolder, name: str, *rest: Any) -> None:
+        (tmp_path / f"{folder._rank} wrote {name}").touch()
+        write(folder, name, *rest)
+
+    monkeypatch.setattr(RunFolder, "write_image", noted)
     given = f"generate --prompts demo --num 5 --model {model_folder} --steps 1 --batch-size 2"
     words = [*given.split(), "--min-tokens", "16", "--device", "cpu", "--out"]
     said = in_two_processes(lambda: cli.run([*words, str(tmp_path / "two")]), tmp_path)
     assert said.count("5 images in") == 1
+    assert len(list(tmp_path.glob("* wrote *"))) == 5, "each image is made once"
     assert cli.run([*words, str(tmp_path / "one")]) == 0
     assert snapshot(tmp_path / "two") == snapshot(tmp_path / "one")
 

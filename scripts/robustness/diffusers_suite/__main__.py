@@ -43,12 +43,8 @@ ROOT = Path(__file__).resolve().parents[3]
 RESULT = ROOT / "tests" / "matrix" / "diffusers_suite.json"
 PIPELINES = RESULT.with_name("diffusers_pipelines.json")
 URL = "https://github.com/huggingface/diffusers"
-NEEDS = (
-    "ftfy",
-    "parameterized",
-    "requests-mock",
-    "wcwidth",
-)  # of diffusers' tests, beyond our own requirements
+# What diffusers' tests need beyond our own requirements.
+NEEDS = ("ftfy", "parameterized", "requests-mock", "wcwidth")
 
 
 def install(folder: Path, *packages: str) -> None:
@@ -86,18 +82,8 @@ def fetched(work: Path, source: Path | None) -> tuple[Path, str]:
     if source is None:
         source = work / f"diffusers-{version}"
         if not (source / "tests").is_dir():
-            command = [
-                "git",
-                "clone",
-                "--quiet",
-                "--depth",
-                "1",
-                "--branch",
-                f"v{version}",
-                URL,
-                str(source),
-            ]
-            if subprocess.run(command).returncode:
+            command = f"git clone --quiet --depth 1 --branch v{version} {URL}".split()
+            if subprocess.run([*command, str(source)]).returncode:
                 raise SystemExit(
                     f"expected {URL} at v{version}, could not clone it; give a checkout by --source"
                 )
@@ -110,9 +96,8 @@ def fetched(work: Path, source: Path | None) -> tuple[Path, str]:
     found = re.search(r'__version__ = "(.+)"', init.read_text(encoding="utf-8"))
     version = found[1] if found else "unknown"
     folder = work / f"tests-{version}"
-    if not (
-        folder / "tests"
-    ).is_dir():  # without src, so that the installed library is the one that is tested
+    if not (folder / "tests").is_dir():
+        # without src, so that the installed library is the one that is tested
         shutil.copytree(source / "tests", folder / "tests.part", dirs_exist_ok=True)
         (folder / "tests.part").rename(folder / "tests")
     # pytest would take our settings, under which their markers are unknown, from a folder above
@@ -131,19 +116,9 @@ def run(
 ) -> None:
     """Runs those of `tests` (files, or single ones) that `results` has not yet."""
     results.parent.mkdir(parents=True, exist_ok=True)
-    mark = "not compile" if backend is None else "compile"
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:warnings",
-        "--tb=short",
-        "-m",
-        mark,
-        "-p",
-        "scripts.robustness.diffusers_suite.plugin",
-    ]
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:warnings"]
+    options += ["-p", "scripts.robustness.diffusers_suite.plugin"]
+    options += ["-m", "not compile" if backend is None else "compile"]
     environment = {
         **os.environ,
         "MAME_MODE": mode,
@@ -152,11 +127,10 @@ def run(
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(work / "site")]),
     }
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     with results.with_suffix(".log").open("a", encoding="utf-8") as log:
-        command = [sys.executable, "-m", "pytest", *options, *tests]
-        status = subprocess.run(
-            command, cwd=folder, env=environment, stdout=log, stderr=log
-        ).returncode
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=log, stderr=log)
+    status = done.returncode
     if status not in (0, 1, 5):  # passed, failed, nothing left to run
         raise SystemExit(
             f"{results.stem}, {mode}: pytest stopped with status {status}; see"
@@ -166,33 +140,49 @@ def run(
 
 def run_pipelines(folder: Path, work: Path, results: Path) -> None:
     """Tries the tiny pipelines that `results` has not yet, and writes the record of all."""
+    results.parent.mkdir(parents=True, exist_ok=True)
     folders = folder, ROOT, work / "site", torchvision_site(work)
     path = os.pathsep.join(map(str, folders))
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "scripts.robustness.diffusers_suite.pipelines",
-        str(results),
-    ]
-    if subprocess.run(command, cwd=folder, env=environment).returncode:
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.robustness.diffusers_suite.pipelines"]
+    if subprocess.run([*command, str(results)], cwd=folder, env=environment).returncode:
         raise SystemExit("the pipelines did not run to their end: the same command goes on")
 
 
 def record_pipelines(results: Path) -> None:
-    lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
-    rows = sorted(lines, key=lambda line: (line["pipeline"], line["tests"]))
+    rows = sorted(lines_of(results), key=lambda line: (line["pipeline"], line["tests"]))
     PIPELINES.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def lines_of(results: Path) -> list[dict[str, Any]]:
+    """What has run so far."""
+    text = results.read_text(encoding="utf-8") if results.is_file() else ""
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def outcomes(results: Path) -> dict[str, dict[str, Any]]:
     """What has run so far, by test."""
-    if not results.is_file():
-        return {}
-    lines = map(json.loads, results.read_text(encoding="utf-8").splitlines())
-    return {line["test"]: line for line in lines}
+    return {line["test"]: line for line in lines_of(results)}
+
+
+def run_suite(
+    folder: Path, work: Path, version: str, suite: str, mode: str, backend: str | None
+) -> None:
+    """Runs a suite in one mode, and again without merging what does not pass."""
+    results = results_file(work, version, suite, mode, backend)
+    if suite not in runs(mode) or results.with_suffix(".done").is_file():
+        return
+    paths = [path for path in SUITES[suite] if (folder / path).exists()]
+    run(folder, work, paths, mode, backend, results)
+    found = outcomes(results)
+    failed = [test for test in found if found[test]["outcome"] != "passed"]
+    if failed:
+        ground = results_file(work, version, suite, GROUND[mode], backend)
+        run(folder, work, failed, GROUND[mode], backend, ground)
+    results.with_suffix(".done").touch()
+    kinds = Counter(test["outcome"] for test in found.values())
+    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+    print(f"{suite}, {backend or 'uncompiled'}, {mode}: {counts}", flush=True)
 
 
 def compared(work: Path, version: str, suite: str, backend: str | None) -> dict[str, Any]:
@@ -211,15 +201,11 @@ def compared(work: Path, version: str, suite: str, backend: str | None) -> dict[
         failing = [name for name in passing if ours[name]["outcome"] != "passed"]
         if passing:
             merged = sum(bool(ours[name].get("merged")) for name in passing)
-            counts[mode] = {
-                "ground": len(passing),
-                "passed": len(passing) - len(failing),
-                "merged": merged,
-            }
+            passed = len(passing) - len(failing)
+            counts[mode] = {"ground": len(passing), "passed": passed, "merged": merged}
         for name in failing:
-            error = re.sub(
-                r"/\S+/site-packages/|0x[0-9a-f]{6,}", "", ours[name].get("error", "")
-            )  # of one machine, one run
+            of_one_run = r"/\S+/site-packages/|0x[0-9a-f]{6,}"
+            error = re.sub(of_one_run, "", ours[name].get("error", ""))
             differences.append({"mode": mode, "test": name, "error": error})
     label = suite if backend is None else f"{suite}, torch.compile by {backend}"
     return {"suite": label, "counts": counts, "differences": differences}
@@ -229,12 +215,9 @@ def with_earlier(rows: list[dict[str, Any]], versions: dict[str, str]) -> list[d
     """`rows`, and what was counted before with the same versions and not anew (in another work
     folder, say); without empty ones.
     """
-    known = (
-        json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {"versions": None}
-    )
-    earlier = (
-        {row["suite"]: row for row in known["suites"]} if known["versions"] == versions else {}
-    )
+    known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {}
+    same = known.get("versions") == versions
+    earlier = {row["suite"]: row for row in known["suites"]} if same else {}
     for row in rows:
         old = earlier.get(row["suite"], {"counts": {}, "differences": []})
         kept = [item for item in old["differences"] if item["mode"] not in row["counts"]]
@@ -248,39 +231,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--suites",
-        nargs="+",
-        choices=SUITES,
-        default=list(SUITES),
-        metavar="SUITE",
-        help=", ".join(SUITES),
-    )
-    parser.add_argument(
-        "--modes",
-        nargs="+",
-        choices=GROUND,
-        default=list(GROUND),
-        metavar="MODE",
-        help=", ".join(f"{mode}: {MODES[mode]}" for mode in GROUND),
-    )
-    parser.add_argument(
-        "--source",
-        type=Path,
-        default=None,
-        help="a checkout of diffusers, instead of cloning its tag",
-    )
-    parser.add_argument(
-        "--work", type=Path, default=ROOT / "out" / "diffusers_suite", help="cache and results"
-    )
-    parser.add_argument(
-        "--table",
-        action="store_true",
-        help="run nothing, write the page from the results there are",
-    )
-    parser.add_argument(
-        "--pipelines", action="store_true", help="run the tiny pipelines instead of the tests"
-    )
+    add = parser.add_argument
+    many = {"nargs": "+", "metavar": "NAME"}
+    add("--suites", choices=SUITES, default=list(SUITES), help=", ".join(SUITES), **many)
+    modes = ", ".join(f"{mode}: {MODES[mode]}" for mode in GROUND)
+    add("--modes", choices=GROUND, default=list(GROUND), help=modes, **many)
+    add("--source", type=Path, help="a checkout of diffusers, instead of cloning its tag")
+    add("--work", type=Path, default=ROOT / "out" / "diffusers_suite", help="cache and results")
+    add("--table", action="store_true", help="run nothing, write the page from what there is")
+    add("--pipelines", action="store_true", help="run the tiny pipelines instead of the tests")
     arguments = parser.parse_args()
     work = arguments.work.resolve()
     folder, version = fetched(work, arguments.source)
@@ -290,25 +249,11 @@ def main() -> int:
 
         save_stand_ins(folder)
         if arguments.pipelines:
-            tried.parent.mkdir(parents=True, exist_ok=True)
             run_pipelines(folder, work, tried)
         for suite in [] if arguments.pipelines else arguments.suites:
             for backend in (None, *(BACKENDS if suite in COMPILED else ())):
                 for mode in arguments.modes:
-                    results = results_file(work, version, suite, mode, backend)
-                    if suite not in runs(mode) or results.with_suffix(".done").is_file():
-                        continue
-                    paths = [path for path in SUITES[suite] if (folder / path).exists()]
-                    run(folder, work, paths, mode, backend, results)
-                    found = outcomes(results)
-                    failed = [test for test in found if found[test]["outcome"] != "passed"]
-                    if failed:
-                        ground = results_file(work, version, suite, GROUND[mode], backend)
-                        run(folder, work, failed, GROUND[mode], backend, ground)
-                    results.with_suffix(".done").touch()
-                    kinds = Counter(test["outcome"] for test in found.values())
-                    counts = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
-                    print(f"{suite}, {backend or 'uncompiled'}, {mode}: {counts}", flush=True)
+                    run_suite(folder, work, version, suite, mode, backend)
     rows = [
         compared(work, version, suite, backend) for suite in SUITES for backend in (None, *BACKENDS)
     ]

@@ -158,7 +158,7 @@ def test_two_processes_make_the_same_benchmark(
     model_folder = save_tiny_pipeline(
         tmp_path / "like-sdxl", **LIKE_SDXL
     )  # tomesd can do nothing with it
-    given = "benchmark --device cpu --offline --steps 1 --height 64 --width 64 --rounds 1"
+    given = "benchmark --device cpu --offline --steps 1 --height 128 --width 128 --rounds 1"
     options = [*given.split(), "--rows", "tomesd-50,mame-default", "--model", str(model_folder)]
     options += ["--prompts", str(tmp_path / "prompts.txt"), "--weights-dir", str(tmp_path)]
     options += ["--out"]

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
+import torch
 from torch import nn
 
-from tests.builders.transformers import model
+from tests.builders.transformers import IMAGE, TEXT, H, W, model, normal
 
 PLAIN = "its attention has nothing beside its tokens: no family"
 
@@ -73,12 +74,31 @@ SMALL: dict[str, Any] = {
 }
 
 
+T = 3  # frames
+WORDS = normal(2, TEXT, 16)
+VIDEO = normal(2, 4, T, 2 * H, 2 * W)
+STEP = {"timestep": torch.tensor([500.0, 500.0])}
+# What models are called with where a case gives nothing else, as far as their classes take it.
+USUAL = {"encoder_hidden_states": WORDS, **STEP}
+LATENTS = {"BCHW": IMAGE, "BCTHW": VIDEO, "BLC": normal(2, H * W, 4)}
+
+
 def case(
-    name: str, inputs: Callable[[], dict[str, Any]], image: str = "hidden_states BCHW", **more: Any
+    name: str,
+    inputs: Callable[[], dict[str, Any]] = dict,
+    image: str = "hidden_states BCHW",
+    **more: Any,
 ) -> Case:
-    """A case of a class built from `more`, but for `text` and `unprobed`."""
+    """A case of a class built from `more`, but for `text` and `unprobed`. `inputs` gives what is
+    special in a call.
+    """
     told = {key: more.pop(key) for key in ("text", "unprobed") if key in more}
     if "Transformer" in name:
         taken = inspect.signature(getattr(diffusers, name)).parameters
         more = {key: value for key, value in SMALL.items() if key in taken} | more
-    return Case(name, model(name, **more), inputs, image, **told)
+    taken = inspect.signature(getattr(diffusers, name).forward).parameters
+    usual = {key: value for key, value in USUAL.items() if key in taken}
+    latents, _, dims = image.partition(" ")
+    if latents in taken and dims in LATENTS:
+        usual[latents] = LATENTS[dims]
+    return Case(name, model(name, **more), lambda: {**usual, **inputs()}, image, **told)

@@ -19,11 +19,9 @@ from tests.builders.transformers import (
     model,
     normal,
 )
-from tests.matrix.models.case import PLAIN, Case, case
+from tests.matrix.models.case import PLAIN, WORDS, Case, case
 
 HALF = {"timestep": torch.tensor([0.5, 0.5])}
-STEP = {"timestep": torch.tensor([500.0, 500.0])}
-WORDS = normal(2, TEXT, 16)
 SIZES = {name: torch.full((2, 2), 64.0) for name in ("original_size", "target_size", "crop_coords")}
 PACKED = {"image": "hidden_states BLC", "text": "encoder_hidden_states"}
 HUNYUAN_DIT: dict[str, Any] = {  # of the model and of its ControlNet
@@ -197,7 +195,6 @@ CASES = [
         "PixArtTransformer2DModel",
         lambda: {
             "hidden_states": IMAGE,
-            "encoder_hidden_states": WORDS,
             "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
             "timestep": torch.tensor([5, 5]),
         },
@@ -223,15 +220,12 @@ CASES = [
     case(
         "HunyuanDiT2DModel",
         lambda: {
-            "hidden_states": IMAGE,
-            "encoder_hidden_states": WORDS,
             "text_embedding_mask": torch.ones(2, TEXT),
             "encoder_hidden_states_t5": normal(2, TEXT, 16, seed=2),
             "text_embedding_mask_t5": torch.ones(2, TEXT),
             "image_meta_size": torch.ones(2, 6),
             "style": torch.zeros(2, dtype=torch.long),
             "image_rotary_emb": (normal(H * W, 16), normal(H * W, 16, seed=2)),
-            **STEP,
         },
         **{**PATCHED, "num_layers": 4},
         **HUNYUAN_DIT,
@@ -239,8 +233,6 @@ CASES = [
     case(
         "LuminaNextDiT2DModel",
         lambda: {
-            "hidden_states": IMAGE,
-            "encoder_hidden_states": WORDS,
             "encoder_mask": torch.ones(2, TEXT),
             "image_rotary_emb": torch.polar(torch.ones(32, 32, 8), normal(32, 32, 8)),
             "cross_attention_kwargs": {"base_sequence_length": 64},
@@ -258,12 +250,7 @@ CASES = [
     ),
     case(
         "SD3Transformer2DModel",
-        lambda: {
-            "hidden_states": IMAGE,
-            "encoder_hidden_states": WORDS,
-            "pooled_projections": normal(2, 8),
-            **STEP,
-        },
+        lambda: {"pooled_projections": normal(2, 8)},
         text="encoder_hidden_states",
         **PATCHED,
     ),
@@ -302,7 +289,6 @@ CASES = [
         "QwenImageTransformer2DModel",
         lambda: {
             "hidden_states": normal(2, H * W, 16),
-            "encoder_hidden_states": WORDS,
             "encoder_hidden_states_mask": torch.tensor([[1] * 7, [1] * 5 + [0] * 2]),
             "img_shapes": [[(1, H, W)]] * 2,
             **HALF,
@@ -314,7 +300,7 @@ CASES = [
     ),
     case(
         "AuraFlowTransformer2DModel",
-        lambda: {"hidden_states": IMAGE, "encoder_hidden_states": WORDS, **HALF},
+        lambda: {**HALF},
         text="encoder_hidden_states",
         sample_size=32,
         patch_size=2,
@@ -324,7 +310,7 @@ CASES = [
     ),
     case(
         "CogView3PlusTransformer2DModel",
-        lambda: {"hidden_states": IMAGE, "encoder_hidden_states": WORDS, **STEP, **SIZES},
+        lambda: {**SIZES},
         text="encoder_hidden_states",
         condition_dim=2,
         pos_embed_max_size=16,
@@ -332,20 +318,17 @@ CASES = [
     ),
     case(
         "CogView4Transformer2DModel",
-        lambda: {"hidden_states": IMAGE, "encoder_hidden_states": WORDS, **STEP, **SIZES},
+        lambda: {**SIZES},
         text="encoder_hidden_states",
         condition_dim=4,
     ),
     case(
         "GlmImageTransformer2DModel",
         lambda: {
-            "hidden_states": IMAGE,
-            "encoder_hidden_states": WORDS,
             "prior_token_id": torch.arange(H * W).expand(2, -1) % 16,
             "prior_token_drop": torch.zeros(2, H * W, dtype=torch.bool),
             "target_size": torch.full((2, 2), 64.0),
             "crop_coords": torch.zeros(2, 2),
-            **STEP,
         },
         text="encoder_hidden_states",
         time_embed_dim=16,
@@ -443,12 +426,7 @@ CASES = [
     ),
     case(
         "Lumina2Transformer2DModel",
-        lambda: {
-            "hidden_states": IMAGE,
-            "encoder_hidden_states": WORDS,
-            "encoder_attention_mask": torch.ones(2, TEXT, dtype=torch.bool),
-            **HALF,
-        },
+        lambda: {"encoder_attention_mask": torch.ones(2, TEXT, dtype=torch.bool), **HALF},
         text="encoder_hidden_states",
         sample_size=16,
         num_kv_heads=1,
@@ -510,8 +488,6 @@ CASES = [
     case(
         "NucleusMoEImageTransformer2DModel",
         lambda: {
-            "hidden_states": normal(2, H * W, 4),
-            "encoder_hidden_states": WORDS,
             "encoder_hidden_states_mask": torch.ones(2, TEXT, dtype=torch.bool),
             "img_shapes": [(1, H, W)] * 2,
             **HALF,
@@ -526,10 +502,8 @@ CASES = [
         "JoyImageEditPlusTransformer3DModel",
         lambda: {
             "hidden_states": normal(2, H * W + 20, 4, 1, 2, 2),
-            "encoder_hidden_states": WORDS,
             "encoder_hidden_states_mask": torch.ones(2, TEXT),
             "shape_list": [[(1, H, W), (1, 4, 5)], [(1, H, W), (1, 2, 5)]],
-            **STEP,
         },
         image="hidden_states BL",
         text="encoder_hidden_states",

@@ -9,9 +9,8 @@ import torch
 from tests.builders.tiny import tiny_unet, unet_inputs
 from tests.builders.transformers import HEADS, IMAGE, TEXT, H, W, flux_inputs, model, normal
 from tests.matrix.models import images
-from tests.matrix.models.case import PLAIN, Case, case
-from tests.matrix.models.images import HALF, STEP, WORDS
-from tests.matrix.models.videos import T
+from tests.matrix.models.case import PLAIN, STEP, Case, T, case
+from tests.matrix.models.images import HALF
 
 UNET = "a UNet's convolutions spread a change"
 WIDTHS = (32, 32)
@@ -20,11 +19,7 @@ WIDTHS = (32, 32)
 def unet(name: str, **config: Any) -> Case:
     return case(
         name,
-        lambda: {
-            "sample": normal(2, 4, H, W),
-            "encoder_hidden_states": normal(2, TEXT, 32),
-            **STEP,
-        },
+        lambda: {"sample": normal(2, 4, H, W), "encoder_hidden_states": normal(2, TEXT, 32)},
         "",
         unprobed=UNET,
         block_out_channels=WIDTHS,
@@ -106,7 +101,7 @@ CASES = [
     unet("DreamLiteUNetModel", **DOWN, **UP, attention_head_dim=2),
     case(
         "UNet2DModel",
-        lambda: {"sample": normal(2, 3, H, W), **STEP},
+        lambda: {"sample": normal(2, 3, H, W)},
         "",
         unprobed=UNET,
         block_out_channels=WIDTHS,
@@ -119,7 +114,6 @@ CASES = [
         "Kandinsky3UNet",
         lambda: {
             "sample": normal(2, 4, 2 * H, 2 * W),
-            "encoder_hidden_states": WORDS,
             "encoder_attention_mask": torch.ones(2, TEXT),
             "timestep": torch.tensor(5),
         },
@@ -162,7 +156,6 @@ CASES = [
         "UVit2DModel",
         lambda: {
             "input_ids": torch.arange(H * W).view(1, H, W).repeat(2, 1, 1) % 16,
-            "encoder_hidden_states": WORDS,
             "pooled_text_emb": normal(2, 16),
             "micro_conds": torch.ones(2, 5),
         },
@@ -270,7 +263,6 @@ CASES = [
             "sample": normal(2, 4, H, W),
             "encoder_hidden_states": normal(2, TEXT, 32),
             "encoder_hidden_states_1": normal(2, TEXT, 32),
-            **STEP,
         },
         "",
         unprobed=UNET,
@@ -350,13 +342,7 @@ CASES = [
     ),
     case(
         "SD3ControlNetModel",
-        lambda: {
-            "hidden_states": IMAGE,
-            "controlnet_cond": IMAGE,
-            "encoder_hidden_states": WORDS,
-            "pooled_projections": normal(2, 8),
-            **STEP,
-        },
+        lambda: {"controlnet_cond": IMAGE, "pooled_projections": normal(2, 8)},
         text="encoder_hidden_states",
         sample_size=16,
         in_channels=4,
@@ -372,9 +358,7 @@ CASES = [
     case(
         "QwenImageControlNetModel",
         lambda: {
-            "hidden_states": normal(2, H * W, 4),
             "controlnet_cond": normal(2, H * W, 4),
-            "encoder_hidden_states": WORDS,
             "encoder_hidden_states_mask": torch.ones(2, TEXT),
             "img_shapes": [(1, H, W)] * 2,
             **HALF,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from tests.builders.transformers import HEADS, IMAGE, normal
-from tests.matrix.models.case import case
-from tests.matrix.models.images import STEP, WORDS
-from tests.matrix.models.videos import VIDEO, WAN, T, frames_first
+from tests.matrix.models.case import VIDEO, T, case
+from tests.matrix.models.videos import WAN, frames_first
 
 SANA = {
     "in_channels": 4,
@@ -21,26 +20,11 @@ SANA = {
 }
 
 LINEAR = [
-    case(
-        "SanaTransformer2DModel",
-        lambda: {"hidden_states": IMAGE, "encoder_hidden_states": WORDS, **STEP},
-        **SANA,
-        sample_size=16,
-    ),
-    case(
-        "SanaControlNetModel",
-        lambda: {
-            "hidden_states": IMAGE,
-            "encoder_hidden_states": WORDS,
-            "controlnet_cond": IMAGE,
-            **STEP,
-        },
-        **SANA,
-        sample_size=16,
-    ),
+    case("SanaTransformer2DModel", **SANA, sample_size=16),
+    case("SanaControlNetModel", lambda: {"controlnet_cond": IMAGE}, **SANA, sample_size=16),
     case(
         "SanaVideoTransformer3DModel",
-        lambda: {"hidden_states": VIDEO, "encoder_hidden_states": WORDS, **STEP},
+        lambda: {"hidden_states": VIDEO},
         **SANA,
         sample_size=16,
         rope_max_seq_len=32,
@@ -51,7 +35,6 @@ SPARSE = [
         "AnyFlowFARTransformer3DModel",
         lambda: {
             "hidden_states": frames_first(VIDEO),
-            "encoder_hidden_states": WORDS,
             "timestep": torch.full((2, T), 500.0),
             "r_timestep": torch.full((2, T), 250.0),
             "chunk_partition": [1, 2],

@@ -10,24 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.builders.transformers import HEADS, TEXT, H, W, model, normal
-from tests.matrix.models.case import Case, case
-from tests.matrix.models.images import STEP, WORDS
+from tests.matrix.models.case import STEP, VIDEO, WORDS, Case, T, case
 
-T = 3
-VIDEO = normal(2, 4, T, 2 * H, 2 * W)
 BCTHW = "hidden_states BCTHW"
 WAN: dict[str, Any] = {"patch_size": (1, 2, 2), "rope_max_seq_len": 32}
-
-
-def video(**more: Any) -> Any:
-    return lambda: {"hidden_states": VIDEO, "encoder_hidden_states": WORDS, **STEP, **more}
 
 
 def masked(**more: Any) -> Any:
     """The second sample's text is shorter."""
     mask = torch.ones(2, TEXT)
     mask[1, -2:] = 0
-    return video(encoder_attention_mask=mask, **more)
+    return lambda: {"encoder_attention_mask": mask, **more}
 
 
 def frames_first(t: Tensor) -> Tensor:
@@ -53,7 +46,6 @@ def history() -> dict[str, Any]:
 
 def helios() -> dict[str, Any]:
     return {
-        **video()(),
         "indices_hidden_states": torch.arange(T).float().expand(2, -1),
         "indices_latents_history_short": torch.ones(2, 1),
         "latents_history_short": normal(2, 4, 1, 2 * H, 2 * W),
@@ -133,9 +125,7 @@ def cosmos_control() -> nn.Module:
 def kandinsky(**more: Any) -> Any:
     return lambda: {
         "hidden_states": normal(2, T, 2 * H, 2 * W, 4),
-        "encoder_hidden_states": WORDS,
         "pooled_projections": normal(2, 8),
-        **STEP,
         **more,
     }
 
@@ -144,30 +134,19 @@ def allegro() -> dict[str, Any]:
     """With the table of rotations and each token's place in it, as the pipeline gives them."""
     table = tuple((normal(n, 8), normal(n, 8, seed=2)) for n in (T, H, W))
     places = torch.cartesian_prod(*(torch.arange(n) for n in (T, H, W))).T
-    return {**video()(), "image_rotary_emb": (table, tuple(place[None] for place in places))}
+    return {"image_rotary_emb": (table, tuple(place[None] for place in places))}
 
 
 CASES = [
-    case(
-        "WanTransformer3DModel",
-        lambda: {
-            "hidden_states": normal(2, 4, 3, 2 * H, 2 * W),
-            "encoder_hidden_states": WORDS,
-            **STEP,
-        },
-        BCTHW,
-        **WAN,
-    ),
+    case("WanTransformer3DModel", image=BCTHW, **WAN),
     case(
         "LTXVideoTransformer3DModel",
         lambda: {
             "hidden_states": normal(2, 3 * H * W, 4),
-            "encoder_hidden_states": WORDS,
             "encoder_attention_mask": torch.ones(2, TEXT),
             "num_frames": 3,
             "height": H,
             "width": W,
-            **STEP,
         },
         "hidden_states BLC",
     ),
@@ -175,9 +154,7 @@ CASES = [
         "CogVideoXTransformer3DModel",
         lambda: {
             "hidden_states": normal(2, 3, 4, 2 * H, 2 * W),
-            "encoder_hidden_states": WORDS,
             "image_rotary_emb": (normal(3 * H * W, 16), normal(3 * H * W, 16, seed=2)),
-            **STEP,
         },
         "hidden_states BTCHW",
         text="encoder_hidden_states",
@@ -189,7 +166,7 @@ CASES = [
     ),
     case(
         "WanVACETransformer3DModel",
-        video(control_hidden_states=normal(2, 8, T, 2 * H, 2 * W)),
+        lambda: {"control_hidden_states": normal(2, 8, T, 2 * H, 2 * W)},
         BCTHW,
         **WAN,
         vace_layers=[0],
@@ -197,13 +174,13 @@ CASES = [
     ),
     case(
         "WanAnimateTransformer3DModel",
-        video(
-            hidden_states=normal(2, 12, T, 2 * H, 2 * W),
-            pose_hidden_states=normal(2, 4, T - 1, 2 * H, 2 * W),
-            face_pixel_values=normal(2, 3, 5, 16, 16),
-            encoder_hidden_states=normal(2, 512, 16),
-            encoder_hidden_states_image=normal(2, 4, 16),
-        ),
+        lambda: {
+            "hidden_states": normal(2, 12, T, 2 * H, 2 * W),
+            "pose_hidden_states": normal(2, 4, T - 1, 2 * H, 2 * W),
+            "face_pixel_values": normal(2, 3, 5, 16, 16),
+            "encoder_hidden_states": normal(2, 512, 16),
+            "encoder_hidden_states_image": normal(2, 4, 16),
+        },
         BCTHW,
         **{**WAN, "in_channels": 12},
         latent_channels=4,
@@ -217,13 +194,12 @@ CASES = [
         face_encoder_num_heads=2,
         inject_face_latents_blocks=2,
     ),
-    case("ChronoEditTransformer3DModel", video(), BCTHW, **WAN),
-    case("SkyReelsV2Transformer3DModel", video(), BCTHW, **WAN),
+    case("ChronoEditTransformer3DModel", image=BCTHW, **WAN),
+    case("SkyReelsV2Transformer3DModel", image=BCTHW, **WAN),
     case(
         "AnyFlowTransformer3DModel",
         lambda: {
             "hidden_states": frames_first(VIDEO),
-            "encoder_hidden_states": WORDS,
             "timestep": torch.full((2, T), 500.0),
             "r_timestep": torch.full((2, T), 250.0),
         },
@@ -251,7 +227,7 @@ CASES = [
     ),
     case(
         "CosmosTransformer3DModel",
-        video(padding_mask=torch.zeros(1, 1, 2 * H, 2 * W)),
+        lambda: {"padding_mask": torch.zeros(1, 1, 2 * H, 2 * W)},
         BCTHW,
         **{**HEADS, "attention_head_dim": 24},
         adaln_lora_dim=4,
@@ -276,14 +252,12 @@ CASES = [
         lambda: {
             "hidden_states": normal(2, T * H * W, 4),
             "audio_hidden_states": normal(2, 9, 4),
-            "encoder_hidden_states": WORDS,
             "audio_encoder_hidden_states": WORDS,
             "encoder_attention_mask": torch.ones(2, TEXT, dtype=torch.bool),
             "num_frames": T,
             "height": H,
             "width": W,
             "audio_num_frames": 9,
-            **STEP,
         },
         "hidden_states BLC",
         audio_in_channels=4,
@@ -297,9 +271,7 @@ CASES = [
         "SanaWMLTX2RefinerTransformer3DModel",
         lambda: {
             "hidden_states": normal(2, T * H * W, 4),
-            "encoder_hidden_states": WORDS,
             "video_rotary_emb": (normal(2, T * H * W, 32), normal(2, T * H * W, 32, seed=2)),
-            **STEP,
         },
         "hidden_states BLC",
         audio_in_channels=4,
@@ -363,8 +335,7 @@ CASES = [
     ),
     case(
         "EasyAnimateTransformer3DModel",
-        video(),
-        BCTHW,
+        image=BCTHW,
         text="encoder_hidden_states",
         mmdit_layers=1,
         patch_size=2,
@@ -373,11 +344,9 @@ CASES = [
         "ConsisIDTransformer3DModel",
         lambda: {
             "hidden_states": frames_first(VIDEO),
-            "encoder_hidden_states": WORDS,
             "image_rotary_emb": (normal(T * H * W, 16), normal(T * H * W, 16, seed=2)),
             "id_vit_hidden": [torch.ones(2, 5, 4)],
             "id_cond": torch.ones(2, 8),
-            **STEP,
         },
         "hidden_states BTCHW",
         text="encoder_hidden_states",
@@ -404,11 +373,7 @@ CASES = [
     ),
     case(
         "JoyImageEditTransformer3DModel",
-        lambda: {
-            "hidden_states": normal(2, 2, 4, 1, 2 * H, 2 * W),
-            "encoder_hidden_states": WORDS,
-            **STEP,
-        },
+        lambda: {"hidden_states": normal(2, 2, 4, 1, 2 * H, 2 * W)},
         "hidden_states BNCTHW",
         text="encoder_hidden_states",
         rope_dim_list=[4, 4, 8],
@@ -441,7 +406,6 @@ CASES = [
         "LatteTransformer3DModel",
         lambda: {
             "hidden_states": VIDEO,
-            "encoder_hidden_states": WORDS,
             "timestep": torch.tensor([[5], [5]]).flatten(),
             "enable_temporal_attentions": True,
         },
