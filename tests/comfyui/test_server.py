@@ -165,7 +165,7 @@ def test_a_file_in_the_input_folder_gives_each_layer_its_settings(
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"settings": "none.json"}, "expected a .json or .toml file of settings that can be read"),
+        ({"settings": "none.json"}, "expected a .json file of settings"),
         ({"keep": 0.0}, "smaller than min of 0.01"),
         ({"tau": -2.0}, "smaller than min of -1.0"),
         ({"mode": "x"}, "not in"),
