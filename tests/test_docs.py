@@ -129,6 +129,8 @@ def test_modules_and_scripts_of_every_page_have_the_options_it_gives() -> None:
             source = ROOT / (target if "/" in target else target.replace(".", "/") + ".py")
             source = source if source.exists() else source.with_suffix("") / "__main__.py"
             code = source.read_text(encoding="utf-8")
+            for shared in re.findall(r"from (scripts\.robustness\.\w+) import", code):
+                code += (ROOT / (shared.replace(".", "/") + ".py")).read_text(encoding="utf-8")
             if "import Recipe" in code:  # a training, whose command is recipe.py's
                 code += (source.parent / "recipe.py").read_text(encoding="utf-8")
             options = set(re.findall(r'"(--[\w-]+)"', code))

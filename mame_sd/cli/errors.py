@@ -6,6 +6,7 @@ Set MAME_SD_TRACEBACK=1 to see where an error came from.
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from mame_sd.cli.console import say
@@ -34,9 +36,11 @@ _MEMORY_MESSAGES = ("not enough memory", "can't allocate memory", "out of memory
 def exit_status(command: Callable[[], object]) -> int:
     """Run `command` and report how it failed, if it did. Returns the exit status."""
     _escape_what_stdout_lacks()
-    with _interrupts() as came:
+    with _interrupts() as interrupts:
         try:
             status = command()
+            if interrupts.lost:
+                status = INTERRUPTED
         except KeyboardInterrupt:
             status = INTERRUPTED
         except SystemExit as error:
@@ -44,7 +48,7 @@ def exit_status(command: Callable[[], object]) -> int:
         except BaseException as error:
             if os.environ.get("MAME_SD_TRACEBACK"):
                 traceback.print_exc()
-            if came:  # a library that was being imported made another error of it
+            if interrupts.came:  # a library that was being imported made another error of it
                 status = INTERRUPTED
             else:
                 status, message = describe(error)
@@ -95,24 +99,58 @@ def _of_the_machine(error: BaseException, said: str) -> str:
     )
 
 
+@dataclass
+class _Interrupts:
+    """Whether Ctrl-C came, and whether the latest one was lost where Python ignores exceptions."""
+
+    came: bool = False
+    lost: bool = False
+
+
 @contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Note each Ctrl-C during the block in a list, whatever a library makes of its exception."""
-    came: list[int] = []
+def _interrupts() -> Iterator[_Interrupts]:
+    """Watch for Ctrl-C during the block, whatever a library makes of its exception; raise it anew
+    where a `__del__` or another callback of the interpreter has swallowed it.
+    """
+    found = _Interrupts()
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     if ignored or threading.current_thread() is not threading.main_thread():
-        yield came
+        yield found
         return
+    timers: list[threading.Timer] = []
 
     def note(number: int, frame: Any) -> None:
-        came.append(number)
+        found.came, found.lost = True, False
         signal.default_int_handler(number, frame)
 
-    before = signal.signal(signal.SIGINT, note)
+    def unraisable(ignored: Any) -> None:
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            before_hook(ignored)
+            return
+        found.lost = True
+        # The hook's caller ignores what is raised here, too.
+        timers.append(threading.Timer(0.05, _interrupt_main_thread))
+        timers[-1].start()
+
+    before, before_hook = signal.signal(signal.SIGINT, note), sys.unraisablehook
+    sys.unraisablehook = unraisable
     try:
-        yield came
+        yield found
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late one of ours would land here
+        for timer in timers:
+            timer.cancel()
+            timer.join()
+        sys.unraisablehook = before_hook
         signal.signal(signal.SIGINT, before)
+
+
+def _interrupt_main_thread() -> None:
+    """Send Ctrl-C to the main thread, so that it also ends a wait (Windows: after the wait)."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+    else:
+        _thread.interrupt_main()
 
 
 def _escape_what_stdout_lacks() -> None:

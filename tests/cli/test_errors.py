@@ -4,10 +4,14 @@ time.
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -106,3 +110,37 @@ def test_a_missing_package_names_the_extra_that_brings_it() -> None:
     status, message = describe(ModuleNotFoundError("No module named 'gradio'", name="gradio"))
     assert status == MACHINE
     assert message == "expected the package gradio, found none; pip install 'mame-sd[ui]'"
+
+
+class SignalsInDel:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def in_the_collector() -> None:
+    ring = SimpleNamespace(dies=SignalsInDel())
+    ring.ring = ring
+    del ring
+    gc.collect()
+
+
+@pytest.mark.parametrize("swallow", [SignalsInDel, in_the_collector])
+def test_an_interrupt_where_python_ignores_exceptions_is_not_lost(
+    capsys: pytest.CaptureFixture[str], swallow: Callable[[], object]
+) -> None:
+    def swallow_it() -> None:
+        swallow()
+
+    def goes_on() -> None:
+        swallow()
+        threading.Event().wait(60)
+        raise AssertionError("went on after Ctrl-C")
+
+    before, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
+    try:
+        for command in (swallow_it, goes_on):
+            assert exit_status(command) == 130
+            assert capsys.readouterr().err.startswith("interrupted")
+        assert sys.unraisablehook is hook
+    finally:
+        signal.signal(signal.SIGINT, before)
