@@ -101,14 +101,13 @@ def case(
     def call() -> dict[str, Any]:
         latents, _, dims = image.partition(" ")
         usual = {**USUAL, latents: LATENTS[dims]} if dims in LATENTS else USUAL
-        return {**_taken(usual, getattr(diffusers, name).forward), **inputs()}
+        kind = getattr(diffusers, name, None)  # the oldest that is supported lacks the newest ones
+        return {**(_taken(usual, kind.forward) if kind else {}), **inputs()}
 
     return Case(name, build, call, image, **told)
 
 
 def _taken(values: dict[str, Any], by: Callable[..., Any]) -> dict[str, Any]:
-    """Those of `values` whose names are arguments. Looked up late: the oldest diffusers that is
-    supported lacks the newest classes.
-    """
+    """Those of `values` whose names are arguments."""
     names = inspect.signature(by).parameters
     return {name: value for name, value in values.items() if name in names}
