@@ -13,10 +13,9 @@ from unittest import mock
 
 import diffusers
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import unets
+from benchmarks import methods, unets
 from mame_sd import mame
 from mame_sd.eval.benchmark.tomesd import tomesd_on
 
@@ -265,16 +264,11 @@ def rows_of(case: Case, min_tokens: int) -> Mapping[str, On]:
         "unmerged": lambda model: nullcontext(),
         "default": lambda model: mame(model, keep=0.25, min_tokens=min_tokens),
         "default, kernel without bias": lambda model: mame(
-            model, keep=0.25, min_tokens=min_tokens, kernel=without_bias
+            model, keep=0.25, min_tokens=min_tokens, kernel=methods.without_bias
         ),
         **{name: partial(_at_share, keep) for name, keep in SHARES.items()},
         **({"tomesd, half": partial(tomesd_row, 0.5)} if case.is_unet else {}),
     }
-
-
-def without_bias(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Attention by PyTorch's fastest kernel, FlashAttention, which takes no bias."""
-    return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
 def _at_share(keep: float, model: Any) -> AbstractContextManager[Any]:

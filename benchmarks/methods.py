@@ -4,8 +4,8 @@ denoiser.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,42 +43,21 @@ def baseline() -> Method:
     return Method({})
 
 
-def ours(**fields: Any) -> Method:
-    """Our settings, the same in all layers, without those beside the model's weights."""
+def ours(kernel: Any = None, **fields: Any) -> Method:
+    """Our settings, the same in all layers, without those beside the model's weights; `kernel` as
+    `mame` takes it.
+    """
     config = MaMeConfig.from_dict(fields)
     config = config.replace(keep=config.keep, tau=config.tau)
     settings = {name: value for name, value in config.to_dict().items() if value is not None}
-    return Method(settings, lambda denoiser: mame(denoiser, config))
+    if kernel is not None:
+        settings["kernel"] = kernel.__name__
+    return Method(settings, lambda denoiser: mame(denoiser, config, kernel=kernel))
 
 
-@contextmanager
-def without_bias() -> Iterator[None]:
+def without_bias(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Attention by a kernel that takes no bias, as FlashAttention and SageAttention take none."""
-    own = F.scaled_dot_product_attention
-
-    def kernel(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **more: Any
-    ) -> Tensor:
-        if attn_mask is not None:
-            raise ValueError("attn_mask: expected None, got a tensor")
-        return own(query, key, value, **more)
-
-    F.scaled_dot_product_attention = kernel  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = own
-
-
-def ours_without_bias(**fields: Any) -> Method:
-    """Our settings in front of a kernel that takes no bias."""
-
-    @contextmanager
-    def on(denoiser: Any) -> Iterator[None]:
-        with without_bias(), mame(denoiser, **fields):
-            yield
-
-    return Method({**fields, "kernel": "without bias"}, on)
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
 def tomesd(ratio: float) -> Method:
@@ -131,7 +110,7 @@ RANGE = {
     **{f"keep {keep}": ours(keep=keep) for keep in KEEPS},
     **{f"keep {keep}, not fitted": ours(keep=keep, fit_queries=0) for keep in KEEPS},
     **{
-        f"keep {keep}, kernel without bias": ours_without_bias(keep=keep)
+        f"keep {keep}, kernel without bias": ours(without_bias, keep=keep)
         for keep in (0.5, 0.25, 0.125)
     },
 }

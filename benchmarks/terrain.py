@@ -19,15 +19,15 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import methods
+from benchmarks.methods import without_bias
 from mame_sd import MaMeConfig, mame
 from mame_sd.eval.networks.terrain import Terrain, load_terrain, roughness, slope
 from mame_sd.eval.rivals.layers import rival_on
@@ -42,16 +42,12 @@ def unmerged(model: Terrain, seed: int) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def library(model: Terrain, seed: int, **fields: object) -> AbstractContextManager[object]:
+def library(
+    model: Terrain, seed: int, kernel: Any = None, **fields: object
+) -> AbstractContextManager[object]:
     """What `apply_mame` does with these fields."""
-    return mame(model.unet, MaMeConfig.from_dict({"seed": seed, "min_tokens": 1024, **fields}))
-
-
-@contextmanager
-def without_bias(model: Terrain, seed: int, **fields: object) -> Iterator[None]:
-    """The same in front of a kernel that takes no bias."""
-    with methods.without_bias(), library(model, seed, **fields):
-        yield
+    config = MaMeConfig.from_dict({"seed": seed, "min_tokens": 1024, **fields})
+    return mame(model.unet, config, kernel=kernel)
 
 
 def rival(make: Any, merge: str = "kv", fit_queries: int = 0, **settings: Any) -> On:
@@ -71,7 +67,9 @@ def rows() -> dict[str, On]:
         random = partial(rival, random_keys, share=keep, redraw=True)
         found |= {
             f"{name} merged and fitted": partial(library, keep=keep),
-            f"{name} merged and fitted, kernel without bias": partial(without_bias, keep=keep),
+            f"{name} merged and fitted, kernel without bias": partial(
+                library, keep=keep, kernel=without_bias
+            ),
             f"{name} merged, not fitted": partial(library, keep=keep, fit_queries=0),
             f"{name} random keys, fitted": random(fit_queries=64),
             f"{name} random keys": random(),

@@ -74,18 +74,12 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
         ) from error
 
 
-def turned(files: Iterable[Path]) -> int:
-    """How many of the image files EXIF turns or mirrors."""
+def turned_note(files: Iterable[Path]) -> str:
+    """What must be said once of images that EXIF turns or mirrors; empty where none are."""
     count = 0
     for file in files:
         with contextlib.suppress(Exception), Image.open(file) as image:  # named when it is loaded
             count += is_turned(image)
-    return count
-
-
-def turned_note(files: Iterable[Path]) -> str:
-    """What must be said once of images that are turned; empty where none are."""
-    count = turned(files)
     return (
         f"{count} image{'s are' if count > 1 else ' is'} turned as EXIF says, as viewers do"
         if count

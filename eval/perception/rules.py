@@ -240,12 +240,10 @@ class EViT(Rule):
     """The share `keep` of the tokens stays to which the class token attends most (mean over heads),
     in three blocks as published.
 
-    The others become one token, the sum of them weighted by that attention, as published (`fuse`),
-    or are dropped.
+    The others become one token, the sum of them weighted by that attention, as published.
     """
 
     keep: float
-    fuse: bool = True
     hears: ClassVar[tuple[str, ...]] = ("keys", "queries")
     class_token: ClassVar[bool] = True
 
@@ -266,11 +264,9 @@ class EViT(Rule):
         def rows(at: Tensor) -> Tensor:
             return body.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
-        parts = [x[:, :prefix], rows(order[:, :left])]
-        if self.fuse:
-            weights = attention.gather(1, order[:, left:]).to(x.dtype).unsqueeze(1)
-            parts.append(weights @ rows(order[:, left:]))
-        cost = width * x.shape[1] + (patches - left) * x.shape[-1] * self.fuse
+        weights = attention.gather(1, order[:, left:]).to(x.dtype).unsqueeze(1)
+        parts = [x[:, :prefix], rows(order[:, :left]), weights @ rows(order[:, left:])]
+        cost = width * x.shape[1] + (patches - left) * x.shape[-1]
         return Reduced(torch.cat(parts, 1), cost=cost)
 
 

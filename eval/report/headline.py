@@ -8,8 +8,7 @@ from __future__ import annotations
 from ..results.schema import Results, Row, Value
 from .frontier import points, speed_interval
 from .numbers import phrase, times
-from .select import Focus
-from .words import PUBLISHED
+from .select import PUBLISHED, Focus
 
 SIGNIFICANT = 0.05
 Interval = tuple[float, float] | None

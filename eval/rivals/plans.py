@@ -35,12 +35,7 @@ class RivalPlan:
 
     def __init__(self, x: Tensor, kept: Tensor) -> None:
         self.tokens_in, self.tokens_kept = x.shape[1], len(kept)
-        self._rows = kept
-
-    @property
-    def kept(self) -> Tensor:
-        """Positions of the tokens that stay."""
-        return self._rows
+        self.kept = kept
 
     def merge(self, t: Tensor) -> Tensor:
         """Tokens [B, L, C] as [B, L', C]."""
@@ -62,7 +57,7 @@ class Rows(RivalPlan):
         self._owner = owner
 
     def merge(self, t: Tensor) -> Tensor:
-        return t.index_select(1, self._rows)
+        return t.index_select(1, self.kept)
 
     def restore(self, y: Tensor) -> Tensor:
         if self._owner is None:

@@ -33,12 +33,8 @@ class SoftPlan(RivalPlan):
     def __init__(self, x: Tensor, tiles: Tensor, chosen: Tensor, shares: Tensor) -> None:
         places = tiles.expand(len(x), -1, -1).gather(2, chosen).flatten(1)  # [B, T * k]
         super().__init__(x, places[0])
-        self._places, self._tiles, self._shares = places, tiles, shares
-
-    @property
-    def kept(self) -> Tensor:
-        """[B, L'] positions of the destinations."""
-        return self._places
+        self.kept = places
+        self._tiles, self._shares = tiles, shares
 
     def merge(self, t: Tensor) -> Tensor:
         mean = self._shares / self._shares.sum(-1, keepdim=True)

@@ -47,16 +47,6 @@ def test_lpips_is_its_authors_on_the_published_weights(net: str) -> None:
         assert torch.equal(lpips.tensors[f"head{index}"], head.flatten())
 
 
-def test_lpips_laws() -> None:
-    lpips = seeded_lpips("alex")
-    a, b = seeded.picture_pairs()
-    assert lpips(a, a).tolist() == [0, 0]
-    assert lpips(a, b).tolist() == pytest.approx(lpips(b, a).tolist(), rel=1e-5)
-    assert lpips(a[1:], b[1:]).tolist() == pytest.approx(lpips(a, b)[1:].tolist(), rel=1e-5)
-    assert lpips.name == "lpips-alex"
-    assert len(lpips.weights_hash) == 64
-
-
 def test_lpips_refuses_wrong_ranges_sizes_and_nets() -> None:
     lpips = seeded_lpips("alex")
     a, b = seeded.picture_pairs()

@@ -36,7 +36,7 @@ OURS = {"left": LEFT, "schedule": "decreasing", "every": EVERY}
             "rival",
             {"rival": {"name": "DecreasingToMe", "r": 8.0, "prop_attn": True}},
         ),
-        ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7, "fuse": True}}),
+        ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7}}),
         ("random-0.7", "rival", {"rival": {"name": "RandomDrop", "keep": 0.7, "seed": 0}}),
         (
             "random-all-0.9",

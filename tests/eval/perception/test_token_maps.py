@@ -13,7 +13,7 @@ from PIL import Image
 from mame_sd.cli.show_merge import mean_colors
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.cli import app as cli
-from mame_sd.eval.cli.token_maps import pixels_seen, token_maps
+from mame_sd.eval.cli.token_maps import token_maps
 from mame_sd.eval.images import load_image
 from mame_sd.eval.perception.encoders import LoadedEncoder, load_encoder
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
@@ -71,14 +71,6 @@ def test_a_group_has_the_mean_colour_of_its_pixels() -> None:
             assert np.array_equal(drawn[4 * r + 2, 4 * c + 2], np.rint(mean).astype(np.uint8))
     assert (drawn[5, 4] < drawn[6, 6]).all()  # a border: the group above and to the left is another
     assert (drawn[2, 4] == drawn[2, 6]).all()  # none inside of a group
-
-
-def test_the_image_is_shown_as_the_model_sees_it(place: Path) -> None:
-    encoder = loaded(place / "vit")
-    large = Image.fromarray(np.full((100, 60, 3), (10, 200, 90), np.uint8))
-    seen = pixels_seen(encoder.inputs([np.asarray(large)])["pixel_values"][0], encoder.processor)
-    assert seen.size == (SIDE, SIDE)
-    assert np.unique(np.asarray(seen).reshape(-1, 3), axis=0).tolist() == [[10, 200, 90]]
 
 
 def test_on_the_command_line(
