@@ -38,7 +38,7 @@ def chosen_blocks(
     """
     if blocks is None:
         return tuple(range(0, depth, every))
-    if isinstance(blocks, int):
+    if isinstance(blocks, int) and not isinstance(blocks, bool):
         if not 1 <= blocks <= depth:
             raise ValueError(
                 f"blocks: expected how many of the {depth} blocks merge, from 1 to {depth}, got"
