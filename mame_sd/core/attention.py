@@ -107,7 +107,9 @@ def attention(
         ValueError: shapes that don't go together, `keep` out of its range, or a kernel without an
             argument that the call needs.
     """
-    call = {name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how}
+    call: dict[str, Any] = {
+        name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how
+    }
     size = _checked(grid, before, after, keep, how)
     count = before + torch.Size(size).numel() + after
     if q.dim() != 4 or k.dim() != 4 or k.shape[2] != count or v.shape[:3] != k.shape[:3]:

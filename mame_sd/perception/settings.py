@@ -38,8 +38,8 @@ def chosen_blocks(
     """
     if blocks is None:
         return tuple(range(0, depth, every))
-    if isinstance(blocks, int) and not isinstance(blocks, bool):
-        if not 1 <= blocks <= depth:
+    if isinstance(blocks, int):
+        if blocks is True or not 1 <= blocks <= depth:
             raise ValueError(
                 f"blocks: expected how many of the {depth} blocks merge, from 1 to {depth}, got"
                 f" {blocks}"
