@@ -103,10 +103,13 @@ def attention(
         [B, H, Q, D'] in the dtype of q.
 
     Raises:
+        TypeError: `kernel` can't be called.
         ValueError: shapes that don't go together, `keep` out of its range, or a kernel without an
             argument that the call needs.
     """
-    call = {name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how}
+    call: dict[str, Any] = {
+        name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how
+    }
     size = _checked(grid, before, after, keep, how)
     count = before + torch.Size(size).numel() + after
     if q.dim() != 4 or k.dim() != 4 or k.shape[2] != count or v.shape[:3] != k.shape[:3]:
@@ -129,6 +132,12 @@ def attention(
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape[-1:] in ((1,), (count,))):
         got = list(mask.shape) if isinstance(mask, Tensor) else repr(mask)
         raise ValueError(f"attn_mask: expected a tensor that ends in 1 or {count} keys, got {got}")
+    for name, length in (("draw", 1), ("leader", len(q))):
+        given = call.get(name)
+        if given is not None and not (isinstance(given, Tensor) and given.shape == (length,)):
+            raise ValueError(f"{name}: expected a LongTensor [{length}], got {given!r}")
+    if not callable(kernel):
+        raise TypeError(f"kernel: expected a function of (q, k, v), got {kernel!r}")
     if keep < 1 and len(q):
         grids, counted = [Grid(before, size, keep)], takes(kernel, "attn_mask")
         merged = merge_keys(q, k, v, grids, KeyMerging(**how), **call, counted=counted)

@@ -39,7 +39,7 @@ def chosen_blocks(
     if blocks is None:
         return tuple(range(0, depth, every))
     if isinstance(blocks, int):
-        if not 1 <= blocks <= depth:
+        if blocks is True or not 1 <= blocks <= depth:
             raise ValueError(
                 f"blocks: expected how many of the {depth} blocks merge, from 1 to {depth}, got"
                 f" {blocks}"

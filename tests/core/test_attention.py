@@ -276,6 +276,8 @@ def test_errors_are_one_line() -> None:
         ),
         (lambda: attention(q[:, :1], k, v, GRID, BEFORE, AFTER), "in a multiple of 2 heads"),
         (lambda: attention(q, k.half(), v, GRID, BEFORE, AFTER), "of one dtype"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, draw=5), r"draw: expected a LongTensor"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, leader=[0]), "leader: expected a LongT"),
         (lambda: attention(q.long(), k.long(), v.long(), GRID, BEFORE, AFTER), "floating-point"),
         (lambda: attention(*(t[:, :0] for t in (q, k, v)), GRID, BEFORE, AFTER), "in 0 heads"),
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=0), "keep: expected a share above 0"),

@@ -200,7 +200,7 @@ def test_trains_under_autocast(row: Row) -> None:
 @pytest.mark.parametrize(
     ("reentrant", "fields", "row"),
     [(False, {"tau": 0.3}, ROWS[1]), (True, {"keep": 0.5}, ROWS[6])],
-    ids=str,
+    ids=["tau", "keep, reentrant"],
 )
 def test_checkpointing_changes_no_gradient(
     reentrant: bool, fields: dict[str, Any], row: Row

@@ -93,12 +93,21 @@ def case(
     special in a call.
     """
     told = {key: more.pop(key) for key in ("text", "unprobed") if key in more}
-    if "Transformer" in name:
-        taken = inspect.signature(getattr(diffusers, name)).parameters
-        more = {key: value for key, value in SMALL.items() if key in taken} | more
-    taken = inspect.signature(getattr(diffusers, name).forward).parameters
-    usual = {key: value for key, value in USUAL.items() if key in taken}
-    latents, _, dims = image.partition(" ")
-    if latents in taken and dims in LATENTS:
-        usual[latents] = LATENTS[dims]
-    return Case(name, model(name, **more), lambda: {**usual, **inputs()}, image, **told)
+
+    def build() -> Any:
+        small = _taken(SMALL, getattr(diffusers, name)) if "Transformer" in name else {}
+        return model(name, **{**small, **more})()
+
+    def call() -> dict[str, Any]:
+        latents, _, dims = image.partition(" ")
+        usual = {**USUAL, latents: LATENTS[dims]} if dims in LATENTS else USUAL
+        kind = getattr(diffusers, name, None)  # the oldest that is supported lacks the newest ones
+        return {**(_taken(usual, kind.forward) if kind else {}), **inputs()}
+
+    return Case(name, build, call, image, **told)
+
+
+def _taken(values: dict[str, Any], by: Callable[..., Any]) -> dict[str, Any]:
+    """Those of `values` whose names are arguments."""
+    names = inspect.signature(by).parameters
+    return {name: value for name, value in values.items() if name in names}
