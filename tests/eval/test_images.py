@@ -179,6 +179,16 @@ def test_image_files_lists_images_only(png: Path) -> None:
         image_files(png)
 
 
+def test_to_float_keeps_channels_and_order() -> None:
+    images = [pixels(), 255 - pixels()]
+    tensor = to_float(images)
+    assert tensor.shape == (2, 3, 20, 30)
+    assert tensor.dtype == torch.float32
+    assert torch.equal(
+        (tensor[1] * 255).round().to(torch.uint8).permute(1, 2, 0), torch.from_numpy(images[1])
+    )
+
+
 def test_mixed_sizes_and_nothing_are_refused() -> None:
     with pytest.raises(UserError, match="got 20 x 20, 30 x 20"):
         to_float([pixels(), pixels(width=20)])

@@ -75,6 +75,18 @@ def test_resizing_is_clean_fids(side: int) -> None:
     assert np.allclose(taps, oracle("resizing")[str(side)], rtol=1e-6, atol=1e-4)
 
 
+def test_order_neighbours_files_and_sizes_do_not_matter(
+    inception_state: dict[str, Tensor], tmp_path: Path
+) -> None:
+    extractor = Extractor(inception_state)
+    pictures = [seeded.picture(f"mixed {i}", 40 + 10 * i, 64) for i in range(2)]
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(tmp_path / f"{number}.png")
+    whole = extractor(pictures).features
+    turned = extractor([tmp_path / "1.png", tmp_path / "0.png"]).features
+    assert torch.equal(turned.flip(0), whole)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_sees_what_the_cpu_sees(inception_state: dict[str, Tensor]) -> None:

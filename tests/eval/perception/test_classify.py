@@ -205,6 +205,11 @@ def test_a_mended_image_alone_is_answered_anew(place: Path, tmp_path: Path) -> N
     assert cli.run(given) == 0
     after = answers_in(tmp_path / "out")["baseline"]
     assert {number: after[number] for number in before} == before
+    Image.new("RGB", (9, 9)).save(broken)
+    assert cli.run(given) == 0
+    last = answers_in(tmp_path / "out")["baseline"]
+    assert last[0] == before[0]
+    assert last[2]["files"] != after[2]["files"]
 
 
 def test_processes_share_the_batches(place: Path, finished: Path, tmp_path: Path) -> None:

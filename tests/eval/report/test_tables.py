@@ -58,6 +58,17 @@ def test_best_values_follow_the_direction(results: Results) -> None:
     assert best_rows(results, "psnr") == {"tomesd-50"}
 
 
+def test_values_that_read_the_same_are_best_together_and_a_column_of_one_value_has_no_best(
+    results: Results,
+) -> None:
+    row(results, "tomesd-50")["values"]["latency"]["mean"] = 2.5001
+    assert best_rows(results, "latency") == {"tomesd-50", "mame-default"}
+    for entry in results["rows"]:
+        entry["values"]["memory"] = {"mean": 100.0}
+    assert best_rows(results, "memory") == set()
+    assert best_rows(results, "fid") == set()
+
+
 def test_set_wide_values_say_how_they_mislead_in_every_format(
     tmp_path: Path, unplotted: Results
 ) -> None:

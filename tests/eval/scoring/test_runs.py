@@ -119,6 +119,10 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda run: (run / "images" / "10_1.png").unlink(),
         r"expected the image 10_1.png, found none \(1 missing",
     ),
+    "extra-image": (
+        lambda run: (run / "images" / "zz.png").write_bytes(b""),
+        r"got 'zz.png' \(1 too many\)",
+    ),
 }
 
 
@@ -150,6 +154,14 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "seed": (
         lambda rows: rows[0].update(seed=7),
         "expected the seed of x_0 to be 0 as in .* got 7",
+    ),
+    "extra": (
+        lambda rows: rows.append({**rows[0], "id": "more"}),
+        "expected the image more_0 as in .*b, found none",
+    ),
+    "negative-prompt": (
+        lambda rows: rows[1].update(negative_prompt="red"),
+        "expected the negative prompt of y_0",
     ),
 }
 

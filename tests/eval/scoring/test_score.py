@@ -91,6 +91,19 @@ def test_equal_runs_have_infinite_psnr_in_valid_json(
     assert "psnr: 5 of 5 equal\n" in captured.err
 
 
+def test_one_image_has_values_and_no_intervals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = write_run(tmp_path / "a", {"x_0": noise(0)})
+    b = write_run(tmp_path / "b", {"x_0": shifted(noise(0), 3)})
+    found = score_json(capsys, str(a), str(b), "--metrics", "psnr,fid_to_baseline,is")
+    assert found["metrics"]["psnr"]["mean"] > 30
+    assert (found["metrics"]["psnr"]["low"], found["metrics"]["psnr"]["n"]) == (None, 1)
+    assert found["metrics"]["fid_to_baseline"]["withheld"] == "N = 1, needs 100"
+    assert found["metrics"]["is"]["mean"] is None
+    assert found["manifest"]["networks"] == {}  # withheld metrics load nothing
+
+
 def test_plain_folders_of_images_pair_by_file_name(
     runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

