@@ -31,7 +31,7 @@ core/attention.py: core diffusion/test_hooks_models.py
     found.kept + grid.start] => found.kept]
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
     spread[: max(1, queries // shared)] => spread[:queries]
-    name in inspect.signature(kernel).parameters => True
+    if name not in self.names: => if False:
     (grids[0].start, last) => (0, last)
 core/groups.py: core
     of_chosen, alpha=0.5) => of_chosen, alpha=1.0)
@@ -48,6 +48,7 @@ core/draws.py: core
 core/fit.py: core
     mean = diagonal.mean(-1, keepdim=True) => mean = diagonal.amax(-1, keepdim=True)
     values, alpha=-1) => values, alpha=1)
+    weight = some.shape[1] / beside.shape[1] => weight = 1
     w.view(*key.shape[:2], 1, -1) / scale => w.view(*key.shape[:2], 1, -1)
     t = t.clamp(-65504, 65504) => pass
 core/pairs.py: core
