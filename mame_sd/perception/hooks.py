@@ -58,12 +58,25 @@ class InnerHook(Hook):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and files are without a module that was replaced, which may hold anything."""
-        there = self.owner.get_submodule(self.path)
-        return {**self.__dict__, "child": self.child if self.child is there else None}
+        return {**self.__dict__, "child": self.child if self.child is self._there else None}
+
+    @property
+    def _there(self) -> nn.Module | None:
+        try:
+            return self.owner.get_submodule(self.path)
+        except AttributeError:  # it went with a part that was replaced whole
+            return None
 
     def follow(self, late: bool = False) -> None:
         """Lie on what stands at the path now; `late`: it has computed already."""
-        child = self.owner.get_submodule(self.path)
+        child = self._there
+        if child is None:
+            if not self.shared.active:
+                return
+            raise RuntimeError(
+                f"expected {self.path} as merging was applied to it, got none; call apply_mame"
+                " again"
+            )
         if child is self.child:
             return
         if torch.compiler.is_compiling() or (late and self.shared.active):
@@ -78,7 +91,7 @@ class InnerHook(Hook):
 
     def leave(self) -> None:
         """Lie on nothing."""
-        for module in (self.child, self.owner.get_submodule(self.path)):
+        for module in (self.child, self._there):
             if module is not None:
                 self.take(module)
         self.child = None

@@ -311,6 +311,11 @@ def test_a_part_that_was_replaced_whole_is_refused_until_the_model_is_called() -
         model.forward_features(IMAGE)
     model(IMAGE)
     assert torch.equal(model.forward_features(IMAGE), want)
+    model.patch_embed = nn.Sequential(other.patch_embed)
+    with pytest.raises(RuntimeError, match=r"proj as merging .* got none; call apply_mame again"):
+        model(IMAGE)
+    apply_encoder(model)
+    assert torch.equal(model.forward_features(IMAGE), want)
 
 
 @NEEDS_TIMM
