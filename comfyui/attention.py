@@ -19,7 +19,7 @@ from mame_sd.core.attention import Grid, KeyMerging, merge_keys
 from mame_sd.core.groups import Groups
 
 # The engine's functions that add a mask to the logits. For others, and for those of other nodes,
-# groups go uncounted, and the fit makes up for most of it.
+# keys carry the sizes of their groups.
 TAKES_MASK = {f"attention_{name}" for name in ("basic", "pytorch", "split", "sub_quad", "xformers")}
 
 

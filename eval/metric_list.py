@@ -18,6 +18,7 @@ MIN_IMAGES = (
     100  # below, a distance between sets says more about the number of images than about them
 )
 EMBEDDED_CLIP = "embedded-clip"  # it knows the subjects of the embedded models and nothing else
+FID_BACKENDS = ("mame-sd", "clean-fid")  # whose code may compute FID
 FEW_IMAGES = 2048  # below, a Frechet distance is biased upward enough to mislead
 
 

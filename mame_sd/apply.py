@@ -50,10 +50,12 @@ def apply_mame(
     """
     config = _read(config)
     if _reads_images(target):
+        _check_kernel(fields)
         from mame_sd.captions.apply_captioner import apply_captioner
 
         return apply_captioner(target, config, **fields)
     if _only_encoder(target):
+        _check_kernel(fields)
         from mame_sd.perception.apply_encoder import apply_encoder
 
         return _advised(apply_encoder(target, config, **fields))
@@ -116,6 +118,11 @@ def mame(
 
     with apply_denoiser.mame(target, config, **fields) as handle:
         yield handle
+
+
+def _check_kernel(fields: dict[str, Any]) -> None:
+    if fields.get("kernel") is not None:
+        raise ValueError("kernel: expected none, for only the layers of diffusion models take one")
 
 
 def _advised(handle: EncoderHandle, stacklevel: int = 3) -> EncoderHandle:

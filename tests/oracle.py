@@ -258,7 +258,7 @@ def merged_attention(
     queries: Sequence[int] = (),
     mask: Tensor | None = None,
     scale: float | None = None,
-    sized: Sequence[int] = (),
+    sized: Sequence[Sequence[int]] = (),
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, H, Q, D] over merged keys, [B, H, Q, D'], and the values [B, H', K, D'].
 
@@ -268,8 +268,8 @@ def merged_attention(
         queries: positions in q that values are fitted to; none: values are means.
         mask: boolean or added to the logits, broadcast to [B, H, Q, N].
         scale: of the logits.
-        sized: positions in q of the queries by which keys carry the sizes of their groups; none:
-            logits count them.
+        sized: positions in q of the queries of the image, and of all others, by which keys carry
+            the sizes of their groups; none: logits count them.
     """
     q, k, v = q.double(), k.double(), v.double()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -303,12 +303,13 @@ def merged_attention(
         for h in range(k.shape[1]):
             rows = range(h * shared, (h + 1) * shared)
             if len(sized):
-                some = torch.cat([q[b, row, list(sized)] for row in rows])
-                gram = some.T @ some
+                gram, ones = torch.zeros(2, dtype=q.dtype)
+                for at in sized:
+                    some = torch.cat([q[b, row, list(at)] for row in rows])
+                    weight = len(sized[0]) / max(len(at), 1)
+                    gram, ones = gram + weight * some.T @ some, ones + weight * some.sum(0)
                 ridge = SIZE_RIDGE * gram.diagonal().mean()
-                one = torch.linalg.inv(
-                    gram + ridge * torch.eye(len(gram), dtype=some.dtype)
-                ) @ some.sum(0)
+                one = torch.linalg.inv(gram + ridge * torch.eye(len(gram), dtype=q.dtype)) @ ones
                 key[h] += log_sizes[:, None] * one / scale
             heads.append([])
             exact, weights = [], []

@@ -113,6 +113,7 @@ def score_command(
         offline=scoring.offline,
         device=pick_device(scoring.device),
         clip=scoring.clip or CLIPS[0],
+        fid_backend=scoring.fid_backend,
     )
     with progress("images") as tools.on_progress:
         found = score_runs(run_a, run_b, reference, chosen, tools, note)

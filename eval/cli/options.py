@@ -10,6 +10,8 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.options import option
 
+from ..metric_list import FID_BACKENDS
+
 CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "trained", "video")  # of `perception.rows`
 ROWS_HELP = "Rows to run beside the baseline, with commas between; an unknown one lists them."
 REFERENCE_HELP = "Images to measure quality against: a folder, or an .npz of statistics."
@@ -52,6 +54,11 @@ class ScoringOptions:
     weights_dir: str | None = option(None, WEIGHTS_HELP, metavar="DIR")
     offline: bool = option(False, "Never ask a network.")
     clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
+    fid_backend: str = option(
+        FID_BACKENDS[0],
+        "Whose code computes FID: mame-sd, or the package clean-fid (extra clean-fid).",
+        metavar="|".join(FID_BACKENDS),
+    )
     device: str = option("auto", DEVICE_HELP)
 
 

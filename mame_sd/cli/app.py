@@ -7,6 +7,7 @@ errors come at once.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -132,7 +133,9 @@ def compare_command(
 def show_merge_command(
     *,
     prompt: PromptArgument,
-    step: Annotated[int, typer.Option(help="Denoising step to draw, from 1.")] = 1,
+    step: Annotated[
+        int, typer.Option(help="Call of the denoiser to draw, from 1: a step of most schedulers.")
+    ] = 1,
     layer: Annotated[
         str | None,
         typer.Option(help="A layer's name, or a part of it. Default: one of the largest."),
@@ -145,7 +148,9 @@ def show_merge_command(
     merging: MaMeConfig,
 ) -> None:
     """Draw over the image which tokens merged into which, in one layer and step."""
-    if os.path.isfile(prompt) or prompt.lower().endswith((".png", ".jpg", ".jpeg", ".webp")):
+    if os.path.isfile(prompt) or (
+        " " not in prompt.strip() and ("/" in prompt or re.search(r"\.[a-zA-Z]{3,4}$", prompt))
+    ):
         raise UserError(
             f"show-merge {prompt}: expected a prompt, got a file's name; mame-sd-eval token-maps"
             " draws what a vision transformer merges in an image"

@@ -9,6 +9,7 @@ kernel there is. Text beside the image stays as it is.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -16,8 +17,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.cells import Cells, cells_of
@@ -79,7 +79,7 @@ def attention(
     before: int = 0,
     after: int = 0,
     keep: float = 0.25,
-    kernel: Kernel = F.scaled_dot_product_attention,
+    kernel: Kernel = SDPA,
     **how: Any,
 ) -> Tensor:
     """Attention of all queries over a share of an image's keys.
@@ -93,7 +93,8 @@ def attention(
         before, after: tokens of something else, such as text, around the image's; they stay.
         keep: share of the image's keys to keep, above 0 to 1; 1 changes nothing.
         kernel: computes attention as `torch.nn.functional.scaled_dot_product_attention` does, from
-            (q, k, v, attn_mask=, scale=). One without `attn_mask`, such as FlashAttention or
+            (q, k, v, attn_mask=, scale=) with heads before tokens (FlashAttention's own functions
+            have them behind: wrap them). One without `attn_mask`, such as FlashAttention or
             SageAttention, gets keys that carry the sizes of their groups. `scale` is given where
             it is another than 1 / sqrt(D), `enable_gqa=True` where heads of queries share heads
             of keys.
@@ -136,48 +137,80 @@ def attention(
         given = call.get(name)
         if given is not None and not (isinstance(given, Tensor) and given.shape == (length,)):
             raise ValueError(f"{name}: expected a LongTensor [{length}], got {given!r}")
-    if not callable(kernel):
-        raise TypeError(f"kernel: expected a function of (q, k, v), got {kernel!r}")
+    own = own_kernel(kernel)
     if keep < 1 and len(q):
-        grids, counted = [Grid(before, size, keep)], takes(kernel, "attn_mask")
-        merged = merge_keys(q, k, v, grids, KeyMerging(**how), **call, counted=counted)
+        grids = [Grid(before, size, keep)]
+        merged = merge_keys(q, k, v, grids, KeyMerging(**how), **call, counted=own.counts)
         k, v = merged.key, merged.value
-        mask = merged.bias if counted or mask is not None else None
-    return attend(kernel, q, k, v, mask, call.get("scale"))
+        mask = merged.bias if own.counts or mask is not None else None
+    return own.attend(q, k, v, mask, call.get("scale"))
 
 
-def attend(
-    kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> Tensor:
-    """Attention by a kernel, which is given what `attention` says.
+class OwnKernel(NamedTuple):
+    """A kernel and the names of its arguments."""
 
-    Raises ValueError where the call has a mask, a scale or fewer heads of keys, and the kernel no
-    argument for it.
+    call: Kernel
+    names: frozenset[str]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it adds a bias to the logits."""
+        return "attn_mask" in self.names
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        """Attention [B, H, Q, D'], by a call with the arguments that are needed.
+
+        Raises ValueError where the kernel lacks one, or gives another shape.
+        """
+        given: dict[str, Any] = {}
+        if attn_mask is not None:
+            given["attn_mask"] = attn_mask
+        if scale is not None and not math.isclose(scale, q.shape[-1] ** -0.5):
+            given["scale"] = scale
+        if dropout_p:
+            given["dropout_p"] = dropout_p
+        if q.shape[1] != k.shape[1]:
+            given["enable_gqa"] = True
+        for name, value in given.items():
+            if name not in self.names:
+                shown = list(value.shape) if isinstance(value, Tensor) else value
+                raise ValueError(
+                    f"kernel: expected one with an argument {name}, for it is {shown} here"
+                )
+        output = self.call(q, k, v, **given)
+        wanted = (*q.shape[:3], v.shape[3])
+        if not isinstance(output, Tensor) or output.shape != wanted:
+            got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(f"kernel: expected it to give a tensor {list(wanted)}, got {got}")
+        return output
+
+
+def own_kernel(kernel: Kernel) -> OwnKernel:
+    """Read which arguments a kernel has, by name: SageAttention takes and ignores any other.
+
+    Raises TypeError for what is no function, or one whose arguments can't be read.
     """
-    given: dict[str, Any] = {}
-    if attn_mask is not None:
-        given["attn_mask"] = attn_mask
-    if scale is not None and scale != q.shape[-1] ** -0.5:
-        given["scale"] = scale
-    if q.shape[1] != k.shape[1]:
-        given["enable_gqa"] = True
-    for name, value in given.items():
-        if not takes(kernel, name):
-            shown = list(value.shape) if isinstance(value, Tensor) else value
-            raise ValueError(
-                f"kernel: expected one with an argument {name}, for it is {shown} here"
-            )
-    return kernel(q, k, v, **given)
-
-
-def takes(kernel: Kernel, name: str) -> bool:
-    """Whether a kernel has an argument of this name: SageAttention takes and ignores any other."""
-    return kernel is SDPA or name in inspect.signature(kernel).parameters
+    if kernel is SDPA:
+        return OwnKernel(kernel, frozenset(("attn_mask", "scale", "dropout_p", "enable_gqa")))
+    if isinstance(kernel, type) or not callable(kernel):
+        raise TypeError(f"kernel: expected a function of (q, k, v), got {kernel!r}")
+    own = getattr(kernel, "_orig_mod", kernel)  # of a module that torch.compile wraps
+    try:
+        names = inspect.signature(own.forward if isinstance(own, nn.Module) else own).parameters
+    except ValueError:
+        raise TypeError(
+            f"kernel: expected a function whose arguments can be read, got {kernel!r}; wrap it in"
+            " one of (q, k, v)"
+        ) from None
+    return OwnKernel(kernel, frozenset(names))
 
 
 def _checked(
@@ -288,8 +321,14 @@ def merge_keys(
                 spread = first.queries.index_select(0, draw).view(-1)
             spread = spread + first_query if first_query else spread
         if not counted:
-            some = of_kept_heads(q.index_select(2, spread), k.shape[1])
-            key = sized_keys(key, some, log_sizes, q.shape[-1] ** -0.5 if scale is None else scale)
+            last_query = first_query + first.tokens
+            others = [t for t in (q[:, :, :first_query], q[:, :, last_query:]) if t.shape[2]]
+            beside = torch.cat(others, 2) if others else q[:, :, :0]
+            some, beside = (
+                of_kept_heads(t, k.shape[1]) for t in (q.index_select(2, spread), beside)
+            )
+            by = q.shape[-1] ** -0.5 if scale is None else scale
+            key = sized_keys(key, some, beside, log_sizes, by) if by else key
         if queries:
             shared = q.shape[1] // k.shape[1]  # heads of queries for each head of keys
             at = spread[: max(1, queries // shared)]

@@ -55,7 +55,9 @@ def fitted_values(
     return fitted.view(shape)
 
 
-def sized_keys(key: Tensor, some: Tensor, log_sizes: Tensor, scale: float) -> Tensor:
+def sized_keys(
+    key: Tensor, some: Tensor, beside: Tensor, log_sizes: Tensor, scale: float
+) -> Tensor:
     """Write the sizes of groups into their keys, for kernels that add no bias to the logits.
 
     k' = k + log(size) w / scale, where w is the ridge regression of the number 1 on a few queries:
@@ -63,17 +65,23 @@ def sized_keys(key: Tensor, some: Tensor, log_sizes: Tensor, scale: float) -> Te
 
     Args:
         key: the kept keys [B, H, K, D].
-        some: queries [B, H, m, D] that attend to them.
+        some: queries [B, H, m, D] of the image's tokens.
+        beside: all other queries [B, H, n, D], such as the text's, which together weigh as much.
         log_sizes: [B, K], 0 for keys that stand for themselves.
-        scale: of the logits.
+        scale: of the logits, not 0.
 
     Returns:
         [B, H, K, D] in the dtype of the keys.
     """
-    some = some.to(torch.promote_types(some.dtype, torch.float32)).flatten(0, 1)
-    gram = torch.bmm(some.transpose(1, 2), some)
+    dtype = torch.promote_types(some.dtype, torch.float32)
+    some, beside = (t.to(dtype).flatten(0, 1) for t in (some, beside))
+    gram, ones = torch.bmm(some.transpose(1, 2), some), some.sum(1)
+    if beside.shape[1]:
+        weight = some.shape[1] / beside.shape[1]
+        gram = torch.baddbmm(gram, beside.transpose(1, 2), beside, alpha=weight)
+        ones = torch.add(ones, beside.sum(1), alpha=weight)
     factor = _ridged_cholesky(gram, SIZE_RIDGE)
-    w = torch.cholesky_solve(some.sum(1).unsqueeze(2), factor)  # [B * H, D, 1]
+    w = torch.cholesky_solve(ones.unsqueeze(2), factor)  # [B * H, D, 1]
     w = w.view(*key.shape[:2], 1, -1) / scale
     return _in_range(torch.addcmul(key, log_sizes[:, None, :, None], w), key.dtype)
 

@@ -33,7 +33,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.attention import Kernel
+from mame_sd.core.attention import Kernel, own_kernel
 from mame_sd.diffusion.denoisers import denoisers_of, no_denoiser
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.refused import EXCLUDED, known_as
@@ -126,10 +126,9 @@ def build_handle(
     """A handle for `target` whose hooks are not installed yet, and merge then if `active`; raises
     as `apply_mame` does.
     """
-    if kernel is not None and (isinstance(kernel, type) or not callable(kernel)):
-        raise TypeError(f"kernel: expected a function of (q, k, v), got {kernel!r}")
+    own = None if kernel is None else own_kernel(kernel)
     root = denoiser_of(target)
-    shared = Shared(ResolvedConfig(config, active), kernel)
+    shared = Shared(ResolvedConfig(config, active), own)
     hooks: list[Placed] = []
     steps: dict[str, StepHook] = {}  # by path of the denoiser
     # What tells how tokens lie, by path, and whose they are.

@@ -289,7 +289,8 @@ def _unmerged(hook: MergeHook, call: LayerCall) -> Any:
 def _merged(hook: MergeHook, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
     """The output of `call`, merged by `form` as in the step of the model's call around it."""
     step = hook.step()._replace(plans=None)
-    return merged_call(hook.layer, call, hook.layout(), form, stats, lambda: step)
+    kernel = hook.shared.kernel
+    return merged_call(hook.layer, call, hook.layout(), form, stats, lambda: step, kernel)
 
 
 def measure_image(

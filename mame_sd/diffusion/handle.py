@@ -164,6 +164,7 @@ class MaMeHandle:
         self._check_installed()
         asked = make_config(self._shared.now.asked if config is None else config, fields)
         new = self._setting(asked, True)
+        self._check(new.config)
         own = self._shared.own
         entered: list[ResolvedConfig] = own.mine.__dict__.setdefault("entered", [])
         entered.append(new)
@@ -352,7 +353,10 @@ class MaMeHandle:
                 f"made_for: expected settings that were found for {self.described}, got ones for"
                 f" {config.made_for}; calibrate this model, or take another file"
             )
-        if self._shared.kernel is not None and config.tau is not None:
+        rules = ResolvedConfig(config, True, layers=self._names).of_layer.values()
+        if self._shared.kernel is not None and any(
+            one is not None and one.tau is not None for one in (config, *rules)
+        ):
             raise ValueError(
                 "kernel: expected none with tau, whose whole tokens merge before attention is"
                 " called; give keep instead"

@@ -18,7 +18,7 @@ from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.attention import Kernel
+from mame_sd.core.attention import OwnKernel
 from mame_sd.core.draws import DRAWS, constant, counting, draw_at
 from mame_sd.core.pairs import leaders
 from mame_sd.diffusion.families.unet import IMAGE_MODULES
@@ -89,7 +89,7 @@ class Shared:
         kernel: computes attention over merged keys instead of the model's own.
     """
 
-    def __init__(self, setting: ResolvedConfig, kernel: Kernel | None = None) -> None:
+    def __init__(self, setting: ResolvedConfig, kernel: OwnKernel | None = None) -> None:
         self.setting = setting
         self.kernel = kernel
         self.own = PerThread()

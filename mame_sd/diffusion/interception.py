@@ -25,13 +25,11 @@ from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.attention import (
     Grid,
-    Kernel,
     KeyMerging,
     Merged,
+    OwnKernel,
     Recall,
-    attend,
     merge_keys,
-    takes,
 )
 from mame_sd.core.fit import SDPA
 
@@ -68,7 +66,7 @@ class MergeJob:
     recall: Recall | None = None
     prefixed: bool = False
     scale: float | None = None
-    kernel: Kernel | None = None
+    kernel: OwnKernel | None = None
     note: str = field(default="", init=False)  # for the report
     merged: Merged | None = field(default=None, init=False)  # of the latest call that merged
     inside: bool = field(default=False, init=False)  # a merge or a kernel of it
@@ -174,14 +172,15 @@ def _attend(
 
 def _by_kernel_of(job: MergeJob, call: Mapping[str, Any]) -> Tensor | None:
     """Attention over merged keys by the job's own kernel; None: the call is another's."""
-    assert job.kernel is not None
-    counted = takes(job.kernel, "attn_mask")
-    changed = job.merge(call, bias=counted)
+    own = job.kernel
+    assert own is not None
+    changed = job.merge(call, bias=own.counts)
     if changed is None:
         return None
-    job.note = f"attention by {_name_of(job.kernel)}" + ("" if counted else UNCOUNTED)
+    job.note = f"attention by {_name_of(own.call)}" + ("" if own.counts else UNCOUNTED)
     q, k, v = (changed[name] for name in ("query", "key", "value"))
-    return attend(job.kernel, q, k, v, changed["attn_mask"], changed.get("scale"))
+    dropped = call.get("dropout_p") or 0.0
+    return own.attend(q, k, v, changed["attn_mask"], changed.get("scale"), dropped)
 
 
 def _name_of(kernel: Callable[..., Any]) -> str:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.attention import Grid, Kernel, KeyMerging
+from mame_sd.core.attention import Grid, KeyMerging, OwnKernel
 from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.interception import MergeJob, SDPAInterceptor
 from mame_sd.diffusion.plans import Plans
@@ -236,7 +236,7 @@ def merged_call(
     config: MaMeConfig,
     stats: LayerStats,
     step: Callable[[], Step] = lambda: NO_STEP,
-    kernel: Kernel | None = None,
+    kernel: OwnKernel | None = None,
 ) -> Any:
     """The output of `call`, merged where that is sound, and counted.
 

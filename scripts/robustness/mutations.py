@@ -25,11 +25,13 @@ FAULTS = """
 core/attention.py: core diffusion/test_hooks_models.py
     stay = max(0, round(grid.keep * cells.tokens) - cells.kept) => stay = 0
     grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
-    (count.log() if counted => (torch.zeros_like(count) if counted
+    (log_sizes if counted => (torch.zeros_like(count) if counted
+    if not counted: => if False:
     mask = attn_mask => mask = None
     found.kept + grid.start] => found.kept]
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
-    at[: max(1, queries // shared)] => at[:queries]
+    spread[: max(1, queries // shared)] => spread[:queries]
+    if name not in self.names: => if False:
     (grids[0].start, last) => (0, last)
 core/groups.py: core
     of_chosen, alpha=0.5) => of_chosen, alpha=1.0)
@@ -46,6 +48,9 @@ core/draws.py: core
 core/fit.py: core
     mean = diagonal.mean(-1, keepdim=True) => mean = diagonal.amax(-1, keepdim=True)
     values, alpha=-1) => values, alpha=1)
+    weight = some.shape[1] / beside.shape[1] => weight = 1
+    w.view(*key.shape[:2], 1, -1) / scale => w.view(*key.shape[:2], 1, -1)
+    t = t.clamp(-65504, 65504) => pass
 core/pairs.py: core
     (0 if prompt_first else half) => (half if prompt_first else 0)
     (inputs[:half] == inputs[half:]).all() => (inputs[:half] == inputs[half:]).any()
@@ -66,10 +71,11 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
     latents is not None and not of_frames => latents is not None
     again = _checkpoints(module) => again = False
     elif shapes != self._shapes.value: => elif False:
-diffusion/interception.py: diffusion/test_interception.py test_models.py
+diffusion/interception.py: diffusion/test_interception.py diffusion/test_kernels.py test_models.py
     shift = count - self.length => shift = 0
     mask is not None and mask.dim() == 2: => False:
     mask = mask == 0 => mask = mask
+    return backend(**call) if own is None else own.transpose(1, 2) => return backend(**call)
 diffusion/layer.py: test_references.py diffusion/test_families.py diffusion/test_apply.py
     start += tokens.count => start += 0
     if length == self.before + self.count + self.after else None => if length else None
@@ -144,7 +150,7 @@ runs/sampling.py: runs cli/test_app.py
     default = (0, 0) if height and width else model.default_size => default = (0, 0)
 cli/errors.py: cli
     return USAGE, str(error) => return MACHINE, str(error)
-    if came: => if False:
+    if interrupts.came: => if False:
 cli/groups.py: cli
     if given: => if False:
 """

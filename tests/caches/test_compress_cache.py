@@ -221,13 +221,18 @@ def test_a_later_chunk_changes_no_earlier_output() -> None:
     assert not torch.equal(outputs[0], outputs[1])
 
 
-def test_a_layer_may_be_emptied_and_not_cropped() -> None:
+def test_an_empty_or_cropped_layer() -> None:
     model, ids, cache = tiny("llama"), prompt(), DynamicCache()
     with torch.no_grad(), compress_cache(model, 0.5) as handle:
         model(ids, **with_cache(model, cache))
         handle.compressing = False
-        with pytest.raises(ValueError, match="crop: expected a whole cache"):
-            cache.crop(-4)
+        want = model(ids[:, :4], **with_cache(model, cache)).logits
+        cache.crop(-4)
+        assert torch.equal(model(ids[:, :4], **with_cache(model, cache)).logits, want)
+        with pytest.raises(
+            ValueError, match="at most the 4 tokens that came after the compression, got 5"
+        ):
+            cache.layers[0].crop(-5)
         cache.reset()
         assert cache.get_seq_length() == 0
         torch.testing.assert_close(model(ids, **with_cache(model, cache)).logits, model(ids).logits)

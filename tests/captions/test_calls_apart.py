@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
 from mame_sd import apply_mame, mame, remove_mame
@@ -235,22 +235,36 @@ def test_what_watches_is_shown_whole_prompts_and_lengths_are_theirs() -> None:
         model.generate(**call, max_length=3)
 
 
-def test_prompts_that_are_read_in_pieces_are_refused() -> None:
+@pytest.mark.parametrize(
+    "again",
+    [
+        {"assistant_model": tiny.llava().model.language_model},
+        {"prompt_lookup_num_tokens": 2},
+        {"generation_config": GenerationConfig(assistant_early_exit=1)},
+        {"prefill_chunk_size": 3},
+        {},
+    ],
+)
+def test_assisted_generation_is_refused_before_the_tower_runs(again: dict[str, Any]) -> None:
+    model, call = tiny.llava(), ask([1])
+    handle = apply_mame(model, **QUARTER)
+    if not again:
+        model.generation_config.prompt_lookup_num_tokens = 2
+    with pytest.raises(ValueError, match="expected none beside images whose patches merge, got it"):
+        model.generate(**call, **FEW, **again)
+    assert handle.report().images == 0
+    text = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False)
+    assert text.shape == (1, 5)
+
+
+def test_prompts_with_anothers_image_or_a_filled_cache_are_refused() -> None:
     model, call = tiny.llava(), ask([1])
     apply_mame(model, **QUARTER)
-    for how, message in (
-        ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens: expected none beside images"),
-        ({"prefill_chunk_size": 3}, "expected 36 image tokens in the prompts"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model.generate(**call, **FEW, **how, **with_cache(model, DynamicCache()))
     mixed = ask([1, 1])  # an image token of the first prompt in the second
     first = int((mixed["input_ids"][0] == tiny.IMAGE).int().argmax())
     mixed["input_ids"][0, first], mixed["input_ids"][1, 0] = 3, tiny.IMAGE
     with pytest.raises(ValueError, match="expected 36 image tokens in the prompts for 1 images"):
         model.generate(**mixed, **FEW)
-    text = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False)
-    assert text.shape == (1, 5)
     held = model(**call)
     ids = torch.cat([call["input_ids"], torch.tensor([[3]])], 1)
     with pytest.raises(ValueError, match="give the whole conversation at once"):

@@ -182,6 +182,7 @@ def test_a_merged_call_leaves_nothing_behind() -> None:
     model = qwen()
     call = inputs(model)
     logits, written = model(**call).logits, model.generate(**call, **few)
+    deltas = model.model.rope_deltas
     told = qwen().generate(**words, **few)
     one = {name: value[:1] for name, value in call.items() if name != "attention_mask"}
     one["image_grid_thw"] = call["image_grid_thw"][:2]
@@ -189,14 +190,16 @@ def test_a_merged_call_leaves_nothing_behind() -> None:
     token = torch.tensor([[7]])
     whole = typed(model, {**one, "input_ids": torch.cat([one["input_ids"], token], 1)})
     expected = model(**whole).logits[:, -1]
-    held = model(**one)[tiny.CACHE]
-    apply_mame(model, keep=0.25)
-    model(**call)
-    remove_mame(model)
-    after = model(input_ids=token, **{tiny.CACHE: held}).logits[:, -1]
-    torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-4)
+    for name, given in (("forward", call), ("generate", {**one, **few})):
+        held = model(**one)[tiny.CACHE]
+        apply_mame(model, keep=0.25)
+        getattr(model, name)(**given)
+        remove_mame(model)
+        after = model(input_ids=token, **{tiny.CACHE: held}).logits[:, -1]
+        torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-4)
     apply_mame(model, keep=0.25)
     short = model.generate(**call, **few)
+    assert torch.equal(model.model.rope_deltas, deltas)  # of whole prompts, as without merging
     assert torch.equal(model.generate(**words, **few), told)
     assert torch.equal(model.generate(**call, **few), short)
     remove_mame(model)
@@ -216,6 +219,7 @@ def test_refusals_are_one_line() -> None:
         ({**call, **videos}, "pixel_values_videos: expected none"),
         ({**texts, **videos}, "pixel_values_videos: expected none"),
         ({**texts, tiny.CACHE: held[tiny.CACHE]}, "cache: expected an empty one"),
+        ({**call, "cache_implementation": "static"}, "cache_implementation: expected none"),
     ]
     if "mm_token_type_ids" in call:
         untyped = {name: call[name] for name in call if name != "mm_token_type_ids"}

@@ -101,6 +101,7 @@ generate x --lora LONG | found nothing; check the path
 generate x --config LONG.json | LONG
 compare x --out LONG.png | can't be written (File name too long)
 show-merge cat.png | expected a prompt, got a file's name; mame-sd-eval token-maps draws
+show-merge photos/cat.GIF | expected a prompt, got a file's name
 show-merge x --out /dev/null/a.png | expected a folder, got the file /dev/null
 doctor --scheduler magic | --scheduler: expected one of
 """

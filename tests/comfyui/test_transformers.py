@@ -111,9 +111,11 @@ def loops(
     count = min(max(math.prod(grid) // 32, 64), 256) // (q.shape[1] // k.shape[1])
     spread = groups.cells.queries[int(draw)] + call.start
     image = oracle.Image(call.start, groups.groups.tolist(), groups.kept.tolist())
+    own = range(call.start, call.start + groups.tokens_in)
+    beside = [at for at in range(q.shape[2]) if at not in own]
     output, _ = oracle.merged_attention(
         q, k, v, [image], spread[:count].tolist(), mask, call.kwargs.get("scale"),
-        () if counted else spread.tolist(),
+        () if counted else (spread.tolist(), beside),
     )  # fmt: skip
     return output.transpose(1, 2).flatten(2).float()
 

@@ -88,11 +88,25 @@ def test_keys_carry_sizes_to_queries_that_share_a_direction() -> None:
     q = 3 * mean + 0.3 * q
     log_sizes = torch.arange(1, 41, dtype=torch.float64).view(2, 20).log()
     log_sizes[:, 5] = 0
-    sized = sized_keys(key, q[:, :, ::2], log_sizes, 0.4)
+    sized = sized_keys(key, q[:, :, ::2], q[:, :, :0], log_sizes, 0.4)
     assert torch.equal(sized[:, :, 5], key[:, :, 5])
     raised = 0.4 * q[:, :, 1::2] @ (sized - key).mT
     assert (raised - log_sizes[:, None, None]).norm() < 0.1 * raised.norm()
-    torch.testing.assert_close(sized_keys(key, 0 * q, log_sizes, 0.4), key)
-    half = sized_keys(key.half(), 1e-5 * q.half(), log_sizes.float(), 0.4)
+    torch.testing.assert_close(sized_keys(key, 0 * q, q[:, :, :0], log_sizes, 0.4), key)
+    half = sized_keys(key.half(), 1e-5 * q.half(), q[:, :, :0].half(), log_sizes.float(), 0.4)
     assert half.dtype == torch.float16
     assert half.isfinite().all()
+
+
+def test_queries_beside_the_image_weigh_as_much_as_its_own() -> None:
+    """Those of a text have another direction, and few of them are half of the regression."""
+    generator = torch.Generator().manual_seed(0)
+    near = 0.1 * torch.randn(2, 3, 74, 8, generator=generator, dtype=torch.float64)
+    image, text = near[:, :, :64], near[:, :, 64:]
+    image[..., 0] += 1
+    text[..., 1] += 1
+    key, log_sizes = torch.zeros(2, 3, 4, 8, dtype=torch.float64), torch.ones(2, 4).double()
+    for queries in (image, text):
+        for beside, close in ((text, True), (text[:, :, :0], queries is image)):
+            raised = queries @ sized_keys(key, image, beside, log_sizes, 1.0).mT
+            assert ((raised - 1).abs().mean() < 0.2) == close

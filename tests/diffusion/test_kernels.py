@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -250,16 +251,48 @@ def test_a_kernel_of_the_user_computes_attention_over_merged_keys(
     assert seen() == {128}
 
 
+class Layer(nn.Module):
+    """A kernel of the user that is a module, and takes a bias."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None) -> Tensor:
+        return biased(q, k, v, attn_mask)
+
+
+@pytest.mark.parametrize("kind", ["module", "compiled module", "compiled function"])
+def test_kernels_that_are_modules_or_compiled(kind: str) -> None:
+    torch._dynamo.reset()
+    kernels: dict[str, Any] = {
+        "module": Layer(),
+        "compiled module": torch.compile(Layer(), backend="eager"),
+        "compiled function": torch.compile(flash, backend="eager"),
+    }
+    unet = one_level_unet()
+    handle = apply_mame(unet, keep=0.5, min_tokens=40, kernel=kernels[kind])
+    wanted = run_unet(unet)
+    note = handle.report().layers[0].reason
+    assert ("no sizes of groups" in note) == (kind == "compiled function")
+    torch._dynamo.reset()
+    compiled = torch.compile(unet, backend="eager")
+    torch.testing.assert_close(run_unet(compiled), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_a_kernel_of_the_user_is_refused_where_it_can_do_nothing() -> None:
     unet = one_level_unet()
     with pytest.raises(ValueError, match="kernel: expected none with tau"):
         apply_mame(unet, kernel=flash, tau=0.8)
-    handle = apply_mame(unet, kernel=flash, keep=0.5)
+    with pytest.raises(ValueError, match="kernel: expected none with tau"):
+        apply_mame(unet, kernel=flash, keep=0.5, layers={"*": {"tau": 0.3}})
+    handle = apply_mame(unet, kernel=flash, keep=0.5, min_tokens=40)
     with pytest.raises(ValueError, match="kernel: expected none with tau"):
         handle.set(tau=0.8)
-    for kind in ("sage", torch.nn.Identity):
-        with pytest.raises(TypeError, match=r"kernel: expected a function of \(q, k, v\), got"):
+    with pytest.raises(ValueError, match="kernel: expected none with tau"), handle.using(tau=0.8):
+        pass
+    for kind in ("sage", nn.Identity, partial(SDPA, dropout_p=0.0)):
+        with pytest.raises(TypeError, match="kernel: expected a function"):
             apply_mame(unet, kernel=kind)
+    apply_mame(unet, keep=0.5, min_tokens=40, kernel=lambda q, k, v: (q, None))
+    with pytest.raises(ValueError, match=r"kernel: expected it to give a tensor \[.*, got tuple"):
+        run_unet(unet)
 
 
 class Written(AttnProcessor):

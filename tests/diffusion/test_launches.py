@@ -50,7 +50,7 @@ class Launches(TorchDispatchMode):
         ((64, 64), 77, None, True, 67),
         ((64, 64), 0, 0, True, 38),
         ((61, 67), 0, None, True, 64),
-        ((64, 64), 0, None, False, 77),
+        ((64, 64), 0, None, False, 79),
     ],
     ids=["UNet", "beside text", "means", "odd sides", "kernel without bias"],
 )

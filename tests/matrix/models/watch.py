@@ -123,10 +123,13 @@ def by_loop(merged: Merged) -> tuple[Tensor, Tensor]:
     elif query.shape[2] != merged.tokens:
         spread = spread + job.first_query
     queries = spread[: max(1, count // shared)]
+    start = int((spread - merged.groups[0].cells.queries[number])[0])
+    image = range(start, start + merged.tokens)
+    beside = [at for at in range(query.shape[2]) if at not in image]
     scale = job.scale if job.scale is not None else call.get("scale")
     output, values = merged_attention(
         query, key, call["value"], images, queries.tolist() if count else (),
-        call.get("attn_mask"), scale, () if merged.counted else spread.tolist(),
+        call.get("attn_mask"), scale, () if merged.counted else (spread.tolist(), beside),
     )  # fmt: skip
     return output.to(query.dtype), values.to(query.dtype)
 

@@ -1,0 +1,100 @@
+"""FID by the code of the package clean-fid itself (Parmar et al., CVPR 2022, arXiv 2104.11222), for
+``--fid-backend``.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mame_sd.errors import MachineError, UserError, first_line
+
+from ..weights.files import file_sha256
+
+_BATCH = 32
+# where the package keeps its Inception, and downloads it to
+_WEIGHTS = Path("." if platform.system() == "Windows" else "/tmp", "inception-2015-12-05.pt")
+
+
+@dataclass(frozen=True)
+class CleanFid:
+    """The package's Inception and its distance; `extract` maps a batch of images to features
+    [n, 2048].
+    """
+
+    extract: Any
+    device: torch.device
+    name: str
+    weights_hash: str
+    resize: str = "clean (PIL bicubic, antialiased)"
+
+    def features(self, files: Sequence[Path]) -> Any:
+        """Features [n, 2048], float, of image files."""
+        from cleanfid import fid
+
+        return fid.get_files_features(
+            [str(path) for path in files],
+            self.extract,
+            num_workers=0,
+            batch_size=_BATCH,
+            device=self.device,
+            mode="clean",
+            verbose=False,
+        )
+
+    def distance(self, a: Any, b: Any) -> float:
+        """The package's FID of two arrays of features.
+
+        Raises UserError where the package finds no real square root of the covariances.
+        """
+        from cleanfid import fid
+
+        moments = [m for x in (a, b) for m in (x.mean(0), np.cov(x, rowvar=False))]
+        try:
+            with redirect_stdout(sys.stderr):  # it prints that a product is singular
+                return float(fid.frechet_distance(*moments))
+        except ValueError as error:
+            raise UserError(
+                f"--fid-backend clean-fid: {first_line(error)}; give more images, or leave it out"
+            ) from None
+
+
+def load_clean_fid(device: torch.device, offline: bool = False) -> CleanFid:
+    """The package with its own Inception, which it downloads the first time.
+
+    Raises:
+        UserError: the package is missing, or torchvision doesn't fit torch; no weights and
+            `offline`.
+        MachineError: its weights are not there and can't be fetched.
+    """
+    try:
+        from cleanfid.features import build_feature_extractor
+    except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision is of another torch
+        raise UserError(
+            "--fid-backend clean-fid: expected the package clean-fid and a torchvision that fits"
+            f" torch {torch.__version__}, but {first_line(error)}; pip install"
+            " 'mame-sd[clean-fid]', and torchvision from where torch came from"
+        ) from error
+    if offline and not _WEIGHTS.is_file():
+        raise UserError(
+            f"--fid-backend clean-fid: expected its Inception at {_WEIGHTS}, found none, and"
+            " --offline; put it there"
+        )
+    try:
+        extract = build_feature_extractor("clean", device, use_dataparallel=False)
+        digest = file_sha256(_WEIGHTS)
+    except Exception as error:  # urllib's, OSError, a file that is no TorchScript
+        raise MachineError(
+            f"--fid-backend clean-fid: expected to load its Inception, but {first_line(error)};"
+            f" check the network, or put a whole file at {_WEIGHTS}"
+        ) from error
+    return CleanFid(extract, device, f"clean-fid {version('clean-fid')}", digest)

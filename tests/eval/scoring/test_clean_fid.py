@@ -1,0 +1,154 @@
+"""FID by the package clean-fid: how it is called, and what is said where it can't be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image
+
+from mame_sd.eval.cli import app as cli
+from mame_sd.eval.scoring import clean_fid
+from mame_sd.eval.weights.files import file_sha256
+from tests.builders.scored_runs import noise
+
+
+class RecordingStandIn:
+    """Stands in for the package clean-fid, which needs torchvision: records its calls. A file's
+    features are its first pixel, and a distance is one of means.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[str], dict[str, Any]]] = []
+
+    def build_feature_extractor(self, mode: str, device: Any, use_dataparallel: bool) -> str:
+        assert not use_dataparallel
+        return f"Inception, {mode}"
+
+    def get_files_features(self, paths: list[str], model: str, **settings: Any) -> np.ndarray:
+        self.calls.append((paths, {"model": model, **settings}))
+        return np.array([np.asarray(Image.open(path))[0, 0] for path in paths], float)
+
+    def frechet_distance(self, mean: Any, sigma: Any, other: Any, other_sigma: Any) -> float:
+        assert sigma.shape == other_sigma.shape == (3, 3)
+        print("fid calculation produces singular product")
+        if (mean == other).all():
+            raise ValueError("Imaginary component 0.1")
+        return float(np.abs(mean - other).sum())
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordingStandIn:
+    stand_in = RecordingStandIn()
+    module: Any = ModuleType("cleanfid")
+    module.fid = module.features = stand_in
+    for name, part in (("", module), (".fid", stand_in), (".features", stand_in)):
+        monkeypatch.setitem(sys.modules, f"cleanfid{name}", part)
+    (tmp_path / "inception.pt").write_bytes(b"weights")
+    monkeypatch.setattr(clean_fid, "_WEIGHTS", tmp_path / "inception.pt")
+    monkeypatch.setattr(clean_fid, "version", lambda name: f"of {name}")
+    return stand_in
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[str]:
+    """Three folders of 100 images, the first one's turned by EXIF."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 3
+    for name, seed in (("a", 0), ("b", 100), ("photos", 200)):
+        (tmp_path / name).mkdir()
+        for number in range(100):
+            image = Image.fromarray(noise(seed + number))
+            image.save(tmp_path / name / f"{number}.png", **({"exif": exif} if seed == 0 else {}))
+    return [str(tmp_path / name) for name in ("a", "b", "photos")]
+
+
+def arguments(folders: list[str], *more: str) -> list[str]:
+    a, b, photos = folders
+    metrics = ["--metrics", "fid,fid_to_baseline", "--reference", photos]
+    return ["score", a, b, *metrics, "--fid-backend", "clean-fid", *more]
+
+
+def test_both_distances_are_the_packages_own(
+    package: RecordingStandIn, folders: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(arguments(folders, "--format", "json")) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)  # nothing that the package prints goes to stdout
+    files = [sorted(Path(folder).iterdir()) for folder in folders]
+    corners = [
+        np.mean([np.asarray(Image.open(f))[0, 0].astype(float) for f in some], 0) for some in files
+    ]
+    for name, other in (("fid", corners[2]), ("fid_to_baseline", corners[0])):
+        value = found["metrics"][name]
+        assert value["mean"] == pytest.approx(np.abs(corners[1] - other).sum())
+        assert value["n"] == 100
+        assert value["warning"] == "N = 100, below 2,048: biased upward"
+    asked = [sorted(map(Path, paths)) for paths, _ in package.calls]
+    assert asked == [files[1], files[2], files[0]], "features of a folder are computed once"
+    assert {(s["model"], s["mode"], s["num_workers"]) for _, s in package.calls} == {
+        ("Inception, clean", "clean", 0)
+    }
+    assert found["manifest"]["networks"] == {
+        "clean-fid": {
+            "name": "clean-fid of clean-fid",
+            "weights_sha256": file_sha256(clean_fid._WEIGHTS),
+            "resize": "clean (PIL bicubic, antialiased)",
+        }
+    }
+    assert err.count("clean-fid reads the files by itself and doesn't turn them") == 1
+
+
+def error_of(capsys: pytest.CaptureFixture[str], status: int, *asked: str) -> str:
+    assert cli.run(list(asked)) == status
+    out, err = capsys.readouterr()
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert (out, errors) == ("", err.splitlines()[-1:])
+    return errors[0]
+
+
+def test_what_the_package_can_not_do_is_one_line(
+    package: RecordingStandIn,
+    folders: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    statistics = tmp_path / "photos.npz"
+    np.savez(statistics, mu=np.zeros(2048), sigma=np.eye(2048), n=200)
+    asked = arguments(folders)
+    asked[asked.index(folders[2])] = str(statistics)
+    said = error_of(capsys, 2, *asked)
+    assert "photos.npz: expected images for --fid-backend clean-fid, got statistics" in said
+    unknown = error_of(capsys, 2, *arguments(folders), "--fid-backend", "torch-fidelity")
+    assert "--fid-backend: expected mame-sd or clean-fid, got 'torch-fidelity'" in unknown
+    same = ["score", folders[1], folders[1], "--metrics", "fid_to_baseline"]
+    said = error_of(capsys, 2, *same, "--fid-backend", "clean-fid")
+    assert "clean-fid: Imaginary component 0.1; give more images" in said
+
+
+def test_missing_packages_and_weights_are_one_line_before_anything_is_computed(
+    package: RecordingStandIn,
+    folders: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("Name or service not known")
+
+    clean_fid._WEIGHTS.unlink()
+    offline = error_of(capsys, 2, *arguments(folders, "--offline"))
+    assert f"expected its Inception at {clean_fid._WEIGHTS}, found none" in offline
+    monkeypatch.setattr(package, "build_feature_extractor", unreachable)
+    said = error_of(capsys, 1, *arguments(folders))
+    assert "Name or service not known; check the network" in said
+    monkeypatch.setitem(sys.modules, "cleanfid.features", None)
+    said = error_of(capsys, 2, *arguments(folders))
+    assert "expected the package clean-fid and a torchvision that fits torch" in said
+    assert "pip install 'mame-sd[clean-fid]'" in said
+    assert package.calls == []
