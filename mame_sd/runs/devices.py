@@ -14,7 +14,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
     has_mps = torch.backends.mps.is_available()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
-    if not re.fullmatch(r"cpu|mps|cuda(:[0-9]+)?", name):
+    if not re.fullmatch(r"cpu(:0)?|mps(:0)?|cuda(:[0-9]+)?", name):
         raise UserError(
             f"--device {name}: expected auto, cpu, cuda, cuda:N or mps; give one of these"
         )
