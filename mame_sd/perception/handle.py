@@ -18,11 +18,13 @@ from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, lef
 from mame_sd.perception.hooks import (
     CheckHook,
     EndHook,
+    Follow,
     GridHook,
     Hook,
     InnerHook,
     KeysHook,
     MapsHook,
+    NoteHook,
     Ours,
     check_free,
     ours_on,
@@ -116,9 +118,17 @@ class EncoderHandle:
         paths, patches = _convolutions(encoder, self._blocks)
         self._clips = patches is not None and isinstance(encoder.get_submodule(patches), nn.Conv3d)
         inner: list[InnerHook] = [GridHook(shared, encoder, one, one == patches) for one in paths]
+        first = self._blocks[min(self.configs)]
+        self._ours += [(first, Follow(one, late=True)) for one in inner if one.path == patches]
         if known.keys in dict(self._blocks[0].named_modules()):
             inner += [KeysHook(self._merged[number], known.keys or "") for number in self.configs]
-        hooks: list[Hook] = [CheckHook(shared, known.mask, inner), EndHook(shared)]
+        for one in inner:
+            parent = one.owner.get_submodule(one.path.rpartition(".")[0])
+            self._ours += [(module, Follow(one)) for module in {one.owner, parent}]
+        outputs = [self._blocks[number] for number in self._merged]
+        outputs += [child for name, child in encoder.named_children() if "norm" in name]
+        self._ours += [(module, NoteHook(shared)) for module in outputs]
+        hooks: list[Hook] = [CheckHook(shared, known.mask), EndHook(shared)]
         hooks += [MapsHook(shared, name) for name in known.maps]
         self._ours += [(encoder, hook) for hook in hooks]
 
@@ -277,9 +287,14 @@ class EncoderHandle:
 
         Raises:
             RuntimeError: no forward has run since `capture`.
-            ValueError: features of another shape.
+            ValueError: features of another shape, or of a forward before the latest.
         """
         plans = self._captured()
+        if self._shared.is_earlier(features):
+            raise ValueError(
+                "restore: expected features of the latest forward, got those of an earlier one,"
+                " whose tokens merged otherwise; restore them before the next forward"
+            )
         if block is None:
             kept = {
                 number: getattr(plan, "tokens_kept", features.shape[1]) for number, plan in plans

@@ -58,18 +58,32 @@ class InnerHook(Hook):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and files are without a module that was replaced, which may hold anything."""
-        there = self.owner.get_submodule(self.path)
-        return {**self.__dict__, "child": self.child if self.child is there else None}
+        return {**self.__dict__, "child": self.child if self.child is self._there else None}
 
-    def follow(self) -> None:
-        """Lie on what stands at the path now."""
-        child = self.owner.get_submodule(self.path)
+    @property
+    def _there(self) -> nn.Module | None:
+        try:
+            return self.owner.get_submodule(self.path)
+        except AttributeError:  # it went with a part that was replaced whole
+            return None
+
+    def follow(self, late: bool = False) -> None:
+        """Lie on what stands at the path now; `late`: it has computed already."""
+        child = self._there
+        if child is None:
+            if not self.shared.active:
+                return
+            raise RuntimeError(
+                f"expected {self.path} as merging was applied to it, got none; call apply_mame"
+                " again"
+            )
         if child is self.child:
             return
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (late and self.shared.active):
             raise RuntimeError(
                 f"expected {self.path} as merging was applied to it, got a {type(child).__name__}"
-                " in its place; call the model once before it compiles"
+                " in its place; call the model itself once before it compiles, or before you call"
+                " its parts"
             )
         self.leave()
         self.put(child)
@@ -77,35 +91,49 @@ class InnerHook(Hook):
 
     def leave(self) -> None:
         """Lie on nothing."""
-        for module in (self.child, self.owner.get_submodule(self.path)):
+        for module in (self.child, self._there):
             if module is not None:
                 self.take(module)
         self.child = None
 
 
-class CheckHook(Hook):
-    """Before the model's forward: raises where its call can't be merged, and lets `inner` hooks
-    follow.
+class Follow(Hook):
+    """Before the forward of a module that holds another: lets the `inner` hook follow what takes
+    the other's place. A model's parts may be called without the model (timm's `forward_features`).
+
+    Args:
+        inner: the hook.
+        late: this module computes after the other, and refuses what the hook has missed.
     """
 
-    def __init__(self, shared: ForwardState, mask: str, inner: list[InnerHook]) -> None:
+    def __init__(self, inner: InnerHook, late: bool = False) -> None:
+        super().__init__(inner.shared)
+        self.inner, self.late = inner, late
+
+    def put(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self)
+        self.inner.follow()
+
+    def take(self, module: nn.Module) -> None:
+        super().take(module)
+        self.inner.leave()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.inner.follow(self.late)
+
+
+class CheckHook(Hook):
+    """Before the model's forward: raises where its call can't be merged."""
+
+    def __init__(self, shared: ForwardState, mask: str) -> None:
         super().__init__(shared)
-        self.mask, self.inner = mask, inner
+        self.mask = mask
         self.names = list(inspect.signature(type(shared.model).forward).parameters)[1:]
 
     def put(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self, with_kwargs=True)
-        for one in self.inner:
-            one.follow()
-
-    def take(self, module: nn.Module) -> None:
-        super().take(module)
-        for one in self.inner:
-            one.leave()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for one in self.inner:
-            one.follow()
         if not torch.compiler.is_compiling():
             self.shared.running.add(threading.get_ident())
         if not self.shared.active:
@@ -140,6 +168,13 @@ class EndHook(Hook):
         self.shared.now.unmasked = False
         if not torch.compiler.is_compiling():
             self.shared.running.discard(threading.get_ident())
+
+
+class NoteHook(Hook):
+    """Remembers what a module gave, of which `handle.restore` may be asked."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.shared.note(output)
 
 
 class GridHook(InnerHook):

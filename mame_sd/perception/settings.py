@@ -46,13 +46,14 @@ def chosen_blocks(
             )
         return tuple(range(blocks))
     try:
-        named = [index(block) for block in blocks]
+        given = [] if isinstance(blocks, Mapping) else [*blocks]
+        named = [index(block) for block in given if not isinstance(block, bool)]
     except TypeError:
         raise ValueError(
             f"blocks: expected a number or numbers of blocks counted from 0, got {blocks!r}"
         ) from None
     found = sorted({block % depth for block in named if -depth <= block < depth})
-    if not found or len(found) < len(named):
+    if not found or len(found) < len(given):
         raise ValueError(f"blocks: expected different ones from 0 to {depth - 1}, got {blocks!r}")
     return tuple(found)
 

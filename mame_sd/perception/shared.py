@@ -7,6 +7,7 @@ the model for all (applying, removing, settings) is refused while another thread
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Forward:
         keys: [B, L, d] by number of block, until it compares them.
         unmasked: the model was called without a mask: one that blocks get hides nothing.
         counting: the block that runs counts; not where a checkpoint computes it again.
+        number: how many forwards ran before it, with `capture`.
+        seen: what this forward and earlier ones gave, each with its forward's number.
     """
 
     def __init__(self) -> None:
@@ -43,6 +46,8 @@ class Forward:
         self.whole: tuple[Tensor, Tensor] | None = None
         self.plans: dict[int, Plan | GroupPlan] = {}
         self.keys: dict[int, Tensor] = {}
+        self.number = 0
+        self.seen: list[tuple[int, weakref.ref[Tensor]]] = []
 
 
 class ForwardState:
@@ -111,6 +116,8 @@ class ForwardState:
                 " features are read at every place, got it; switch it off, or call remove_mame"
             )
         now.sizes, now.plans, now.keys, now.whole = None, {}, {}, None
+        if self.capture and not torch.compiler.is_compiling():
+            now.number += 1
         return now
 
     def keep(self, number: int, plan: Plan | GroupPlan) -> None:
@@ -140,6 +147,24 @@ class ForwardState:
         """Drop plans that nobody will ask for."""
         if not self.capture:
             self.now.plans = {}
+
+    def note(self, output: Any) -> None:
+        """Remember an output, so that one of an earlier forward is told apart; with `capture`."""
+        if self.active and self.capture and not torch.compiler.is_compiling():
+            now = self.now
+            now.seen = [(number, seen) for number, seen in now.seen if seen() is not None]
+            if isinstance(output, Tensor):
+                now.seen.append((now.number, weakref.ref(output)))
+
+    def is_earlier(self, features: Tensor) -> bool:
+        """Tell whether a forward before the latest gave these, as they are or as a view."""
+        where, now = features.untyped_storage().data_ptr(), self.now
+        found = [
+            number
+            for number, seen in now.seen
+            if (one := seen()) is not None and one.untyped_storage().data_ptr() == where
+        ]
+        return bool(found) and max(found) < now.number
 
     def check_idle(self, what: str) -> None:
         """Raise RuntimeError while another thread is in a forward of the model."""

@@ -124,6 +124,9 @@ caches/handle.py: caches
     if self.live and tokens > 1 and not others: => if False:
 perception/hooks.py: perception/test_tools.py
     if child is self.child: => if self.child is not None:
+perception/handle.py: perception/test_tools.py perception/test_restore.py
+    for module in {one.owner, parent}] => for module in {one.owner}]
+    if self._shared.is_earlier(features): => if False:
 perception/blocks.py: perception
     if not dense and not (shared.restore and last): => if not dense:
     else sizes.log().to(normed.dtype) => else sizes.to(normed.dtype)

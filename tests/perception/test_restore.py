@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
-from tests.builders.perception import DENSE, PATCHES, ROWS, Row
+from tests.builders.perception import DENSE, PATCHES, ROWS, TIMM, Row
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 dense = pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in DENSE])
@@ -30,6 +30,26 @@ def test_a_hidden_state_is_restored_by_the_blocks_before_it() -> None:
     assert torch.equal(handle.restore(states[2], block=1), handle.restore(states[2]))
     with pytest.raises(ValueError, match="restore: expected a tensor of shape"):
         handle.restore(states[0])
+
+
+@pytest.mark.parametrize("row", [pytest.param(VIT, id=VIT.name), TIMM[0]])
+@torch.no_grad()
+def test_features_of_an_earlier_forward_are_refused(row: Row) -> None:
+    model: Any = row.build()
+    handle = apply_encoder(model, keep=0.6)
+    handle.capture()
+    features = (
+        (lambda **inputs: model.vit(**inputs).last_hidden_state)
+        if row is VIT
+        else lambda **inputs: model.forward_features(*inputs.values())
+    )
+    first, second = (features(**row.batch(seed=seed)) for seed in (0, 1))
+    handle.restore(second)
+    for earlier in (first, first[:, :, :8]):
+        with pytest.raises(
+            ValueError, match="expected features of the latest forward, got those of an earlier one"
+        ):
+            handle.restore(earlier)
 
 
 @dense

@@ -28,7 +28,7 @@ def test_blocks(blocks: Any, chosen: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize(
     "blocks",
-    [True, 0, 5, (), (4,), (1, -3), "two", (0.5,)],
+    [True, 0, 5, (), (4,), (1, -3), "two", (0.5,), [True], {1: 2}],
 )
 def test_blocks_that_are_not_there(blocks: Any) -> None:
     with pytest.raises(ValueError, match="blocks: expected"):

@@ -30,7 +30,7 @@ VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 
 def lora(model: nn.Module, merged: bool = False) -> nn.Module:
     torch.manual_seed(1)
-    config = LoraConfig(target_modules=["k_proj", "q_proj"], r=3, init_lora_weights=False)
+    config = LoraConfig(target_modules=["k_proj", "q_proj", "qkv"], r=3, init_lora_weights=False)
     adapted: Any = get_peft_model(model, config)
     return (adapted.merge_and_unload() if merged else adapted).eval()
 
@@ -263,6 +263,59 @@ def test_timm_s_feature_maps_have_every_token_at_its_place(
     assert handle.report().blocks[-1].tokens_kept <= 20
     remove_encoder(model)
     assert all(map(torch.equal, maps(model), plain))
+
+
+def new_convolution(model: Any) -> Any:
+    old, model.patch_embed.proj = model.patch_embed.proj, nn.Conv2d(3, 32, 4, 4)
+    model.patch_embed.proj.load_state_dict(old.state_dict())
+    return model
+
+
+@NEEDS_TIMM
+@pytest.mark.parametrize("tool", [lora, new_convolution])
+@pytest.mark.parametrize(
+    "features",
+    [
+        lambda model: model.forward_features(IMAGE),
+        lambda model: model.get_intermediate_layers(IMAGE, n=[3])[0],
+        lambda model: model.forward_intermediates(IMAGE, [3])[1][0],
+    ],
+    ids=["features", "layers", "intermediates"],
+)
+@torch.no_grad()
+def test_tools_go_before_merging_or_after_it_when_parts_of_the_model_are_called(
+    tool: Callable[[Any], Any], features: Callable[[Any], Tensor]
+) -> None:
+    plain = features(tool(timm_vit()))
+    first, second = tool(timm_vit()), timm_vit()
+    handles = [apply_encoder(model) for model in (first, second)]
+    second = tool(second)
+    want = features(first)
+    assert torch.equal(features(second), want)
+    assert want.shape != plain.shape or not torch.allclose(want, plain, rtol=1e-3, atol=1e-3)
+    for handle in handles:
+        handle.remove()
+    for model in (first, second):
+        assert not has_encoder_hooks(model)
+        assert torch.equal(features(model), plain)
+
+
+@NEEDS_TIMM
+@torch.no_grad()
+def test_a_part_that_was_replaced_whole_is_refused_until_the_model_is_called() -> None:
+    model, other = timm_vit(), timm_vit()
+    apply_encoder(model)
+    want = model.forward_features(IMAGE)
+    model.patch_embed = other.patch_embed
+    with pytest.raises(RuntimeError, match=r"expected patch_embed\.proj as merging was applied"):
+        model.forward_features(IMAGE)
+    model(IMAGE)
+    assert torch.equal(model.forward_features(IMAGE), want)
+    model.patch_embed = nn.Sequential(other.patch_embed)
+    with pytest.raises(RuntimeError, match=r"proj as merging .* got none; call apply_mame again"):
+        model(IMAGE)
+    apply_encoder(model)
+    assert torch.equal(model.forward_features(IMAGE), want)
 
 
 @NEEDS_TIMM
