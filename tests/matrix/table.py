@@ -75,7 +75,8 @@ BACKENDS = """## In front of other attention kernels
 
 Keys merge before the kernel that `set_attention_backend` chose, before `apply_mame`, after it or
 while merging is on. Each cell says what the kernel is given: merged keys and values, and where it
-takes numbers to be added to the logits, the sizes of groups. `report()` names the kernel.
+takes numbers to be added to the logits, the sizes of groups; to others the keys carry them.
+`report()` names the kernel.
 *PyTorch's*: diffusers calls `scaled_dot_product_attention` there, whatever is set. PyTorch's own
 kernel and flex run for real in the test. For the others stand kernels in that check what they are
 given. All of this holds under `torch.compile` and in an export, and for kernels that are registered
