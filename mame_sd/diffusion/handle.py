@@ -353,14 +353,13 @@ class MaMeHandle:
                 f"made_for: expected settings that were found for {self.described}, got ones for"
                 f" {config.made_for}; calibrate this model, or take another file"
             )
-        rules = ResolvedConfig(config, True, layers=self._names).of_layer.values()
-        if self._shared.kernel is not None and any(
-            one is not None and one.tau is not None for one in (config, *rules)
-        ):
-            raise ValueError(
-                "kernel: expected none with tau, whose whole tokens merge before attention is"
-                " called; give keep instead"
-            )
+        if self._shared.kernel is not None:
+            rules = ResolvedConfig(config, True, layers=self._names).of_layer.values()
+            if any(one is not None and one.tau is not None for one in (config, *rules)):
+                raise ValueError(
+                    "kernel: expected none with tau, whose whole tokens merge before attention is"
+                    " called; give keep instead"
+                )
         if config.size is not None and any(isinstance(h, SizeHook) for _, h in self._hooks):
             raise ValueError(
                 f"size: expected none, for {self._kind} tells its height and width, got"

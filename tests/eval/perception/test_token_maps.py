@@ -73,20 +73,16 @@ def test_a_group_has_the_mean_colour_of_its_pixels() -> None:
     assert (drawn[2, 4] == drawn[2, 6]).all()  # none inside of a group
 
 
+def command(place: Path) -> list[str]:
+    image, model = str(place / "image.png"), str(place / "vit")
+    return ["token-maps", image, "--model", model, "--device", "cpu"]
+
+
 def test_on_the_command_line(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "maps.png"
-    words = [
-        "token-maps",
-        str(place / "image.png"),
-        "--model",
-        str(place / "vit"),
-        "--device",
-        "cpu",
-        "--keep",
-        "0.5",
-    ]
+    words = [*command(place), "--keep", "0.5"]
     assert cli.run([*words, "--blocks", "3", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
@@ -114,14 +110,6 @@ def test_on_the_command_line(
 def test_bad_options_are_one_line(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str
 ) -> None:
-    words = [
-        "token-maps",
-        str(place / "image.png"),
-        "--model",
-        str(place / "vit"),
-        "--device",
-        "cpu",
-    ]
-    assert cli.run([*words, "--out", str(tmp_path / "a.png"), *given]) == 2
+    assert cli.run([*command(place), "--out", str(tmp_path / "a.png"), *given]) == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "a.png").exists()
