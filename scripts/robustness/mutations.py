@@ -73,7 +73,7 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
 diffusion/interception.py: diffusion/test_interception.py diffusion/test_kernels.py test_models.py
     mask is not None and mask.dim() == 2: => False:
     return backend(**call) if own is None else own.transpose(1, 2) => return backend(**call)
-diffusion/layer.py: test_references.py diffusion/test_families.py diffusion/test_apply.py diffusion/test_calls.py
+diffusion/layer.py: test_references.py diffusion/test_apply.py diffusion/test_calls.py
     step.draws[self.place : self.place + 1] => step.draws[:1]
     plans = None if learns else => plans =
     start += tokens.count => start += 0
