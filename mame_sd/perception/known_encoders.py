@@ -256,29 +256,17 @@ def _prefix(model: Any) -> int:
     return int(model.num_prefix_tokens)
 
 
-def _vit(
-    kind: str,
-    prefix: int,
-    grid: bool = True,
-    model: str = "",
-    dense: bool = False,
-) -> None:
+def _vit(kind: str, prefix: int, grid: bool = True, model: str = "", dense: bool = False) -> None:
     """Register models of transformers that are laid out as its ViT, and as it was before 5.9: an
     intermediate layer, and an output that adds its input itself.
     """
-    first, second = "layernorm_before", "layernorm_after"
-    older = ("intermediate", "output.dense", "output.dropout")
+    first, second = ("layernorm_before", "attention"), ("layernorm_after",)
+    older = first, (*second, "intermediate", "output.dense", "output.dropout")
+    newer = (*first, "dropout"), (*second, "mlp", "dropout")
     named = kind, (model or f"{kind}Model",), f"{kind}Layer"
-    more: dict[str, Any] = {"num_prefix_tokens": prefix, "grid": grid, "dense": dense}
-    for attention, mlp, rest in (
-        ((first, "attention"), (second, *older), {"keys": _OLDER_KEYS, "attend": masked}),
-        (
-            (first, "attention", "dropout"),
-            (second, "mlp", "dropout"),
-            {"keys": "attention.k_proj"},
-        ),
-    ):
-        register_encoder(Encoder(*named, attention, mlp, adds_mask=True, **more, **rest))
+    more: dict[str, Any] = {"adds_mask": True, "grid": grid, "dense": dense}
+    register_encoder(Encoder(*named, *older, prefix, _OLDER_KEYS, attend=masked, **more))
+    register_encoder(Encoder(*named, *newer, prefix, "attention.k_proj", **more))
 
 
 def _dino(kind: str, prefix: int | Callable[[Any], int]) -> None:
@@ -288,8 +276,8 @@ def _dino(kind: str, prefix: int | Callable[[Any], int]) -> None:
     for name, dense in ((f"{kind}Model", False), (f"{kind}Backbone", True)):
         named = kind, (name,), f"{kind}Layer", attention, mlp, prefix
         more: dict[str, Any] = {"adds_mask": True, "dense": dense}
-        register_encoder(Encoder(*named, keys=_OLDER_KEYS, attend=masked, **more))
-        register_encoder(Encoder(*named, keys="attention.k_proj", **more))
+        register_encoder(Encoder(*named, _OLDER_KEYS, attend=masked, **more))
+        register_encoder(Encoder(*named, "attention.k_proj", **more))
 
 
 def _clip(kind: str, prefix: int) -> None:
