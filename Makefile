@@ -1,4 +1,4 @@
-.PHONY: demo test test-training test-oldest test-diffusers check bench score model clean
+.PHONY: demo test test-training test-oldest check bench score model clean
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
@@ -18,9 +18,6 @@ test-training: $(READY)  ## train each embedded model in small; where scripts/tr
 
 test-oldest: $(OLDEST)/.ready  ## the compatibility matrix with the oldest supported versions, in .venv-oldest
 	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -p no:cacheprovider -m "not training" tests/test_matrix.py tests/diffusion/test_families.py tests/diffusion/test_apply.py tests/diffusion/test_hooks*.py
-
-test-diffusers: $(READY)  ## diffusers' own tests with merging in the loop (hours; stops and resumes); SOURCE=... for a checkout
-	$(BIN)/python -m scripts.robustness.diffusers_suite $(if $(SOURCE),--source $(SOURCE))
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -46,8 +46,8 @@ from torch.utils._pytree import tree_map
 from benchmarks import gpu_models
 from benchmarks.gpu_models import Case
 from mame_sd import attention, mame
-from mame_sd.core.attention import Grid, KeyMerging, merge_keys
-from mame_sd.core.devices import MIN_TOKENS, kind_of
+from mame_sd.core.keys import Grid, KeyMerging, merge_keys
+from mame_sd.core.merge import MIN_TOKENS, kind_of
 from mame_sd.report import NothingMergedError
 
 ROOT = Path(__file__).resolve().parents[1]

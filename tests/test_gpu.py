@@ -11,7 +11,7 @@ import torch
 from benchmarks import gpu, gpu_models
 from benchmarks.cards import CARDS, Card, Work
 from benchmarks.gpu_models import SHAPES, Case
-from mame_sd.core.devices import MIN_TOKENS
+from mame_sd.core.merge import MIN_TOKENS
 from tests.builders.tiny import one_level_unet
 
 BOTH = [CARDS["A100"], CARDS["H100"]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.cells import cells_of
+from mame_sd.core.merge import cells_of
 from tests import oracle
 from tests.builders.perception import FRAMES, Row, frames
 
