@@ -33,7 +33,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.attention import Kernel, own_kernel
+from mame_sd.core.attention import Kernel
+from mame_sd.core.kernels import own_kernel
+from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.denoisers import denoisers_of, no_denoiser
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.refused import EXCLUDED, known_as
@@ -52,16 +54,13 @@ from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import (
     SPREAD,
     EagerSizeHook,
-    MergeHook,
-    ResolvedConfig,
-    Shared,
     SizeHook,
     StepHook,
     spread,
     takes_timestep,
 )
 from mame_sd.diffusion.interception import watch_kernels
-from mame_sd.diffusion.layer import AttentionAdapter
+from mame_sd.diffusion.layer import AttentionAdapter, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.diffusion.threads import CHANGES, check_idle

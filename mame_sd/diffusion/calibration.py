@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.hooks import MergeHook
-from mame_sd.diffusion.layer import LayerCall, merged_call
+from mame_sd.diffusion.layer import LayerCall, MergeHook, merged_call
 from mame_sd.report import LayerStats, device_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser

@@ -12,13 +12,15 @@ import torch
 from torch import nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.groups import Groups
+from mame_sd.core.merge import Groups
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
+from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.families.refused import known_as
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
-from mame_sd.diffusion.hooks import MergeHook, ResolvedConfig, Shared, SizeHook, StepHook
+from mame_sd.diffusion.hooks import SizeHook, StepHook
+from mame_sd.diffusion.layer import MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import make_config
 from mame_sd.diffusion.shipped import resolved

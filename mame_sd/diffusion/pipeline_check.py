@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from mame_sd.diffusion.hook_registry import hook_on
-from mame_sd.diffusion.hooks import MergeHook
+from mame_sd.diffusion.layer import MergeHook
 from mame_sd.report import NothingMergedError
 
 _ATTRIBUTE = "progress_bar"

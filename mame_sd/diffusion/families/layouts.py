@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Rows
-from mame_sd.diffusion.layer import Call, Tokens
 
 Layout = Callable[[Any, Call], Tokens | str | None]
 Read = TypeVar("Read", bound=Callable[..., Any])

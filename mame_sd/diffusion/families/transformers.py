@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from mame_sd.diffusion.context import Call
 from mame_sd.diffusion.families import layouts as at
 from mame_sd.diffusion.families.family import REGISTERED, Family
 from mame_sd.diffusion.families.layouts import along
-from mame_sd.diffusion.layer import Call
 
 # Processors that are given the same tokens for queries and keys.
 TWICE = ("hidden_states", "encoder_hidden_states")
