@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.builders.transformers import IMAGE, STEP, TEXT, H, W, model, normal
 
+BLC = "hidden_states BLC"  # tokens of an image or a video
 PLAIN = "its attention has nothing beside its tokens: no family"
 
 
@@ -26,8 +27,8 @@ class Case:
         image: the argument that holds the image or video, and its dimensions: "hidden_states BCHW".
             L are tokens, row after row (behind the text: 7L), N items of which the last is
             generated, F one frame. Empty: no probe, for the reason in `unprobed`.
-        text: the argument that holds text tokens along its second dimension; empty: none, or not
-            one that stays in its place.
+        text: the argument, where the model takes it, that holds text tokens along its second
+            dimension, which stay in their place; empty: none does.
         unprobed: why the probe can't tell.
     """
 
@@ -35,7 +36,7 @@ class Case:
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
     image: str = "hidden_states BCHW"
-    text: str = ""
+    text: str = "encoder_hidden_states"
     unprobed: str = ""
 
 
@@ -85,7 +86,7 @@ def case(
     name: str,
     inputs: Callable[[], dict[str, Any]] = dict,
     image: str = "hidden_states BCHW",
-    text: str = "",
+    text: str = "encoder_hidden_states",
     unprobed: str = "",
     small: dict[str, Any] = SMALL,
     **more: Any,

@@ -10,7 +10,7 @@ import torch
 from tests.builders.tiny import tiny_unet, unet_inputs
 from tests.builders.transformers import FLUX, IMAGE, TEXT, H, W, flux_inputs, model, normal
 from tests.matrix.models import images
-from tests.matrix.models.case import PLAIN, STEP, Case, T, case
+from tests.matrix.models.case import BLC, PLAIN, STEP, Case, T, case
 from tests.matrix.models.images import HALF
 
 UNET = "a UNet's convolutions spread a change"
@@ -227,14 +227,12 @@ CASES = [
             "pooled_projections": normal(2, 8),
             **HALF,
         },
-        "hidden_states BLC",
-        text="encoder_hidden_states",
+        BLC,
         **{**FLUX, "num_layers": 1, "num_single_layers": 1},
     ),
     case(
         "SD3ControlNetModel",
         lambda: {"controlnet_cond": IMAGE, "pooled_projections": normal(2, 8)},
-        text="encoder_hidden_states",
         sample_size=16,
         pos_embed_max_size=16,
     ),
@@ -246,8 +244,7 @@ CASES = [
             "img_shapes": [(1, H, W)] * 2,
             **HALF,
         },
-        "hidden_states BLC",
-        text="encoder_hidden_states",
+        BLC,
         patch_size=1,
         num_layers=1,
     ),
