@@ -21,7 +21,7 @@ from mame_sd.runs.model_files import ModelChoice
 
 from ..networks.pretrained import DEVIATION, MEAN, load_dinov2, load_smollm2
 
-MINI = "captioner.safetensors"  # in a folder: what scripts.training.train_captioner trained
+MINI = "captioner.safetensors"  # in a folder: what train_captioner of commit 350f706 trained
 EMBEDDED = "embedded-captioner"  # the name of the one that this project trained
 MARK = "<image>"
 PROMPT = f"USER: {MARK}\nDescribe the image in one sentence. ASSISTANT:"

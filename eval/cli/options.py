@@ -44,6 +44,7 @@ class BenchmarkOptions:
     weights_dir: str | None = option(None, WEIGHTS_HELP, metavar="DIR")
     clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
     rounds: int | None = option(None, "Rounds of timing, instead of the suite's.")
+    held_out: bool = option(False, "Draw other prompts than those that defaults were chosen on.")
 
     def __post_init__(self) -> None:
         check_rounds(1 if self.rounds is None else self.rounds)

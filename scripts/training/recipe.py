@@ -74,10 +74,6 @@ class Recipe(ABC, Generic[S]):
         """
         raise NotImplementedError
 
-    def seed_of(self, stage: S) -> int:
-        """The seed of the weights that a stage begins with."""
-        return self.seed
-
     def before(self, stage: S) -> S | None:
         """The stage with whose weights this one begins."""
         number = self.stages.index(stage)
@@ -94,7 +90,7 @@ class Recipe(ABC, Generic[S]):
         path = self.work / f"{stage.name}.pt"
         if path.exists() and checkpoint(self.work, stage)["step"] >= stage.steps:
             return
-        torch.manual_seed(self.seed_of(stage))
+        torch.manual_seed(self.seed)
         model = self.new_model(stage).train()
         self.begin(stage, model)
         optimizer = self.optimizer(stage, model)

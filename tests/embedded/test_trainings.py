@@ -5,7 +5,6 @@ the libraries read. They share one trainer (`scripts.training.recipe`), so one o
 from __future__ import annotations
 
 import importlib
-import json
 import signal
 import subprocess
 import sys
@@ -19,17 +18,14 @@ import torch
 from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import VideoMAEForVideoClassification
 
 from mame_sd.embedded import model as subjects
 from mame_sd.eval.perception.data import open_images
 from mame_sd.eval.perception.encoders import load_encoder
-from mame_sd.eval.perception.forms import FORMS, PLAIN, find_models
 from mame_sd.eval.perception.heads import text_head
 from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.runs.model_files import ModelChoice
 from scripts.training import (
-    clips,
     contrast,
     growth,
     joint,
@@ -37,8 +33,6 @@ from scripts.training import (
     train_clip,
     train_transformer,
     train_unet,
-    train_video,
-    train_vit,
     world,
 )
 from scripts.training.loop import CosineStage, Stage
@@ -77,7 +71,7 @@ def test_every_training_can_be_loaded() -> None:
 @pytest.mark.parametrize(
     ("kind", "words", "message"),
     [
-        (train_video.VideoRecipe, [], "expected --work or --draw, got neither"),
+        (train_clip.ClipRecipe, [], "expected --work or --draw, got neither"),
         (train_unet.UNetRecipe, ["--draw", "x"], "--draw: this model is not measured on pictures"),
     ],
 )
@@ -158,32 +152,6 @@ def test_the_clips_training_writes_a_clip_that_merges_and_reads_its_pictures(
 
 
 @pytest.mark.training
-def test_the_vits_training_writes_every_form_that_the_suite_finds(tmp_path: Path) -> None:
-    smoke(train_vit.VitRecipe, tmp_path, "--seeds", "2")
-    models = find_models(tmp_path)
-    assert (models.seeds, models.forms) == ((0, 1), tuple(FORMS))
-    assert len(open_images(models.pictures).files) == 12
-    encoder = load_encoder(ModelChoice(model=str(models.model("scratch", 0)), device="cpu"))
-    handle = apply_encoder(encoder.model, **FORMS["scratch"].merging)
-    encoder.model(**encoder.inputs([np.zeros((64, 64, 3), np.uint8)]))
-    assert [block.tokens_kept for block in handle.report().blocks][::3] == [64, 32, 16, 8]
-    training = json.loads((models.model("last", 1) / "training.json").read_text())
-    assert training["merging"] == {"tau": 0.5, "blocks": [-1]}
-    with pytest.raises(SystemExit, match="expected what it was begun with"):
-        smoke(train_vit.VitRecipe, tmp_path, "--head", "class")
-
-
-@pytest.mark.training
-def test_the_video_classifiers_training_writes_one_and_its_clips(tmp_path: Path) -> None:
-    smoke(train_video.VideoRecipe, tmp_path)
-    smoke(train_video.VideoRecipe, tmp_path, "--draw", str(tmp_path / "clips"), "--each", "1")
-    model = VideoMAEForVideoClassification.from_pretrained(tmp_path / "model")
-    folders = {path.name for path in (tmp_path / "clips").iterdir()}
-    assert folders == set(model.config.label2id) == set(clips.CLASSES)
-    assert len([*(tmp_path / "clips").rglob("*.png")]) == len(folders) * clips.FRAMES
-
-
-@pytest.mark.training
 def test_the_rate_rises_stays_and_falls() -> None:
     stage = Stage(name="s", steps=100, batch=1, lr=2.0, warmup=10, decay=0.2, least=0.01)
     assert [stage.rate(step) for step in (0, 9, 80, 90, 100)] == [0.2, 2.0, 2.0, 1.0, 0.02]
@@ -249,22 +217,6 @@ def test_the_loss_is_clip_s_where_captions_differ_and_a_batch_has_few_grounds() 
     wanted = model(input_ids=ids, pixel_values=seen, return_loss=True).loss
     got = contrast.contrastive_loss(model, tokens, stage, batch)
     torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02)  # bfloat16
-
-
-@pytest.mark.training
-def test_an_epoch_shows_every_picture_once_and_each_seed_in_its_own_order() -> None:
-    pixels = torch.arange(12, dtype=torch.uint8).view(12, 1, 1, 1).expand(-1, 3, 64, 64)
-    orders = []
-    for seed in (0, 1):
-        stage = train_vit.FormStage(
-            name="s", form=FORMS[PLAIN], seed=seed, steps=6, batch=4, lr=0.01
-        )
-        batches = [train_vit.draw_batch(pixels, torch.arange(12), stage, step) for step in range(6)]
-        shown = [label for _, labels in batches for label in labels.tolist()]
-        assert sorted(shown[:12]) == sorted(shown[12:]) == list(range(12))
-        assert shown[:12] != shown[12:]
-        orders.append(shown)
-    assert orders[0] != orders[1]
 
 
 @pytest.mark.training

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from tests.matrix import (
     backends,
     caches,
-    diffusers_pipelines,
-    diffusers_suite,
+    diffusers_tests,
     features,
     tools,
     transformers,
@@ -137,7 +136,7 @@ def page() -> str:
     parts += [BACKENDS, *backends.table(), ""]
     parts += [TOOLS, "| what | holds |", "|---|---|"]
     parts += [f"| {row.name} | {row.note} |" for row in CHECKS]
-    parts += ["", *diffusers_suite.section(), *diffusers_pipelines.section()]
+    parts += ["", *diffusers_tests.section()]
     parts += [
         "## Not checked",
         "",
