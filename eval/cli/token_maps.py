@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from mame_sd.cli.sheet import Cell, check_sheet_path, draw_sheet, write_sheet
-from mame_sd.cli.show_merge import grid_like, mean_colors
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.perception.apply_encoder import apply_encoder
@@ -24,6 +23,7 @@ from ..images import load_image
 from ..perception.encoders import LoadedEncoder, load_encoder
 
 PANEL_SIDE, PANELS_ACROSS = 448, 4
+_DARKER = 0.55  # what is left of the light on the border between two groups
 
 
 @dataclass(frozen=True)
@@ -138,3 +138,32 @@ def draw_maps(seen: Image.Image, maps: list[TokenMap], name: str) -> Image.Image
         cells.append(Cell(mean_colors(large, one.owners), lines))
     starts = range(0, len(cells), PANELS_ACROSS)
     return draw_sheet([cells[start : start + PANELS_ACROSS] for start in starts])
+
+
+def mean_colors(image: Image.Image, owners: np.ndarray) -> Image.Image:
+    """Every group in the mean colour of its pixels, borders between groups darker."""
+    positions = Image.fromarray(owners.astype(np.int32))
+    groups = np.asarray(positions.resize(image.size, Image.Resampling.NEAREST))
+    values = np.asarray(image, np.float64)
+    counts = np.bincount(groups.ravel(), minlength=owners.size)
+    sums = [
+        np.bincount(groups.ravel(), values[..., channel].ravel(), owners.size)
+        for channel in range(3)
+    ]
+    drawn = (np.stack(sums, -1) / np.maximum(counts, 1)[:, None])[groups]
+    border = np.zeros(groups.shape, bool)
+    border[1:] |= groups[1:] != groups[:-1]
+    border[:, 1:] |= groups[:, 1:] != groups[:, :-1]
+    drawn[border] *= _DARKER
+    return Image.fromarray(np.rint(drawn).astype(np.uint8))
+
+
+def grid_like(image: Image.Image, tokens: int) -> tuple[int, int]:
+    """(h, w) of `tokens` tokens in the image's proportions. Raises UserError when they fit none."""
+    height = round((tokens * image.height / image.width) ** 0.5)
+    if height < 1 or tokens % height:
+        raise UserError(
+            f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height}"
+            " pixels; choose another layer or model"
+        )
+    return height, tokens // height

@@ -7,7 +7,6 @@ errors come at once.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -128,47 +127,6 @@ def compare_command(
         note(remark)
 
 
-@app.command("show-merge")
-@takes(model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions())
-def show_merge_command(
-    *,
-    prompt: PromptArgument,
-    step: Annotated[
-        int, typer.Option(help="Call of the denoiser to draw, from 1: a step of most schedulers.")
-    ] = 1,
-    layer: Annotated[
-        str | None,
-        typer.Option(help="A layer's name, or a part of it. Default: one of the largest."),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The drawing, a .png file.", metavar="FILE")] = Path(
-        "show-merge.png"
-    ),
-    model: ModelChoice,
-    sampling: GenerateSettings,
-    merging: MaMeConfig,
-) -> None:
-    """Draw over the image which tokens merged into which, in one layer and step."""
-    if os.path.isfile(prompt) or (
-        " " not in prompt.strip() and ("/" in prompt or re.search(r"\.[a-zA-Z]{3,4}$", prompt))
-    ):
-        raise UserError(
-            f"show-merge {prompt}: expected a prompt, got a file's name; mame-sd-eval token-maps"
-            " draws what a vision transformer merges in an image"
-        )
-    from mame_sd.cli.generate import load_to_merge
-    from mame_sd.cli.sheet import check_sheet_path, write_sheet
-    from mame_sd.cli.show_merge import capture_merge, draw_merge
-
-    check_sheet_path(out)
-    loaded, merging = load_to_merge(model, merging, prompt)
-    found = capture_merge(loaded, prompt, sampling, merging, step, layer)
-    settings = loaded.resolved(merging).to_dict()
-    about = {"prompt": prompt, "model": loaded.identity, "mame": settings, "layer": found.layer}
-    write_sheet(out, draw_merge(found, prompt), {**about, "step": step})
-    print(f"{found.layer}, step {step}: {found.tokens_kept} of {found.owners.size} tokens kept")
-    print(out)
-
-
 @app.command("calibrate")
 @takes(
     prompts=PROMPTS,
@@ -228,39 +186,6 @@ def sheet_command(
     check_sheet_path(out)
     write_sheet(out, folders_sheet(folders, num), {"folders": [folder.name for folder in folders]})
     print(out)
-
-
-@app.command("ui")
-@takes(model=MODEL, merging=MergingOptions(without=("tau", "keep", *PAPERS)))
-def ui_command(
-    *,
-    prompt: Annotated[
-        str, typer.Option(help="What stands in the prompt's field at first.", metavar="TEXT")
-    ] = "rocket on a light blue background",
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port to listen on, 0 to 65535; 0 takes a free one.", metavar="PORT")
-    ] = 7860,
-    model: ModelChoice,
-    merging: MaMeConfig,
-) -> None:
-    """Serve a page that generates with and without merging, side by side.
-
-    Ctrl-C ends it. Needs the package gradio.
-    """
-    from mame_sd.cli.generate import load_to_merge
-    from mame_sd.cli.ui import SideBySide, load_gradio, serve
-
-    if not 0 <= port <= 65535:
-        raise UserError(f"--port: expected a number from 0 to 65535, got {port}; give another")
-    load_gradio()
-    both = SideBySide(*load_to_merge(model, merging))
-    both.warm_up()
-    page = serve(both, host, port, prompt)
-    print(f"{page.local_url} (Ctrl-C ends it)", flush=True)
-    page.block_thread()
 
 
 @app.command("doctor")

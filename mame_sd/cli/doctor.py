@@ -24,7 +24,6 @@ NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "nu
 OPTIONAL = {
     "--lora": ("peft",),
     "mame-sd-eval": ("matplotlib", "jinja2", "scipy"),
-    "mame-sd ui": ("gradio",),
 }
 FUSED_KERNELS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
 

@@ -26,7 +26,6 @@ EXTRAS = {
     "jinja2": "eval",
     "scipy": "eval",
     "tomesd": "rivals",
-    "gradio": "ui",
     "peft": "lora",
 }
 USAGE, MACHINE, INTERRUPTED = 2, 1, 130

@@ -100,9 +100,7 @@ generate x --model LONG | found nothing there; check the path
 generate x --lora LONG | found nothing; check the path
 generate x --config LONG.json | LONG
 compare x --out LONG.png | can't be written (File name too long)
-show-merge cat.png | expected a prompt, got a file's name; mame-sd-eval token-maps draws
-show-merge photos/cat.GIF | expected a prompt, got a file's name
-show-merge x --out /dev/null/a.png | expected a folder, got the file /dev/null
+compare x --out /dev/null/a.png | expected a folder, got the file /dev/null
 doctor --scheduler magic | --scheduler: expected one of
 """
 
@@ -283,7 +281,7 @@ def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
 def test_version_and_help(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("--version") == 0
     assert capsys.readouterr().out == f"mame-sd {version('mame-sd')}\n"
-    for arguments in (["-h"], ["generate", "-h"], ["ui", "--help"]):
+    for arguments in (["-h"], ["generate", "-h"], ["doctor", "--help"]):
         assert run_cli(*arguments) == 0
         assert "Usage: mame-sd" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The drawn sheets: compare, show-merge, and finished runs side by side."""
+"""The drawn sheets: compare, and finished runs side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from mame_sd.cli.compare import (
 )
 from mame_sd.cli.difference import difference, nearness
 from mame_sd.cli.sheet import Cell, draw_sheet, write_sheet
-from mame_sd.cli.show_merge import capture_merge, draw_merge
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import generate
@@ -50,40 +49,6 @@ def test_panels_are_the_baseline_and_then_each_setting(model: LoadedModel) -> No
 def test_nothing_to_merge_is_an_error(model: LoadedModel) -> None:
     with pytest.raises(UserError, match="fewer than 1024 tokens"):
         compare(model, "key", TWO_STEPS, variants_of(MaMeConfig(), [0.8], []))
-    with pytest.raises(UserError, match="fewer than 1024 tokens"):
-        capture_merge(model, "key", TWO_STEPS, MaMeConfig(), step=1)
-
-
-@pytest.mark.parametrize("config", [SMALL, SMALL.replace(tau=0.3)], ids=["keys", "tokens"])
-def test_a_merge_map_tells_where_each_token_went(model: LoadedModel, config: MaMeConfig) -> None:
-    wide = GenerateSettings(steps=2, width=48)
-    found = capture_merge(model, "key", wide, config, step=2)
-    assert found.owners.shape == (16, 24)
-    owners = found.owners.reshape(-1)
-    assert (owners[owners] == owners).all()  # a destination is its own owner
-    assert len(set(owners)) <= found.tokens_kept < owners.size
-    drawn = draw_merge(found, "key")
-    assert drawn.width >= 2 * 768 - 48
-
-
-def test_the_chosen_step_level_and_layer_are_drawn(model: LoadedModel) -> None:
-    first = capture_merge(model, "key", TWO_STEPS, SMALL, step=1)
-    second = capture_merge(model, "key", TWO_STEPS, SMALL, step=2)
-    assert first.layer == second.layer
-    assert (first.owners != second.owners).any()
-    name = "up_blocks.1.attentions.1.transformer_blocks.0.attn1"
-    found = capture_merge(model, "key", TWO_STEPS, SMALL, 1, "up_blocks.1.attentions.1")
-    assert found.layer == name
-    with pytest.raises(UserError, match="--step: expected 1 to 2"):
-        capture_merge(model, "key", TWO_STEPS, SMALL, step=3)
-    with pytest.raises(UserError, match="'up_blocks' fits 4"):
-        capture_merge(model, "key", TWO_STEPS, SMALL, step=1, layer="up_blocks")
-
-
-def test_a_layer_that_was_left_whole_shows_no_groups(model: LoadedModel) -> None:
-    found = capture_merge(model, "key", TWO_STEPS, SMALL.replace(keep=None, tau=0.999), step=2)
-    assert found.tokens_kept == found.owners.size
-    assert np.array_equal(found.owners.reshape(-1), np.arange(found.owners.size))
 
 
 def test_finished_runs_side_by_side(model: LoadedModel, tmp_path: Path) -> None:
@@ -133,12 +98,10 @@ def test_the_commands(
     assert cli.run(["compare", "key", *options]) == 0
     panels = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
     assert panels == ["baseline", "as given", "keep 0.5", "keep 0.125", "compare.png"]
-    assert cli.run(["show-merge", "key", "--step", "2", "--tau", "0.2", *options]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "show-merge.png"
     assert cli.run(["generate", "--prompt", "key", "--out", "run", *options]) == 0
     assert cli.run(["sheet", "run", "run", "--out", "both.png"]) == 0
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"compare.png", "show-merge.png", "both.png", "run"}
+    assert names == {"compare.png", "both.png", "run"}
 
 
 def test_a_file_that_is_a_bomb_is_refused_in_one_line(

@@ -107,9 +107,9 @@ def test_a_library_that_does_not_load_is_the_machines_fault(tmp_path: Path) -> N
 
 
 def test_a_missing_package_names_the_extra_that_brings_it() -> None:
-    status, message = describe(ModuleNotFoundError("No module named 'gradio'", name="gradio"))
+    status, message = describe(ModuleNotFoundError("No module named 'peft'", name="peft"))
     assert status == MACHINE
-    assert message == "expected the package gradio, found none; pip install 'mame-sd[ui]'"
+    assert message == "expected the package peft, found none; pip install 'mame-sd[lora]'"
 
 
 class SignalsInDel:

@@ -61,7 +61,7 @@ def test_off_stays_off_until_an_option_asks_for_merging(
         tile_size=8, min_tokens=16, seed=3
     )
     words = ["--steps", "1", "--device", "cpu", "--out", "merge.png"]
-    assert cli.run(["show-merge", "key", *model, *words]) == 0  # which is about merging
+    assert cli.run(["compare", "key", *model, *words]) == 0  # which is about merging
 
 
 def test_only_our_pipeline_has_a_saved_setting(

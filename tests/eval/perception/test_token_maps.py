@@ -10,10 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from mame_sd.cli.show_merge import mean_colors
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.cli import app as cli
-from mame_sd.eval.cli.token_maps import token_maps
+from mame_sd.eval.cli.token_maps import mean_colors, token_maps
 from mame_sd.eval.images import load_image
 from mame_sd.eval.perception.encoders import LoadedEncoder, load_encoder
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
