@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from mame_sd.core.devices import MIN_TOKENS
+from mame_sd.core.merge import MIN_TOKENS
 
 SMALLEST = 2.5e-6  # seconds: no kernel takes less
 LAUNCH = 6e-6  # seconds in which PyTorch launches one kernel from Python, at best
@@ -78,7 +78,7 @@ class Card:
 
     @property
     def min_tokens(self) -> int:
-        """From how many tokens on layers merge on it by default (`mame_sd.core.devices`)."""
+        """From how many tokens on layers merge on it by default (`mame_sd.core.merge`)."""
         newest = self.name == "H100"
         return MIN_TOKENS["cuda, capability 9 and above" if newest else "cuda"]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mame_sd.core.attention import Grid, KeyMerging, merge_keys
-from mame_sd.core.groups import Groups
+from mame_sd.core.keys import Grid, KeyMerging, merge_keys
+from mame_sd.core.merge import Groups
 
 # The engine's functions that add a mask to the logits. For others, and for those of other nodes,
 # keys carry the sizes of their groups.

@@ -17,9 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig
-from mame_sd.core.attention import Grid, KeyMerging
-from mame_sd.core.draws import DRAWS, draw_at
-from mame_sd.core.pairs import leaders_of_chunks
+from mame_sd.core.keys import Grid, KeyMerging
+from mame_sd.core.merge import DRAWS, draw_at, leaders_of_chunks
 
 from .attention import KeyMerge
 from .handed import handing_on
@@ -46,7 +45,7 @@ class Call:
         draw: which of the drawn partitions the model's first layer takes, a LongTensor [1]. Each
             layer counts on from it: neighbours take different draws, so that their errors do not
             add up.
-        leader: of each sample the one whose tokens decide what merges, see `mame_sd.core.pairs`.
+        leader: of each sample the one whose tokens decide what merges, see `mame_sd.core.merge`.
         replaced: UNet blocks whose self-attention another node replaces, as the engine names them.
         place: where a transformer's image is.
         text: tokens of its prompts.

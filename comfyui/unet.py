@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import plan_tokens
-from mame_sd.core.devices import least_tokens
+from mame_sd.core.merge import least_tokens
 
 from .attention import EngineCall
 from .layers import Key, Settings

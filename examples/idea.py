@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from mame_sd.core.cells import cells_of
-from mame_sd.core.groups import group_tokens
+from mame_sd.core.merge import cells_of, group_tokens
 
 SIDE, PATCH = 256, 8
 GRID = SIDE // PATCH  # tokens along a side

@@ -4,6 +4,7 @@
 of diffusers need it. `along` says what holds a row per token.
 """
 
+from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Family, Rows, register_family
 from mame_sd.diffusion.families.layouts import (
     along,
@@ -13,7 +14,6 @@ from mame_sd.diffusion.families.layouts import (
     pixels,
     video_patches,
 )
-from mame_sd.diffusion.layer import Call, Tokens
 
 __all__ = [
     "Call",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.core.groups import Groups
+from mame_sd.core.merge import Groups
 from mame_sd.core.paper import Plan
 
 NEVER_CALLED = "not called yet"

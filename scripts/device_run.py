@@ -46,8 +46,8 @@ from torch.utils._pytree import tree_map
 from benchmarks import gpu_models
 from benchmarks.gpu_models import Case
 from mame_sd import attention, mame
-from mame_sd.core.attention import Grid, KeyMerging, merge_keys
-from mame_sd.core.devices import MIN_TOKENS, kind_of
+from mame_sd.core.keys import Grid, KeyMerging, merge_keys
+from mame_sd.core.merge import MIN_TOKENS, kind_of
 from mame_sd.report import NothingMergedError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -452,7 +452,7 @@ def case_of(run: Run, name: str) -> Case:
 @contextlib.contextmanager
 def tiny_unets() -> Iterator[None]:
     """UNets of a few channels under the names of the published ones."""
-    before = dict(gpu_models.unets.CONFIGS)
+    before = dict(gpu_models.UNETS)
     small = {
         "block_out_channels": (32, 64),
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -461,11 +461,11 @@ def tiny_unets() -> Iterator[None]:
         "attention_head_dim": 2,
         "transformer_layers_per_block": 1,
     }
-    gpu_models.unets.CONFIGS.update({name: {**had, **small} for name, had in before.items()})
+    gpu_models.UNETS.update({name: {**had, **small} for name, had in before.items()})
     try:
         yield
     finally:
-        gpu_models.unets.CONFIGS.update(before)
+        gpu_models.UNETS.update(before)
 
 
 def tests(run: Run) -> None:

@@ -60,7 +60,7 @@ def run_benchmark(
     settings = GenerateSettings(**suite.sampling(sampling))
     choice = _suite_model(suite, model)
     truth = TRUTHS.get(choice.embedded or "")
-    chosen, prompt_file = suite_prompts(suite, prompts.file, prompts.num, truth)
+    chosen, prompt_file = suite_prompts(suite, prompts, truth, options.held_out)
     known = (
         suite.glyphs
         and truth is not None
@@ -130,26 +130,30 @@ def check_gates(results: Results, out: Path) -> None:
 
 
 def suite_prompts(
-    suite: Suite, file: str | None, num: int | None, truth: Truth | None = None
-) -> tuple[list[Prompt], dict[str, Any] | None]:
-    """The prompts of a suite, or the first `num` of `file`, and what the manifest says of their
+    suite: Suite, prompts: PromptOptions, truth: Truth | None = None, held_out: bool = False
+) -> tuple[list[Prompt], dict[str, Any]]:
+    """The prompts of a suite, or of the file that is given, and what the manifest says of their
     file.
 
     Raises UserError when the suite has none of its own and none are given.
     """
-    count = suite.num if num is None else num
-    source = file or suite.prompts
+    count = suite.num if prompts.num is None else prompts.num
+    source = prompts.file or suite.prompts
     if source is None:
         raise UserError(
             f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv, .tsv and .jsonl"
             " files will do (the paper's are of GEMRec and ImageNet's class names)"
         )
-    if source == "drawn":
-        return (truth or TRUTHS["unet"]).draw(count, suite.seed), {
-            "name": f"drawn with seed {suite.seed}",
-            "sha256": None,
-        }
-    return load_prompts(source, count), prompt_file_identity(source)
+    if source != "drawn":
+        if held_out:
+            raise UserError(f"--held-out: expected prompts that are drawn, got {source}; drop one")
+        return load_prompts(source, count), prompt_file_identity(source)
+    truth, seed = truth or TRUTHS["unet"], suite.seed
+    drawn = truth.draw(count, seed)
+    if held_out:
+        seed += 1
+        drawn = truth.draw(count, seed, without={prompt.text for prompt in drawn})
+    return drawn, {"name": f"drawn with seed {seed}", "sha256": None}
 
 
 def suite_metrics(suite: Suite, known: bool) -> list[Metric]:

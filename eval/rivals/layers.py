@@ -18,15 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.attention import Merged
-from mame_sd.core.cells import cells_of, plane_of
 from mame_sd.core.fit import fitted_to
+from mame_sd.core.keys import Merged, MergeJob
+from mame_sd.core.merge import cells_of, plane_of
 from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
+from mame_sd.diffusion.context import Step, Tokens
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
-from mame_sd.diffusion.hooks import MergeHook
-from mame_sd.diffusion.interception import MergeJob
-from mame_sd.diffusion.layer import AttentionAdapter, LayerCall, Route, Step, Tokens
+from mame_sd.diffusion.layer import AttentionAdapter, LayerCall, MergeHook, Route
 
 
 class Run:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mame_sd.core.devices import no_autocast
+from mame_sd.core.merge import no_autocast
 
 
 def farthest_first(similarity: Tensor, count: int, tau: float | None = None) -> list[Tensor]:

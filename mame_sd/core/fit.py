@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mame_sd.core.groups import product
+from mame_sd.core.merge import product
 
 # PyTorch's own, whatever somebody put in its place under torch.nn.functional.
 SDPA = torch._C._nn.scaled_dot_product_attention

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.devices import no_autocast
+from mame_sd.core.merge import no_autocast
 
 # Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a
 # tie, up to rounding), the unrefined weights are taken. Below it, fp32 decides by rounding alone.

@@ -19,59 +19,22 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
+from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.attention import Grid, KeyMerging, OwnKernel
+from mame_sd.core.kernels import OwnKernel
+from mame_sd.core.keys import Grid, KeyMerging, MergeJob, SDPAInterceptor
+from mame_sd.core.merge import DRAWS
 from mame_sd.core.paper import Plan, plan_tokens
-from mame_sd.diffusion.interception import MergeJob, SDPAInterceptor
-from mame_sd.diffusion.plans import Plans
+from mame_sd.diffusion.context import NO_STEP, Later, ResolvedConfig, Shared, Step, Tokens
+from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
+LEFT = "left unmerged by layers"
 UNSEEN = "{} calls no attention over the layer's tokens that can be intercepted"
-Call = Mapping[str, Any]  # the arguments of a forward, by name
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """How the tokens of one call lie.
-
-    Attributes:
-        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order; (n,) where
-            rows and columns are unknown.
-        before: tokens of something else, such as text, that stand before them in layers where both
-            share a sequence; None: any number, another in each layer, and `after` behind them.
-        after: the same, behind them (in every layer, such as a reference image's); None: any
-            number, another in each layer.
-        unknown: why they can't be told in this call, in which then nothing merges.
-        references: the sizes of reference images that stand right behind them, in their order; the
-            first of what `after` counts.
-        count: how many tokens the image or video has.
-    """
-
-    size: tuple[int, ...]
-    before: int | None = 0
-    after: int | None = 0
-    unknown: str = ""
-    references: tuple[tuple[int, ...], ...] = ()
-    count: int = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "count", math.prod(self.size))
-
-    def start(self, length: int) -> int | None:
-        """Where they begin in a sequence of `length`; None if they can't be in it."""
-        if length == self.count:
-            return 0
-        if self.before is None:
-            start = length - self.count - (self.after or 0)
-            return start if start >= 0 else None
-        if self.after is None:
-            return self.before if length >= self.before + self.count else None
-        if length == self.count + self.after:
-            return 0
-        return self.before if length == self.before + self.count + self.after else None
 
 
 class LayerCall(NamedTuple):
@@ -100,27 +63,6 @@ class LayerCall(NamedTuple):
         given = {**self.arguments, **changes}
         args = [given.pop(name) for name in self.by_place]
         return self.forward(*args, *self.rest, **given)
-
-
-class Step(NamedTuple):
-    """What the call of the model around a layer says of merging in it.
-
-    Attributes:
-        draw: LongTensor [1], which of the drawn partitions it takes.
-        draws: those of DRAWS layers that follow one another, [DRAWS]; None in a compiled graph.
-        leader: of each sample of the batch the one whose tokens decide what merges
-            (`mame_sd.core.pairs`). None: each sample decides by itself.
-        plans: what merged in an earlier call of the same input, and merges again in this one; None:
-            this call stands alone.
-    """
-
-    draw: Tensor | None = None
-    draws: Tensor | None = None
-    leader: Tensor | None = None
-    plans: Plans | None = None
-
-
-NO_STEP = Step()  # of layers around which nothing tells of one
 
 
 @dataclass(frozen=True)
@@ -227,6 +169,124 @@ class AttentionAdapter(ABC):
             tuple(grids), length, route.first, how=how, draw=draw, leader=leader, recall=recall,
             **{"queries": tokens.count, **route.job},
         )  # fmt: skip
+
+
+class Entry:
+    """Replaces the `forward` that diffusers' registry gives a module with a MergeHook.
+
+    diffusers binds a function of its own to each module. With it, a deepcopy would run the
+    original's weights. `torch.compile` would also compile each repeated block by itself
+    (`compile_repeated_blocks`). A method is one function for all of them.
+    """
+
+    def __init__(self, module: nn.Module, hook: MergeHook) -> None:
+        self.module = module
+        self.hook: MergeHook | None = hook
+        self.passed: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output."""
+        if self.hook is None:
+            return self.passed(*args, **kwargs)
+        return self.hook.around(self.module, self.hook.fn_ref.forward, *args, **kwargs)
+
+    def pass_through(self) -> None:
+        """Merges no more, but stays callable: a wrapper by hand may hold this method."""
+        assert self.hook is not None
+        self.passed = self.hook.fn_ref.forward
+        self.hook = None
+
+
+class MergeHook(ModelHook):
+    """Merges around one layer, also in deepcopies of the module.
+
+    The registry keeps the module's own forward in `fn_ref.forward`.
+
+    Args:
+        shared: what the hooks of a handle share.
+        stats: counters of the layer.
+        layer: the kind of module.
+        known: how the tokens lie in each thread's latest call of the model; None: unknown.
+        number: of the layer in its model, from 0. Neighbours take different draws in one step, so
+            that their errors do not add up.
+    """
+
+    name = "mame"
+    fn_ref: Any
+    entry: Any = None  # the module's `forward` just after the hook was put on, an Entry's
+    instead: Callable[[LayerCall], Any] | None = None  # computes calls while calibration measures
+
+    def __init__(
+        self,
+        shared: Shared,
+        stats: LayerStats,
+        layer: AttentionAdapter,
+        known: PerThread | None,
+        number: int = 0,
+    ) -> None:
+        super().__init__()
+        self.place = number % DRAWS
+        # Of no dimension: for any device, and no constant of a compiled graph.
+        self.number = torch.tensor(number)
+        self.shared = shared
+        self.stats = stats
+        self.layer = layer
+        self.known = known
+
+    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """The output of the module, whose own forward is `forward`, merged where that is sound."""
+        shared, stats = self.shared, self.stats
+        if self.instead is not None:
+            return self.instead(self.layer.call(module, forward, args, kwargs))
+        setting: ResolvedConfig = getattr(shared.own.mine, "value", None) or shared.setting
+        if not setting.active:
+            return forward(*args, **kwargs)
+        config: MaMeConfig | None = setting.config
+        call = self.layer.call(module, forward, args, kwargs)
+        if setting.of_layer:  # a name would be a constant of each compiled block
+            config = setting.of_layer.get(stats.name, config)
+        if config is None:
+            stats.skipped(LEFT, self.layer.count(call, self.layout()))
+            return call.run()
+        return merged_call(self.layer, call, self.layout(), config, stats, self.step, shared.kernel)
+
+    def layout(self) -> Tokens | None:
+        """How the tokens lie in this thread's latest call of the model; None: unknown."""
+        known = self.known
+        return None if known is None else getattr(known.mine, "value", known.latest)
+
+    def step(self) -> Step:
+        """What this thread's latest call of the model says of the step.
+
+        A call gives the same with gradients as without them, but for plans, which it shares with
+        none. Where the model checkpoints gradients there is no step: a block that is computed
+        again merges as before, whatever has run since (`StepHook`).
+
+        Raises RuntimeError in a block that is computed again after a call at another timestep.
+        """
+        shared = self.shared
+        step: Step | Later | None = getattr(shared.step.mine, "value", shared.step.latest)
+        step = step.step() if isinstance(step, Later) else step
+        if step is None or step is NO_STEP:
+            return NO_STEP
+        learns = torch.is_grad_enabled()
+        if torch.compiler.is_compiling():  # a number would be a constant of the graph
+            draw = None if step.draw is None else (step.draw + self.number) % DRAWS
+            return Step(draw, leader=step.leader)  # a graph holds no plans
+        draw = None if step.draws is None else step.draws[self.place : self.place + 1]
+        if learns and torch._C._current_graph_task_id() >= 0:  # in a backward pass
+            shared.learning.again()
+        plans = None if learns else getattr(shared.plans.mine, "value", None)
+        return Step(draw, leader=step.leader, plans=plans)
+
+    def put(self, module: nn.Module) -> Any:
+        """Is told that it was put on `module`, whose `forward` is now what it gives."""
+        self.entry = Entry(module, self).forward
+        return self.entry
+
+    def let_go(self) -> None:
+        """Holds on to nothing of the module any more: it was taken off."""
+        self.fn_ref = self.entry = None
 
 
 def merged_call(

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.cells import cells_of
-from mame_sd.core.devices import no_autocast
-from mame_sd.core.groups import Groups, group_tokens
+from mame_sd.core.merge import Groups, cells_of, group_tokens, no_autocast
 from mame_sd.core.paper import Plan, plan_tokens
 
 GRID, ROW = 0.25, 0.5  # shares of the destinations at most: of 2 x 2 patches one, or every second

@@ -22,7 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # FILE: TESTS, below mame_sd and tests, then faults of that file, OLD => NEW.
 FAULTS = """
-core/attention.py: core diffusion/test_hooks_models.py
+core/kernels.py: core
+    if name not in self.names: => if False:
+core/keys.py: core diffusion/test_hooks_models.py diffusion/test_interception.py test_models.py
     stay = max(0, round(grid.keep * cells.tokens) - cells.kept) => stay = 0
     grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
     (log_sizes if counted => (torch.zeros_like(count) if counted
@@ -31,54 +33,50 @@ core/attention.py: core diffusion/test_hooks_models.py
     found.kept + grid.start] => found.kept]
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
     spread[: max(1, queries // shared)] => spread[:queries]
-    if name not in self.names: => if False:
     (grids[0].start, last) => (0, last)
-core/groups.py: core
+    shift = count - self.length => shift = 0
+    mask = mask == 0 => mask = mask
+core/merge.py: core
     of_chosen, alpha=0.5) => of_chosen, alpha=1.0)
     alpha=2).index_fill(1, dst, -torch.inf) => alpha=2)
     row = row.masked_fill(cells.pad, -1) => row = row + 0
     else slots.index_select(0, leader) => else slots[: len(leader)]
     view(-1, 1) * cells.m => view(-1, 1)
-core/cells.py: core
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
     own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own
     with torch.inference_mode(False), _disable_current_modes(), => with _disable_current_modes(),
-core/draws.py: core
     times.float().amax() => times.float().amin()
+    (0 if prompt_first else half) => (half if prompt_first else 0)
+    (inputs[:half] == inputs[half:]).all() => (inputs[:half] == inputs[half:]).any()
 core/fit.py: core
     mean = diagonal.mean(-1, keepdim=True) => mean = diagonal.amax(-1, keepdim=True)
     values, alpha=-1) => values, alpha=1)
     weight = some.shape[1] / beside.shape[1] => weight = 1
     w.view(*key.shape[:2], 1, -1) / scale => w.view(*key.shape[:2], 1, -1)
     t = t.clamp(-65504, 65504) => pass
-core/pairs.py: core
-    (0 if prompt_first else half) => (half if prompt_first else 0)
-    (inputs[:half] == inputs[half:]).all() => (inputs[:half] == inputs[half:]).any()
 core/paper.py: core diffusion/test_processor.py
     src).transpose(1, 2)).clamp(-1, 1) => src).transpose(1, 2))
     stays = ~merges.all(0) => stays = ~merges.any(0)
     tie = mass <= REFINE_FLOOR * total => tie = mass < 0 * total
     .transpose(1, 2), dst) => .transpose(1, 2), dst / self.counts.unsqueeze(-1).to(dst))
-diffusion/plans.py: diffusion/test_calls.py
+diffusion/context.py: diffusion/test_calls.py diffusion/test_families.py diffusion/test_apply.py
     is latents and self._version == latents._version and => is latents and
     same = len(others) == len(self._others) and => same = False and
     [layer, number], config, shape => [layer, number], shape
     self._of is not self._now and not same( => self._of is self._now and not same(
-diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/test_families.py
-    step.draws[self.place : self.place + 1] => step.draws[:1]
     self._moved = not same( => self._moved = False and not same(
-    plans = None if learns else => plans =
+    if length == self.before + self.count + self.after else None => if length else None
+diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/test_families.py
     latents is not None and not of_frames => latents is not None
     again = _checkpoints(module) => again = False
     elif shapes != self._shapes.value: => elif False:
 diffusion/interception.py: diffusion/test_interception.py diffusion/test_kernels.py test_models.py
-    shift = count - self.length => shift = 0
     mask is not None and mask.dim() == 2: => False:
-    mask = mask == 0 => mask = mask
     return backend(**call) if own is None else own.transpose(1, 2) => return backend(**call)
-diffusion/layer.py: test_references.py diffusion/test_families.py diffusion/test_apply.py
+diffusion/layer.py: test_references.py diffusion/test_apply.py diffusion/test_calls.py
+    step.draws[self.place : self.place + 1] => step.draws[:1]
+    plans = None if learns else => plans =
     start += tokens.count => start += 0
-    if length == self.before + self.count + self.after else None => if length else None
     stats.skipped(route, layer.count(call, known)) => stats.skipped("", 0)
 diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
     order.insert(0, order.pop()) => order.append(order.pop())

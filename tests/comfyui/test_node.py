@@ -18,7 +18,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame
-from mame_sd.core.draws import draw_at
+from mame_sd.core.merge import draw_at
 from tests.builders.tiny import LATENT, TEXT_DIM, seeded, tiny_unet
 from tests.comfyui.interface import Model, UNetModel, attention_pytorch
 

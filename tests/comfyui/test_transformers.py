@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mame_sd.core.attention import Grid, KeyMerging, merge_keys
-from mame_sd.core.draws import DRAWS, draw_at
+from mame_sd.core.keys import Grid, KeyMerging, merge_keys
+from mame_sd.core.merge import DRAWS, draw_at
 from tests import oracle
 from tests.comfyui.interface import ErnieImageModel, Model, attention_pytorch
 from tests.comfyui.recorded import CALLS, Recorded

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mame_sd import attention
-from mame_sd.core.attention import Grid, KeyMerging, merge_keys
+from mame_sd.core.keys import Grid, KeyMerging, merge_keys
 from tests import oracle
 
 GRID, BEFORE, AFTER = (6, 9), 3, 4

@@ -10,9 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from mame_sd.core.cells import DRAWS, Cells, cells_of, plane_of
-from mame_sd.core.draws import draw_at
-from mame_sd.core.groups import Groups, group_tokens
+from mame_sd.core.merge import DRAWS, Cells, Groups, cells_of, draw_at, group_tokens, plane_of
 from tests import oracle
 from tests.builders.tokens import tokens
 

@@ -15,8 +15,7 @@ import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mame_sd import MaMeConfig, attention, plan_tokens
-from mame_sd.core.draws import draw_at
-from mame_sd.core.pairs import leaders
+from mame_sd.core.merge import draw_at, leaders
 
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mame_sd.core.pairs import leaders, leaders_of_chunks
+from mame_sd.core.merge import leaders, leaders_of_chunks
 
 
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:

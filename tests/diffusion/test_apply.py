@@ -15,9 +15,10 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch.utils.checkpoint import checkpoint
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
-from mame_sd.core.draws import DRAWS, draw_at
+from mame_sd.core.merge import DRAWS, draw_at
 from mame_sd.diffusion.apply_denoiser import has_hooks
-from mame_sd.diffusion.hooks import ResolvedConfig, Shared, StepHook
+from mame_sd.diffusion.context import ResolvedConfig, Shared
+from mame_sd.diffusion.hooks import StepHook
 from tests.builders.layers import CONFIGS
 from tests.builders.tiny import (
     run_unet,

@@ -10,7 +10,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from mame_sd import apply_mame, mame
-from mame_sd.core import cells
+from mame_sd.core import merge
 from tests.builders.layers import CONFIGS, attention, tokens
 from tests.builders.tiny import one_level_unet, tiny_unet, unet_inputs
 
@@ -124,8 +124,8 @@ def test_an_exported_model_merges_at_every_step_and_counts_nothing(
     ]
     expected = [unet(**inputs)[0] for inputs in steps]
     before = handle.report().to_dict()
-    cells._made.cache_clear()  # as in a process that exports before it runs
-    monkeypatch.setattr(cells, "_Compiled", type("None", (), {}))
+    merge._made.cache_clear()  # as in a process that exports before it runs
+    monkeypatch.setattr(merge, "_Compiled", type("None", (), {}))
     # As AOTInductor does: graphs that change a tensor are refused.
     exported = torch.export.export(unet, (), steps[0], strict=False).run_decompositions({})
     for inputs, want in zip(steps, expected, strict=True):

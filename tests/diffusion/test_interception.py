@@ -10,8 +10,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Reg
 from torch import Tensor
 
 from mame_sd import apply_mame
-from mame_sd.core.attention import Grid, KeyMerging
-from mame_sd.diffusion.interception import MergeJob, SDPAInterceptor
+from mame_sd.core.keys import Grid, KeyMerging, MergeJob, SDPAInterceptor
 from tests.builders.layers import attention
 from tests.matrix.backends import stand_ins
 from tests.matrix.models.watch import check_by_loop, merging

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mame_sd import attention
-from mame_sd.core.draws import draw_at
-from mame_sd.core.pairs import leaders
+from mame_sd.core.merge import draw_at, leaders
 from mame_sd.diffusion.apply_denoiser import mame
 from tests.builders.tiny import tiny_unet, unet_inputs
 

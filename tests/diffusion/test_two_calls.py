@@ -17,7 +17,7 @@ from diffusers.modular_pipelines.qwenimage.denoise import QwenImageDenoiseStep
 from torch import Tensor
 
 from mame_sd import apply_mame
-from mame_sd.core.groups import Groups
+from mame_sd.core.merge import Groups
 from tests.builders.pipelines import quiet
 from tests.builders.transformers import TEXT, halves, normal, run
 from tests.matrix.transformers import ROWS

@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from mame_sd.diffusion.layer import Call, Tokens
+from mame_sd.diffusion.context import Call, Tokens
 
 Rows = Callable[[Tensor, int], Tensor]
 

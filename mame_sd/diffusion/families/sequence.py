@@ -14,17 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.devices import least_tokens, too_few
+from mame_sd.core.merge import least_tokens, too_few
 from mame_sd.core.paper import Plan
+from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.unet import LAYER_SKIP
 from mame_sd.diffusion.layer import (
     NO_SIZE,
     AttentionAdapter,
-    Call,
     LayerCall,
     Route,
-    Tokens,
     compared,
     skips_scores,
 )

@@ -18,15 +18,14 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.devices import least_tokens, too_few
+from mame_sd.core.merge import least_tokens, too_few
 from mame_sd.core.paper import Plan
+from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.layer import (
     NO_SIZE,
     AttentionAdapter,
-    Call,
     LayerCall,
     Route,
-    Tokens,
     compared,
     skips_scores,
 )

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core.groups import Groups
-from mame_sd.diffusion.interception import MergeJob
+from mame_sd.core.keys import MergeJob
+from mame_sd.core.merge import Groups
 from tests.oracle import Image, merged_attention
 
 

@@ -1,0 +1,491 @@
+"""Which keys merge: a few tokens of each tile are destinations, and each other token joins the
+nearest one of its tile.
+
+A grid of tokens is cut into tiles, and each tile into cells of equally many tokens, one of which is
+drawn as destination anew in each step (`cells_of`, `draw_at`). `group_tokens` puts each other token
+into the group of the nearest destination; the farthest tokens stay alone. Groups give means and
+sizes. Samples that guidance subtracts from one another merge alike (`leaders`).
+
+All of it is products of small matrices, one for each tile: distances, and means as a product with a
+matrix of ones. No tokens are sorted and nothing is added atomically, so results don't depend on the
+order of threads, and what is not finite stays within its tile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+DRAWS = 64  # partitions that steps and layers choose from
+LARGEST_CELL = 16  # tokens a side
+# From how many tokens on a layer merges. It is a table, so that a seed gives the same image on the
+# same kind of device. The counts for cards are reckoned at harsh assumptions (docs/gpu.md);
+# `MaMeHandle.calibrate` measures instead.
+MIN_TOKENS = {
+    "cpu": 1024,
+    "mps": 1024,
+    "cuda": 8192,  # below compute capability 9, and ROCm
+    "cuda, capability 9 and above": 24576,
+    "other": 4096,
+}
+
+
+@lru_cache(maxsize=64)
+def kind_of(device: torch.device) -> str:
+    """The entry of `MIN_TOKENS` for a device."""
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        newest = torch.cuda.get_device_capability(device)[0] >= 9
+        return "cuda, capability 9 and above" if newest else "cuda"
+    return device.type if device.type in MIN_TOKENS else "other"
+
+
+def least_tokens(given: int | None, device: torch.device) -> int:
+    """The number of tokens from which on a layer merges: the given one, or the device's."""
+    return MIN_TOKENS[kind_of(device)] if given is None else given
+
+
+def too_few(given: int | None, device: torch.device) -> str:
+    """Why a layer with fewer tokens is left alone."""
+    if given is not None:
+        return f"fewer than min_tokens={given}"
+    kind = kind_of(device)
+    return f"fewer than {MIN_TOKENS[kind]} tokens, the min_tokens of {kind}"
+
+
+def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Autocast off on the device of `t`, where it is on."""
+    kind = t.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Slots of tokens, tile by tile, and which of them are destinations.
+
+    Attributes:
+        order: LongTensor [T * P], the position of the token in each slot of T tiles of P slots.
+            Tiles with fewer tokens repeat one of theirs.
+        pad: bool [T * P], True where a slot repeats a token; None where no tile has such slots.
+        slot: LongTensor [L], the slot of each token.
+        dst: LongTensor [draws, T * m], the slots of the destinations in each draw, tile by tile.
+        queries: LongTensor [draws, n], positions of tokens, spread evenly and in random order.
+        number: LongTensor [T * m], the number of each destination in its tile.
+        tiles, width, m: T, P and m.
+        tokens: L, how many tokens the grid has.
+        kept: M = T * m, how many destinations there are.
+    """
+
+    order: Tensor
+    pad: Tensor | None
+    slot: Tensor
+    dst: Tensor
+    queries: Tensor
+    number: Tensor
+    tiles: int
+    width: int
+    m: int
+    tokens: int
+    kept: int
+
+
+def cells_of(
+    size: tuple[int, ...],
+    keep: float,
+    tile_size: int = 16,
+    seed: int | None = 0,
+    device: torch.device | str = "cpu",
+) -> Cells:
+    """The cells of a grid of tokens, made once and looked up afterwards.
+
+    Args:
+        size: (h, w) of an image's tokens, (t, h, w) of a video's, or (n,) of a sequence, in
+            row-major order.
+        keep: share of the tokens that are destinations, as near as cells allow.
+        tile_size: side of a tile; 0: the whole grid is one.
+        seed: of the draws; a generator of their own, never the global one. None: nothing is drawn,
+            destinations are the first tokens of their cells.
+        device: where the index tensors live.
+    """
+    how = float(keep), tile_size, seed, str(device)
+    if torch.compiler.is_compiling():
+        return Cells(*getattr(_Compiled, _attribute(*how, *map(_known, size))))
+    return _made(tuple(int(side) for side in size), *how)
+
+
+def _known(side: int) -> int:
+    """`side` as a plain number of the graph that is compiled for it, where torch.compile has taken
+    it for one of many: a list so long makes dynamo look at the number itself.
+    """
+    return len([0] * side)
+
+
+def plane_of(size: tuple[int, ...]) -> tuple[int, int]:
+    """The (rows, columns) on which tokens are compared.
+
+    A video's plane is (h * t, w): the rows of all frames interleaved, so that a tile spans
+    neighbours in time as well as in space.
+    """
+    count = math.prod(size)
+    return (1, count) if len(size) == 1 else (count // size[-1], size[-1])
+
+
+class _Compiled:
+    """Tables that compiled graphs read, as attributes: as constants they would all be called alike,
+    which AOTAutograd's backends refuse.
+    """
+
+
+@torch.compiler.assume_constant_result
+def _attribute(keep: float, tile_size: int, seed: int | None, device: str, *size: int) -> str:
+    """The attribute of `_Compiled` that holds these cells."""
+    key = keep, tile_size, seed, device, *size
+    name = "_".join(["cells", *map(str, key)]).replace(".", "_")  # a dot would be a path to Dynamo
+    if not hasattr(_Compiled, name):
+        made = _made(size, keep, tile_size, seed, device)
+        setattr(_Compiled, name, tuple(getattr(made, f.name) for f in fields(made)))
+    return name
+
+
+@lru_cache(maxsize=256)
+def _made(
+    size: tuple[int, ...], keep: float, tile_size: int, seed: int | None, device: str
+) -> Cells:
+    with _cacheable():
+        made = _cut(size, keep, tile_size, seed)
+        values = (getattr(made, f.name) for f in fields(made))
+        moved: Any = [v.to(device) if isinstance(v, Tensor) else v for v in values]
+        return Cells(*moved)
+
+
+@contextlib.contextmanager
+def _cacheable() -> Iterator[None]:
+    """Tensors made in here are on the CPU, no inference tensors, and none that a mode traces."""
+    with torch.inference_mode(False), _disable_current_modes(), torch.device("cpu"):
+        yield
+
+
+def _cut(size: tuple[int, ...], keep: float, tile_size: int, seed: int | None) -> Cells:
+    rows, columns = plane_of(size)
+    high, wide = _tiles(rows, columns, tile_size)
+    cells_high, cells_wide = _counts(rows / high, columns / wide, keep)
+    m = cells_high * cells_wide
+    # Of each row and column of the plane: its tile, and its cell in that tile.
+    row_tile, row_cell = _places(rows, high, cells_high)
+    column_tile, column_cell = _places(columns, wide, cells_wide)
+    tile = (row_tile.unsqueeze(1) * wide + column_tile).flatten()
+    cell = (row_cell.unsqueeze(1) * cells_wide + column_cell).flatten()
+    count, width = high * wide, int(tile.bincount().max())
+    in_order = tile.argsort(stable=True)
+    place = torch.arange(len(tile)) - (tile.bincount().cumsum(0) - tile.bincount())[tile[in_order]]
+    slots = tile[in_order] * width + place
+    first = in_order[torch.searchsorted(tile[in_order], torch.arange(count))]
+    order = first.repeat_interleave(width).index_copy(0, slots, in_order)
+    pad = torch.ones(count * width, dtype=torch.bool).index_fill(0, slots, False)
+    slot = torch.empty_like(tile).index_copy(0, in_order, slots)
+    # Draws: in each cell, one of its tokens.
+    of_cell = (tile * m + cell).argsort(stable=True)  # positions cell by cell
+    sizes = (tile * m + cell).bincount(minlength=count * m)
+    starts = sizes.cumsum(0) - sizes
+    generator = torch.Generator().manual_seed((seed or 0) % 2**32)
+    drawn = torch.rand(DRAWS, count * m, generator=generator).double()
+    drawn = torch.zeros_like(drawn[:1]) if seed is None else drawn
+    dst = slot[of_cell[starts + (drawn * sizes).long()]]
+    queries = _spread(in_order, generator)
+    to_own = _own_order(size)
+    return Cells(
+        to_own[order], pad if bool(pad.any()) else None, slot[_inverse(to_own)], dst,
+        to_own[queries], torch.arange(m).repeat(count), count, width, m, rows * columns, count * m,
+    )  # fmt: skip
+
+
+def _tiles(rows: int, columns: int, tile_size: int) -> tuple[int, int]:
+    """How many tiles there are down and across; a sequence's have as many tokens as others."""
+    if not tile_size:
+        return 1, 1
+    across = tile_size if rows > 1 else tile_size**2
+    return max(1, round(rows / tile_size)), max(1, round(columns / across))
+
+
+def _counts(high: float, wide: float, keep: float) -> tuple[int, int]:
+    """How many cells a tile of this height and width has down and across, for a share `keep`.
+
+    The count is as near to the share as can be; of several, those whose cells are most square.
+    """
+    highest, widest = max(1, math.floor(high)), max(1, math.floor(wide))
+    wanted = keep * high * wide
+
+    def rank(counts: tuple[int, int]) -> tuple[float, float]:
+        down, across = counts
+        square = abs(math.log((high / down) / (wide / across)))
+        return abs(math.log(down * across / wanted)) + 0.03 * square, square
+
+    options = {
+        (down, across)
+        for down in range(max(1, math.ceil(high / LARGEST_CELL)), highest + 1)
+        for across in {math.floor(wanted / down), math.ceil(wanted / down)}
+        if 1 <= across <= widest
+    } or {(1, 1)}
+    return min(options, key=rank)
+
+
+def _places(side: int, tiles: int, cells: int) -> tuple[Tensor, Tensor]:
+    """Of each of `side` rows its tile and its cell in the tile, both balanced."""
+    at = torch.arange(side)
+    tile = at * tiles // side
+    count = tile.bincount(minlength=tiles)
+    place = at - (count.cumsum(0) - count)[tile]
+    return tile, place * cells // count[tile]
+
+
+def _spread(in_order: Tensor, generator: torch.Generator) -> Tensor:
+    """Positions of tokens [DRAWS, n] in random order, one of each of n runs of neighbours."""
+    n = min(len(in_order), 512)
+    edges = torch.arange(n + 1) * len(in_order) // n
+    lengths = edges[1:] - edges[:-1]
+    place = torch.rand(DRAWS, n, generator=generator).double()
+    drawn = in_order[edges[:-1] + (place * lengths).long()]
+    return drawn.gather(1, torch.rand(DRAWS, n, generator=generator).argsort(1))
+
+
+def _own_order(size: tuple[int, ...]) -> Tensor:
+    """Where each position of the plane is in the tokens' own order [L]."""
+    own = torch.arange(math.prod(size))
+    return own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).index_copy(0, order, torch.arange(len(order)))
+
+
+class Groups:
+    """Which group each token of a grid belongs to.
+
+    Each destination has a group, and so has each token that stays as it is.
+
+    Args:
+        cells: the tiles and destinations of the grid.
+        dst: LongTensor [T * m], the slots of the destinations.
+        row: LongTensor [B, T * P], the number of the destination in its tile that the token of each
+            slot joins, -1 for none.
+        stay: LongTensor [B, r], the slots of the tokens that stay.
+        dtype: of `sizes`.
+
+    Attributes:
+        tokens_in, tokens_kept: L and K = T * m + r.
+    """
+
+    def __init__(
+        self, cells: Cells, dst: Tensor, row: Tensor, stay: Tensor, dtype: torch.dtype
+    ) -> None:
+        self.cells, self.dst, self.row, self.stay, self.dtype = cells, dst, row, stay, dtype
+        self.tokens_in, self.tokens_kept = cells.tokens, cells.kept + stay.shape[1]
+
+    def means(self, *slots: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The means of the groups, and how many tokens each has.
+
+        Args:
+            slots: tokens [B, T * P, ...] in the order of the slots, all of one dtype.
+
+        Returns:
+            [B, K, ...] of each, in its dtype, and the sizes [B, K] in fp32 (fp64 for fp64).
+        """
+        cells, batch = self.cells, self.row.shape[0]
+        least = torch.promote_types(slots[0].dtype, torch.float32)
+        # Cards multiply 16 bits and sum in fp32, CPUs hardly do.
+        halves = slots[0].is_cuda and slots[0].dtype in (torch.float16, torch.bfloat16)
+        dtype = slots[0].dtype if halves else least
+        rows = self.row.view(batch * cells.tiles, 1, cells.width)
+        belongs = rows == cells.number[: cells.m].view(-1, 1)  # 0, 1, ...
+        counts = belongs.sum(-1, keepdim=True, dtype=least)
+        # Shares of the mean rather than sums, which leave fp16's range.
+        shares = (belongs / counts).to(dtype)
+        found = []
+        for t in slots:
+            exact = t.to(dtype).reshape(batch * cells.tiles, cells.width, math.prod(t.shape[2:]))
+            mean = torch.bmm(shares, exact).to(t.dtype).view(batch, cells.kept, *t.shape[2:])
+            if self.stay.shape[1]:
+                at = self.stay.view(*self.stay.shape, *[1] * (t.dim() - 2))
+                mean = torch.cat([mean, t.gather(1, at.expand(-1, -1, *t.shape[2:]))], 1)
+            found.append(mean)
+        sizes = counts.view(batch, cells.kept)
+        return found, F.pad(sizes, (0, self.stay.shape[1]), value=1.0)
+
+    @property
+    def sizes(self) -> Tensor:
+        """[B, K], how many tokens each group has."""
+        return self.means(self.row.new_empty(*self.row.shape, 0, dtype=self.dtype))[1]
+
+    @property
+    def kept(self) -> Tensor:
+        """LongTensor [B, K], the position of the token that each group formed around."""
+        batch, order = self.row.shape[0], self.cells.order
+        dst = order.index_select(0, self.dst).expand(batch, -1)
+        return torch.cat([dst, order[self.stay]], 1) if self.stay.shape[1] else dst
+
+    @property
+    def groups(self) -> Tensor:
+        """LongTensor [B, L], the group of each token."""
+        cells, device = self.cells, self.row.device
+        first = torch.arange(cells.tiles, device=device).view(-1, 1) * cells.m
+        found = (self.row.view(-1, cells.tiles, cells.width) + first).flatten(1)
+        if self.stay.shape[1]:
+            numbers = torch.arange(cells.kept, self.tokens_kept, device=device)
+            found = found.scatter(1, self.stay, numbers.expand(self.stay.shape))
+        return found.index_select(1, cells.slot)
+
+    def merge(self, t: Tensor) -> Tensor:
+        """The means [B, K, C] of the groups of t [B, L, C], in the dtype of t."""
+        return self.means(t.index_select(1, self.cells.order))[0][0]
+
+    def restore(self, y: Tensor) -> Tensor:
+        """All tokens [B, L, C] as copies of their groups' y [B, K, C]."""
+        return y.gather(1, self.groups.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b [n, i, k] of a [n, i, j] and b [n, j, k], in fp32 (fp64 for fp64) at least."""
+    learns = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and not learns:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return torch.bmm(a.to(dtype), b.to(dtype))
+
+
+@torch.no_grad()
+def group_tokens(
+    slots: Tensor,
+    cells: Cells,
+    draw: Tensor | None = None,
+    leader: Tensor | None = None,
+    stay: int = 0,
+) -> Groups:
+    """Groups of tokens by their Euclidean distance to the destinations of their tile.
+
+    Not by the angle: a logit depends on a key's length too, and keys that much of the attention
+    lies on (sinks) are long. The choice has no gradient; means of the groups have.
+
+    Args:
+        slots: what is compared, in the order of the slots, [B, T * P, d]; fp32 is computed with
+            (fp64 for fp64), whatever its dtype.
+        cells: the tiles and destinations.
+        draw: LongTensor [1], which of the draws; None: the first.
+        leader: LongTensor [B], the sample whose tokens decide for each sample, such as the guided
+            half for the unguided one; None, or of another batch: each its own.
+        stay: how many of the tokens stay as they are: those farthest from any destination.
+    """
+    dst = cells.dst[0] if draw is None else cells.dst.index_select(0, draw).view(-1)
+    batch, dtype = slots.shape[0], torch.promote_types(slots.dtype, torch.float32)
+    place = None
+    if leader is not None and leader.shape[0] == batch and batch > 1:
+        place = leader
+        if slots.device.type == "cpu" and not torch.compiler.is_compiling():
+            # Nothing waits here, and samples with one leader are compared once.
+            leader, place = leader.unique(return_inverse=True)
+            slots = slots if len(leader) == batch else slots.index_select(0, leader)
+    squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square()
+    chosen = slots.index_select(1, dst).view(-1, cells.m, slots.shape[2])
+    # |x - d|^2 = |x|^2 - 2 (x . d - |d|^2 / 2), of which the last part tells the nearest.
+    nearness = product(chosen, slots.view(-1, cells.width, slots.shape[2]).transpose(1, 2))
+    of_chosen = squares.index_select(1, dst).view(-1, cells.m, 1)
+    best, row = torch.sub(nearness, of_chosen, alpha=0.5).max(1)
+    row = row.view(len(slots), cells.tiles * cells.width)
+    row = row.index_copy(1, dst, cells.number.expand(len(slots), -1))
+    if cells.pad is not None:
+        row = row.masked_fill(cells.pad, -1)
+    staying = row[:, :0]
+    if stay:
+        far = torch.sub(squares, best.view_as(row), alpha=2).index_fill(1, dst, -torch.inf)
+        if cells.pad is not None:
+            far = far.masked_fill(cells.pad, -torch.inf)
+        staying = far.topk(stay).indices
+        row = row.scatter(1, staying, -1)
+    if place is not None:
+        row, staying = row.index_select(0, place), staying.index_select(0, place)
+    return Groups(cells, dst, row, staying, dtype)
+
+
+def draw_at(timestep: Tensor | float) -> Tensor:
+    """Which of the drawn partitions a step takes, a LongTensor [1] below DRAWS; it follows from the
+    (largest) timestep.
+
+    Largest, because video models give tokens that are known already (a first frame) the timestep 0
+    throughout. The multiples of a constant choose, one by which few draws come twice over the
+    timesteps of usual schedulers.
+    """
+    times = timestep if isinstance(timestep, Tensor) else torch.tensor([timestep])
+    thousandths = (times.float().amax().reshape(1) * 1000).long()
+    return ((thousandths * 0xAAF4E5A7) & 0xFFFFFFFF) * DRAWS >> 32
+
+
+def constant(make: Callable[..., Tensor], *args: Any) -> Tensor:
+    """What `make` gives for these arguments, numbers and a device; nobody may change it.
+
+    A graph that is compiled or captured makes its own: it can't be trusted with one that others
+    read.
+    """
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if captured or torch.compiler.is_compiling():
+        return make(*args)
+    return _constant(make, args)
+
+
+@lru_cache(maxsize=512)
+def _constant(make: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+        return make(*args)  # autograd refuses inference tensors
+
+
+def counting(length: int, device: torch.device) -> Tensor:
+    """0, 1, ... below `length`, a LongTensor."""
+    return torch.arange(length, device=device)
+
+
+def leaders(inputs: Tensor, prompt_first: bool = False) -> Tensor:
+    """Of each sample of a model's input [B, ...] the one whose tokens decide what merges,
+    LongTensor [B].
+
+    Where both halves of the batch are equal, as pipelines repeat latents for guidance, the half
+    with the prompt leads; else each sample its own. What is found stays on the device: nothing
+    waits for it.
+
+    Args:
+        inputs: latents, with what pipelines put beside them.
+        prompt_first: the prompt's half is the first; the second, after that of the negative prompt,
+            in nearly all pipelines.
+    """
+    batch = inputs.shape[0]
+    own = torch.arange(batch, device=inputs.device)
+    half = batch // 2
+    if batch % 2:
+        return own
+    alike = (inputs[:half] == inputs[half:]).all()
+    return torch.where(alike, own % half + (0 if prompt_first else half), own)
+
+
+def leaders_of_chunks(inputs: Tensor, unguided: list[bool]) -> Tensor:
+    """The same where it is known which samples are unguided: those of the chunks [B / n, ...] of
+    the batch that `unguided` [n] names.
+
+    An unguided chunk is led by the first guided one, where their inputs are equal.
+    """
+    own = torch.arange(inputs.shape[0], device=inputs.device)
+    if not unguided or all(unguided) or inputs.shape[0] % len(unguided):
+        return own
+    chunks, numbers = inputs.chunk(len(unguided)), own.chunk(len(unguided))
+    guide = unguided.index(False)
+    led = [
+        torch.where((x == chunks[guide]).all(), numbers[guide], number) if follows else number
+        for x, number, follows in zip(chunks, numbers, unguided, strict=True)
+    ]
+    return torch.cat(led)

@@ -1,0 +1,279 @@
+"""What a call of the model tells the layers in it: how their tokens lie, which step it is, which
+plans it shares with another call, and the settings in force.
+
+The hooks of `hooks.py` write it, layers (`layer.py`) read it.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mame_sd.config import MaMeConfig
+from mame_sd.core.kernels import OwnKernel
+from mame_sd.core.merge import Groups
+from mame_sd.diffusion.threads import PerThread
+
+Call = Mapping[str, Any]  # the arguments of a forward, by name
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How the tokens of one call lie.
+
+    Attributes:
+        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order; (n,) where
+            rows and columns are unknown.
+        before: tokens of something else, such as text, that stand before them in layers where both
+            share a sequence; None: any number, another in each layer, and `after` behind them.
+        after: the same, behind them (in every layer, such as a reference image's); None: any
+            number, another in each layer.
+        unknown: why they can't be told in this call, in which then nothing merges.
+        references: the sizes of reference images that stand right behind them, in their order; the
+            first of what `after` counts.
+        count: how many tokens the image or video has.
+    """
+
+    size: tuple[int, ...]
+    before: int | None = 0
+    after: int | None = 0
+    unknown: str = ""
+    references: tuple[tuple[int, ...], ...] = ()
+    count: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "count", math.prod(self.size))
+
+    def start(self, length: int) -> int | None:
+        """Where they begin in a sequence of `length`; None if they can't be in it."""
+        if length == self.count:
+            return 0
+        if self.before is None:
+            start = length - self.count - (self.after or 0)
+            return start if start >= 0 else None
+        if self.after is None:
+            return self.before if length >= self.before + self.count else None
+        if length == self.count + self.after:
+            return 0
+        return self.before if length == self.before + self.count + self.after else None
+
+
+class Plans:
+    """Plans of a model's layers, for all calls of the same latents at one timestep.
+
+    Args:
+        latents: the model's input; with it go the plans.
+    """
+
+    def __init__(self, latents: Tensor) -> None:
+        found: dict[tuple[Any, ...], Groups] = {}
+        self._found = found
+        self._calls: Counter[tuple[str, int]] = Counter()
+        self._latents = weakref.ref(latents, lambda _: found.clear())
+        self._version = latents._version
+        self._others: list[weakref.ref[Tensor]] = []  # of the latest call
+        self._of = self._now = noted(None)  # the timesteps of the plans and of the call under way
+
+    def go_for(self, latents: Tensor, others: list[Tensor]) -> bool:
+        """Whether they go for a call with this very tensor, unchanged since as PyTorch counts it,
+        and other tensors than the latest call's.
+        """
+        same = len(others) == len(self._others) and all(
+            known() is other for known, other in zip(self._others, others, strict=True)
+        )
+        return self._latents() is latents and self._version == latents._version and not same
+
+    def begin(self, timestep: Any, others: list[Tensor]) -> Plans:
+        """To be called at the start of each call of the model."""
+        self._calls.clear()
+        self._now = noted(timestep)
+        self._others = [weakref.ref(other) for other in others]
+        return self
+
+    def groups(
+        self,
+        layer: str,
+        config: MaMeConfig,
+        shape: tuple[int, ...],
+        number: int,
+        make: Callable[[], Groups],
+    ) -> Groups:
+        """What merges in a grid of the next call of a layer.
+
+        These are the groups that its call of the same number made in an earlier call of the model,
+        else new ones, which are kept.
+
+        Args:
+            layer: its name.
+            config: its settings.
+            shape: of the grids that merge.
+            number: of the grid, from 0.
+            make: gives new groups.
+        """
+        if self._latents() is None:  # a call that was interrupted, of which no hook is told
+            return make()
+        if self._found and self._of is not self._now and not same(self._of, self._now):
+            self._found.clear()
+        self._of = self._now
+        self._calls[layer, number] += 1  # attention may run sample by sample
+        key = layer, number, self._calls[layer, number], config, shape
+        found = self._found.get(key)
+        if found is None:
+            found = make()
+            self._found[key] = found
+        return found
+
+
+def noted(timestep: Any) -> tuple[Any, int]:
+    """A timestep, and how often it was changed."""
+    counted = isinstance(timestep, Tensor) and not timestep.is_inference()
+    return timestep, timestep._version if counted else 0
+
+
+def same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
+    """Whether two timesteps that were noted are the same, and neither has changed since."""
+    (first, version), (second, _) = before, now
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return type(first) is type(second) and bool(first == second)
+    if noted(first) != (first, version) or first.is_inference():
+        return False
+    if first is second:
+        return True
+    return first.device == second.device and not first.is_meta and torch.equal(first, second)
+
+
+class Step(NamedTuple):
+    """What the call of the model around a layer says of merging in it.
+
+    Attributes:
+        draw: LongTensor [1], which of the drawn partitions it takes.
+        draws: those of DRAWS layers that follow one another, [DRAWS]; None in a compiled graph.
+        leader: of each sample of the batch the one whose tokens decide what merges
+            (`mame_sd.core.merge`). None: each sample decides by itself.
+        plans: what merged in an earlier call of the same input, and merges again in this one; None:
+            this call stands alone.
+    """
+
+    draw: Tensor | None = None
+    draws: Tensor | None = None
+    leader: Tensor | None = None
+    plans: Plans | None = None
+
+
+NO_STEP = Step()  # of layers around which nothing tells of one
+
+
+class ResolvedConfig:
+    """Settings, and whether they merge.
+
+    Attributes:
+        config: the settings.
+        asked: as they were given, before those beside the model's weights filled what they leave
+            open.
+        active: whether they merge.
+        of_layer: by name those of self-attentions that have their own; None where one is left
+            alone.
+    """
+
+    def __init__(
+        self,
+        config: MaMeConfig,
+        active: bool,
+        asked: MaMeConfig | None = None,
+        layers: Iterable[str] = (),
+    ) -> None:
+        self.config = config
+        self.asked = config if asked is None else asked
+        self.active = active
+        self.of_layer = (
+            {} if config.layers is None else {name: config.of_layer(name) for name in layers}
+        )
+
+
+class Shared:
+    """What a handle and its hooks share: the live settings, and what the model's call says of
+    merging.
+
+    Attributes:
+        setting: every thread's, but for those that have one of their own.
+        own: each thread's own ResolvedConfig.
+        step: the Step of its latest call of the model, or a Later one.
+        plans: what the call under way shares with those before it.
+        learning: what is known of calls with gradients.
+        kernel: computes attention over merged keys instead of the model's own.
+    """
+
+    def __init__(self, setting: ResolvedConfig, kernel: OwnKernel | None = None) -> None:
+        self.setting = setting
+        self.kernel = kernel
+        self.own = PerThread()
+        self.step = PerThread(latest=True)
+        self.plans = PerThread()
+        self.learning = Learning()
+
+    @property
+    def now(self) -> ResolvedConfig:
+        """The setting in force in this thread."""
+        return self.own.value or self.setting
+
+
+class Later:
+    """A step that is worked out when a layer first asks for it: where none merges, nothing is
+    launched.
+
+    Args:
+        make: gives the step of a call with these latents.
+        latents: the call's. They are held weakly: of a call that a Ctrl-C ends no hook is told, and
+            it is under way for other threads as long as its latents are there (`threads.begin`).
+    """
+
+    def __init__(self, make: Callable[[Tensor | None], Step], latents: Tensor | None) -> None:
+        self._make: Callable[[Tensor | None], Step] | None = make
+        self._latents = None if latents is None else weakref.ref(latents)
+        self._made = NO_STEP
+
+    def step(self) -> Step:
+        """The step."""
+        make = self._make  # another thread may let go of it meanwhile
+        if make is not None:
+            latents = None if self._latents is None else self._latents()
+            self._made, self._make = make(latents), None
+        return self._made
+
+    def let_go(self) -> None:
+        """Holds on to nothing of the call any more: it is over."""
+        self._make = None
+
+
+class Learning:
+    """Whether a block that is computed again for gradients (a checkpoint that somebody put around
+    it) finds the timestep of its own call.
+    """
+
+    def __init__(self) -> None:
+        self._first: tuple[Any, int] | None = None  # timestep of the first call since a backward
+        self._moved = self._over = False
+
+    def begin(self, timestep: Any) -> None:
+        """To be called at the start of each call of the model."""
+        if torch.is_grad_enabled() and (self._first is None or self._over):
+            self._first, self._moved, self._over = noted(timestep), False, False
+        elif self._first is not None and not self._moved:
+            self._moved = not same(self._first, noted(timestep))
+
+    def again(self) -> None:
+        """Raises RuntimeError where a call at another timestep came since."""
+        self._over = True
+        if self._moved:
+            raise RuntimeError(
+                "expected a checkpointed block to be computed again before the model's next"
+                " timestep, whose partition it would take: call enable_gradient_checkpointing, or"
+                " give redraw=False, share_guidance_plan=False"
+            )
