@@ -161,7 +161,8 @@ class Call:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return _signature(type(self.on.model), self.name)
+        kind: Any = type(self.on.model)
+        return _signature(kind, self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         names = [name for name in self.__signature__.parameters if name != "kwargs"]
