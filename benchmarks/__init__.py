@@ -1,7 +1,5 @@
-"""Speed and quality of merging beside its rivals: `python -m benchmarks.attention`, `.terrain`,
-`.frontier`.
+"""Speed and quality of merging beside its rivals: what prints figures of the documentation's pages.
 
-Every benchmark checks its methods before it times them, warms up, times them interleaved. It prints
-a table of medians with quartiles and ends with one line of JSON that names the machine and the
-versions.
+Every benchmark that times something checks it first, warms up and times it interleaved. It ends
+with one line of JSON that names the machine and the versions.
 """

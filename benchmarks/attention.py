@@ -29,6 +29,11 @@ SHAPES = ((1024, 8), (4096, 20), (9216, 10), (36864, 2))  # tokens, heads of 64
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
 
 
+def without_bias(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+    """Attention by a kernel that takes no bias, as FlashAttention and SageAttention take none."""
+    return F.scaled_dot_product_attention(q, k, v, scale=scale)
+
+
 def inputs(tokens: int, heads: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Queries, keys and values [1, H, N, 64] as views of projections [1, N, H * 64]."""
     generator = torch.Generator().manual_seed(tokens)

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.methods import without_bias
+from benchmarks.attention import without_bias
 from mame_sd import MaMeConfig, mame
 from mame_sd.eval.networks.terrain import Terrain, load_terrain, roughness, slope
-from mame_sd.eval.rivals.layers import rival_on
+from mame_sd.eval.rivals.method import Rival
 from mame_sd.eval.rivals.plans import constant, means, random_cells, random_keys, strided, todo
 
 On = Callable[[Terrain, int], AbstractContextManager[object]]  # (model, seed of the draw)
@@ -42,22 +42,20 @@ def unmerged(model: Terrain, seed: int) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def library(
-    model: Terrain, seed: int, kernel: Any = None, **fields: object
-) -> AbstractContextManager[object]:
+def ours(kernel: Any = None, **fields: object) -> On:
     """What `apply_mame` does with these fields."""
-    config = MaMeConfig.from_dict({"seed": seed, "min_tokens": 1024, **fields})
-    return mame(model.unet, config, kernel=kernel)
+
+    def on(model: Terrain, seed: int) -> AbstractContextManager[object]:
+        config = MaMeConfig.from_dict({"seed": seed, "min_tokens": 1024, **fields})
+        return mame(model.unet, config, kernel=kernel)
+
+    return on
 
 
 def rival(make: Any, merge: str = "kv", fit_queries: int = 0, **settings: Any) -> On:
     """A rival of `mame_sd.eval.rivals`, made of `settings`."""
-
-    def on(model: Terrain, seed: int) -> AbstractContextManager[object]:
-        made = partial(make, **settings)
-        return rival_on(model.unet, made, merge, fit_queries=fit_queries, seed=seed)
-
-    return on
+    method = Rival("", make, settings, merge, fit_queries=fit_queries)
+    return lambda model, seed: method.on(model.unet, seed)
 
 
 def rows() -> dict[str, On]:
@@ -66,11 +64,9 @@ def rows() -> dict[str, On]:
     for name, keep in SHARES.items():
         random = partial(rival, random_keys, share=keep, redraw=True)
         found |= {
-            f"{name} merged and fitted": partial(library, keep=keep),
-            f"{name} merged and fitted, kernel without bias": partial(
-                library, keep=keep, kernel=without_bias
-            ),
-            f"{name} merged, not fitted": partial(library, keep=keep, fit_queries=0),
+            f"{name} merged and fitted": ours(keep=keep),
+            f"{name} merged and fitted, kernel without bias": ours(without_bias, keep=keep),
+            f"{name} merged, not fitted": ours(keep=keep, fit_queries=0),
             f"{name} random keys, fitted": random(fit_queries=64),
             f"{name} random keys": random(),
         }
@@ -81,7 +77,7 @@ def rows() -> dict[str, On]:
         "one of each 2 x 2 at random": rival(random_cells, cell=(2, 2), redraw=True),
         "ToDo: the first of each 2 x 2": rival(todo, factor=2),
         "every second key": rival(strided, cell=(1, 2)),
-        "the paper's method, tau 0.8": partial(library, tau=0.8),
+        "the paper's method, tau 0.8": ours(tau=0.8),
         "mean attention": rival(constant, "qkv", scale=1.0),
     }
 

@@ -452,7 +452,7 @@ def case_of(run: Run, name: str) -> Case:
 @contextlib.contextmanager
 def tiny_unets() -> Iterator[None]:
     """UNets of a few channels under the names of the published ones."""
-    before = dict(gpu_models.unets.CONFIGS)
+    before = dict(gpu_models.UNETS)
     small = {
         "block_out_channels": (32, 64),
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -461,11 +461,11 @@ def tiny_unets() -> Iterator[None]:
         "attention_head_dim": 2,
         "transformer_layers_per_block": 1,
     }
-    gpu_models.unets.CONFIGS.update({name: {**had, **small} for name, had in before.items()})
+    gpu_models.UNETS.update({name: {**had, **small} for name, had in before.items()})
     try:
         yield
     finally:
-        gpu_models.unets.CONFIGS.update(before)
+        gpu_models.UNETS.update(before)
 
 
 def tests(run: Run) -> None:

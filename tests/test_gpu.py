@@ -55,7 +55,7 @@ def test_a_model_cut_in_depth_stands_for_all_of_its_blocks() -> None:
 def test_the_default_row_follows_the_one_table(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = "cuda, capability 9 and above"
     assert card.min_tokens == MIN_TOKENS[newest if card.name == "H100" else "cuda"]
-    monkeypatch.setitem(gpu_models.unets.CONFIGS, "sd1.5", dict(one_level_unet().config))
+    monkeypatch.setitem(gpu_models.UNETS, "sd1.5", dict(one_level_unet().config))
     side = math.ceil(card.min_tokens**0.5)
     for least, merges in ((side, True), (side - 1, False)):
         case = Case("sd1.5", 8 * least, dtype=torch.float32)

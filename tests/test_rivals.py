@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import methods
 from mame_sd.diffusion.apply_denoiser import has_hooks
+from mame_sd.eval.benchmark.rows import chosen_rows, rival_rows
 from mame_sd.eval.benchmark.sensitivity import sensitivity
+from mame_sd.eval.results.schema import Row, Value
 from mame_sd.eval.rivals.layers import Run, rival_on
 from mame_sd.eval.rivals.plans import (
     constant,
@@ -212,21 +214,14 @@ def test_mean_and_zero_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "random 0.25, fitted",
-        "random of 2x2",
-        "every second key",
-        "means of 2x2",
-        "todo 2",
-        "toma 0.5",
-        methods.MEAN_ATTENTION,
-    ],
+    "row",
+    chosen_rows("random-fitted-0.25," + ",".join(row.name for row in rival_rows()))[1:],
+    ids=lambda row: row.name,
 )
-def test_every_method_merges_a_unet_and_leaves_no_trace(name: str) -> None:
+def test_every_method_merges_a_unet_and_leaves_no_trace(row: Any) -> None:
     unet = tiny_unet()
     plain = run_unet(unet, height=32, width=32)
-    with methods.RIVALS[name].on(unet):
+    with row.method.on(unet):
         merged = run_unet(unet, height=32, width=32)
         assert run_unet(unet, height=8, width=8).isfinite().all(), "small layers are left alone"
     assert merged.isfinite().all()
@@ -254,47 +249,41 @@ def test_rivals_run_in_joint_attention_too(make: Any) -> None:
     assert torch.equal(row.run(model), plain)
 
 
-def point(name: str, lpips: float, retrieval: float, width: float = 0.0) -> dict[str, Any]:
-    return {
-        "name": name,
-        "lpips": lpips,
-        "retrieval": retrieval,
-        "lpips_interval": [lpips - width, lpips],
-    }
+def point(name: str, lpips: float, retrieval: float | None, width: float | None = 0.0) -> Row:
+    values = {"lpips": Value(mean=lpips), "retrieval": Value(mean=retrieval)}
+    if width is not None:
+        values["lpips"] = Value(mean=lpips, low=lpips - width, high=lpips)
+    return Row(name=name, family="rival", label=name, values=values)
 
 
 def test_an_instrument_that_cannot_tell_says_so() -> None:
-    good = [
+    base, floor, rival = (
         point("baseline", 0, 1),
         point("mean attention", 0.3, 0.5),
         point("tomesd 0.5", 0.02, 1, 0.001),
-    ]
+    )
 
-    def line(points: list[dict[str, Any]]) -> str:
-        return sensitivity(points, "mean attention", "tomesd 0.5")
+    def line(*rows: Row) -> str:
+        return sensitivity(rows, "mean attention", "tomesd 0.5")
 
-    assert "instrument: PASSES." in line(good)
-    for at, worse, verdict in (
-        (1, point("mean attention", 0.002, 0.5), "FAILS: it can't tell"),
-        (1, point("mean attention", 0.3, 0.95), "FAILS: it can't tell"),
-        (2, point("tomesd 0.5", 0.001, 1, 0.00001), "FAILS: it can't tell"),
-        (2, point("tomesd 0.5", 0.02, 1, 0.01), "too few prompts for small ones"),
+    assert "instrument: PASSES." in line(base, floor, rival)
+    for rows, verdict in (
+        ((point("mean attention", 0.002, 0.5), rival), "FAILS: it can't tell"),
+        ((point("mean attention", 0.3, 0.95), rival), "FAILS: it can't tell"),
+        ((floor, point("tomesd 0.5", 0.001, 1, 0.00001)), "FAILS: it can't tell"),
+        ((floor, point("tomesd 0.5", 0.02, 1, 0.01)), "too few prompts for small ones"),
     ):
-        found = line([*good[:at], worse, *good[at + 1 :]])
+        found = line(base, *rows)
         assert verdict in found
         assert found.count("MISSED") == 1
-    assert "not measured (needs mean attention)" in line(good[:1])
-    assert "passes as far as measured" in line(good[:2])
-    assert "tomesd 0.5: not measured" in line(good[:2])
-    assert "the interval of tomesd 0.5: not measured" in line(
-        [*good[:2], {**good[2], "lpips_interval": None}]
-    )
-    elsewhere = [
-        {**entry, "retrieval": None} for entry in good
-    ]  # a model whose prompts have no truth
-    assert "passes as far as measured" in line(elsewhere)
-    assert "retrieval" not in line(elsewhere)
-    assert "too few prompts" in line(
-        [*elsewhere[:2], {**elsewhere[2], "lpips_interval": [0.012, 0.03]}]
-    )
-    assert "not measured" in line([good[0], {**good[1], "lpips": None}])
+    assert "not measured (needs mean attention)" in line(base)
+    assert "not measured (needs mean attention)" in line(base, replace(floor, values={}))
+    assert "passes as far as measured" in line(base, floor)
+    assert "tomesd 0.5: not measured" in line(base, floor)
+    unsure = point("tomesd 0.5", 0.02, 1, None)
+    assert "the interval of tomesd 0.5: not measured" in line(base, floor, unsure)
+    # a model whose prompts have no truth
+    elsewhere = [point("baseline", 0, None), point("mean attention", 0.3, None)]
+    assert "passes as far as measured" in line(*elsewhere, rival)
+    assert "retrieval" not in line(*elsewhere, rival)
+    assert "too few prompts" in line(*elsewhere, point("tomesd 0.5", 0.02, None, 0.01))

@@ -64,7 +64,8 @@ def bench(
             peaks[name] = peak_call(model, replace(settings, steps=1), batches[0], by_name[name])
 
     def call(name: str, number: int) -> Timing:
-        timing = timed_call(model, settings, batches[number % len(batches)], by_name[name])
+        row, batch = by_name[name], batches[number % len(batches)]
+        timing = timed_call(model, row.sampling(settings), batch, row)
         peak = peaks.get(name, timing)
         return replace(
             timing, allocated=peak.allocated, allocated_denoising=peak.allocated_denoising

@@ -4,17 +4,19 @@ that do nothing clever.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
+from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
 
 from .. import tables
 from ..rivals.method import Rival
-from ..rivals.plans import constant, means, random_cells, todo
+from ..rivals.plans import constant, means, random_cells, random_keys, strided, todo
 from ..rivals.toma import ToMA
 from .tomesd import NO_TOMESD, ToMeSD, has_tomesd
 
@@ -23,12 +25,18 @@ from .tomesd import NO_TOMESD, ToMeSD, has_tomesd
 class Row(tables.Row):
     """One row of a benchmark; its family is baseline, tomesd, mame, rival, or floor: what a model
     must mind that can tell methods apart.
+
+    Attributes:
+        fewer: denoising steps that it takes less.
     """
+
+    fewer: int = 0
 
     @property
     def config(self) -> dict[str, Any]:
         """Its settings as JSON values."""
-        return {} if self.method is None else self.method.describe()
+        steps = {"fewer_steps": self.fewer} if self.fewer else {}
+        return steps if self.method is None else self.method.describe()
 
     def on(self, model: LoadedModel) -> Row:
         """With the settings that merging takes on the model."""
@@ -38,6 +46,10 @@ class Row(tables.Row):
             else self
         )
 
+    def sampling(self, settings: GenerateSettings) -> GenerateSettings:
+        """The settings of its images."""
+        return replace(settings, steps=max(1, settings.steps - self.fewer))
+
     @property
     def lacking(self) -> str | None:
         """Why this machine can't run it and what to do, or None."""
@@ -46,53 +58,95 @@ class Row(tables.Row):
 
 BASELINE, RIVAL, FLOOR = "baseline", "tomesd-50", "mean-attention"
 TOMA = {"share": 0.5, "side": 8, "temperature": 0.1, "choose_every": 10, "assign_every": 5}
+FITTED = 128  # queries that the values of a rival's keys are fitted to
+CELLS = {"cell": (2, 2)}
 RIVALS = {
-    "means-2x2": ("means of 2 × 2 keys", Rival("means", means, settings={"cell": (2, 2)})),
+    "means-2x2": ("means of 2 × 2 keys", Rival("means", means, CELLS)),
     "random-2x2": (
         "one random key of 2 × 2",
-        Rival("random", random_cells, settings={"cell": (2, 2), "redraw": True}),
+        Rival("random", random_cells, {**CELLS, "redraw": True}),
     ),
-    "todo-2": ("ToDo, every second key", Rival("todo", todo, settings={"factor": 2})),
-    "toma-50": ("ToMA's form 50 %", Rival("toma", ToMA, "qkv", TOMA)),
+    "means-2x2-fitted": (
+        "means of 2 × 2 keys, fitted",
+        Rival("means", means, CELLS, fit_queries=FITTED),
+    ),
+    "strided-1x2": ("every second key", Rival("strided", strided, {"cell": (1, 2)})),
+    "todo-2": ("ToDo, one key of 2 × 2", Rival("todo", todo, {"factor": 2})),
+    "toma-50": ("ToMA's form 50 %", Rival("toma", ToMA, TOMA, "qkv")),
 }
-SHARE = "default-"  # with a share of the keys to keep after it
+_MEAN = Rival("mean attention", constant, {"scale": 1.0}, "qkv")
+BY_DEFAULT = ("means-2x2", "random-2x2")  # of RIVALS; the others run where they are named
+
+
+def _random(share: float, fit_queries: int = 0) -> Rival:
+    if not 0 < share < 1:
+        raise ValueError(f"{share:g} is not between 0 and 1")
+    settings = {"share": share, "redraw": True}
+    return Rival("random keys", random_keys, settings, fit_queries=fit_queries)
+
+
+# Rows whose name ends in a share of the keys: label, family, method of the share.
+AT_SHARE: dict[str, tuple[str, Any, Callable[[float], Any]]] = {
+    "default-": (
+        "MaMe, keep {} of the keys",
+        "mame",
+        lambda share: Merging(MaMeConfig(keep=share)),
+    ),
+    "unfitted-": (
+        "MaMe, keep {} of the keys, not fitted",
+        "mame",
+        lambda share: Merging(MaMeConfig(keep=share, fit_queries=0)),
+    ),
+    "random-fitted-": (
+        "{} of the keys at random, fitted",
+        "rival",
+        lambda share: _random(share, FITTED),
+    ),
+    "random-": ("{} of the keys at random", "rival", _random),
+}
+FEWER = "fewer-"  # with a number of steps after it
 
 
 def paper_rows() -> list[Row]:
     """The five rows of the paper's table, and our default."""
-    rows = [Row(name=BASELINE, label="baseline", family="baseline")]
-    for percent in (25, 50):
-        method = ToMeSD(percent / 100)
-        rows.append(
+    return [
+        Row(name=BASELINE, label="baseline", family="baseline"),
+        *(
             Row(
                 name=f"tomesd-{percent}",
                 label=f"ToMeSD {percent} %",
                 family="tomesd",
-                method=method,
+                method=ToMeSD(percent / 100),
             )
-        )
-    for tau in (0.7, 0.8):
-        merging = Merging(MaMeConfig(tau=tau))
-        rows.append(
-            Row(name=f"mame-{tau}", label=f"MaMe+MaRe τ {tau}", family="mame", method=merging)
-        )
-    default = Merging(MaMeConfig())
-    rows.append(
-        Row(name="mame-default", label="MaMe default", family="mame", method=default, default=True)
-    )
-    return rows
+            for percent in (25, 50)
+        ),
+        *(
+            Row(
+                name=f"mame-{tau}",
+                label=f"MaMe+MaRe τ {tau}",
+                family="mame",
+                method=Merging(MaMeConfig(tau=tau)),
+            )
+            for tau in (0.7, 0.8)
+        ),
+        Row(
+            name="mame-default",
+            label="MaMe default",
+            family="mame",
+            method=Merging(MaMeConfig()),
+            default=True,
+        ),
+    ]
 
 
 def rival_rows() -> list[Row]:
     """Those that every merging has to beat, published ones among them, and attention that tells
     nothing of space.
     """
-    rows = [
-        Row(name=name, label=label, family="rival", method=rival)
-        for name, (label, rival) in RIVALS.items()
+    return [
+        *(Row(name=name, label=label, method=rival) for name, (label, rival) in RIVALS.items()),
+        Row(name=FLOOR, label="mean attention", family="floor", method=_MEAN),
     ]
-    none = Rival("mean attention", constant, "qkv", {"scale": 1.0})
-    return [*rows, Row(name=FLOOR, label="mean attention", family="floor", method=none)]
 
 
 def chosen_rows(names: str | None) -> list[Row]:
@@ -103,13 +157,14 @@ def chosen_rows(names: str | None) -> list[Row]:
     """
     known = {row.name: row for row in (*paper_rows(), *rival_rows())}
     if names is None:
-        return [row for row in known.values() if row.name not in ("todo-2", "toma-50")]
+        return [row for row in known.values() if row.name not in RIVALS.keys() - BY_DEFAULT]
     chosen = {BASELINE}
-    for name in (name.strip() for name in names.split(",")):
-        row = known.get(name) or (_at_share(name) if name.startswith(SHARE) else None)
+    for name in tables.names_in(names) or [names]:
+        row = known.get(name) or _numbered(name)
         if row is None:
+            numbered = ", ".join([*(f"{head}0.5" for head in AT_SHARE), f"{FEWER}1"])
             raise UserError(
-                f"--rows: expected names of {', '.join(known)}, {SHARE}0.5, got {name!r};"
+                f"--rows: expected names of {', '.join(known)}, {numbered}, got {name!r};"
                 " correct it"
             )
         known[row.name] = row
@@ -117,14 +172,29 @@ def chosen_rows(names: str | None) -> list[Row]:
     return [row for row in known.values() if row.name in chosen]
 
 
-def _at_share(name: str) -> Row:
+def _numbered(name: str) -> Row | None:
+    """The row whose name ends in a number; None for names that don't begin like one."""
+    head = next((head for head in (*AT_SHARE, FEWER) if name.startswith(head)), None)
+    if head is None:
+        return None
+    number = name.removeprefix(head)
+    if head == FEWER:
+        if not number.isdecimal() or int(number) < 1:
+            raise UserError(
+                f"--rows {name}: expected how many steps fewer after {FEWER}, got {number!r};"
+                " correct it"
+            )
+        count = int(number)
+        label = f"{count} step{'s' * (count > 1)} fewer"
+        return Row(name=f"{FEWER}{count}", label=label, fewer=count)
+    label, family, method = AT_SHARE[head]
     try:
-        merging = Merging(MaMeConfig(keep=float(name.removeprefix(SHARE))))
+        share = float(number)
+        made = method(share)
     except ValueError as error:
         raise UserError(
-            f"--rows {name}: expected a share to keep after {SHARE}: {error}; correct it"
+            f"--rows {name}: expected a share to keep after {head}: {error}; correct it"
         ) from None
-    keep = f"{merging.config.keep:g}"
     return Row(
-        name=f"{SHARE}{keep}", label=f"MaMe, keep {keep} of the keys", family="mame", method=merging
+        name=f"{head}{share:g}", label=label.format(f"{share:g}"), family=family, method=made
     )

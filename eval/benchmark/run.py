@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -94,7 +93,7 @@ class Benchmark(Setup):
                 generate(
                     self.model,
                     self.prompts,
-                    self.settings,
+                    row.sampling(self.settings),
                     row.method,
                     self._run(row.name),
                     prompt_file=self.prompt_file,
@@ -164,8 +163,7 @@ class Benchmark(Setup):
         among the rows.
         """
         if any(row.name == FLOOR for row in self._measured()):
-            points = [_point(row) for row in self._measured()]
-            self.results.sensitivity = sensitivity(points, FLOOR, RIVAL)
+            self.results.sensitivity = sensitivity(self._measured(), FLOOR, RIVAL)
             self._save()
 
     def _check(self, baseline: Run) -> None:
@@ -234,14 +232,3 @@ class Benchmark(Setup):
     def _save(self) -> None:
         if self.process.is_main:
             write_results(self.out, self.results)
-
-
-def _point(row: Line) -> dict[str, Any]:
-    """A row of the results as `sensitivity` takes it."""
-    near, right = row.values.get("lpips", Value()), row.values.get("retrieval", Value())
-    return {
-        "name": row.name,
-        "lpips": 0.0 if row.name == BASELINE else near.mean,
-        "lpips_interval": None if near.low is None else [near.low, near.high],
-        "retrieval": right.mean,
-    }

@@ -7,8 +7,9 @@ image.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+from ..results.schema import Row, Value
 
 LPIPS_FLOOR = 0.10  # of mean attention, at least
 RETRIEVAL_DROP = 0.20  # of mean attention below the baseline, at least
@@ -18,26 +19,25 @@ INTERVAL_SHARE = 0.1  # of its LPIPS, which the width of the interval stays belo
 Check = tuple[bool, str]
 
 
-def sensitivity(points: Sequence[Mapping[str, Any]], floor: str, rival: str) -> str:
+def sensitivity(rows: Sequence[Row], floor: str, rival: str) -> str:
     """One line: what no attention and the rival do to the images, each beside what it has to do,
     and what follows from it.
 
     Args:
-        points: `name`, `lpips` (None: not measured), `lpips_interval` (low and high, or None) and
-            `retrieval` (a share, or None) of each method, the baseline's first.
+        rows: with `lpips` and `retrieval` as far as measured; the baseline is the first.
         floor: the name of mean attention.
         rival: that of the rival at 50 %.
     """
-    found = {point["name"]: point for point in points if point["lpips"] is not None}
+    found = {row.name: row for row in rows if _mean(row, "lpips") is not None}
     head = "Sensitivity of this instrument: "
     if floor not in found:
         return f"{head}not measured (needs {floor})."
-    far, near, lacking = (
-        _far(points[0], found[floor]),
-        _near(found.get(rival)),
-        _lacking(rival, found.get(rival)),
-    )
-    if not all(ok for ok, _ in far) or not all(ok for ok, _ in near[:1]):
+    far, near, lacking = _far(rows[0], found[floor]), _near(found.get(rival)), []
+    if rival not in found:
+        lacking = [f"{rival}: not measured"]
+    elif len(near) < 2:
+        lacking = [f"the interval of {rival}: not measured"]
+    if not all(ok for ok, _ in [*far, *near[:1]]):
         verdict = "FAILS: it can't tell these methods apart"
     elif not all(ok for ok, _ in near):
         verdict = "can tell large differences, and has too few prompts for small ones"
@@ -47,38 +47,33 @@ def sensitivity(points: Sequence[Mapping[str, Any]], floor: str, rival: str) -> 
     return f"{head}{verdict}. {'; '.join([*parts, *lacking])}."
 
 
-def _far(baseline: Mapping[str, Any], mean: Mapping[str, Any]) -> list[Check]:
+def _far(baseline: Row, floor: Row) -> list[Check]:
     """What mean attention does."""
-    text = f"{mean['name']}: LPIPS {mean['lpips']:.4f} (at least {LPIPS_FLOOR:.2f})"
-    checks = [(mean["lpips"] >= LPIPS_FLOOR, text)]
-    if baseline.get("retrieval") is not None and mean.get("retrieval") is not None:
-        drop = baseline["retrieval"] - mean["retrieval"]
+    lpips = _mean(floor, "lpips") or 0.0
+    text = f"{floor.name}: LPIPS {lpips:.4f} (at least {LPIPS_FLOOR:.2f})"
+    checks = [(lpips >= LPIPS_FLOOR, text)]
+    before, after = _mean(baseline, "retrieval"), _mean(floor, "retrieval")
+    if before is not None and after is not None:
+        drop = before - after
         text = f"retrieval down {100 * drop:.0f} points (at least {100 * RETRIEVAL_DROP:.0f})"
         checks.append((drop >= RETRIEVAL_DROP - 1e-9, text))
     return checks
 
 
-def _near(rival: Mapping[str, Any] | None) -> list[Check]:
+def _near(rival: Row | None) -> list[Check]:
     """What the rival does, and how well that is known."""
     if rival is None:
         return []
-    text = f"{rival['name']}: LPIPS {rival['lpips']:.4f} (at least {RIVAL_LPIPS:.2f})"
-    checks = [(rival["lpips"] >= RIVAL_LPIPS, text)]
-    if rival.get("lpips_interval") is not None:
-        low, high = rival["lpips_interval"]
-        share = (high - low) / rival["lpips"] if rival["lpips"] else float("inf")
-        checks.append(
-            (
-                share < INTERVAL_SHARE,
-                f"its 95 % interval {share:.0%} of it wide (below {INTERVAL_SHARE:.0%})",
-            )
-        )
+    value = rival.values["lpips"]
+    lpips = value.mean or 0.0
+    text = f"{rival.name}: LPIPS {lpips:.4f} (at least {RIVAL_LPIPS:.2f})"
+    checks = [(lpips >= RIVAL_LPIPS, text)]
+    if value.low is not None and value.high is not None:
+        share = (value.high - value.low) / lpips if lpips else float("inf")
+        text = f"its 95 % interval {share:.0%} of it wide (below {INTERVAL_SHARE:.0%})"
+        checks.append((share < INTERVAL_SHARE, text))
     return checks
 
 
-def _lacking(name: str, rival: Mapping[str, Any] | None) -> list[str]:
-    if rival is None:
-        return [f"{name}: not measured"]
-    return (
-        [] if rival.get("lpips_interval") is not None else [f"the interval of {name}: not measured"]
-    )
+def _mean(row: Row, metric: str) -> float | None:
+    return row.values.get(metric, Value()).mean

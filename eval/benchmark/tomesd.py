@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -34,10 +35,12 @@ def tomesd_on(unet: nn.Module, ratio: float) -> Iterator[None]:
 
     try:
         tomesd.apply_patch(unet, ratio=ratio)
-        torch.manual_seed(0)  # its generator is forked from the global one at the first forward
         yield
     finally:
         tomesd.remove_patch(unet)
+        for module in unet.modules():
+            if hasattr(module, "_tome_info"):
+                del module._tome_info
 
 
 @dataclass(frozen=True)
@@ -62,89 +65,61 @@ class ToMeSD:
                 f"tomesd: expected a model with a unet, got {type(model.pipe).__name__};"
                 " choose another model"
             )
-        import tomesd
-
-        tomesd.apply_patch(unet, ratio=self.ratio)
-        return _InstalledToMeSD(unet)
+        return _InstalledToMeSD(unet, self.ratio)
 
 
-@dataclass
-class _Seen:
-    """Tokens of one transformer block: as they come in, and as its self-attention gets them, summed
-    over calls.
-    """
-
-    calls: int = 0
-    tokens_in: int = 0
-    kept: int = 0
-
-
-@dataclass
 class _InstalledToMeSD:
     """tomesd on a UNet.
 
     Its random numbers are drawn anew for each batch, so that resuming changes no pixel.
     """
 
-    unet: nn.Module
-    blocks: list[_Seen] = field(default_factory=list)
-    hooks: list[Any] = field(default_factory=list)
+    def __init__(self, unet: nn.Module, ratio: float) -> None:
+        self._unet, self._on = unet, ExitStack()
+        self._on.enter_context(tomesd_on(unet, ratio))
+        # of each block: tokens in each call, as they come in and as its self-attention gets them
+        self._seen: list[tuple[list[int], list[int]]] = [
+            (self._counted(module), self._counted(module.get_submodule("attn1")))
+            for module in unet.modules()
+            if type(module).__name__ == "ToMeBlock"
+        ]
 
-    def __post_init__(self) -> None:
-        for module in self.unet.modules():
-            if type(module).__name__ == "ToMeBlock":
-                self._watch(module)
+    def _counted(self, module: nn.Module) -> list[int]:
+        """A list that takes the number of tokens in each call of `module`."""
+        found: list[int] = []
 
-    def _watch(self, block: nn.Module) -> None:
-        seen = _Seen()
+        def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.append((args[0] if args else kwargs["hidden_states"]).shape[1])
 
-        def count_in(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.calls += 1
-            seen.tokens_in += (args[0] if args else kwargs["hidden_states"]).shape[1]
-
-        def count_kept(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen.kept += (args[0] if args else kwargs["hidden_states"]).shape[1]
-
-        self.blocks.append(seen)
-        self.hooks.append(block.register_forward_pre_hook(count_in, with_kwargs=True))
-        self.hooks.append(block.attn1.register_forward_pre_hook(count_kept, with_kwargs=True))  # type: ignore[union-attr]
+        self._on.callback(module.register_forward_pre_hook(count, with_kwargs=True).remove)
+        return found
 
     def begin(self, jobs: Sequence[Job]) -> None:
-        device = next(self.unet.parameters()).device
+        device = next(self._unet.parameters()).device
         seed = generator_of(jobs[0]).initial_seed()
-        info: Any = self.unet._tome_info
+        info: Any = self._unet._tome_info
         info["args"]["generator"] = torch.Generator(device).manual_seed(seed)
-        for seen in self.blocks:
-            seen.calls = seen.tokens_in = seen.kept = 0
+        for came, kept in self._seen:
+            came.clear()
+            kept.clear()
 
     def levels(self) -> list[dict[str, Any]]:
         """Raises NotApplicable when no block merged anything, which tomesd itself passes over in
         silence (SDXL).
         """
-        called = [seen for seen in self.blocks if seen.calls]
-        if called and all(seen.kept == seen.tokens_in for seen in called):
+        means = [(fmean(came), fmean(kept)) for came, kept in self._seen if came]
+        if means and all(came == kept for came, kept in means):
             raise NotApplicable(
                 "tomesd: expected at least one layer to merge, but it merges only at the"
                 " largest level, which has no self-attention in this model; choose another method"
             )
         found = []
-        for number, tokens in enumerate(
-            sorted({seen.tokens_in / seen.calls for seen in called}, reverse=True)
-        ):
-            group = [seen for seen in called if seen.tokens_in / seen.calls == tokens]
-            calls = sum(seen.calls for seen in group)
-            merged = sum(seen.kept < seen.tokens_in for seen in group)
-            kept = sum(seen.kept for seen in group) / calls
-            level = {"level": number, "tokens_in": tokens, "tokens_kept": kept}
+        for number, tokens in enumerate(sorted({came for came, _ in means}, reverse=True)):
+            group = [kept for came, kept in means if came == tokens]
+            level = {"level": number, "tokens_in": tokens, "tokens_kept": fmean(group)}
+            merged = sum(kept < tokens for kept in group)
             found.append({**level, "layers": len(group), "layers_merged": merged})
         return found
 
     def remove(self) -> None:
-        import tomesd
-
-        for hook in self.hooks:
-            hook.remove()
-        tomesd.remove_patch(self.unet)
-        for module in self.unet.modules():
-            if hasattr(module, "_tome_info"):
-                del module._tome_info
+        self._on.close()

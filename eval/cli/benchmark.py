@@ -14,6 +14,7 @@ from mame_sd.cli.console import note, progress
 from mame_sd.cli.groups import PromptOptions
 from mame_sd.embedded.model import embedded_models
 from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.devices import pick_device
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import load_model
 from mame_sd.runs.model_files import ModelChoice
@@ -59,7 +60,7 @@ def run_benchmark(
     settings = GenerateSettings(**suite.sampling(sampling))
     choice = _suite_model(suite, model)
     truth = TRUTHS.get(choice.embedded or "")
-    chosen, prompt_file = suite_prompts(suite, prompts.file, prompts.num, truth)
+    chosen, prompt_file = suite_prompts(suite, prompts, truth, options.held_out)
     known = (
         suite.glyphs
         and truth is not None
@@ -75,7 +76,6 @@ def run_benchmark(
             )
         against = open_reference(reference)
     process = this_process()
-    loaded = load_model(choice, process.local_rank)
     clip = options.clip
     if clip is None and choice.embedded and "clip" in embedded_models():
         clip = EMBEDDED_CLIP
@@ -83,9 +83,10 @@ def run_benchmark(
         weights_dir=None if options.weights_dir is None else Path(options.weights_dir),
         offline=model.offline,
         fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip else [])),
-        device=loaded.pipe.device,
+        device=pick_device(choice.device, process.local_rank),
         clip=clip or CLIPS[0],
     )
+    loaded = load_model(choice, process.local_rank)
     with joined(process):
         benchmark = Benchmark(
             suite=suite,
@@ -129,26 +130,30 @@ def check_gates(results: Results, out: Path) -> None:
 
 
 def suite_prompts(
-    suite: Suite, file: str | None, num: int | None, truth: Truth | None = None
-) -> tuple[list[Prompt], dict[str, Any] | None]:
-    """The prompts of a suite, or the first `num` of `file`, and what the manifest says of their
+    suite: Suite, prompts: PromptOptions, truth: Truth | None = None, held_out: bool = False
+) -> tuple[list[Prompt], dict[str, Any]]:
+    """The prompts of a suite, or of the file that is given, and what the manifest says of their
     file.
 
     Raises UserError when the suite has none of its own and none are given.
     """
-    count = suite.num if num is None else num
-    source = file or suite.prompts
+    count = suite.num if prompts.num is None else prompts.num
+    source = prompts.file or suite.prompts
     if source is None:
         raise UserError(
             f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv, .tsv and .jsonl"
             " files will do (the paper's are of GEMRec and ImageNet's class names)"
         )
-    if source == "drawn":
-        return (truth or TRUTHS["unet"]).draw(count, suite.seed), {
-            "name": f"drawn with seed {suite.seed}",
-            "sha256": None,
-        }
-    return load_prompts(source, count), prompt_file_identity(source)
+    if source != "drawn":
+        if held_out:
+            raise UserError(f"--held-out: expected prompts that are drawn, got {source}; drop one")
+        return load_prompts(source, count), prompt_file_identity(source)
+    truth, seed = truth or TRUTHS["unet"], suite.seed
+    drawn = truth.draw(count, seed)
+    if held_out:
+        seed += 1
+        drawn = truth.draw(count, seed, without={prompt.text for prompt in drawn})
+    return drawn, {"name": f"drawn with seed {seed}", "sha256": None}
 
 
 def suite_metrics(suite: Suite, known: bool) -> list[Metric]:

@@ -12,7 +12,7 @@ from mame_sd.runs.options import option
 
 from ..metric_list import FID_BACKENDS
 
-CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "trained", "video")  # of `perception.rows`
+CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "video")  # of `perception.rows`
 ROWS_HELP = "Rows to run beside the baseline, with commas between; an unknown one lists them."
 REFERENCE_HELP = "Images to measure quality against: a folder, or an .npz of statistics."
 WEIGHTS_HELP = "Folder with weights of metrics, looked into first."
@@ -23,7 +23,9 @@ ENCODER = FieldOptions(
     ModelChoice,
     "Model",
     without=("scheduler", "loras", "variant", "single_file_config"),
-    help={"model": "Folder or hub id of a vision transformer to load. Default: embedded-clip."},
+    help={
+        "model": "Folder, hub id or name of timm of a vision transformer. Default: embedded-clip."
+    },
 )
 SUITE_SAMPLING = GivenOptions(
     GenerateSettings,
@@ -42,6 +44,7 @@ class BenchmarkOptions:
     weights_dir: str | None = option(None, WEIGHTS_HELP, metavar="DIR")
     clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
     rounds: int | None = option(None, "Rounds of timing, instead of the suite's.")
+    held_out: bool = option(False, "Draw other prompts than those that defaults were chosen on.")
 
     def __post_init__(self) -> None:
         check_rounds(1 if self.rounds is None else self.rounds)
@@ -69,11 +72,6 @@ class ClassifyOptions:
     data: str | None = option(
         None,
         "Folder of class folders as torchvision reads them, or of images without labels.",
-        metavar="DIR",
-    )
-    trained: str | None = option(
-        None,
-        "Suite trained: folder of scripts/training/train_vit.py, with its models and pictures.",
         metavar="DIR",
     )
     num: int | None = option(None, "Take NUM images only, drawn once and for all.", metavar="NUM")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from mame_sd.diffusion.handle import MaMeHandle
@@ -25,29 +26,26 @@ class Rival:
     Attributes:
         name: what the run's settings call it.
         make: gives what makes the plans of a layer, from `settings`.
-        merge: "kv" or "qkv", as in `rival_on`.
-        min_tokens: layers with fewer are left alone.
+        merge, min_tokens, fit_queries: as in `rival_on`.
     """
 
     name: str
     make: Callable[..., MakePlan]
-    merge: str = "kv"
     settings: Mapping[str, Any] = field(default_factory=dict)
+    merge: str = "kv"
     min_tokens: int = 1024
+    fit_queries: int = 0
+
+    def on(self, target: Any, seed: int = 0) -> AbstractContextManager[MaMeHandle]:
+        """Merging by this rival for a `with` block; see `rival_on`."""
+        make = partial(self.make, **self.settings)
+        return rival_on(target, make, self.merge, self.min_tokens, self.fit_queries, seed)
 
     def describe(self) -> dict[str, Any]:
-        settings = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in self.settings.items()
-        }
-        return {
-            "rival": {
-                "name": self.name,
-                "merge": self.merge,
-                "min_tokens": self.min_tokens,
-                **settings,
-            }
-        }
+        about = {"name": self.name, "merge": self.merge, "min_tokens": self.min_tokens}
+        if self.fit_queries:
+            about["fit_queries"] = self.fit_queries
+        return {"rival": {**about, **self.settings}}
 
     def install(self, model: LoadedModel) -> InstalledMethod:
         """Raises NotApplicable for a model in which nothing can merge."""
@@ -65,19 +63,10 @@ class _Installed:
         self._handle = self._enter(0)
 
     def _enter(self, seed: int) -> MaMeHandle:
-        rival = self._rival
         try:
-            return self._on.enter_context(
-                rival_on(
-                    self._model.pipe,
-                    lambda: rival.make(**rival.settings),
-                    rival.merge,
-                    rival.min_tokens,
-                    seed=seed,
-                )
-            )
+            return self._on.enter_context(self._rival.on(self._model.pipe, seed))
         except (TypeError, ValueError) as error:
-            raise NotApplicable(f"{rival.name}: {error}") from error
+            raise NotApplicable(f"{self._rival.name}: {error}") from error
 
     def begin(self, jobs: Sequence[Job]) -> None:
         self._on.close()

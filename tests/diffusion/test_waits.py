@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_models import SHAPES, Case, _cut, unets
+from benchmarks.gpu_models import SHAPES, UNETS, Case, _cut
 from benchmarks.launches import META, on_card, pretended
 from mame_sd import mame
 from tests.builders.tiny import one_level_unet
@@ -27,7 +27,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_waits_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(unets.CONFIGS, "sd1.5", dict(one_level_unet().config))
+    monkeypatch.setitem(UNETS, "sd1.5", dict(one_level_unet().config))
     case = CASES[name]
     model = on_card(case.build(META))
     args, kwargs, known = case.inputs(model)

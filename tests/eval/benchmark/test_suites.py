@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mame_sd.cli.groups import PromptOptions
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.rows import chosen_rows, paper_rows
 from mame_sd.eval.benchmark.suites import SUITES, suite_named
@@ -41,8 +42,22 @@ def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
         "baseline",
         "default-0.5",
     ]
-    for name in ("default-x", "default-0", "default-2"):
+    numbered = chosen_rows("fewer-2,random-0.25,random-fitted-.25,unfitted-0.25")[1:]
+    assert [row.label for row in numbered] == [
+        "2 steps fewer",
+        "0.25 of the keys at random",
+        "0.25 of the keys at random, fitted",
+        "MaMe, keep 0.25 of the keys, not fitted",
+    ]
+    assert [numbered[0].sampling(GenerateSettings(steps=n)).steps for n in (10, 2)] == [8, 1]
+    assert numbered[0].config == {"fewer_steps": 2}
+    assert numbered[2].config["rival"]["fit_queries"] == 128
+    assert numbered[3].config["mame"]["fit_queries"] == 0
+    for name in ("default-x", "default-0", "default-2", "random-1", "random-fitted-no"):
         with pytest.raises(UserError, match=f"--rows {name}: expected a share"):
+            chosen_rows(name)
+    for name in ("fewer-0", "fewer-x", "fewer-"):
+        with pytest.raises(UserError, match=f"--rows {name}: expected how many steps fewer"):
             chosen_rows(name)
     with pytest.raises(UserError, match="--rows: expected names of baseline, tomesd-25"):
         chosen_rows("mame-default,tomesd-99")
@@ -67,17 +82,20 @@ def test_suites_hold_what_the_paper_and_the_issue_say() -> None:
 
 
 def test_suites_find_their_prompts(tmp_path: Path) -> None:
-    quick, file = suite_prompts(SUITES["quick"], None, None)
+    every = PromptOptions()
+    quick, file = suite_prompts(SUITES["quick"], every)
     assert len(quick) == 8
-    assert file is not None
     assert file["name"] == "drawn with seed 0"
-    drawn, _ = suite_prompts(SUITES["embedded"], None, None)
+    drawn, _ = suite_prompts(SUITES["embedded"], every)
     assert len(drawn) == 128
     assert all(prompt.text in subjects_by_caption() for prompt in [*quick, *drawn])
+    others, file = suite_prompts(SUITES["quick"], every, held_out=True)
+    assert not {prompt.text for prompt in others} & {prompt.text for prompt in quick}
+    assert file["name"] == "drawn with seed 1"
     (tmp_path / "own.txt").write_text("a\nb\nc\n")
-    assert [p.text for p in suite_prompts(SUITES["paper"], str(tmp_path / "own.txt"), 2)[0]] == [
-        "a",
-        "b",
-    ]
+    own = PromptOptions(file=str(tmp_path / "own.txt"), num=2)
+    assert [p.text for p in suite_prompts(SUITES["paper"], own)[0]] == ["a", "b"]
     with pytest.raises(UserError, match="--suite paper: expected --prompts FILE, got none"):
-        suite_prompts(SUITES["paper"], None, None)
+        suite_prompts(SUITES["paper"], every)
+    with pytest.raises(UserError, match="--held-out: expected prompts that are drawn"):
+        suite_prompts(SUITES["paper"], own, held_out=True)
