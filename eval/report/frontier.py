@@ -101,11 +101,10 @@ def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
     axes.plot(*map(list, band), color=COLORS["muted"], linewidth=7, alpha=0.2)
     for point in found:
         color = FAMILY_COLORS[point.row.family]
-        (x, y), line = point.at, {"color": color, "linewidth": 1.4, "alpha": 0.55}
-        if point.speed.interval is not None:
-            axes.plot(point.speed.interval, (y, y), solid_capstyle="butt", **line)
-        if point.near.interval is not None:
-            axes.plot((x, x), point.near.interval, solid_capstyle="butt", **line)
+        x, y = point.at
+        for across in ((point.speed.interval, (y, y)), ((x, x), point.near.interval)):
+            if None not in across:
+                axes.plot(*across, color=color, linewidth=1.4, alpha=0.55, solid_capstyle="butt")
         axes.plot(
             x,
             y,
