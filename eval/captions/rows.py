@@ -59,7 +59,7 @@ def _giving(model: Any, images: Callable[[Tensor], Image]) -> Iterator[Calls]:
     try:
         yield calls
     finally:
-        take(calls)
+        take(model, calls)
 
 
 def chosen(pick: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
