@@ -53,7 +53,7 @@ def _giving(model: Any, images: Callable[[Tensor], Image]) -> Iterator[Calls]:
     try:
         yield calls
     finally:
-        take(calls)
+        take(model, calls)
 
 
 def chosen(
