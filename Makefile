@@ -16,8 +16,8 @@ test: check  ## set up, lint, type-check and run every test
 test-training: $(READY)  ## train each embedded model in small; where scripts/training or the weights changed
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m training tests/embedded
 
-test-oldest: $(OLDEST)/.ready  ## the compatibility matrix with the oldest supported versions, in .venv-oldest
-	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -p no:cacheprovider -m "not training" tests/test_matrix.py tests/diffusion/test_families.py tests/diffusion/test_apply.py tests/diffusion/test_hooks*.py
+test-oldest: $(OLDEST)/.ready  ## the compatibility matrix, encoders, captioners and caches with the oldest supported versions, in .venv-oldest
+	HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -p no:cacheprovider -m "not training" tests/test_matrix.py tests/diffusion/test_families.py tests/diffusion/test_apply.py tests/diffusion/test_hooks*.py tests/perception tests/captions tests/caches
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -47,6 +47,7 @@ $(READY): pyproject.toml constraints.txt mame_sd/embedded/pyproject.toml
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
 	$(OLDEST)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable mame_sd/embedded --editable ".[matrix,lora]" hypothesis pytest
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps timm
 	touch $(OLDEST)/.ready
 
 clean:

@@ -70,7 +70,7 @@ def marked(row: Any, alone: bool, since: str) -> Any:
 
 def of_pair(pair: Any) -> Any:
     """A pair of a cache and a model, of which `make test` tries each cache once."""
-    new = pair.model in caches.NEWEST or pair.name.endswith(("SeaCache", "TextKVCache"))
+    new = pair.model.name in caches.NEWEST or pair.name.endswith(("SeaCache", "TextKVCache"))
     since = transformers.NEWEST if new else "0"
     return marked(pair, pair.name not in CACHED, since)
 
@@ -96,7 +96,7 @@ def test_cache(pair: caches.Pair) -> None:
 
 
 @pytest.mark.parametrize("pair", map(of_pair, caches.ALONE))
-def test_cache_that_does_not_work_alone(pair: caches.Alone) -> None:
+def test_cache_that_does_not_work_alone(pair: caches.Pair) -> None:
     caches.check_alone(pair)
 
 

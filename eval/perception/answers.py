@@ -1,15 +1,16 @@
-"""Answers of one row: the class of every image, and tokens and FLOPs of every batch, kept as they
-are made.
+"""What is measured of one row: its answers to every image, with tokens and FLOPs of every batch,
+and its speed.
 
     OUT/answers/<row>.<rank>.jsonl     a head that says what they are of, then a line for each batch
+    OUT/bench.jsonl                    every timing
 
-A stopped run continues after the last batch that was written; batches are shared among processes.
+Both are kept as they are made, so that a stopped run continues. Batches are shared among processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ from torch import Tensor
 
 from mame_sd.runs.processes import Process
 
+from ..benchmark.timings import Timing, timed_rounds
+from ..memory import allocations, most, weight_bytes
 from ..store import Store, another_file, read_store
+from ..timing import timed
 from .data import ImageSet
-from .encoders import check_size
-from .heads import Head
+from .heads import Head, inputs_of
 from .methods import Method
 
 FORMAT = "mame-sd answers 3"
+Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ def answers_of(
     file: Path,
     about: Mapping[str, Any],
     process: Process,
-    on_progress: Callable[[int, int], object] = lambda done, total: None,
+    on_progress: Progress,
 ) -> Batches:
     """Every batch of `images` under `method`, by number, on every process; what `file` holds of
     just `about` is not made again.
@@ -76,12 +80,13 @@ def answers_of(
     done = read_batches(file, about, files)
     process.wait()  # everyone has read before anyone writes
     mine = [number for number in range(len(batches)) if number not in done]
-    store = Store(ranked(file, process.rank), FORMAT, "answers", about, ("batch",), fresh=True)
+    path = file.with_name(f"{file.stem}.{process.rank}{file.suffix}")
+    store = Store(path, FORMAT, "answers", about, ("batch",), fresh=True)
     own: Batches = {}
     count, total = sum(len(batches[number]) for number in done), len(images.files)
     on_progress(count, total)
     for number in mine[process.rank :: process.count]:
-        inputs = inputs_of(head, images, batches[number])
+        inputs = inputs_of(head.encoder, images, batches[number])
         with method.counted(head.encoder.model) as handle:
             answers = head.logits(inputs).argmax(-1).tolist()
             report = handle.report()
@@ -96,31 +101,16 @@ def answers_of(
     return dict(sorted(done.items()))
 
 
-def inputs_of(head: Head, images: ImageSet, places: Sequence[int]) -> dict[str, Tensor]:
-    """What the model is called with for the images or clips at these places.
-
-    Raises UserError, naming it, for one that can't be read or is too small.
-    """
-    loaded = [images.load(place) for place in places]
-    for place, one in zip(places, loaded, strict=True):
-        check_size(one, str(images.folder / images.files[place]))
-    return head.encoder.inputs(loaded)
-
-
 def read_batches(file: Path, about: Mapping[str, Any], files: Sequence[str]) -> Batches:
     """The batches that the files of all processes hold of just `about`, and of images as they are
-    now.
-
-    Args:
-        file: without the rank.
-        about: as `answers_of` takes it.
-        files: the digest of each batch's files.
+    now, whose digests `files` has by batch.
 
     Raises UserError for a file that is none of this version.
     """
     found: Batches = {}
-    ranks = file.parent.glob(f"{file.stem}.*{file.suffix}") if file.parent.is_dir() else []
-    for path in sorted(path for path in ranks if path.suffixes[-2][1:].isdigit()):
+    for path in sorted(file.parent.glob(f"{file.stem}.*{file.suffix}")):
+        if not path.suffixes[-2][1:].isdigit():
+            continue
         lines = read_store(path, FORMAT, "answers", about, ("batch",), fresh=True)
         try:
             for (number,), line in lines.items():
@@ -131,14 +121,57 @@ def read_batches(file: Path, about: Mapping[str, Any], files: Sequence[str]) -> 
     return found
 
 
-def ranked(file: Path, rank: int) -> Path:
-    """The file of one process."""
-    return file.with_name(f"{file.stem}.{rank}{file.suffix}")
+@torch.no_grad()
+def speed_of(
+    head: Head,
+    methods: Mapping[str, Method],
+    images: ImageSet,
+    size: int,
+    rounds: int,
+    record: Path,
+    about: Mapping[str, Any],
+    on_progress: Progress,
+) -> dict[str, list[Timing]]:
+    """Time one batch with every method, `rounds` times over, each round on the next batch of this
+    size; by name, in order of rounds.
 
+    What is timed is the model from prepared images to logits.
 
-def weighted(batches: Batches, value: Callable[[Batch], float]) -> float:
-    """The mean over images of what is known of batches."""
-    counts = [len(batch.answers) for batch in batches.values()]
-    return sum(value(batch) * n for batch, n in zip(batches.values(), counts, strict=True)) / sum(
-        counts
+    Args:
+        record: see `timed_rounds`.
+        about: all that timings depend on, as JSON values; "methods" by name.
+    """
+    alike = [batch for batch in images.batches(size) if len(batch) == min(size, len(images.files))]
+    ready: dict[int, Mapping[str, Tensor]] = {}
+    device, model = head.encoder.device, head.encoder.model
+    peaks: dict[str, int] = {}
+
+    def inputs(number: int) -> Mapping[str, Tensor]:
+        place = number % len(alike)
+        if place not in ready:
+            ready.clear()
+            ready[place] = inputs_of(head.encoder, images, alike[place])
+        return ready[place]
+
+    def warm_up(name: str) -> None:
+        given = inputs(0)
+        with methods[name].on(model):
+            head.logits(given)
+            if device.type == "cpu":  # CUDA counts while it is timed, the CPU in a call of its own
+                peaks[name] = weight_bytes([model]) + most(allocations(lambda: head.logits(given)))
+
+    def call(name: str, number: int) -> Timing:
+        given = inputs(number)
+        with methods[name].on(model):
+            if device.type == "cuda":
+                head.logits(given)  # the first after a change of rows fills caches
+                torch.cuda.reset_peak_memory_stats(device)
+            logits, seconds = timed(lambda: head.logits(given), device)
+            timing = Timing(seconds / len(logits))
+            if device.type == "cuda":
+                return replace(timing, allocated=torch.cuda.max_memory_allocated(device))
+            return replace(timing, allocated=peaks.get(name))
+
+    return timed_rounds(
+        list(methods), rounds, call, record, about, warm_up=warm_up, on_progress=on_progress
     )

@@ -1,58 +1,82 @@
-"""Images to classify: a folder of class folders, as torchvision and timm read them, or a folder of
-images without labels.
+"""Images or clips to classify: a folder of class folders, as torchvision and timm read them, or a
+folder of images without labels.
+
+A clip is a folder of frames, or a video file that PyAV reads (`pip install mame-sd[video]`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mame_sd.errors import UserError
+from mame_sd.errors import UserError, first_line
 from mame_sd.runs.files import shown
 
-from ..frames import SUFFIXES
+from ..frames import SUFFIXES, evenly, frames_in
 from ..images import image_files, load_image
+
+VIDEOS = (".mp4", ".webm", ".mkv", ".avi", ".mov", ".mpg", ".mpeg", ".m4v")
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images in the order in which batches take them: shuffled once and for all, so that classes
-    mix.
+    """Images, or clips, in the order in which batches take them: shuffled once and for all, so that
+    classes mix.
 
     Attributes:
         folder: where they lie.
         files: relative to `folder`.
         labels: number of the class folder of each; None: no labels.
         classes: names of the class folders, sorted.
+        frames: how many of each clip the model sees, evenly spaced; None: they are images.
     """
 
     folder: Path
     files: tuple[str, ...]
     labels: tuple[int, ...] | None
     classes: tuple[str, ...]
+    frames: int | None = None
 
     def load(self, place: int) -> np.ndarray:
-        """The pixels of one image, uint8 [H, W, 3].
+        """The pixels of one image, uint8 [H, W, 3], or of one clip [frames, H, W, 3].
 
-        Raises UserError, naming it, for one that can't be read.
+        Raises UserError, naming it, for one that can't be read, or a clip whose frames differ in
+        size.
         """
-        return load_image(self.folder / self.files[place], convert=True)
+        path = self.folder / self.files[place]
+        if self.frames is None:
+            return load_image(path, convert=True)
+        if path.is_dir():
+            files = _frames_of(path)
+            chosen = [files[number] for number in evenly(len(files), self.frames)]
+            made = [load_image(file, convert=True) for file in chosen]
+        else:
+            made = _decoded(path)
+            made = [made[number] for number in evenly(len(made), self.frames)]
+        sizes = sorted({frame.shape[1::-1] for frame in made})
+        if len(sizes) > 1:
+            names = " and ".join(f"{width} x {height}" for width, height in sizes[:2])
+            raise UserError(
+                f"expected frames of one size in {path}, got {names}; make the clip again or take"
+                " it out"
+            )
+        return np.stack(made)
 
     def bytes_of(self, name: str) -> int:
-        """Size of a file."""
-        return (self.folder / name).stat().st_size
+        """Size of an image's file, or of a clip's files."""
+        path = self.folder / name
+        files = _frames_of(path) if path.is_dir() else [path]
+        return sum(file.stat().st_size for file in files)
 
     def batches(self, size: int) -> list[range]:
         """Places in `files` of the images of each batch."""
-        return [
-            range(start, min(start + size, len(self.files)))
-            for start in range(0, len(self.files), size)
-        ]
+        count = len(self.files)
+        return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def digest(self, files: Iterable[str] | None = None) -> str:
         """The sha256 of names and sizes of some of its files, or of all."""
@@ -74,48 +98,49 @@ class ImageSet:
         }
 
 
-def open_images(folder: Path, num: int | None = None) -> ImageSet:
-    """The images of `folder`, or `num` of them.
+def open_images(folder: Path, num: int | None = None, frames: int | None = None) -> ImageSet:
+    """The images of `folder`, or `num` of them; with `frames`, its clips.
 
     Raises:
-        UserError: no folder, no images, a class folder without images, or images beside class
-            folders.
+        UserError: no folder, no images, a class folder without images, images beside class folders,
+            or clips without class folders.
     """
+    wanted = "class folders or of images" if frames is None else "class folders of clips"
     if not folder.is_dir():
         raise UserError(
-            f"--data {folder}: expected a folder of class folders or of images, found none; check"
-            " the path"
+            f"--data {folder}: expected a folder of {wanted}, found none; check the path"
         )
-    entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    entries = _entries(folder)
     classes = tuple(entry.name for entry in entries if entry.is_dir())
-    loose = [
-        entry.name for entry in entries if entry.suffix.lower() in SUFFIXES and entry.is_file()
-    ]
-    if classes and loose:
+    loose = [one.name for one in entries if one.suffix.lower() in SUFFIXES and one.is_file()]
+    if frames is None and classes and loose:
         raise UserError(
             f"--data {folder}: expected class folders or images, got both ({classes[0]!r} beside"
             f" {loose[0]!r}); take one away"
         )
-    if classes:
-        found = [
-            (f"{name}/{path.name}", n)
-            for n, name in enumerate(classes)
-            for path in _class_files(folder / name)
-        ]
-    else:
+    if frames is not None and not classes:
+        raise UserError(
+            f"--data {folder}: expected {wanted}, found no folder in it; give the folder above"
+        )
+    files_of = _images_in if frames is None else _clips_in
+    found = [
+        (f"{name}/{path.name}", number)
+        for number, name in enumerate(classes)
+        for path in files_of(folder / name)
+    ]
+    if not classes:
         found = [(path.name, -1) for path in image_files(folder)]
-    chosen = shuffled(found)[:num]
-    labels = tuple(label for _, label in chosen) if classes else None
-    return ImageSet(folder, tuple(name for name, _ in chosen), labels, classes)
+    order = np.random.default_rng(0).permutation(len(found)).tolist()[:num]
+    names = tuple(found[place][0] for place in order)
+    labels = tuple(found[place][1] for place in order) if classes else None
+    return ImageSet(folder, names, labels, classes, frames)
 
 
-def shuffled(found: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Files and their labels in the order in which batches take them."""
-    order: Sequence[int] = np.random.default_rng(0).permutation(len(found)).tolist()
-    return [found[place] for place in order]
+def _entries(folder: Path) -> list[Path]:
+    return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
-def _class_files(folder: Path) -> list[Path]:
+def _images_in(folder: Path) -> list[Path]:
     try:
         return image_files(folder)
     except UserError:
@@ -123,6 +148,50 @@ def _class_files(folder: Path) -> list[Path]:
             f"--data: expected images ({', '.join(SUFFIXES)}) in each class folder, found none in"
             f" {folder}; take the folder out or put its images in"
         ) from None
+
+
+def _clips_in(folder: Path) -> list[Path]:
+    entries = _entries(folder)
+    clips = [one for one in entries if one.is_dir() or one.suffix.lower() in VIDEOS]
+    if not clips:
+        got = f", got {entries[0].name!r}" if entries else ", found none"
+        raise UserError(
+            f"--data: expected folders of frames or video files ({', '.join(VIDEOS)}) in"
+            f" {folder}{got}; put each clip's frames into a folder of its own"
+        )
+    return clips
+
+
+def _frames_of(folder: Path) -> list[Path]:
+    """The frames of a clip in the order of the numbers in their names."""
+    files = frames_in(folder)
+    if not files:
+        raise UserError(
+            f"expected frames ({', '.join(SUFFIXES)}) in {folder}, found none; take the folder out"
+        )
+    return files
+
+
+def _decoded(path: Path) -> list[np.ndarray]:
+    """Every frame of a video file."""
+    try:
+        import av
+    except ImportError:
+        raise UserError(
+            f"expected the package av to read {path}; pip install mame-sd[video], or give folders"
+            " of frames"
+        ) from None
+    try:
+        with av.open(str(path)) as container:
+            frames = [one.to_ndarray(format="rgb24") for one in container.decode(video=0)]
+    except (OSError, ValueError, IndexError) as error:  # what PyAV raises is among these
+        raise UserError(
+            f"expected a video in {path}, but it can't be read ({first_line(error)}); make it"
+            " again or take it out"
+        ) from error
+    if not frames:
+        raise UserError(f"expected a video in {path}, found no frame; take it out")
+    return frames
 
 
 def class_numbers(images: ImageSet, labels: dict[str, int]) -> tuple[tuple[int, ...], str]:

@@ -1,5 +1,5 @@
-"""Load a vision transformer in transformers' format, ready to see images: a folder, a hub id, or
-the embedded CLIP.
+"""Load a vision transformer, ready to see images: a folder or hub id in transformers' or timm's
+format, the embedded CLIP, or a DINOv2-S of a package registry.
 
 Whatever goes wrong becomes a UserError that says what was expected, what came and what to do.
 """
@@ -7,9 +7,12 @@ Whatever goes wrong becomes a UserError that says what was expected, what came a
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +24,13 @@ from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of, find_folder
 
-EMBEDDED_ENCODER = "clip"
+from ..networks.pretrained import DEVIATION, MEAN, SALIENCY, load_dinov2
+from ..weights.registry import REGISTRY
+
+EMBEDDED_ENCODER = EMBEDDED + "clip"
 SMALLEST = 2  # pixels; of one nothing can be told
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
+_TIMM_NAME = re.compile(r"\w+\.\w+")  # such as deit_small_patch16_224.fb_in1k
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +38,23 @@ class LoadedEncoder:
     """A model with a vision transformer, in eval mode on its device, and what makes its inputs.
 
     Attributes:
-        model: of transformers: with a classifier, with a text half (CLIP, SigLIP), or the vision
-            transformer alone.
+        model: called as those of transformers: with a classifier, with a text half (CLIP, SigLIP),
+            or the vision transformer alone.
         processor: its image processor.
         tokenizer: of its text half; None where there is none.
         identity: JSON values that tell this model from others: name, class, a digest of its files,
             dtype, device type.
-        embedded: whether it is the embedded one.
     """
 
     model: Any
     processor: Any
     tokenizer: Any
     identity: dict[str, Any]
-    embedded: bool = False
+
+    @property
+    def embedded(self) -> bool:
+        """Whether it is the embedded one."""
+        return bool(self.identity["name"] == EMBEDDED_ENCODER)
 
     @property
     def device(self) -> torch.device:
@@ -72,9 +82,8 @@ class LoadedEncoder:
     @property
     def compares_text(self) -> bool:
         """Whether it has a text half to compare images with."""
-        return hasattr(self.model, "get_text_features") and hasattr(
-            self.model, "get_image_features"
-        )
+        halves = ("get_text_features", "get_image_features")
+        return all(hasattr(self.model, half) for half in halves)
 
     def inputs(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
         """What the model is called with, on its device, as its own processor makes it.
@@ -95,15 +104,11 @@ class LoadedEncoder:
                 f"expected images that the model's processor makes one size of, got {names}"
                 f" ({first_line(error)}); give images of one size, or --batch-size 1"
             ) from error
-        found = {
-            name: value.to(self.device)
-            for name, value in made.items()
-            if name != "pixel_attention_mask"
-        }
         dtype = next(iter(self.model.parameters())).dtype
         return {
-            name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in found.items()
+            name: value.to(self.device, dtype if value.is_floating_point() else None)
+            for name, value in made.items()
+            if name != "pixel_attention_mask"
         }
 
 
@@ -128,57 +133,50 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     Raises:
         UserError: no such model or device, files that can't be read, or no vision transformer that
             can merge.
+        MachineError: weights that could not be fetched.
     """
-    import transformers
-
-    folder, name = find_encoder_folder(choice)
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
-    kind = _class_named(folder, transformers)
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        model: nn.Module = (
-            kind.from_pretrained(folder, local_files_only=True, dtype=dtype)
-            .eval()
-            .requires_grad_(False)
-        )
-        processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-        text = hasattr(model, "get_text_features")
-        tokenizer = (
-            transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            if text
-            else None
-        )
-    except Exception as error:  # a missing file raises OSError, a broken one nearly anything
-        raise UserError(
-            f"--model {name}: expected a model of transformers with preprocessor_config.json (and a"
-            f" tokenizer where it has a text half), but {first_line(error)}; copy the whole folder"
-            " from the hub"
-        ) from error
+    tokenizer = None
+    if choice.model == SALIENCY:
+        name, digest = SALIENCY, REGISTRY[SALIENCY].sources[0].sha256
+        model: Any = load_dinov2(offline=choice.offline)
+        processor: Any = _processor(224, 224, MEAN, DEVIATION)
+    else:
+        folder, name = find_encoder_folder(choice)
+        digest = digest_of(folder)
+        config = _config_in(folder)
+        try:
+            if "architecture" in config:
+                model, processor = _of_timm(folder)
+            else:
+                model, processor, tokenizer = _of_transformers(folder, config, dtype)
+        except UserError:
+            raise
+        except Exception as error:  # a missing file raises OSError, a broken one nearly anything
+            raise UserError(
+                f"--model {name}: expected a model of transformers with preprocessor_config.json"
+                " (and a tokenizer where it has a text half), or one of timm, but"
+                f" {first_line(error)}; copy the whole folder from the hub"
+            ) from error
     try:
         find_encoder(model)
     except ValueError as error:
         raise UserError(f"--model {name}: {error}") from None
     identity = {
         "name": name,
-        "class": kind.__name__,
-        "sha256": digest_of(folder),
+        "class": type(getattr(model, "timm", model)).__name__,
+        "sha256": digest,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
     }
-    embedded = name == EMBEDDED + EMBEDDED_ENCODER
-    return LoadedEncoder(
-        model=model.to(device),
-        processor=processor,
-        tokenizer=tokenizer,
-        identity=identity,
-        embedded=embedded,
-    )
+    model = model.eval().requires_grad_(False).to(device, dtype)
+    return LoadedEncoder(model=model, processor=processor, tokenizer=tokenizer, identity=identity)
 
 
 def find_encoder_folder(choice: ModelChoice) -> tuple[Path, str]:
     """The folder that `choice.model` means, downloaded if need be, and a name for it without its
-    place.
+    place. A name of timm, with its tag, means the hub's model of that name.
 
     Raises UserError when there is none.
     """
@@ -193,17 +191,110 @@ def find_encoder_folder(choice: ModelChoice) -> tuple[Path, str]:
             allow_patterns=list(_FILES),
         )
 
-    return find_folder(choice.model or EMBEDDED + EMBEDDED_ENCODER, download)
+    name = choice.model or EMBEDDED_ENCODER
+    if _TIMM_NAME.fullmatch(name) and not Path(name).exists():
+        name = f"timm/{name}"
+    return find_folder(name, download)
 
 
-def _class_named(folder: Path, transformers: Any) -> Any:
-    """The class that config.json in `folder` names."""
+def _config_in(folder: Path) -> dict[str, Any]:
+    """config.json of a model, which names its class for transformers or its architecture for
+    timm.
+    """
     try:
-        name = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-        return getattr(transformers, name)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if "architecture" not in config:
+            config["architectures"][0]
+        return dict(config)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(
             f"--model {folder}: expected config.json of a model of transformers that names its"
-            f" class in architectures, got {type(error).__name__}: {first_line(error)}; give the"
-            " folder of a vision transformer, CLIP or SigLIP"
+            f" class in architectures, or of timm, got {type(error).__name__}: {first_line(error)};"
+            " give the folder of a vision transformer, CLIP or SigLIP"
         ) from None
+
+
+def _of_transformers(
+    folder: Path, config: dict[str, Any], dtype: torch.dtype
+) -> tuple[Any, Any, Any]:
+    """Model, image processor and tokenizer (None without a text half) of transformers."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    kind = getattr(transformers, config["architectures"][0])
+    model = kind.from_pretrained(folder, local_files_only=True, dtype=dtype)
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    if not hasattr(model, "get_text_features"):
+        return model, processor, None
+    return (
+        model,
+        processor,
+        transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True),
+    )
+
+
+class TimmForImageClassification(nn.Module):
+    """A classifier of timm, called as those of transformers are.
+
+    Attributes:
+        timm: the model.
+    """
+
+    def __init__(self, model: Any, labels: Sequence[str]) -> None:
+        super().__init__()
+        self.timm = model
+        self.config = SimpleNamespace(label2id={name: n for n, name in enumerate(labels)})
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        """Logits [B, classes] of pixels [B, 3, H, W], as an attribute."""
+        return SimpleNamespace(logits=self.timm(pixel_values))
+
+
+def _of_timm(folder: Path) -> tuple[Any, Any]:
+    """Model and image processor of timm. Classes without names are called by their numbers."""
+    try:
+        import timm
+    except ImportError as error:
+        raise UserError(
+            f"--model {folder}: expected the packages timm and torchvision to load a model of timm,"
+            f" but {first_line(error)}; pip install timm"
+        ) from error
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    if not model.num_classes:
+        raise UserError(
+            f"--model {folder}: expected a classifier of timm, got one without classes; give the"
+            " same weights in transformers' format"
+        )
+    given = model.pretrained_cfg
+    labels = given.get("label_names") or range(model.num_classes)
+    side = given["input_size"][-1]
+    processor = _processor(
+        math.floor(side / given.get("crop_pct", 0.875)),
+        side,
+        given["mean"],
+        given["std"],
+        given.get("interpolation", "bicubic"),
+    )
+    return TimmForImageClassification(model, [str(one) for one in labels]), processor
+
+
+def _processor(
+    edge: int,
+    side: int,
+    mean: Sequence[float],
+    deviation: Sequence[float],
+    interpolation: str = "bicubic",
+) -> Any:
+    """An image processor: the shorter edge is resized to `edge` pixels, the middle is cropped to
+    `side` x `side`, pixels are normalised.
+    """
+    from PIL import Image
+    from transformers import BitImageProcessor
+
+    return BitImageProcessor(
+        size={"shortest_edge": edge},
+        crop_size={"height": side, "width": side},
+        resample=Image.Resampling[interpolation.upper()],
+        image_mean=list(mean),
+        image_std=list(deviation),
+    )

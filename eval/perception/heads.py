@@ -1,11 +1,15 @@
-"""From a model's output to answers: its classifier's, or the class whose prompts are nearest
-(zero-shot).
+"""From a model's output to answers: its classifier's, the class whose prompts are nearest
+(zero-shot), or the nearest image of a gallery.
+
+A model that gives features alone answers by a gallery: half of the images, with the unmerged
+model's features, for merging is to find what is stored. The other half is asked. It is the
+nearest-neighbour classification by which papers compare features without a classifier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,10 @@ from torch.nn import functional as F
 
 from mame_sd.embedded.model import BACKGROUNDS, caption
 from mame_sd.errors import UserError
+from mame_sd.perception.known_encoders import find_encoder
 
-from .encoders import LoadedEncoder
+from .data import ImageSet
+from .encoders import LoadedEncoder, check_size
 from .methods import Method
 
 TEMPLATES = ("a photo of a {}.",)
@@ -49,12 +55,124 @@ class Head:
         return {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class NearestHead(Head):
+    """Logits are cosines to the nearest image of the gallery of each answer.
+
+    Attributes:
+        gallery: unit vectors [N, d].
+        answers: the answer that each of them stands for [N].
+    """
+
+    gallery: Tensor
+    answers: Tensor
+
+    def logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """See `Head`; an answer without an image in the gallery is never given."""
+        cosines = summary(self.encoder.model, inputs) @ self.gallery.T
+        found = cosines.new_full((len(cosines), int(self.answers.max()) + 1), -2.0)
+        return found.scatter_reduce(1, self.answers.expand_as(cosines), cosines, "amax")
+
+    @torch.no_grad()
+    def nearness(self, method: Method, inputs: Mapping[str, Tensor]) -> dict[str, list[float]]:
+        """Cosines to the unmerged model's class token (or mean); where tokens can be restored to
+        their places, the mean of those to its patches too.
+        """
+        model = self.encoder.model
+        encoder, _, known = find_encoder(model)
+        prefix = known.prefix_tokens_of(encoder)
+        whole = model(**inputs).last_hidden_state.float()
+        with method.counted(model) as handle:
+            handle.capture()
+            own = model(**inputs).last_hidden_state
+            own = (handle.restore(own) if handle.plans() else own).float()
+        first = [one[:, 0] if prefix else one.mean(1) for one in (own, whole)]
+        found = {"class_token": F.cosine_similarity(first[0], first[1]).tolist()}
+        if own.shape == whole.shape:
+            cosines = F.cosine_similarity(own, whole, dim=-1)[:, prefix:]  # [B, patches]
+            found["patches"] = cosines.mean(1).tolist()
+        return found
+
+
+def summary(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Unit vectors [B, d] that stand for whole images: the class token, else what the model pools,
+    else the mean over tokens.
+
+    Raises UserError for a model that gives no tokens.
+    """
+    output = model(**inputs)
+    tokens = getattr(output, "last_hidden_state", None)
+    if tokens is None:
+        raise UserError(
+            "--model: expected a model with a classifier, a text half or tokens, got"
+            f" {type(model).__name__}; give one of these"
+        )
+    encoder, _, known = find_encoder(model)
+    pooled = getattr(output, "pooler_output", None)
+    if known.prefix_tokens_of(encoder):
+        pooled = tokens[:, 0]
+    return F.normalize((tokens.mean(1) if pooled is None else pooled).float(), dim=-1)
+
+
 def unit(features: Any) -> Tensor:
     """Rows of length 1 of what `get_*_features` gave: a tensor or, from transformers 5 on, an
     output with one inside.
     """
     rows = features if isinstance(features, Tensor) else features.pooler_output
     return F.normalize(rows.float(), dim=-1)
+
+
+def inputs_of(encoder: LoadedEncoder, images: ImageSet, places: Sequence[int]) -> dict[str, Tensor]:
+    """What the model is called with for the images or clips at these places.
+
+    Raises UserError, naming it, for one that can't be read or is too small.
+    """
+    loaded = [images.load(place) for place in places]
+    for place, one in zip(places, loaded, strict=True):
+        check_size(one, str(images.folder / images.files[place]))
+    return encoder.inputs(loaded)
+
+
+@torch.no_grad()
+def nearest_head(
+    encoder: LoadedEncoder,
+    images: ImageSet,
+    size: int,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
+) -> tuple[Head, ImageSet, dict[str, Any]]:
+    """The head, the half of the images that it is asked, and JSON values that say how it answers.
+
+    Args:
+        encoder: the model.
+        images: in the order in which batches take them; the first half is the gallery.
+        size: of a batch.
+        on_progress: called with how many images of the gallery are done, and with their number.
+
+    Raises:
+        UserError: fewer than two images, or one that can't be read.
+    """
+    middle = len(images.files) // 2
+    if not middle:
+        raise UserError(
+            f"--data {images.folder}: expected 2 images or more for a model that gives features"
+            f" alone, got {len(images.files)}; add some"
+        )
+    first, second = (
+        replace(
+            images,
+            files=images.files[part],
+            labels=None if images.labels is None else images.labels[part],
+        )
+        for part in (slice(middle), slice(middle, None))
+    )
+    rows = []
+    for places in first.batches(size):
+        rows.append(summary(encoder.model, inputs_of(encoder, first, places)))
+        on_progress(places.stop, middle)
+    answers = range(middle) if first.labels is None else first.labels
+    numbers = torch.tensor([*answers], device=encoder.device)
+    about = {"head": "the nearest image of a gallery", "gallery": first.about()}
+    return NearestHead(encoder, gallery=torch.cat(rows), answers=numbers), second, about
 
 
 @torch.no_grad()
@@ -80,13 +198,8 @@ def text_head(encoder: LoadedEncoder, names: Sequence[str], templates: Sequence[
             max_length=config.max_position_embeddings,
             return_tensors="pt",
         )
-        given = {
-            name: value.to(encoder.device)
-            for name, value in chunk.items()
-            if name in ("input_ids", "attention_mask")
-        }
-        if padding == "max_length":
-            given.pop("attention_mask", None)
+        read = ["input_ids", *(["attention_mask"] if padding is True else [])]
+        given = {name: ids.to(encoder.device) for name, ids in chunk.items() if name in read}
         rows.append(unit(encoder.model.get_text_features(**given)))
     mean = torch.cat(rows).unflatten(0, (len(names), len(templates))).mean(1)
     return Head(encoder, F.normalize(mean, dim=-1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,12 @@ from mame_sd.perception.settings import EVERY, LEFT
 from mame_sd.runs.methods import NotApplicable
 
 from ..results.schema import Family
-from .rivals import counted, embedding_of, on_fewer_frames, on_smaller_images, rival_on
-from .rules import DecreasingToMe, EViT, RandomDrop, Rule, ToMe, quarters
+from .rivals import counted, embedding_of, on_smaller_images, rival_on
+from .rules import EViT, RandomDrop, Rule, ToMe, quarters
 
 HALVINGS = 16  # of the knob's range
-BLOCKS: dict[
-    str, Callable[[int], tuple[int, ...]]
-] = {  # names of sets of blocks: which they are, of so many
+# names of sets of blocks: which they are, of so many
+BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {
     "third": lambda depth: tuple(range(max(1, round(depth / 3)))),
     "first": lambda depth: tuple(range(max(1, round(depth * 2 / 3)))),  # the paper's first 8 of 12
     "all": lambda depth: tuple(range(depth)),
@@ -36,42 +35,26 @@ BLOCKS: dict[
 }
 
 
-def _listed(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """With lists instead of tuples, as JSON gives them back."""
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
-    }
-
-
-class Method(Protocol):
-    """What a row does to a model."""
+class Method:
+    """What a row does to a model; this one leaves it as it is."""
 
     def describe(self) -> dict[str, Any]:
         """All that decides its answers, as JSON values."""
-
-    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """The method on `model` for a block, as it is timed."""
-
-    def counted(self, model: nn.Module) -> AbstractContextManager[EncoderHandle]:
-        """The same, counting tokens and FLOPs."""
-
-
-@dataclass(frozen=True)
-class Unmerged:
-    """The model as it is."""
-
-    def describe(self) -> dict[str, Any]:
         return {}
 
     def on(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """The method on `model` for a block, as it is timed."""
         return nullcontext()
 
-    def counted(self, model: nn.Module) -> AbstractContextManager[EncoderHandle]:
-        return counted(model)
+    @contextmanager
+    def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
+        """The same, counting tokens and FLOPs."""
+        with self.on(model), counted(model) as handle:
+            yield handle
 
 
 @dataclass(frozen=True)
-class Merged:
+class Merged(Method):
     """Merging.
 
     `blocks`: as `apply_encoder` takes them, or a name of `BLOCKS`; `fields`: its other arguments.
@@ -85,7 +68,7 @@ class Merged:
         if "tau" not in given:
             every = {"every": EVERY} if self.blocks is None else {}
             given["defaults"] = {"left": LEFT, "schedule": "decreasing", **every}
-        return {"mame": _listed(given)}
+        return {"mame": given}
 
     @contextmanager
     def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
@@ -102,24 +85,24 @@ class Merged:
 
 
 @dataclass(frozen=True)
-class Rival:
-    """A rival's rule, in its own blocks or those of a name of `BLOCKS`."""
+class Rival(Method):
+    """A rival's rule."""
 
     rule: Rule
-    blocks: str | None = None
 
     def describe(self) -> dict[str, Any]:
-        said = {"name": type(self.rule).__name__, **asdict(self.rule)}  # type: ignore[call-overload]
-        return {"rival": said if self.blocks is None else {**said, "blocks": self.blocks}}
+        return {"rival": {"name": type(self.rule).__name__, **asdict(self.rule)}}  # type: ignore[call-overload]
 
-    def counted(self, model: nn.Module) -> AbstractContextManager[EncoderHandle]:
-        return rival_on(model, self.rule, None if self.blocks is None else BLOCKS[self.blocks])
+    @contextmanager
+    def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
+        with rival_on(model, self.rule) as handle:
+            yield handle
 
     on = counted
 
 
 @dataclass(frozen=True)
-class Smaller:
+class Smaller(Method):
     """The unmerged model on images of `side` x `side` pixels."""
 
     side: int
@@ -129,25 +112,6 @@ class Smaller:
 
     def on(self, model: nn.Module) -> AbstractContextManager[Any]:
         return on_smaller_images(model, self.side)
-
-    @contextmanager
-    def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
-        with self.on(model), counted(model) as handle:
-            yield handle
-
-
-@dataclass(frozen=True)
-class Frames(Smaller):
-    """The unmerged model on so many frames of each clip."""
-
-    side: int = 0
-    frames: int = 0
-
-    def describe(self) -> dict[str, Any]:
-        return {"frames": self.frames}
-
-    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return on_fewer_frames(model, self.frames)
 
 
 @dataclass(frozen=True)
@@ -179,31 +143,21 @@ RIVALS: dict[str, Knob] = {
     ),
     "tome": Knob("ToMe r {}", "ToMe", lambda r: Rival(ToMe(r)), None, family="tome"),
     "tome-decreasing": Knob(
-        "ToMe decreasing r {}", "ToMe, decreasing", lambda r: Rival(DecreasingToMe(r)), None
+        "ToMe decreasing r {}", "ToMe, decreasing", lambda r: Rival(ToMe(r, True)), None
     ),
     "evit": Knob("EViT keep {}", "EViT", lambda keep: Rival(EViT(keep))),
-    "random": Knob("random keep {}", "random dropping", lambda keep: Rival(RandomDrop(keep))),
     "random-all": Knob(
         "random in all blocks, keep {}",
         "random dropping in all blocks",
-        lambda keep: Rival(RandomDrop(keep), "all"),
+        lambda keep: Rival(RandomDrop(keep)),
     ),
     "smaller": Knob(
         "images of {} pixels", "smaller images", lambda side: Smaller(int(side)), None, whole=True
     ),
-    "frames": Knob("{} frames", "fewer frames", lambda n: Frames(frames=int(n)), None, whole=True),
 }
 
 
 @torch.no_grad()
-def flops_of(model: nn.Module, method: Method, call: Callable[[], Any]) -> float:
-    """Counted multiply-adds of the vision transformer for one image, of one `call` of the model."""
-    with method.counted(model) as handle:
-        handle.reset()
-        call()
-        return handle.report().flops
-
-
 def at_flops(
     model: nn.Module, name: str, flops: float, call: Callable[[], Any], side: int
 ) -> tuple[float, float]:
@@ -220,15 +174,17 @@ def at_flops(
     Raises:
         NotApplicable: it can do nothing with this model.
     """
-    seen: dict[Any, float] = {}
+    seen: dict[float, float] = {}
 
     def of(knob: float) -> float:
         if knob not in seen:
-            seen[knob] = flops_of(model, RIVALS[name].make(knob), call)
+            with RIVALS[name].make(knob).counted(model) as handle:
+                handle.reset()
+                call()
+                seen[knob] = handle.report().flops
         return seen[knob]
 
-    least, most, knob_of = _range(model, name, call, side)
-    low, high = least, most
+    low, high, knob_of = _range(model, name, call, side)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         if of(knob_of(middle)) > flops:
@@ -241,7 +197,6 @@ def at_flops(
     return knob, seen[knob]
 
 
-@torch.no_grad()
 def _range(
     model: nn.Module, name: str, call: Callable[[], Any], side: int
 ) -> tuple[float, float, Callable[[float], float]]:
@@ -255,12 +210,6 @@ def _range(
         patch = 1 if embed is None else embed.kernel_size[-1]
         most = side // patch
         return 0.5, most + 0.5, lambda count: float(patch * max(1, min(most, round(count))))
-    if name == "frames":
-        encoder = find_encoder(model)[0]
-        embed = embedding_of(encoder)
-        tubelet = embed.kernel_size[0] if isinstance(embed, nn.Conv3d) else 1
-        most = int(getattr(encoder.config, "num_frames", tubelet)) // tubelet
-        return 0.5, most + 0.5, lambda count: float(tubelet * max(1, min(most, round(count))))
     return 0.0, 1.0, lambda keep: max(keep, 1e-6)
 
 

@@ -6,12 +6,12 @@
 | mame-default | what `apply_mame(model)` does |
 | default-0.8 | the same at another share: keep in every second block |
 | mame-0.8 | the paper's method, tau .8, in the first two thirds of the blocks (its first 8 of 12) |
-| mame-quarters-0.5 | the same, tau .5, in blocks 3, 6 and 9 of 12 |
+| mame-quarters-0.5, mame-last-0.5 | the same, tau .5, in blocks 3, 6 and 9 of 12, or in the last |
 | tome-8 | ToMe, 8 tokens fewer in each block; tome-decreasing-8: 16 in the first, 0 in the last |
-| evit-0.7, random-0.7 | pruning, random dropping in blocks 3, 6 and 9 of 12 |
+| evit-0.7 | pruning in blocks 3, 6 and 9 of 12 |
+| diffrate-deit-s | DiffRate at its published rates for DeiT-S; `rules.RATES` has them |
 | random-all-0.9 | random dropping in every block |
 | smaller-160 | the unmerged model on images of 160 x 160 pixels |
-| frames-4 | the unmerged model on so many frames of each clip |
 | tome@mame-0.8 | a rival at the FLOPs of another row; so default@..., smaller@... and the others |
 """
 
@@ -24,14 +24,14 @@ from typing import Any
 from mame_sd.errors import UserError
 
 from .. import tables
-from .forms import FORMS, HALVED, LAST, PLAIN
-from .methods import RIVALS, Merged, Unmerged
+from .methods import RIVALS, Merged, Method, Rival
+from .rules import RATES, DiffRate
 
 BASELINE = "baseline"
 DEFAULT = "mame-default"
 VIDEO = "video"  # the suite of clips
-PICTURES = tuple(name for name in RIVALS if name != "frames")
-CLIPS = ("tome", "random", "random-all", "smaller", "frames")  # rivals that can see clips
+CLIPS = ("tome", "random-all")  # rivals that can see clips
+PLACES = {"quarters": "quarters", "last": (-1,)}  # what may stand between mame- and tau
 _ABLATED: tuple[tuple[str, dict[str, Any]], ...] = (  # all but what is named as the paper's
     ("feature-k", {"feature": "k"}),
     ("feature-k-mean", {"feature": "k-mean"}),
@@ -59,19 +59,17 @@ class Row(tables.Row):
     Attributes:
         rival: a name of RIVALS; None: none.
         at: name of the row whose FLOPs the rival is brought to.
-        weights: the form of training whose model answers, in the suite trained.
     """
 
     rival: str | None = None
     at: str | None = None
-    weights: str = PLAIN
 
 
 def row_named(name: str) -> Row:
     """The row that a name says. Raises UserError for another name."""
     rival, at, other = name.partition("@")
     if name == BASELINE:
-        return Row(name=name, label="baseline", family="baseline", method=Unmerged())
+        return Row(name=name, label="baseline", family="baseline", method=Method())
     if at and rival in RIVALS:
         target = row_named(other)
         if target.at is None and target.name != BASELINE:
@@ -81,26 +79,28 @@ def row_named(name: str) -> Row:
     if name == DEFAULT:
         return _mame(name, "MaMe default", None, {}, default=True)
     kind, _, text = name.partition("-")
+    if kind == "diffrate" and text in RATES:
+        return Row(name=name, label=f"DiffRate, {text}", method=Rival(DiffRate(text)))
     if kind == "mame":
-        where = "quarters" if text.startswith("quarters-") else "first"
-        value = _number(text.removeprefix("quarters-"), 1.0)
-        if value is not None:
-            return _mame(name, f"MaMe τ {value:g} (paper)", where, {"tau": value})
+        where, _, tau = text.rpartition("-")
+        value = _number(tau, 1.0)
+        if value is not None and (not where or where in PLACES):
+            words = f"MaMe τ {value:g}{f', {where}' if where else ''} (paper)"
+            return _mame(name, words, PLACES.get(where, "first"), {"tau": value})
     kind, _, text = name.rpartition("-")
     knob = RIVALS.get(kind)
     value = _number(text, knob.most) if knob is not None else None
     if knob is not None and value is not None and not (knob.whole and value % 1):
-        label = knob.label.format(f"{value:g}")
-        method = knob.make(value)
+        label, method = knob.label.format(f"{value:g}"), knob.make(value)
         return Row(name=name, label=label, family=knob.family, rival=kind, method=method)
     raise UserError(
         "--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8,"
-        " mame-quarters-0.5, tome-8, evit-0.7, random-0.7, random-all-0.9,"
-        f" smaller-160, frames-4 or tome@mame-0.8, got {name!r}; correct it"
+        f" mame-quarters-0.5, tome-8, evit-0.7, diffrate-{', diffrate-'.join(RATES)},"
+        f" random-all-0.9, smaller-160 or tome@mame-0.8, got {name!r}; correct it"
     )
 
 
-def beside_rivals(*names: str, rivals: Sequence[str] = PICTURES) -> list[Row]:
+def beside_rivals(*names: str, rivals: Sequence[str] = tuple(RIVALS)) -> list[Row]:
     """The baseline, and each of these rows with every rival at its FLOPs, our default among
     them.
     """
@@ -125,52 +125,6 @@ def ablation() -> list[Row]:
             for tau in _TAUS
         ]
     return rows
-
-
-def trained() -> list[Row]:
-    """The unmerged model, merging that it was not trained with, with and without sizes counted, and
-    every other form of training.
-    """
-    rows = [row_named(BASELINE)]
-    default: dict[str, Any] = {"blocks": None}
-    free = (
-        ("free", "MaMe, not trained with it", HALVED),
-        ("free-restored", "MaMe, not trained with it, restored", {**HALVED, "restore": True}),
-        ("free-sizes", "MaMe, not trained with it, sizes counted", {**HALVED, "prop_attn": True}),
-        ("default-free", "MaMe default, not trained with it", default),
-        (
-            "default-free-restored",
-            "MaMe default, not trained with it, restored",
-            {**default, "restore": True},
-        ),
-        (
-            "default-free-no-sizes",
-            "MaMe default, not trained with it, sizes not counted",
-            {**default, "prop_attn": False},
-        ),
-        ("last-free", "MaMe in the last block, not trained with it", LAST),
-        (
-            "last-free-restored",
-            "MaMe in the last block, not trained with it, restored",
-            {**LAST, "restore": True},
-        ),
-    )
-    rows += [_merged(name, label, PLAIN, merging) for name, label, merging in free]
-    return [
-        *rows,
-        *(
-            _merged(form.name, form.label, form.name, form.merging)
-            for form in FORMS.values()
-            if form.name != PLAIN
-        ),
-    ]
-
-
-def _merged(name: str, label: str, weights: str, merging: dict[str, Any]) -> Row:
-    if not merging:
-        return Row(name=name, label=label, weights=weights, method=Unmerged())
-    fields = {key: value for key, value in merging.items() if key != "blocks"}
-    return _mame(f"mame-{name}", label, merging["blocks"], fields, weights=weights)
 
 
 def chosen_rows(suite: str, names: str | None) -> list[Row]:
@@ -215,39 +169,23 @@ def _number(text: str, most: float | None) -> float | None:
 
 SUITES: dict[str, tuple[str, list[Row]]] = {
     "vit": (
-        (
-            "Training-free: our default, keep .6 in its place, and the paper's tau .7, .8 and .9 in"
-            " the first two thirds of the blocks, beside rivals at equal FLOPs."
-        ),
+        "Training-free: our default, keep .6 in its place, and the paper's tau .7, .8 and .9 in"
+        " the first two thirds of the blocks, beside rivals at equal FLOPs.",
         beside_rivals(DEFAULT, "default-0.6", "mame-0.7", "mame-0.8", "mame-0.9"),
     ),
     "zero-shot": (
-        (
-            "Zero-shot: our default, and the paper's tau for CLIP (.8), SigLIP (.9) and SigLIP 2"
-            " (.95), beside our default and rivals at equal FLOPs."
-        ),
+        "Zero-shot: our default, and the paper's tau for CLIP (.7, .8), SigLIP (.8, .9) and SigLIP"
+        " 2 (.9, .95), beside our default and rivals at equal FLOPs.",
         [
             row_named(BASELINE),
             row_named(DEFAULT),
-            *beside_rivals("mame-0.8", "mame-0.9", "mame-0.95")[1:],
+            *beside_rivals("mame-0.7", "mame-0.8", "mame-0.9", "mame-0.95")[1:],
         ],
     ),
-    "ablation": (
-        ("The paper's ablations at tau .8, and tau times number of blocks."),
-        ablation(),
-    ),
-    "trained": (
-        (
-            "Trained without merging and with it, tau .5 in blocks 3, 6 and 9 or in the last one;"
-            " intervals are over seeds."
-        ),
-        trained(),
-    ),
+    "ablation": ("The paper's ablations at tau .8, and tau times number of blocks.", ablation()),
     VIDEO: (
-        (
-            "Clips: our default, keep .6 instead, and the paper's tau .8, .85 and .9, beside rivals"
-            " at equal FLOPs, smaller frames and fewer frames."
-        ),
+        "Clips: our default, keep .6 instead, and the paper's tau .8, .85 and .9, beside rivals"
+        " at equal FLOPs.",
         [
             *beside_rivals(DEFAULT, "default-0.6", rivals=CLIPS),
             *beside_rivals("mame-0.8", "mame-0.85", "mame-0.9", rivals=("default", "tome"))[1:],

@@ -4,6 +4,8 @@
   leaves r tokens fewer in every block, weighs means by size and makes attention proportional;
 * `EViT` (Liang et al., arXiv 2202.07800), without its training: the tokens that the class token
   attends to least become one;
+* `DiffRate` (Chen et al., arXiv 2305.17997), off the shelf: its published rates of pruning and
+  merging, by the class token's attention;
 * `RandomDrop`: a random share stays.
 
 Special tokens stand first, take no part and stay first.
@@ -19,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mame_sd.runs.methods import NotApplicable
+
 
 @dataclass
 class Given:
@@ -28,8 +32,7 @@ class Given:
         x: x' [B, L, C], prefix tokens first.
         prefix: how many of them.
         place: how many blocks have reduced the tokens before, of `places` in all.
-        sizes: [B, L] how many tokens each one stands for, fp32; None: 1 each.
-        coords: [B, patches, 2] where the patches lie in it, for rules that only drop some.
+        sizes: how many tokens each one stands for, fp32 [B, L]; None: 1 each.
         keys, queries: the attention's [B, heads, L, d]; None where the rule does not ask for them.
     """
 
@@ -39,7 +42,6 @@ class Given:
     sizes: Tensor | None = None
     keys: Tensor | None = None
     queries: Tensor | None = None
-    coords: Tensor | None = None
     places: int = 1
 
 
@@ -61,7 +63,7 @@ class Reduced:
 
 
 class Rule:
-    """One rival at one setting.
+    """One rival at one setting; this one leaves the tokens as they are, and counts them.
 
     Attributes:
         prop_attn: the log of a token's size is added to its attention logits.
@@ -69,18 +71,23 @@ class Rule:
         class_token: it works by a class token.
     """
 
-    prop_attn: bool = False
+    prop_attn: ClassVar[bool] = False
     hears: ClassVar[tuple[str, ...]] = ()
     class_token: ClassVar[bool] = False
 
     def blocks(self, depth: int) -> tuple[int, ...]:
-        """The blocks of `depth` in which it reduces the tokens, counted from 0: a quarter, half and
-        three quarters of the way.
-        """
-        return quarters(depth)
+        """The blocks of `depth` in which it reduces the tokens, counted from 0."""
+        return (depth - 1,)
 
     def __call__(self, given: Given) -> Reduced:
-        raise NotImplementedError
+        return Reduced(given.x)
+
+
+class EveryBlock(Rule):
+    """A rule that reduces the tokens in every block."""
+
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        return tuple(range(depth))
 
 
 def quarters(depth: int) -> tuple[int, ...]:
@@ -92,38 +99,34 @@ def quarters(depth: int) -> tuple[int, ...]:
     return tuple(sorted({depth // 4, depth // 2, 3 * depth // 4}))
 
 
-class Unchanged(Rule):
-    """All tokens stay: what the unmerged model is counted with."""
-
-    def blocks(self, depth: int) -> tuple[int, ...]:
-        """The last."""
-        return (depth - 1,)
-
-    def __call__(self, given: Given) -> Reduced:
-        return Reduced(given.x)
+def rows_of(x: Tensor, at: Tensor) -> Tensor:
+    """The tokens [B, K, C] of `x` [B, L, C] at `at` [B, K]."""
+    return x.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
 @dataclass(frozen=True)
-class ToMe(Rule):
+class ToMe(EveryBlock):
     """Token merging: `r` tokens fewer in every block, at most half of the patches.
 
-    A fraction of `r` is spread over the blocks.
+    A fraction of `r` is spread over the blocks. `decreasing` (section 4 of the paper): from 2 `r`
+    fewer in the first block down to 0 in the last.
     """
 
     r: float
-    prop_attn: bool = True
+    decreasing: bool = False
+    prop_attn: ClassVar[bool] = True
     hears: ClassVar[tuple[str, ...]] = ("keys",)
-
-    def blocks(self, depth: int) -> tuple[int, ...]:
-        """All."""
-        return tuple(range(depth))
 
     def fewer(self, place: int, places: int) -> int:
         """How many tokens it merges in the block of that place, where there are enough.
 
         >>> [ToMe(2.5).fewer(place, 4) for place in range(4)], ToMe(8).fewer(5, 12)
         ([3, 2, 3, 2], 8)
+        >>> [ToMe(8, decreasing=True).fewer(place, 5) for place in range(5)]
+        [16, 12, 8, 4, 0]
         """
+        if self.decreasing:
+            return round(2 * self.r * (1 - place / (places - 1)))
         return math.floor(self.r * (place + 1) + 0.5) - math.floor(self.r * place + 0.5)
 
     def __call__(self, given: Given) -> Reduced:
@@ -136,31 +139,8 @@ class ToMe(Rule):
         merge = bipartite_soft_matching(metric, r, given.prefix)
         weight = sizes.unsqueeze(-1)
         merged, size = merge(x * weight.to(x.dtype)), merge(weight)
-        sources, destinations = matched_sets(x.shape[1], given.prefix)
-        cost = len(sources) * len(destinations) * metric.shape[-1]
+        cost = len(merge.a) * len(merge.b) * metric.shape[-1]
         return Reduced(merged / size.to(x.dtype), size.squeeze(-1), cost, merge.rows())
-
-
-def matched_sets(tokens: int, prefix: int) -> tuple[range, range]:
-    """Positions of sets A and B: every other token, the first one in A; without prefix tokens,
-    which nothing merges with.
-    """
-    return range(prefix + prefix % 2, tokens, 2), range(prefix + (prefix + 1) % 2, tokens, 2)
-
-
-@dataclass(frozen=True)
-class DecreasingToMe(ToMe):
-    """ToMe with its decreasing schedule (section 4): from 2 `r` fewer in the first block down to 0
-    in the last.
-    """
-
-    def fewer(self, place: int, places: int) -> int:
-        """See `ToMe`.
-
-        >>> [DecreasingToMe(8).fewer(place, 5) for place in range(5)]
-        [16, 12, 8, 4, 0]
-        """
-        return round(2 * self.r * (1 - place / (places - 1)))
 
 
 @dataclass(frozen=True)
@@ -168,13 +148,14 @@ class Matching:
     """Which edges of A merge into B.
 
     Attributes:
-        sets: positions of A and B.
-        merging, rest, target: [B, r], [B, |A| - r] rows of A that merge and that stay, [B, r] rows
-            of B that they join.
+        a, b: positions of the two sets.
+        merging, rest: places in A that merge [B, r], and that stay [B, |A| - r].
+        target: places in B that they join [B, r].
         prefix: leading tokens that take no part.
     """
 
-    sets: tuple[Tensor, Tensor]
+    a: Tensor
+    b: Tensor
     merging: Tensor
     rest: Tensor
     target: Tensor
@@ -182,28 +163,21 @@ class Matching:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Tokens [B, L, C] with those that merge summed up, [B, L - r, C]."""
-
-        def rows(source: Tensor, at: Tensor) -> Tensor:
-            return source.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-
-        sources, kept = x[:, self.sets[0]], x[:, self.sets[1]]
+        sources, kept = x[:, self.a], x[:, self.b]
         at = self.target.unsqueeze(-1).expand(-1, -1, x.shape[-1])
-        summed = kept.scatter_add(1, at, rows(sources, self.merging))
-        return torch.cat([x[:, : self.prefix], rows(sources, self.rest), summed], 1)
+        summed = kept.scatter_add(1, at, rows_of(sources, self.merging))
+        return torch.cat([x[:, : self.prefix], rows_of(sources, self.rest), summed], 1)
 
     def rows(self) -> Tensor:
         """LongTensor [B, L]: which of the merged tokens each token went to."""
-        a, b = self.sets
-        count = len(self.merging)
+        count, device = len(self.merging), self.a.device
         first = self.prefix + self.rest.shape[1]  # where B stands after merging
-        found = torch.zeros(count, self.prefix + len(a) + len(b), dtype=torch.long, device=a.device)
-        found[:, : self.prefix] = torch.arange(self.prefix, device=a.device)
-        found[:, b] = torch.arange(first, first + len(b), device=a.device)
-        stays = torch.arange(self.prefix, first, device=a.device).expand(count, -1)
-        in_a = torch.zeros(count, len(a), dtype=torch.long, device=a.device)
+        found = torch.arange(self.prefix + len(self.a) + len(self.b), device=device)
+        found[self.b] = torch.arange(first, first + len(self.b), device=device)
+        stays = torch.arange(self.prefix, first, device=device).expand(count, -1)
+        in_a = torch.zeros(count, len(self.a), dtype=torch.long, device=device)
         in_a.scatter_(1, self.rest, stays).scatter_(1, self.merging, self.target + first)
-        found[:, a] = in_a
-        return found
+        return found.repeat(count, 1).index_copy_(1, self.a, in_a)
 
 
 def bipartite_soft_matching(metric: Tensor, r: int, prefix: int) -> Matching:
@@ -216,23 +190,30 @@ def bipartite_soft_matching(metric: Tensor, r: int, prefix: int) -> Matching:
         prefix: leading tokens that take no part.
 
     Returns:
-        what sums up merging tokens of [B, L, C] and gives [B, L - r, C]. These are the prefix
+        What sums up merging tokens of [B, L, C] and gives [B, L - r, C]. These are the prefix
         tokens, the rest of A, then B. The rest of A keeps its order where there are prefix tokens.
         Elsewhere the most similar come first, as published.
     """
-    a, b = (
-        torch.arange(one.start, one.stop, 2, device=metric.device)
-        for one in matched_sets(metric.shape[1], prefix)
-    )
+    tokens = torch.arange(metric.shape[1], device=metric.device)[prefix:]
+    a, b = tokens[tokens % 2 == 0], tokens[tokens % 2 == 1]
     metric = F.normalize(metric, dim=-1)
     best, target = (metric[:, a] @ metric[:, b].transpose(1, 2)).max(-1)  # [B, |A|]
     edges = best.argsort(dim=-1, descending=True)
     merging, rest = edges[:, :r], edges[:, r:]
     if prefix:
         rest = rest.sort(dim=-1).values
-    target = target.gather(1, merging)  # [B, r]
+    return Matching(a, b, merging, rest, target.gather(1, merging), prefix)
 
-    return Matching((a, b), merging, rest, target, prefix)
+
+def class_attention(given: Given) -> Tensor:
+    """Attention of the class token to each patch [B, patches], the mean over heads, fp32."""
+    assert given.keys is not None
+    assert given.queries is not None
+    queries = given.queries[:, :, :1]
+    logits = (queries @ given.keys.transpose(2, 3) * queries.shape[-1] ** -0.5).float()
+    if given.sizes is not None:
+        logits = logits + given.sizes.log()[:, None, None]
+    return logits.softmax(-1)[:, :, 0, given.prefix :].mean(1)
 
 
 @dataclass(frozen=True)
@@ -247,34 +228,97 @@ class EViT(Rule):
     hears: ClassVar[tuple[str, ...]] = ("keys", "queries")
     class_token: ClassVar[bool] = True
 
+    def blocks(self, depth: int) -> tuple[int, ...]:
+        return quarters(depth)
+
     def __call__(self, given: Given) -> Reduced:
-        assert given.keys is not None
-        assert given.queries is not None
-        x, prefix, queries = given.x, given.prefix, given.queries[:, :, :1]
-        logits = queries @ given.keys.transpose(2, 3) * queries.shape[-1] ** -0.5
-        attention = logits.float().softmax(-1)[:, :, 0, prefix:].mean(1)  # [B, patches]
-        width = given.keys.shape[1] * given.keys.shape[3]
-        patches = x.shape[1] - prefix
-        left = math.ceil(self.keep * patches)
-        if left >= patches:
+        attention, x, prefix = class_attention(given), given.x, given.prefix
+        width = x.shape[-1]
+        left = math.ceil(self.keep * attention.shape[1])
+        if left >= attention.shape[1]:
             return Reduced(x, cost=width * x.shape[1])
-        order = attention.argsort(dim=-1, descending=True)
-        body = x[:, prefix:]
-
-        def rows(at: Tensor) -> Tensor:
-            return body.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-
+        order, body = attention.argsort(dim=-1, descending=True), x[:, prefix:]
         weights = attention.gather(1, order[:, left:]).to(x.dtype).unsqueeze(1)
-        parts = [x[:, :prefix], rows(order[:, :left]), weights @ rows(order[:, left:])]
-        cost = width * x.shape[1] + (patches - left) * x.shape[-1]
-        return Reduced(torch.cat(parts, 1), cost=cost)
+        rest = weights @ rows_of(body, order[:, left:])
+        cost = width * (x.shape[1] + order.shape[1] - left)
+        return Reduced(
+            torch.cat([x[:, :prefix], rows_of(body, order[:, :left]), rest], 1), None, cost
+        )
+
+
+# How many tokens DiffRate leaves in each block after pruning and after merging, as its repository
+# (OpenGVLab/DiffRate, compression_rate.json) has them for the FLOPs of the paper's table 1.
+RATES: dict[str, tuple[str, str]] = {
+    "deit-s": (
+        "197 192 168 143 121 105 92 74 62 45 33 3",
+        "197 180 156 127 109 98 80 66 52 37 31 3",
+    ),
+    "deit-b": (
+        "197 192 172 156 131 107 90 72 56 33 17 3",
+        "197 178 162 141 115 96 78 60 47 21 13 3",
+    ),
+    "mae-b": (
+        "197 192 166 143 119 103 86 72 54 43 37 23",
+        "197 176 150 127 107 92 76 58 47 41 23 23",
+    ),
+    "mae-l": (
+        "197 195 188 179 168 157 146 143 131 121 111 102 93 85 76 70 61 53 47 35 31 26 21 14",
+        "197 191 184 172 161 151 145 135 125 117 106 96 89 80 72 64 54 50 40 27 27 23 14 14",
+    ),
+    "mae-h": (
+        "257 257 257 257 248 250 240 239 229 209 160 159 149 111 109 106 104 106 101 104 85 96 88"
+        " 93 94 88 88 91 81 78 76 75",
+        "257 257 257 249 242 241 239 229 209 203 159 150 124 107 107 101 100 101 104 89 101 88 89"
+        " 88 91 86 86 83 78 78 75 75",
+    ),
+}
 
 
 @dataclass(frozen=True)
-class RandomDrop(Rule):
-    """A random share `keep` of the patches stays, others for each sample of a batch, in three
-    blocks unless others are named.
+class DiffRate(EveryBlock):
+    """DiffRate without its training, at the published rates of `rates`, one of RATES.
+
+    In each block the patches are sorted by the class token's attention, the last are dropped, and
+    of those left the last join the most similar of the others: as their plain mean, and with sizes
+    that count a joined token by its similarity.
     """
+
+    rates: str
+    prop_attn: ClassVar[bool] = True
+    hears: ClassVar[tuple[str, ...]] = ("keys", "queries")
+    class_token: ClassVar[bool] = True
+
+    def __call__(self, given: Given) -> Reduced:
+        x, prefix = given.x, given.prefix
+        pruned, merged = ([int(n) for n in text.split()] for text in RATES[self.rates])
+        fits = given.place > 0 or x.shape[1] == pruned[0]
+        if given.places != len(pruned) or prefix != 1 or not fits:
+            raise NotApplicable(
+                f"expected {len(pruned)} blocks and {pruned[0]} tokens, one of them for the class,"
+                f" which DiffRate's rates of {self.rates} are for, got {given.places} and"
+                f" {x.shape[1]}; choose other rates"
+            )
+        sizes = x.new_ones(x.shape[:2], dtype=torch.float32) if given.sizes is None else given.sizes
+        order = class_attention(given).argsort(dim=-1, descending=True) + prefix
+        order = torch.cat([order.new_zeros(len(x), 1), order], 1)[:, : pruned[given.place]]
+        x, sizes = rows_of(x, order), sizes.gather(1, order)
+        kept, cost = min(merged[given.place], x.shape[1]), given.x.shape[1] * x.shape[2]
+        if kept < x.shape[1]:
+            unit = F.normalize(x, dim=-1)
+            alike = unit[:, kept:] @ unit[:, :kept].transpose(1, 2)
+            alike[..., 0] = -torch.inf  # nothing joins the class token
+            most, target = alike.max(-1)
+            at = target.unsqueeze(-1).expand(-1, -1, x.shape[-1])
+            cost += alike.shape[1] * alike.shape[2] * x.shape[-1]
+            joined = sizes[:, kept:] * most.clamp(min=0).to(sizes.dtype)
+            sizes = sizes[:, :kept].scatter_add(1, target, joined)
+            x = x[:, :kept].scatter_reduce(1, at, x[:, kept:], "mean")
+        return Reduced(x, sizes, cost)
+
+
+@dataclass(frozen=True)
+class RandomDrop(EveryBlock):
+    """A random share `keep` of the patches stays, others for each sample of a batch."""
 
     keep: float
     seed: int = 0
@@ -285,13 +329,4 @@ class RandomDrop(Rule):
         generator = torch.Generator(x.device).manual_seed(self.seed * 1000 + given.place)
         drawn = torch.rand(len(x), patches, generator=generator, device=x.device)
         at = drawn.topk(max(1, round(self.keep * patches)), dim=-1).indices.sort(dim=-1).values
-        body = x[:, prefix:].gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-        rows = None
-        if (
-            given.coords is not None
-        ):  # what is dropped is seen again as the patch that is nearest in the image
-            kept = given.coords.gather(1, at.unsqueeze(-1).expand(-1, -1, 2))
-            nearest = torch.cdist(given.coords.float(), kept.float()).argmin(-1) + prefix
-            first = torch.arange(prefix, device=x.device).expand(len(x), -1)
-            rows, given.coords = torch.cat([first, nearest], 1), kept
-        return Reduced(torch.cat([x[:, :prefix], body], 1), rows=rows)
+        return Reduced(torch.cat([x[:, :prefix], rows_of(x[:, prefix:], at)], 1))

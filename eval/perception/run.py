@@ -1,8 +1,7 @@
 """A classification benchmark from images to results: answers of every row, speed, checks, and all
 of it written down.
 
-    OUT/answers/<row>.<rank>.jsonl     the answer to every image
-    OUT/bench.jsonl                    every timing
+    OUT/answers/, OUT/bench.jsonl      see `answers`
     OUT/results.json                   everything that is known so far, rewritten after each step
     OUT/report.html, ...               made of results.json
 
@@ -27,23 +26,55 @@ from mame_sd.runs.processes import Process
 
 from ..benchmark.results import TIMINGS, resumed, write_results
 from ..benchmark.timings import summary
-from ..metric_list import Metric
+from ..metric_list import METRICS, Metric, cost, fidelity, quality
 from ..results.schema import NOT_YET, Gate, Results, Value
 from ..results.schema import Row as Line
 from ..stats import mean_interval, share_difference, wilson
-from .answers import Batches, answers_of, inputs_of, weighted
-from .columns import COLUMNS
+from ..timing import quartiles
+from .answers import Batch, Batches, answers_of, speed_of
 from .data import ImageSet
-from .heads import Head
+from .heads import Head, NearestHead, inputs_of
 from .methods import RIVALS, Merged, Method, at_flops, side_of
-from .neighbours import NearestHead
 from .rows import BASELINE, SUITES, Row
-from .speed import measure, throughput
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 UNLABELLED = Value(withheld="the images have no labels")
 TOME = "tome"  # the rival that rows at its FLOPs are compared with
 NEAR = 0.02  # of its FLOPs that a rival may miss without a note
+_FLOPS = (
+    "Multiply-adds of the vision transformer for one image, merging's own included: counted as"
+    " tokens pass, mean over all images."
+)
+_THROUGHPUT = (
+    "Images per second from prepared images to logits: median and quartiles of interleaved rounds."
+)
+_TOKENS = "After the last block, prefix tokens included, mean over all images."
+_AGREEMENT = "Share of images whose answer is the unmerged model's, with Wilson's 95 % interval."
+_CLASS_TOKEN = (
+    "Cosine to the unmerged model's class token, or to its mean over tokens: mean over images with"
+    " its 95 % interval; of models that give features alone."
+)
+_PATCHES = "Mean cosine to the unmerged model's patches, where tokens can be restored to theirs."
+_TOP1 = (
+    "Share of images whose answer is their label, with Wilson's 95 % interval; p of McNemar's exact"
+    " test against the unmerged model."
+)
+_AHEAD = (
+    "Top-1 minus that of ToMe at the same counted FLOPs, on the same images: Newcombe's 95 %"
+    " interval for paired shares, p of McNemar's exact test. An interval above 0 is better than"
+    " ToMe, one below 0 is worse."
+)
+COLUMNS: tuple[Metric, ...] = (
+    cost("flops", "FLOPs", "G", 2, _FLOPS, needs="alone"),
+    cost("throughput", "Throughput", "images/s", 1, _THROUGHPUT, better="higher"),
+    METRICS["memory"],
+    cost("tokens", "Tokens left", "", 1, _TOKENS, needs="alone"),
+    fidelity("agreement", "Agreement", "higher", _AGREEMENT, unit="%", digits=2),
+    fidelity("class_token", "Class token", "higher", _CLASS_TOKEN, digits=3),
+    fidelity("patches", "Patches", "higher", _PATCHES, digits=3),
+    quality("top1", "Top-1", "image", _TOP1, unit="%", digits=2),
+    quality("ahead", "Ahead of ToMe", "image", _AHEAD, unit="points", digits=2),
+)
 
 
 @dataclass(kw_only=True)
@@ -79,6 +110,7 @@ class Classification:
     command: str = ""
     results: Results = field(init=False)
     _methods: dict[str, Method] = field(default_factory=dict)
+    _found: dict[str, Batches] = field(default_factory=dict)
 
     def run(self) -> Results:
         """Everything, in order; returns the results, on the main process those of results.json.
@@ -86,15 +118,15 @@ class Classification:
         Raises:
             UserError, MachineError: what was done before is kept; the same call continues.
         """
-        self.results = resumed(self.results_before(), self.out, settings_of)
+        self.results = resumed(self._before(), self.out, settings_of)
         self._save()
-        found: dict[str, Batches] = {}
         for row in self.rows:
-            batches = self._answer(row)
-            if batches is not None:
-                found[row.name] = batches
-                self._value(row.name, found)
-        self._compare(found)
+            self._answer(row)
+        if self._meets_tome:
+            for row in self.rows:
+                if row.name in self._found:
+                    self.results.row(row.name).values["ahead"] = self._ahead(row)
+            self._save()
         if self.process.is_main:
             self._time()
             self._check()
@@ -102,20 +134,21 @@ class Classification:
         return self.results
 
     @property
-    def columns(self) -> dict[str, Metric]:
-        """Those of the table."""
-        lacking = {"ahead"} - ({"ahead"} if self._meets_tome else set())
-        if not isinstance(self.head, NearestHead):
-            lacking |= {"class_token", "patches"}
-        return {name: metric for name, metric in COLUMNS.items() if name not in lacking}
+    def _meets_tome(self) -> bool:
+        """Whether ToMe runs at the FLOPs of some row."""
+        return any(row.rival == TOME and row.at for row in self.rows)
 
     @property
-    def labels(self) -> Sequence[int] | None:
-        """The number of the class folder of each image that is answered; None without labels."""
-        return self.images.labels
+    def _metrics(self) -> list[Metric]:
+        """The columns of the table."""
+        lacking = set() if self._meets_tome else {"ahead"}
+        if not isinstance(self.head, NearestHead):
+            lacking |= {"class_token", "patches"}
+        return [metric for metric in COLUMNS if metric.name not in lacking]
 
-    def results_before(self) -> Results:
+    def _before(self) -> Results:
         """What is known before anything is measured."""
+        encoder, about = self.head.encoder, self.images.about()
         rows = [
             Line(
                 name=row.name,
@@ -127,7 +160,6 @@ class Classification:
             )
             for row in self.rows
         ]
-        about = self.images.about()
         labelled = self.numbers is not None
         return Results(
             kind="classification",
@@ -136,7 +168,7 @@ class Classification:
             manifest={
                 "suite": self.suite,
                 "command": self.command,
-                "model": dict(self.head.encoder.identity),
+                "model": dict(encoder.identity),
                 "images": about,
                 "answers": dict(self.head_about),
                 "batch": self.size,
@@ -146,61 +178,55 @@ class Classification:
                     "images": "another batch each round",
                 },
                 "environment": {
-                    **environment_on(self.head.encoder.device),
+                    **environment_on(encoder.device),
                     "processes": self.process.count,
-                    "attention": getattr(
-                        self.head.encoder.model.config, "_attn_implementation", None
-                    ),
+                    "attention": getattr(encoder.model.config, "_attn_implementation", None),
                 },
             },
-            metrics=list(self.columns.values()),
+            metrics=self._metrics,
             rows=rows,
             reference=f"the labels of {about['name']}" if labelled else None,
             reference_n=about["images"] if labelled else None,
             notes=[f"Suite {self.suite}. {SUITES[self.suite][0]}"],
         )
 
-    def _answer(self, row: Row) -> Batches | None:
-        """The answers of a row; None where it can do nothing with this model."""
+    def _answer(self, row: Row) -> None:
+        """The answers of a row and its figures; why there are none, where it can do nothing with
+        this model.
+        """
         line = self.results.row(row.name)
         try:
             method = self._solved(row, line) if row.at else row.method
             with self.stage(f"{row.label}: answers") as on_progress:
-                batches = self._batches(row, method, on_progress)
+                self._found[row.name] = answers_of(
+                    self.head,
+                    method,
+                    self.images,
+                    self.size,
+                    self.out / "answers" / f"{row.name}.jsonl",
+                    {**settings_of(self.results.manifest), "method": method.describe()},
+                    self.process,
+                    on_progress,
+                )
         except NotApplicable as error:
             line.measured, line.reason = False, str(error)
-            self._save()
-            return None
-        self._methods[row.name] = method
-        line.measured, line.reason = True, None
-        return batches
-
-    def _batches(
-        self, row: Row, method: Method, on_progress: Callable[[int, int], object]
-    ) -> Batches:
-        return answers_of(
-            self.head,
-            method,
-            self.images,
-            self.size,
-            self.out / "answers" / f"{row.name}.jsonl",
-            {**settings_of(self.results.manifest), "method": method.describe()},
-            self.process,
-            on_progress,
-        )
+        else:
+            self._methods[row.name] = method
+            line.measured, line.reason = True, None
+            line.values.update(self._values(row.name))
+        self._save()
 
     def _solved(self, row: Row, line: Line) -> Method:
         """The rival at the FLOPs that were counted of another row."""
         assert row.rival is not None
-        other = next((one for one in self._measured() if one.name == row.at), None)
-        if other is None:
+        if row.at not in self._found:
             raise NotApplicable(
                 f"expected the FLOPs of {row.at}, which was not measured; measure it first"
             )
-        target = _flops(other) * 1e9
+        target = self._flops(row.at) * 1e9
         solved = line.solved
         if solved is None or solved["target"] != target:
-            inputs = inputs_of(self.head, self.images, [0])
+            inputs = inputs_of(self.head.encoder, self.images, [0])
             model, call = self.head.encoder.model, partial(self.head.logits, inputs)
             with self.stage(f"{row.label}: to {target / 1e9:.3g} GFLOPs"):
                 knob, flops = at_flops(model, row.rival, target, call, side_of(inputs))
@@ -213,80 +239,72 @@ class Classification:
             self.results.notes += [note] if note not in self.results.notes else []
         return RIVALS[row.rival].make(solved["knob"])
 
-    def _value(self, name: str, found: Mapping[str, Batches]) -> None:
+    def _values(self, name: str) -> dict[str, Value]:
         """What answers, tokens and FLOPs of a row come to."""
-        values, batches = self.results.row(name).values, found[name]
-        answers, plain = (_answers(found[one]) for one in (name, BASELINE))
+        batches = self._batches(name)
+        answers, plain = self._answers(name), self._answers(BASELINE)
         count = len(answers)
-        flops = weighted(batches, lambda batch: batch.flops) / 1e9
-        values["flops"] = Value(mean=flops, n=count)
-        depth = len(next(iter(batches.values())).tokens)
-        tokens = [weighted(batches, lambda batch, at=at: batch.tokens[at]) for at in range(depth)]  # type: ignore[misc]
-        values["tokens"] = Value(mean=tokens[-1], n=count)
+
+        def mean(value: Callable[[Batch], float]) -> Value:
+            """Over images, of what is known of batches."""
+            total = sum(value(batch) * len(batch.answers) for batch in batches)
+            return Value(mean=total / count, n=count)
+
+        values = {
+            "flops": mean(lambda batch: batch.flops / 1e9),
+            "tokens": mean(lambda batch: batch.tokens[-1]),
+        }
         if name != BASELINE:
-            values["agreement"] = self._share([a == b for a, b in zip(answers, plain, strict=True)])
-            for column in next(iter(batches.values())).near:
-                every = [one for _, batch in sorted(batches.items()) for one in batch.near[column]]
+            same = sum(a == b for a, b in zip(answers, plain, strict=True))
+            values["agreement"] = Value(**wilson(same, count))
+            for column in batches[0].near:
+                every = [one for batch in batches for one in batch.near[column]]
                 keys = {str(place): str(place) for place in range(len(every))}
                 values[column] = Value(**mean_interval(dict(zip(keys, every, strict=True)), keys))
-        values["top1"] = self._top1(name, found)
-        self._save()
+        right = self._right(name)
+        if right is None:
+            values["top1"] = UNLABELLED
+            return values
+        values["top1"] = Value(**wilson(sum(right), count))
+        if name != BASELINE:
+            p = share_difference(right, self._right(BASELINE) or [])["p"]
+            values["top1"] = replace(values["top1"], p=p, against=BASELINE)
+        return values
 
-    def _share(self, flags: Sequence[bool]) -> Value:
-        """The share of images that are as they should be, in per cent."""
-        return Value(**wilson(sum(flags), len(flags)))
-
-    def _top1(self, name: str, found: Mapping[str, Batches]) -> Value:
-        right = self._right(found[name])
+    def _ahead(self, row: Row) -> Value:
+        """How far a row's top-1 is ahead of ToMe's at its FLOPs."""
+        right, other = self._right(row.name), f"{TOME}@{row.at or row.name}"
         if right is None:
             return UNLABELLED
-        value = self._share(right)
-        if name == BASELINE:
-            return value
-        p = share_difference(right, self._right(found[BASELINE]) or [])["p"]
-        return replace(value, p=p, against=BASELINE)
-
-    def _compare(self, found: Mapping[str, Batches]) -> None:
-        """How far each row's top-1 is ahead of ToMe's at its FLOPs."""
-        if not self._meets_tome:
-            return
-        for row in self.rows:
-            if row.name in found:
-                self.results.row(row.name).values["ahead"] = self._ahead(
-                    row, f"{TOME}@{row.at or row.name}", found
-                )
-        self._save()
-
-    def _ahead(self, row: Row, other: str, found: Mapping[str, Batches]) -> Value:
-        right = self._right(found[row.name])
-        if right is None:
-            return UNLABELLED
-        if row.name == other or other not in found:
+        if row.name == other or other not in self._found:
             reason = "ToMe itself" if row.rival == TOME else "no ToMe at its FLOPs"
             return Value(withheld=reason)
-        mine, its = (self.results.row(name) for name in (row.name, other))
-        flops = _flops(mine), _flops(its)
-        note = f"{mine.label} at {flops[0]:.3g} GFLOPs, {its.label} at {flops[1]:.3g}"
+        mine, its = self._flops(row.name), self._flops(other)
+        label = self.results.row(other).label
+        note = f"{row.label} at {mine:.3g} GFLOPs, {label} at {its:.3g}"
         return Value(
-            **share_difference(right, self._right(found[other]) or []),
+            **share_difference(right, self._right(other) or []),
             against=other,
-            note=note if abs(flops[1] / flops[0] - 1) > NEAR else None,
+            note=note if abs(its / mine - 1) > NEAR else None,
         )
 
-    @property
-    def _meets_tome(self) -> bool:
-        """Whether ToMe runs at the FLOPs of some row."""
-        return any(row.rival == TOME and row.at for row in self.rows)
+    def _batches(self, name: str) -> list[Batch]:
+        return [batch for _, batch in sorted(self._found[name].items())]
 
-    def _right(self, batches: Batches) -> list[bool] | None:
+    def _answers(self, name: str) -> list[int]:
+        return [answer for batch in self._batches(name) for answer in batch.answers]
+
+    def _right(self, name: str) -> list[bool] | None:
         """Whether each answer is its image's label; None without labels."""
-        labels, numbers = self.labels, self.numbers
+        labels, numbers = self.images.labels, self.numbers
         if labels is None or numbers is None:
             return None
-        return [
-            answer == numbers[label]
-            for answer, label in zip(_answers(batches), labels, strict=True)
-        ]
+        pairs = zip(self._answers(name), labels, strict=True)
+        return [answer == numbers[label] for answer, label in pairs]
+
+    def _flops(self, name: str) -> float:
+        """GFLOPs of a row that was measured."""
+        return self.results.row(name).values["flops"].mean or 0.0
 
     def _time(self) -> None:
         """Speed and memory, on the main process while the others wait."""
@@ -296,7 +314,7 @@ class Classification:
             "methods": {name: method.describe() for name, method in self._methods.items()},
         }
         with self.stage("speed and memory") as on_progress:
-            timings = measure(
+            timings = speed_of(
                 self.head,
                 self._methods,
                 self.images,
@@ -308,7 +326,11 @@ class Classification:
             )
         for name, found in timings.items():
             values = self.results.row(name).values
-            values["throughput"] = throughput(found)
+            low, median, high = quartiles([1 / timing.seconds for timing in found])
+            said = "median, quartiles"
+            values["throughput"] = Value(
+                mean=median, low=low, high=high, n=len(found), statistic=said
+            )
             values.update({key: value for key, value in summary(found).items() if key == "memory"})
         self._save()
 
@@ -317,30 +339,25 @@ class Classification:
         """The sanity gates: rows leave the model as it was, and merging that is switched off
         changes nothing.
         """
-        inputs, model = (
-            inputs_of(self.head, self.images, self.images.batches(self.size)[0]),
-            self.head.encoder.model,
-        )
+        encoder = self.head.encoder
+        inputs = inputs_of(encoder, self.images, self.images.batches(self.size)[0])
         plain = self.head.logits(inputs)
+
+        def gate(name: str, got: torch.Tensor) -> Gate:
+            largest = (got - plain).abs().max().item()
+            return Gate(name, "logits equal to the bit", f"{largest:g} apart", largest == 0)
+
         gates = []
         for name, method in self._methods.items():
-            with method.counted(model) as handle:
+            with method.counted(encoder.model) as handle:
                 handle.active = not isinstance(method, Merged)
-                merged = self.head.logits(inputs)
-            if isinstance(method, Merged) or name == BASELINE:
-                gates.append(
-                    _equal(
-                        f"{name}, {'counted' if name == BASELINE else 'switched off'}",
-                        merged,
-                        plain,
-                    )
-                )
-        gates.append(_equal("the model after all rows", self.head.logits(inputs), plain))
-        self.results.gates = gates
+                logits = self.head.logits(inputs)
+            if name == BASELINE:
+                gates.append(gate(f"{name}, counted", logits))
+            elif isinstance(method, Merged):
+                gates.append(gate(f"{name}, switched off", logits))
+        self.results.gates = [*gates, gate("the model after all rows", self.head.logits(inputs))]
         self._save()
-
-    def _measured(self) -> list[Line]:
-        return [row for row in self.results.rows if row.values.get("flops")]
 
     def _save(self) -> None:
         if self.process.is_main:
@@ -354,19 +371,3 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """
     images = {key: value for key, value in manifest["images"].items() if key != "sha256"}
     return {**{key: manifest[key] for key in ("model", "answers", "batch")}, "images": images}
-
-
-def _answers(batches: Batches) -> list[int]:
-    return [answer for _, batch in sorted(batches.items()) for answer in batch.answers]
-
-
-def _flops(row: Line) -> float:
-    """GFLOPs of a row that was measured."""
-    found = row.values["flops"].mean
-    assert found is not None
-    return found
-
-
-def _equal(name: str, got: torch.Tensor, wanted: torch.Tensor) -> Gate:
-    largest = (got - wanted).abs().max().item()
-    return Gate(name, "logits equal to the bit", f"{largest:g} apart", largest == 0)

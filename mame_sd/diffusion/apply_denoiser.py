@@ -94,9 +94,8 @@ def apply_mame(
     Args:
         target: a diffusers pipeline (its UNet or transformer is taken, or each of them where it has
             several; a ControlNet has a call of its own), a model, or a single Attention module.
-        config: the settings, or a file of them; None is the measured default. Where they give no
-            tau, keep or layers, settings beside the model's weights hold: `handle.config` says
-            what.
+        config: as `mame_sd.apply_mame` takes it. Where it gives no tau, keep or layers, settings
+            beside the model's weights hold: `handle.config` says what.
         kernel: computes attention over the merged keys instead of the model's own, as
             `mame_sd.attention` takes it: (q, k, v) as [B, H, N, D]. It needs `keep`.
         fields: fields of MaMeConfig, over those of `config`.
@@ -125,10 +124,12 @@ def build_handle(
     """A handle for `target` whose hooks are not installed yet, and merge then if `active`; raises
     as `apply_mame` does.
     """
-    own = None if kernel is None else own_kernel(kernel)
     root = denoiser_of(target)
+    tops = {"", *(root if isinstance(root, nn.ModuleDict) else ())}  # paths of the denoisers
+    own = None if kernel is None else own_kernel(kernel)
     shared = Shared(ResolvedConfig(config, active), own)
     hooks: list[Placed] = []
+    merging = 0
     steps: dict[str, StepHook] = {}  # by path of the denoiser
     # What tells how tokens lie, by path, and whose they are.
     images: dict[str, tuple[SizeHook, Family | None]] = {}
@@ -140,7 +141,7 @@ def build_handle(
         if denoiser is None and takes_timestep(module):
             steps[path] = StepHook(module, shared)
             hooks.append((module, steps[path]))
-        if family is None and kind in EXCLUDED and _is_denoiser(root, path):
+        if family is None and kind in EXCLUDED and path in tops:
             raise ValueError(f"{known_as(kind)} does not merge: {EXCLUDED[kind]}")
         if family is not None or kind in IMAGE_MODULES:
             reader = EagerSizeHook if family is not None and family.eager else SizeHook
@@ -154,28 +155,19 @@ def build_handle(
         layer = _layer_of(path, module, image, family)
         if layer is not None:
             stats = LayerStats(path or kind, device_of(module))
-            number = sum(isinstance(hook, MergeHook) for _, hook in hooks)
             known = None if image is None else image.tokens
-            hooks.append((module, MergeHook(shared, stats, layer, known, number)))
+            hooks.append((module, MergeHook(shared, stats, layer, known, merging)))
+            merging += 1
             if denoiser is not None:
                 steps[denoiser].layers.append(stats)
-    if not any(isinstance(hook, MergeHook) for _, hook in hooks):
+    if not merging:
         raise ValueError(_nothing_found(root))
     return MaMeHandle(root, shared, hooks, None if target is root else target)
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:
-    """Takes all merging off `target`; results are bit-equal to before it was applied.
-
-    Does nothing if there is none.
-
-    Args:
-        target: what `apply_mame` takes.
-        processors: also replace each MaMeAttnProcessor by its inner, or diffusers' default,
-            processor.
-
-    Raises:
-        RuntimeError: another thread makes an image with the model.
+    """See `mame_sd.remove_mame`; raises RuntimeError where another thread makes an image with the
+    model.
     """
     root = denoiser_of(target)
     with CHANGES:
@@ -197,12 +189,7 @@ def mame(
     kernel: Kernel | None = None,
     **fields: Any,
 ) -> Iterator[MaMeHandle]:
-    """Merging for a `with` block.
-
-    Afterwards, raised or not, what was applied before is in force again.
-
-    Takes the arguments of `apply_mame` and gives its handle.
-    """
+    """See `mame_sd.mame`."""
     with hooks_restored(target):
         yield apply_mame(target, config, kernel, **fields)
 
@@ -282,7 +269,9 @@ def _layer_of(
         if not family.owns(path, module):
             return None
     elif (
-        not isinstance(module, Attention) or fixed_reason(module) is not None or not _in_space(path)
+        not isinstance(module, Attention)
+        or fixed_reason(module) is not None
+        or not _TEMPORAL.isdisjoint(path.split("."))
     ):
         return None
     elif image is None and type(module.processor).__name__ not in PLAIN_PROCESSORS:
@@ -303,28 +292,14 @@ def _nearest(path: str, outer: Iterable[str]) -> str | None:
     return max(around, key=len, default=None)
 
 
-def _is_denoiser(root: nn.Module, path: str) -> bool:
-    """Whether the module at `path` is the model itself, or one of a pipeline's denoisers."""
-    return not path or (isinstance(root, nn.ModuleDict) and "." not in path)
-
-
-def _in_space(path: str) -> bool:
-    """Whether the tokens of a module are one image's, not one pixel's over frames."""
-    return _TEMPORAL.isdisjoint(path.split("."))
-
-
 def _nothing_found(root: nn.Module) -> str:
     """The error for a model in which nothing can merge: what it is, what attention it has, what to
     do.
     """
-    kinds = Counter(
-        type(m).__name__ for m in root.modules() if type(m).__name__.endswith("Attention")
-    )
-    found = (
-        ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        or "no attention modules"
-    )
-    kind = type(root).__name__
+    names = (type(module).__name__ for module in root.modules())
+    counts = Counter(name for name in names if name.endswith("Attention"))
+    attention = (f"{count} {name}" for name, count in sorted(counts.items()))
+    found, kind = ", ".join(attention) or "no attention modules", type(root).__name__
     return (
         f"{known_as(kind)} is not supported yet: no attention over an image's tokens is known in"
         f" {kind}, which has {found}. Describe where they are with mame_sd.families.register_family"

@@ -88,23 +88,13 @@ class Measured:
 
 @dataclass
 class Measurement:
-    """Seconds of the denoiser's calls without merging, and what was measured in each layer."""
+    """What was measured on so many images: seconds of the denoiser's calls without merging, and
+    each layer.
+    """
 
+    images: int = 0
     forward: list[float] = field(default_factory=list)
     layers: dict[str, Measured] = field(default_factory=dict)
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Take in what was measured on further calls, as `dataclasses.asdict` gave it, also after
-        it was JSON.
-        """
-        self.forward += row["forward"]
-        for name, found in row["layers"].items():
-            mine = self.layers.setdefault(name, Measured())
-            for of in ("unmerged", "effect", "own"):
-                getattr(mine, of).extend(found[of])
-            for of in ("seconds", "errors"):
-                for kept, more in zip(getattr(mine, of), found[of], strict=True):
-                    kept.extend(more)
 
 
 @dataclass(frozen=True)
@@ -206,14 +196,16 @@ class Calibration:
 def measure(
     handle: Merging,
     calls: Sequence[Call],
+    found: Measurement,
     tried: Callable[[int, int, int], bool] = lambda call, layer, layers: True,
-) -> Measurement:
-    """Replay `calls` of the handle's denoiser; gives what each form changes and costs in each
-    layer.
+) -> None:
+    """Replay `calls` of the handle's denoiser, and add to `found` what each form changes and costs
+    in each layer.
 
     Args:
         handle: of `apply_mame`; its settings decide on what forms leave open.
         calls: of the denoiser without merging, see `recorded`.
+        found: takes what is measured.
         tried: says in which call which of how many layers merges alone, which costs a forward.
 
     Raises:
@@ -221,7 +213,6 @@ def measure(
     """
     clock = clock_of(device_of(handle.root))
     base = handle.config.replace(layers=None)
-    found = Measurement()
     forms = [base.replace(**form) for form in FORMS]
 
     def every_form(hook: MergeHook, call: LayerCall) -> Any:
@@ -263,7 +254,6 @@ def measure(
             "calibrate: expected a layer that could merge, found none; lower min_tokens, or make"
             " larger images"
         )
-    return found
 
 
 @contextmanager
@@ -293,9 +283,9 @@ def _merged(hook: MergeHook, call: LayerCall, form: MaMeConfig, stats: LayerStat
 
 
 def measure_image(
-    handle: Merging, run: Callable[[], object], number: int = 0, images: int = 1
-) -> Measurement:
-    """`measure` on some calls of image `number` of so many, which `run` makes.
+    handle: Merging, run: Callable[[], object], found: Measurement, images: int = 1
+) -> None:
+    """`measure` on some calls of the next of so many images, which `run` makes.
 
     Each layer merges alone in as many of these calls as `FORWARDS` allows. At least these are the
     late and the middle one of one image: they tell nearly as much as all three do.
@@ -304,13 +294,15 @@ def measure_image(
         run()
     calls = some(every)
     left = FORWARDS - images * (len(every) + 2 * len(calls) + 1)  # 1: the warm-up
+    number = found.images
 
     def tried(call: int, layer: int, layers: int) -> bool:
         each = min(max(left // layers, 2), images * len(calls))
         before = (number - layer) % images * len(calls)  # of other images, which come first
         return before + len(calls) - 1 - call < each
 
-    return measure(handle, calls, tried)
+    measure(handle, calls, found, tried)
+    found.images += 1
 
 
 def measure_images(
@@ -323,6 +315,8 @@ def measure_images(
     """Measure on an image of each of `runs`, and reckon what each layer may do.
 
     Args:
+        handle: of `apply_mame`.
+        runs: each makes an image.
         about: how the images are made and with which weights, as JSON values; nothing else tells
             two trainings of one architecture apart.
         kept_in: a file of what was measured, so that a stopped call goes on with the next image.
@@ -336,32 +330,31 @@ def measure_images(
         **about,
     }
     mark = json.loads(json.dumps([said, handle.described, handle.config.to_dict(), FORMS]))
-    rows = _rows(kept_in, mark)
-    for number, run in enumerate(runs):
-        on_image(number, len(runs))
-        if number == len(rows):
-            rows.append(asdict(measure_image(handle, run, number, len(runs))))
-            if kept_in is not None:
-                part = Path(f"{os.fspath(kept_in)}.part")
-                part.write_text(json.dumps({"about": mark, "rows": rows}), encoding="utf-8")
-                part.replace(kept_in)
+    found = _kept(kept_in, mark)
+    for run in runs[found.images :]:
+        on_image(found.images, len(runs))
+        measure_image(handle, run, found, len(runs))
+        if kept_in is not None:
+            part = Path(f"{os.fspath(kept_in)}.part")
+            part.write_text(json.dumps({"about": mark, **asdict(found)}), encoding="utf-8")
+            part.replace(kept_in)
     on_image(len(runs), len(runs))
-    found = Measurement()
-    for row in rows[: len(runs)]:
-        found.add(row)
     base = handle.config.replace(layers=None, made_for=None)
     forward = median(found.forward)
     said = {"forward_s": round(forward, 4), **said}
     return Calibration(base, handle.described, forward, options(found), said)
 
 
-def _rows(file: str | PathLike[str] | None, mark: Any) -> list[Any]:
-    """What an earlier call with the same mark measured, an entry for each image."""
+def _kept(file: str | PathLike[str] | None, mark: Any) -> Measurement:
+    """What an earlier call with the same mark measured."""
     try:
-        found = json.loads(Path(file).read_bytes()) if file is not None else {}
-        return list(found["rows"]) if found["about"] == mark else []
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
+        kept = json.loads(Path(file).read_bytes()) if file is not None else {}
+        if kept.pop("about") != mark:
+            return Measurement()
+        layers = {name: Measured(**row) for name, row in kept.pop("layers").items()}
+        return Measurement(**kept, layers=layers)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return Measurement()
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -385,13 +378,6 @@ def check_speed(speed: Any) -> None:
     """Raises ValueError for what is no number above 1."""
     if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 1 < speed < np.inf:
         raise ValueError(f"speed: expected a number above 1, got {speed!r}")
-
-
-def plain_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` that JSON holds as they are."""
-    return {
-        name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))
-    }
 
 
 @contextmanager

@@ -14,12 +14,7 @@ from torch import nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import Groups
 from mame_sd.core.paper import Plan
-from mame_sd.diffusion.calibration import (
-    Calibration,
-    check_speed,
-    measure_images,
-    plain_values,
-)
+from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.families.refused import known_as
@@ -44,10 +39,11 @@ NONE_HERE = (
 class MaMeHandle:
     """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`.
 
-    It holds the model, and its pipeline weakly.
+    It holds the model, which lives as long as the handle does, and its pipeline weakly.
 
     Attributes:
         root: the model, or an nn.ModuleDict of a pipeline's denoisers.
+        layers: the modules that may merge, each with its hook.
     """
 
     def __init__(
@@ -55,14 +51,13 @@ class MaMeHandle:
     ) -> None:
         self.root, self._pipe = root, _weakly(pipe)
         self._shared, self._hooks = shared, hooks
-        self._layers = [hook for _, hook in hooks if isinstance(hook, MergeHook)]
+        self.layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
+        self._names = [hook.stats.name for _, hook in self.layers]
         merging = {module for module, _ in hooks}
         self._merging = {  # in each of the pipeline's denoisers
             name: merging & set(model.modules()) for name, model in denoisers_of(pipe).items()
         }
-        asked, active = shared.setting.asked, shared.setting.active
-        shared.setting = self._setting(asked, active)  # now that the layers have names
-        self._check(shared.setting.config)
+        shared.setting = self._setting(shared.setting.asked, shared.setting.active)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, which goes with a pipeline's copy, belongs to no pipeline that it knows."""
@@ -137,15 +132,9 @@ class MaMeHandle:
             setting = self._shared.setting
             asked = make_config(setting.asked if config is None else config, fields)
             new = self._setting(asked, setting.active)
-            self._check(new.config)
             if setting.active:
                 check_idle(self.root, "set")
             self._shared.setting = new
-            try:
-                self.install()
-            except RuntimeError:
-                self._shared.setting = setting
-                raise
 
     @contextmanager
     def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
@@ -166,7 +155,6 @@ class MaMeHandle:
         self._check_installed()
         asked = make_config(self._shared.now.asked if config is None else config, fields)
         new = self._setting(asked, True)
-        self._check(new.config)
         own = self._shared.own
         entered: list[ResolvedConfig] = own.mine.__dict__.setdefault("entered", [])
         entered.append(new)
@@ -224,7 +212,8 @@ class MaMeHandle:
             )
             for number, prompt in enumerate(prompts)
         ]
-        about = {"prompts": len(prompts), "seed": seed, **plain_values(call)}
+        plain = {n: value for n, value in call.items() if isinstance(value, (int, float, str))}
+        about = {"prompts": len(prompts), "seed": seed, **plain}
         with self.using():
             calibration = measure_images(self, runs, about)
         self.set(calibration.config(speed))
@@ -237,15 +226,14 @@ class MaMeHandle:
             NothingMergedError: a forward has run and no layer could merge, or the pipeline has
                 another denoiser now.
         """
-        replaced = self._replaced()
-        if replaced:
+        if replaced := self._replaced():
             raise NothingMergedError(replaced)
         if self.applied:
             there = set(self.root.modules())
             for module, hook in self.layers:
                 if module not in there:
                     hook.stats.last_reason = GONE
-        return make_report(hook.stats for hook in self._layers)
+        return make_report(hook.stats for _, hook in self.layers)
 
     def others(self, pipe: Any) -> Iterator[tuple[nn.Module, str]]:
         """Denoisers of a pipeline that came after `apply_mame`, and what to say of each; a wrapper
@@ -281,7 +269,7 @@ class MaMeHandle:
         """Keeps the latest plan of every layer for `plans` (memory: one plan a layer; not under
         torch.compile).
         """
-        for hook in self._layers:
+        for _, hook in self.layers:
             hook.stats.capture = on
             hook.stats.plan = hook.stats.plan if on else None
 
@@ -289,7 +277,7 @@ class MaMeHandle:
         """The latest plan of every layer that merged since `capture`, or was left whole by it, by
         layer name; sizes stand in `report`.
         """
-        found = (hook.stats for hook in self._layers)
+        found = (hook.stats for _, hook in self.layers)
         return {stats.name: stats.plan for stats in found if stats.plan is not None}
 
     def remove(self) -> None:
@@ -298,9 +286,7 @@ class MaMeHandle:
         Raises RuntimeError where another thread makes an image with the model.
         """
         with CHANGES:
-            ours = [
-                (module, hook) for module, hook in self._hooks if hook_on(module, hook.name) is hook
-            ]
+            ours = [(m, hook) for m, hook in self._hooks if hook_on(m, hook.name) is hook]
             if ours:
                 check_idle(self.root, "remove")
             for module, hook in ours:
@@ -320,31 +306,26 @@ class MaMeHandle:
                 check_idle(self.root, "install")
             for module, hook in changes:
                 put_hook(module, hook)
-            if self.pipe is not None:
-                watch_pipeline(self.pipe, self)
+            watch_pipeline(self.pipe, self)
 
     def _setting(self, asked: MaMeConfig, active: bool) -> ResolvedConfig:
-        return ResolvedConfig(resolved(self.root, asked), active, asked, self._names)
-
-    @property
-    def layers(self) -> list[tuple[nn.Module, MergeHook]]:
-        """The modules that may merge, each with its hook."""
-        return [(module, hook) for module, hook in self._hooks if isinstance(hook, MergeHook)]
-
-    @property
-    def _names(self) -> list[str]:
-        """Of the layers that `layers` may name."""
-        return [hook.stats.name for hook in self._layers]
+        """Raises ValueError as `_check`."""
+        config = resolved(self.root, asked)
+        self._check(config)
+        return ResolvedConfig(config, active, asked, self._names)
 
     def _check_installed(self) -> None:
+        """Raise RuntimeError where settings would have no effect; else the pipeline is checked from
+        now on, also where another block's hooks, which are gone, took its check away.
+        """
         if not self.installed:
             raise RuntimeError(
                 "expected merging to be applied, but it was removed or replaced: call apply_mame"
                 " again"
             )
-        replaced = self._replaced()
-        if replaced:
+        if replaced := self._replaced():
             raise RuntimeError(replaced)
+        watch_pipeline(self.pipe, self)
 
     def _check(self, config: MaMeConfig) -> None:
         """Raises ValueError where `config` asks for layers or a part of blocks that the model
@@ -374,7 +355,7 @@ class MaMeHandle:
                 f" got {unknown[0]!r}, which is none of them; handle.report() names them all"
             )
         if config.references is not None:
-            families = [getattr(hook.layer, "family", None) for hook in self._layers]
+            families = [getattr(hook.layer, "family", None) for _, hook in self.layers]
             if not any(family is not None and family.references for family in families):
                 raise ValueError(NONE_HERE.format(known_as(self._kind)))
 

@@ -32,9 +32,11 @@ class PipelineCheck:
         merges.
         """
         handle = self.handle
-        # A shallow copy of the pipeline holds this very object: the caller tells which one it is.
-        caller = sys._getframe(1).f_locals.get("self")
-        pipe = caller if check_of(caller) is self else handle.pipe
+        # A shallow copy of the pipeline holds this very object: the caller's names tell which one
+        # it is, `self` in a pipeline's own call.
+        names = sys._getframe(1).f_locals
+        callers = (names.get("self"), *names.values())
+        pipe = next((one for one in callers if check_of(one) is self), handle.pipe)
         if not handle.applied:
             forget_pipeline(pipe)
         elif handle.active:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
-from mame_sd.perception.counts import BlockCounts, width_of
+from mame_sd.perception.counts import BlockCounts, weights_of, width_of
 from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.plans import GroupPlan, plan_block
 from mame_sd.perception.shared import Forward, ForwardState
@@ -95,7 +95,7 @@ class MergedBlock:
         run: Any = partial(self._run, **call)
         checkpoints = getattr(block, "gradient_checkpointing", False) and block.training
         if checkpoints and type(block).__call__ is nn.Module.__call__:
-            run = partial(block._gradient_checkpointing_func, run)  # 5.0 does around this call
+            run = partial(block._gradient_checkpointing_func, run)  # before 5.23: around this call
         grid = None if now.again else now.grid
         now.counting = True
         # sizes and the rest as arguments, which checkpoints keep
@@ -179,11 +179,15 @@ class MergedBlock:
         elif self.first:
             known = self.encoder.grid and grid is not None and math.prod(grid) == tokens - prefix
             size, note = (grid, "") if known else (None, UNKNOWN)
-        feature = self._feature(x, normed, self._compared(config))
+        kind = self._compared(config)
+        again = kind != "x" and self.number not in now.keys  # keys that attention gave to no hook
+        feature = self._feature(x, normed, kind)
         plan = plan_block(feature, config, size, prefix)
         if now.counting:
             self.shared.keep(self.number, plan)
             cost = self._cost(plan, x.shape[2], feature.shape[2], sizes is not None)
+            if again:
+                cost += tokens * weights_of(self._module(self.encoder.keys or ""))
             counts.add(tokens, plan.tokens_kept, cost, note)
         if sizes is not None:
             return weighted(plan, x, sizes)

@@ -74,8 +74,9 @@ class Encoder:
     def misfit(self, block: nn.Module) -> str | None:
         """Say what keeps `block` from being the one described; None where it is."""
         modules = dict(block.named_modules())
-        parts = (*self.attention, *self.mlp)
-        missing = [part for part in parts if part not in modules]
+        parts = [*self.attention, *self.mlp]
+        read = parts if self.keys is None else [*parts, self.keys]
+        missing = [part for part in read if part not in modules]
         if missing:
             return f"it has no {', '.join(missing)}"
         known = {part.partition(".")[0] for part in parts}
@@ -221,6 +222,10 @@ def takes_mean(target: nn.Module) -> bool:
     return any(not MEANS.isdisjoint(_classes(module)) for module in target.modules())
 
 
+# Where DINOv2 before 5.18, ViT before 5.9, VideoMAE and DPT project to keys.
+_OLDER_KEYS = "attention.attention.key"
+
+
 def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
     """Compute attention with a mask in the older layout of transformers: query, key and value in
     `attention`, dense in `output`.
@@ -232,10 +237,11 @@ def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
     """
     inner, output = attention.attention, attention.output
     heads = (inner.num_attention_heads, -1)
-    q, k, v = (
-        part(x).unflatten(-1, heads).transpose(1, 2)
-        for part in (inner.query, inner.key, inner.value)
-    )
+    parts = [inner.query(x), inner.key(x), inner.value(x)]
+    for place, name in ((0, "q_bias"), (2, "v_bias")):  # of VideoMAE before 5.5, beside the layers
+        bias = getattr(inner, name, None)
+        parts[place] = parts[place] if bias is None else parts[place] + bias
+    q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in parts)
     dropout = float(getattr(inner, "dropout_prob", 0.0)) if inner.training else 0.0
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     done: Tensor = output.dropout(output.dense(y.transpose(1, 2).flatten(2)))
@@ -250,46 +256,28 @@ def _prefix(model: Any) -> int:
     return int(model.num_prefix_tokens)
 
 
-def _vit(kind: str, prefix: int, grid: bool = True) -> None:
-    """Register models of transformers that are laid out as its ViT."""
-    first, second = "layernorm_before", "layernorm_after"
-    after = ("intermediate", "output.dense", "output.dropout")
-    for attention, mlp, keys in (
-        ((first, "attention"), (second, *after), "attention.attention.key"),  # transformers 5.0
-        ((first, "attention", "dropout"), (second, "mlp", "dropout"), "attention.k_proj"),
-    ):
-        named = kind, (f"{kind}Model",), f"{kind}Layer", attention, mlp, prefix, keys
-        register_encoder(Encoder(*named, grid=grid, adds_mask=True))
-
-
-def _older(kind: str, model: str, prefix: int, dense: bool = False) -> None:
-    """Register models in the layout that ViT had: an intermediate layer, and an output that adds
-    its input itself.
+def _vit(kind: str, prefix: int, grid: bool = True, model: str = "", dense: bool = False) -> None:
+    """Register models of transformers that are laid out as its ViT, and as it was before 5.9: an
+    intermediate layer, and an output that adds its input itself.
     """
-    register_encoder(
-        Encoder(
-            kind,
-            (model,),
-            f"{kind}Layer",
-            attention=("layernorm_before", "attention"),
-            mlp=("layernorm_after", "intermediate", "output.dense", "output.dropout"),
-            num_prefix_tokens=prefix,
-            keys="attention.attention.key",
-            adds_mask=True,
-            attend=masked,
-            dense=dense,
-        )
-    )
+    first, second = ("layernorm_before", "attention"), ("layernorm_after",)
+    older = first, (*second, "intermediate", "output.dense", "output.dropout")
+    newer = (*first, "dropout"), (*second, "mlp", "dropout")
+    named = kind, (model or f"{kind}Model",), f"{kind}Layer"
+    more: dict[str, Any] = {"adds_mask": True, "grid": grid, "dense": dense}
+    register_encoder(Encoder(*named, *older, prefix, _OLDER_KEYS, attend=masked, **more))
+    register_encoder(Encoder(*named, *newer, prefix, "attention.k_proj", **more))
 
 
 def _dino(kind: str, prefix: int | Callable[[Any], int]) -> None:
     """Register DINOv2, which has a scale at the end of each branch."""
     attention = ("norm1", "attention", "layer_scale1", "drop_path")
     mlp = ("norm2", "mlp", "layer_scale2", "drop_path")
-    block: dict[str, Any] = {"block": f"{kind}Layer", "attention": attention, "mlp": mlp}
-    block |= {"num_prefix_tokens": prefix, "keys": "attention.k_proj", "adds_mask": True}
-    register_encoder(Encoder(kind, (f"{kind}Model",), **block))
-    register_encoder(Encoder(kind, (f"{kind}Backbone",), dense=True, **block))
+    for name, dense in ((f"{kind}Model", False), (f"{kind}Backbone", True)):
+        named = kind, (name,), f"{kind}Layer", attention, mlp, prefix
+        more: dict[str, Any] = {"adds_mask": True, "dense": dense}
+        register_encoder(Encoder(*named, _OLDER_KEYS, attend=masked, **more))
+        register_encoder(Encoder(*named, "attention.k_proj", **more))
 
 
 def _clip(kind: str, prefix: int) -> None:
@@ -304,8 +292,8 @@ _vit("ViT", prefix=1)
 _vit("DeiT", prefix=2)
 _vit("ViTMAE", prefix=1, grid=False)  # shuffled
 _vit("Vivit", prefix=1)
-_older("VideoMAE", "VideoMAEModel", prefix=0)
-_older("DPTViT", "DPTModel", prefix=1, dense=True)
+_vit("VideoMAE", prefix=0)
+_vit("DPTViT", prefix=1, model="DPTModel", dense=True)
 _dino("Dinov2", prefix=1)
 _dino("Dinov2WithRegisters", prefix=_registers)
 _clip("CLIP", prefix=1)

@@ -112,8 +112,9 @@ class ForwardState:
         now.sized = self.prop_attn is not False and not reason
         if now.again and (self.dense or now.dense):
             raise ValueError(
-                "expected no checkpointing around blocks (timm, transformers 5.0) of a model whose"
-                " features are read at every place, got it; switch it off, or call remove_mame"
+                "expected no checkpointing around blocks (timm, transformers before 5.23) of a"
+                " model whose features are read at every place, got it; switch it off, or call"
+                " remove_mame"
             )
         now.sizes, now.plans, now.keys, now.whole = None, {}, {}, None
         if self.capture and not torch.compiler.is_compiling():
@@ -185,16 +186,16 @@ def no_sizes(model: Any) -> str:
         )
     if model.training and checkpoints_around(model):
         return (
-            "prop_attn: expected no checkpointing around blocks (timm, transformers 5.0), which"
-            " computes them again without the sizes of their tokens, got it; switch one of both off"
-            " (prop_attn=False)"
+            "prop_attn: expected no checkpointing around blocks (timm, transformers before 5.23),"
+            " which computes them again without the sizes of their tokens, got it; switch one of"
+            " both off (prop_attn=False)"
         )
     return ""
 
 
 def checkpoints_around(model: Any) -> bool:
     """Tell whether gradient checkpointing stands around whole blocks, not inside their calls."""
-    return getattr(model, "grad_checkpointing", False) or any(  # timm; transformers 5.0
+    return getattr(model, "grad_checkpointing", False) or any(  # timm; transformers < 5.23
         getattr(block, "gradient_checkpointing", False)
         and type(block).__call__ is not nn.Module.__call__
         for block in model.modules()

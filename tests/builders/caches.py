@@ -8,7 +8,8 @@ So the second image would begin with the first one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ _GUIDED = (
     "encoder_attention_mask",
     "pooled_projections",
 )
-_APPLY: dict[type, Callable[[nn.Module, Any], None]] = {
+_APPLY: dict[Any, Callable[[nn.Module, Any], None]] = {
     hooks.PyramidAttentionBroadcastConfig: hooks.apply_pyramid_attention_broadcast,
     hooks.FasterCacheConfig: hooks.apply_faster_cache,
     hooks.FirstBlockCacheConfig: hooks.apply_first_block_cache,
@@ -62,17 +63,17 @@ class Timestep:
         )  # Flux and its like count from 1 to 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Cache:
     """One cache.
 
     Args:
-        name: as its authors call it.
-        config: makes diffusers' settings of a call that gives the timestep.
+        name: as its authors call it; diffusers' class of its settings begins with it.
+        settings: that class takes these, and where it asks for one a call that gives the timestep.
     """
 
     name: str
-    config: Callable[[Timestep], Any]
+    settings: dict[str, Any]
     _on: list[tuple[nn.Module, Timestep]] = field(default_factory=list, repr=False)
 
     def enable(self, target: Any) -> None:
@@ -84,12 +85,16 @@ class Cache:
         denoiser = denoiser_of(target)
         timestep = Timestep(denoiser)
         self._on.append((denoiser, timestep))
-        config = self.config(timestep)
+        kind = getattr(hooks, f"{self.name}Config", None) or getattr(
+            hooks, f"{self.name}CacheConfig"
+        )
+        timed = "current_timestep_callback" in inspect.signature(kind).parameters
+        config = kind(**self.settings, **({"current_timestep_callback": timestep} if timed else {}))
         if isinstance(denoiser, CacheMixin):
             denoiser.enable_cache(config)
             return
         registry = HookRegistry.check_if_exists_or_initialize(denoiser)
-        _APPLY[type(config)](denoiser, config)
+        _APPLY[kind](denoiser, config)
         if hasattr(registry, "invalidate_child_registries_cache"):  # of newer diffusers
             registry.invalidate_child_registries_cache()
 
@@ -125,9 +130,6 @@ class DeepCache:
         pipe.deep_cache.disable()
 
 
-AnyCache = Cache | DeepCache
-
-
 @contextmanager
 def one_run(target: Any) -> Iterator[None]:
     """The block is one run of all steps: caches start empty."""
@@ -137,80 +139,53 @@ def one_run(target: Any) -> Iterator[None]:
         yield
 
 
-def pyramid() -> Cache:
-    """PyramidAttentionBroadcast of self-attention (arXiv 2408.12588): within the timesteps all but
-    every other call are skipped.
-    """
-    return Cache(
-        "PyramidAttentionBroadcast",
-        lambda now: hooks.PyramidAttentionBroadcastConfig(
-            spatial_attention_block_skip_range=2,
-            spatial_attention_timestep_skip_range=(100, 800),
-            current_timestep_callback=now,
-        ),
-    )
+# PyramidAttentionBroadcast of self-attention (arXiv 2408.12588): within the timesteps all but every
+# other call are skipped.
+PYRAMID = Cache(
+    "PyramidAttentionBroadcast",
+    {
+        "spatial_attention_block_skip_range": 2,
+        "spatial_attention_timestep_skip_range": (100, 800),
+    },
+)
 
 
 def faster(distilled: bool = False) -> Cache:
     """FasterCache (arXiv 2410.19355) of self-attention and, unless `distilled`, of the unguided
     half of each batch.
     """
-    return Cache(
-        "FasterCache",
-        lambda now: hooks.FasterCacheConfig(
-            attention_weight_callback=lambda module: 0.3,
-            tensor_format="BCHW",
-            is_guidance_distilled=distilled,
-            current_timestep_callback=now,
-            _unconditional_conditional_input_kwargs_identifiers=list(_GUIDED),
-        ),
-    )
+    settings = {
+        "attention_weight_callback": lambda module: 0.3,
+        "tensor_format": "BCHW",
+        "is_guidance_distilled": distilled,
+        "_unconditional_conditional_input_kwargs_identifiers": list(_GUIDED),
+    }
+    return Cache("FasterCache", settings)
 
 
-def first_block(threshold: float) -> Cache:
-    """FirstBlockCache: all blocks but the first are skipped where its residual has changed by less
-    than `threshold`.
-    """
-    return Cache("FirstBlockCache", lambda now: hooks.FirstBlockCacheConfig(threshold=threshold))
+# All blocks but the first are skipped where its residual has changed by less than the threshold.
+FIRST = Cache("FirstBlockCache", {"threshold": 10.0})
 
 
 def magnitude(steps: int) -> Cache:
     """MagCache (github.com/Zehong-Ma/MagCache): all blocks are skipped every other step, after the
     first quarter of `steps`.
     """
-    return Cache(
-        "MagCache",
-        lambda now: hooks.MagCacheConfig(
-            max_skip_steps=1,
-            retention_ratio=0.25,
-            num_inference_steps=steps,
-            mag_ratios=[1.0] * steps,
-        ),
-    )
+    ratios = {"num_inference_steps": steps, "mag_ratios": [1.0] * steps}
+    return Cache("MagCache", {"max_skip_steps": 1, "retention_ratio": 0.25, **ratios})
 
 
-def taylorseer(layers: Sequence[str]) -> Cache:
+def taylorseer(layers: str) -> Cache:
     """TaylorSeer (arXiv 2503.06923): attention of these layers is extrapolated from its last two
     outputs, every other step after the second.
     """
-    return Cache(
-        "TaylorSeer",
-        lambda now: hooks.TaylorSeerCacheConfig(
-            cache_interval=2,
-            disable_cache_before_step=2,
-            taylor_factors_dtype=torch.float32,
-            cache_identifiers=list(layers),
-        ),
-    )
+    every = {"cache_interval": 2, "disable_cache_before_step": 2}
+    own = {"taylor_factors_dtype": torch.float32, "cache_identifiers": [layers]}
+    return Cache("TaylorSeer", {**every, **own})
 
 
-def sea(threshold: float) -> Cache:
-    """SeaCache (arXiv 2602.18993): all blocks are skipped while the change of their input's
-    spectrum stays below `threshold`. The run tells each step's place to `cache_context`.
-    """
-    return Cache("SeaCache", lambda now: hooks.SeaCacheConfig(threshold=threshold))
-
-
-def text_keys() -> Cache:
-    """TextKVCache: keys and values of the text are computed once for all steps."""
-    return Cache("TextKVCache", lambda now: hooks.TextKVCacheConfig())
+# SeaCache (arXiv 2602.18993): all blocks are skipped while the change of their input's spectrum
+# stays below the threshold. The run tells each step's place to `cache_context`.
+SEA = Cache("SeaCache", {"threshold": 10.0})
+# Keys and values of the text are computed once for all steps.
+TEXT_KEYS = Cache("TextKVCache", {})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import transformers
 from PIL import Image
+from safetensors.torch import save_file
 
 from tests.builders.perception import ROWS, SIDE
 from tests.builders.tiny import seeded, tiny_tokenizer
@@ -32,6 +34,21 @@ def save_classifier(
     seeded(kind, seed, kind.config_class(**config)).save_pretrained(folder)
     save_processor(folder)
     return folder
+
+
+def save_timm(folder: Path) -> Any:
+    """A tiny VisionTransformer of timm, saved as its hub has models; gives it."""
+    import timm
+
+    sizes = {"img_size": SIDE, "patch_size": 4, "embed_dim": 32, "depth": 4, "num_heads": 2}
+    pixels = {"input_size": [3, SIDE, SIDE], "crop_pct": 0.9, "mean": [0.5] * 3, "std": [0.25] * 3}
+    config = {"architecture": "vit_tiny_patch16_224", "num_classes": len(CLASSES)}
+    model = seeded(timm.create_model, 0, config["architecture"], num_classes=len(CLASSES), **sizes)
+    folder.mkdir()
+    about = {**config, "model_args": sizes, "pretrained_cfg": {**pixels, **config}}
+    (folder / "config.json").write_text(json.dumps(about))
+    save_file(model.state_dict(), folder / "model.safetensors")
+    return model
 
 
 def save_text_model(folder: Path, name: str = "CLIPModel") -> Path:

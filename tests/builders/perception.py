@@ -10,10 +10,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests.builders.timm_models import NEEDS_TIMM, TIMM_MODELS
 from tests.builders.tiny import seeded
 
+# Whether transformers checkpoints around whole blocks, as timm does: before 5.23.
+AROUND = "__call__" in vars(GradientCheckpointingLayer)
 SIDE, PATCH, DEPTH, WIDTH = 24, 4, 4, 32
 PATCHES = (SIDE // PATCH) ** 2
 # of a video with half of the side: 4 tubelets of 2 frames with 9 patches, as many tokens as an

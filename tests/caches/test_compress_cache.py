@@ -40,6 +40,11 @@ class Newest:
         return view.slots.float()
 
 
+# StableLM of transformers 5.0 and 5.1 itself can't go on by several tokens.
+OLD = not hasattr(transformers.models.stablelm.modeling_stablelm, "create_causal_mask")
+GO_ON = [name for name in MODELS if name != "stablelm" or not OLD]
+
+
 def generated(model: nn.Module, ids: Tensor, **fields: Any) -> Tensor:
     """The tokens that greedy search or beams add."""
     fields = {
@@ -73,7 +78,7 @@ def test_models_generate_with_a_shorter_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "attention"), [*((name, "sdpa") for name in MODELS), ("llama", "eager")]
+    ("name", "attention"), [*((name, "sdpa") for name in GO_ON), ("llama", "eager")]
 )
 def test_a_cache_that_keeps_everything_gives_the_same(name: str, attention: str) -> None:
     model, ids = tiny(name, attention), prompt()
@@ -312,7 +317,8 @@ def _other(cls: str, config: str, **fields: Any) -> nn.Module:
         ),
         (
             lambda: _other("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", **QWEN2_VL),
-            "expected positions of one axis, got Qwen2VLForConditionalGeneration",
+            # the second by transformers before 5.18
+            "expected positions of one axis, got Qwen2VL|unknown attention Qwen2VLAttention",
         ),
         (
             lambda: _other("GptOssForCausalLM", "GptOssConfig", **GPT_OSS),

@@ -8,7 +8,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,8 @@ def test_errors_are_those_of_the_layers_own_merged_outputs(
     inputs = unet_inputs(unet)
     with counting() as clock:
         monkeypatch.setattr(cal, "clock_of", lambda device: clock)
-        found = measure(handle, [((), inputs)])
+        found = Measurement()
+        measure(handle, [((), inputs)], found)
     assert torch.equal(run_unet(unet), before), "every hook is where it was"
     names = {layer.name for layer in handle.report().layers}
     assert set(found.layers) <= names
@@ -223,10 +223,12 @@ def test_a_stopped_calibration_goes_on_and_another_one_begins_anew(tmp_path: Pat
     runs, file = [partial(run, number) for number in (0, 1)], tmp_path / "measured.json"
     with pytest.raises(KeyboardInterrupt):
         cal.measure_images(handle, runs, {"prompts": 2}, file, stop)
-    first = json.loads(file.read_text())["rows"]
+    first = json.loads(file.read_text())
     found = cal.measure_images(handle, runs, {"prompts": 2}, file)
     assert made == [0, 1], "the first image is not measured again"
-    assert json.loads(file.read_text())["rows"][:1] == first
+    both = json.loads(file.read_text())
+    assert (first["images"], both["images"]) == (1, 2)
+    assert both["forward"][: len(first["forward"])] == first["forward"]
     again = cal.measure_images(handle, runs, {"prompts": 2}, file)
     assert (made, again) == ([0, 1], found)
     cal.measure_images(handle, runs, {"prompts": 3}, file)
@@ -248,9 +250,8 @@ def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allow
     pipe.unet.register_forward_hook(count)
     images, steps, at = 2, 4, len(cal.AT)
     found = Measurement()
-    for number in range(images):
-        run = partial(generate, pipe, num_inference_steps=steps)
-        found.add(asdict(cal.measure_image(handle, run, number, images)))
+    for _ in range(images):
+        cal.measure_image(handle, partial(generate, pipe, num_inference_steps=steps), found, images)
     layers, calls = len(found.layers), images * at
     each = {len(layer.effect) for layer in found.layers.values()}
     assert each == {len(layer.own) for layer in found.layers.values()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import weakref
@@ -120,9 +121,29 @@ def test_a_shallow_copy_has_denoisers_of_its_own() -> None:
     with pytest.raises(NothingMergedError, match=TOLD):
         once(twin)
     assert torch.equal(once(pipe), merged)
+    for denoising in (twin, pipe):  # in a loop of the user's own, which has no `self`
+        told = pytest.raises(NothingMergedError, match=TOLD)
+        with told if denoising is twin else contextlib.nullcontext():
+            list(lone_steps(denoising))
     remove_mame(pipe)
     assert torch.equal(once(twin), plain)
     assert "progress_bar" not in vars(twin)
+
+
+def lone_steps(pipeline: Any) -> Any:
+    return pipeline.progress_bar(range(2))
+
+
+def test_another_blocks_hooks_leave_the_check_as_it_was() -> None:
+    """A call within the block takes it off, for its handle's hooks are not on the model then."""
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, **MERGING)
+    with mame(pipe.unet, **MERGING):
+        once(pipe)
+    with handle.using():
+        pipe.unet = other()
+        with pytest.raises(NothingMergedError, match=TOLD):
+            once(pipe)
 
 
 def test_a_progress_bar_of_the_users_stays() -> None:

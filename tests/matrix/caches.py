@@ -5,8 +5,8 @@ several steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from string import ascii_lowercase
@@ -20,16 +20,16 @@ from mame_sd import MaMeHandle, apply_mame, remove_mame
 from mame_sd.core.merge import DRAWS, draw_at
 from mame_sd.diffusion.apply_denoiser import denoiser_of
 from tests.builders.caches import (
-    AnyCache,
+    FIRST,
+    PYRAMID,
+    SEA,
+    TEXT_KEYS,
+    Cache,
     DeepCache,
     faster,
-    first_block,
     magnitude,
     one_run,
-    pyramid,
-    sea,
     taylorseer,
-    text_keys,
 )
 from tests.builders.pipelines import once
 from tests.builders.tiny import tiny_pipeline
@@ -68,6 +68,21 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Fails:
+    """Why a cache does not work on a model without any of our code.
+
+    Attributes:
+        reason: for the table.
+        error: what it raises, its message matching `match`; None: nothing, and it caches nothing
+            either.
+    """
+
+    reason: str
+    error: type[Exception] | None = None
+    match: str = ""
+
+
+@dataclass(frozen=True)
 class Pair:
     """One cache on one model.
 
@@ -78,34 +93,13 @@ class Pair:
     """
 
     model: Model
-    cache: AnyCache
-    steps: Mapping[int, int]
+    cache: Cache | DeepCache
+    steps: Mapping[int, int] | Fails
     exact: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.model.name}: {self.cache.name}"
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A cache that does not work on a model without any of our code.
-
-    Attributes:
-        error: what it raises, its message matching `match`; None: nothing, and it caches nothing
-            either.
-        reason: for the table.
-    """
-
-    model: Model
-    cache: AnyCache
-    reason: str
-    error: type[Exception] | None = None
-    match: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.model.name}: {self.cache.name}, which does not work there"
 
 
 def sampled(inputs: Mapping[str, Any], model: Any) -> Tensor:
@@ -154,80 +148,65 @@ def by_steps(inputs: Mapping[str, Any], model: Any) -> Tensor:
 UNET = Model("Stable Diffusion", tiny_pipeline, images, sum(LEVELS.values()))
 # FasterCache halves a guided batch of these; the others are distilled, and take no such batch.
 HALVED = ("PixArt", "Stable Diffusion 3", "AuraFlow", "Wan (video)", "CogVideoX")
-TRANSFORMERS = [transformer(name) for name in (*HALVED, "Flux", "Qwen-Image")]
-NEWEST = [transformer(name) for name in ("Flux 2", "Z-Image", "HunyuanVideo 1.5")]
-MODELS = [UNET, *TRANSFORMERS, *NEWEST]
-LAYERS = [r".*\.attn[12]?"]  # diffusers' own choice of layers misses attn1
-PYRAMID, FASTER, DISTILLED = pyramid(), faster(), faster(distilled=True)
-FIRST, MAGNITUDE = first_block(10.0), magnitude(STEPS)
-TAYLOR = taylorseer(LAYERS)
-UNKNOWN = "diffusers has not registered its blocks"
+NEWEST = ("Flux 2", "Z-Image", "HunyuanVideo 1.5")
+MODELS = [UNET, *map(transformer, (*HALVED, "Flux", "Qwen-Image", *NEWEST))]
+ONE_BLOCK = Fails("finds one block where it needs two", IndexError, "pop from empty")
+UNKNOWN = Fails("diffusers has not registered its blocks", ValueError, "not registered")
+OTHER_NAME = "looks for an argument of another name"
+SPECIAL: dict[tuple[str, str], Mapping[int, int] | Fails] = {
+    (UNET.name, "PyramidAttentionBroadcast"): {3: 7},
+    (UNET.name, "FasterCache"): Fails(
+        "can't halve a UNet's timestep", RuntimeError, "at least a 1-dimensional"
+    ),
+    (UNET.name, "FirstBlockCache"): Fails("finds no blocks", IndexError, "pop from empty list"),
+    (UNET.name, "MagCache"): Fails("finds no blocks"),
+    ("Stable Diffusion 3", "FirstBlockCache"): Fails(
+        "the last block returns no text", TypeError, "'NoneType' and 'Tensor'"
+    ),
+    # FasterCache does not look for the name of AuraFlow's joint blocks.
+    ("AuraFlow", "FasterCache"): {4: 1, 2: 1},
+    ("AuraFlow", "FirstBlockCache"): ONE_BLOCK,
+    ("AuraFlow", "MagCache"): UNKNOWN,
+    ("Flux 2", "FirstBlockCache"): Fails(
+        "takes the text's list for tokens", TypeError, "'Tensor' and 'list'"
+    ),
+    ("Z-Image", "PyramidAttentionBroadcast"): {4: 1, 2: 2},
+    ("Z-Image", "FasterCache"): Fails(
+        "can't halve a list of images", AttributeError, "has no attribute"
+    ),
+    ("Z-Image", "FirstBlockCache"): Fails(OTHER_NAME, ValueError, "not found"),
+    ("Z-Image", "MagCache"): Fails(OTHER_NAME, KeyError, "hidden_states"),
+    ("HunyuanVideo 1.5", "FirstBlockCache"): ONE_BLOCK,
+    ("HunyuanVideo 1.5", "MagCache"): UNKNOWN,
+}
 
 
-def unet_pairs() -> Iterator[Pair | Alone]:
+def every_pair() -> Iterator[Pair]:
     yield Pair(UNET, DeepCache(), {2: 6, 4: 1})
-    yield Pair(UNET, PYRAMID, {3: 7})
-    whole = "can't halve a UNet's timestep"
-    yield Alone(UNET, FASTER, whole, RuntimeError, "at least a 1-dimensional")
-    yield Alone(UNET, FIRST, "finds no blocks", IndexError, "pop from empty list")
-    yield Alone(UNET, MAGNITUDE, "finds no blocks")
-    yield Pair(UNET, TAYLOR, {3: UNET.layers})
-
-
-def transformer_pairs() -> Iterator[Pair | Alone]:
-    for model in TRANSFORMERS:
+    halving, distilled, mag = faster(), faster(distilled=True), magnitude(STEPS)
+    for model in MODELS:
         n = model.layers
-        yield Pair(model, PYRAMID, {2: n})
-        # FasterCache does not look for the name of AuraFlow's joint blocks.
-        halves = {4: 1, 2: 1} if model.name == "AuraFlow" else {2: n}
-        yield Pair(model, FASTER if model.name in HALVED else DISTILLED, halves)
-        yield Pair(model, TAYLOR, {3: n})
-        if model.name == "AuraFlow":
-            one = "finds one block where it needs two"
-            yield Alone(model, FIRST, one, IndexError, "pop from empty list")
-            yield Alone(model, MAGNITUDE, UNKNOWN, ValueError, "not registered")
-            continue
-        yield Pair(model, MAGNITUDE, {2: n})
-        if model.name == "Stable Diffusion 3":
-            no_text = "the last block returns no text"
-            yield Alone(model, FIRST, no_text, TypeError, "'NoneType' and 'Tensor'")
-        else:
-            yield Pair(model, FIRST, {STEPS: 1, 1: n - 1})
-
-
-def newest_pairs() -> Iterator[Pair | Alone]:
-    flux, listed, hunyuan = NEWEST
-    for model in (flux, hunyuan):
-        yield Pair(model, PYRAMID, {2: model.layers})
-        yield Pair(model, TAYLOR, {3: model.layers})
-    yield Pair(flux, DISTILLED, {2: flux.layers})
-    yield Alone(flux, FIRST, "takes the text's list for tokens", TypeError, "'Tensor' and 'list'")
-    yield Pair(flux, MAGNITUDE, {2: flux.layers})
-    yield Pair(hunyuan, FASTER, {2: hunyuan.layers})
-    yield Alone(hunyuan, FIRST, "finds one block where it needs two", IndexError, "pop from empty")
-    yield Alone(hunyuan, MAGNITUDE, UNKNOWN, ValueError, "not registered")
-    yield Pair(listed, PYRAMID, {4: 1, 2: 2})
-    yield Alone(listed, FASTER, "can't halve a list of images", AttributeError, "has no attribute")
-    other = "looks for an argument of another name"
-    yield Alone(listed, FIRST, other, ValueError, "not found")
-    yield Alone(listed, MAGNITUDE, other, KeyError, "hidden_states")
-    blocks = taylorseer([r".*\.attention"])
-    yield Pair(listed, blocks, {3: listed.layers})
+        halves = distilled if model.name in ("Flux", "Qwen-Image", "Flux 2") else halving
+        # diffusers' own choice of layers misses attn1
+        taylor = taylorseer(r".*\.attention" if model.name == "Z-Image" else r".*\.attn[12]?")
+        first = {STEPS: 1, 1: n - 1}
+        usual = {PYRAMID: {2: n}, halves: {2: n}, FIRST: first, mag: {2: n}, taylor: {3: n}}
+        for cache, steps in usual.items():
+            yield Pair(model, cache, SPECIAL.get((model.name, cache.name), steps))
 
 
 def own_pairs() -> Iterator[Pair]:
     """Caches of diffusers that work on a model or two of their own."""
     wan, nucleus = TINY["WanTransformer3DModel"], TINY["NucleusMoEImageTransformer2DModel"]
-    model = Model("Wan", wan.build, partial(by_steps, wan.inputs()), 2)
-    yield Pair(model, sea(10.0), {2: model.layers})
+    yield Pair(Model("Wan", wan.build, partial(by_steps, wan.inputs()), 2), SEA, {2: 2})
     model = Model("NucleusMoE", nucleus.build, partial(sampled, nucleus.inputs()), 2)
-    yield Pair(model, text_keys(), {STEPS: 2}, exact=True)
+    yield Pair(model, TEXT_KEYS, {STEPS: 2}, exact=True)
 
 
 OWN = [*own_pairs()]
-EVERY = [*unet_pairs(), *transformer_pairs(), *newest_pairs(), *OWN]
-PAIRS = [pair for pair in EVERY if isinstance(pair, Pair)]
-ALONE = [pair for pair in EVERY if isinstance(pair, Alone)]
+EVERY = [*every_pair(), *OWN]
+PAIRS = [pair for pair in EVERY if not isinstance(pair.steps, Fails)]
+ALONE = [pair for pair in EVERY if isinstance(pair.steps, Fails)]
 
 
 def check_pair(pair: Pair) -> None:
@@ -321,54 +300,37 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
         handle.capture(False)
 
 
-def check_alone(alone: Alone) -> None:
+def check_alone(pair: Pair) -> None:
     """The reason that a cell gives still holds, without our code."""
-    subject = alone.model.build()
-    plain = alone.model.run(subject)
-    if alone.error is None:
-        alone.cache.enable(subject)
-        assert torch.equal(alone.model.run(subject), plain), (
-            "it caches something now: make it a Pair"
-        )
-        alone.cache.disable(subject)
-        return
-    with pytest.raises(alone.error, match=alone.match):
-        _cached_run(alone, subject)
+    why, subject = pair.steps, pair.model.build()
+    assert isinstance(why, Fails)
+    plain = pair.model.run(subject)
+    with nullcontext() if why.error is None else pytest.raises(why.error, match=why.match):
+        pair.cache.enable(subject)
+        assert torch.equal(pair.model.run(subject), plain), "it caches something now: give steps"
+        pair.cache.disable(subject)
 
 
-def _cached_run(alone: Alone, subject: Any) -> None:
-    alone.cache.enable(subject)
-    alone.model.run(subject)
-
-
-def own_models(pairs: Sequence[Pair]) -> list[str]:
+def own_models() -> list[str]:
     """A line for each of the caches that work on a model of their own."""
-    return [
-        f"- {pair.cache.name} on {pair.model.name}: {_cell(pair)}"
-        for pair in pairs
-        if pair.cache.name not in COLUMNS
-    ]
+    return [f"- {pair.cache.name} on {pair.model.name}: {_cell(pair, {})}" for pair in OWN]
 
 
-def table(models: Sequence[Model], pairs: Sequence[Pair | Alone]) -> list[str]:
-    """The table of these pairs, as lines of Markdown, and what its letters stand for."""
-    reasons = dict.fromkeys(pair.reason for pair in pairs if isinstance(pair, Alone))
+def table() -> list[str]:
+    """The table of the pairs, as lines of Markdown, and what its letters stand for."""
+    reasons = dict.fromkeys(pair.steps.reason for pair in ALONE if isinstance(pair.steps, Fails))
     letters = dict(zip(reasons, ascii_lowercase, strict=False))
-    cells = {
-        (pair.model.name, pair.cache.name): (
-            f"*{letters[pair.reason]}*" if isinstance(pair, Alone) else _cell(pair)
-        )
-        for pair in pairs
-        if pair.cache.name in COLUMNS
-    }
+    cells = {(pair.model.name, pair.cache.name): _cell(pair, letters) for pair in EVERY}
     lines = [f"| model | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for model in models:
+    for model in MODELS:
         row = [cells.get((model.name, name), "for UNets") for name in COLUMNS]
         lines.append(f"| {model.name} | {' | '.join(row)} |")
     return [*lines, "", *(f"- *{letter}*: {reason}" for reason, letter in letters.items())]
 
 
-def _cell(pair: Pair) -> str:
+def _cell(pair: Pair, letters: Mapping[str, str]) -> str:
+    if isinstance(pair.steps, Fails):
+        return f"*{letters[pair.steps.reason]}*"
     if len(pair.steps) == 1:
         return str(*pair.steps)
     return ", ".join(

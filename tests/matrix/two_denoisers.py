@@ -11,10 +11,9 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
 from torch import Tensor
 
 from mame_sd import apply_mame, remove_mame
-from tests.builders.caches import Cache
+from tests.builders.caches import FIRST, PYRAMID, Cache
 from tests.builders.tiny import seeded
 from tests.builders.transformers import TEXT, normal
-from tests.matrix.caches import FIRST, PYRAMID
 from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Check
 from tests.matrix.tools import add_lora

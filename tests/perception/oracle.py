@@ -82,7 +82,10 @@ def _spelled_out(sizes: list[Tensor]) -> Any:
     def hook(module: Any, args: Any, output: Tensor) -> Tensor:
         inner, x, heads = module.attention, args[0], []
         width = inner.attention_head_size
-        q, k, v = (part(x).split(width, -1) for part in (inner.query, inner.key, inner.value))
+        q, k, v = inner.query(x), inner.key(x), inner.value(x)
+        if getattr(inner, "q_bias", None) is not None:  # VideoMAE before 5.5 adds them itself
+            q, v = q + inner.q_bias, v + inner.v_bias
+        q, k, v = (part.split(width, -1) for part in (q, k, v))
         for head in range(len(q)):
             logits = q[head] @ k[head].mT / width**0.5 + sizes[-1].log()[:, None]
             heads.append(logits.softmax(-1) @ v[head])
@@ -122,16 +125,20 @@ def _forward(
 
     def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         seen: list[Tensor] = []
-        keys: list[Tensor] = []
+        normed: list[Tensor] = []
         hook = norm.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-        other = projection.register_forward_hook(lambda module, given, output: keys.append(output))
+        other = attention.register_forward_pre_hook(
+            lambda module, given, named: normed.append([*given, *named.values()][0]),
+            with_kwargs=True,
+        )
         type(block).forward(block, x, *args, **kwargs)
         hook.remove()
         other.remove()
-        if keys[0].shape[-1] > x.shape[-1]:  # queries, keys and values joined
-            keys[0] = keys[0].unflatten(-1, (3, -1))[..., 1, :]
+        keys = projection(normed[0])
+        if keys.shape[-1] > x.shape[-1]:  # queries, keys and values joined
+            keys = keys.unflatten(-1, (3, -1))[..., 1, :]
         compared = config.feature if config.tau is not None else "k"
-        feature = seen[0] if compared == "x" else keys[0]
+        feature = seen[0] if compared == "x" else keys
         plan = _plan(feature, config, size, row.prefix)
         before = sizes[-1] if sizes else torch.ones_like(seen[0][..., 0])
         merged = plan.merge(seen[0])

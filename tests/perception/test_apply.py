@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 import warnings
@@ -250,6 +251,10 @@ def test_blocks_that_another_tool_has_wrapped_are_refused() -> None:
     assert not has_encoder_hooks(model)
 
 
+@pytest.mark.skipif(
+    "attention_mask" not in inspect.signature(transformers.ViTModel.forward).parameters,
+    reason="this transformers drops a mask of images itself (before 5.9)",
+)
 def test_masks_are_refused() -> None:
     model, inputs = VIT.build(), VIT.batch()
     apply_encoder(model, keep=0.5, blocks=1)
@@ -257,11 +262,16 @@ def test_masks_are_refused() -> None:
     mask[0, 5] = 0
     with pytest.raises(ValueError, match="expected images without an attention mask"):
         model(**inputs, attention_mask=mask)
+
+
+def test_masks_of_padded_images_are_refused() -> None:
     row = next(row for row in ROWS if row.name == "Siglip2ForImageClassification")
     model, inputs = row.build(), row.batch()
     apply_encoder(model, keep=0.5)
-    with pytest.raises(ValueError, match="pixel_attention_mask: expected none"):
-        row.call(model, {**inputs, "pixel_attention_mask": torch.ones(2, PATCHES)})
+    with pytest.raises(
+        ValueError, match=r"pixel_attention_mask: expected none|without an attention mask"
+    ):
+        row.call(model, {**inputs, "pixel_attention_mask": torch.ones(2, PATCHES).tril()})
 
 
 class MyBlock(nn.Module):

@@ -24,13 +24,16 @@ from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, r
 from tests.builders.perception import ROWS, SHALLOW, SIDE, TIMM_MODELS
 from tests.builders.timm_models import NEEDS_TIMM
 from tests.builders.tiny import seeded
+from tests.perception.oracle import blocks_of
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 
 
 def lora(model: nn.Module, merged: bool = False) -> nn.Module:
     torch.manual_seed(1)
-    config = LoraConfig(target_modules=["k_proj", "q_proj", "qkv"], r=3, init_lora_weights=False)
+    config = LoraConfig(
+        target_modules=["k_proj", "q_proj", "qkv", "key", "query"], r=3, init_lora_weights=False
+    )
     adapted: Any = get_peft_model(model, config)
     return (adapted.merge_and_unload() if merged else adapted).eval()
 
@@ -189,7 +192,7 @@ def test_a_change_while_another_thread_is_in_a_forward_is_refused() -> None:
         inside.set()
         go.wait(60)
 
-    hook = model.vit.layers[1].register_forward_pre_hook(wait)
+    hook = blocks_of(model, VIT)[1].register_forward_pre_hook(wait)
     other = threading.Thread(target=lambda: VIT.call(model, VIT.batch()))
     other.start()
     inside.wait(60)

@@ -39,8 +39,7 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 def test_demo_is_packaged_and_names_what_the_embedded_model_knows() -> None:
     prompts = load_prompts("demo")
     assert len(prompts) == 12
-    assert prompts[0].id == "00001"
-    assert prompts[0].text == "rocket on a light blue background"
+    assert (prompts[0].id, prompts[0].text) == ("00001", "rocket on a light blue background")
     assert all(prompt.text.endswith(" background") for prompt in prompts)
 
 
@@ -87,6 +86,8 @@ def test_jsonl_takes_every_field(tmp_path: Path) -> None:
     (prompt,) = load_prompts(write(tmp_path, "a.jsonl", line))
     assert (prompt.id, prompt.seed, prompt.negative_prompt) == ("3", 1, "")
     assert (prompt.width, prompt.height, prompt.extra) == (64, 72, {"challenge": [1]})
+    (prompt,) = load_prompts(write(tmp_path, "a.jsonl", '{"caption": "key", "x": 1}'))
+    assert (prompt.text, prompt.extra) == ("key", {"x": 1})
 
 
 # The file's name | what it holds, with escapes; bytes are Latin-1 | what the error says of it.
@@ -103,7 +104,7 @@ a.csv | prompt,x,x\nkey,1,2\n | a.csv:1: expected columns that differ, got 'x' t
 a.csv | prompt,x\nkey,1\nkey\n | a.csv:3: expected 2 columns as in the header, got 1
 a.csv | prompt\n"key\n | a.csv:2: expected a table, but unexpected end of data
 a.csv | prompt,x\n,1\n | a.csv:2: expected a prompt, got an empty one
-a.csv | prompt,seed\nkey,1.5\n | a.csv:2: seed: expected a whole number, got '1.5'
+a.csv | prompt,seed\nkey,1.5\n | a.csv:2: seed: expected a whole number from 0 to
 a.jsonl | {"prompt": "key"}\n{"prompt": }\n | a.jsonl:2: expected a JSON object, but Expecting value
 a.jsonl | {"prompt": "a", "seed": 1, "seed": 2} | 'seed' stands in one object twice
 a.jsonl | {"prompt": "key", "x": NaN} | NaN is no JSON value
@@ -165,16 +166,11 @@ def test_prompts_of_the_command_line_do_not_collide_with_a_files() -> None:
         prompts_from_texts([""])
     with pytest.raises(UserError, match="expected ids that differ"):
         check_unique([*prompts, prompts[0]])
+    one, same, other = (prompts_digest(prompts_from_texts([text])) for text in "aab")
+    assert one == same != other
 
 
-def test_digest_sees_every_field() -> None:
-    first, second = prompts_from_texts(["a"]), prompts_from_texts(["b"])
-    assert (
-        prompts_digest(first) == prompts_digest(prompts_from_texts(["a"])) != prompts_digest(second)
-    )
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(["txt", "csv", "tsv", "jsonl"]), st.binary() | JSON_LINES)
 def test_any_bytes_are_prompts_or_one_error(
     tmp_path_factory: pytest.TempPathFactory, ending: str, data: bytes

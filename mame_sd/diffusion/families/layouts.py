@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -52,16 +53,13 @@ def read_once(read: Read) -> Read:
 
 
 def patches(model: Any, call: Call) -> Tokens:
-    """An image [B, C, H, W] in square patches."""
-    side = model.config["patch_size"]
-    return Tokens(
-        (call["hidden_states"].shape[-2] // side, call["hidden_states"].shape[-1] // side)
-    )
+    """An image [B, C, H, W] in patches of the model's size."""
+    return Tokens(_cut(call["hidden_states"].shape[-2:], model.config))
 
 
 def pixels(name: str) -> Layout:
     """An image [..., H, W], the argument of that name, each pixel a token."""
-    return lambda model, call: Tokens((call[name].shape[-2], call[name].shape[-1]))
+    return lambda model, call: Tokens(tuple(call[name].shape[-2:]))
 
 
 def of_levels(model: Any, call: Call) -> None:
@@ -94,7 +92,7 @@ def amused(model: Any, call: Call) -> Tokens:
     first.
     """
     side = 2 if model.config["downsample"] else 1
-    return Tokens((call["input_ids"].shape[-2] // side, call["input_ids"].shape[-1] // side))
+    return Tokens(tuple(n // side for n in call["input_ids"].shape[-2:]))
 
 
 def in_sequence(layout: Layout, before: int | None = 0, after: int | None = 0) -> Layout:
@@ -115,44 +113,40 @@ def packed(model: Any, call: Call) -> Tokens | str:
     if call.get("kv_cache_mode") == "extract":
         return "this call fills a cache of reference images"
     size, after, references = _packed(call["img_ids"])
-    mode = int(
-        getattr(model, "union", False)
-    )  # a ControlNet-Union puts a token of its mode before the text
+    mode = int(getattr(model, "union", False))  # of a ControlNet-Union: a token before the text
     before = mode + call["encoder_hidden_states"].shape[1]
     conditions = call.get("image_cond_hidden_states")
     behind = 0 if conditions is None else conditions.shape[1]
-    return Tokens(size, before=before, after=after + behind, references=references)
+    return Tokens(size, before, after + behind, references=references)
 
 
 @read_once
 def _packed(ids: Tensor) -> tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]]:
     """By `ids` [L, 3 or more] or of a batch: the first image's size, how many tokens follow it, and
-    the sizes of the images that these are.
+    the sizes of the images that these are; of none where one of them is no grid.
     """
     ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()
     same = ids[:, 0] == ids[0, 0]
-    size, grid = _grid(ids[: int(same.sum()), 1:3])
+    size = _grid(ids[: int(same.sum()), 1:3])
     count = math.prod(size)
     if not same[:count].all():
         return (ids.shape[0],), 0, ()
-    return size if grid else (count,), ids.shape[0] - count, _images(ids[count:])
+    _, counts = torch.unique_consecutive(ids[count:, 0], return_counts=True)
+    others = tuple(_grid(part[:, 1:3]) for part in ids.split([count, *counts.tolist()])[1:])
+    return size, ids.shape[0] - count, others if all(len(one) == 2 for one in others) else ()
 
 
 def qwen_image(model: Any, call: Call) -> Tokens:
     """Qwen-Image: `img_shapes`, one (t, h, w) for each sample, or a list of them, the generated
     image's first.
     """
-    first = call["img_shapes"][0]
-    t, h, w = first[0] if isinstance(first, list) else first
-    text, image = call["encoder_hidden_states"].shape[1], call["hidden_states"].shape[1]
-    others = first[1:] if isinstance(first, list) else []
+    shapes = call["img_shapes"][0]
+    first, *others = shapes if isinstance(shapes, list) else [shapes]
     if model.config.get("use_layer3d_rope"):  # Qwen-Image-Layered makes several images at once
         others = []
+    text, image = call["encoder_hidden_states"].shape[1], call["hidden_states"].shape[1]
     return Tokens(
-        _flat((t, h, w)),
-        before=text,
-        after=image - t * h * w,
-        references=tuple(map(_flat, others)),
+        _flat(first), text, image - math.prod(first), references=tuple(map(_flat, others))
     )
 
 
@@ -160,8 +154,7 @@ def qwen_image_21(model: Any, call: Call) -> Tokens:
     """Qwen-Image 2.1: text and reference images first; `img_shapes` of the first sample ends with
     the generated image's (t, h, w).
     """
-    t, h, w = call["img_shapes"][0][-1]
-    return Tokens((t, h, w) if t > 1 else (h, w), before=None)
+    return Tokens(_flat(call["img_shapes"][0][-1]), before=None)
 
 
 def joyimage(model: Any, call: Call) -> Tokens:
@@ -176,12 +169,10 @@ def joyimage(model: Any, call: Call) -> Tokens:
 
 def joyimage_edit_plus(model: Any, call: Call) -> Tokens | str:
     """JoyImage Edit Plus: for each sample a list of (t, h, w), the generated image's first."""
-    firsts = {_flat(shapes[0]) for shapes in call["shape_list"]}
-    if len(firsts) > 1:
-        return UNLIKE
     every = {tuple(map(_flat, shapes[1:])) for shapes in call["shape_list"]}
     references = every.pop() if len(every) == 1 else ()  # else each sample's have other places
-    return Tokens(firsts.pop(), after=None, references=references)
+    firsts = (_flat(shapes[0]) for shapes in call["shape_list"])
+    return _alike(Tokens(size, after=None, references=references) for size in firsts)
 
 
 def ltx2(model: Any, call: Call) -> Tokens | str:
@@ -226,7 +217,7 @@ def in_a_row(model: Any, call: Call) -> Tokens:
 def aura_flow(model: Any, call: Call) -> Tokens:
     """AuraFlow: its last blocks see register tokens, text and image in one sequence."""
     text = call["encoder_hidden_states"].shape[1] + model.register_tokens.shape[1]
-    return Tokens(patches(model, call).size, before=text)
+    return replace(patches(model, call), before=text)
 
 
 def krea2(model: Any, call: Call) -> Tokens:
@@ -237,8 +228,7 @@ def krea2(model: Any, call: Call) -> Tokens:
 @read_once
 def _last_grid(places: Tensor, count: int) -> tuple[int, ...]:
     """(h, w) of the last `count` of them [L, 3], or (count,)."""
-    size, grid = _grid(places[-count:, 1:3].cpu().long())
-    return size if grid else (count,)
+    return _grid(places[-count:, 1:3].cpu().long())
 
 
 def ideogram4(model: Any, call: Call) -> Tokens | str:
@@ -247,8 +237,8 @@ def ideogram4(model: Any, call: Call) -> Tokens | str:
     `indicator` [B, L] tells which tokens are the image's, `position_ids` [B, L, 3] their rows and
     columns.
     """
-    constant = model_constant(model, "OUTPUT_IMAGE_INDICATOR")
-    return _ideogram4(call["indicator"], call["position_ids"], constant)
+    image = sys.modules[type(model).__module__].OUTPUT_IMAGE_INDICATOR
+    return _ideogram4(call["indicator"], call["position_ids"], image)
 
 
 @read_once
@@ -258,15 +248,15 @@ def _ideogram4(indicator: Tensor, places: Tensor, constant: Any) -> Tokens | str
     if not (image == image[:1]).all():
         return UNLIKE
     count, first = int(image[0].sum()), int(image[0].long().argmax())
-    if not image[0, first : first + count].all():
+    own = slice(first, first + count)
+    if not image[0, own].all():
         return "the image's tokens are not one behind the other"
-    size, grid = _grid(places[0, first : first + count, 1:3].cpu().long())
-    return Tokens(size if grid else (count,), before=first, after=image.shape[1] - first - count)
+    return Tokens(_grid(places[0, own, 1:3].cpu().long()), first, image.shape[1] - first - count)
 
 
 def minimax_h3(model: Any, call: Call) -> Tokens | str:
-    """MiniMax H3: `video_indices` among text and sound, `position_ids` [L, 3] with the generated
-    video's frames last.
+    """MiniMax H3: `video_indices` [n] among text and sound, `position_ids` [L, 3] with the
+    generated video's frames last.
     """
     return _minimax_h3(call["video_indices"], call["position_ids"])
 
@@ -275,32 +265,22 @@ def minimax_h3(model: Any, call: Call) -> Tokens | str:
 def _minimax_h3(indices: Tensor, places: Tensor) -> Tokens | str:
     """See `minimax_h3`."""
     at = indices.cpu()
-    ids = places.cpu()[at]
-    same = torch.cat(
-        [torch.ones(1, dtype=torch.bool), (ids[1:, 1:] == ids[0, 1:]).all(-1)]
-    )  # where a frame begins
-    area, total = (
-        len(at) if int(same.sum()) < 2 else int(same.nonzero()[1]),
-        places.shape[0],
-    )
-    h = len(ids[:area, 1].unique())
-    frames = len(at) // area
-    while frames > 1 and not torch.equal(
-        at[-frames * area :], torch.arange(int(at[-1]) + 1 - frames * area, int(at[-1]) + 1)
-    ):
-        frames -= 1
-    if h * (area // h) * frames > len(at) or area % h:
+    ids, end = places.cpu()[at, 1:], int(at[-1]) + 1
+    begins = (ids == ids[0]).all(-1).nonzero()  # where a frame begins
+    area = int(begins[1]) if len(begins) > 1 else len(at)
+    h = len(ids[:area, 0].unique())
+    if area % h:
         return "the frames are no grid"
-    count = frames * area
-    return Tokens(
-        (frames, h, area // h), before=int(at[-1]) + 1 - count, after=total - int(at[-1]) - 1
-    )
+    behind = torch.arange(end - len(at), end, device=at.device)
+    run = int((at == behind).flip(0).long().cumprod(0).sum())  # that follow one another at the end
+    frames = max(run // area, 1)
+    return Tokens((frames, h, area // h), end - frames * area, places.shape[0] - end)
 
 
 def lumina2(model: Any, call: Call) -> Tokens | str:
     """Lumina 2: the caption, then the image; captions of unequal length put the image elsewhere."""
-    lengths = set(_lengths(call["encoder_attention_mask"]))
-    return Tokens(patches(model, call).size, before=lengths.pop()) if len(lengths) == 1 else UNLIKE
+    image = patches(model, call)
+    return _alike(replace(image, before=n) for n in _lengths(call["encoder_attention_mask"]))
 
 
 @read_once
@@ -315,14 +295,15 @@ def z_image(model: Any, call: Call) -> Tokens | str:
     it its caption.
     """
     if isinstance(call["x"][0], list):
-        return _omni(model, call)
-    shapes = {image.shape[1:] for image in call["x"]}
-    if len(shapes) > 1:
-        return UNLIKE
-    (t, h, w), side, depth = shapes.pop(), call.get("patch_size", 2), call.get("f_patch_size", 1)
-    return Tokens(
-        (t // depth, h // side, w // side) if t > depth else (h // side, w // side), after=None
-    )
+        return _alike(_omni(call, number) for number in range(len(call["x"])))
+    return _alike(Tokens(_flat(_z_sides(call, image)), after=None) for image in call["x"])
+
+
+def _z_sides(call: Call, image: Tensor) -> tuple[int, int, int]:
+    """(t, h, w) in Z-Image's patches of an image [C, T, H, W]."""
+    side, depth = call.get("patch_size", 2), call.get("f_patch_size", 1)
+    t, h, w = image.shape[1:]
+    return t // depth, h // side, w // side
 
 
 @dataclass(frozen=True)
@@ -336,33 +317,25 @@ class _InWhole(Tokens):
         return self.before if length == whole else None
 
 
-def _omni(model: Any, call: Call) -> Tokens | str:
+def _omni(call: Call, number: int) -> Tokens:
     """Z-Image with references: of each sample captions, images, and what SigLIP sees of them.
 
     The generated image is the last one. Each part is filled up to a multiple of 32 tokens. One that
     is absent is 32 tokens too. The refiner's sequence of images alone is another one, and stays
     whole, whatever its length.
     """
-    side, depth = call.get("patch_size", 2), call.get("f_patch_size", 1)
-    seen = call.get("siglip_feats") or [None]
-    places = set()
-    for number, (captions, images) in enumerate(zip(call["cap_feats"], call["x"], strict=True)):
-        t, h, w = images[-1].shape[1:]
-        size = (t // depth, h // side, w // side)
-        area = depth * side * side
-        counts = [_filled(0 if part is None else part[0].numel() // area) for part in images]
-        before = sum(_filled(len(part)) for part in captions) + sum(counts[:-1])
-        after = counts[-1] - math.prod(size)
-        if seen[0] is not None:
-            parts = seen[number]
-            after += sum(_filled(0 if part is None else part[..., 0].numel()) for part in parts)
-        places.add(_InWhole(_flat(size), before=before, after=after))
-    return UNLIKE if len(places) > 1 else places.pop()
 
+    def filled(count: int) -> int:
+        return max(1, math.ceil(count / 32)) * 32
 
-def _filled(count: int) -> int:
-    """Z-Image's multiple of 32 tokens, at least 32."""
-    return max(1, math.ceil(count / 32)) * 32
+    images, seen = call["x"][number], (call.get("siglip_feats") or [None])
+    sides = [(0,) if image is None else _z_sides(call, image) for image in images]
+    counts = [filled(math.prod(one)) for one in sides]
+    before = sum(filled(len(part)) for part in call["cap_feats"][number]) + sum(counts[:-1])
+    after = counts[-1] - math.prod(sides[-1])
+    if seen[0] is not None:
+        after += sum(filled(0 if part is None else part[..., 0].numel()) for part in seen[number])
+    return _InWhole(_flat(sides[-1]), before, after)
 
 
 def bria_fibo2(model: Any, call: Call) -> Tokens | str:
@@ -371,19 +344,13 @@ def bria_fibo2(model: Any, call: Call) -> Tokens | str:
     """
     from diffusers.models.transformers.transformer_bria_fibo2 import compute_gist_count
 
-    mask, get = call.get("encoder_attention_mask"), model.config
+    mask = call.get("encoder_attention_mask")
     batch, _, length = call["encoder_hidden_states"].shape[:3]
     lengths = [length] * batch if mask is None else _lengths(mask)
-    names = (
-        "min_num_gist_tokens",
-        "max_num_gist_tokens",
-        "gist_step",
-        "gist_min_text_len",
-        "gist_max_text_len",
-    )
-    counts = compute_gist_count(lengths, *(get[name] for name in names))
-    return Tokens(
-        patches(model, call).size, before=counts[0] if len(set(counts)) == 1 else 0, after=None
+    names = "min_num_gist_tokens max_num_gist_tokens gist_step gist_min_text_len gist_max_text_len"
+    counts = compute_gist_count(lengths, *(model.config[name] for name in names.split()))
+    return replace(
+        patches(model, call), before=counts[0] if len(set(counts)) == 1 else 0, after=None
     )
 
 
@@ -392,11 +359,10 @@ def hidream(model: Any, call: Call) -> Tokens | str:
     size if it is no square.
     """
     if call["hidden_states"].dim() == 4:
-        return in_sequence(patches, after=None)(model, call) or UNLIKE
+        return replace(patches(model, call), after=None)
     if call.get("img_sizes") is None:
         return "img_sizes are not given"
-    sizes = {tuple(int(n) for n in size) for size in call["img_sizes"]}
-    return Tokens(sizes.pop(), after=None) if len(sizes) == 1 else UNLIKE
+    return _alike(Tokens(tuple(map(int, size)), after=None) for size in call["img_sizes"])
 
 
 def cosmos3(model: Any, call: Call) -> Tokens | str:
@@ -409,11 +375,10 @@ def cosmos3(model: Any, call: Call) -> Tokens | str:
     return Tokens(tuple(shapes[0]), after=None)
 
 
-def model_constant(model: Any, name: str) -> Any:
-    """A constant of the module that a model's class stands in."""
-    import sys
-
-    return getattr(sys.modules[type(model).__module__], name)
+def _alike(samples: Iterable[Tokens]) -> Tokens | str:
+    """How the tokens of all samples of a batch lie."""
+    found = set(samples)
+    return found.pop() if len(found) == 1 else UNLIKE
 
 
 def _cut(sides: Any, config: Any) -> tuple[int, ...]:
@@ -430,35 +395,26 @@ def _flat(size: Any) -> tuple[int, ...]:
     return (t, h, w) if t > 1 else (h, w)
 
 
-def _images(ids: Tensor) -> tuple[tuple[int, ...], ...]:
-    """The sizes of images whose tokens follow one another, by their `ids` [L, 3 or more].
-
-    Empty where one of them is no grid.
-    """
-    _, counts = torch.unique_consecutive(ids[:, 0], return_counts=True)
-    grids = [_grid(part[:, 1:3]) for part in ids.split(counts.tolist())] if len(ids) else []
-    return tuple(size for size, _ in grids) if all(grid for _, grid in grids) else ()
-
-
-def _grid(places: Tensor) -> tuple[tuple[int, int], bool]:
-    """(h, w) of (row, column) pairs [L, 2], and whether they are a grid, row after row."""
+def _grid(places: Tensor) -> tuple[int, ...]:
+    """(h, w) of (row, column) pairs [L, 2] that are a grid, row after row, else (L,)."""
     places = places - places.amin(0)
     h, w = (int(n) + 1 for n in places.amax(0))
     if len(places) == h * w:
         every = (torch.arange(n, device="cpu", dtype=places.dtype) for n in (h, w))
-        return (h, w), torch.equal(places, torch.cartesian_prod(*every))
-    return (len(places), 1), False
+        if torch.equal(places, torch.cartesian_prod(*every)):
+            return h, w
+    return (len(places),)
 
 
 def along(
-    pair: tuple[str, int] | None = None, **dims: int | tuple[int, ...]
+    pair: tuple[str, int] | None = None, **dims: int | tuple[int, ...] | list[int | None]
 ) -> Callable[[Call, Rows], dict[str, Any]]:
     """A `select` of arguments that hold one row per token along these dimensions: a tensor, or
     tuples, lists and dicts of them. A dimension of size 1 holds for all tokens.
 
     Args:
         pair: one that holds (cos, sin), stacked or not, and the dimension of each.
-        dims: the others.
+        dims: the others; a list has the dimension of each part of a tuple, None where it stays.
     """
 
     def select(call: Call, rows: Rows) -> dict[str, Any]:
@@ -471,7 +427,10 @@ def along(
     return select
 
 
-def _picked(value: Any, rows: Rows, dims: int | tuple[int, ...]) -> Any:
+def _picked(value: Any, rows: Rows, dims: int | tuple[int, ...] | list[int | None]) -> Any:
+    if isinstance(dims, list):
+        parts = zip(value, dims, strict=True)
+        return tuple(p if dim is None else _picked(p, rows, dim) for p, dim in parts)
     if isinstance(value, (tuple, list)):
         return type(value)(_picked(part, rows, dims) for part in value)
     if isinstance(value, dict):
@@ -479,27 +438,3 @@ def _picked(value: Any, rows: Rows, dims: int | tuple[int, ...]) -> Any:
     for dim in (dims,) if isinstance(dims, int) else dims:
         value = value if value is None or value.shape[dim] == 1 else rows(value, dim)
     return value
-
-
-def first_of_two(name: str, dim: int, **others: int) -> Callable[[Call, Rows], dict[str, Any]]:
-    """A `select` where the argument of that name is (the image's rows, the text's); `others` as in
-    `along`.
-    """
-
-    def select(call: Call, rows: Rows) -> dict[str, Any]:
-        changed = along(None, **others)(call, rows)
-        if call.get(name) is not None:
-            image, text = call[name]
-            changed[name] = _picked(image, rows, dim), text
-        return changed
-
-    return select
-
-
-def allegro_rows(call: Call, rows: Rows) -> dict[str, Any]:
-    """Allegro: a table of rotations, and which of them each token takes."""
-    changed = along(attention_mask=-1)(call, rows)
-    if call.get("image_rotary_emb") is not None:
-        table, places = call["image_rotary_emb"]
-        changed["image_rotary_emb"] = table, _picked(places, rows, -1)
-    return changed

@@ -13,7 +13,7 @@ from torch import nn
 from mame_sd.diffusion.context import Call
 from mame_sd.diffusion.families import layouts as at
 from mame_sd.diffusion.families.family import REGISTERED, Family
-from mame_sd.diffusion.families.layouts import along, first_of_two
+from mame_sd.diffusion.families.layouts import along
 
 # Processors that are given the same tokens for queries and keys.
 TWICE = ("hidden_states", "encoder_hidden_states")
@@ -68,7 +68,7 @@ BUILT_IN = (
     # Joint attention, the text's keys first.
     Family("Qwen-Image", ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
            ("Attention.attn",), at.qwen_image,
-           first_of_two("image_rotary_emb", 0, attention_mask=-1),  # masks: before diffusers 0.38
+           along(image_rotary_emb=[0, None], attention_mask=-1),  # masks: before diffusers 0.38
            mask=True, references=True, joint="first"),
     Family("CogView 3+", ("CogView3PlusTransformer2DModel",), ("Attention.attn1",), at.patches,
            joint="first"),
@@ -99,13 +99,13 @@ BUILT_IN = (
     Family("Mochi", ("MochiTransformer3DModel",), ("MochiAttention.attn1",), at.video_patches,
            ROTARY, mask=True, by_sample=True, joint="last"),
     Family("JoyImage", ("JoyImageEditTransformer3DModel",), ("JoyImageAttention.attn",),
-           at.joyimage, first_of_two("image_rotary_emb", 0), references=True, joint="last"),
+           at.joyimage, along(image_rotary_emb=[0, None]), references=True, joint="last"),
     Family("JoyImage Edit Plus", ("JoyImageEditPlusTransformer3DModel",),
            ("JoyImageEditPlusAttention.attn",), at.joyimage_edit_plus,
            along(image_rotary_emb=1, attention_mask=-1), mask=True, references=True, joint="last"),
     Family("NucleusMoE", ("NucleusMoEImageTransformer2DModel",), ("Attention.attn",),
            at.in_sequence(at.qwen_image, after=None),
-           first_of_two("image_rotary_emb", 0, attention_mask=-1), mask=True,
+           along(image_rotary_emb=[0, None], attention_mask=-1), mask=True,
            kept_text="cached_txt_key", joint="last"),
     Family("HiDream", ("HiDreamImageTransformer2DModel",), ("HiDreamAttention.attn1",), at.hidream,
            along(image_rotary_emb=1, hidden_states_masks=1), inputs=("norm_hidden_states",),
@@ -141,7 +141,7 @@ BUILT_IN = (
     Family("Helios", ("HeliosTransformer3DModel",), ("HeliosAttention.attn1",),
            at.in_sequence(at.video_patches, before=None), along(rotary_emb=1)),
     Family("Allegro", ("AllegroTransformer3DModel",), ("Attention.attn1",), at.video_patches,
-           at.allegro_rows, mask=True),
+           along(image_rotary_emb=[None, -1], attention_mask=-1), mask=True),
     Family("Cosmos", ("CosmosTransformer3DModel", "CosmosControlNetModel"),
            ("Attention.attn1", "CosmosAttention.attn1"), at.video_patches, ROTARY),
     Family("LTX", ("LTXVideoTransformer3DModel",), ("LTXAttention.attn1",), at.ltx,

@@ -4,19 +4,40 @@ name.
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from mame_sd.errors import UserError
+from mame_sd.eval.cli import app as cli
 from mame_sd.eval.perception.data import class_numbers, open_images
 from mame_sd.eval.perception.encoders import LoadedEncoder, load_encoder
-from mame_sd.eval.perception.heads import class_names, prompt_templates, text_head, unit
+from mame_sd.eval.perception.heads import (
+    Head,
+    class_names,
+    inputs_of,
+    prompt_templates,
+    text_head,
+    unit,
+)
 from mame_sd.runs.model_files import ModelChoice
-from tests.builders.classification import CLASSES, draw_classes, save_classifier, save_text_model
+from tests.builders.benchmarks import results_of
+from tests.builders.classification import (
+    CLASSES,
+    draw_classes,
+    save_classifier,
+    save_text_model,
+    save_timm,
+)
+from tests.builders.perception import SIDE
+from tests.builders.timm_models import NEEDS_TIMM
 
 
 @pytest.fixture
@@ -98,9 +119,9 @@ def test_class_names_and_templates(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=match):
             class_names(given, [])
-    plain: Any = type("Plain", (), {"embedded": False})
+    plain: Any = SimpleNamespace(embedded=False)
     assert prompt_templates(None, plain) == ["a photo of a {}."]
-    embedded: Any = type("Embedded", (), {"embedded": True})
+    embedded: Any = SimpleNamespace(embedded=True)
     assert "{} on a light blue background" in prompt_templates(None, embedded)
     file.write_text("a {}\nmany {}s\n")
     assert prompt_templates(file, plain) == ["a {}", "many {}s"]
@@ -129,9 +150,7 @@ def test_zero_shot_is_that_of_one_prompt_at_a_time(tmp_path: Path, folder: Path,
         assert head.text is not None
         torch.testing.assert_close(head.text[number], mean / mean.norm(), rtol=1e-4, atol=1e-5)
     images = open_images(folder)
-    from mame_sd.eval.perception.answers import inputs_of
-
-    inputs = inputs_of(head, images, range(3))
+    inputs = inputs_of(encoder, images, range(3))
     got, text = head.logits(inputs), head.text
     both = encoder.model(
         **inputs, input_ids=encoder.tokenizer(["x"], return_tensors="pt", **padding)["input_ids"]
@@ -153,7 +172,7 @@ def test_models_that_cannot_be_loaded_are_refused_in_one_line(tmp_path: Path) ->
         ),
         (
             lambda: (folder / "config.json").unlink(),
-            "that names its class in architectures, got FileNotFoundError",
+            "names its class in architectures, or of timm, got FileNotFoundError",
         ),
     ):
         change()
@@ -165,3 +184,28 @@ def test_models_that_cannot_be_loaded_are_refused_in_one_line(tmp_path: Path) ->
         UserError, match="--model embedded-none: expected the name of an embedded model"
     ):
         load_encoder(ModelChoice(model="embedded-none"))
+
+
+@NEEDS_TIMM
+def test_a_model_of_timm_answers_as_by_hand(tmp_path: Path, folder: Path) -> None:
+    model = save_timm(tmp_path / "model")
+    encoder, images = loaded(tmp_path / "model"), open_images(folder)
+    assert encoder.identity["class"] == "VisionTransformer"
+    assert class_numbers(images, encoder.labels)[0] == (0, 1, 2)
+    inputs = inputs_of(encoder, images, range(2))
+    pictures = [Image.open(folder / images.files[n]).convert("RGB") for n in range(2)]
+    edge = math.floor(SIDE / 0.9)
+    cut = (edge - SIDE) // 2
+    for seen, picture in zip(inputs["pixel_values"], pictures, strict=True):
+        near = picture.resize((edge, edge), Image.Resampling.BICUBIC)
+        near = near.crop((cut, cut, cut + SIDE, cut + SIDE))
+        want = torch.from_numpy(np.array(near)).permute(2, 0, 1) / 255
+        torch.testing.assert_close(seen, (want - 0.5) / 0.25, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(Head(encoder).logits(inputs), model(inputs["pixel_values"]))
+    words = ["classify", "--model", str(tmp_path / "model"), "--data", str(folder)]
+    words += ["--rows", "mame-0.3,tome@mame-0.3", "--rounds", "1", "--device", "cpu"]
+    assert cli.run([*words, "--out", str(tmp_path / "out")]) == 0
+    assert all(gate["passed"] for gate in results_of(tmp_path / "out")["gates"])
+    with pytest.raises(UserError, match=r"--model timm/no\.model: expected a folder, or"):
+        load_encoder(ModelChoice(model="no.model", offline=True))

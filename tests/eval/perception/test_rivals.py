@@ -13,33 +13,30 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mame_sd.eval.benchmark.tomesd import NotApplicable
-from mame_sd.eval.perception.methods import RIVALS, Rival
+from mame_sd.eval.perception.methods import Rival
 from mame_sd.eval.perception.rivals import counted, on_smaller_images, rival_on
 from mame_sd.eval.perception.rules import (
+    RATES,
+    DiffRate,
     EViT,
     Given,
     RandomDrop,
     Rule,
     ToMe,
     bipartite_soft_matching,
-    quarters,
+    class_attention,
 )
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
 from mame_sd.perception.known_encoders import find_encoder
-from tests.builders.perception import DEPTH, EVERY, PATCH, PATCHES, ROWS, SIDE, Row
+from mame_sd.runs.methods import NotApplicable
+from tests.builders.perception import EVERY, PATCHES, ROWS, SIDE, Row
 
 every = pytest.mark.parametrize("row", EVERY)
 # Of each way in which blocks attend: apart and joined projections, without a class token, clips.
 SOME = ("ViTModel", "SiglipVisionModel", "Dinov2Model, SwiGLU", "timm", "VideoMAE")
 some = pytest.mark.parametrize("row", [one for one in EVERY if str(one.id).startswith(SOME)])
 VIT = next(row for row in ROWS if row.name == "ViTModel")
-RULES = [
-    ToMe(5),
-    EViT(0.7),
-    RandomDrop(0.5),
-]
-rules = pytest.mark.parametrize("rule", RULES, ids=str)
+rules = pytest.mark.parametrize("rule", [ToMe(5), EViT(0.7), RandomDrop(0.5)], ids=str)
 
 
 def tome_by_loops(
@@ -71,7 +68,7 @@ def tome_by_loops(
     return torch.stack(merged), torch.stack([sum(sizes[n] for n in group) for group in groups])
 
 
-def vit_by_loops(model: Any, pixels: Tensor, r: int, prop_attn: bool) -> Tensor:
+def vit_by_loops(model: Any, pixels: Tensor, r: int) -> Tensor:
     """The last hidden state of a transformers ViT under ToMe, a sample at a time, attention written
     out.
     """
@@ -90,7 +87,7 @@ def vit_by_loops(model: Any, pixels: Tensor, r: int, prop_attn: bool) -> Tensor:
             keys = [key for _, key, _ in heads]
             out = []
             for query, key, value in heads:
-                logits = query @ key.T / math.sqrt(width) + (sizes.log() if prop_attn else 0)
+                logits = query @ key.T / math.sqrt(width) + sizes.log()
                 out.append(logits.softmax(-1) @ value)
             y = x + at.o_proj(torch.cat(out, 1))
             fewer = min(r, (len(x) - prefix) // 2)
@@ -118,17 +115,17 @@ def test_matching_is_that_of_plain_loops(prefix: int, r: int) -> None:
     torch.testing.assert_close(size.sum(1), sizes.sum(1))
 
 
-@pytest.mark.parametrize(("r", "prop_attn"), [(5, True), (12, False)])
+@pytest.mark.parametrize("r", [5, 12])
 @torch.no_grad()
-def test_tome_in_a_vit_is_that_of_plain_loops(r: int, prop_attn: bool) -> None:
+def test_tome_in_a_vit_is_that_of_plain_loops(r: int) -> None:
     model, pixels = VIT.build().double(), VIT.batch()["pixel_values"].double()
-    with rival_on(model, ToMe(r, prop_attn)) as handle:
+    with rival_on(model, ToMe(r)) as handle:
         got = model(pixels).last_hidden_state
         kept = [block.tokens_kept for block in handle.report().blocks]
     assert kept == (
         [32, 27, 22, 17] if r == 5 else [25, 13, 7, 4]
     )  # 37 tokens, never more than half of the patches
-    torch.testing.assert_close(got, vit_by_loops(model, pixels, r, prop_attn))
+    torch.testing.assert_close(got, vit_by_loops(model, pixels, r))
 
 
 @pytest.mark.parametrize("prefix", [1, 2])
@@ -152,6 +149,37 @@ def test_pruning_by_the_class_tokens_attention_is_that_of_plain_loops(prefix: in
         torch.testing.assert_close(got[sample], torch.stack(want))
 
 
+def test_diffrate_is_that_of_plain_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RATES, "tiny", ("12 9", "12 5"))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 12, 8, generator=generator).double()
+    queries, keys = torch.randn(2, 2, 2, 12, 4, generator=generator).double()
+    sizes = 1 + torch.rand(2, 12, generator=generator)
+    rule = DiffRate("tiny")
+    got = rule(Given(x, 1, 1, sizes, keys, queries, places=2))
+    for sample in range(2):
+        weight = torch.zeros(12)
+        for query, key in zip(queries[sample], keys[sample], strict=True):
+            weight += (key @ query[0] / 2 + sizes[sample].log()).softmax(0) / 2
+        order = [0, *sorted(range(1, 12), key=lambda n: -float(weight[n]))][:9]
+        groups, held = [[n] for n in order[:5]], [float(sizes[sample, n]) for n in order[:5]]
+        for n in order[5:]:
+            alike = [
+                float(torch.cosine_similarity(x[sample, n], x[sample, m], 0)) for m in order[:5]
+            ]
+            best = max(range(1, 5), key=alike.__getitem__)
+            groups[best].append(n)
+            held[best] += max(0.0, alike[best]) * float(sizes[sample, n])
+        want = torch.stack([x[sample, group].mean(0) for group in groups])
+        torch.testing.assert_close(got.x[sample], want)
+        torch.testing.assert_close(got.sizes[sample], torch.tensor(held), rtol=1e-5, atol=1e-5)
+    for rates, places in (("deit-s", 2), ("deit-s", 12)):  # not its tokens, not its blocks
+        with pytest.raises(NotApplicable, match="expected 12 blocks and 197 tokens"):
+            DiffRate(rates)(Given(x, 1, 0, None, keys, queries, places=places))
+    for pruned, merged in (map(str.split, both) for name, both in RATES.items() if name != "tiny"):
+        assert len(pruned) == len(merged) in (12, 24, 32)
+
+
 @torch.no_grad()
 def test_queries_and_keys_are_those_of_the_attention() -> None:
     """EViT's weights are the probabilities that eager attention gives."""
@@ -161,17 +189,14 @@ def test_queries_and_keys_are_those_of_the_attention() -> None:
 
     class Spy(EViT):
         def __call__(self, given: Given) -> Any:
-            assert given.queries is not None
-            assert given.keys is not None
-            logits = given.queries @ given.keys.transpose(2, 3) / math.sqrt(given.keys.shape[-1])
-            seen.append(logits.softmax(-1))
+            seen.append(class_attention(given))
             return super().__call__(given)
 
     with rival_on(model, Spy(1.0)):
         model(pixels)
     want = model(pixels, output_attentions=True).attentions
     for got, block in zip(seen, (1, 2, 3), strict=True):
-        torch.testing.assert_close(got, want[block])
+        torch.testing.assert_close(got, want[block][:, :, 0, 1:].mean(1))
 
 
 def test_random_dropping_keeps_other_patches_for_each_sample_and_the_same_ones_again() -> None:
@@ -186,10 +211,6 @@ def test_random_dropping_keeps_other_patches_for_each_sample_and_the_same_ones_a
     assert RandomDrop(0.5, seed=1)(Given(x, 1, 0)).x.tolist() != one.tolist()
 
 
-def applicable(row: Row, rule: Rule) -> bool:
-    return not (isinstance(rule, EViT) and row.prefix == 0)
-
-
 @some
 @rules
 @torch.no_grad()
@@ -198,7 +219,7 @@ def test_flops_are_those_of_the_operations_that_run_and_the_model_is_left_as_it_
 ) -> None:
     model, inputs = row.build().requires_grad_(False), row.batch(1)
     before = row.call(model, inputs)
-    if not applicable(row, rule):
+    if isinstance(rule, EViT) and row.prefix == 0:
         with pytest.raises(NotApplicable, match="choose another method"), rival_on(model, rule):
             pass
         return
@@ -242,7 +263,7 @@ def test_the_unmerged_model_is_counted_as_merging_counts_it(row: Row) -> None:
 @torch.no_grad()
 def test_smaller_images(row: Row) -> None:
     model, inputs = row.build(), row.batch(2)
-    if row.name.startswith(("Siglip2", "timm", "Vivit")):
+    if row.name.startswith(("Siglip2", "timm", "Vi")) and not row.name.startswith("ViT"):
         with (
             pytest.raises(NotApplicable, match="images of one size"),
             on_smaller_images(model, SIDE // 2),
@@ -252,14 +273,12 @@ def test_smaller_images(row: Row) -> None:
     before = row.call(model, inputs)
     if "noise" in inputs:
         inputs["noise"] = inputs["noise"][:, : PATCHES // 4]
-    clips = inputs["pixel_values"].dim() == 5  # of 12 pixels: 3 x 3 patches of a tubelet
-    whole, side = (SIDE // 2, PATCH) if clips else (SIDE, SIDE // 2)
-    left = PATCHES // 9 if clips else 6 if "noise" in inputs else PATCHES // 4
-    with on_smaller_images(model, side), counted(model) as handle:
+    with on_smaller_images(model, SIDE // 2), counted(model) as handle:
         row.call(model, inputs)
+        left = 6 if "noise" in inputs else PATCHES // 4
         assert handle.report().blocks[0].tokens_in == row.prefix + left
     if "noise" not in inputs:
-        with on_smaller_images(model, whole):
+        with on_smaller_images(model, SIDE):
             same = row.call(model, inputs)
         after = row.call(model, inputs)
         for name, value in before.items():
@@ -267,24 +286,10 @@ def test_smaller_images(row: Row) -> None:
             torch.testing.assert_close(same[name], value, rtol=1e-3, atol=1e-3)
 
 
-@torch.no_grad()
-def test_a_rival_reduces_in_its_own_blocks_or_in_all() -> None:
-    model, inputs = VIT.build(), VIT.batch(1)
-    reduced = {}
-    for name in ("random", "random-all"):
-        with RIVALS[name].make(0.7).counted(model) as handle, torch.no_grad():
-            model(**inputs)
-            blocks = handle.report().blocks
-        reduced[name] = [n for n, block in enumerate(blocks) if block.tokens_kept < block.tokens_in]
-    assert reduced["random"] == [*quarters(DEPTH)]
-    assert reduced["random-all"] == [*range(DEPTH)]
-
-
-@pytest.mark.parametrize("rule", [ToMe(4), RandomDrop(0.8)], ids=lambda rule: type(rule).__name__)
-def test_a_rival_s_tokens_come_back_where_they_were(rule: Any) -> None:
+def test_tokens_of_tome_come_back_where_they_were() -> None:
     row = next(row for row in ROWS if row.name == "Dinov2Model, SwiGLU")
     pixels = row.batch(1)["pixel_values"]
-    with Rival(rule).counted(row.build()) as handle, torch.no_grad():
+    with Rival(ToMe(4)).counted(row.build()) as handle, torch.no_grad():
         handle.capture()
         tokens = handle.encoder(pixels).last_hidden_state
         whole = handle.restore(tokens)
@@ -292,9 +297,6 @@ def test_a_rival_s_tokens_come_back_where_they_were(rule: Any) -> None:
     rows = {tuple(row.tolist()) for row in tokens[0]}
     assert {tuple(row.tolist()) for row in whole[0]} == rows
     assert torch.equal(whole[:, 0], tokens[:, 0])
-
-
-def test_a_matching_s_rows_are_the_groups_it_sums_up() -> None:
     metric = torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(0))
     merge = bipartite_soft_matching(metric, 4, 1)
     members = merge(torch.eye(12).expand(2, -1, -1))  # [2, 8, 12]: which tokens are in each

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from mame_sd.errors import UserError
-from mame_sd.eval.benchmark.tomesd import NotApplicable
-from mame_sd.eval.perception.methods import RIVALS, Merged, Unmerged, at_flops, flops_of
+from mame_sd.eval.perception.methods import RIVALS, Merged, Method, at_flops
 from mame_sd.eval.perception.rows import BASELINE, SUITES, chosen_rows, row_named
 from mame_sd.perception.settings import EVERY, LEFT
+from mame_sd.runs.methods import NotApplicable
 from tests.builders.perception import PATCHES, ROWS, SIDE
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
@@ -30,19 +30,12 @@ OURS = {"left": LEFT, "schedule": "decreasing", "every": EVERY}
         ("default-0.8", "mame", {"mame": {"keep": 0.8, "blocks": None, "defaults": OURS}}),
         ("mame-0.8", "mame", {"mame": {"tau": 0.8, "blocks": "first"}}),
         ("mame-quarters-0.5", "mame", {"mame": {"tau": 0.5, "blocks": "quarters"}}),
-        ("tome-8", "tome", {"rival": {"name": "ToMe", "r": 8.0, "prop_attn": True}}),
-        (
-            "tome-decreasing-8",
-            "rival",
-            {"rival": {"name": "DecreasingToMe", "r": 8.0, "prop_attn": True}},
-        ),
+        ("mame-last-0.5", "mame", {"mame": {"tau": 0.5, "blocks": (-1,)}}),
+        ("tome-8", "tome", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": False}}),
+        ("tome-decreasing-8", "rival", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": True}}),
         ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7}}),
-        ("random-0.7", "rival", {"rival": {"name": "RandomDrop", "keep": 0.7, "seed": 0}}),
-        (
-            "random-all-0.9",
-            "rival",
-            {"rival": {"name": "RandomDrop", "keep": 0.9, "seed": 0, "blocks": "all"}},
-        ),
+        ("diffrate-mae-h", "rival", {"rival": {"name": "DiffRate", "rates": "mae-h"}}),
+        ("random-all-0.9", "rival", {"rival": {"name": "RandomDrop", "keep": 0.9, "seed": 0}}),
         ("smaller-160", "rival", {"side": 160}),
     ],
 )
@@ -51,7 +44,8 @@ def test_a_name_says_what_runs(name: str, family: str, config: dict[str, Any]) -
     assert (row.name, row.family, row.method.describe()) == (name, family, config)
 
 
-OTHERS = "mame-2 mame-quarters-x tome tome-0 evit-1.5 smaller-10.5 tome@baseline tome@tome@mame-0.8"
+OTHERS = "mame-2 mame-quarters-x tome tome-0 evit-1.5 smaller-10.5 diffrate-x"
+OTHERS += " tome@baseline tome@tome@mame-0.8"
 
 
 @pytest.mark.parametrize("name", OTHERS.split())
@@ -108,40 +102,34 @@ def call_of(model: Any, inputs: Any) -> Any:
     return lambda: model(**inputs)
 
 
+def flops_of(model: Any, method: Method, inputs: Any) -> float:
+    with method.counted(model) as handle, torch.no_grad():
+        model(**inputs)
+        return handle.report().flops
+
+
 @pytest.mark.parametrize("name", ["default", "tome-decreasing", "evit", "smaller"])
 def test_a_rival_comes_as_near_to_the_flops_as_its_knob_allows(name: str) -> None:
-    share = 0.6
     model, inputs = VIT.build(), VIT.batch(1)
-    whole = flops_of(model, Unmerged(), call_of(model, inputs))
-    knob, flops = at_flops(model, name, share * whole, call_of(model, inputs), SIDE)
-    assert flops == flops_of(model, RIVALS[name].make(knob), call_of(model, inputs))
+    whole = flops_of(model, Method(), inputs)
+    target, make = 0.6 * whole, RIVALS[name].make
+    knob, flops = at_flops(model, name, target, call_of(model, inputs), SIDE)
+    assert flops == flops_of(model, make(knob), inputs)
     others = {
         "tome-decreasing": [n / 2 for n in range(PATCHES)],
         "smaller": [4.0 * n for n in range(1, 7)],
     }.get(name, [n / PATCHES for n in range(1, PATCHES + 1, 2)])
-    nearest = min(
-        abs(flops_of(model, RIVALS[name].make(other), call_of(model, inputs)) - share * whole)
-        for other in others
-    )
-    assert abs(flops - share * whole) <= nearest + 1e-9
-
-
-def test_flops_beyond_reach_take_the_end_of_the_range() -> None:
-    model, inputs = VIT.build(), VIT.batch(1)
-    whole = flops_of(model, Unmerged(), call_of(model, inputs))
-    for name in ("tome", "smaller"):
+    nearest = min(abs(flops_of(model, make(other), inputs) - target) for other in others)
+    assert abs(flops - target) <= nearest + 1e-9
+    if name in ("tome-decreasing", "smaller"):  # beyond reach: the end of the range
         most = at_flops(model, name, 2 * whole, call_of(model, inputs), SIDE)[1]
         least = at_flops(model, name, 0.0, call_of(model, inputs), SIDE)[1]
-        assert least < 0.6 * whole < 0.99 * whole <= most, name
+        assert least < target < 0.99 * whole <= most
 
 
 def test_what_a_rival_lacks_is_said() -> None:
     model, inputs = SIGLIP.build(), SIGLIP.batch(1)
-    for name, reason in (
-        ("evit", "class token"),
-        ("smaller", "images of one size"),
-        ("frames", "tubelets can be left out"),
-    ):
+    for name, reason in (("evit", "class token"), ("smaller", "images of one size")):
         with pytest.raises(NotApplicable, match=reason):
             at_flops(model, name, 1e5, call_of(model, inputs), 0)
     assert at_flops(model, "tome", 1e5, call_of(model, inputs), 0)[0] > 0

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
-import torch
 from torch import nn
 
-from tests.builders.transformers import IMAGE, TEXT, H, W, model, normal
+from tests.builders.transformers import IMAGE, STEP, TEXT, H, W, model, normal
 
+BLC = "hidden_states BLC"  # tokens of an image or a video
 PLAIN = "its attention has nothing beside its tokens: no family"
 
 
@@ -27,8 +27,8 @@ class Case:
         image: the argument that holds the image or video, and its dimensions: "hidden_states BCHW".
             L are tokens, row after row (behind the text: 7L), N items of which the last is
             generated, F one frame. Empty: no probe, for the reason in `unprobed`.
-        text: the argument that holds text tokens along its second dimension; empty: none, or not
-            one that stays in its place.
+        text: the argument, where the model takes it, that holds text tokens along its second
+            dimension, which stay in their place; empty: none does.
         unprobed: why the probe can't tell.
     """
 
@@ -36,7 +36,7 @@ class Case:
     build: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
     image: str = "hidden_states BCHW"
-    text: str = ""
+    text: str = "encoder_hidden_states"
     unprobed: str = ""
 
 
@@ -77,7 +77,6 @@ SMALL: dict[str, Any] = {
 T = 3  # frames
 WORDS = normal(2, TEXT, 16)
 VIDEO = normal(2, 4, T, 2 * H, 2 * W)
-STEP = {"timestep": torch.tensor([500.0, 500.0])}
 # What models are called with where a case gives nothing else, as far as their classes take it.
 USUAL = {"encoder_hidden_states": WORDS, **STEP}
 LATENTS = {"BCHW": IMAGE, "BCTHW": VIDEO, "BLC": normal(2, H * W, 4)}
@@ -87,16 +86,17 @@ def case(
     name: str,
     inputs: Callable[[], dict[str, Any]] = dict,
     image: str = "hidden_states BCHW",
+    text: str = "encoder_hidden_states",
+    unprobed: str = "",
+    small: dict[str, Any] = SMALL,
     **more: Any,
 ) -> Case:
-    """A case of a class built from `more`, but for `text` and `unprobed`. `inputs` gives what is
-    special in a call.
+    """A case of a class built from `more`, and from those of `small` that it takes. `inputs` gives
+    what is special in a call.
     """
-    told = {key: more.pop(key) for key in ("text", "unprobed") if key in more}
 
     def build() -> Any:
-        small = _taken(SMALL, getattr(diffusers, name)) if "Transformer" in name else {}
-        return model(name, **{**small, **more})()
+        return model(name, **{**_taken(small, getattr(diffusers, name)), **more})()
 
     def call() -> dict[str, Any]:
         latents, _, dims = image.partition(" ")
@@ -104,7 +104,7 @@ def case(
         kind = getattr(diffusers, name, None)  # the oldest that is supported lacks the newest ones
         return {**(_taken(usual, kind.forward) if kind else {}), **inputs()}
 
-    return Case(name, build, call, image, **told)
+    return Case(name, build, call, image, text, unprobed)
 
 
 def _taken(values: dict[str, Any], by: Callable[..., Any]) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from tests.builders.transformers import (
     model,
     normal,
 )
-from tests.matrix.models.case import PLAIN, WORDS, Case, case
+from tests.matrix.models.case import BLC, PLAIN, WORDS, Case, case
 
 HALF = {"timestep": torch.tensor([0.5, 0.5])}
 SIZES = {name: torch.full((2, 2), 64.0) for name in ("original_size", "target_size", "crop_coords")}
-PACKED = {"image": "hidden_states BLC", "text": "encoder_hidden_states"}
 HUNYUAN_DIT: dict[str, Any] = {  # of the model and of its ControlNet
     **HEADS,
     "hidden_size": 32,
@@ -50,10 +49,6 @@ def four_ids(**more: Any) -> Any:
         return given
 
     return inputs
-
-
-def prx() -> dict[str, Any]:
-    return {"hidden_states": IMAGE, "encoder_hidden_states": WORDS, **HALF}
 
 
 def krea() -> dict[str, Any]:
@@ -106,8 +101,7 @@ def qwen21() -> dict[str, Any]:
 def omnigen() -> dict[str, Any]:
     total = 12 + 1 + H * W
     return {
-        "hidden_states": IMAGE,
-        "timestep": torch.tensor([0.5, 0.5]),
+        **HALF,
         "input_ids": torch.arange(12).expand(2, -1),
         "input_img_latents": [],
         "input_image_sizes": {},
@@ -171,18 +165,9 @@ def z_image(**more: Any) -> nn.Module:
     )()
 
 
-def fibo2() -> dict[str, Any]:
-    return {
-        "hidden_states": IMAGE,
-        "timestep": torch.tensor([0.5, 0.5]),
-        "encoder_hidden_states": normal(2, 2, TEXT, 16),
-    }
-
-
 def hidream() -> dict[str, Any]:
     """An image that is no square: filled up to the largest."""
     return {
-        "hidden_states": IMAGE,
         "encoder_hidden_states_t5": normal(2, TEXT, 16),
         "encoder_hidden_states_llama3": normal(2, 2, TEXT, 16),
         "pooled_embeds": normal(2, 8),
@@ -238,31 +223,16 @@ CASES = [
             "cross_attention_kwargs": {"base_sequence_length": 64},
             **HALF,
         },
-        sample_size=32,
-        patch_size=2,
-        in_channels=4,
-        hidden_size=32,
-        num_layers=2,
-        num_attention_heads=2,
+        **PATCHED,
         num_kv_heads=1,
         multiple_of=16,
         cross_attention_dim=16,
     ),
-    case(
-        "SD3Transformer2DModel",
-        lambda: {"pooled_projections": normal(2, 8)},
-        text="encoder_hidden_states",
-        **PATCHED,
-    ),
+    case("SD3Transformer2DModel", lambda: {"pooled_projections": normal(2, 8)}, **PATCHED),
     case(
         "FluxTransformer2DModel",
-        lambda: {
-            **flux_inputs(),
-            "pooled_projections": normal(2, 8),
-            "timestep": torch.tensor([0.5, 0.5]),
-        },
-        "hidden_states BLC",
-        text="encoder_hidden_states",
+        lambda: {**flux_inputs(), "pooled_projections": normal(2, 8), **HALF},
+        BLC,
         **FLUX,
     ),
     case(
@@ -278,8 +248,7 @@ CASES = [
             ),
             **HALF,
         },
-        "hidden_states BLC",
-        text="encoder_hidden_states",
+        BLC,
         **FLUX,
         approximator_num_channels=64,
         approximator_hidden_dim=16,
@@ -293,15 +262,13 @@ CASES = [
             "img_shapes": [[(1, H, W)]] * 2,
             **HALF,
         },
-        "hidden_states BLC",
-        text="encoder_hidden_states",
+        BLC,
         patch_size=2,
         in_channels=16,
     ),
     case(
         "AuraFlowTransformer2DModel",
-        lambda: {**HALF},
-        text="encoder_hidden_states",
+        lambda: HALF,
         sample_size=32,
         patch_size=2,
         num_mmdit_layers=1,
@@ -310,18 +277,12 @@ CASES = [
     ),
     case(
         "CogView3PlusTransformer2DModel",
-        lambda: {**SIZES},
-        text="encoder_hidden_states",
+        lambda: SIZES,
         condition_dim=2,
         pos_embed_max_size=16,
         sample_size=16,
     ),
-    case(
-        "CogView4Transformer2DModel",
-        lambda: {**SIZES},
-        text="encoder_hidden_states",
-        condition_dim=4,
-    ),
+    case("CogView4Transformer2DModel", lambda: SIZES, condition_dim=4),
     case(
         "GlmImageTransformer2DModel",
         lambda: {
@@ -330,15 +291,13 @@ CASES = [
             "target_size": torch.full((2, 2), 64.0),
             "crop_coords": torch.zeros(2, 2),
         },
-        text="encoder_hidden_states",
         time_embed_dim=16,
         condition_dim=8,
         prior_vq_quantizer_codebook_size=16,
     ),
     case(
         "PRXTransformer2DModel",
-        prx,
-        text="encoder_hidden_states",
+        lambda: HALF,
         context_in_dim=16,
         num_heads=2,
         depth=2,
@@ -347,7 +306,7 @@ CASES = [
     case(
         "Flux2Transformer2DModel",
         four_ids(),
-        **PACKED,
+        BLC,
         num_layers=1,
         axes_dims_rope=(4, 4, 4, 4),
         timestep_guidance_channels=16,
@@ -356,13 +315,13 @@ CASES = [
     case(
         "Flux3Transformer2DModel",
         four_ids(image_cond_hidden_states=normal(2, 20, 4), image_cond_ids=torch.ones(20, 4)),
-        **PACKED,
+        BLC,
         num_layers=1,
         axes_dims_rope=(4, 4, 4, 4),
         cond_in_channels=4,
         timestep_channels=16,
     ),
-    case("BriaTransformer2DModel", flux_like(), **PACKED, num_layers=1, pooled_projection_dim=None),
+    case("BriaTransformer2DModel", flux_like(), BLC, num_layers=1, pooled_projection_dim=None),
     case(
         "BriaFiboTransformer2DModel",
         flux_like(
@@ -371,24 +330,19 @@ CASES = [
                 "attention_mask": torch.zeros(2, 1, TEXT + H * W, TEXT + H * W)
             },
         ),
-        **PACKED,
+        BLC,
         num_layers=1,
         text_encoder_dim=16,
         pooled_projection_dim=None,
     ),
-    case("OvisImageTransformer2DModel", flux_like(), **PACKED, num_layers=1),
+    case("OvisImageTransformer2DModel", flux_like(), BLC, num_layers=1),
     case(
-        "LongCatImageTransformer2DModel",
-        flux_like(),
-        **PACKED,
-        num_layers=1,
-        pooled_projection_dim=16,
+        "LongCatImageTransformer2DModel", flux_like(), BLC, num_layers=1, pooled_projection_dim=16
     ),
     case(
         "Krea2Transformer2DModel",
         krea,
-        image="hidden_states BLC",
-        text="encoder_hidden_states",
+        BLC,
         timestep_embed_dim=8,
         text_hidden_dim=16,
         num_text_layers=2,
@@ -402,19 +356,12 @@ CASES = [
         "Ideogram4Transformer2DModel",
         ideogram,
         image="hidden_states B7LC",
-        text="encoder_hidden_states",
         adaln_dim=16,
         llm_features_dim=16,
         rope_theta=10000,
         mrope_section=(4, 2, 2),
     ),
-    case(
-        "QwenImage21Transformer2DModel",
-        qwen21,
-        image="hidden_states BLC",
-        text="encoder_hidden_states",
-        context_in_dim=16,
-    ),
+    case("QwenImage21Transformer2DModel", qwen21, BLC, context_in_dim=16),
     case(
         "OmniGenTransformer2DModel",
         omnigen,
@@ -427,7 +374,6 @@ CASES = [
     case(
         "Lumina2Transformer2DModel",
         lambda: {"encoder_attention_mask": torch.ones(2, TEXT, dtype=torch.bool), **HALF},
-        text="encoder_hidden_states",
         sample_size=16,
         num_kv_heads=1,
         multiple_of=2,
@@ -456,7 +402,7 @@ CASES = [
     ),
     case(
         "BriaFibo2Transformer2DModel",
-        fibo2,
+        lambda: {"encoder_hidden_states": normal(2, 2, TEXT, 16), **HALF},
         dim=32,
         n_layers=2,
         n_refiner_layers=1,
@@ -492,8 +438,7 @@ CASES = [
             "img_shapes": [(1, H, W)] * 2,
             **HALF,
         },
-        image="hidden_states BLC",
-        text="encoder_hidden_states",
+        BLC,
         out_channels=1,
         moe_enabled=False,
         capacity_factors=[8.0, 8.0],
@@ -506,7 +451,6 @@ CASES = [
             "shape_list": [[(1, H, W), (1, 4, 5)], [(1, H, W), (1, 2, 5)]],
         },
         image="hidden_states BL",
-        text="encoder_hidden_states",
         rope_dim_list=[4, 4, 8],
     ),
 ]

@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tests.builders.tiny import tiny_unet, unet_inputs
-from tests.builders.transformers import HEADS, IMAGE, TEXT, H, W, flux_inputs, model, normal
+from tests.builders.transformers import FLUX, IMAGE, TEXT, H, W, flux_inputs, model, normal
 from tests.matrix.models import images
-from tests.matrix.models.case import PLAIN, STEP, Case, T, case
+from tests.matrix.models.case import BLC, PLAIN, STEP, Case, T, case
 from tests.matrix.models.images import HALF
 
 UNET = "a UNet's convolutions spread a change"
-WIDTHS = (32, 32)
+# What UNets and their ControlNets are built with where a case gives nothing else.
+SMALL: dict[str, Any] = {
+    "block_out_channels": (32, 32),
+    "layers_per_block": 1,
+    "cross_attention_dim": 32,
+    "norm_num_groups": 8,
+    "attention_head_dim": 8,
+    "motion_num_attention_heads": 2,
+    "conditioning_embedding_out_channels": (16, 16),
+}
+LATENTS = {"sample": normal(2, 4, H, W), "encoder_hidden_states": normal(2, TEXT, 32)}
 
 
-def unet(name: str, **config: Any) -> Case:
-    return case(
-        name,
-        lambda: {"sample": normal(2, 4, H, W), "encoder_hidden_states": normal(2, TEXT, 32)},
-        "",
-        unprobed=UNET,
-        block_out_channels=WIDTHS,
-        layers_per_block=1,
-        cross_attention_dim=32,
-        norm_num_groups=8,
-        **config,
-    )
+def unet(
+    name: str, inputs: Callable[[], dict[str, Any]] = lambda: LATENTS, kind: str = "2D", **more: Any
+) -> Case:
+    """A case of two levels, attention in the first; `kind` ends the names of its blocks."""
+    blocks = {
+        "down_block_types": (f"CrossAttnDownBlock{kind}", f"DownBlock{kind}"),
+        "up_block_types": (f"UpBlock{kind}", f"CrossAttnUpBlock{kind}"),
+    }
+    return case(name, inputs, "", unprobed=UNET, small={**SMALL, **blocks}, **more)
 
 
 def of_unet(name: str = "UNet2DConditionModel") -> Case:
     return Case(name, tiny_unet, lambda: unet_inputs(tiny_unet()), "", unprobed=UNET)
 
 
-DOWN = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D")}
-UP = {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
-CONTROL: dict[str, Any] = {"conditioning_embedding_out_channels": (16, 16), **DOWN}
-
-
 def controlled(**more: Any) -> Any:
-    return lambda: {
-        "sample": normal(2, 4, H, W),
-        "encoder_hidden_states": normal(2, TEXT, 32),
-        "controlnet_cond": normal(2, 3, 2 * H, 2 * W),
-        **STEP,
-        **more,
-    }
+    return lambda: {**LATENTS, "controlnet_cond": normal(2, 3, 2 * H, 2 * W), **STEP, **more}
 
 
 def video_unet(**more: Any) -> Any:
@@ -58,67 +55,47 @@ def video_unet(**more: Any) -> Any:
     }
 
 
-FLUX_CONTROL = {
+BLOCKS: dict[str, Any] = {  # of Transformer2DModel and DreamLite's
+    "in_channels": 32,
+    "cross_attention_dim": 16,
+    "norm_num_groups": 8,
+    "out_channels": None,
     "num_layers": 1,
-    "num_single_layers": 1,
-    **HEADS,
-    "in_channels": 4,
-    "joint_attention_dim": 16,
 }
 
 CASES = [
     of_unet(),
     case(
         "Transformer2DModel",
-        lambda: {
-            "hidden_states": normal(2, 32, H, W),
-            "encoder_hidden_states": normal(2, TEXT, 16),
-        },
+        lambda: {"hidden_states": normal(2, 32, H, W)},
         "",
         unprobed=PLAIN,
-        in_channels=32,
-        cross_attention_dim=16,
-        norm_num_groups=8,
-        out_channels=None,
-        num_layers=1,
+        **BLOCKS,
         caption_channels=None,
     ),
     case(
         "DreamLiteTransformer2DModel",
-        lambda: {
-            "hidden_states": normal(2, 32, H, W),
-            "encoder_hidden_states": normal(2, TEXT, 16),
-        },
+        lambda: {"hidden_states": normal(2, 32, H, W)},
         "",
         unprobed="its group norm spreads a change",
-        in_channels=32,
-        cross_attention_dim=16,
-        norm_num_groups=8,
+        **BLOCKS,
         num_kv_heads=2,
-        out_channels=None,
-        num_layers=1,
     ),
-    unet("DreamLiteUNetModel", **DOWN, **UP, attention_head_dim=2),
-    case(
+    unet("DreamLiteUNetModel", attention_head_dim=2),
+    unet(
         "UNet2DModel",
         lambda: {"sample": normal(2, 3, H, W)},
-        "",
-        unprobed=UNET,
-        block_out_channels=WIDTHS,
-        layers_per_block=1,
-        norm_num_groups=8,
         down_block_types=("AttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "AttnUpBlock2D"),
     ),
-    case(
+    unet(
         "Kandinsky3UNet",
         lambda: {
             "sample": normal(2, 4, 2 * H, 2 * W),
             "encoder_attention_mask": torch.ones(2, TEXT),
+            "encoder_hidden_states": normal(2, TEXT, 16),
             "timestep": torch.tensor(5),
         },
-        "",
-        unprobed=UNET,
         time_embedding_dim=32,
         groups=4,
         attention_head_dim=4,
@@ -127,15 +104,13 @@ CASES = [
         cross_attention_dim=16,
         encoder_hid_dim=16,
     ),
-    case(
+    unet(
         "StableCascadeUNet",
         lambda: {
             "sample": normal(2, 4, H, W),
             "timestep_ratio": torch.tensor([0.5, 0.5]),
             "clip_text_pooled": normal(2, 1, 16),
         },
-        "",
-        unprobed=UNET,
         in_channels=4,
         out_channels=4,
         conditioning_dim=16,
@@ -161,7 +136,6 @@ CASES = [
         },
         "",
         unprobed=UNET,
-        hidden_size=32,
         cond_embed_dim=16,
         micro_cond_encode_dim=4,
         micro_cond_embed_dim=20,
@@ -173,55 +147,26 @@ CASES = [
         num_res_blocks=1,
         block_num_heads=2,
         num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
     ),
-    case(
-        "UNet3DConditionModel",
-        video_unet(),
-        "",
-        unprobed=UNET,
-        block_out_channels=WIDTHS,
-        layers_per_block=1,
-        cross_attention_dim=32,
-        norm_num_groups=8,
-        attention_head_dim=8,
-        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
-        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
-    ),
-    case(
+    unet("UNet3DConditionModel", video_unet(), "3D"),
+    unet(
         "I2VGenXLUNet",
         video_unet(
             fps=torch.tensor([16]),
             image_latents=normal(1, 4, T, H, W),
             image_embeddings=normal(1, 32),
         ),
-        "",
-        unprobed=UNET,
+        "3D",
         block_out_channels=(64, 64),
-        layers_per_block=1,
-        cross_attention_dim=32,
-        norm_num_groups=8,
-        attention_head_dim=8,
         num_attention_heads=2,
-        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
-        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
     ),
-    case(
+    unet(
         "UNetMotionModel",
         video_unet(encoder_hidden_states=normal(T, TEXT, 32)),
-        "",
-        unprobed=UNET,
-        block_out_channels=WIDTHS,
-        layers_per_block=1,
-        cross_attention_dim=32,
-        norm_num_groups=8,
-        motion_num_attention_heads=2,
+        "Motion",
         num_attention_heads=2,
-        down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
-        up_block_types=("UpBlockMotion", "CrossAttnUpBlockMotion"),
     ),
-    case(
+    unet(
         "UNetSpatioTemporalConditionModel",
         lambda: {
             "sample": normal(1, T, 8, H, W),
@@ -229,63 +174,28 @@ CASES = [
             "added_time_ids": torch.ones(1, 3),
             "timestep": torch.tensor([5.0]),
         },
-        "",
-        unprobed=UNET,
-        block_out_channels=WIDTHS,
-        layers_per_block=1,
-        cross_attention_dim=32,
+        "SpatioTemporal",
         addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=24,
         num_attention_heads=(2, 2),
         num_frames=T,
-        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
     ),
-    case(
+    unet(
         "UNetControlNetXSModel",
         controlled(),
-        "",
-        unprobed=UNET,
-        block_out_channels=WIDTHS,
-        cross_attention_dim=32,
-        norm_num_groups=8,
         num_attention_heads=2,
         ctrl_conditioning_embedding_out_channels=(16, 16),
         ctrl_block_out_channels=(8, 16),
         ctrl_num_attention_heads=2,
         ctrl_max_norm_num_groups=4,
-        **DOWN,
-        **UP,
     ),
-    case(
+    unet(
         "AudioLDM2UNet2DConditionModel",
-        lambda: {
-            "sample": normal(2, 4, H, W),
-            "encoder_hidden_states": normal(2, TEXT, 32),
-            "encoder_hidden_states_1": normal(2, TEXT, 32),
-        },
-        "",
-        unprobed=UNET,
-        block_out_channels=WIDTHS,
-        layers_per_block=1,
+        lambda: {**LATENTS, "encoder_hidden_states_1": normal(2, TEXT, 32)},
         cross_attention_dim=[[None, 32, 32]] * 2,
-        norm_num_groups=8,
-        attention_head_dim=8,
-        **DOWN,
-        **UP,
     ),
-    case(
-        "ControlNetModel",
-        controlled(),
-        "",
-        unprobed=UNET,
-        block_out_channels=WIDTHS,
-        layers_per_block=1,
-        cross_attention_dim=32,
-        norm_num_groups=8,
-        **CONTROL,
-    ),
-    case(
+    unet("ControlNetModel", controlled()),
+    unet(
         "ControlNetUnionModel",
         controlled(
             controlnet_cond=[normal(2, 3, 2 * H, 2 * W)],
@@ -293,19 +203,12 @@ CASES = [
             control_type_idx=[0],
             conditioning_scale=[1.0],
         ),
-        "",
-        unprobed=UNET,
-        block_out_channels=WIDTHS,
-        layers_per_block=1,
-        cross_attention_dim=32,
-        norm_num_groups=8,
         num_trans_channel=32,
         num_trans_head=2,
         num_proj_channel=32,
         addition_time_embed_dim=8,
-        **CONTROL,
     ),
-    case(
+    unet(
         "SparseControlNetModel",
         controlled(
             sample=normal(1, 4, T, H, W),
@@ -314,16 +217,7 @@ CASES = [
             encoder_hidden_states=normal(T, TEXT, 32),
             timestep=torch.tensor([5.0]),
         ),
-        "",
-        unprobed=UNET,
-        block_out_channels=WIDTHS,
-        layers_per_block=1,
-        cross_attention_dim=32,
-        norm_num_groups=8,
-        attention_head_dim=8,
-        motion_num_attention_heads=2,
-        down_block_types=("CrossAttnDownBlockMotion", "DownBlockMotion"),
-        concat_conditioning_mask=True,
+        "Motion",
     ),
     case(
         "FluxControlNetModel",
@@ -333,27 +227,14 @@ CASES = [
             "pooled_projections": normal(2, 8),
             **HALF,
         },
-        "hidden_states BLC",
-        text="encoder_hidden_states",
-        **FLUX_CONTROL,
-        axes_dims_rope=(4, 4, 8),
-        pooled_projection_dim=8,
-        guidance_embeds=False,
+        BLC,
+        **{**FLUX, "num_layers": 1, "num_single_layers": 1},
     ),
     case(
         "SD3ControlNetModel",
         lambda: {"controlnet_cond": IMAGE, "pooled_projections": normal(2, 8)},
-        text="encoder_hidden_states",
         sample_size=16,
-        in_channels=4,
-        num_layers=2,
-        **HEADS,
-        joint_attention_dim=16,
-        caption_projection_dim=32,
-        pooled_projection_dim=8,
-        out_channels=4,
         pos_embed_max_size=16,
-        extra_conditioning_channels=0,
     ),
     case(
         "QwenImageControlNetModel",
@@ -363,16 +244,9 @@ CASES = [
             "img_shapes": [(1, H, W)] * 2,
             **HALF,
         },
-        "hidden_states BLC",
-        text="encoder_hidden_states",
+        BLC,
         patch_size=1,
-        in_channels=4,
-        out_channels=4,
         num_layers=1,
-        **HEADS,
-        joint_attention_dim=16,
-        axes_dims_rope=(4, 4, 8),
-        extra_condition_channels=0,
     ),
     Case(
         "HunyuanDiT2DControlNetModel",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.builders.transformers import HEADS, TEXT, H, W, model, normal
-from tests.matrix.models.case import STEP, VIDEO, WORDS, Case, T, case
+from tests.matrix.models.case import BLC, STEP, VIDEO, WORDS, Case, T, case
 
 BCTHW = "hidden_states BCTHW"
 WAN: dict[str, Any] = {"patch_size": (1, 2, 2), "rope_max_seq_len": 32}
@@ -148,7 +148,7 @@ CASES = [
             "height": H,
             "width": W,
         },
-        "hidden_states BLC",
+        BLC,
     ),
     case(
         "CogVideoXTransformer3DModel",
@@ -157,7 +157,6 @@ CASES = [
             "image_rotary_emb": (normal(3 * H * W, 16), normal(3 * H * W, 16, seed=2)),
         },
         "hidden_states BTCHW",
-        text="encoder_hidden_states",
         sample_width=2 * W,
         sample_height=2 * H,
         sample_frames=9,
@@ -259,7 +258,7 @@ CASES = [
             "width": W,
             "audio_num_frames": 9,
         },
-        "hidden_states BLC",
+        BLC,
         audio_in_channels=4,
         audio_out_channels=4,
         audio_num_attention_heads=2,
@@ -273,7 +272,7 @@ CASES = [
             "hidden_states": normal(2, T * H * W, 4),
             "video_rotary_emb": (normal(2, T * H * W, 32), normal(2, T * H * W, 32, seed=2)),
         },
-        "hidden_states BLC",
+        BLC,
         audio_in_channels=4,
         audio_out_channels=4,
         audio_num_attention_heads=2,
@@ -321,25 +320,17 @@ CASES = [
         masked(),
         BCTHW,
         num_layers=1,
-        text="encoder_hidden_states",
         enable_text_cross_attention_dual=True,
     ),
     case(
         "MochiTransformer3DModel",
         masked(),
         BCTHW,
-        text="encoder_hidden_states",
         pooled_projection_dim=16,
         time_embed_dim=4,
         max_sequence_length=TEXT,
     ),
-    case(
-        "EasyAnimateTransformer3DModel",
-        image=BCTHW,
-        text="encoder_hidden_states",
-        mmdit_layers=1,
-        patch_size=2,
-    ),
+    case("EasyAnimateTransformer3DModel", image=BCTHW, mmdit_layers=1, patch_size=2),
     case(
         "ConsisIDTransformer3DModel",
         lambda: {
@@ -349,7 +340,6 @@ CASES = [
             "id_cond": torch.ones(2, 8),
         },
         "hidden_states BTCHW",
-        text="encoder_hidden_states",
         time_embed_dim=2,
         sample_width=2 * W,
         sample_height=2 * H,
@@ -375,7 +365,6 @@ CASES = [
         "JoyImageEditTransformer3DModel",
         lambda: {"hidden_states": normal(2, 2, 4, 1, 2 * H, 2 * W)},
         "hidden_states BNCTHW",
-        text="encoder_hidden_states",
         rope_dim_list=[4, 4, 8],
     ),
     case(
@@ -424,8 +413,7 @@ CASES = [
     case(
         "MiniMaxH3Transformer3DModel",
         minimax,
-        "hidden_states BLC",
-        text="encoder_hidden_states",
+        BLC,
         audio_in_channels=6,
         freq_dim=8,
         time_embed_hidden_dim=24,
