@@ -136,7 +136,7 @@ def test_diffusers_loads_what_is_saved_as_a_plain_pipeline(tmp_path: Path) -> No
     mame_pipeline().save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionPipeline"
-    for loader in ("StableDiffusionPipeline", "DiffusionPipeline", "AutoPipelineForText2Image"):
+    for loader in ("StableDiffusionPipeline", "AutoPipelineForText2Image"):
         plain = getattr(diffusers, loader).from_pretrained(tmp_path)
         assert type(plain) is StableDiffusionPipeline
     assert torch.equal(generate(quiet(plain)), generate(tiny_pipeline()))
