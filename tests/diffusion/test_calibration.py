@@ -133,7 +133,7 @@ def test_errors_are_those_of_the_layers_own_merged_outputs(
     with counting() as clock:
         monkeypatch.setattr(cal, "clock_of", lambda device: clock)
         found = Measurement()
-        measure(handle, [((), inputs)], found)
+        measure(handle, lambda: unet(**inputs), found)
     assert torch.equal(run_unet(unet), before), "every hook is where it was"
     names = {layer.name for layer in handle.report().layers}
     assert set(found.layers) <= names
@@ -253,7 +253,7 @@ def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allow
     images, steps, at = 2, 4, len(cal.AT)
     found = Measurement()
     for _ in range(images):
-        cal.measure_image(handle, partial(generate, pipe, num_inference_steps=steps), found, images)
+        measure(handle, partial(generate, pipe, num_inference_steps=steps), found, images)
     layers, calls = len(found.layers), images * at
     each = {len(layer.effect) for layer in found.layers.values()}
     assert each == {len(layer.own) for layer in found.layers.values()}
