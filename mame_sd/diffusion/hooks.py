@@ -148,7 +148,7 @@ class StepHook(CallHook):
                 if not compiling:
                     draws = (draw + constant(counting, DRAWS, draw.device)) % DRAWS
             if latents is not None and not of_frames:
-                leader = leaders(latents, prompt_first)
+                leader = leaders(latents, (False, True) if prompt_first else (True, False))
             return Step(draw, draws, leader)
 
         at_once = compiling or latents is not first  # a stack that nobody else holds

@@ -272,7 +272,7 @@ def test_masks_of_padded_images_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"pixel_attention_mask: expected none|without an attention mask"
     ):
-        row.call(model, {**inputs, "pixel_attention_mask": torch.ones(2, PATCHES)})
+        row.call(model, {**inputs, "pixel_attention_mask": torch.ones(2, PATCHES).tril()})
 
 
 class MyBlock(nn.Module):
