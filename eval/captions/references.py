@@ -38,8 +38,6 @@ def read_references(file: Path, folder: Path, num: int | None = None) -> Picture
         UserError: a file or picture that isn't there, another format, an id twice, a picture
             without captions.
     """
-    if num is not None and num < 1:
-        raise UserError(f"--num: expected at least 1, got {num}; correct it")
     try:
         content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
         images = [(_id(one["id"]), one) for one in content["images"]]

@@ -233,6 +233,7 @@ def test_custom_pipeline(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(generate(pipe), generate(mame_pipeline()))
 
 
+@pytest.mark.compiles
 def test_a_compiled_unet_is_not_compiled_again_for_every_call() -> None:
     torch._dynamo.reset()
     pipe = mame_pipeline(tau=None, keep=0.4)
