@@ -1,11 +1,11 @@
 """What merging costs and changes in each layer of a model, and the choice for each layer that
 follows.
 
-`measure` records an image's calls of the denoiser without merging, and replays a few of them. In each
-self-attention that could merge it computes every form (fields of `MaMeConfig`) beside the unmerged
-attention, and notes the relative squared error of the output and the seconds on this device. How
-much a layer's error matters is seen at the denoiser's output, where one form merges in that layer
-alone.
+`measure` records an image's calls of the denoiser without merging, and replays a few of them. In
+each self-attention that could merge it computes every form (fields of `MaMeConfig`) beside the
+unmerged attention, and notes the relative squared error of the output and the seconds on this
+device. How much a layer's error matters is seen at the denoiser's output, where one form merges in
+that layer alone.
 
 `choose` then gives each layer one form. Of all choices that save enough seconds it takes the one
 whose errors at the output have the least sum.
