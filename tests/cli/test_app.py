@@ -70,8 +70,9 @@ generate x --tau 0.8 --keep 0.5 | expected tau or keep, got both
 generate x --keep 0 | keep: expected a share above 0
 generate x --tau 0.8 --partition odd | partition: expected one of alternating
 generate x --metric dot | metric: goes with tau, got metric='dot' beside keep
-generate x --tile-size 9223372036854775808 | tile_size: expected 0 for no tiles, or a side of 2
-generate x --fit-queries 100000000000000000000 | fit_queries: expected a whole number from 0 to
+generate x --tile-size 9223372036854775808 | --tile-size: expected 0 for no tiles, or a side of 2
+generate x --merge-seed -1 | --merge-seed: expected a whole number from 0 to
+generate x --fit-queries 100000000000000000000 | --fit-queries: expected a whole number from 0 to
 generate x --config . | {"keep": 0.5}, got a folder; give a file
 generate x --baseline --merge-seed 1 | expected no merging options beside it, got --merge-seed
 generate x --config a.yaml | a.yaml: expected a .json file of settings such as
