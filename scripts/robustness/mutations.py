@@ -89,11 +89,11 @@ diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py t
     check_idle(root, "remove_mame") => root
 diffusion/pipeline_check.py: diffusion/test_pipeline_check.py
     elif handle.active: => elif False:
-    caller if check_of(caller) is self else handle.pipe => handle.pipe
+    if check_of(one) is self), handle.pipe) => if False), handle.pipe)
 diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:
-    if len(firsts) > 1: => if False:
+    return found.pop() if len(found) == 1 else UNLIKE => return found.pop()
     found() is t and version == t._version => found() is t
 diffusion/families/sequence.py: diffusion/test_families.py test_models.py
     after + text) if family.joint == "last" else => after + text) if family.joint == "first" else

@@ -159,6 +159,7 @@ def test_of_clips_no_smaller_image_is_told() -> None:
     assert "smaller image" not in str(handle.report())
 
 
+@pytest.mark.compiles
 @torch.no_grad()
 def test_tau_compiles_around_merging() -> None:
     torch._dynamo.reset()
