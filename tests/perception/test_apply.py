@@ -151,6 +151,7 @@ def test_of_clips_no_smaller_image_is_told() -> None:
 
 
 @NEEDS_TIMM
+@pytest.mark.compiles
 @torch.no_grad()
 def test_tau_compiles_around_merging() -> None:
     torch._dynamo.reset()

@@ -118,6 +118,7 @@ class _First(nn.Module):
         return output
 
 
+@pytest.mark.compiles
 @torch.no_grad()
 def test_an_exported_graph_merges() -> None:
     model = _First(SHALLOW.build().requires_grad_(False))
