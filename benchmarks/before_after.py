@@ -13,7 +13,7 @@ import json
 import time
 from pathlib import Path
 
-from mame_sd.cli.difference import nearness
+from mame_sd.cli.compare import nearness
 from mame_sd.cli.sheet import Cell, draw_sheet, enlarge
 from mame_sd.config import MaMeConfig
 from mame_sd.runs.jobs import GenerateSettings, jobs_of

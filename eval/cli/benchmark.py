@@ -14,6 +14,7 @@ from mame_sd.cli.console import note, progress
 from mame_sd.cli.groups import PromptOptions
 from mame_sd.embedded.model import embedded_models
 from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.devices import pick_device
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import load_model
 from mame_sd.runs.model_files import ModelChoice
@@ -75,7 +76,6 @@ def run_benchmark(
             )
         against = open_reference(reference)
     process = this_process()
-    loaded = load_model(choice, process.local_rank)
     clip = options.clip
     if clip is None and choice.embedded and "clip" in embedded_models():
         clip = EMBEDDED_CLIP
@@ -83,9 +83,10 @@ def run_benchmark(
         weights_dir=None if options.weights_dir is None else Path(options.weights_dir),
         offline=model.offline,
         fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip else [])),
-        device=loaded.pipe.device,
+        device=pick_device(choice.device, process.local_rank),
         clip=clip or CLIPS[0],
     )
+    loaded = load_model(choice, process.local_rank)
     with joined(process):
         benchmark = Benchmark(
             suite=suite,

@@ -12,6 +12,7 @@ import torch
 from mame_sd.errors import MachineError, UserError
 
 from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, LPIPS_NETS, Metric
+from ..weights.load import check_folder
 from ..weights.registry import REGISTRY
 
 # sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
@@ -46,7 +47,10 @@ class Tools:
     _remembered: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises UserError for a CLIP that is neither known nor a folder, or an unknown backend."""
+        """Raises UserError for a folder of weights that is none, a CLIP that is neither known nor a
+        folder, or an unknown backend.
+        """
+        check_folder(self.weights_dir)
         if self.clip not in CLIPS and not Path(self.clip).is_dir():
             raise UserError(
                 f"--clip: expected {', '.join(CLIPS)} or a folder, got {self.clip!r}; give one of"

@@ -57,7 +57,7 @@ def find(name: str, weights_dir: Path | None = None, offline: bool = False) -> P
         UserError: wrong hash, no such folder, or missing while `offline`.
         MachineError: it could not be fetched.
     """
-    _check_folder(weights_dir)
+    check_folder(weights_dir)
     return _find_here(name, weights_dir) or (
         _refuse(name, weights_dir) if offline else get(name, weights_dir)
     )
@@ -174,7 +174,8 @@ def _checked(path: Path, source: Source) -> Path:
     return path
 
 
-def _check_folder(weights_dir: Path | None) -> None:
+def check_folder(weights_dir: Path | None) -> None:
+    """Raise UserError where --weights-dir is no folder."""
     if weights_dir is not None and not weights_dir.is_dir():
         raise UserError(
             f"--weights-dir: expected a folder, but {weights_dir} is not one; correct the path"

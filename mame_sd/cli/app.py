@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,9 +22,7 @@ from mame_sd.cli.groups import (
     PROMPTS,
     SAMPLING,
     MergingOptions,
-    OptionalMerging,
     PromptOptions,
-    RunFolderOption,
 )
 from mame_sd.cli.options import takes
 from mame_sd.config import MaMeConfig
@@ -39,9 +36,6 @@ app = typer.Typer(
     no_args_is_help=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-PromptArgument = Annotated[
-    str, typer.Argument(help="The prompt.", metavar="PROMPT", show_default=False)
-]
 SheetOption = Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")]
 
 
@@ -66,10 +60,13 @@ def about(
 
 
 @app.command("generate")
-@takes(prompts=PROMPTS, model=MODEL, sampling=SAMPLING, merging=OptionalMerging())
+@takes(prompts=PROMPTS, model=MODEL, sampling=SAMPLING, merging=MergingOptions(baseline=True))
 def generate_command(
     *,
-    out: RunFolderOption = Path("out/generate"),
+    out: Annotated[
+        Path,
+        typer.Option(help="Run folder: new, empty, or begun by the same command.", metavar="DIR"),
+    ] = Path("out/generate"),
     prompts: PromptOptions,
     model: ModelChoice,
     sampling: GenerateSettings,
@@ -88,7 +85,9 @@ def generate_command(
 @takes(model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions(without=("tau", "keep", *PAPERS)))
 def compare_command(
     *,
-    prompt: PromptArgument,
+    prompt: Annotated[
+        str, typer.Argument(help="The prompt.", metavar="PROMPT", show_default=False)
+    ],
     tau: Annotated[str | None, typer.Option(help="Taus to show, with commas between.")] = None,
     keep: Annotated[
         str | None,
@@ -100,31 +99,10 @@ def compare_command(
     merging: MaMeConfig,
 ) -> None:
     """Write one sheet: the baseline and each setting, with seconds and what differs."""
-    from mame_sd.cli.compare import compare, compare_sheet, remark_on_seconds, variants_of
-    from mame_sd.cli.console import note, progress
-    from mame_sd.cli.generate import load_to_merge
-    from mame_sd.cli.sheet import check_sheet_path, write_sheet
+    from mame_sd.cli.compare import run_compare
 
-    neither = tau is None and keep is None
-    if neither:
-        tau, keep = (None, "0.5,0.125") if merging.tau is None else ("0.6,0.7,0.8,0.9", None)
-    numbers = _numbers("--tau", tau), _numbers("--keep", keep)
-    variants_of(merging, *numbers)  # refuses bad numbers before anything is loaded
-    check_sheet_path(out)
-    loaded, merging = load_to_merge(model, merging, prompt)
-    variants = variants_of(merging, *numbers)
-    if neither and keep:
-        variants.insert(0, ("as given" if merging.given else "default", merging))
-    with progress("images") as on_progress:
-        panels = compare(loaded, prompt, sampling, variants, on_progress, on_progress.step)
-    rows = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
-    about = {"prompt": prompt, "model": loaded.identity, "panels": rows}
-    write_sheet(out, compare_sheet(prompt, panels), about)
-    for panel in panels:
-        print("  ".join(panel.lines(panels[0])))
-    print(out)
-    if remark := remark_on_seconds(panels):
-        note(remark)
+    taus, keeps = _numbers("--tau", tau), _numbers("--keep", keep)
+    run_compare(prompt, taus, keeps, out, model, sampling, merging)
 
 
 @app.command("calibrate")
@@ -154,16 +132,9 @@ def calibrate_command(
 
     A few prompts calibrate, the others check what was found.
     """
-    from mame_sd.cli.calibrate import calibrate, check_wish
-    from mame_sd.cli.generate import load_to_merge
+    from mame_sd.cli.calibrate import run_calibrate
 
-    check_wish(speed, merging)
-    prompts = prompts.or_demo()
-    if not prompts.texts and prompts.num is None:
-        prompts = replace(prompts, num=8)
-    chosen = prompts.read()
-    loaded, merging = load_to_merge(model, merging)
-    calibrate(loaded, chosen, sampling, merging, speed, out)
+    run_calibrate(speed, out, prompts.or_demo().read(), model, sampling, merging)
 
 
 @app.command("sheet")
@@ -178,14 +149,9 @@ def sheet_command(
     num: Annotated[int, typer.Option(help="Show the first NUM images.", metavar="NUM")] = 12,
 ) -> None:
     """Write one sheet of finished runs: the same images, run below run."""
-    from mame_sd.cli.compare import folders_sheet
-    from mame_sd.cli.sheet import check_sheet_path, write_sheet
+    from mame_sd.cli.compare import run_sheet
 
-    if num < 1:
-        raise UserError(f"--num: expected at least 1, got {num}; raise it")
-    check_sheet_path(out)
-    write_sheet(out, folders_sheet(folders, num), {"folders": [folder.name for folder in folders]})
-    print(out)
+    run_sheet(folders, out, num)
 
 
 @app.command("doctor")

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from mame_sd.cli.compare import Panel, compare, remark_on_seconds
+from mame_sd.cli.compare import Panel, compare, psnr, remark_on_seconds
 from mame_sd.cli.console import note, progress
-from mame_sd.cli.difference import psnr
+from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.groups import PAPERS
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
@@ -22,6 +22,7 @@ from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 from mame_sd.runs.sampling import merge_in, sample
 
@@ -29,13 +30,13 @@ MEASURED = "measured.json"
 LARGEST = 80.0  # dB, of images that are equal
 
 
-def calibrate(
-    model: LoadedModel,
-    prompts: Sequence[Prompt],
-    settings: GenerateSettings,
-    base: MaMeConfig,
+def run_calibrate(
     speed: float,
     out: Path,
+    prompts: Sequence[Prompt],
+    choice: ModelChoice,
+    settings: GenerateSettings,
+    base: MaMeConfig,
 ) -> None:
     """Write `out`/config.json, the settings by layer for `speed`, and print what they do.
 
@@ -46,7 +47,9 @@ def calibrate(
         UserError: a model that merging does not support, nothing that could merge, more speed than
             merging gives.
     """
-    check_place(out, out)
+    file = out / "config.json"
+    _check(speed, base, out, file)
+    model, base = load_to_merge(choice, base)
     base = uniform(base)
     few = min(4, max(1, len(prompts) // 4))
     found = _measured(model, prompts[:few], settings, base, out)
@@ -71,25 +74,31 @@ def calibrate(
             f"{label}: {row['times_faster']:.2f} times as fast, PSNR {row['psnr']:.1f} dB"
             f" (of whole images, {len(checked)} other prompts)"
         )
-    if remark := remark_on_seconds([panel for row in panels for panel in row]):
-        note(remark)
+    remark_on_seconds([panel for row in panels for panel in row])
     about = {**found.about, "speed": speed, "checked_on_prompts": len(checked)}
     values = config.to_dict().items()  # all of them, so that no later version's defaults count
     concrete = {name: v for name, v in values if v is not None and name not in PAPERS}
     text = json.dumps({**concrete, "about": {**about, "measured": measured}}, indent=1)
-    file = out / "config.json"
     write_atomically(file, text.encode() + b"\n")
     print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
 
 
-def check_wish(speed: float, base: MaMeConfig) -> None:
-    """Raises UserError for a speed or settings that can't be calibrated."""
+def _check(speed: float, base: MaMeConfig, out: Path, file: Path) -> None:
+    """Raise UserError for a speed or settings that can't be calibrated, or a folder that can't take
+    the results, such as a model's, which has a config.json of its own.
+    """
     try:
         check_speed(speed)
     except ValueError as error:
         raise UserError(f"--{error}; try 1.2") from None
     if base.method != "keys":
         raise UserError("merging: expected no tau, for calibration tries shares to keep; drop it")
+    check_place(out, out)
+    if file.exists() and not (out / MEASURED).exists():
+        raise UserError(
+            f"--out {out}: expected a new folder, or one of an earlier calibration, got one with"
+            " another config.json; choose another"
+        )
 
 
 def _measured(

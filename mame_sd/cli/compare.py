@@ -1,24 +1,28 @@
-"""One labelled sheet of a prompt at several settings, beside the baseline: what merging costs and
-what it saves.
+"""``mame-sd compare`` and ``sheet``: images of one prompt at several settings, or of several
+finished runs, side by side, with what they cost and how far they are from the first.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
-from mame_sd.cli.difference import DIFFERENCE, difference, nearness
-from mame_sd.cli.sheet import Cell, draw_sheet, enlarge
+from mame_sd.cli.console import note, progress
+from mame_sd.cli.generate import load_to_merge, merged_things
+from mame_sd.cli.sheet import Cell, check_sheet_path, draw_sheet, enlarge, write_sheet
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.records import read_samples
 from mame_sd.runs.sampling import levels_of, merge_in, sample
@@ -26,11 +30,13 @@ from mame_sd.runs.sampling import levels_of, merge_in, sample
 PANEL_SIDE = 512
 COLUMNS = 6  # images side by side
 SMALLEST_SHARE = 0.6  # of the cores' time; below it a process waited for others
+GAIN = 8  # how many times the difference of two images is enlarged to be seen
+DIFFERENCE = f"difference, {GAIN} times"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One setting's image: seconds, and tokens per level (empty for the baseline).
+    """One setting's image: seconds, and levels (empty for the baseline) of `things`, which merge.
 
     `share` is how much of the cores' time it had; 1 where a device other than the CPU computes.
     """
@@ -40,18 +46,53 @@ class Panel:
     seconds: float
     levels: list[dict[str, Any]]
     share: float = 1.0
+    things: str = "keys"
 
     def lines(self, baseline: Panel) -> tuple[str, ...]:
         """What stands under the image."""
         if self is baseline:
-            return (self.label, f"{self.seconds:.2f} s", "all tokens")
+            return (self.label, f"{self.seconds:.2f} s", "unmerged")
         kept = [
-            f"level {v['level']}: {v['tokens_kept']:.0f} of {v['tokens_in']:.0f} kept"
+            f"level {v['level']}: {v['tokens_kept']:.0f} of {v['tokens_in']:.0f} {self.things} kept"
             for v in self.levels
         ]
         speed = baseline.seconds / max(self.seconds, 1e-9)
         near = nearness(baseline.image, self.image)
         return (self.label, f"{self.seconds:.2f} s ({speed:.2f} x as fast)", near, *kept)
+
+
+def run_compare(
+    text: str,
+    taus: Sequence[float],
+    keeps: Sequence[float],
+    out: Path,
+    choice: ModelChoice,
+    settings: GenerateSettings,
+    merging: MaMeConfig,
+) -> None:
+    """Write the sheet of a prompt, without `taus` and `keeps` of the default's neighbours, and
+    print what stands under each image.
+    """
+    neither = not taus and not keeps
+    if neither:
+        taus, keeps = ([], [0.5, 0.125]) if merging.tau is None else ([0.6, 0.7, 0.8, 0.9], [])
+    variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
+    (prompt,) = prompts_from_texts([text])
+    check_sheet_path(out)
+    model, merging = load_to_merge(choice, merging, text)
+    variants = variants_of(merging, taus, keeps)
+    if neither and keeps:
+        variants.insert(0, ("as given" if merging.given else "default", merging))
+    with progress("images") as on_progress:
+        prompt = replace(prompt, id="compare")
+        panels = compare(model, prompt, settings, variants, on_progress, on_progress.step)
+    rows = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
+    about = {"prompt": text, "model": model.identity, "panels": rows}
+    write_sheet(out, compare_sheet(text, panels), about)
+    for panel in panels:
+        print("  ".join(panel.lines(panels[0])))
+    print(out)
+    remark_on_seconds(panels)
 
 
 def variants_of(
@@ -70,7 +111,7 @@ def variants_of(
 
 def compare(
     model: LoadedModel,
-    prompt: str | Prompt,
+    prompt: Prompt,
     settings: GenerateSettings,
     variants: Sequence[tuple[str, MaMeConfig]],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -83,8 +124,6 @@ def compare(
     Raises:
         UserError: a variant in which nothing could merge, or that the model refuses.
     """
-    if isinstance(prompt, str):
-        prompt = replace(*prompts_from_texts([prompt]), id="compare")
     (job,) = jobs_of([prompt], settings)
     total = 1 + len(variants)
     on_progress(0, total)
@@ -99,7 +138,7 @@ def compare(
             on_cpu = model.identity["device"] == "cpu"
             share = cpu / (seconds * torch.get_num_threads()) if on_cpu else 1.0
             levels = [] if handle is None else levels_of(handle)
-            panels.append(Panel(label, image, seconds, levels, share))
+            panels.append(Panel(label, image, seconds, levels, share, merged_things(config)))
         finally:
             if handle is not None:
                 handle.remove()
@@ -107,15 +146,14 @@ def compare(
     return panels
 
 
-def remark_on_seconds(panels: Sequence[Panel]) -> str | None:
-    """Why the panels' seconds say little, where the process had to wait for others."""
+def remark_on_seconds(panels: Sequence[Panel]) -> None:
+    """Note that the panels' seconds say little, where the process had to wait for others."""
     least = min(panel.share for panel in panels)
-    if least >= SMALLEST_SHARE:
-        return None
-    return (
-        f"the machine was busy (this process had {least:.0%} of its cores), so the seconds say"
-        " little; run again when it is quiet"
-    )
+    if least < SMALLEST_SHARE:
+        note(
+            f"the machine was busy (this process had {least:.0%} of its cores), so the seconds say"
+            " little; run again when it is quiet"
+        )
 
 
 def compare_sheet(prompt: str, panels: Sequence[Panel]) -> Image.Image:
@@ -123,15 +161,23 @@ def compare_sheet(prompt: str, panels: Sequence[Panel]) -> Image.Image:
     baseline.
     """
     cells = [Cell(enlarge(panel.image, PANEL_SIDE), panel.lines(panels[0])) for panel in panels]
-    below = [
-        Cell(enlarge(difference(panels[0].image, panel.image), PANEL_SIDE), (DIFFERENCE,))
-        for panel in panels[1:]
-    ]
-    empty = Cell(Image.new("RGB", cells[0].image.size, "white"))
+    below = [Cell(Image.new("RGB", cells[0].image.size, "white"))]
+    for panel in panels[1:]:
+        apart = difference(panels[0].image, panel.image)
+        below.append(Cell(enlarge(apart, PANEL_SIDE), (DIFFERENCE,)))
     rows = []
     for start in range(0, len(cells), COLUMNS):
-        rows += [cells[start : start + COLUMNS], [empty, *below][start : start + COLUMNS]]
+        rows += [cells[start : start + COLUMNS], below[start : start + COLUMNS]]
     return draw_sheet(rows, title=prompt)
+
+
+def run_sheet(folders: Sequence[Path], out: Path, num: int) -> None:
+    """Write the sheet of finished runs."""
+    if num < 1:
+        raise UserError(f"--num: expected at least 1, got {num}; raise it")
+    check_sheet_path(out)
+    write_sheet(out, folders_sheet(folders, num), {"folders": [folder.name for folder in folders]})
+    print(out)
 
 
 def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
@@ -172,7 +218,7 @@ def _about(folder: Path, row: Mapping[str, Any]) -> str:
         parts.append(f"{row['seconds']:.2f} s")
     for level in row.get("levels", [])[:1]:
         share = level["tokens_kept"] / level["tokens_in"]
-        parts.append(f"{share:.0%} of {level['tokens_in']:.0f} tokens")
+        parts.append(f"{share:.0%} of {level['tokens_in']:.0f} kept")
     return ", ".join(parts)
 
 
@@ -184,3 +230,28 @@ def _open(path: Path) -> Image.Image:
         raise UserError(
             f"{path}: can't be read as an image ({error}); run generate again"
         ) from None
+
+
+def nearness(one: Image.Image, other: Image.Image) -> str:
+    """PSNR in dB of two 8-bit images of one size, in words: more is nearer.
+
+    >>> grey = Image.new("RGB", (2, 2), (100, 100, 100))
+    >>> nearness(grey, grey), nearness(grey, Image.new("RGB", (2, 2), (101, 101, 101)))
+    ('equal to the baseline', 'PSNR 48.1 dB')
+    """
+    near = psnr(one, other)
+    return "equal to the baseline" if near == math.inf else f"PSNR {near:.1f} dB"
+
+
+def psnr(one: Image.Image, other: Image.Image) -> float:
+    """In dB, of two 8-bit images of one size; infinite where they are equal."""
+    error = float(np.mean((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2))
+    return float(10 * np.log10(255**2 / error)) if error else math.inf
+
+
+def difference(one: Image.Image, other: Image.Image) -> Image.Image:
+    """The largest difference of the channels of two RGB images of one size, enlarged `GAIN` times,
+    dark on white.
+    """
+    apart = np.abs(np.asarray(one, np.int16) - np.asarray(other, np.int16)).max(-1)
+    return Image.fromarray(255 - np.clip(GAIN * apart, 0, 255).astype(np.uint8)).convert("RGB")

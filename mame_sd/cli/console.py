@@ -13,8 +13,9 @@ _LONGEST_LINE = 2000  # characters, of a line that may name a prompt or a cell o
 class Bar:
     """A bar on stderr: images done, the step of the one under way, images per second, time left."""
 
-    def __init__(self, bar: Any, task: Any, unit: str) -> None:
-        self._bar, self._task, self._unit = bar, task, unit
+    def __init__(self, bar: Any, unit: str) -> None:
+        self._bar, self._unit = bar, unit
+        self._task = bar.add_task(unit, total=None, rate="", step="")
         self._done = self._total = 0
 
     def __call__(self, done: int, total: int) -> None:
@@ -26,36 +27,26 @@ class Bar:
 
     def step(self, step: int, steps: int) -> None:
         """`step` of `steps` of the image under way is done."""
-        self._bar.update(
-            self._task, completed=self._done + step / steps, step=f"step {step} of {steps}"
-        )
+        said = f"step {step} of {steps}"
+        self._bar.update(self._task, completed=self._done + step / steps, step=said)
 
 
 @contextmanager
 def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
     """A bar on stderr, where that is a terminal; gives what to tell of images and steps."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress as rich
 
-    fields = (TextColumn("{task.fields[step]}"), TextColumn("{task.fields[rate]}"))
-    columns = (BarColumn(), MofNCompleteColumn(), *fields, TimeRemainingColumn())
+    fields = (rich.TextColumn("{task.fields[step]}"), rich.TextColumn("{task.fields[rate]}"))
+    columns = (rich.BarColumn(), rich.MofNCompleteColumn(), *fields, rich.TimeRemainingColumn())
     console = _stderr()
-    with Progress(
-        *columns, console=console, disable=not (shown and console.is_terminal), transient=True
-    ) as bar:
-        yield Bar(bar, bar.add_task(unit, total=None, rate="", step=""), unit)
+    off = not (shown and console.is_terminal)
+    with rich.Progress(*columns, console=console, disable=off, transient=True) as bar:
+        yield Bar(bar, unit)
 
 
 @contextmanager
 def doing(what: str, shown: bool = True) -> Iterator[None]:
-    """Says on stderr, where that is a terminal, what takes a while: a sign of life without a
-    count.
-    """
+    """Says on stderr, where that is a terminal, what takes a while."""
     console = _stderr()
     if not (shown and console.is_terminal):
         yield

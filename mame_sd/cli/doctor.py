@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -43,14 +43,15 @@ class Check:
 
 def examine(choice: ModelChoice) -> list[Check]:
     """Run every check. Nothing is downloaded unless `choice` names a hub model."""
-    device = _guarded("device", lambda: _device(pick_device(choice.device)))
-    if device.state == "fail":
+    first = _guarded("device", lambda: _device(pick_device(choice.device)))
+    if first.state == "fail":
         choice = replace(choice, device="cpu")
+    device = pick_device(choice.device)
     return [
         *_versions(),
-        device,
-        _guarded("fused attention", lambda: fused_attention(pick_device(choice.device))),
-        _guarded("merging", lambda: _merging(pick_device(choice.device))),
+        first,
+        _guarded("fused attention", lambda: fused_attention(device)),
+        _guarded("merging", lambda: _merging(device)),
         _guarded("model", lambda: _model(choice)),
         *_optional(),
     ]
@@ -64,11 +65,8 @@ def print_checks(checks: Sequence[Check]) -> None:
     for check in checks:
         if check.bad_input:
             raise UserError(check.detail)
-    failed = [check.name for check in checks if check.state == "fail"]
-    if failed:
-        raise MachineError(
-            f"some checks failed ({', '.join(failed)}); the lines above say what to do"
-        )
+    if failed := ", ".join(check.name for check in checks if check.state == "fail"):
+        raise MachineError(f"some checks failed ({failed}); the lines above say what to do")
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
@@ -149,30 +147,21 @@ def _model(choice: ModelChoice) -> Check:
     from mame_sd.runs.loading import load_model
 
     source, name = find_model(choice)
-    model = load_model(choice)
-    bad = _not_finite(model.pipe)
-    if bad is not None:
-        raise UserError(
-            f"--model {name}: expected weights that are finite numbers, got others in {bad};"
-            " get the model again"
-        )
-    layers = len(build_handle(model.pipe, MaMeConfig()).report().layers)
+    pipe = load_model(choice).pipe
+    for part, component in pipe.components.items():
+        weights = component.named_parameters() if isinstance(component, torch.nn.Module) else ()
+        for weight, values in weights:
+            # 8-bit types have no such test
+            if values.element_size() > 1 and not torch.isfinite(values).all():
+                raise UserError(
+                    f"--model {name}: expected weights that are finite numbers, got others in"
+                    f" {part}.{weight}; get the model again"
+                )
+    layers = len(build_handle(pipe, MaMeConfig()).report().layers)
     files = [source] if source.is_file() else source.rglob("*")
     size = sum(file.stat().st_size for file in files if file.is_file()) / 2**20
-    kind = type(model.pipe).__name__
-    said = f"{name}, {kind}, {size:.0f} MiB, {layers} self-attentions may merge"
+    said = f"{name}, {type(pipe).__name__}, {size:.0f} MiB, {layers} self-attentions may merge"
     return Check("model", "ok", said)
-
-
-def _not_finite(pipe: Any) -> str | None:
-    """The name of the first weight that holds NaN or infinity."""
-    for part, component in pipe.components.items():
-        if isinstance(component, torch.nn.Module):
-            for name, weight in component.named_parameters():
-                # 8-bit types have no such test
-                if weight.element_size() > 1 and not torch.isfinite(weight).all():
-                    return f"{part}.{name}"
-    return None
 
 
 def _optional() -> Iterator[Check]:

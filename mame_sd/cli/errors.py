@@ -29,12 +29,15 @@ EXTRAS = {
     "peft": "lora",
 }
 USAGE, MACHINE, INTERRUPTED = 2, 1, 130
-_MEMORY_MESSAGES = ("not enough memory", "can't allocate memory", "out of memory")
+_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
 def exit_status(command: Callable[[], object]) -> int:
     """Run `command` and report how it failed, if it did. Returns the exit status."""
-    _escape_what_stdout_lacks()
+    # A file's name need not be UTF-8, and a terminal's encoding need not have every character:
+    # stdout writes as escapes what it lacks, as stderr does.
+    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     with _interrupts() as interrupts:
         try:
             status = command()
@@ -65,13 +68,17 @@ def describe(error: BaseException) -> tuple[int, str]:
         return MACHINE, str(error)
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's and click's
         return USAGE, _usage_message(error)
-    return MACHINE, _of_the_machine(error, " ".join(str(error).split())[:300])
+    return MACHINE, _of_the_machine(error)
 
 
-def _of_the_machine(error: BaseException, said: str) -> str:
-    """What to say of an error that is not the input's; `said` is its own message in one line."""
-    said = said or type(error).__name__
-    if _is_out_of_memory(error):
+def _of_the_machine(error: BaseException) -> str:
+    """What to say of an error that is not the input's."""
+    said = " ".join(str(error).split())[:300] or type(error).__name__
+    if (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and any(m in str(error).lower() for m in _MEMORY))
+    ):
         return (
             f"there is not enough memory ({said}); lower --batch-size, --height and --width, or use"
             " --dtype float16"
@@ -82,10 +89,9 @@ def _of_the_machine(error: BaseException, said: str) -> str:
             "the program that was reading the output ended before all of it was written; nothing"
             " else is wrong"
         )
-    if isinstance(error, ImportError) and error.name in EXTRAS:
-        extra = EXTRAS[error.name]
-        return f"expected the package {error.name}, found none; pip install 'mame-sd[{extra}]'"
     if isinstance(error, ImportError):
+        if extra := EXTRAS.get(error.name or ""):
+            return f"expected the package {error.name}, found none; pip install 'mame-sd[{extra}]'"
         return (
             f"a package that mame-sd needs does not load ({said}); install mame-sd again with pip,"
             " in a fresh environment if need be"
@@ -152,26 +158,14 @@ def _interrupt_main_thread() -> None:
         _thread.interrupt_main()
 
 
-def _escape_what_stdout_lacks() -> None:
-    """Make stdout write characters that its encoding lacks as escapes, as stderr does: a file's
-    name need not be UTF-8, and a terminal's encoding need not have every character.
-    """
-    if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
 def _usage_message(error: Any) -> str:
-    message = error.format_message().strip().rstrip(".")
+    message = error.format_message().strip().rstrip(".?")
+    problems = getattr(error.__cause__, "errors", None)  # of a number; typer leaves out what came
+    if problems is not None:
+        (found,) = problems()
+        kind = "a whole number" if found["type"].startswith("int") else "a number"
+        message = f"{error.param.opts[0]}: expected {kind}, got {found['input']!r}"
     path = getattr(getattr(error, "ctx", None), "command_path", None) or "mame-sd"
     if not message or "\n" in message:  # a whole help text
         message = "expected a command, got none"
     return f"{message}; {path} --help shows what can be given"
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    said = str(error).lower()
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and any(text in said for text in _MEMORY_MESSAGES))
-    )

@@ -11,13 +11,12 @@ from mame_sd.cli.groups import PromptOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.report import counted
-from mame_sd.runs.generate import Summary, generate
+from mame_sd.runs.generate import Summary, generate, given_settings
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
-from mame_sd.runs.methods import Method
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import joined, this_process
-from mame_sd.runs.prompt_files import Prompt, prompt_file_identity
+from mame_sd.runs.prompt_files import prompt_file_identity
 from mame_sd.runs.run_folder import RunFolder
 
 
@@ -26,27 +25,30 @@ def run_generate(
     prompts: PromptOptions,
     choice: ModelChoice,
     settings: GenerateSettings,
-    method: MaMeConfig | Method | None,
+    config: MaMeConfig | None,
 ) -> None:
     """Load the model, make what `out` lacks, and print how it went."""
     chosen = prompts.read()
     prompt_file = None if prompts.file is None else prompt_file_identity(prompts.file)
-    RunFolder(out).check()
+    RunFolder(out).check(given_settings(chosen, settings, config))
     process = this_process()
     with doing(f"loading {choice.model or 'the embedded model'}", process.is_main):
         model = load_model(choice, process.local_rank)
     on_note = note if process.is_main else lambda text: None
-    note_cut(model.pipe, chosen, on_note)
-    if isinstance(method, MaMeConfig):
-        merging = settings_in_force(model, method, on_note)
-        saved = model.saved_merging
-        method = model.resolved(merging) if saved is None or saved.on or method.given else None
+    if cut := cut_prompts(model.pipe, [prompt.text for prompt in chosen]):
+        on_note(
+            f"{len(cut)} of {counted(len(chosen), 'prompt')} {'is' if len(cut) == 1 else 'are'}"
+            f" longer than the model reads and cut ({chosen[cut[0]].id} first)"
+        )
+    if config is not None:
+        merging, saved = settings_in_force(model, config, on_note), model.saved_merging
+        config = model.resolved(merging) if saved is None or saved.on or config.given else None
     with joined(process), progress("images", process.is_main) as on_progress:
         summary = generate(
             model,
             chosen,
             settings,
-            method,
+            config,
             out,
             prompt_file=prompt_file,
             process=process,
@@ -56,17 +58,15 @@ def run_generate(
         )
     if process.is_main:
         print(_outcome(summary, out))
-        _print_levels(summary.levels, method)
+        for level in summary.levels:
+            kept, count = level["tokens_kept"], level["tokens_in"]
+            of = f"{kept:.0f} of {count:.0f} {merged_things(config)} kept"
+            print(f"level {level['level']}: {of} ({kept / count:.0%})")
 
 
-def note_cut(pipe: Any, prompts: Sequence[Prompt], on_note: Callable[[str], None] = note) -> None:
-    """Says how many prompts the model reads only in part."""
-    cut = cut_prompts(pipe, [prompt.text for prompt in prompts])
-    if cut:
-        on_note(
-            f"{len(cut)} of {counted(len(prompts), 'prompt')} {'is' if len(cut) == 1 else 'are'}"
-            f" longer than the model reads and cut ({prompts[cut[0]].id} first)"
-        )
+def merged_things(config: MaMeConfig | None) -> str:
+    """What merges: "keys" (with their values) or whole "tokens"."""
+    return "tokens" if config is None else config.method
 
 
 def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
@@ -127,10 +127,3 @@ def _outcome(summary: Summary, out: Path) -> str:
         return f"nothing to do: {count} in {out} already{took} when made"
     before = f" ({summary.found} of them there already)" if summary.found else ""
     return f"{count} in {out}{before}{took}"
-
-
-def _print_levels(levels: Sequence[dict[str, Any]], method: MaMeConfig | Method | None) -> None:
-    what = "keys" if isinstance(method, MaMeConfig) and method.method == "keys" else "tokens"
-    for level in levels:
-        kept, count = level["tokens_kept"], level["tokens_in"]
-        print(f"level {level['level']}: {kept:.0f} of {count:.0f} {what} kept ({kept / count:.0%})")

@@ -6,9 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from mame_sd.cli.options import FieldOptions, GivenOptions, flag_of, keyword
 from mame_sd.config import MaMeConfig
@@ -20,9 +18,6 @@ from mame_sd.runs.prompt_files import Prompt, load_prompts, prompts_from_texts
 
 # fields that go with tau alone
 PAPERS = tuple(f.name for f in fields(MaMeConfig) if f.metadata.get("method") == "tokens")
-RunFolderOption = Annotated[
-    Path, typer.Option(help="Run folder: new, empty, or begun by the same command.", metavar="DIR")
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +41,10 @@ class PromptOptions:
             )
 
     def or_demo(self) -> PromptOptions:
-        """These, or where none are given those of the demo."""
-        return self if self.file is not None or self.texts else replace(self, file="demo")
+        """These, or where none are given the first 8 of the demo."""
+        if self.texts:
+            return self
+        return replace(self, file=self.file or "demo", num=8 if self.num is None else self.num)
 
     def read(self) -> list[Prompt]:
         """The prompts.
@@ -65,29 +62,43 @@ class PromptOptions:
 class MergingOptions(GivenOptions):
     """One option for each field of MaMeConfig, and --config; `build` gives the config.
 
-    A field whose plain name another option has is called --merge-<field>.
+    A field whose plain name another option has is called --merge-<field>. With `baseline` there is
+    --baseline, too: no merging at all, the config is None.
     """
 
     TAKEN = ("seed",)
-    PANEL = "Merging"
 
-    def __init__(self, without: Iterable[str] = ()) -> None:
-        super().__init__(MaMeConfig, self.PANEL, without)
+    def __init__(self, without: Iterable[str] = (), baseline: bool = False) -> None:
+        super().__init__(MaMeConfig, "Merging", without)
+        self._baseline = baseline
 
     def parameters(self) -> list[inspect.Parameter]:
-        file = keyword(
-            "config",
-            Path,
-            None,
-            "JSON file of settings.",
-            panel=self.PANEL,
-            metavar="FILE",
-        )
-        return [*super().parameters(), file]
+        panel = self._panel
+        file = keyword("config", Path, None, "JSON file of settings.", panel=panel, metavar="FILE")
+        found = [*super().parameters(), file]
+        if self._baseline:
+            said = "No merging: the unchanged model."
+            found.insert(0, keyword("baseline", bool, False, said, panel=panel))
+        return found
 
     def build(self, values: Mapping[str, Any]) -> Any:
-        """The config. Raises UserError for a bad value or file."""
-        base = MaMeConfig() if values["config"] is None else read_config(Path(values["config"]))
+        """The config. Raises UserError for a bad value or file, or for options that --baseline
+        leaves no use.
+        """
+        if values.get("baseline"):
+            others = {name: value for name, value in values.items() if name != "baseline"}
+            given = [self.flag(name) for name, value in others.items() if value not in (None, [])]
+            if given:
+                raise UserError(
+                    f"--baseline: expected no merging options beside it, got {', '.join(given)};"
+                    " drop one of them"
+                )
+            return None
+        file = values["config"]
+        try:
+            base = MaMeConfig() if file is None else MaMeConfig.from_file(file)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"--config {error}") from None
         try:
             return base.replace(**super().build(values))
         except (TypeError, ValueError) as error:
@@ -99,40 +110,6 @@ class MergingOptions(GivenOptions):
     def help(self, f: Field[Any]) -> str:
         help = f.metadata["help"]
         return f"{help[:1].upper()}{help[1:]}."
-
-    def given(self, values: Mapping[str, Any]) -> list[str]:
-        """Flags of the options that were given."""
-        names = [*(f.name for f in fields(MaMeConfig)), "config"]
-        return [self.flag(name) for name in names if values.get(name) not in (None, [])]
-
-
-def read_config(file: Path) -> MaMeConfig:
-    """The settings of a file. Raises UserError, which names --config, for a bad one."""
-    try:
-        return MaMeConfig.from_file(file)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--config {error}") from None
-
-
-class OptionalMerging(MergingOptions):
-    """As `MergingOptions`, with --baseline: no merging at all, the config is None."""
-
-    def parameters(self) -> list[inspect.Parameter]:
-        baseline = keyword(
-            "baseline", bool, False, "No merging: the unchanged model.", panel=self.PANEL
-        )
-        return [baseline, *super().parameters()]
-
-    def build(self, values: Mapping[str, Any]) -> Any:
-        if not values["baseline"]:
-            return super().build(values)
-        given = self.given(values)
-        if given:
-            raise UserError(
-                f"--baseline: expected no merging options beside it, got {', '.join(given)}; drop"
-                " one of them"
-            )
-        return None
 
 
 PROMPTS = FieldOptions(PromptOptions)

@@ -34,18 +34,16 @@ def takes(**groups: FieldOptions) -> Callable[[Callable[..., None]], Callable[..
         signature = inspect.signature(command, eval_str=True)
         own = [p for p in signature.parameters.values() if p.name not in groups]
         options = {name: group.parameters() for name, group in groups.items()}
-        expanded = [
-            *own,
-            *(p.replace(name=f"{name}_{p.name}") for name, found in options.items() for p in found),
+        expanded = own + [
+            p.replace(name=f"{name}_{p.name}") for name, found in options.items() for p in found
         ]
 
         @functools.wraps(command)
         def with_options(**values: Any) -> None:
             arguments = {p.name: values[p.name] for p in own}
             for name, group in groups.items():
-                arguments[name] = group.build(
-                    {p.name: values[f"{name}_{p.name}"] for p in options[name]}
-                )
+                given = {p.name: values[f"{name}_{p.name}"] for p in options[name]}
+                arguments[name] = group.build(given)
             command(**arguments)
 
         with_options.__signature__ = signature.replace(parameters=expanded)  # type: ignore[attr-defined]
@@ -74,8 +72,8 @@ class FieldOptions:
         without: Iterable[str] = (),
         help: Mapping[str, str] | None = None,
     ) -> None:
-        self._kind, self._panel, left_out = kind, panel, set(without)
-        self._help = help or {}
+        self._kind, self._panel, self._help = kind, panel, help or {}
+        left_out = set(without)
         self._fields = [
             f
             for f in fields(kind)
@@ -105,15 +103,12 @@ class FieldOptions:
         )
 
     def flag(self, name: str) -> str:
-        """The option of the field `name`."""
         return flag_of(name)
 
     def help(self, f: Field[Any]) -> str:
-        """The help text of the field's option."""
         return str(self._help.get(f.name, f.metadata["help"]))
 
     def default(self, f: Field[Any]) -> Any:
-        """What the option is when it is not given."""
         return f.default
 
 

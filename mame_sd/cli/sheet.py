@@ -54,12 +54,11 @@ def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
     """
     columns = max(len(row) for row in rows)
     widths = [max(row[i].image.width for row in rows if i < len(row)) for i in range(columns)]
-    heights = [
-        max(cell.image.height for cell in row) + LINE * max(len(cell.lines) for cell in row)
-        for row in rows
-    ]
+    images = [max(cell.image.height for cell in row) for row in rows]
+    texts = [LINE * max(len(cell.lines) for cell in row) for row in rows]
     top = MARGIN + (LINE + MARGIN // 2 if title else 0)
-    size = sum(widths) + MARGIN * (columns + 1), top + sum(heights) + MARGIN * len(rows)
+    height = top + sum(images) + sum(texts) + MARGIN * len(rows)
+    size = sum(widths) + MARGIN * (columns + 1), height
     if size[0] > MAX_WIDTH or size[1] > MAX_SIDE:
         raise UserError(
             f"expected a sheet of at most {MAX_WIDTH} x {MAX_SIDE} pixels, got {size[0]} x"
@@ -70,16 +69,15 @@ def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
     text, font = _fit(title, size[0] - 2 * MARGIN)
     draw.text((MARGIN, MARGIN // 2 + 2), text, _INK, font)
     y = top
-    for row, height in zip(rows, heights, strict=True):
+    for row, image, below in zip(rows, images, texts, strict=True):
         x = MARGIN
-        image_height = max(cell.image.height for cell in row)
         for cell, width in zip(row, widths, strict=False):
             sheet.paste(cell.image, (x, y))
             for number, line in enumerate(cell.lines):
                 text, font = _fit(line, width)
-                draw.text((x, y + image_height + 2 + LINE * number), text, _INK, font)
+                draw.text((x, y + image + 2 + LINE * number), text, _INK, font)
             x += width + MARGIN
-        y += height + MARGIN
+        y += image + below + MARGIN
     return sheet
 
 
@@ -105,11 +103,17 @@ def check_sheet_path(path: Path) -> None:
         there = nearest(path) == path
     if there and path.is_dir():
         raise UserError(f"--out {path}: expected a file, got a folder; name a file in it")
-    if there and not _is_ours(path):
-        raise UserError(
-            f"--out {path}: expected a new file or an earlier sheet, got another file; choose"
-            " another name"
-        )
+    if there:
+        ours = False
+        unread = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
+        with contextlib.suppress(*unread), Image.open(path) as image:
+            image.load()
+            ours = "mame_sd" in image.info
+        if not ours:
+            raise UserError(
+                f"--out {path}: expected a new file or an earlier sheet, got another file; choose"
+                " another name"
+            )
     check_place(path.parent, path)
 
 
@@ -123,15 +127,6 @@ def write_sheet(path: Path, sheet: Image.Image, about: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", pnginfo=text)
     write_atomically(path, buffer.getvalue())
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        with Image.open(path) as image:
-            image.load()
-            return "mame_sd" in image.info
-    except (OSError, ValueError, SyntaxError):
-        return False
 
 
 def _fit(line: str, width: int) -> tuple[str, Any]:
@@ -161,6 +156,5 @@ def _fonts() -> tuple[Any, ...]:
 
 @cache
 def _has(font: Any, char: str) -> bool:
-    """Whether the font has a picture of its own of the character."""
     missing, own = (font.getmask(text) for text in ("\uffff", char))
     return char == " " or bytes(own) != bytes(missing) or own.size != missing.size

@@ -18,19 +18,18 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         raise UserError(
             f"--device {name}: expected auto, cpu, cuda, cuda:N or mps; give one of these"
         )
-    if name == "mps" and not has_mps:
+    kind, _, number = name.partition(":")
+    if kind == "mps" and not has_mps:
         raise UserError(
             "--device mps: expected a machine with Metal, which this one lacks; give --device cpu"
         )
-    kind, _, number = name.partition(":")
     if kind != "cuda":
         return torch.device(kind)
     index, count = int(number or local_rank), torch.cuda.device_count()
     if index >= count:
-        there = f"{count} of them" if count else "none"
         raise UserError(
-            f"--device cuda:{index}: expected a CUDA device of this machine, which has {there};"
-            " give --device cpu"
+            f"--device cuda:{index}: expected a CUDA device of this machine, which has"
+            f" {count or 'none'}; give --device cpu"
         )
     return torch.device(kind, index)
 
@@ -39,5 +38,5 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """The number format that `name` (one of `DTYPES`, or auto) means on `device`."""
     if name == "auto":
         return torch.float16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    found: torch.dtype = getattr(torch, name)
+    return found

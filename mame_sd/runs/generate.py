@@ -8,6 +8,7 @@ with one image missing is computed as a whole, and only what is missing is writt
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import time
@@ -80,7 +81,14 @@ def generate(
     jobs = jobs_of(prompts, settings)
     known = {job.name: job.known for job in jobs}
     folder = RunFolder(out, process.rank)
-    described = describe_settings(model, prompts, settings, method)
+    # All that decides the pixels: what a folder is begun with and must be continued with.
+    described = {
+        **given_settings(prompts, settings),
+        "guidance": model.guidance if settings.guidance is None else settings.guidance,
+        "model": model.identity,
+        "mame": None,
+        **({} if method is None else method.describe()),
+    }
     run = _Run(
         model, settings, method, jobs, described, folder, process, on_progress, on_step, on_note
     )
@@ -113,16 +121,15 @@ def generate(
         folder.close(complete and process.is_main)
     if method is not None and rows and all(row.get("levels") == [] for row in rows):
         raise UserError(
-            "expected tokens to merge in at least one image, but they merged in none of"
-            f" {len(rows)}; lower --min-tokens, raise --height and --width, or use --baseline in"
-            " another --out"
+            f"expected merging in at least one image, but there was none in {len(rows)}; lower"
+            " --min-tokens, raise --height and --width, or use --baseline in another --out"
         )
     return _summary(rows, len(jobs), made, len(done))
 
 
 @dataclass
 class _Run:
-    """What all batches of a run share."""
+    """What all batches of a run share; `unmerged` are the sizes at which nothing merged."""
 
     model: LoadedModel
     settings: GenerateSettings
@@ -134,12 +141,11 @@ class _Run:
     on_progress: Callable[[int, int], None]
     on_step: Callable[[int, int], None]
     on_note: Callable[[str], None]
-    unmerged: set[tuple[int | None, int | None]] = field(default_factory=set)  # sizes
+    unmerged: set[tuple[int | None, int | None]] = field(default_factory=set)
 
     def make_all_but(self, done: set[str]) -> int:
-        """Compute this process's batches and write the images that are not `done`.
-
-        Returns how many were written.
+        """Compute this process's batches, write the images that are not `done`, and return how
+        many those were.
 
         What is wrong with the method or the model shows in the first batch, and is then raised on
         every process.
@@ -173,7 +179,6 @@ class _Run:
         return made
 
     def _make(self, batch: Sequence[Job], done: set[str], installed: InstalledMethod | None) -> int:
-        """Compute one batch and write what is not `done` of it."""
         if installed is not None:
             installed.begin(batch)
         start = time.perf_counter()
@@ -183,8 +188,7 @@ class _Run:
         about: dict[str, Any] = {"seconds": seconds, "batch": len(batch), "levels": levels}
         if installed is not None and not levels:
             about["note"] = NOT_MERGED
-        pairs = zip(batch, images, strict=True)
-        missing = [(job, image) for job, image in pairs if job.name not in done]
+        missing = [one for one in zip(batch, images, strict=True) if one[0].name not in done]
         for job, image in missing:
             record = {**job.known, "width": image.width, "height": image.height, **about}
             self.folder.write_image(job.name, to_png(image, job, self.described), record)
@@ -208,20 +212,17 @@ class _Run:
             return []
 
 
-def describe_settings(
-    model: LoadedModel, prompts: Sequence[Prompt], settings: GenerateSettings, method: Method | None
+def given_settings(
+    prompts: Sequence[Prompt], settings: GenerateSettings, method: object = ""
 ) -> dict[str, Any]:
-    """All that decides the pixels, as JSON values: what a run folder is begun with and must be
-    continued with.
+    """What is known of a run's settings before a model is loaded, as JSON values; the baseline's
+    `method` is None.
     """
-    return {
-        **asdict(settings),
-        "guidance": model.guidance if settings.guidance is None else settings.guidance,
-        "model": model.identity,
-        "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)},
-        "mame": None,
-        **({} if method is None else method.describe()),
-    }
+    known: dict[str, Any] = asdict(settings)
+    if settings.guidance is None:  # the model's own
+        del known["guidance"]
+    known["prompts"] = {"count": len(prompts), "sha256": prompts_digest(prompts)}
+    return {**known, "mame": None} if method is None else known
 
 
 def environment(model: LoadedModel) -> dict[str, Any]:
@@ -238,16 +239,13 @@ def environment_on(device: torch.device) -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """Of Python and the packages that images and scores depend on."""
-    packages = ("mame-sd", "torch", "diffusers", "transformers", "numpy", "pillow")
-    return {**{name: _version(name) for name in packages}, "python": platform.python_version()}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    """Of Python and the packages that images and scores depend on; None for one from a folder."""
+    found: dict[str, Any] = {"python": platform.python_version()}
+    for package in ("mame-sd", "torch", "diffusers", "transformers", "numpy", "pillow"):
+        found[package] = None
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int) -> Summary:

@@ -18,10 +18,11 @@ import torch
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging
+from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.report import NOTHING_MERGES
 from mame_sd.runs.devices import pick_device, pick_dtype
-from mame_sd.runs.loras import add_loras, lora_identity
+from mame_sd.runs.loras import add_loras, read_lora
 from mame_sd.runs.model_files import (
     ModelChoice,
     check_tokenizers,
@@ -108,6 +109,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     """
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
+    loras = [read_lora(given) for given in choice.loras]
     _be_quiet()
     source, name = find_model(choice)
     is_file, config = source.is_file(), choice.single_file_config
@@ -118,7 +120,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     check_text_to_image(pipe, name)
     if choice.scheduler is not None:
         set_scheduler(pipe, choice.scheduler)
-    add_loras(pipe, choice.loras, choice.offline)
+    add_loras(pipe, loras, choice.offline)
     pipe.set_progress_bar_config(disable=True)
     with _loading(name):
         pipe.to(device)
@@ -130,11 +132,14 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
         "variant": choice.variant,
         "single_file_config": None if config is None else name_and_digest(config),
         "scheduler": choice.scheduler or type(pipe.scheduler).__name__,
-        "loras": [lora_identity(lora) for lora in choice.loras],
+        "loras": [lora.identity for lora in loras],
         "dtype": str(dtype).removeprefix("torch."),
         "device": device.type,
     }
-    guidance = _default_guidance(pipe, choice)
+    taken = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
+    guidance = None if taken is None else float(taken.default)
+    if guidance is not None:
+        guidance = DEFAULT_GUIDANCE.get(choice.embedded or "", guidance)
     return LoadedModel(pipe=pipe, identity=identity, guidance=guidance, saved_merging=saved)
 
 
@@ -213,26 +218,15 @@ def check_text_to_image(pipe: Any, name: str) -> None:
     """Raise UserError for a pipeline that does not make images of a prompt alone."""
     parameters = inspect.signature(pipe.__call__).parameters
     needed = [p for p in ("image", "mask_image", "video", "audio") if p in parameters]
-    what = None
+    expected, kind = "a text-to-image pipeline", type(pipe).__name__
     if "prompt" not in parameters or "num_inference_steps" not in parameters:
-        what = "a text-to-image pipeline", ""
+        pass
     elif needed:
-        what = "a text-to-image pipeline", f", which wants {needed[0]}"
+        kind += f", which wants {needed[0]}"
     elif any(length in parameters for length in _LENGTHS):
-        what = "a pipeline that makes images", ", which makes video or audio"
+        expected, kind = "a pipeline that makes images", f"{kind}, which makes video or audio"
     elif not (hasattr(pipe, "unet") or hasattr(pipe, "transformer")):
-        what = "a pipeline with a unet or transformer", ""
-    if what is not None:
-        raise UserError(
-            f"--model {name}: expected {what[0]}, got {type(pipe).__name__}{what[1]}; give another"
-            " model"
-        )
-
-
-def _default_guidance(pipe: Any, choice: ModelChoice) -> float | None:
-    parameter = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
-    if parameter is None:
-        return None
-    from mame_sd.embedded.model import DEFAULT_GUIDANCE
-
-    return DEFAULT_GUIDANCE.get(choice.embedded or "", float(parameter.default))
+        expected = "a pipeline with a unet or transformer"
+    else:
+        return
+    raise UserError(f"--model {name}: expected {expected}, got {kind}; give another model")

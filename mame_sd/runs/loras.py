@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,41 +13,55 @@ from mame_sd.errors import UserError, first_line
 from mame_sd.runs.model_files import HUB_ID, name_and_digest
 
 
-def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
-    """Load each PATH_OR_ID[:SCALE] of `loras` and switch all of them on.
+@dataclass(frozen=True)
+class Lora:
+    """A file, folder or hub id, and its scale."""
 
-    Raises:
-        UserError: not found, made for another model, PEFT missing.
+    source: str
+    scale: float
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """JSON values that tell this LoRA and its scale from others."""
+        return {**name_and_digest(self.source), "scale": self.scale}
+
+
+def read_lora(given: str) -> Lora:
+    """The LoRA of one --lora PATH_OR_ID[:SCALE].
+
+    Raises UserError for a scale that is no finite number, or a path where nothing is.
     """
-    scales = [_scale(lora)[1] for lora in loras]
-    names = [f"lora{number}" for number in range(len(loras))]
-    for name, lora in zip(names, loras, strict=True):
-        _load(pipe, name, _scale(lora)[0], offline)
-    if loras:
-        pipe.set_adapters(names, scales)
-
-
-def lora_identity(lora: str) -> dict[str, Any]:
-    """JSON values that tell this LoRA and its scale from others."""
-    source, scale = _scale(lora)
-    return {**name_and_digest(source), "scale": scale}
-
-
-def _scale(lora: str) -> tuple[str, float]:
-    """PATH_OR_ID and scale of one --lora. Raises UserError for a scale that is no finite number."""
-    source, mark, scale = lora.rpartition(":")
+    source, mark, text = given.rpartition(":")
     try:
-        value = float(scale)
+        scale = float(text)
     except ValueError:
-        return lora, 1.0
-    if not mark or os.path.exists(lora):
-        return lora, 1.0
-    if not math.isfinite(value):
+        mark = ""
+    if not mark or os.path.exists(given):
+        source, scale = given, 1.0
+    if not math.isfinite(scale):
         raise UserError(
-            f"--lora {lora}: expected a finite scale after the colon, got {scale}; give one such"
+            f"--lora {given}: expected a finite scale after the colon, got {text}; give one such"
             " as 0.8"
         )
-    return source, value
+    if not os.path.exists(source) and not HUB_ID.fullmatch(source):
+        raise UserError(
+            f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing;"
+            " check the path"
+        )
+    return Lora(source, scale)
+
+
+def add_loras(pipe: Any, loras: Sequence[Lora], offline: bool = False) -> None:
+    """Load the LoRAs and switch all of them on.
+
+    Raises:
+        UserError: made for another model, PEFT missing.
+    """
+    names = [f"lora{number}" for number in range(len(loras))]
+    for name, lora in zip(names, loras, strict=True):
+        _load(pipe, name, lora.source, offline)
+    if loras:
+        pipe.set_adapters(names, [lora.scale for lora in loras])
 
 
 def _load(pipe: Any, name: str, source: str, offline: bool) -> None:
@@ -54,11 +69,6 @@ def _load(pipe: Any, name: str, source: str, offline: bool) -> None:
         raise UserError(
             f"--lora {source}: expected a pipeline that takes LoRAs, got {type(pipe).__name__};"
             " leave it out"
-        )
-    if not source or (not os.path.exists(source) and not HUB_ID.fullmatch(source)):
-        raise UserError(
-            f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing;"
-            " check the path"
         )
     path = Path(source)
     where: dict[str, Any] = {"weight_name": path.name} if path.is_file() else {}

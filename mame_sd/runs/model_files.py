@@ -74,6 +74,8 @@ class ModelChoice:
         return self.model.removeprefix(EMBEDDED) if named else None
 
     def __post_init__(self) -> None:
+        if self.model == "":
+            raise UserError("--model: expected a folder, file or hub id, got nothing; give one")
         check_scheduler(self.scheduler)
         if self.dtype not in ("auto", *DTYPES):
             raise UserError(
@@ -110,20 +112,14 @@ def find_model(choice: ModelChoice) -> tuple[Path, str]:
     def download(name: str) -> str:
         from diffusers import DiffusionPipeline
 
-        return str(
-            DiffusionPipeline.download(
-                name,
-                variant=choice.variant,
-                revision=choice.revision,
-                local_files_only=choice.offline,
-            )
-        )
+        given = {"variant": choice.variant, "revision": choice.revision}
+        return str(DiffusionPipeline.download(name, **given, local_files_only=choice.offline))
 
     folder, name = find_folder(choice.model or f"{EMBEDDED}unet", download)
     if not os.path.isfile(folder / "model_index.json"):
         raise UserError(
-            f"--model {folder}: expected the folder of a diffusers pipeline, got one without"
-            " model_index.json; give the folder that holds it"
+            f"--model {choice.model or folder}: expected the folder of a diffusers pipeline, got"
+            " one without model_index.json; give the folder that holds it"
         )
     return folder, "embedded" if choice.embedded == "unet" else name
 
@@ -193,12 +189,11 @@ def digest_of(source: Path) -> str:
     """
     digest = hashlib.sha256()
     root = source.parent if source.is_file() else source
-    for path in [source] if source.is_file() else sorted(p for p in source.rglob("*")):
+    for path in [source] if source.is_file() else sorted(source.rglob("*")):
         place = path.relative_to(root)
         hidden = path != source and any(part.startswith(".") for part in place.parts)
-        if not path.is_file() or hidden or path.suffix in (".md", ".py", ".pyc"):
-            continue
-        if path.name != SETTINGS_FILE:
+        kind = path.suffix in (".md", ".py", ".pyc") or path.name == SETTINGS_FILE
+        if path.is_file() and not hidden and not kind:
             digest.update(f"{place.as_posix()}\0{path.stat().st_size}\0".encode())
             with open(path, "rb") as file:
                 while chunk := file.read(1 << 20):

@@ -73,15 +73,15 @@ def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
             f"{path.suffix or 'no ending'}; rename or convert it"
         )
     prompts: list[Prompt] = []
-    lines: list[int] = []
+    places: list[str] = []
     for line, values in reader(path, read_text(path)):
-        prompts.append(_prompt(path, line, len(prompts) + 1, values))
-        lines.append(line)
+        places.append(f"{path}:{line}: ")
+        prompts.append(_prompt(places[-1], len(places), values))
     if not prompts:
         raise UserError(
             f"{path}: expected at least one prompt, found none; write one prompt a line"
         )
-    check_unique(prompts, [f"{path}:{line}: " for line in lines])
+    check_unique(prompts, places)
     return prompts[:limit]
 
 
@@ -125,22 +125,14 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
     """SHA-256 over all that the prompts say, for telling two prompt lists apart."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        row = [
-            prompt.id,
-            prompt.text,
-            prompt.seed,
-            prompt.negative_prompt,
-            prompt.width,
-            prompt.height,
-            prompt.extra,
-        ]
+        row: list[Any] = [prompt.id, prompt.text, prompt.seed, prompt.negative_prompt]
+        row += [prompt.width, prompt.height, prompt.extra]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 
-def _prompt(path: Path, line: int, number: int, values: dict[str, Any]) -> Prompt:
-    """The prompt of one record, checked."""
-    place = f"{path}:{line}: "
+def _prompt(place: str, number: int, values: dict[str, Any]) -> Prompt:
+    """The `number`-th prompt of a file, from a record, checked."""
     for name in ("prompt", "negative_prompt"):
         value = values.get(name)
         if value is not None or name == "prompt":
@@ -158,9 +150,7 @@ def _prompt(path: Path, line: int, number: int, values: dict[str, Any]) -> Promp
         negative_prompt=values.get("negative_prompt"),
         width=_check_number(place, "width", values.get("width"), 8, 65536, 8),
         height=_check_number(place, "height", values.get("height"), 8, 65536, 8),
-        extra={
-            key: value for key, value in values.items() if key not in ("prompt", *KNOWN_COLUMNS)
-        },
+        extra={k: value for k, value in values.items() if k not in ("prompt", *KNOWN_COLUMNS)},
     )
 
 
@@ -198,12 +188,8 @@ def _check_id(place: str, identity: Any) -> str:
 def _check_number(place: str, name: str, value: Any, low: int, high: int, step: int) -> int | None:
     if value is None:
         return None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int)
-        or not low <= value <= high
-        or value % step
-    ):
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not low <= value <= high or value % step:
         multiple = f"a multiple of {step}" if step > 1 else "a whole number"
         raise UserError(
             f"{place}{name}: expected {multiple} from {low} to {high}, got {value!r}; correct it"

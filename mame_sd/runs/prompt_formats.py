@@ -4,6 +4,7 @@ number.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -89,7 +90,7 @@ def _table_records(delimiter: str) -> Callable[[Path, str], Iterator[Record]]:
                         f" {len(row)}; quote a cell that holds the delimiter"
                     )
                 else:
-                    yield line, _table_row(path, line, header, row)
+                    yield line, _table_row(header, row)
                 line = rows.line_num + 1
         except csv.Error as error:
             raise UserError(
@@ -120,22 +121,17 @@ def _header(path: Path, line: int, row: list[str]) -> list[str]:
     return names
 
 
-def _table_row(path: Path, line: int, header: list[str], row: list[str]) -> dict[str, Any]:
+def _table_row(header: list[str], row: list[str]) -> dict[str, Any]:
     """Values by column; an empty cell of a known column counts as not given, numbers are read as
     such.
     """
     values: dict[str, Any] = dict(zip(header, row, strict=True))
     for name in KNOWN_COLUMNS:
-        if name in values and values[name] == "":
+        if values.get(name) == "":
             del values[name]
         elif name in values and name in ("seed", "width", "height"):
-            try:
+            with contextlib.suppress(ValueError):  # what is no number is refused as other values
                 values[name] = int(values[name])
-            except ValueError:
-                raise UserError(
-                    f"{path}:{line}: {name}: expected a whole number, got {values[name]!r};"
-                    " correct it"
-                ) from None
     return values
 
 
@@ -146,11 +142,9 @@ def _jsonl_records(path: Path, text: str) -> Iterator[Record]:
         try:
             values = json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=once_each)
         except (ValueError, RecursionError) as error:
-            reason = (
-                f"{error.msg} at column {error.colno}"
-                if isinstance(error, json.JSONDecodeError)
-                else str(error)
-            )
+            reason = str(error)
+            if isinstance(error, json.JSONDecodeError):
+                reason = f"{error.msg} at column {error.colno}"
             raise UserError(
                 f"{path}:{number}: expected a JSON object, but {reason}; write one object a line"
             ) from None
@@ -159,14 +153,8 @@ def _jsonl_records(path: Path, text: str) -> Iterator[Record]:
                 f'{path}:{number}: expected an object such as {{"prompt": "..."}}, got'
                 f" {line.strip()[:60]!r}; write one object a line"
             )
-        name = next(name for name in PROMPT_COLUMNS if name in values)
-        yield (
-            number,
-            {
-                **{key: value for key, value in values.items() if key != name},
-                "prompt": values[name],
-            },
-        )
+        prompt = values.pop(next(name for name in PROMPT_COLUMNS if name in values))
+        yield number, {**values, "prompt": prompt}
 
 
 def _refuse_constant(name: str) -> Any:

@@ -57,7 +57,7 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
     path = folder / "samples.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{folder}: expected samples.jsonl of a run, found none; {advice}"
         ) from None

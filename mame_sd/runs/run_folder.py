@@ -50,8 +50,9 @@ class RunFolder:
         self._rank = rank
         self._lock: BinaryIO | None = None
 
-    def check(self) -> None:
-        """Raise UserError when no run could go into the folder; nothing is created.
+    def check(self, settings: Mapping[str, Any] | None = None) -> None:
+        """Raise UserError when no run of these `settings`, as far as they are known, could go into
+        the folder; nothing is created.
 
         Cheap, before a model is loaded.
         """
@@ -72,7 +73,9 @@ class RunFolder:
                 " another"
             )
         if foreign:
-            read_manifest(self.manifest, OTHER_OUT)
+            there = read_manifest(self.manifest, OTHER_OUT)["settings"]
+            if settings is not None and self._has_images():
+                self._compare({name: there.get(name) for name in settings}, settings)
 
     def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
         """Create or take up the folder. Returns notes about another environment.
@@ -91,9 +94,10 @@ class RunFolder:
             self.work.mkdir(parents=True, exist_ok=True)
             self._take_lock()
         notes: list[str] = []
-        # A folder without images may be begun again with other settings.
-        if self.manifest.exists() and any(self.images.glob("*.png")):
-            notes = self._compare(read_manifest(self.manifest, OTHER_OUT), manifest)
+        if self.manifest.exists() and self._has_images():
+            there = read_manifest(self.manifest, OTHER_OUT)
+            self._compare(there["settings"], manifest["settings"])
+            notes = differences(there.get("environment", {}), manifest.get("environment", {}))
         else:
             text = json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n"
             write_atomically(self.manifest, text.encode(), self.work / "manifest.tmp")
@@ -187,39 +191,49 @@ class RunFolder:
         except OSError:  # a file system without locks
             pass
 
-    def _compare(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-        """Refuse other settings; return a note for each difference of the environment."""
-        normal = json.loads(json.dumps(here))  # tuples and the like, as they come back from a file
-        different = differences(there["settings"], normal["settings"])
-        if different:
+    def _has_images(self) -> bool:
+        """A folder without images may be begun again with other settings."""
+        return any(self.images.glob("*.png"))
+
+    def _compare(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+        """Refuse other settings than those of the folder."""
+        if different := differences(there, here):
             raise UserError(
                 f"--out {self.path}: the folder was begun with other settings"
                 f" ({in_short(different)}); choose another, or give the same settings"
             )
-        return differences(there.get("environment", {}), normal.get("environment", {}))
 
 
 def differences(there: Any, here: Any, name: str = "") -> list[str]:
-    """`name: old there, new here` for every leaf that differs."""
-    if isinstance(there, dict) and isinstance(here, dict):
+    """`name: old there, new here` for every leaf that differs, of JSON values and what becomes
+    such.
+    """
+    if isinstance(there, Mapping) and isinstance(here, Mapping):
         found = []
         for key in sorted({*there, *here}):
             found += differences(there.get(key), here.get(key), f"{name}.{key}" if name else key)
         return found
-    if there == here:
+    if there == json.loads(json.dumps(here)):  # a tuple comes back from a file as a list
         return []
     return [f"{name}: {_shortened(there)} there, {_shortened(here)} here"]
 
 
-def in_short(different: Sequence[str], most: int = 4) -> str:
-    """The first differences as one line, and how many there are beside them."""
-    left = len(different) - most
-    return "; ".join(different[:most]) + (f"; and {left} more" if left > 0 else "")
+def in_short(different: Sequence[str], room: int = 150) -> str:
+    """The first differences as one line of about `room` characters, and how many there are beside
+    them.
+    """
+    shown = [different[0]]
+    for one in different[1:]:
+        if len("; ".join([*shown, one])) > room:
+            break
+        shown.append(one)
+    left = len(different) - len(shown)
+    return "; ".join(shown) + (f"; and {left} more" if left else "")
 
 
 def _shortened(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    text = "settings" if isinstance(value, Mapping) else json.dumps(value)
+    return text if len(text) <= 30 else f"{text[:27]}..."
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:

@@ -36,9 +36,8 @@ def set_scheduler(pipe: Any, name: str) -> None:
     import diffusers
 
     class_name, extra = SCHEDULERS[name]
-    if class_name not in {
-        kind.__name__ for kind in [*pipe.scheduler.compatibles, type(pipe.scheduler)]
-    }:
+    kinds = [*pipe.scheduler.compatibles, type(pipe.scheduler)]
+    if class_name not in {kind.__name__ for kind in kinds}:
         raise UserError(
             f"--scheduler {name}: expected a scheduler that fits the model's"
             f" {type(pipe.scheduler).__name__}, got {class_name}; leave it out"

@@ -53,7 +53,7 @@ BAD = """\
 paint | No such command 'paint'
 generate --stepz 3 | No such option: --stepz
 generate --steps | --steps
-generate --steps many | Invalid value for '--steps'
+generate --steps many | --steps: expected a whole number, got 'many'; mame-sd generate --help
 generate | expected prompts, got none; give --prompts FILE
 generate x --steps 0 | --steps: expected at least 1, got 0
 generate x --size 3x5 | --size
@@ -61,7 +61,8 @@ generate x --images-per-prompt -1 | --images-per-prompt: expected at least 1
 generate x --num 0 | --num: expected at least 1, got 0
 generate x --height 100 | multiple of 8 pixels from 8 to 65536, got 100; try 96
 generate x --seed -1 | --seed: expected a whole number from 0
-generate x --seed 0.5 | Invalid value for '--seed'
+generate x --seed 0.5 | --seed: expected a whole number, got '0.5'
+generate x --keep 25% | --keep: expected a number, got '25%'
 generate x --guidance nan | --guidance: expected a finite number, got nan
 generate x --tau nan | tau: expected a number, got nan
 generate x --tau 1.5 | tau: expected a finite number from -1 to 1
@@ -75,7 +76,9 @@ generate x --config . | {"keep": 0.5}, got a folder; give a file
 generate x --baseline --merge-seed 1 | expected no merging options beside it, got --merge-seed
 generate x --config a.yaml | a.yaml: expected a .json file of settings such as
 compare x --tau '' | --tau: expected numbers with commas between
-generate x --lora '' | found nothing; check the path
+generate x --model ./none --lora '' | --lora : expected a .safetensors file, a folder or a hub id
+generate x --model ./none --lora nobody/nothing:inf | expected a finite scale after the colon
+generate x --model '' | --model: expected a folder, file or hub id, got nothing; give one
 generate x --config none.json | none.json: expected a .json file
 generate x --scheduler magic | --scheduler: expected one of ddim, ddpm
 generate x --dtype int8 | --dtype: expected auto, float32
@@ -92,8 +95,11 @@ generate x --model . | got one without model_index.json
 compare x --tau 0.6,high | --tau: expected numbers with commas between
 compare x --tau 0.6,7 | tau: expected a finite number from -1 to 1
 compare | PROMPT
+compare '' --model ./none | expected a prompt, got an empty one
 compare x --out a.jpg | --out a.jpg: expected a file ending in .png
 sheet none | none: expected samples.jsonl of a run, found none
+sheet /dev/null | /dev/null: expected samples.jsonl of a run, found none
+calibrate --model ./none --out /dev/null | --out /dev/null: expected a folder, got the file
 generate x --out LONG | can't be written (File name too long)
 generate --prompts LONG.txt | the prompt file can't be read (File name too long)
 generate x --model LONG | found nothing there; check the path
@@ -203,9 +209,25 @@ def test_generate_says_what_it_did(
     assert err == ""
     assert run_cli("generate", "--prompt", "a [red] key", "--out", "run", quick=True) == 0
     assert capsys.readouterr().out.startswith("nothing to do: 1 image in run already, ")
-    given = ["generate", "--prompt", "a [red] key", "--out", "run"]
+
+
+def test_other_settings_are_one_short_line_before_the_model_where_they_can_be(
+    run_cli: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["generate", "--prompt", "key", "--out", "run"]
+    assert run_cli(*given, quick=True) == 0
     assert run_cli(*given, "--tau", "0.9", quick=True) == 2
     assert "mame.tau: null there, 0.9 here" in error_of(capsys)
+    assert run_cli(*given, "--tau", "0.9", "--scheduler", "dpm++-karras", quick=True) == 2
+    assert len(error_of(capsys)) <= 300
+    assert run_cli(*given, "--model", "./none", "--steps", "1", "--baseline") == 2
+    assert "begun with other settings (mame: settings there, null here)" in error_of(capsys)
+    other = "--seed 4 --guidance 9 --batch-size 2 --images-per-prompt 7 --width 64 --height 64"
+    given += ["--model", "./none", "--steps", "2", "--negative-prompt", LONG, *other.split()]
+    assert run_cli(*given) == 2
+    line = error_of(capsys)
+    assert len(line) <= 300
+    assert "batch_size: 1 there, 2 here; " in line
 
 
 def test_a_prompt_beyond_what_the_model_reads_is_noted(

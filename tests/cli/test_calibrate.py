@@ -104,6 +104,14 @@ def test_bad_input_is_refused_before_anything_is_loaded(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_config_of_something_else_is_not_written_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert cli.run(["calibrate", "--model", str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "got one with another config.json" in error_of(capsys)
+
+
 def test_a_model_in_which_nothing_can_merge_is_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

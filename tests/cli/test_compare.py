@@ -14,11 +14,12 @@ from mame_sd.cli.compare import (
     Panel,
     compare,
     compare_sheet,
+    difference,
     folders_sheet,
+    nearness,
     remark_on_seconds,
     variants_of,
 )
-from mame_sd.cli.difference import difference, nearness
 from mame_sd.cli.sheet import Cell, draw_sheet, write_sheet
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
@@ -30,16 +31,17 @@ from tests.builders.run_folders import write_run
 
 TWO_STEPS = GenerateSettings(steps=2)
 SMALL = MaMeConfig(min_tokens=16)
+(KEY,) = prompts_from_texts(["key"])
 
 
 def test_panels_are_the_baseline_and_then_each_setting(model: LoadedModel) -> None:
-    panels = compare(model, "key", TWO_STEPS, variants_of(SMALL, [0.2, 1.0], [0.5]))
+    panels = compare(model, KEY, TWO_STEPS, variants_of(SMALL, [0.2, 1.0], [0.5]))
     assert [panel.label for panel in panels] == ["baseline", "tau 0.2", "tau 1", "keep 0.5"]
     assert panels[0].levels == []
     kept = [panel.levels[0]["tokens_kept"] for panel in panels[1:]]
     assert kept[0] < kept[1] == 256
     assert kept[2] == 128
-    assert panels[2].lines(panels[0])[3] == "level 0: 256 of 256 kept"
+    assert panels[2].lines(panels[0])[3] == "level 0: 256 of 256 tokens kept"
     first, nothing = (np.asarray(panels[index].image, int) for index in (0, 2))
     assert abs(first - nothing).max() <= 1  # tau = 1 merges nothing: the same noise, the same image
     sheet = compare_sheet("a\x1b[31m [red] key", panels)
@@ -48,7 +50,7 @@ def test_panels_are_the_baseline_and_then_each_setting(model: LoadedModel) -> No
 
 def test_nothing_to_merge_is_an_error(model: LoadedModel) -> None:
     with pytest.raises(UserError, match="fewer than 1024 tokens"):
-        compare(model, "key", TWO_STEPS, variants_of(MaMeConfig(), [0.8], []))
+        compare(model, KEY, TWO_STEPS, variants_of(MaMeConfig(), [0.8], []))
 
 
 def test_finished_runs_side_by_side(model: LoadedModel, tmp_path: Path) -> None:
@@ -121,10 +123,10 @@ def test_sheets_show_what_differs() -> None:
     assert difference(grey, other).getpixel((0, 0)) == (239, 239, 239)
 
 
-def test_seconds_of_a_busy_machine_are_remarked_on() -> None:
+def test_seconds_of_a_busy_machine_are_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:
     grey = Image.new("RGB", (4, 4))
     quiet = [Panel("baseline", grey, 2.0, [], 0.9), Panel("default", grey, 1.0, [])]
-    assert remark_on_seconds(quiet) is None
-    said = remark_on_seconds([*quiet, Panel("keep 0.5", grey, 9.0, [], 0.2)])
-    assert said is not None
-    assert "had 20% of its cores" in said
+    remark_on_seconds(quiet)
+    assert capsys.readouterr().err == ""
+    remark_on_seconds([*quiet, Panel("keep 0.5", grey, 9.0, [], 0.2)])
+    assert "had 20% of its cores" in capsys.readouterr().err

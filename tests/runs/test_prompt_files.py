@@ -87,6 +87,8 @@ def test_jsonl_takes_every_field(tmp_path: Path) -> None:
     (prompt,) = load_prompts(write(tmp_path, "a.jsonl", line))
     assert (prompt.id, prompt.seed, prompt.negative_prompt) == ("3", 1, "")
     assert (prompt.width, prompt.height, prompt.extra) == (64, 72, {"challenge": [1]})
+    (prompt,) = load_prompts(write(tmp_path, "a.jsonl", '{"caption": "key", "x": 1}'))
+    assert (prompt.text, prompt.extra) == ("key", {"x": 1})
 
 
 # The file's name | what it holds, with escapes; bytes are Latin-1 | what the error says of it.
@@ -103,7 +105,7 @@ a.csv | prompt,x,x\nkey,1,2\n | a.csv:1: expected columns that differ, got 'x' t
 a.csv | prompt,x\nkey,1\nkey\n | a.csv:3: expected 2 columns as in the header, got 1
 a.csv | prompt\n"key\n | a.csv:2: expected a table, but unexpected end of data
 a.csv | prompt,x\n,1\n | a.csv:2: expected a prompt, got an empty one
-a.csv | prompt,seed\nkey,1.5\n | a.csv:2: seed: expected a whole number, got '1.5'
+a.csv | prompt,seed\nkey,1.5\n | a.csv:2: seed: expected a whole number from 0 to
 a.jsonl | {"prompt": "key"}\n{"prompt": }\n | a.jsonl:2: expected a JSON object, but Expecting value
 a.jsonl | {"prompt": "a", "seed": 1, "seed": 2} | 'seed' stands in one object twice
 a.jsonl | {"prompt": "key", "x": NaN} | NaN is no JSON value

@@ -45,6 +45,10 @@ BAD: dict[str, tuple[str, str]] = {
         "--suite paper: expected --prompts FILE, got none",
     ),
     "model": ("benchmark --model ./none", "--model ./none: expected a folder"),
+    "weights-dir": (  # before the model
+        "benchmark --model ./none --weights-dir none",
+        "--weights-dir: expected a folder, but none is not one",
+    ),
     "cache-texts": ("cache --texts none", "--texts: expected a folder, found none at none"),
     "cache-share": ("cache --shares 1.5", "--shares: expected shares above 0 and below 1, got 1.5"),
     "cache-tasks": ("cache --tasks sums", "--tasks: expected some of needles"),
