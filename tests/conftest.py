@@ -5,6 +5,7 @@ tiny model for all.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,15 @@ from tests.builders.tiny import save_tiny_pipeline
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems() -> None:
+    """Keep Hypothesis from reading the constants of every loaded module, which takes seconds."""
+    if "hypothesis" in sys.modules:
+        from hypothesis.internal.conjecture import providers
+
+        providers.is_local_module_file = lambda path: False
 
 
 @pytest.fixture(scope="session")
