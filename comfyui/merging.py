@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mame_sd import MaMeConfig
 from mame_sd.core.keys import Grid, KeyMerging
-from mame_sd.core.merge import DRAWS, draw_at, leaders_of_chunks
+from mame_sd.core.merge import DRAWS, draw_at, leaders
 
 from .attention import KeyMerge
 from .handed import handing_on
@@ -147,7 +147,7 @@ class Merging:
         if self._active(sampling, t):
             draw = draw_at(sampling.timestep(t).float())
             unguided = [kind == UNGUIDED for kind in given.get("cond_or_uncond", ())]
-            leader = leaders_of_chunks(x, unguided)
+            leader = leaders(x, unguided)
             options[KEY] = call = Call(
                 run, draw, leader, override=given.get("optimized_attention_override")
             )

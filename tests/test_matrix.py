@@ -66,7 +66,8 @@ def marked(row: Any, alone: bool, since: str) -> Any:
     old = Version(diffusers.__version__) < Version(since)
     skip = pytest.mark.skipif(old, reason=f"needs diffusers {since}")
     param = in_sweep(row, alone)
-    return pytest.param(row, id=param.id, marks=[*param.marks, skip])
+    compiles = [pytest.mark.compiles] if row.name.startswith("torch.compile") else []
+    return pytest.param(row, id=param.id, marks=[*param.marks, *compiles, skip])
 
 
 def of_pair(pair: Any) -> Any:

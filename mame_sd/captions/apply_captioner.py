@@ -24,7 +24,7 @@ from typing import Any
 from torch import nn
 
 from mame_sd.captions.handle import CaptionHandle
-from mame_sd.captions.on_model import block, clear
+from mame_sd.captions.on_model import block, take
 from mame_sd.captions.towers import KNOWN, PARTS, QWEN, REFUSED, layer_of, name_of, reader_in
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import remove_encoder
@@ -84,7 +84,7 @@ def apply_captioner(
 def remove_captioner(target: nn.Module) -> None:
     """Takes merging off every LLaVA in `target`. Does nothing if there is none."""
     for module in target.modules():
-        clear(module)
+        take(module)
     remove_encoder(target)
 
 

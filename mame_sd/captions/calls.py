@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from mame_sd.captions.prompts import Image, kept_of
 from mame_sd.captions.towers import axes_of
-from mame_sd.upstream import cache_in
+from mame_sd.upstream import cache_in, hidden_states_are_apart
 
 _LOST = "tokens_that_merged"  # attribute of a cache: what its prompts lost
 _READ_AGAIN = (  # options of `generate` that read prompts in pieces or by another model
@@ -25,12 +26,18 @@ _READ_AGAIN = (  # options of `generate` that read prompts in pieces or by anoth
     "prefill_chunk_size",
 )
 _COUNTING = threading.Lock()
+_TOWER = threading.RLock()
 Own = Callable[..., Any]  # the model's own forward
 _INSTEAD = {
     "inputs_embeds": "give input_ids, whose image tokens say where the images stand",
     "mm_encoder_outputs": "give pixel_values, which the tower merges itself",
     "pixel_values_videos": "give images alone, or set the handle's active to False for this call",
 }
+
+
+def tower_turn() -> AbstractContextManager[Any]:
+    """Held while images go through a tower: one call at a time where transformers can't do more."""
+    return nullcontext() if hidden_states_are_apart() else _TOWER
 
 
 @dataclass
@@ -85,19 +92,28 @@ class Calls:
     Args:
         model: of a known class.
         seen: what the images of a call give, which has `pixel_values`.
-
-    Attributes:
-        active: False leaves every call as it is.
     """
 
     def __init__(self, model: nn.Module, seen: Callable[[dict[str, Any]], list[Image]]) -> None:
-        self.model, self.seen, self.active = model, seen, True
+        self.model, self.seen, self._active = model, seen, True
         self.counts = VisualCounts()
+
+    @property
+    def active(self) -> bool:
+        """Whether tokens merge; False makes every call bit-equal to a model without merging."""
+        return self._active
+
+    @active.setter
+    def active(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"active: expected True or False, got {value!r}; give one of these")
+        self._active = value
 
     def images(self, call: dict[str, Any]) -> list[Image]:
         """Return what the images of a call give, and count them."""
         self._check(call)
-        images = self.seen(call)
+        with tower_turn():
+            images = self.seen(call)
         self.counts.add(images)
         return images
 

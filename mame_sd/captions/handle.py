@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from mame_sd.captions.calls import Calls, VisualCounts
-from mame_sd.captions.on_model import on_model, put, take, tower_turn
+from mame_sd.captions.on_model import on_model, put, take
 from mame_sd.captions.prompts import Image
 from mame_sd.captions.towers import images_of
 from mame_sd.config import MaMeConfig
@@ -42,7 +42,7 @@ class CaptionReport:
         )
 
 
-class CaptionHandle:
+class CaptionHandle(Calls):
     """Merging as applied to one LLaVA or Qwen-VL. Made by `apply_captioner`.
 
     Attributes:
@@ -53,31 +53,17 @@ class CaptionHandle:
     config: MaMeConfig
 
     def __init__(self, model: nn.Module, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
-        self.model = model
+        super().__init__(model, self._images)
         self.set(MaMeConfig() if config is None else config, **fields)
-        self._calls = Calls(model, self._images)
 
     def _images(self, call: dict[str, Any]) -> list[Image]:
-        config = self.config
-        with tower_turn():
-            return images_of(self.model, call, config.keep, config.tau)
+        return images_of(self.model, call, self.config.keep, self.config.tau)
 
     @property
     def installed(self) -> bool:
         """Whether merging is on the model as this handle put it."""
         on = on_model(self.model)
-        return on is not None and any(one.calls is self._calls for one in on.slots)
-
-    @property
-    def active(self) -> bool:
-        """Whether tokens merge; False makes every call bit-equal to a model without merging."""
-        return self._calls.active
-
-    @active.setter
-    def active(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"active: expected True or False, got {value!r}; give one of these")
-        self._calls.active = value
+        return on is not None and any(one.calls is self for one in on.slots)
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Changes `keep` or `tau` from the next call on; `config` replaces both.
@@ -102,17 +88,17 @@ class CaptionHandle:
 
     def report(self) -> CaptionReport:
         """Return the visual tokens since the last `reset`."""
-        counts = self._calls.counts
+        counts = self.counts
         images = max(counts.images, 1)
         return CaptionReport(counts.images, counts.unmerged / images, counts.kept / images)
 
     def reset(self) -> None:
         """Sets all counters to zero."""
-        self._calls.counts = VisualCounts()
+        self.counts = VisualCounts()
 
     def remove(self) -> None:
         """Takes this handle's merging off the model; that of a later one stays."""
-        take(self._calls)
+        take(self.model, self)
 
     def install(self) -> None:
         """Puts merging back after `remove`, or replaces that of a later handle.
@@ -126,4 +112,4 @@ class CaptionHandle:
                 "expected a vision tower that merges nothing by itself, found merging on it;"
                 " call remove_mame on it first"
             )
-        put(self._calls)
+        put(self)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any
@@ -18,28 +18,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from mame_sd.captions.calls import Calls, after_images, check_empty, check_writing, has_images
+from mame_sd.captions.calls import (
+    Calls,
+    after_images,
+    check_empty,
+    check_writing,
+    has_images,
+    tower_turn,
+)
 from mame_sd.captions.prompts import Image, of_prompts
-from mame_sd.upstream import cache_in, hidden_states_are_apart
+from mame_sd.upstream import cache_in
 
 _NAMES = ("forward", "generate")
 _CHANGES = threading.RLock()  # held while what stands on a model changes
-_TOWER = threading.RLock()
-
-
-def tower_turn() -> AbstractContextManager[Any]:
-    """Held while images go through a tower: one call at a time where transformers can't do more."""
-    return nullcontext() if hidden_states_are_apart() else _TOWER
 
 
 class Slot:
-    """A place for merging: one for all threads, and one for each block that is open.
+    """A place for merging: one for all threads, and one for each block that is open."""
 
-    Attributes:
-        calls: what merges; None: nothing.
-    """
-
-    calls: Calls | None = None
+    calls: Calls | None = None  # what merges
 
 
 _OPEN: ContextVar[tuple[Slot, ...]] = ContextVar("open", default=())  # of all models, as nested
@@ -51,11 +48,10 @@ _WRITING = ContextVar("writing", default=None)
 
 
 class OnModel:
-    """What stands on one model. Copies of the model have what `apply_mame` put there, and no
+    """What stands on one captioner. Copies of the model have what `apply_mame` put there, and no
     block's.
 
     Attributes:
-        model: a captioner.
         base: of every thread that is in no block.
         blocks: those that are open.
     """
@@ -96,19 +92,17 @@ class OnModel:
             _, merging, rows = writing
             times = len(call["input_ids"]) // len(rows)  # beams
             return merging.forward(own, call, [one for row in rows for one in row * times])
-        calls = self._calls()
+        calls = self._merging(call)
         if calls is not None:
             return calls.forward(own, call)
-        check_empty(cache_in(call), merged=True)
         with tower_turn():
             return own(**call)
 
     def generate(self, call: dict[str, Any]) -> Any:
         """Write after prompts, whose images go through the tower before."""
         own = partial(type(self.model).generate, self.model)
-        calls = self._calls() if has_images(call) else None
+        calls = self._merging(call)
         if calls is None:
-            check_empty(cache_in(call), merged=True)
             return own(**call)
         check_writing(self.model, call)
         if call.get("inputs") is not None:
@@ -136,20 +130,27 @@ class OnModel:
             return False
         return bool((ids == self.model.config.image_token_id).any())
 
-    def _calls(self) -> Calls | None:
-        """Return what merges a call with images of this thread.
+    def _merging(self, call: dict[str, Any]) -> Calls | None:
+        """Return what merges a call's images for this thread; None: it has none, or nothing does.
 
         Raises:
             RuntimeError: nothing stands there for this thread, and a block of another is open.
+            ValueError: nothing merges, and the call's cache holds merged prompts.
         """
-        slot = self.slot
-        if slot is self.base and slot.calls is None and self.blocks:
-            raise RuntimeError(
-                "expected images from a thread whose own mame() block is open, got them from"
-                f" another while one merges this {type(self.model).__name__}: open a block in each"
-                " thread, or call apply_mame once for all"
-            )
-        return slot.calls if slot.calls is not None and slot.calls.active else None
+        calls = None
+        if has_images(call):
+            slot = self.slot
+            calls = slot.calls
+            if slot is self.base and calls is None and self.blocks:
+                raise RuntimeError(
+                    "expected images from a thread whose own mame() block is open, got them from"
+                    f" another while one merges this {type(self.model).__name__}: open a block in"
+                    " each thread, or call apply_mame once for all"
+                )
+        if calls is not None and calls.active:
+            return calls
+        check_empty(cache_in(call), merged=True)
+        return None
 
 
 class Call:
@@ -166,7 +167,7 @@ class Call:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         names = [name for name in self.__signature__.parameters if name != "kwargs"]
         call = {**dict(zip(names, args, strict=False)), **kwargs}
-        return self.on.forward(call) if self.name == "forward" else self.on.generate(call)
+        return getattr(self.on, self.name)(call)
 
 
 @lru_cache
@@ -198,23 +199,18 @@ def put(calls: Calls) -> None:
         _placed(calls.model).slot.calls = calls
 
 
-def take(calls: Calls) -> None:
-    """Merges by `calls` no more, for anybody."""
-    on = on_model(calls.model)
-    if on is not None:
-        with _CHANGES:
-            for slot in on.slots:
-                slot.calls = None if slot.calls is calls else slot.calls
-            on.leave()
-
-
-def clear(module: nn.Module) -> None:
-    """Merges nothing on `module` for the block that this thread is in, else for all."""
+def take(module: nn.Module, calls: Calls | None = None) -> None:
+    """Merges by `calls` no more, for anybody; None: by nothing, for the block that this thread is
+    in, else for all.
+    """
     on = on_model(module)
-    if on is not None:
-        with _CHANGES:
-            on.slot.calls = None
-            on.leave()
+    if on is None:
+        return
+    with _CHANGES:
+        for slot in [on.slot] if calls is None else on.slots:
+            if calls is None or slot.calls is calls:
+                slot.calls = None
+        on.leave()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from mame_sd.core.merge import product
 SDPA = torch._C._nn.scaled_dot_product_attention
 RIDGE = 0.1  # of the mean diagonal of A A^T
 SIZE_RIDGE = 1e-3  # of the mean square of the queries
+HALF_MAX = 65504  # where fp16 ends
 
 
 def fitted_values(
@@ -64,16 +65,18 @@ def sized_keys(
     q . w is about 1, so that the logit of each group is about log(size) above that of its mean.
 
     Args:
-        key: the kept keys [B, H, K, D].
+        key: the kept keys [B, H', K, D], H' a divisor of H.
         some: queries [B, H, m, D] of the image's tokens.
         beside: all other queries [B, H, n, D], such as the text's, which together weigh as much.
         log_sizes: [B, K], 0 for keys that stand for themselves.
         scale: of the logits, not 0.
 
     Returns:
-        [B, H, K, D] in the dtype of the keys.
+        [B, H', K, D] in the dtype of the keys.
     """
     dtype = torch.promote_types(some.dtype, torch.float32)
+    if some.shape[1] > key.shape[1]:
+        some, beside = (of_kept_heads(t, key.shape[1]) for t in (some, beside))
     some, beside = (t.to(dtype).flatten(0, 1) for t in (some, beside))
     gram, ones = torch.bmm(some.transpose(1, 2), some), some.sum(1)
     if beside.shape[1]:
@@ -83,7 +86,10 @@ def sized_keys(
     factor = _ridged_cholesky(gram, SIZE_RIDGE)
     w = torch.cholesky_solve(ones.unsqueeze(2), factor)  # [B * H, D, 1]
     w = w.view(*key.shape[:2], 1, -1) / scale
-    return _in_range(torch.addcmul(key, log_sizes[:, None, :, None], w), key.dtype)
+    sized = torch.addcmul(key, log_sizes[:, None, :, None], w)
+    if key.dtype == torch.float16:
+        sized = sized.clamp(-HALF_MAX, HALF_MAX)
+    return sized.to(key.dtype)
 
 
 def _ridged_cholesky(gram: Tensor, ridge: float) -> Tensor:
@@ -97,16 +103,9 @@ def _ridged_cholesky(gram: Tensor, ridge: float) -> Tensor:
     return torch.linalg.cholesky_ex(gram)[0]
 
 
-def _in_range(t: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.float16:  # which ends at 65,504, where the numbers may lie beyond
-        t = t.clamp(-65504, 65504)
-    return t.to(dtype)
-
-
 def of_kept_heads(some: Tensor, heads: int) -> Tensor:
     """Queries [B, H, m, D] as [B, heads, H / heads * m, D]: by the head of keys they attend to."""
-    shared = some.shape[1] // heads
-    return some.unflatten(1, (-1, shared)).flatten(2, 3) if shared > 1 else some
+    return some.unflatten(1, (heads, -1)).flatten(2, 3)
 
 
 def fitted_to(
@@ -114,40 +113,43 @@ def fitted_to(
     at: Tensor,
     full: tuple[Tensor, Tensor],
     kept: tuple[Tensor, Tensor],
-    bias: Tensor,
+    bias: Tensor | None,
     attn_mask: Tensor | None,
     scale: float | None,
     merged: tuple[int, int],
 ) -> Tensor:
-    """The values of kept keys, fitted to the exact attention of the queries at these places of q.
+    """Fit the values of kept keys to the exact attention of the queries at these places of q.
 
     Args:
         q: queries [B, H, Q, D].
         at: LongTensor [m], which of them.
         full: all keys and values.
-        kept: the kept keys [B, H, K, D] and their values [B, H, K, D'].
+        kept: the kept keys [B, H', K, D] and their values [B, H', K, D'], H' a divisor of H.
         bias: what is added to the logits of the kept keys, broadcast to [B, H, Q, K].
         attn_mask: of the attention over all keys.
         scale: of the logits; None: 1 / sqrt(D).
         merged: the first and last of the kept keys whose values may change, as in `fitted_values`.
 
     Returns:
-        [B, H, K, D'] in the dtype of the kept values.
+        [B, H', K, D'] in the dtype of the kept values.
     """
-    shared = q.shape[1] // kept[0].shape[1]
+    heads = kept[0].shape[1]
+    shared = q.shape[1] // heads
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    some = q.index_select(2, at)
-    rows = attn_mask
+    some, rows = q.index_select(2, at), attn_mask
     if rows is not None and rows.dim() > 1 and rows.shape[-2] > 1:
         rows = rows.index_select(-2, at)
-        bias = bias.index_select(-2, at)
     more: Any = {"enable_gqa": True} if shared > 1 else {}
     exact = SDPA(some, *full, attn_mask=rows, scale=scale, **more)
+    if bias is not None and bias.shape[-2] > 1:
+        bias = bias.index_select(-2, at).repeat(1, 1, shared, 1)
     if shared > 1:
-        some, exact = (of_kept_heads(t, kept[0].shape[1]) for t in (some, exact))
-        bias = bias if bias.shape[-2] == 1 else bias.repeat(1, 1, shared, 1)
+        some, exact = (of_kept_heads(t, heads) for t in (some, exact))
     some, key, value, exact = (t.flatten(0, 1) for t in (some, *kept, exact))
     logits = product(some, key.transpose(1, 2)).unflatten(0, kept[0].shape[:2])
-    weights = torch.softmax(torch.add(bias, logits, alpha=scale), -1).flatten(0, 1)
+    logits = scale * logits if bias is None else torch.add(bias, logits, alpha=scale)
+    weights = torch.softmax(logits, -1).flatten(0, 1)
     fitted = fitted_values(weights, value, exact, *merged)
-    return _in_range(fitted.view(kept[1].shape), kept[1].dtype)
+    if kept[1].dtype == torch.float16:
+        fitted = fitted.clamp(-HALF_MAX, HALF_MAX)
+    return fitted.view(kept[1].shape).to(kept[1].dtype)

@@ -13,7 +13,7 @@ is one stack for each thread, and `torch.compile` and `torch.export` follow it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core.fit import SDPA, fitted_to, of_kept_heads, sized_keys
+from mame_sd.core.fit import SDPA, fitted_to, sized_keys
 from mame_sd.core.kernels import OwnKernel
-from mame_sd.core.merge import Cells, Groups, cells_of, group_tokens, no_autocast
+from mame_sd.core.merge import Groups, cells_of, group_tokens, no_autocast
 
 ALONE = 0.125  # of the kept keys, those that stay as they are: the farthest from all others
-Recall = Callable[[int, Callable[[], Groups]], Groups]
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 UNCOUNTED = ", which takes no sizes of groups: their keys carry them"
 
@@ -85,10 +84,10 @@ def merge_keys(
     draw: Tensor | None = None,
     leader: Tensor | None = None,
     first_query: int | None = None,
-    recall: Recall | None = None,
+    known: MutableMapping[int, Groups] | None = None,
     counted: bool = True,
 ) -> Merged:
-    """Fewer keys, and values fitted to the attention of a few queries of the first grid's tokens.
+    """Merge keys, and fit values to the attention of a few queries of the first grid's tokens.
 
     Args:
         q, k, v: as in `attention`.
@@ -97,90 +96,84 @@ def merge_keys(
         attn_mask: of the attention, boolean or added to the logits, broadcast to [B, H, Q, N].
         scale: of the logits; None: 1 / sqrt(D).
         draw: LongTensor [1] below `merge.DRAWS`, which of the draws; None: the first.
-        leader: LongTensor [B], the sample whose keys decide what merges (`core/merge.py`).
+        leader: LongTensor [B], the sample whose keys decide what merges (`merge.leaders`).
         first_query: where the first grid's queries begin in q; None: where its keys do, or at 0
             where q holds the image's alone.
-        recall: (number of the grid, what makes its groups) -> its groups, such as those of an
-            earlier call.
+        known: the groups of each grid by its number, where an earlier call of the same input made
+            them; those that are made here are put there.
         counted: whether the bias counts each group by its size; else, for kernels that take none,
             the keys carry the sizes (`fit.sized_keys`).
     """
     if first_query is None:
         first_query = grids[0].start if q.shape[2] == k.shape[2] else 0
+    known = {} if known is None else known
     with no_autocast(q):
-        parts, sizes, end = [], [], 0
-        groups: list[Groups] = []
-        first: Cells | None = None
-        for grid in grids:
-            cells = cells_of(grid.size, (1 - ALONE) * grid.keep, how.tile_size, how.seed, k.device)
-            stay = max(0, round(grid.keep * cells.tokens) - cells.kept)
-            first = first or cells
-            every = slice(grid.start, grid.start + cells.tokens)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        logs, end = [], 0
+        for number, (start, size, keep) in enumerate(grids):
+            cells = cells_of(size, (1 - ALONE) * keep, how.tile_size, how.seed, k.device)
+            last = start + cells.tokens
             slots = [
-                t[:, :, every].transpose(1, 2).index_select(1, cells.order) for t in (k, v)
+                t[:, :, start:last].transpose(1, 2).index_select(1, cells.order) for t in (k, v)
             ]  # [B, T * P, H, D]
-            compare = partial(group_tokens, slots[0].flatten(2), cells, draw, leader, stay)
-            found = compare() if recall is None else recall(len(groups), compare)
-            means, counts = found.means(*slots)
-            if grid.start > end:
-                parts.append([t[:, :, end : grid.start] for t in (k, v)])
-                sizes.append(counts.new_ones(k.shape[0], grid.start - end))
-            parts.append([t.transpose(1, 2) for t in means])
-            sizes.append(counts)
-            groups.append(found)
-            end = every.stop
-        last = sum(t.shape[1] for t in sizes)
-        if end < k.shape[2]:
-            parts.append([t[:, :, end:] for t in (k, v)])
-            sizes.append(sizes[0].new_ones(k.shape[0], k.shape[2] - end))
-        key, value = (torch.cat(of, 2) if len(of) > 1 else of[0] for of in zip(*parts, strict=True))
-        count = torch.cat(sizes, 1) if len(sizes) > 1 else sizes[0]
-        log_sizes = count.log()
-        bias = (log_sizes if counted else torch.zeros_like(count))[:, None, None]
-        mask = attn_mask
-        if mask is not None and mask.shape[-1] > 1:
-            mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
-            at_key = _positions(grids, groups, k.shape[2])[:, None, None]  # [B, 1, 1, K]
-            mask = torch.take_along_dim(mask, at_key.to(mask.device), -1)
-        if mask is not None:
-            boolean = mask.dtype == torch.bool
-            bias = torch.where(mask, bias, -torch.inf) if boolean else mask + bias
-        assert first is not None
-        queries = how.fit_queries
-        if queries is None:
-            queries = min(max(first.tokens // 32, 64), 256)
-        if queries or not counted:
-            spread = first.queries[0]
-            if draw is not None:
-                spread = first.queries.index_select(0, draw).view(-1)
-            spread = spread + first_query if first_query else spread
+            if number not in known:
+                stay = max(0, round(keep * cells.tokens) - cells.kept)
+                known[number] = group_tokens(slots[0].flatten(2), cells, draw, leader, stay)
+            parts, counts = known[number].means(*slots)
+            for merged, part, t in zip((keys, values), parts, (k, v), strict=True):
+                merged += [t[:, :, end:start], *(mean.transpose(1, 2) for mean in part)]
+            rest = k.shape[2] - last if number == len(grids) - 1 else 0
+            alone = known[number].stay.shape[1] + rest
+            logs.append(F.pad(counts.log(), (start - end, alone)))
+            end = last
+        groups = tuple(known[number] for number in range(len(grids)))
+        key, value = (
+            torch.cat([*of, t[:, :, end:]], 2) for of, t in ((keys, k), (values, v))
+        )  # [B, H, K, D]
+        log_sizes = torch.cat(logs, 1) if len(logs) > 1 else logs[0]
+        bias = (log_sizes if counted else torch.zeros_like(log_sizes))[:, None, None]
+        first = groups[0]
+        image = slice(first_query, first_query + first.tokens_in)
+        rows, own_bias = attn_mask, bias
+        if attn_mask is not None:
+            own_bias = bias = _with_mask(bias, attn_mask, grids, groups, k.shape[2])
+            if attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
+                rows, own_bias = attn_mask[..., image, :], bias[..., image, :]
+        count = how.fit_queries
+        if count is None:
+            count = min(max(first.tokens_in // 32, 64), 256)
         if not counted:
-            last_query = first_query + first.tokens
-            others = [t for t in (q[:, :, :first_query], q[:, :, last_query:]) if t.shape[2]]
-            beside = torch.cat(others, 2) if others else q[:, :, :0]
-            some, beside = (
-                of_kept_heads(t, k.shape[1]) for t in (q.index_select(2, spread), beside)
-            )
+            beside = torch.cat([q[:, :, :first_query], q[:, :, image.stop :]], 2)
+            some = q[:, :, image].index_select(2, first.queries)
             by = q.shape[-1] ** -0.5 if scale is None else scale
             key = sized_keys(key, some, beside, log_sizes, by) if by else key
-        if queries:
-            shared = q.shape[1] // k.shape[1]  # heads of queries for each head of keys
-            at = spread[: max(1, queries // shared)]
+        if count:
+            at = first.queries[: max(1, count * k.shape[1] // q.shape[1])]
             value = fitted_to(
-                q, at, (k, v), (key, value), bias, attn_mask, scale, (grids[0].start, last)
-            )
-    return Merged(key, value, bias.to(q.dtype), tuple(groups))
+                q[:, :, image], at, (k, v), (key, value), own_bias, rows, scale,
+                (grids[0].start, key.shape[2] - k.shape[2] + end),
+            )  # fmt: skip
+    return Merged(key, value, bias.to(q.dtype), groups)
 
 
-def _positions(grids: Sequence[Grid], groups: Sequence[Groups], length: int) -> Tensor:
-    """The positions [B, K] among all keys that the kept ones stand at."""
-    row = groups[0].row
-    every = torch.arange(length, device=row.device).expand(len(row), -1)
-    parts, end = [], 0
-    for grid, found in zip(grids, groups, strict=True):
-        parts += [every[:, end : grid.start], found.kept + grid.start]
-        end = grid.start + found.tokens_in
-    return torch.cat([*parts, every[:, end:]], 1)
+def _with_mask(
+    bias: Tensor, mask: Tensor, grids: Sequence[Grid], groups: Sequence[Groups], length: int
+) -> Tensor:
+    """The bias [B, .., K] of kept keys and the mask [.., N] of all `length` keys: of each kept one
+    the column at its own position.
+    """
+    if mask.shape[-1] > 1:
+        mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
+        row = groups[0].row
+        every = torch.arange(length, device=row.device).expand(len(row), -1)
+        parts, end = [], 0
+        for grid, found in zip(grids, groups, strict=True):
+            parts += [every[:, end : grid.start], found.kept + grid.start]
+            end = grid.start + found.tokens_in
+        at_key = torch.cat([*parts, every[:, end:]], 1)[:, None, None]  # [B, 1, 1, K]
+        mask = torch.take_along_dim(mask, at_key.to(mask.device), -1)
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
 
 
 @dataclass
@@ -193,10 +186,16 @@ class MergeJob:
         first_query: where the image's queries begin among `queries` of them.
         queries: how many queries the layer has where these are not as many as keys.
         how: the settings.
-        draw, leader, recall: see `merge_keys`.
+        draw, leader: see `merge_keys`.
+        known: by the number of the attention call the groups of its grids, of an earlier call of
+            the layer.
         prefixed: keys of earlier calls, of any number, stand before these.
         scale: of the logits, where the processor's is not that of the call.
         kernel: computes attention over merged keys instead of the model's own.
+        note: for the report.
+        merged: of the latest attention call that merged; None: none did.
+        calls: how many merged: attention may run sample by sample.
+        inside: whether a merge runs, or a kernel of it.
     """
 
     grids: tuple[Grid, ...]
@@ -206,13 +205,14 @@ class MergeJob:
     how: KeyMerging
     draw: Tensor | None = None
     leader: Tensor | None = None
-    recall: Recall | None = None
+    known: dict[int, dict[int, Groups]] | None = None
     prefixed: bool = False
     scale: float | None = None
     kernel: OwnKernel | None = None
-    note: str = field(default="", init=False)  # for the report
-    merged: Merged | None = field(default=None, init=False)  # of the latest call that merged
-    inside: bool = field(default=False, init=False)  # a merge or a kernel of it
+    note: str = field(default="", init=False)
+    merged: Merged | None = field(default=None, init=False)
+    calls: int = field(default=0, init=False)
+    inside: bool = field(default=False, init=False)
 
     def place(self, call: Mapping[str, Any]) -> tuple[list[Grid], int] | None:
         """The grids where they stand among the keys of an attention call, and where the first one's
@@ -254,15 +254,57 @@ class MergeJob:
         grids, first = placed
         scale = self.scale if self.scale is not None else call.get("scale")
         given = call.get("attn_mask")
+        known = None if self.known is None else self.known.setdefault(self.calls, {})
+        self.calls += 1
         self.merged = merge_keys(
             call["query"], call["key"], call["value"], grids, self.how, given, scale, self.draw,
-            self.leader, first_query=first, recall=self.recall, counted=bias,
+            self.leader, first, known, counted=bias,
         )  # fmt: skip
         mask = self.merged.bias if bias or given is not None else None
         if mask is not None and not bias and given is not None and given.dtype == torch.bool:
             mask = mask == 0  # as it came
         changes = {"key": self.merged.key, "value": self.merged.value, "attn_mask": mask}
         return {**call, **changes, **({} if scale is None else {"scale": scale})}
+
+    def attend(
+        self,
+        call: Mapping[str, Any],
+        name: str,
+        bias: bool,
+        kernel: Callable[..., Any],
+        unmerged: Callable[[], Any],
+        laid_out: Callable[[Tensor], Tensor] | None = None,
+    ) -> Any:
+        """Attention over merged keys, or as it is where the call is another's.
+
+        Args:
+            call: as `place` takes it.
+            name: of the model's kernel, for the report; empty: it needs no mention.
+            bias: whether that kernel takes numbers to be added to the logits.
+            kernel: computes the changed call.
+            unmerged: computes the call as it came.
+            laid_out: lays the output [B, H, Q, D'] of the job's own kernel out as the call has it;
+                None: it is so.
+        """
+        own = self.kernel
+        if own is not None:
+            name, bias = kernel_name(own.call), own.counts
+        self.inside = True  # what the kernel calls by itself is not looked at
+        try:
+            changed = self.merge(call, bias)
+            if changed is None:
+                return unmerged()
+            if name:
+                self.note = f"attention by {name}" + ("" if bias else UNCOUNTED)
+            qkv = [changed.pop(n) for n in ("query", "key", "value")]
+            if own is None:
+                given = {n: v for n, v in changed.items() if n in call or v is not None}
+                return kernel(*qkv, **given)
+            mask, dropped = changed["attn_mask"], call.get("dropout_p") or 0.0
+            output = own.attend(qkv[0], qkv[1], qkv[2], mask, changed.get("scale"), dropped)
+            return output if laid_out is None else laid_out(output)
+        finally:
+            self.inside = False
 
 
 class SDPAInterceptor(TorchFunctionMode):
@@ -284,7 +326,7 @@ class SDPAInterceptor(TorchFunctionMode):
 
 def attend_merged(
     kernel: Callable[..., Tensor], job: MergeJob, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Tensor:
+) -> Any:
     """A call of scaled_dot_product_attention, or of what stands in for it, with merged keys."""
     call = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     alone = call["key"].dim() == 3  # [B, n, D]: one head
@@ -293,38 +335,18 @@ def attend_merged(
         mask = call.get("attn_mask")
         if mask is not None and mask.dim() == 3:
             call["attn_mask"] = mask.unsqueeze(1)
-    job.inside = True
-    try:
-        if job.kernel is not None:
-            merged = by_kernel_of(job, call)
-            if merged is None:
-                return kernel(*args, **kwargs)
-            return merged.squeeze(1) if alone else merged
-        changed = job.merge(call, bias=kernel is SDPA)
-        if changed is None:
-            return kernel(*args, **kwargs)
-        if kernel is not SDPA:
-            job.note = f"attention by {_name_of(kernel)}{UNCOUNTED}"
-        qkv = [changed.pop(name) for name in ("query", "key", "value")]
-        given = {name: v for name, v in changed.items() if name in call or v is not None}
-        output = kernel(*qkv, **given)
-    finally:
-        job.inside = False
-    return output.squeeze(1) if alone else output
+
+    name = "" if kernel is SDPA else kernel_name(kernel)
+    if not alone:
+        return job.attend(call, name, kernel is SDPA, kernel, partial(kernel, *args, **kwargs))
+
+    def one_head(*args: Any, **kwargs: Any) -> Tensor:
+        return kernel(*args, **kwargs).squeeze(1)
+
+    unmerged = partial(kernel, *args, **kwargs)
+    return job.attend(call, name, kernel is SDPA, one_head, unmerged, lambda t: t.squeeze(1))
 
 
-def by_kernel_of(job: MergeJob, call: Mapping[str, Any]) -> Tensor | None:
-    """Attention over merged keys by the job's own kernel; None: the call is another's."""
-    own = job.kernel
-    assert own is not None
-    changed = job.merge(call, bias=own.counts)
-    if changed is None:
-        return None
-    job.note = f"attention by {_name_of(own.call)}" + ("" if own.counts else UNCOUNTED)
-    q, k, v = (changed[name] for name in ("query", "key", "value"))
-    dropped = call.get("dropout_p") or 0.0
-    return own.attend(q, k, v, changed["attn_mask"], changed.get("scale"), dropped)
-
-
-def _name_of(kernel: Callable[..., Any]) -> str:
+def kernel_name(kernel: Callable[..., Any]) -> str:
+    """What a report calls a kernel."""
     return str(getattr(kernel, "__name__", type(kernel).__name__))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -73,15 +73,19 @@ def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
 class Cells:
     """Slots of tokens, tile by tile, and which of them are destinations.
 
+    Tiles and cells are balanced: where a side does not divide, some are one token longer, and none
+    is a narrow rest at the border. A group of tokens then stands for about as many tokens
+    everywhere, on odd, prime and oblong grids too.
+
     Attributes:
         order: LongTensor [T * P], the position of the token in each slot of T tiles of P slots.
             Tiles with fewer tokens repeat one of theirs.
         pad: bool [T * P], True where a slot repeats a token; None where no tile has such slots.
         slot: LongTensor [L], the slot of each token.
-        dst: LongTensor [draws, T * m], the slots of the destinations in each draw, tile by tile.
-        queries: LongTensor [draws, n], positions of tokens, spread evenly and in random order.
+        drawn: LongTensor [draws, M + n], of each draw `dst` and `queries`, in one table that a
+            layer reads once.
         number: LongTensor [T * m], the number of each destination in its tile.
-        tiles, width, m: T, P and m.
+        tiles, width, m: T, P and m, the destinations of a tile.
         tokens: L, how many tokens the grid has.
         kept: M = T * m, how many destinations there are.
     """
@@ -89,14 +93,23 @@ class Cells:
     order: Tensor
     pad: Tensor | None
     slot: Tensor
-    dst: Tensor
-    queries: Tensor
+    drawn: Tensor
     number: Tensor
     tiles: int
     width: int
     m: int
     tokens: int
     kept: int
+
+    @property
+    def dst(self) -> Tensor:
+        """LongTensor [draws, M], the slots of the destinations in each draw, tile by tile."""
+        return self.drawn[:, : self.kept]
+
+    @property
+    def queries(self) -> Tensor:
+        """LongTensor [draws, n], positions of tokens, spread evenly and in random order."""
+        return self.drawn[:, self.kept :]
 
 
 def cells_of(
@@ -161,18 +174,12 @@ def _attribute(keep: float, tile_size: int, seed: int | None, device: str, *size
 def _made(
     size: tuple[int, ...], keep: float, tile_size: int, seed: int | None, device: str
 ) -> Cells:
-    with _cacheable():
+    # no inference tensors, and none that a mode traces
+    with torch.inference_mode(False), _disable_current_modes(), torch.device("cpu"):
         made = _cut(size, keep, tile_size, seed)
         values = (getattr(made, f.name) for f in fields(made))
         moved: Any = [v.to(device) if isinstance(v, Tensor) else v for v in values]
         return Cells(*moved)
-
-
-@contextlib.contextmanager
-def _cacheable() -> Iterator[None]:
-    """Tensors made in here are on the CPU, no inference tensors, and none that a mode traces."""
-    with torch.inference_mode(False), _disable_current_modes(), torch.device("cpu"):
-        yield
 
 
 def _cut(size: tuple[int, ...], keep: float, tile_size: int, seed: int | None) -> Cells:
@@ -201,12 +208,22 @@ def _cut(size: tuple[int, ...], keep: float, tile_size: int, seed: int | None) -
     drawn = torch.rand(DRAWS, count * m, generator=generator).double()
     drawn = torch.zeros_like(drawn[:1]) if seed is None else drawn
     dst = slot[of_cell[starts + (drawn * sizes).long()]]
-    queries = _spread(in_order, generator)
-    to_own = _own_order(size)
+    # Where each position of the plane is in the tokens' own order.
+    own = torch.arange(rows * columns)
+    own = own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own
+    queries = own[_spread(in_order, generator)]
     return Cells(
-        to_own[order], pad if bool(pad.any()) else None, slot[_inverse(to_own)], dst,
-        to_own[queries], torch.arange(m).repeat(count), count, width, m, rows * columns, count * m,
-    )  # fmt: skip
+        order=own[order],
+        pad=pad if bool(pad.any()) else None,
+        slot=torch.empty_like(slot).index_copy(0, own, slot),
+        drawn=torch.cat([dst, queries[: len(dst)]], 1),
+        number=torch.arange(m).repeat(count),
+        tiles=count,
+        width=width,
+        m=m,
+        tokens=rows * columns,
+        kept=count * m,
+    )
 
 
 def _tiles(rows: int, columns: int, tile_size: int) -> tuple[int, int]:
@@ -258,80 +275,73 @@ def _spread(in_order: Tensor, generator: torch.Generator) -> Tensor:
     return drawn.gather(1, torch.rand(DRAWS, n, generator=generator).argsort(1))
 
 
-def _own_order(size: tuple[int, ...]) -> Tensor:
-    """Where each position of the plane is in the tokens' own order [L]."""
-    own = torch.arange(math.prod(size))
-    return own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own
-
-
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).index_copy(0, order, torch.arange(len(order)))
-
-
+@dataclass(eq=False)
 class Groups:
     """Which group each token of a grid belongs to.
 
     Each destination has a group, and so has each token that stays as it is.
 
-    Args:
+    Attributes:
         cells: the tiles and destinations of the grid.
         dst: LongTensor [T * m], the slots of the destinations.
+        queries: LongTensor [n], the positions of the draw's queries.
         row: LongTensor [B, T * P], the number of the destination in its tile that the token of each
             slot joins, -1 for none.
         stay: LongTensor [B, r], the slots of the tokens that stay.
-        dtype: of `sizes`.
-
-    Attributes:
+        dtype: of `sizes`, that of what was compared in fp32 at least.
         tokens_in, tokens_kept: L and K = T * m + r.
     """
 
-    def __init__(
-        self, cells: Cells, dst: Tensor, row: Tensor, stay: Tensor, dtype: torch.dtype
-    ) -> None:
-        self.cells, self.dst, self.row, self.stay, self.dtype = cells, dst, row, stay, dtype
-        self.tokens_in, self.tokens_kept = cells.tokens, cells.kept + stay.shape[1]
+    cells: Cells
+    dst: Tensor
+    queries: Tensor
+    row: Tensor
+    stay: Tensor
+    dtype: torch.dtype
+    tokens_in: int
+    tokens_kept: int
 
-    def means(self, *slots: Tensor) -> tuple[list[Tensor], Tensor]:
-        """The means of the groups, and how many tokens each has.
+    def means(self, *slots: Tensor) -> tuple[list[list[Tensor]], Tensor]:
+        """Average the tokens of each group.
 
         Args:
             slots: tokens [B, T * P, ...] in the order of the slots, all of one dtype.
 
         Returns:
-            [B, K, ...] of each, in its dtype, and the sizes [B, K] in fp32 (fp64 for fp64).
+            Of each the means [B, M, ...] and the tokens that stay [B, r, ...], in its dtype, and
+            how many tokens each group has, [B, M], in fp32 (fp64 for fp64; in 16 bits where these
+            are multiplied and the number is exact).
         """
-        cells, batch = self.cells, self.row.shape[0]
-        least = torch.promote_types(slots[0].dtype, torch.float32)
+        cells, batch, own = self.cells, self.row.shape[0], slots[0].dtype
+        least = torch.promote_types(own, torch.float32)
         # Cards multiply 16 bits and sum in fp32, CPUs hardly do.
-        halves = slots[0].is_cuda and slots[0].dtype in (torch.float16, torch.bfloat16)
-        dtype = slots[0].dtype if halves else least
+        halves = slots[0].is_cuda and own in (torch.float16, torch.bfloat16)
         rows = self.row.view(batch * cells.tiles, 1, cells.width)
         belongs = rows == cells.number[: cells.m].view(-1, 1)  # 0, 1, ...
-        counts = belongs.sum(-1, keepdim=True, dtype=least)
+        counted = own if halves and cells.width <= 256 else least
+        counts = belongs.sum(-1, keepdim=True, dtype=counted)
         # Shares of the mean rather than sums, which leave fp16's range.
-        shares = (belongs / counts).to(dtype)
-        found = []
+        shares = (belongs / counts).to(own if halves else least)
+        parts = []
         for t in slots:
-            exact = t.to(dtype).reshape(batch * cells.tiles, cells.width, math.prod(t.shape[2:]))
-            mean = torch.bmm(shares, exact).to(t.dtype).view(batch, cells.kept, *t.shape[2:])
-            if self.stay.shape[1]:
-                at = self.stay.view(*self.stay.shape, *[1] * (t.dim() - 2))
-                mean = torch.cat([mean, t.gather(1, at.expand(-1, -1, *t.shape[2:]))], 1)
-            found.append(mean)
-        sizes = counts.view(batch, cells.kept)
-        return found, F.pad(sizes, (0, self.stay.shape[1]), value=1.0)
+            flat = t.to(shares.dtype).flatten(2)
+            flat = flat.view(batch * cells.tiles, cells.width, flat.shape[2])
+            mean = torch.bmm(shares, flat).to(own).view(batch, cells.kept, *t.shape[2:])
+            at = self.stay.view(*self.stay.shape, *[1] * (t.dim() - 2))
+            parts.append([mean, t.gather(1, at.expand(-1, -1, *t.shape[2:]))])
+        return parts, counts.view(batch, cells.kept)
 
     @property
     def sizes(self) -> Tensor:
         """[B, K], how many tokens each group has."""
-        return self.means(self.row.new_empty(*self.row.shape, 0, dtype=self.dtype))[1]
+        counts = self.means(self.row.new_empty(*self.row.shape, 0, dtype=self.dtype))[1]
+        return F.pad(counts, (0, self.stay.shape[1]), value=1.0)
 
     @property
     def kept(self) -> Tensor:
         """LongTensor [B, K], the position of the token that each group formed around."""
         batch, order = self.row.shape[0], self.cells.order
-        dst = order.index_select(0, self.dst).expand(batch, -1)
-        return torch.cat([dst, order[self.stay]], 1) if self.stay.shape[1] else dst
+        return torch.cat([order.index_select(0, self.dst).expand(batch, -1), order[self.stay]], 1)
 
     @property
     def groups(self) -> Tensor:
@@ -339,24 +349,27 @@ class Groups:
         cells, device = self.cells, self.row.device
         first = torch.arange(cells.tiles, device=device).view(-1, 1) * cells.m
         found = (self.row.view(-1, cells.tiles, cells.width) + first).flatten(1)
-        if self.stay.shape[1]:
-            numbers = torch.arange(cells.kept, self.tokens_kept, device=device)
-            found = found.scatter(1, self.stay, numbers.expand(self.stay.shape))
+        numbers = torch.arange(cells.kept, self.tokens_kept, device=device)
+        found = found.scatter(1, self.stay, numbers.expand(self.stay.shape))
         return found.index_select(1, cells.slot)
 
     def merge(self, t: Tensor) -> Tensor:
         """The means [B, K, C] of the groups of t [B, L, C], in the dtype of t."""
-        return self.means(t.index_select(1, self.cells.order))[0][0]
+        return torch.cat(self.means(t.index_select(1, self.cells.order))[0][0], 1)
 
     def restore(self, y: Tensor) -> Tensor:
         """All tokens [B, L, C] as copies of their groups' y [B, K, C]."""
         return y.gather(1, self.groups.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
 
+_SUMS_IN_FP32 = "dtype" in torch.ops.aten.bmm.overloads()  # of 16 bits on cards: from torch 2.8 on
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a b [n, i, k] of a [n, i, j] and b [n, j, k], in fp32 (fp64 for fp64) at least."""
     learns = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and not learns:
+    halves = a.is_cuda and a.dtype in (torch.float16, torch.bfloat16)
+    if halves and not learns and _SUMS_IN_FP32:
         return torch.bmm(a, b, out_dtype=torch.float32)
     dtype = torch.promote_types(a.dtype, torch.float32)
     return torch.bmm(a.to(dtype), b.to(dtype))
@@ -384,7 +397,8 @@ def group_tokens(
             half for the unguided one; None, or of another batch: each its own.
         stay: how many of the tokens stay as they are: those farthest from any destination.
     """
-    dst = cells.dst[0] if draw is None else cells.dst.index_select(0, draw).view(-1)
+    drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
+    dst, queries = drawn[: cells.kept], drawn[cells.kept :]
     batch, dtype = slots.shape[0], torch.promote_types(slots.dtype, torch.float32)
     place = None
     if leader is not None and leader.shape[0] == batch and batch > 1:
@@ -398,21 +412,21 @@ def group_tokens(
     # |x - d|^2 = |x|^2 - 2 (x . d - |d|^2 / 2), of which the last part tells the nearest.
     nearness = product(chosen, slots.view(-1, cells.width, slots.shape[2]).transpose(1, 2))
     of_chosen = squares.index_select(1, dst).view(-1, cells.m, 1)
-    best, row = torch.sub(nearness, of_chosen, alpha=0.5).max(1)
+    best, row = nearness.sub_(of_chosen, alpha=0.5).max(1)
     row = row.view(len(slots), cells.tiles * cells.width)
-    row = row.index_copy(1, dst, cells.number.expand(len(slots), -1))
+    row.index_copy_(1, dst, cells.number.expand(len(slots), -1))  # equal ones can't take each other
     if cells.pad is not None:
-        row = row.masked_fill(cells.pad, -1)
+        row.masked_fill_(cells.pad, -1)
     staying = row[:, :0]
     if stay:
-        far = torch.sub(squares, best.view_as(row), alpha=2).index_fill(1, dst, -torch.inf)
+        far = torch.sub(squares, best.view_as(row), alpha=2).index_fill_(1, dst, -torch.inf)
         if cells.pad is not None:
-            far = far.masked_fill(cells.pad, -torch.inf)
+            far.masked_fill_(cells.pad, -torch.inf)
         staying = far.topk(stay).indices
-        row = row.scatter(1, staying, -1)
+        row.scatter_(1, staying, -1)
     if place is not None:
         row, staying = row.index_select(0, place), staying.index_select(0, place)
-    return Groups(cells, dst, row, staying, dtype)
+    return Groups(cells, dst, queries, row, staying, dtype, cells.tokens, cells.kept + stay)
 
 
 def draw_at(timestep: Tensor | float) -> Tensor:
@@ -428,8 +442,8 @@ def draw_at(timestep: Tensor | float) -> Tensor:
     return ((thousandths * 0xAAF4E5A7) & 0xFFFFFFFF) * DRAWS >> 32
 
 
-def constant(make: Callable[..., Tensor], *args: Any) -> Tensor:
-    """What `make` gives for these arguments, numbers and a device; nobody may change it.
+def constant(make: Callable[..., Tensor], *args: Any) -> Any:
+    """Tensors that `make` gives for these numbers and a device: made once, and changed by nobody.
 
     A graph that is compiled or captured makes its own: it can't be trusted with one that others
     read.
@@ -441,7 +455,7 @@ def constant(make: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 @lru_cache(maxsize=512)
-def _constant(make: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+def _constant(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
         return make(*args)  # autograd refuses inference tensors
 
@@ -451,33 +465,19 @@ def counting(length: int, device: torch.device) -> Tensor:
     return torch.arange(length, device=device)
 
 
-def leaders(inputs: Tensor, prompt_first: bool = False) -> Tensor:
-    """Of each sample of a model's input [B, ...] the one whose tokens decide what merges,
-    LongTensor [B].
+def leaders(inputs: Tensor, unguided: Sequence[bool] = (True, False)) -> Tensor:
+    """Say whose tokens decide what merges in each sample of a model's input: LongTensor [B].
 
-    Where both halves of the batch are equal, as pipelines repeat latents for guidance, the half
-    with the prompt leads; else each sample its own. What is found stays on the device: nothing
-    waits for it.
+    Guidance adds a multiple of the difference of guided and unguided samples, and with it a
+    multiple of what merging does to one and not to the other. Where both merge the same tokens most
+    of that cancels (docs/experiments.md, "The two halves of guidance"). So an unguided chunk of the
+    batch is led by the first guided one where their inputs are equal; all others lead themselves.
+    What is found stays on the device: nothing waits for it.
 
     Args:
-        inputs: latents, with what pipelines put beside them.
-        prompt_first: the prompt's half is the first; the second, after that of the negative prompt,
-            in nearly all pipelines.
-    """
-    batch = inputs.shape[0]
-    own = torch.arange(batch, device=inputs.device)
-    half = batch // 2
-    if batch % 2:
-        return own
-    alike = (inputs[:half] == inputs[half:]).all()
-    return torch.where(alike, own % half + (0 if prompt_first else half), own)
-
-
-def leaders_of_chunks(inputs: Tensor, unguided: list[bool]) -> Tensor:
-    """The same where it is known which samples are unguided: those of the chunks [B / n, ...] of
-    the batch that `unguided` [n] names.
-
-    An unguided chunk is led by the first guided one, where their inputs are equal.
+        inputs: latents [B, ...], with what pipelines put beside them.
+        unguided: which of as many chunks of the batch are unguided; in nearly all pipelines it is
+            the first of two, of the negative prompt.
     """
     own = torch.arange(inputs.shape[0], device=inputs.device)
     if not unguided or all(unguided) or inputs.shape[0] % len(unguided):

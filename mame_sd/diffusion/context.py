@@ -66,17 +66,30 @@ class Tokens:
 
 
 class Plans:
-    """Plans of a model's layers, for all calls of the same latents at one timestep.
+    """What merged in a model's layers, for all calls of the same latents at one timestep.
+
+    Guidance may take two calls: the second, of the same latents at the same timestep, merges as the
+    first did. Pipelines of Qwen-Image, Wan, Chroma and Flux call the model with the prompt and
+    then, with the very same tensor, with the negative prompt. A call with all the same tensors is
+    none of these: it is repeated, with other weights perhaps.
 
     Args:
         latents: the model's input; with it go the plans.
+
+    Attributes:
+        found: what merged, by layer, number of its call, settings and sizes: of each attention call
+            in it the groups of each grid.
+        calls: how often each layer was called in the call of the model under way.
+        latents: held weakly. Where they are gone the call was interrupted, of which no hook is
+            told: its plans hold for no layer any more.
+        unsettled: whether no layer has asked in the call of the model under way.
     """
 
     def __init__(self, latents: Tensor) -> None:
-        found: dict[tuple[Any, ...], Groups] = {}
-        self._found = found
-        self._calls: Counter[tuple[str, int]] = Counter()
-        self._latents = weakref.ref(latents, lambda _: found.clear())
+        found: dict[tuple[Any, ...], dict[int, dict[int, Groups]]] = {}
+        self.found, self.calls = found, Counter[str]()
+        self.latents = weakref.ref(latents, lambda _: found.clear())
+        self.unsettled = True
         self._version = latents._version
         self._others: list[weakref.ref[Tensor]] = []  # of the latest call
         self._of = self._now = noted(None)  # the timesteps of the plans and of the call under way
@@ -88,47 +101,20 @@ class Plans:
         same = len(others) == len(self._others) and all(
             known() is other for known, other in zip(self._others, others, strict=True)
         )
-        return self._latents() is latents and self._version == latents._version and not same
+        return self.latents() is latents and self._version == latents._version and not same
 
     def begin(self, timestep: Any, others: list[Tensor]) -> Plans:
         """To be called at the start of each call of the model."""
-        self._calls.clear()
-        self._now = noted(timestep)
+        self.calls.clear()
+        self.unsettled, self._now = True, noted(timestep)
         self._others = [weakref.ref(other) for other in others]
         return self
 
-    def groups(
-        self,
-        layer: str,
-        config: MaMeConfig,
-        shape: tuple[int, ...],
-        number: int,
-        make: Callable[[], Groups],
-    ) -> Groups:
-        """What merges in a grid of the next call of a layer.
-
-        These are the groups that its call of the same number made in an earlier call of the model,
-        else new ones, which are kept.
-
-        Args:
-            layer: its name.
-            config: its settings.
-            shape: of the grids that merge.
-            number: of the grid, from 0.
-            make: gives new groups.
-        """
-        if self._latents() is None:  # a call that was interrupted, of which no hook is told
-            return make()
-        if self._found and self._of is not self._now and not same(self._of, self._now):
-            self._found.clear()
-        self._of = self._now
-        self._calls[layer, number] += 1  # attention may run sample by sample
-        key = layer, number, self._calls[layer, number], config, shape
-        found = self._found.get(key)
-        if found is None:
-            found = make()
-            self._found[key] = found
-        return found
+    def settle(self) -> None:
+        """Drop what merged at another timestep: to be called before a layer first reads `found`."""
+        if self.found and not same(self._of, self._now):
+            self.found.clear()
+        self.unsettled, self._of = False, self._now
 
 
 def noted(timestep: Any) -> tuple[Any, int]:
@@ -237,15 +223,15 @@ class Later:
     def __init__(self, make: Callable[[Tensor | None], Step], latents: Tensor | None) -> None:
         self._make: Callable[[Tensor | None], Step] | None = make
         self._latents = None if latents is None else weakref.ref(latents)
-        self._made = NO_STEP
+        self.made: Step | None = None
 
     def step(self) -> Step:
         """The step."""
         make = self._make  # another thread may let go of it meanwhile
         if make is not None:
             latents = None if self._latents is None else self._latents()
-            self._made, self._make = make(latents), None
-        return self._made
+            self.made, self._make = make(latents), None
+        return self.made or NO_STEP
 
     def let_go(self) -> None:
         """Holds on to nothing of the call any more: it is over."""

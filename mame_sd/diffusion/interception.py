@@ -23,20 +23,17 @@ from torch import Tensor
 
 from mame_sd.core.fit import SDPA
 from mame_sd.core.keys import (
-    UNCOUNTED,
     MergeJob,
     SDPAInterceptor,
     attend_merged,
-    by_kernel_of,
 )
 
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 # Backends of the dispatcher whose kernels take numbers to be added to the logits. For all others
 # keys carry the sizes of their groups (`sized_keys`).
 _TAKES_BIAS = {"native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers"}
 
 
-def _job() -> MergeJob | None:
+def running_job() -> MergeJob | None:
     """The job of this thread's innermost layer that merges; None: no layer does, or its kernel runs
     already.
     """
@@ -75,11 +72,15 @@ def watch_kernels() -> None:
 def _watched_replacement(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        job = _job()
+        job = running_job()
         return kernel(*args, **kwargs) if job is None else attend_merged(kernel, job, args, kwargs)
 
     watched._mame_watched = True  # type: ignore[attr-defined]
     return watched
+
+
+def _heads_last(output: Tensor) -> Tensor:
+    return output.transpose(1, 2)
 
 
 def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -91,27 +92,20 @@ def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     @functools.wraps(backend)
     def watched(**call: Any) -> Any:
-        job = None if native else _job()
+        job = None if native else running_job()
         mask = call.get("attn_mask")
         if job is None or (mask is not None and not isinstance(mask, Tensor)):  # flex's BlockMask
             return backend(**call)
+        changes = {n: call[n].transpose(1, 2) for n in ("query", "key", "value")}
         if mask is not None and mask.dim() == 2:  # [B, N], as the dispatcher has it
-            mask = mask[:, None, None]
-        heads_first = {n: call[n].transpose(1, 2) for n in ("query", "key", "value")}
-        job.inside = True
-        try:
-            if job.kernel is not None:
-                own = by_kernel_of(job, {**call, **heads_first, "attn_mask": mask})
-                return backend(**call) if own is None else own.transpose(1, 2)
-            changed = job.merge({**call, **heads_first, "attn_mask": mask}, bias=counted)
-            if changed is None:
-                return backend(**call)
-            job.note = f"attention by {name}" + ("" if counted else UNCOUNTED)
-            merged = {n: changed[n].transpose(1, 2).contiguous() for n in ("key", "value")}
-            taken = {n: v for n, v in changed.items() if n in call or v is not None}
-            return backend(**{**taken, **merged, "query": call["query"]})
-        finally:
-            job.inside = False
+            changes["attn_mask"] = mask[:, None, None]
+
+        def heads_last(_: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+            key, value = (t.transpose(1, 2).contiguous() for t in (key, value))
+            return backend(query=call["query"], key=key, value=value, **given)
+
+        unmerged = functools.partial(backend, **call)
+        return job.attend({**call, **changes}, name, counted, heads_last, unmerged, _heads_last)
 
     watched._mame_watched = True  # type: ignore[attr-defined]
     return watched

@@ -3,7 +3,7 @@
 `merged_call` is that way for every layer and for both ways into diffusers (hooks and the
 processor), so they give the same numbers. A call is looked at once, by `AttentionAdapter.route`: it
 gives the `Route` that all else takes, or says why the call is left alone. With `keep` the keys
-merge within the call, where the processor calls attention (`interception.py`). With `tau` whole
+merge within the call, where the processor calls attention (`mame_sd.core.keys`). With `tau` whole
 tokens merge before it and are restored after it (`mame_sd.core.paper`). What differs between layers
 is said by a `AttentionAdapter`: a UNet's self-attention (`families/unet.py`) or a transformer's
 (`families/sequence.py`).
@@ -16,7 +16,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.context import NO_STEP, Later, ResolvedConfig, Shared, Step, Tokens
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
+from mame_sd.upstream import outside_old_graphs
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 LEFT = "left unmerged by layers"
@@ -158,15 +158,18 @@ class AttentionAdapter(ABC):
                 grids.append(Grid(start, size, config.references))
                 start += math.prod(size)
         length = None if route.after is None else route.before + tokens.count + route.after
-        recall = None
-        if step.plans is not None:
-            shape = sum((grid.size for grid in grids), ())
-            recall = partial(step.plans.groups, name, config, shape)
+        known, plans = None, step.plans
+        if plans is not None and plans.latents() is not None:
+            if plans.unsettled:
+                plans.settle()
+            plans.calls[name] += 1
+            sizes = tuple(grid.size for grid in grids)
+            known = plans.found.setdefault((name, plans.calls[name], config, sizes), {})
         how = KeyMerging(config.fit_queries, config.tile_size, config.seed)
         draw = step.draw if config.redraw else None
         leader = step.leader if config.share_guidance_plan else None
         return MergeJob(
-            tuple(grids), length, route.first, how=how, draw=draw, leader=leader, recall=recall,
+            tuple(grids), length, route.first, how=how, draw=draw, leader=leader, known=known,
             **{"queries": tokens.count, **route.job},
         )  # fmt: skip
 
@@ -184,11 +187,26 @@ class Entry:
         self.hook: MergeHook | None = hook
         self.passed: Any = None
 
+    @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output."""
-        if self.hook is None:
+        """The module's output, merged where that is sound."""
+        hook = self.hook
+        if hook is None:
             return self.passed(*args, **kwargs)
-        return self.hook.around(self.module, self.hook.fn_ref.forward, *args, **kwargs)
+        shared, stats, own = hook.shared, hook.stats, hook.fn_ref.forward
+        setting: ResolvedConfig = getattr(shared.own.mine, "value", None) or shared.setting
+        if not setting.active and hook.instead is None:
+            return own(*args, **kwargs)
+        call = hook.layer.call(self.module, own, args, kwargs)
+        if hook.instead is not None:
+            return hook.instead(call)
+        config: MaMeConfig | None = setting.config
+        if setting.of_layer:  # a name would be a constant of each compiled block
+            config = setting.of_layer.get(stats.name, config)
+        if config is None:
+            stats.skipped(LEFT, hook.layer.count(call, hook.layout()))
+            return call.run()
+        return merged_call(hook.layer, call, hook.layout(), config, stats, hook.step, shared.kernel)
 
     def pass_through(self) -> None:
         """Merges no more, but stays callable: a wrapper by hand may hold this method."""
@@ -233,23 +251,6 @@ class MergeHook(ModelHook):
         self.layer = layer
         self.known = known
 
-    def around(self, module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """The output of the module, whose own forward is `forward`, merged where that is sound."""
-        shared, stats = self.shared, self.stats
-        if self.instead is not None:
-            return self.instead(self.layer.call(module, forward, args, kwargs))
-        setting: ResolvedConfig = getattr(shared.own.mine, "value", None) or shared.setting
-        if not setting.active:
-            return forward(*args, **kwargs)
-        config: MaMeConfig | None = setting.config
-        call = self.layer.call(module, forward, args, kwargs)
-        if setting.of_layer:  # a name would be a constant of each compiled block
-            config = setting.of_layer.get(stats.name, config)
-        if config is None:
-            stats.skipped(LEFT, self.layer.count(call, self.layout()))
-            return call.run()
-        return merged_call(self.layer, call, self.layout(), config, stats, self.step, shared.kernel)
-
     def layout(self) -> Tokens | None:
         """How the tokens lie in this thread's latest call of the model; None: unknown."""
         known = self.known
@@ -266,7 +267,8 @@ class MergeHook(ModelHook):
         """
         shared = self.shared
         step: Step | Later | None = getattr(shared.step.mine, "value", shared.step.latest)
-        step = step.step() if isinstance(step, Later) else step
+        if isinstance(step, Later):
+            step = step.made or step.step()
         if step is None or step is NO_STEP:
             return NO_STEP
         learns = torch.is_grad_enabled()

@@ -23,6 +23,7 @@ from mame_sd.perception.counts import BlockCounts, weights_of, width_of
 from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.plans import GroupPlan, plan_block
 from mame_sd.perception.shared import Forward, ForwardState
+from mame_sd.upstream import outside_old_graphs
 
 UNKNOWN = "height and width unknown: destinations are every second token"
 Grid = tuple[int, int] | None
@@ -78,6 +79,7 @@ class MergedBlock:
         self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD][1:]
         self.config = config
 
+    @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the block's output [B, L', C] of tokens [B, L, C]."""
         shared, block = self.shared, cast(Any, self.block)

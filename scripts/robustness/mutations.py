@@ -25,35 +25,36 @@ FAULTS = """
 core/kernels.py: core
     if name not in self.names: => if False:
 core/keys.py: core diffusion/test_hooks_models.py diffusion/test_interception.py test_models.py
-    stay = max(0, round(grid.keep * cells.tokens) - cells.kept) => stay = 0
+    stay = max(0, round(keep * cells.tokens) - cells.kept) => stay = 0
     grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
     (log_sizes if counted => (torch.zeros_like(count) if counted
     if not counted: => if False:
-    mask = attn_mask => mask = None
+    bias = _with_mask(bias, attn_mask, grids, groups, k.shape[2]) => bias = bias
     found.kept + grid.start] => found.kept]
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
-    spread[: max(1, queries // shared)] => spread[:queries]
-    (grids[0].start, last) => (0, last)
+    count * k.shape[1] // q.shape[1])] => count)]
+    (grids[0].start, key.shape[2] => (0, key.shape[2]
+    self.known.setdefault(self.calls, {}) => self.known.setdefault(0, {})
     shift = count - self.length => shift = 0
     mask = mask == 0 => mask = mask
 core/merge.py: core
     of_chosen, alpha=0.5) => of_chosen, alpha=1.0)
-    alpha=2).index_fill(1, dst, -torch.inf) => alpha=2)
-    row = row.masked_fill(cells.pad, -1) => row = row + 0
+    alpha=2).index_fill_(1, dst, -torch.inf) => alpha=2)
+    row.masked_fill_(cells.pad, -1) => pass
     else slots.index_select(0, leader) => else slots[: len(leader)]
     view(-1, 1) * cells.m => view(-1, 1)
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
     own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own
     with torch.inference_mode(False), _disable_current_modes(), => with _disable_current_modes(),
     times.float().amax() => times.float().amin()
-    (0 if prompt_first else half) => (half if prompt_first else 0)
-    (inputs[:half] == inputs[half:]).all() => (inputs[:half] == inputs[half:]).any()
+    guide = unguided.index(False) => guide = 0
+    (x == chunks[guide]).all() => (x == chunks[guide]).any()
 core/fit.py: core
     mean = diagonal.mean(-1, keepdim=True) => mean = diagonal.amax(-1, keepdim=True)
     values, alpha=-1) => values, alpha=1)
     weight = some.shape[1] / beside.shape[1] => weight = 1
     w.view(*key.shape[:2], 1, -1) / scale => w.view(*key.shape[:2], 1, -1)
-    t = t.clamp(-65504, 65504) => pass
+    fitted = fitted.clamp(-HALF_MAX, HALF_MAX) => pass
 core/paper.py: core diffusion/test_processor.py
     src).transpose(1, 2)).clamp(-1, 1) => src).transpose(1, 2))
     stays = ~merges.all(0) => stays = ~merges.any(0)
@@ -62,8 +63,7 @@ core/paper.py: core diffusion/test_processor.py
 diffusion/context.py: diffusion/test_calls.py diffusion/test_families.py diffusion/test_apply.py
     is latents and self._version == latents._version and => is latents and
     same = len(others) == len(self._others) and => same = False and
-    [layer, number], config, shape => [layer, number], shape
-    self._of is not self._now and not same( => self._of is self._now and not same(
+    if self.found and not same( => if self.found and same(
     self._moved = not same( => self._moved = False and not same(
     if length == self.before + self.count + self.after else None => if length else None
 diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/test_families.py
@@ -72,11 +72,13 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
     elif shapes != self._shapes.value: => elif False:
 diffusion/interception.py: diffusion/test_interception.py diffusion/test_kernels.py test_models.py
     mask is not None and mask.dim() == 2: => False:
-    return backend(**call) if own is None else own.transpose(1, 2) => return backend(**call)
+    counted = name in _TAKES_BIAS and => counted =
 diffusion/layer.py: test_references.py diffusion/test_apply.py diffusion/test_calls.py
     step.draws[self.place : self.place + 1] => step.draws[:1]
     plans = None if learns else => plans =
     start += tokens.count => start += 0
+    plans.calls[name], config, sizes => plans.calls[name], sizes
+    plans is not None and plans.latents() is not None => plans is not None
     stats.skipped(route, layer.count(call, known)) => stats.skipped("", 0)
 diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
     order.insert(0, order.pop()) => order.append(order.pop())
@@ -87,11 +89,11 @@ diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py t
     check_idle(root, "remove_mame") => root
 diffusion/pipeline_check.py: diffusion/test_pipeline_check.py
     elif handle.active: => elif False:
-    caller if check_of(caller) is self else handle.pipe => handle.pipe
+    if check_of(one) is self), handle.pipe) => if False), handle.pipe)
 diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:
-    if len(firsts) > 1: => if False:
+    return found.pop() if len(found) == 1 else UNLIKE => return found.pop()
     found() is t and version == t._version => found() is t
 diffusion/families/sequence.py: diffusion/test_families.py test_models.py
     after + text) if family.joint == "last" else => after + text) if family.joint == "first" else

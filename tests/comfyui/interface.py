@@ -31,37 +31,32 @@ class UNetModel(nn.Module):
     transformer block calls it.
 
     Args:
-        block: what holds that attention, where there are no `blocks`.
-        where: the block of that attention.
         blocks: transformer layers by the block that they stand in, the middle's among them; other
-            blocks have none.
+            blocks have none. Or the one layer, of the first block.
+        where: the block of that attention.
     """
 
     middle_block: nn.Module | None
 
     def __init__(
         self,
-        block: BasicTransformerBlock | None = None,
+        blocks: BasicTransformerBlock | dict[tuple[str, int], BasicTransformerBlock],
         where: tuple[str, int] = ("input", 1),
-        blocks: dict[tuple[str, int], BasicTransformerBlock] | None = None,
     ) -> None:
         super().__init__()
-        blocks = blocks or ({} if block is None else {where: block})
+        blocks = blocks if isinstance(blocks, dict) else {where: blocks}
         self.where = where
-        count = 1 + max(place for _, place in blocks)
-        made = {
-            name: [
+        self.num_res_blocks = [1] * (max(place for _, place in blocks) // 2 + 1)
+        count = 2 * len(self.num_res_blocks)
+
+        def made(name: str) -> nn.ModuleList:
+            return nn.ModuleList(
                 SpatialTransformer(blocks[name, i]) if (name, i) in blocks else nn.Identity()
                 for i in range(count)
-            ]
-            for name in ("input", "output", "middle")
-        }
-        self.input_blocks, self.output_blocks = (
-            nn.ModuleList(made["input"]),
-            nn.ModuleList(made["output"]),
-        )
-        self.num_res_blocks = [1] * (count // 2)
-        self.middle_block = made["middle"][0] if ("middle", 0) in blocks else None
+            )
+
+        self.input_blocks, self.output_blocks = made("input"), made("output")
+        self.middle_block = made("middle")[0] if ("middle", 0) in blocks else None
         self.attn: Any = blocks[where].attn1
 
     def forward(self, n: Tensor, size: tuple[int, int], options: dict[str, Any]) -> Tensor:

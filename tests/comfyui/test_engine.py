@@ -109,28 +109,6 @@ def test_every_family_merges_and_leaves_its_model_as_it_is(
         torch.testing.assert_close(same, before, **close)
 
 
-@pytest.mark.parametrize("name", ["Flux", "Qwen-Image"])
-def test_reference_images_stay_whole(node: Any, name: str) -> None:
-    """Kontext and Qwen-Image-Edit append them to the image's tokens."""
-    model, lengths = patcher(name), []
-
-    def override(
-        function: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        lengths.append((q, k))
-        return function(q, k, v, *args, **kwargs)
-
-    reference = torch.randn(2, *TINY[name].latent[:-2], 8, 12)
-    for one in (model, applied(node, model)):
-        call(one, name, {"optimized_attention_override": override}, ref_latents=[reference])
-    (_, whole), (_, merged) = lengths[0], lengths[len(lengths) // 2]
-    length = 1 if whole.dim() == 3 else 2
-    assert whole.shape[length] == 7 + 96 + 24
-    assert merged.shape[length] == 7 + 24 + 24
-    assert torch.equal(whole.narrow(length, 103, 24), merged.narrow(length, 31, 24))
-    assert torch.equal(whole.narrow(length, 0, 7), merged.narrow(length, 0, 7))
-
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {"keep": 0.25},
     "keep": {"keep": 0.4},
@@ -147,66 +125,50 @@ def inputs_of(name: str, folder: Path) -> dict[str, Any]:
     return {"settings": str(path)}
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_embedded_unet_is_that_of_apply_mame(node: Any, name: str, tmp_path: Path) -> None:
-    """Drawn anew at each step, with one share and with those of single layers."""
-    unet = UNet2DConditionModel.from_pretrained(embedded_model_path(), subfolder="unet")
-    apply_mame(unet, **SETTINGS[name])
-    model = embedded_unet()
-    patched = applied(node, model, min_tokens=0, **inputs_of(name, tmp_path))
-    seen: list[Any] = []
-    model.model.diffusion_model.register_forward_hook(
-        lambda _, args, output: seen.extend([*args, output])
-    )
-    generator = torch.Generator().manual_seed(0)
-    x, text = (
-        torch.randn(2, 4, 64, 64, generator=generator),
-        torch.randn(2, 5, 192, generator=generator),
-    )
-    for timestep in (900, 500):
-        seen.clear()
-        sigmas = model.model.model_sampling.sigma(torch.tensor([timestep, timestep]))
-        call(patched, "SD 1.5", x=x, t=sigmas, c_crossattn=text)
-        scaled, times, got = seen
-        assert times.tolist() == [timestep, timestep]
-        torch.testing.assert_close(got, unet(scaled, timestep, text).sample, rtol=1e-4, atol=1e-4)
-
-
-def calls_of_both(patched: Any, model: Any, theirs: Any, name: str, **changes: Any) -> list[Tensor]:
+def of_both(patched: Any, model: Any, theirs: Any, name: str, **given: Any) -> list[Tensor]:
     """The output of ComfyUI's model and that of diffusers', of the same arguments."""
     seen: list[Any] = []
     hook = model.model.diffusion_model.register_forward_hook(
         lambda _, args, kwargs, output: seen.append((args, kwargs, output)), with_kwargs=True
     )
-    call(patched, name, t=torch.full((2,), 0.5), **changes)
+    call(patched, name, **given)
     hook.remove()
-    (((x, t, *_), given, output),) = seen
-    pooled = {"pooled_projections": given["y"]} if "y" in given else {}
+    (((x, t, *_), kwargs, output),) = seen
+    pooled = {"pooled_projections": kwargs["y"]} if "y" in kwargs else {}
+    text = given["c_crossattn"]
     with torch.no_grad():
-        expected = theirs(x, encoder_hidden_states=given["context"], timestep=t, **pooled).sample
+        expected = theirs(x, encoder_hidden_states=text, timestep=t[:1], **pooled).sample
     return [output, expected]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_embedded_transformer_is_that_of_apply_mame(
-    node: Any, name: str, tmp_path: Path
+EMBEDDED: dict[str, tuple[Any, Any, dict[str, tuple[int, ...]]]] = {
+    "SD 1.5": (embedded_unet, UNet2DConditionModel, {"c_crossattn": (5, 192)}),
+    "SD3": (embedded_transformer, SD3Transformer2DModel, {"c_crossattn": (77, 256), "y": (256,)}),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_an_embedded_model_is_that_of_apply_mame(
+    node: Any, name: str, settings: str, tmp_path: Path
 ) -> None:
-    path = embedded_model_path("transformer")
-    theirs = SD3Transformer2DModel.from_pretrained(path, subfolder="transformer")
-    model, generator = embedded_transformer(), torch.Generator().manual_seed(0)
-    x, text, pooled = (
-        torch.randn(2, *shape, generator=generator) for shape in ((4, 64, 64), (77, 256), (256,))
-    )
-    given = {"x": x, "c_crossattn": text, "y": pooled}
-    outputs = [calls_of_both(model, model, theirs, "SD3", **given)]
-    apply_mame(theirs, **SETTINGS[name])
-    patched = applied(node, model, min_tokens=0, **inputs_of(name, tmp_path))
-    outputs.append(calls_of_both(patched, model, theirs, "SD3", **given))
-    for output, expected in outputs:
+    """Drawn anew at each step, with one share and with those of single layers."""
+    made, kind, shapes = EMBEDDED[name]
+    folder = {"SD 1.5": "unet", "SD3": "transformer"}[name]
+    theirs = kind.from_pretrained(embedded_model_path(folder), subfolder=folder)
+    model, generator = made(), torch.Generator().manual_seed(0)
+    given = {
+        key: torch.randn(2, *shape, generator=generator)
+        for key, shape in {"x": (4, 64, 64), **shapes}.items()
+    }
+    sigmas = [model.model.model_sampling.sigma(torch.tensor([t, t])) for t in (900, 500)]
+    whole = of_both(model, model, theirs, name, t=sigmas[1], **given)
+    apply_mame(theirs, **SETTINGS[settings])
+    patched = applied(node, model, min_tokens=0, **inputs_of(settings, tmp_path))
+    merged = [of_both(patched, model, theirs, name, t=sigma, **given) for sigma in sigmas]
+    for output, expected in (whole, *merged):
         assert (output - expected).norm() < 1e-4 * expected.norm()
-    (whole, _), (merged, _) = outputs
-    assert (merged - whole).norm() > 1e-3 * whole.norm()
+    assert (merged[1][0] - whole[0]).norm() > 1e-3 * whole[0].norm()
 
 
 def extras(name: str, node: str) -> Any:
@@ -313,15 +275,3 @@ def test_compiled_it_merges_at_every_step_or_says_so(node: Any) -> None:
         ValueError, match=r"expected 0 and 1 beside TorchCompileModel.*, got 0.5 and 1.0"
     ):
         sampled(model)
-
-
-def test_a_model_that_does_not_merge_is_refused(node: Any) -> None:
-    comfy = engine()
-    config = comfy.supported_models.Stable_Cascade_C(
-        {"c_cond": 32, "c_r": 16, "c_hidden": [32, 32], "nhead": [2, 2]}
-    )
-    config.custom_operations = comfy.ops.disable_weight_init
-    model = comfy.model_base.StableCascade_C(config, device="cpu")
-    cascade = comfy.model_patcher.ModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
-    with pytest.raises(ValueError, match="Stable Cascade does not merge, since the node"):
-        applied(node, cascade)

@@ -25,6 +25,7 @@ from tests.comfyui.interface import Model, UNetModel, attention_pytorch
 H, W = 8, 12
 FIRST = next(t for t in range(1, 999) if int(draw_at(t)) == 0) / 1000  # sigma of the first draw
 CUT = "another node has merged or cut the queries (such as ToMe or HyperTile)"
+REPLACED = "another node replaces the attention of a block (such as PAG or SAG)"
 KEEP, TAU = {"keep": 0.5}, {"mode": "tau", "tau": 0.1}
 
 
@@ -93,7 +94,7 @@ def test_steps_and_layers_draw_as_those_of_apply_mame(
     path = str(file) if by_layer else ""
     patched = {
         where: applied(
-            node, Model(UNetModel(where=where, blocks=copy.deepcopy(blocks))),
+            node, Model(UNetModel(copy.deepcopy(blocks), where)),
             keep=0.25, min_tokens=64, settings=path,
         )
         for where in blocks
@@ -140,14 +141,6 @@ def test_a_guided_pair_merges_by_the_guided_tokens(
 
 
 @torch.no_grad()
-def test_nothing_above_tau_is_the_unpatched_model(node: Any, model: Model) -> None:
-    patched = applied(node, model, mode="tau", tau=1.0)
-    torch.testing.assert_close(
-        patched.self_attention(tokens(), (H, W)), model.self_attention(tokens(), (H, W))
-    )
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 def test_patches_that_merge_queries_may_come_before_or_after(
     node: Any, model: Model, first: str
@@ -160,50 +153,15 @@ def test_patches_that_merge_queries_may_come_before_or_after(
     for name, values in (("keep", {"keep": 0.75}), ("tau", TAU)):
         patched = applied(node, model, **values) if first == "ours" else model
         patched = patched.clone()
-        patched.model_options["transformer_options"]["patches"] = {
-            "attn1_patch": [lambda q, k, v, extra: (q[:, :64], k, v)],
-            "attn1_output_patch": [lambda n, extra: torch.cat([n, n[:, :32]], 1)],
-        }
+        patched.model_options["transformer_options"] |= patching(
+            lambda q, k, v, extra: (q[:, :64], k, v),
+            lambda n, extra: torch.cat([n, n[:, :32]], 1),
+        )
         patched = applied(node, patched, **values) if first == "theirs" else patched
         got = patched.self_attention(tokens(), (H, W))
         assert got.shape == plain.shape
         error[name] = float((got[:, :64] - plain[:, :64]).norm() / plain[:, :64].norm())
     assert error["tau"] < 1e-6 < error["keep"] < 0.1
-
-
-@torch.no_grad()
-def test_queries_cut_into_more_samples_are_left_alone(node: Any, model: Model, caplog: Any) -> None:
-    """As HyperTile does: queries of four tiles as four times the batch, keys whole."""
-    cut = {
-        "attn1_patch": [lambda q, k, v, extra: (q.reshape(8, 24, 16), k, v)],
-        "attn1_output_patch": [lambda n, extra: n.reshape(2, 96, 16)],
-    }
-    patched = applied(node, model)
-    for one in (model, patched):
-        one.model_options["transformer_options"]["patches"] = cut
-    expected = model.self_attention(tokens(), (H, W))
-    assert torch.equal(patched.sample(lambda run: run.self_attention(tokens(), (H, W))), expected)
-    assert caplog.messages == [f"MaMe merged nothing: {CUT}"]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", [("input", 1), ("input", 1, 0)])
-def test_a_block_with_a_replacement_gets_whole_keys(
-    node: Any, model: Model, name: tuple[Any, ...]
-) -> None:
-    """PAG's replacement returns the values as the output; SAG's reads its scores as a grid."""
-    shapes = []
-
-    def replacement(q: Tensor, k: Tensor, v: Tensor, extra: dict[str, Any]) -> Tensor:
-        shapes.append((q.shape, k.shape, v.shape))
-        return v
-
-    for values in (KEEP, TAU):
-        patched = applied(node, model, **values)
-        options = patched.model_options["transformer_options"]
-        options["patches_replace"] = {"attn1": {name: replacement, ("input", 1, 0): replacement}}
-        assert patched.self_attention(tokens(), (H, W)).shape == (2, 96, 16)
-    assert set(shapes) == {((2, 96, 16),) * 3}
 
 
 @torch.no_grad()
@@ -266,33 +224,45 @@ def test_a_run_says_once_what_merged(
     assert caplog.messages == [f"MaMe merged 96 -> {kept} at 8 x 12"]
 
 
+def replacing(*name: Any) -> dict[str, Any]:
+    """Options with another node's attention of a block; PAG's returns the values as the output."""
+    return {"patches_replace": {"attn1": {name: lambda q, k, v, extra: v}}}
+
+
+def patching(before: Any, after: Any = lambda n, extra: n) -> dict[str, Any]:
+    """Options with another node's patches before and after the attention."""
+    return {"patches": {"attn1_patch": [before], "attn1_output_patch": [after]}}
+
+
+ALONE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"min_tokens": 97}, {}, "96 tokens are fewer than min_tokens=97"),
+    ({"min_tokens": 0}, {}, "96 tokens are fewer than min_tokens=1024"),  # a CPU's
+    ({"start_percent": 0.8}, {}, "no step was between start_percent and end_percent"),
+    # whole keys, by the name of a layer and by that of its block
+    ({}, replacing("input", 1, 0), REPLACED),
+    (KEEP, replacing("input", 1), REPLACED),
+    (TAU, replacing("input", 1, 0), REPLACED),
+    (TAU, patching(lambda q, k, v, extra: (q[:, :64], k, v)), CUT),
+    # as HyperTile does: queries of four tiles as four times the batch, keys whole
+    (
+        KEEP,
+        patching(
+            lambda q, k, v, extra: (q.reshape(8, 24, 16), k, v),
+            lambda n, extra: n.reshape(2, 96, 16),
+        ),
+        CUT,
+    ),
+    (
+        {},
+        patching(lambda q, k, v, extra: (q, torch.cat([k, k], 1), torch.cat([v, v], 1))),
+        "attention over 192 tokens is not the image's 8 x 12",
+    ),
+]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("changes", "options", "reason"),
-    [
-        ({"min_tokens": 97}, {}, "96 tokens are fewer than min_tokens=97"),
-        ({"min_tokens": 0}, {}, "96 tokens are fewer than min_tokens=1024"),  # a CPU's
-        ({"start_percent": 0.8}, {}, "no step was between start_percent and end_percent"),
-        (
-            {},
-            {"patches_replace": {"attn1": {("input", 1, 0): lambda q, k, v, extra: v}}},
-            "another node replaces the attention of a block (such as PAG or SAG)",
-        ),
-        (TAU, {"patches": {"attn1_patch": [lambda q, k, v, extra: (q[:, :64], k, v)]}}, CUT),
-        (
-            {},
-            {
-                "patches": {
-                    "attn1_patch": [
-                        lambda q, k, v, extra: (q, torch.cat([k, k], 1), torch.cat([v, v], 1))
-                    ]
-                }
-            },
-            "attention over 192 tokens is not the image's 8 x 12",
-        ),
-    ],
-)
-def test_a_run_in_which_nothing_merged_warns_why(
+@pytest.mark.parametrize(("changes", "options", "reason"), ALONE)
+def test_a_run_in_which_nothing_merged_is_as_before_and_warns_why(
     node: Any,
     model: Model,
     caplog: Any,
@@ -300,9 +270,11 @@ def test_a_run_in_which_nothing_merged_warns_why(
     options: dict[str, Any],
     reason: str,
 ) -> None:
-    patched = applied(node, model, **changes)
-    patched.model_options["transformer_options"] |= options
-    patched.sample(lambda run: run.self_attention(tokens(), (H, W)))
+    outputs = []
+    for one in (model, applied(node, model, **changes)):
+        one.model_options["transformer_options"] |= options
+        outputs.append(one.sample(lambda run: run.self_attention(tokens(), (H, W))))
+    assert torch.equal(*outputs)
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         ("WARNING", f"MaMe merged nothing: {reason}")
     ]

@@ -91,7 +91,7 @@ def run(
         kwargs.update(transformer_options=given, _inside_attn_wrapper=True)
         return [override(function, *qkv, *args, **kwargs) for _ in range(layers)][-1]
 
-    result: Tensor = through(model, call, attend)
+    result: Tensor = model.sample(lambda run: through(run, call, attend))
     return result.transpose(1, 2).flatten(2) if call.kwargs.get("skip_output_reshape") else result
 
 
@@ -180,8 +180,13 @@ def test_another_scale_and_heads_apart(node: Any, scale: float) -> None:
 
 @pytest.mark.parametrize("name", ["Flux", "Wan", "Flux, a mask"])
 @pytest.mark.parametrize("whose", ["the engine's", "another node's"])
-def test_attention_that_may_take_no_mask_is_handed_none(node: Any, name: str, whose: str) -> None:
-    """Unless the call has one: keys carry the sizes of their groups."""
+def test_attention_that_may_take_no_mask_is_handed_none(
+    node: Any, name: str, whose: str, caplog: Any
+) -> None:
+    """Unless the call has one: keys carry the sizes of their groups. The log names another
+    node's.
+    """
+    caplog.set_level("INFO")
     call, masks = CALLS[name], []
 
     def attention_sage(*args: Any, **kwargs: Any) -> Tensor:
@@ -199,6 +204,10 @@ def test_attention_that_may_take_no_mask_is_handed_none(node: Any, name: str, wh
     expected = loops(call, *qkv, mask=mask, counted=False)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert [one is None for one in masks] == [mask is None]
+    own = "" if whose == "the engine's" else "; attention that another node has set is called with"
+    (line,) = caplog.messages
+    assert line.partition(" the merged keys")[0].endswith(own)
+    assert own or "another node" not in line
 
 
 def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
@@ -259,31 +268,6 @@ def test_why_an_image_is_left_alone(
     assert line.startswith(f"MaMe merged nothing: {message}")
 
 
-def test_the_log_names_another_nodes_attention(node: Any, caplog: Any) -> None:
-    caplog.set_level("INFO")
-    call = CALLS["Flux"]
-    model = node.patch(Model(network(call)), **VALUES)[0]
-    qkv = tensors(call)
-
-    def other(function: Any, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = function(*args, **kwargs)
-        return result
-
-    def attend(given: dict[str, Any]) -> Tensor:
-        override = given["optimized_attention_override"]
-        result: Tensor = override(
-            attention_pytorch, *qkv, 2, skip_reshape=True, transformer_options=given
-        )
-        return result
-
-    model.model_options["transformer_options"]["optimized_attention_override"] = other
-    model.sample(lambda run: through(run, call, attend))
-    assert caplog.messages == [
-        "MaMe merged 96 -> 24 keys at 8 x 12; attention that another node has set is called with"
-        " the merged keys"
-    ]
-
-
 def test_attention_that_the_engine_hands_to_no_node_merges_too(node: Any, caplog: Any) -> None:
     """ERNIE-Image: the engine's own forward, with the options of the call; nothing after it."""
     caplog.set_level("INFO")
@@ -307,7 +291,7 @@ def test_attention_that_the_engine_hands_to_no_node_merges_too(node: Any, caplog
     with patched.patched():
         got = once()
         assert torch.equal(model.network(x), plain)  # outside of a call
+    assert caplog.messages == ["MaMe merged 96 -> 24 keys at 8 x 12"]
     assert torch.equal(got, run(node, call, x, x, x))
     assert not torch.equal(got, plain)
-    assert caplog.messages == ["MaMe merged 96 -> 24 keys at 8 x 12"]
     assert torch.equal(model.network(x), plain)

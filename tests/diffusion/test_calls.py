@@ -206,6 +206,7 @@ def test_control_images_of_one_input_merge_apart(planned: list[Groups]) -> None:
             assert len(planned) > before
 
 
+@pytest.mark.compiles
 def test_a_compiled_model_and_its_calls_stand_alone() -> None:
     torch._dynamo.reset()
     row = MODELS["Stable Diffusion 3"]

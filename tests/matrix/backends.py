@@ -22,7 +22,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Reg
 from torch import Tensor
 
 from mame_sd import apply_mame, remove_mame
-from mame_sd.diffusion.interception import UNCOUNTED
+from mame_sd.core.keys import UNCOUNTED
 from tests.builders.transformers import run as transformer_run
 from tests.matrix.models.case import Case
 from tests.matrix.models.watch import check_by_loop, merging

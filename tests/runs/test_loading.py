@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from mame_sd.embedded import model as subjects
 from mame_sd.errors import MachineError, UserError
+from mame_sd.runs.devices import pick_device
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, _loading, check_text_to_image, load_model
 from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
@@ -101,6 +102,13 @@ def test_loras_change_images_and_identity(model_folder: Path, tmp_path: Path) ->
         load_model(choice(model_folder, str(tmp_path / "bad.safetensors")))
     with pytest.raises(UserError, match="expected a finite scale"):
         load_model(choice(model_folder, f"{file}:nan"))
+
+
+def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    for name in ("mps", "mps:0"):
+        with pytest.raises(UserError, match="--device mps: expected a machine with Metal"):
+            pick_device(name)
 
 
 def test_one_side_is_filled_with_the_models_own(model: LoadedModel) -> None:
@@ -212,13 +220,7 @@ def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         find_model(ModelChoice(model="embedded-clip"))
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "../up", "a/b.safetensors"])
-def test_paths_are_not_taken_for_hub_ids(name: str) -> None:
-    with pytest.raises(UserError, match="found nothing there; check the path"):
-        find_model(ModelChoice(model=name))
-
-
-def test_a_hub_model_that_is_not_cached_is_one_error(
+def test_hub_models_that_are_not_cached_and_paths_that_are_no_hub_ids_are_one_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
@@ -226,15 +228,9 @@ def test_a_hub_model_that_is_not_cached_is_one_error(
         UserError, match=r"--model nobody/nothing: expected a folder, or a model .* give a folder"
     ):
         find_model(ModelChoice(model="nobody/nothing", offline=True))
-
-
-def test_a_tokenizer_without_words_is_named(model_folder: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
-    shutil.rmtree(folder / "tokenizer")
-    with pytest.raises(
-        UserError, match="expected the vocabulary of tokenizer, found no such folder"
-    ):
-        load_model(choice(folder))
+    for name in ("a/b/c", "../up", "a/b.safetensors"):
+        with pytest.raises(UserError, match="found nothing there; check the path"):
+            find_model(ModelChoice(model=name))
 
 
 @pytest.mark.parametrize("error", [ImportError("no xformers"), RuntimeError("Failed to import x")])
@@ -243,11 +239,14 @@ def test_a_package_that_does_not_load_is_the_machines_fault(error: Exception) ->
         raise error
 
 
-def test_a_weight_file_that_lacks_a_tensor_is_named(model_folder: Path, tmp_path: Path) -> None:
+def test_what_a_damaged_folder_lacks_is_named(model_folder: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
     file = folder / "unet" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
     del weights["conv_in.bias"]
     save_file(weights, file)
     with pytest.raises(UserError, match=r"conv_in\.bias"):
+        load_model(choice(folder))
+    shutil.rmtree(folder / "tokenizer")
+    with pytest.raises(UserError, match="the vocabulary of tokenizer, found no such folder"):
         load_model(choice(folder))

@@ -39,8 +39,7 @@ def write(folder: Path, name: str, content: str | bytes) -> Path:
 def test_demo_is_packaged_and_names_what_the_embedded_model_knows() -> None:
     prompts = load_prompts("demo")
     assert len(prompts) == 12
-    assert prompts[0].id == "00001"
-    assert prompts[0].text == "rocket on a light blue background"
+    assert (prompts[0].id, prompts[0].text) == ("00001", "rocket on a light blue background")
     assert all(prompt.text.endswith(" background") for prompt in prompts)
 
 
@@ -167,16 +166,11 @@ def test_prompts_of_the_command_line_do_not_collide_with_a_files() -> None:
         prompts_from_texts([""])
     with pytest.raises(UserError, match="expected ids that differ"):
         check_unique([*prompts, prompts[0]])
+    one, same, other = (prompts_digest(prompts_from_texts([text])) for text in "aab")
+    assert one == same != other
 
 
-def test_digest_sees_every_field() -> None:
-    first, second = prompts_from_texts(["a"]), prompts_from_texts(["b"])
-    assert (
-        prompts_digest(first) == prompts_digest(prompts_from_texts(["a"])) != prompts_digest(second)
-    )
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(["txt", "csv", "tsv", "jsonl"]), st.binary() | JSON_LINES)
 def test_any_bytes_are_prompts_or_one_error(
     tmp_path_factory: pytest.TempPathFactory, ending: str, data: bytes
