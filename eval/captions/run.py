@@ -37,7 +37,7 @@ from ..timing import seconds_of
 from .model import EMBEDDED, Captioner, check_prompt, load_captioner
 from .references import Pictures, read_references
 from .rows import ROWS, chosen_rows
-from .scores import SCORES, language_scores, named_right
+from .scores import SCORES, language_scores
 from .settings import CaptionSettings
 
 BASELINE = "baseline"
@@ -168,7 +168,9 @@ def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dic
     for row, records in every.items():
         figures = {"row": row, **scored(records, pictures)}
         if row in kl:
-            _put(figures, "kl", kl[row])
+            interval = mean_interval(kl[row], {one: one for one in names})
+            figures["kl"] = interval["mean"]
+            figures["kl_interval"] = [interval["low"], interval["high"]]
         for name in ("visual", "first", "whole"):
             figures[name] = float(np.mean([one[name] for one in records.values()]))
         for name in ("first", "whole") if BASELINE in every else ():
@@ -190,27 +192,14 @@ def scored(records: Mapping[str, Mapping[str, Any]], pictures: Pictures) -> dict
     captions = {name: str(one["caption"]) for name, one in records.items()}
     found: dict[str, Any] = {**language_scores(captions, pictures.references)}
     found["words"] = float(np.mean([len(one.split()) for one in captions.values()]))
-    if pictures.things:
-        names = sorted({name for one in pictures.things.values() for name, _ in one})
-        right = {one: named_right(captions[one], pictures.things[one], names) for one in captions}
-        for place, what in enumerate(("objects", "colors")):
-            _put(found, what, {one: pair[place] for one, pair in right.items()})
     return found
-
-
-def _put(figures: dict[str, Any], name: str, values: Mapping[str, float]) -> None:
-    """Add the mean of values by picture, and its interval."""
-    interval = mean_interval(values, {one: one for one in values})
-    figures[name] = interval["mean"]
-    figures[f"{name}_interval"] = [interval["low"], interval["high"]]
 
 
 def table(found: Mapping[str, Any]) -> str:
     """The figures as a Markdown table."""
     columns = {"visual": ".1f", "kl": ".3f", **dict.fromkeys(SCORES, ".3f")}
-    columns |= {"objects": ".2f", "colors": ".2f"} if "objects" in found["rows"][0] else {}
     columns |= {"words": ".1f", "first_share": ".2f", "whole_share": ".2f"}
-    heads = {"kl": "KL", "colors": "with colour", "first_share": "first token"}
+    heads = {"kl": "KL", "first_share": "first token"}
     heads["whole_share"] = "caption"
     lines, notes = [], []
     for row in found["rows"]:

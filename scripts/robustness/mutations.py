@@ -119,7 +119,7 @@ captions/calls.py: captions
     [:, None].to(places) + places => [:, None].to(places) * 0 + start + places
 captions/on_model.py: captions
     for row in rows for one in row * times] => for _ in range(times) for row in rows for one in row]
-    if slot is self.base and slot.calls is None and self.blocks: => if False:
+    if slot is self.base and calls is None and self.blocks: => if False:
 caches/handle.py: caches
     if self.live and tokens > 1 and not others: => if False:
 perception/hooks.py: perception/test_tools.py

@@ -25,7 +25,7 @@ from mame_sd.eval.captions.model import Captioner, load_captioner
 from mame_sd.eval.captions.references import read_references
 from mame_sd.eval.captions.rows import ROWS, chosen_rows, divprune
 from mame_sd.eval.captions.run import CHANCE, FORMAT, CaptionRun, figures_of, run_caption, table
-from mame_sd.eval.captions.scores import language_scores, named_right
+from mame_sd.eval.captions.scores import language_scores
 from mame_sd.eval.captions.settings import CaptionSettings
 from mame_sd.eval.store import Store
 from mame_sd.runs.model_files import ModelChoice
@@ -74,8 +74,6 @@ def test_scores_lose_where_captions_are_of_other_pictures() -> None:
     wrong = language_scores({str(n): texts[n - 1] for n in range(3)}, references)
     assert right["BLEU-4"] == pytest.approx(1.0, abs=1e-3)
     assert all(wrong[name] < 0.6 * right[name] for name in right)
-    assert named_right("a cat on a red card", [("cat", "red")], ["cat", "owl"]) == (1.0, 1.0)
-    assert named_right("", [("cat", "red")], ["cat", "owl"]) == (0.0, 0.0)
 
 
 def run_of(folder: Path, rows: list[str]) -> dict[str, Any]:
@@ -100,7 +98,7 @@ def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
     for n in range(2):
         pixels = rng.integers(0, 255, (tiny.SIDE, tiny.SIDE, 3), np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{n}.png")
-        images.append({"id": n, "file_name": f"{n}.png", "things": [["cat", "red"]]})
+        images.append({"id": n, "file_name": f"{n}.png"})
         captions.append({"image_id": n, "caption": "a cat on red"})
     content = json.dumps({"images": images, "annotations": captions})
     (tmp_path / "references.json").write_text(content)
