@@ -79,17 +79,10 @@ _FILLS = {
     "new_zeros",
     "new_ones",
 }
-_PRODUCTS = {
-    "mm",
-    "addmm",
-    "addmm_",
-    "bmm",
-    "baddbmm",
-    "baddbmm_",
-    "linear",
-    "convolution",
-    "linalg_solve_triangular",
-}
+# Those that read and write what they move, and no more of their first argument.
+_MOVES = {"scatter_", "index_copy_", "index_put_", "index_add_", "scatter_add_", "scatter_reduce_"}
+_ADDED = {"addmm", "addmm_", "baddbmm", "baddbmm_"}  # the first argument is added to the product
+_PRODUCTS = {"mm", "bmm", "linear", "convolution", "linalg_solve_triangular", *_ADDED}
 _ATTENTION = aten.scaled_dot_product_attention.default
 _AS_ONE = {aten.linear.default, _ATTENTION}  # taken as one, though PyTorch would take them apart
 
@@ -242,21 +235,12 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
         read = 0
     elif name == "copy_":
         read = _bytes(given[1]) if len(given) > 1 else 0
-    elif name in (
-        "scatter_",
-        "index_copy_",
-        "index_put_",
-        "index_add_",
-        "scatter_add_",
-        "scatter_reduce_",
-    ):
-        moved = sum(map(_bytes, given[1:]))
-        read, written = moved, moved
+    elif name in _MOVES:
+        read = written = sum(map(_bytes, given[1:]))
     elif name == "native_group_norm":
         read += _bytes(given[0])  # once for the moments, once for the result
     elif name == "convolution":
         written += 2 * sum(map(_bytes, made)) if args[2] is not None else 0
-    flops = _flops(func, name, args, output)
     launches = _LAUNCHES.get(name, 1)
     if name == "convolution" and args[2] is None:
         launches = 1
@@ -264,7 +248,7 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
     if name in _PRODUCTS:
         kind = "convolution" if name == "convolution" else "product"
     dtype = next((t.dtype for t in given if t.is_floating_point()), torch.float32)
-    return Work(name, kind, dtype, read + written, flops, launches)
+    return Work(name, kind, dtype, read + written, _flops(func, name, args, output), launches)
 
 
 def _flops(func: Any, name: str, args: Any, output: Any) -> int:
@@ -274,8 +258,7 @@ def _flops(func: Any, name: str, args: Any, output: Any) -> int:
         return int(args[0].shape[-1] * args[1].numel())
     if name not in _PRODUCTS:
         return 0
-    first = args[1] if name in ("addmm", "addmm_", "baddbmm", "baddbmm_") else args[0]
-    return int(2 * output.numel() * first.shape[-1])
+    return int(2 * output.numel() * args[name in _ADDED].shape[-1])
 
 
 def _attention(

@@ -140,20 +140,17 @@ def layers_of_unet(unet: Any) -> Layers:
     diffusers' UNet the middle comes last.
     """
     names: dict[Key, str] = {}
-    place = 1
-    for level, resnets in enumerate(unet.num_res_blocks):
-        for i in range(resnets):
-            names |= _in_block(
-                unet.input_blocks[place + i], ("input", place + i), f"down_blocks.{level}", i
-            )
-        place += resnets + 1
-    place = 0
-    for level, resnets in enumerate(reversed(unet.num_res_blocks)):
-        for i in range(resnets + 1):
-            names |= _in_block(
-                unet.output_blocks[place + i], ("output", place + i), f"up_blocks.{level}", i
-            )
-        place += resnets + 1
+    counts = unet.num_res_blocks
+    for part, theirs, resnets_of, place, more in (
+        ("input", "down_blocks", counts, 1, 0),
+        ("output", "up_blocks", counts[::-1], 0, 1),
+    ):
+        blocks = getattr(unet, f"{part}_blocks")
+        for level, resnets in enumerate(resnets_of):
+            for i in range(resnets + more):
+                key = part, place + i
+                names |= _in_block(blocks[place + i], key, f"{theirs}.{level}", i)
+            place += resnets + 1
     if unet.middle_block is not None:  # some small models have none
         names |= _in_block(unet.middle_block, ("middle", 0), "mid_block", 0)
     return Layers((UNET,), names)

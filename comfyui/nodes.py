@@ -13,7 +13,14 @@ from .models import Transformer, UNet, layout_of
 
 DEFAULT = "default"
 UNREAD = "feature", "references", "size"  # settings that only apply_mame follows
-SHARE = {"min": 0.0, "max": 1.0, "step": 0.01, "round": 0.001}
+
+
+def _input(kind: Any, tooltip: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    return kind, {**options, "tooltip": tooltip}
+
+
+def _share(default: float | None, tooltip: str, least: float = 0.0) -> tuple[Any, dict[str, Any]]:
+    return _input("FLOAT", tooltip, default=default, min=least, max=1.0, step=0.01, round=0.001)
 
 
 class MaMeModelPatch:
@@ -31,81 +38,46 @@ class MaMeModelPatch:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        default = MaMeConfig()
-        number = {"step": 0.01, "round": 0.001}
         return {
             "required": {
-                "model": (
+                "model": _input(
                     "MODEL",
-                    {
-                        "tooltip": (
-                            "UNets (SD 1.x, SD 2.x, SDXL) and the transformers named in the README."
-                        )
-                    },
+                    "UNets (SD 1.x, SD 2.x, SDXL) and the transformers named in the README.",
                 ),
-                "mode": (
+                "mode": _input(
                     [DEFAULT, "keep", "tau"],
-                    {
-                        "tooltip": (
-                            f"{DEFAULT}: what apply_mame does by default; keep and tau are not"
-                            " read. keep: a fixed share of the keys remains. tau: whole tokens more"
-                            " similar than a threshold merge (the paper's method, UNets only)."
-                        )
-                    },
+                    f"{DEFAULT}: what apply_mame does by default; keep and tau are not read. keep:"
+                    " a fixed share of the keys remains. tau: whole tokens more similar than a"
+                    " threshold merge (the paper's method, UNets only).",
                 ),
-                "keep": (
-                    "FLOAT",
-                    {"default": default.keep, "min": 0.01, "max": 1.0, **number}
-                    | {
-                        "tooltip": (
-                            "Used by mode keep: share of keys that remain. Lower is faster and"
-                            " changes more."
-                        )
-                    },
+                "keep": _share(
+                    MaMeConfig().keep,
+                    "Used by mode keep: share of keys that remain. Lower is faster and changes"
+                    " more.",
+                    least=0.01,
                 ),
-                "tau": (
-                    "FLOAT",
-                    {"default": 0.8, "min": -1.0, "max": 1.0, **number}
-                    | {
-                        "tooltip": (
-                            "Used by mode tau: similarity above which tokens merge. 1 merges"
-                            " nothing."
-                        )
-                    },
+                "tau": _share(
+                    0.8,
+                    "Used by mode tau: similarity above which tokens merge. 1 merges nothing.",
+                    least=-1.0,
                 ),
-                "min_tokens": (
+                "min_tokens": _input(
                     "INT",
-                    {"default": 0, "min": 0, "max": 1 << 20}
-                    | {"tooltip": "Layers with fewer tokens are left alone. 0: by kind of device."},
+                    "Layers with fewer tokens are left alone. 0: by kind of device.",
+                    default=0,
+                    min=0,
+                    max=1 << 20,
                 ),
-                "start_percent": (
-                    "FLOAT",
-                    {
-                        "default": 0.0,
-                        **SHARE,
-                        "tooltip": "Share of sampling at which merging begins.",
-                    },
-                ),
-                "end_percent": (
-                    "FLOAT",
-                    {
-                        "default": 1.0,
-                        **SHARE,
-                        "tooltip": "Share of sampling at which merging ends.",
-                    },
-                ),
+                "start_percent": _share(0.0, "Share of sampling at which merging begins."),
+                "end_percent": _share(1.0, "Share of sampling at which merging ends."),
             },
             "optional": {
-                "settings": (
+                "settings": _input(
                     "STRING",
-                    {"default": ""}
-                    | {
-                        "tooltip": (
-                            "A file of settings by layer, as mame-sd calibrate writes: a path in"
-                            " ComfyUI's input folder, or an absolute one. It holds instead of mode,"
-                            " keep, tau and min_tokens. Empty: those hold."
-                        )
-                    },
+                    "A file of settings by layer, as mame-sd calibrate writes: a path in ComfyUI's"
+                    " input folder, or an absolute one. It holds instead of mode, keep, tau and"
+                    " min_tokens. Empty: those hold.",
+                    default="",
                 ),
             },
         }

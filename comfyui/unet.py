@@ -55,7 +55,7 @@ class UNetPatch:
             call.run.note_left(OTHER, tokens, h, w)
         elif tokens < (least := least_tokens(config.min_tokens, k.device)):
             call.run.note_left(SMALL, tokens, least)
-        elif replaced(extra_options, call.replaced):
+        elif name in call.replaced or name[:-1] in call.replaced:  # or its block
             call.run.note_left(REPLACED)
         elif q.shape[0] != batch or (config.method == "tokens" and q.shape != k.shape):
             call.run.note_left(CUT)
@@ -104,11 +104,3 @@ def name_of(extra_options: dict[str, Any]) -> Key:
     it.
     """
     return (*extra_options.get("block", ()), extra_options.get("block_index", 0))
-
-
-def replaced(extra_options: dict[str, Any], blocks: frozenset[tuple[Any, ...]]) -> bool:
-    """Whether this layer's self-attention is among `blocks`, which name a block or one transformer
-    layer of it.
-    """
-    name = name_of(extra_options)
-    return name in blocks or name[:-1] in blocks

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mame_sd.errors import UserError
-
 from .results.schema import Better, Block, Column
+from .tables import named
 
 MIN_IMAGES = (
     100  # below, a distance between sets says more about the number of images than about them
@@ -110,23 +109,4 @@ LPIPS_NETS = {"lpips": "alex", "lpips_vgg": "vgg"}
 
 def chosen_metrics(text: str) -> list[Metric]:
     """The metrics of ``psnr,ssim``, each once. Raises UserError for an unknown or empty name."""
-    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    for name in names:
-        if name not in SCORES:
-            raise UserError(
-                f"--metrics: expected names of {', '.join(SCORES)}, got {name!r}; correct it"
-            )
-    return [METRICS[name] for name in names]
-
-
-def withheld_for_size(metric: Metric, count: int, reference_count: int | None = None) -> str | None:
-    """Why a set-wide metric is not given for so few images, or a reference of so few (None or 0:
-    not known), or None.
-    """
-    if metric.needs not in ("set", "sets", "alone"):
-        return None
-    if count < MIN_IMAGES:
-        return f"N = {count}, needs {MIN_IMAGES}"
-    if metric.needs == "set" and reference_count and reference_count < MIN_IMAGES:
-        return f"reference of {reference_count}, needs {MIN_IMAGES}"
-    return None
+    return list(named(text, {name: METRICS[name] for name in SCORES}, "--metrics").values())

@@ -16,11 +16,21 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+import torch
+
 # The argument of a forward, and the field of an output, that holds the KV cache.
 CACHE_NAMES = ("cache", "past_key_values")  # from 5.24 on; before
 _IMPLEMENTATION = "_attn_implementation"  # attribute of a config: which attention function runs
 
+COMPILED_FROM = (2, 13)  # of torch, whose compilers can't follow merging before
+
 _ASSISTED = "_assisted_decoding"  # method of GenerationMixin that runs assisted generation
+
+
+def outside_old_graphs(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep `call` out of compiled graphs where torch is older than 2.13: it runs eagerly there."""
+    installed = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return call if installed >= COMPILED_FROM else torch.compiler.disable(call)
 
 
 def cache_in(call: Mapping[str, Any]) -> Any:
@@ -159,7 +169,7 @@ NAMES: dict[str, dict[str, Callable[[], bool]]] = {
     },
 }
 RELEASES = {
-    "torch": "between 2.13 and 2.15",
+    "torch": "between 2.7 and 2.15",
     "diffusers": "between 0.37 and 0.42",
     "transformers": "between 5.0 and 5.24",
 }

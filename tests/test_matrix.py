@@ -41,6 +41,7 @@ LEFT_OUT = {
     "LoRA on Z-Image",
     "LoRA on Wan 2.2",
     "FirstBlockCache on Wan 2.2",
+    "torch.compile of Wan 2.2, fullgraph",
 }
 # test_models.py merges all transformers; those that are rows here too are run once of a kind.
 KINDS = ("PixArt", "Stable Diffusion 3", "Flux", "Flux Kontext, `references=0.5`")
@@ -65,7 +66,8 @@ def marked(row: Any, alone: bool, since: str) -> Any:
     old = Version(diffusers.__version__) < Version(since)
     skip = pytest.mark.skipif(old, reason=f"needs diffusers {since}")
     param = in_sweep(row, alone)
-    return pytest.param(row, id=param.id, marks=[*param.marks, skip])
+    compiles = [pytest.mark.compiles] if row.name.startswith("torch.compile") else []
+    return pytest.param(row, id=param.id, marks=[*param.marks, *compiles, skip])
 
 
 def of_pair(pair: Any) -> Any:

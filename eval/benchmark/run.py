@@ -28,7 +28,6 @@ from mame_sd.runs.methods import NotApplicable
 
 from ..metric_list import METRICS, Metric
 from ..results.schema import Results, Value
-from ..results.schema import Row as Line
 from ..scoring.reference import check_foreign
 from ..scoring.runs import Run, pair
 from ..scoring.score import cut_prompts, measured
@@ -41,7 +40,7 @@ from .results import BUSY, TIMINGS, resumed, write_results
 from .rows import BASELINE, FLOOR, RIVAL, Row
 from .sensitivity import sensitivity
 from .setup import Setup
-from .timings import summary, timing_gate, without_seconds
+from .timings import summary, timing_gate
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 GATE_BATCHES = 2
@@ -73,7 +72,7 @@ class Benchmark(Setup):
             self._generate(row)
         self.process.wait()  # the main process has written down what all have made
         if self.process.is_main:
-            runs = {row.name: Run.open(self._run(row.name)) for row in self._measured()}
+            runs = {row.name: Run.open(self._run(row.name)) for row in self.results.measured}
             check_foreign(self.reference, *runs.values())
             self._time()  # before any network of a metric takes memory
             for name, run in runs.items():
@@ -122,10 +121,8 @@ class Benchmark(Setup):
         pairs = pair(baseline, run)
         with self.stage(f"{line.label}: scores") as self.tools.on_progress:
             found = measured(baseline, run, pairs, self.reference, todo, self.tools)
-        for metric_name, (value, values) in found.items():
-            line.values[metric_name] = value
-            if values:
-                line.per_image[metric_name] = values
+        line.values |= {name: value for name, (value, _) in found.items()}
+        line.per_image |= {name: values for name, (_, values) in found.items() if values}
         self._save()
 
     def _withheld(self, metric: Metric, run: Run) -> str | None:
@@ -137,24 +134,26 @@ class Benchmark(Setup):
             network = self.tools.network(metric)
         except (UserError, MachineError) as error:
             name = network_name(metric)
-            note = f"{name}: {error}"
-            if note not in self.results.notes:
-                self.results.notes.append(note)
+            self._note(f"{name}: {error}")
             return f"not measured: no weights of {name}"
         return withheld_by(metric, network, self.reference)
+
+    def _note(self, note: str) -> None:
+        if note not in self.results.notes:
+            self.results.notes.append(note)
 
     def _compare_rows(self, baseline: Run) -> None:
         """P-values: fidelity against tomesd at 50 %, quality per image against the baseline."""
         prompts = {item.key: item.prompt_id for item in baseline.items.values()}
-        for row in self._measured():
+        rows = {row.name: row for row in self.results.measured}
+        for row in rows.values():
             for name, values in row.per_image.items():
-                against = RIVAL if METRICS[name].needs == "pair" else BASELINE
-                other = next((other for other in self._measured() if other.name == against), None)
+                other = rows.get(RIVAL if METRICS[name].needs == "pair" else BASELINE)
                 if other is None or row is other or name not in other.per_image:
                     continue
                 difference = paired_difference(values, other.per_image[name], prompts)
                 row.values[name] = replace(
-                    row.values[name], p=difference["p"], against=against, difference=difference
+                    row.values[name], p=difference["p"], against=other.name, difference=difference
                 )
         self._save()
 
@@ -162,61 +161,47 @@ class Benchmark(Setup):
         """Whether this model and these prompts can tell methods apart, where mean attention is
         among the rows.
         """
-        if any(row.name == FLOOR for row in self._measured()):
-            self.results.sensitivity = sensitivity(self._measured(), FLOOR, RIVAL)
+        rows = self.results.measured
+        if any(row.name == FLOOR for row in rows):
+            self.results.sensitivity = sensitivity(rows, FLOOR, RIVAL)
             self._save()
 
     def _check(self, baseline: Run) -> None:
         """The sanity gates."""
-        found = [row.values for row in self._measured() if row.name not in (BASELINE, FLOOR)]
-        chosen = [metric for metric in self.metrics if metric.name in CEILING]
+        others = [row for row in self.results.measured if row.name not in (BASELINE, FLOOR)]
         known = [
-            m
-            for m in chosen
-            if found and not any(values.get(m.name, Value()).withheld for values in found)
+            metric
+            for metric in self.metrics
+            if metric.name in CEILING and others and all(row.value(metric) for row in others)
         ]
         with self.stage("sanity gates") as self.tools.on_progress:
             batches = cut_batches(jobs_of(self.prompts, self.settings), self.settings.batch_size)
             self.results.gates += repeat_gates(
                 self.model, self.settings, batches[:GATE_BATCHES], baseline, MaMeConfig()
             )
-            gate = ceiling_gate(baseline, known, found, self.tools)
+            gate = ceiling_gate(baseline, known, [row.values for row in others], self.tools)
             self.results.gates += [] if gate is None else [gate]
         self.results.manifest["networks"] = self.tools.about()
         cut, prompts = cut_prompts(self.metrics, baseline, self.tools)
         if cut:
-            self.results.notes.append(
-                f"CLIP read {cut} of {prompts} prompts only in part (77 tokens)."
-            )
+            self._note(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens).")
         self._save()
 
     def _time(self) -> None:
         """Latency and memory."""
-        jobs = jobs_of(self.prompts, self.settings)
-        batches = alike_batches(jobs, self.settings.batch_size)
+        batches = alike_batches(jobs_of(self.prompts, self.settings), self.settings.batch_size)
         rows = [row for row in self.rows if self.results.row(row.name).measured]
+        record = self.out / TIMINGS
         with self.stage("latency and memory") as on_progress:
             timings = bench(
-                self.model,
-                self.settings,
-                batches,
-                rows,
-                self.rounds,
-                self.out / TIMINGS,
-                on_progress,
+                self.model, self.settings, batches, rows, self.rounds, record, on_progress
             )
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        gate = timing_gate(timings, BASELINE, min(torch.get_num_threads(), cores))
+        gate = timing_gate(timings, BASELINE, min(torch.get_num_threads(), _cores()))
         self.results.gates = [gate]
         if not gate.passed:
-            (self.out / TIMINGS).replace(self.out / BUSY)
+            record.replace(self.out / BUSY)
         for row in rows:
-            costs = summary(timings[row.name])
-            costs = costs if gate.passed else without_seconds(costs)
+            costs = summary(timings[row.name], withhold_seconds=not gate.passed)
             self.results.row(row.name).values.update(
                 {m.name: costs[m.name] for m in self.metrics if m.name in costs}
             )
@@ -226,9 +211,12 @@ class Benchmark(Setup):
         """The folder of a row's run."""
         return self.out / (self.results.row(name).run or "")
 
-    def _measured(self) -> list[Line]:
-        return self.results.measured
-
     def _save(self) -> None:
         if self.process.is_main:
             write_results(self.out, self.results)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

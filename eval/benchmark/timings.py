@@ -5,7 +5,7 @@ summary as metrics.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,30 +89,31 @@ def _timing(line: Mapping[str, Any]) -> Timing:
     return Timing(**{name: value for name, value in line.items() if name not in KEYS})
 
 
-def summary(timings: Sequence[Timing]) -> dict[str, Value]:
+def summary(timings: Sequence[Timing], withhold_seconds: bool = False) -> dict[str, Value]:
     """The cost metrics of one method: median and quartiles of seconds, the highest peak of memory.
 
     A single round has no quartiles.
+
+    Args:
+        withhold_seconds: wall-clock seconds are no figures, for the machine was busy.
     """
+    known = {
+        field: [getattr(t, field) for t in timings if getattr(t, field) is not None]
+        for field in ("seconds", "denoising", "cpu", "allocated", "allocated_denoising")
+    }
     found: dict[str, Value] = {}
     for name, field in (("latency", "seconds"), ("denoising", "denoising"), ("cpu", "cpu")):
-        values = [
-            getattr(timing, field) for timing in timings if getattr(timing, field) is not None
-        ]
-        if values:
+        values = known[field]
+        if values and withhold_seconds and name != "cpu":
+            found[name] = Value(n=len(values), withheld="the machine was busy")
+        elif values:
             low, median, high = quartiles(values)
-            several = len(values) > 1
-            found[name] = Value(
-                mean=median,
-                low=low if several else None,
-                high=high if several else None,
-                n=len(values),
-                statistic="median, quartiles",
-            )
+            found[name] = Value(mean=median, n=len(values), statistic="median, quartiles")
+            if len(values) > 1:
+                found[name] = replace(found[name], low=low, high=high)
     for name, field in (("memory", "allocated"), ("memory_denoising", "allocated_denoising")):
-        peaks = [getattr(timing, field) for timing in timings if getattr(timing, field) is not None]
-        if peaks:
-            found[name] = Value(mean=max(peaks) / MEBIBYTE, n=len(peaks))
+        if known[field]:
+            found[name] = Value(mean=max(known[field]) / MEBIBYTE, n=len(known[field]))
     return found
 
 
@@ -120,8 +121,7 @@ def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: i
     """Whether wall-clock seconds of this machine can be believed, as an entry of the sanity gates.
 
     On a busy machine the baseline's own rounds differ, and a process waits: its CPU seconds fall
-    short of the wall clock's. Where that is so, wall-clock seconds are withheld
-    (`without_seconds`).
+    short of the wall clock's. Where that is so, wall-clock seconds are withheld.
 
     Args:
         timings: by row, in order of rounds.
@@ -145,11 +145,3 @@ def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: i
         got += f", {share:.0%} of the time of {cores} core{'s' * (cores != 1)}"
         passed = passed and share >= SMALLEST_SHARE
     return Gate(TIMING_GATE, expected, got, passed, withholds=True)
-
-
-def without_seconds(costs: Mapping[str, Value]) -> dict[str, Value]:
-    """The costs of a method with its wall-clock seconds withheld."""
-    found = dict(costs)
-    for name in {"latency", "denoising"} & found.keys():
-        found[name] = Value(n=found[name].n, withheld="the machine was busy")
-    return found

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from mame_sd.caches import compress_cache
 from mame_sd.errors import UserError
+from mame_sd.runs.model_files import ModelChoice
 from mame_sd.upstream import with_cache
 
 from ..memory import allocations, most
@@ -37,8 +38,7 @@ def cost_table(lengths: str, keep: float, name: str) -> str:
         raise UserError(f"--lengths: expected at least 64 tokens, got {min(sizes)}")
     if not 0 < keep < 1:
         raise UserError(f"--keep: expected a share above 0 and below 1, got {keep}")
-    model: Any = load_language_model(name, device="cpu")[0]
-    heads = ("tokens", "method", "prefill, s", "compressing / prefill", "MiB of cache")
+    model = load_language_model(ModelChoice(model=name, device="cpu"))[0]
     rows: list[list[str]] = []
     for size in sizes:
         ids = torch.randint(9, 9999, (1, size), generator=torch.Generator().manual_seed(0))
@@ -62,4 +62,5 @@ def cost_table(lengths: str, keep: float, name: str) -> str:
             peak = most(allocations(partial(run, share))) / full
             figures = f"{plain:.2f}", f"{more:.2f}", f"{held / 2**20:.1f}", f"{peak:.2f}"
             rows.append([str(size), method, *figures])
+    heads = "tokens", "method", "prefill, s", "compressing / prefill", "MiB of cache"
     return markdown_table([*heads, "peak / full"], rows)

@@ -1,10 +1,9 @@
-"""One passage, every method: one prefill, then the text that follows read once for each method and
-share.
-"""
+"""One prompt, every method: one prefill, then what follows read once for each method and share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,24 @@ from mame_sd.upstream import with_cache
 
 from ..tables import Row
 from .rows import KVzip, scores_of
-from .texts import Passage
+
+TEXT = "text"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt and what is read after its cache was cut, as token ids.
+
+    Attributes:
+        kind: TEXT, a passage that goes on; or a retrieval task.
+        answer: how many of the last tokens of `rest` are the answer that must be given; 0: none.
+    """
+
+    name: str
+    kind: str
+    prompt: list[int]
+    rest: list[int]
+    answer: int = 0
 
 
 class Recorder:
@@ -39,7 +55,7 @@ class Recorder:
 
     def shorten(self, view: CacheView, look: CacheView, length: Tensor) -> Kept:
         """The cache as it is."""
-        return Kept(view.keys, view.values, view.slots, view.bias, view.real)
+        return every_key([view])[0]
 
 
 class Meter:
@@ -57,27 +73,34 @@ class Meter:
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
 
+    def _call(self, ids: Sequence[int], cache: DynamicCache, **more: Any) -> Any:
+        tokens = torch.tensor([list(ids)], device=self.model.device)
+        return self.model(tokens, **with_cache(self.model, cache), use_cache=True, **more)
+
     @torch.no_grad()
     def prefill(self, prompt: Sequence[int], cache: DynamicCache | None = None) -> list[CacheView]:
         """Runs a prompt once, behind what a cache holds; gives the caches of all layers."""
         self.handle.compressing = True
-        ids = torch.tensor([list(prompt)], device=self.model.device)
-        kept = with_cache(self.model, DynamicCache() if cache is None else cache)
-        self.model(ids, **kept, use_cache=True, logits_to_keep=1)
+        self._call(prompt, DynamicCache() if cache is None else cache, logits_to_keep=1)
         self.handle.compressing = False
         return self.recorder.views
 
     @torch.no_grad()
-    def rest(
-        self, kept: Sequence[Kept], seen: int, ids: Sequence[int]
-    ) -> tuple[Tensor, DynamicCache]:
-        """Log-probabilities [n, V] in fp32 after each of `ids`, read after a cache; and the
-        cache.
-        """
-        cache = cache_of(kept, seen)
-        tokens = torch.tensor([list(ids)], device=self.model.device)
-        out = self.model(tokens, **with_cache(self.model, cache), use_cache=True)
-        return out.logits[0].float().log_softmax(-1), cache
+    def rest(self, kept: Sequence[Kept], seen: int, ids: Sequence[int]) -> Tensor:
+        """Log-probabilities [n, V] in fp32 after each of `ids`, read after a cache."""
+        logits: Tensor = self._call(ids, cache_of(kept, seen)).logits[0]
+        return logits.float().log_softmax(-1)
+
+    def kept_by(
+        self, row: Row, share: float, start: Sequence[CacheView], prompt: Sequence[int]
+    ) -> list[Kept]:
+        """What a row keeps of all layers after the `prompt` that `start` saw."""
+        scores = scores_of(row)
+        if isinstance(scores, KVzip) and scores.views is not start:
+            scores.views, scores.found = start, self.repeated(start, prompt)
+        with torch.no_grad():
+            kept: list[Kept] = row.method.compress_all(start, share)
+        return kept
 
     @torch.no_grad()
     def repeated(self, start: Sequence[CacheView], prompt: Sequence[int]) -> dict[int, Tensor]:
@@ -105,68 +128,52 @@ def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
     return cache
 
 
-def left(
-    rows: Sequence[Row], shares: Sequence[float], done: Callable[[str, float], bool]
-) -> list[tuple[Row, float]]:
-    """Each row at each share that isn't `done`."""
-    return [(row, s) for row in rows for s in shares if not done(row.name, s)]
-
-
-@torch.no_grad()
-def kept_by(
-    meter: Meter, row: Row, share: float, start: Sequence[CacheView], prompt: Sequence[int]
-) -> list[Kept]:
-    """What a row keeps of all layers after the `prompt` that `start` saw."""
-    scores = scores_of(row)
-    if isinstance(scores, KVzip) and scores.views is not start:
-        scores.views, scores.found = start, meter.repeated(start, prompt)
-    return row.method.compress_all(start, share)
-
-
-def measure_passage(
+def measure(
     meter: Meter,
-    passage: Passage,
+    case: Case,
     rows: Sequence[Row],
     shares: Sequence[float],
     done: Callable[[str, float], bool],
 ) -> Iterator[dict[str, Any]]:
-    """KL to the full cache and loss of what follows, of each row and share that isn't `done`.
+    """What the full cache, and each row and share that isn't `done`, make of a case.
+
+    A question that the full cache answers wrong says nothing about the others, which are left out.
 
     Yields:
-        row, share, kl and nll (nats per token, means over the tokens that follow but the first),
-        and the shares of keys ("kept") and of bytes ("bytes", with biases, slots and padding) that
-        stayed.
+        row, share; and of a text kl to the full cache and nll of what follows (nats per token,
+        means over the tokens that follow but the first), and the shares of keys ("kept") and of
+        bytes ("bytes", with biases, slots and padding) that stayed; of a question whether the
+        answer is "right".
     """
-    todo = left(rows, shares, done)
+    todo = [(row, s) for row in rows for s in shares if not done(row.name, s)]
     if not todo and done("full", 1.0):
         return
-    start = meter.prefill(passage.prompt)
-    target = torch.tensor(passage.rest[1:])
-    full = every_key(start)
-    seen = start[0].seen
-    want, _ = meter.rest(full, seen, passage.rest[:-1])
-    size = sum(k.keys.nbytes + k.values.nbytes for k in full)
-    chance = want.exp()
-    if not done("full", 1.0):
-        whole = {"kl": 0.0, "nll": _loss(want, target), "kept": 1.0, "bytes": 1.0}
-        yield {"row": "full", "share": 1.0, **whole}
-    for row, share in todo:
-        kept = kept_by(meter, row, share, start, passage.prompt)
-        got, _ = meter.rest(kept, seen, passage.rest[:-1])
-        kl = float((chance * (want - got)).sum(-1).mean())
-        counts = [
-            k.keys.shape[2] if k.real is None else float(k.real.sum(-1).float().mean())
-            for k in kept
+    start = meter.prefill(case.prompt)
+    full, seen, read = every_key(start), start[0].seen, case.rest[:-1]
+    want = meter.rest(full, seen, read)
+    target = torch.tensor(case.rest[1:], device=want.device)
+
+    def right(got: Tensor) -> bool:
+        return torch.equal(got[-case.answer :].argmax(-1), target[-case.answer :])
+
+    def figures(kept: Sequence[Kept]) -> dict[str, Any]:
+        got = want if kept is full else meter.rest(kept, seen, read)
+        if case.answer:
+            return {"right": right(got)}
+        counts = [float(one.real_keys().sum(-1).float().mean()) for one in kept]
+        sizes = [
+            sum(CompressedLayer(one, seen).nbytes for one in kept),
+            sum(one.keys.nbytes + one.values.nbytes for one in full),
         ]
-        yield {
-            "row": row.name,
-            "share": share,
-            "kl": kl,
-            "nll": _loss(got, target),
+        return {
+            "kl": float((want.exp() * (want - got)).sum(-1).mean()),
+            "nll": -float(got.gather(1, target.unsqueeze(1)).mean()),
             "kept": sum(counts) / len(counts) / seen,
-            "bytes": sum(CompressedLayer(k, seen).nbytes for k in kept) / size,
+            "bytes": 1.0 if kept is full else sizes[0] / sizes[1],
         }
 
-
-def _loss(log_probabilities: Tensor, target: Tensor) -> float:
-    return -float(log_probabilities.cpu().gather(1, target.unsqueeze(1)).mean())
+    if not done("full", 1.0):
+        yield {"row": "full", "share": 1.0, **figures(full)}
+    for row, share in todo if not case.answer or right(want) else ():
+        kept = meter.kept_by(row, share, start, case.prompt)
+        yield {"row": row.name, "share": share, **figures(kept)}

@@ -18,13 +18,13 @@ from torch import Tensor
 from mame_sd.caches import CacheView, Kept
 from mame_sd.core.paper import REFINE_FLOOR, fusion_weights, similarity
 
-from .methods import keys_of
+from .methods import RECENT, SINKS, keys_of
 
 
 @dataclass(frozen=True)
 class CausalMaMe:
     """The paper's causal merging of a cache, in rounds that halve it at most, until the share is
-    reached.
+    reached; of one sample without padding.
 
     Attributes:
         causal: "mask" (the paper's), "strict" or "none".
@@ -35,8 +35,8 @@ class CausalMaMe:
 
     causal: str = "mask"
     tau: float | None = None
-    sinks: int = 4
-    recent: int = 32
+    sinks: int = SINKS
+    recent: int = RECENT
 
     def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
         """Every layer's merged cache."""
@@ -46,128 +46,102 @@ class CausalMaMe:
         """The merged cache, at most round(keep * tokens) keys in each head (with `tau`: those that
         it leaves).
         """
-        parts = [self._sample(view, b, int(count)) for b, count in enumerate(keys_of(view, keep))]
-        most = max(part.keys.shape[2] for part in parts)
-        keys, values, slots = (
-            _stacked([getattr(p, n) for p in parts], most) for n in ("keys", "values", "slots")
-        )
-        lengths = torch.tensor([p.keys.shape[2] for p in parts], device=keys.device)
-        real = torch.arange(most, device=keys.device) < lengths.unsqueeze(1)
-        alike = bool(real.all())
-        return Kept(
-            keys, values, slots, None, None if alike else real.unsqueeze(1).expand(slots.shape)
-        )
-
-    def _sample(self, view: CacheView, b: int, count: int) -> Kept:
-        """One sample's cache [1, h, K, D]."""
-        real = view.real_keys[b, 0]
-        keys, values = view.keys[b][:, real], view.values[b][:, real]
-        slots = view.slots[b, 0][real]
-        count = min(count, len(slots))
-        first, last = min(self.sinks, count // 4), min(self.recent, count // 2)
-        end = len(slots) - last
-        feature = self._feature(view, b, keys, slots)[first:end]
-        wide = torch.promote_types(keys.dtype, torch.float32)
-        tokens = torch.cat([keys, values], -1).transpose(0, 1).to(wide)[first:end]  # [n, h, 2 D]
-        merged = _Tokens(feature.to(wide), tokens, slots[first:end])
-        target = count - first - last
+        keys, values, slots = view.keys[0], view.values[0], view.slots[0, 0]
+        count = min(keys_of(view, keep), len(slots))
+        first, end = min(self.sinks, count // 4), len(slots) - min(self.recent, count // 2)
+        target = max(1, count - first - len(slots) + end)
+        dtype, d = torch.promote_types(keys.dtype, torch.float32), keys.shape[-1]
+        if view.hidden_states.shape[1] == view.seen:
+            feature = view.hidden_states[0][slots]
+        else:  # the layer's input of earlier tokens is gone: their keys stand for it
+            feature = keys.transpose(0, 1).flatten(1)
+        tokens = torch.cat([keys, values], -1).transpose(0, 1).to(dtype)
+        merged = Tokens(feature.to(dtype), tokens, slots).at(torch.arange(first, end))
         if self.tau is not None:
             merged = self._round(merged, None)
         else:
-            while len(merged.slots) > max(1, target):
-                before = len(merged.slots)
-                merged = self._round(merged, max(1, target))
-                if len(merged.slots) == before:
-                    merged = merged.newest(max(1, target))
-        d = keys.shape[-1]
+            while (before := len(merged.slots)) > target:
+                merged = self._round(merged, target)
+                if len(merged.slots) == before:  # nothing merges: the newest stay
+                    merged = merged.at(torch.arange(before - target, before))
         new = merged.tokens.transpose(0, 1).to(keys.dtype)
-        n = first + len(merged.slots) + last
+        stays = torch.cat([slots[:first], merged.slots, slots[end:]])
         return Kept(
             torch.cat([keys[:, :first], new[..., :d], keys[:, end:]], 1)[None],
             torch.cat([values[:, :first], new[..., d:], values[:, end:]], 1)[None],
-            torch.cat([slots[:first], merged.slots, slots[end:]]).expand(1, keys.shape[0], n),
+            stays.expand(1, keys.shape[0], -1),
             None,
         )
 
-    def _feature(self, view: CacheView, b: int, keys: Tensor, slots: Tensor) -> Tensor:
-        """What is compared [n, C].
-
-        Of tokens that were merged before the layer's input is gone: their keys stand for it.
-        """
-        if view.hidden_states.shape[1] == view.seen:
-            return view.hidden_states[b][slots]
-        return keys.transpose(0, 1).flatten(1)
-
-    def _round(self, t: _Tokens, target: int | None) -> _Tokens:
+    def _round(self, t: Tokens, target: int | None) -> Tokens:
         """Merges once: to `target` tokens where half of them reach it, else to half; None: by
         tau.
         """
-        n = (
-            len(t.slots) // 2 * 2
-        )  # the last of an odd number is a source that no destination follows
+        n = len(t.slots) // 2 * 2  # the last of an odd number has no destination after it
         if not n:
             return t
         merges = None if target is None else min(n // 2, len(t.slots) - target)
-        fusion, stays = _weights(t.feature[:n], self.tau, self.causal, merges)
-        src, dst = (torch.arange(at, n, 2, device=fusion.device) for at in (0, 1))
+        fusion, stays = weights(t.feature[:n], self.tau, self.causal, merges)
         divisor = 1 + fusion.sum(1, keepdim=True)
 
         def mean(x: Tensor) -> Tensor:
-            flat = x.flatten(1)
-            return ((flat[dst] + fusion @ flat[src]) / divisor).view(-1, *x.shape[1:])
+            flat = x[:n].flatten(1)
+            return ((flat[1::2] + fusion @ flat[::2]) / divisor).view(-1, *x.shape[1:])
 
-        fused = _Tokens(mean(t.feature), mean(t.tokens), t.slots[dst])
-        kept = torch.cat([src[stays], torch.arange(n, len(t.slots), device=src.device)])
+        fused = Tokens(mean(t.feature), mean(t.tokens), t.slots[1:n:2])
+        kept = torch.cat([torch.arange(0, n, 2)[stays.cpu()], torch.arange(n, len(t.slots))])
         return fused.joined(t.at(kept))
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    feature: Tensor  # [n, C]
-    tokens: Tensor  # [n, h, 2 D]: keys and values
-    slots: Tensor  # [n], ascending
+class Tokens:
+    """Tokens in the order of the sequence.
 
-    def at(self, index: Tensor) -> _Tokens:
-        return _Tokens(self.feature[index], self.tokens[index], self.slots[index])
+    Attributes:
+        feature: what is compared [n, C].
+        tokens: keys and values [n, h, 2 D].
+        slots: [n].
+    """
 
-    def newest(self, count: int) -> _Tokens:
-        return self.at(torch.arange(len(self.slots) - count, len(self.slots)))
+    feature: Tensor
+    tokens: Tensor
+    slots: Tensor
 
-    def joined(self, other: _Tokens) -> _Tokens:
-        """Both, in the order of the sequence."""
-        both = _Tokens(*(torch.cat([getattr(self, n), getattr(other, n)]) for n in vars(self)))
+    def at(self, index: Tensor) -> Tokens:
+        """Those at `index`."""
+        index = index.to(self.slots.device)
+        return Tokens(self.feature[index], self.tokens[index], self.slots[index])
+
+    def joined(self, other: Tokens) -> Tokens:
+        """Both."""
+        both = Tokens(*(torch.cat([getattr(self, n), getattr(other, n)]) for n in vars(self)))
         return both.at(both.slots.argsort())
 
 
-def _weights(
-    x: Tensor, tau: float | None, causal: str, merges: int | None
-) -> tuple[Tensor, Tensor]:
+def weights(x: Tensor, tau: float | None, causal: str, merges: int | None) -> tuple[Tensor, Tensor]:
     """W^F [n / 2, n / 2] of tokens x [n, C], destinations at odd positions; and which sources stay,
     bool [n / 2].
 
     Args:
         merges: how many sources merge at most, the most similar ones; None: those above tau.
     """
-    m = x.shape[0] // 2
     turned = similarity(x[1::2].unsqueeze(0), x[::2].unsqueeze(0), "cosine")[0]
-    allowed = torch.ones(m, m, dtype=torch.bool, device=x.device)
+    allowed = torch.ones_like(turned, dtype=torch.bool)
     if causal != "none":
         allowed = allowed.tril()
-    best = turned.masked_fill(~allowed, -torch.inf).max(0).values
-    chosen = torch.ones(m, dtype=torch.bool, device=x.device)
+    chosen = torch.ones_like(allowed[0])
     if merges is not None:
-        chosen = torch.zeros_like(chosen).index_fill(
-            0, best.argsort(descending=True, stable=True)[:merges], True
-        )
+        best = turned.masked_fill(~allowed, -torch.inf).amax(0)
+        order = best.argsort(descending=True, stable=True)[:merges]
+        chosen = torch.zeros_like(chosen).index_fill(0, order, True)
         tau = float(best[chosen].min()) if merges else 1.0
     assert tau is not None
     if causal == "strict":
-        weights = strict_weights(turned, tau)
+        found = strict_weights(turned, tau)
     else:
-        found, _ = fusion_weights(turned.unsqueeze(0), max(-1.0, tau - 1e-6), True)
-        weights = found[0] * allowed
-    weights = weights * chosen
-    return weights, weights.sum(0) == 0
+        found = fusion_weights(turned.unsqueeze(0), max(-1.0, tau - 1e-6), True)[0][0] * allowed
+    found = found * chosen
+    return found, found.sum(0) == 0
 
 
 def strict_weights(s: Tensor, tau: float) -> Tensor:
@@ -187,12 +161,3 @@ def strict_weights(s: Tensor, tau: float) -> Tensor:
     above = torch.where(refined.cumsum(0) <= REFINE_FLOOR * total, above, refined)
     total = above.cumsum(0)
     return above / torch.where(total == 0, 1.0, total)
-
-
-def _stacked(parts: list[Tensor], most: int) -> Tensor:
-    """Samples of unequal length, padded at the end."""
-    padded = [
-        torch.cat([p, p[:, :, :1].expand(-1, -1, most - p.shape[2], *p.shape[3:])], 2)
-        for p in parts
-    ]
-    return torch.cat(padded)

@@ -1,4 +1,7 @@
-"""Published methods that drop keys: a class each that scores them, and which keys stay."""
+"""Published methods that drop keys: a class each that scores them, and which keys stay.
+
+They take one sample without padding, as the command measures them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ SINKS, RECENT, FLOOR = 4, 32, 0.2
 
 @dataclass
 class Published:
-    """Keeps the keys of the highest scores.
+    """Keeps the keys of the highest scores, and the first and newest ones.
 
     Attributes:
         method: scores the keys.
@@ -35,91 +38,64 @@ class Published:
         """Every layer's shorter cache. A prompt is scored once for all shares."""
         if views is not self._views:
             self._views, self._scores = views, [self.method.score(v).float() for v in views]
+        count = keys_of(views[0], keep)
         pairs = zip(views, self._scores, strict=True)
-        scores = [self._marked(view, found, keep) for view, found in pairs]
-        if not self.together:
-            counts = [keys_of(view, keep).view(-1, 1, 1) for view in views]
-            stays = [_ranks(s) < count for s, count in zip(scores, counts, strict=True)]
-        else:
-            stays = _stay_together(views, scores, keep)
-        kept = zip(views, stays, strict=True)
-        return [gathered(view, stay & view.real_keys)[0] for view, stay in kept]
-
-    def _marked(self, view: CacheView, scores: Tensor, keep: float) -> Tensor:
-        """Scores [B, h, L] with infinity for the first `SINKS` and newest `RECENT` tokens, which
-        always stay (of a small budget at most a quarter and a half), and minus infinity for
-        padding.
-        """
-        count, ranks = keys_of(view, keep).view(-1, 1, 1), view.ranks()
-        scores = torch.nan_to_num(scores, nan=torch.finfo(torch.float32).min)
-        first = ranks < (count // 4).clamp(max=SINKS)
-        last = ranks >= view.counts().view(-1, 1, 1) - (count // 2).clamp(max=RECENT)
-        scores = scores.masked_fill(first | last, torch.inf)
-        return scores.masked_fill(~view.real_keys, -torch.inf)
+        scores = torch.cat([_marked(view, found, count) for view, found in pairs], 1)
+        stays = _ranks(scores) < count
+        if self.together:  # each keeps at least `FLOOR` of its part
+            always = scores.isposinf().sum(-1, keepdim=True).clamp(min=int(count * FLOOR))
+            scores = scores.masked_fill(_ranks(scores) < always, torch.inf)
+            stays = _ranks(scores.flatten(1)).view_as(scores) < count * scores.shape[1]
+        parts = stays.split([view.keys.shape[1] for view in views], 1)
+        return [gathered(view, part) for view, part in zip(views, parts, strict=True)]
 
 
-def _stay_together(
-    views: Sequence[CacheView], scores: Sequence[Tensor], keep: float
-) -> list[Tensor]:
-    """Which keys of each layer stay, bool [B, h, L], where all heads of all layers share a budget;
-    each keeps at least `FLOOR` of its part.
+def keys_of(view: CacheView, keep: float) -> int:
+    """Keys that a head keeps on average, at least 1."""
+    return max(1, round(view.seen * keep))
+
+
+def _marked(view: CacheView, scores: Tensor, count: int) -> Tensor:
+    """Scores [1, h, L] with infinity for the first `SINKS` and newest `RECENT` tokens, which always
+    stay (of a small budget at most a quarter and a half).
     """
-    count = keys_of(views[0], keep).view(-1, 1, 1)
-    most = max(s.shape[2] for s in scores)
-    every = torch.cat([F.pad(s, (0, most - s.shape[2]), value=-torch.inf) for s in scores], 1)
-    always = every.isposinf().sum(-1, keepdim=True)
-    least = torch.maximum((count * FLOOR).long(), always)
-    every = every.masked_fill((_ranks(every) < least) & ~every.isneginf(), torch.inf)
-    b, h, n = every.shape
-    stays = _ranks(every.flatten(1)).view(b, h, n) < count * h
-    parts = stays.split([s.shape[1] for s in scores], 1)
-    return [part[..., : s.shape[2]] for part, s in zip(parts, scores, strict=True)]
-
-
-def keys_of(view: CacheView, keep: float) -> Tensor:
-    """LongTensor [B]: keys that a head keeps on average, at least 1."""
-    return (view.counts() * keep).round().long().clamp(min=1)
+    scores = torch.nan_to_num(scores, nan=torch.finfo(torch.float32).min)
+    first, last = min(SINKS, count // 4), min(RECENT, count // 2)
+    always = (view.slots < first) | (view.slots >= view.seen - last)
+    return scores.masked_fill(always, torch.inf)
 
 
 def _ranks(scores: Tensor) -> Tensor:
     """0 for the highest of the last dimension, 1 for the next; the first where they are equal."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    return torch.empty_like(order).scatter_(
-        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    )
+    return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
 
-def gathered(view: CacheView, stays: Tensor) -> tuple[Kept, Tensor]:
-    """The keys that stay, padded to the head that keeps most, and where each lies in `view` [B, h,
-    K].
-    """
+def gathered(view: CacheView, stays: Tensor) -> Kept:
+    """The keys that stay, bool [1, h, L], padded to the head that keeps most."""
     count = stays.sum(-1, keepdim=True)
     most = int(count.max())
     place = (~stays).to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
     real = torch.arange(most, device=place.device) < count
     index = place.unsqueeze(-1)
-    kept = Kept(
+    return Kept(
         view.keys.gather(2, index.expand(-1, -1, -1, view.keys.shape[-1])),
         view.values.gather(2, index.expand(-1, -1, -1, view.values.shape[-1])),
         view.slots.gather(2, place),
         None,
         None if bool(real.all()) else real,
     )
-    return kept, place
 
 
 def received(view: CacheView, count: int | None = None) -> Tensor:
-    """Attention that each key received from the newest `count` queries (None: all), summed: [B, h,
+    """Attention that each key received from the newest `count` queries (None: all), summed: [1, h,
     G, L].
     """
     queries, slots = view.newest(count)
-    groups = queries.shape[1] // view.keys.shape[1]
-    total = view.keys.new_zeros(
-        *view.keys.shape[:2], groups, view.keys.shape[2], dtype=wide(view.keys)
-    )
-    for at in view.blocks(queries):
-        total += view.attention(queries[:, :, at], slots[at]).sum(3)
-    return total
+    parts = [
+        view.attention(queries[:, :, at], slots[at]).sum(3, dtype=wide(view.keys))
+        for at in view.blocks(queries)
+    ]
+    return torch.stack(parts).sum(0)
 
 
 @dataclass(frozen=True)
@@ -152,9 +128,8 @@ class SnapKV:
         """
         n = min(self.window, view.hidden_states.shape[1], max(1, view.keys.shape[2] - 1))
         found = (received(view, n) / n)[..., :-n]
-        b, h, g, left = found.shape
-        smooth = F.avg_pool1d(found.reshape(b, h * g, left), self.kernel, 1, self.kernel // 2)
-        scores = smooth[..., :left].view(b, h, g, left).mean(2)
+        smooth = F.avg_pool1d(found.flatten(0, 2)[None], self.kernel, 1, self.kernel // 2)
+        scores = smooth[0, :, : found.shape[-1]].view_as(found).mean(2)
         return F.pad(scores, (0, n), value=float(scores.max()) + 1)
 
 
@@ -185,34 +160,29 @@ class ExpectedAttention:
         value.
         """
         dtype = wide(view.keys)
-        plain = view.project(view.hidden_states).to(dtype)
-        tokens = view.real_tokens
-        counted = (tokens & (tokens.long().cumsum(1) > self.sinks))[:, -plain.shape[2] :]
-        real = counted.to(dtype)[:, None, :, None]
-        count = real.sum(2, keepdim=True).clamp(min=1)
-        mean = (plain * real).sum(2, keepdim=True) / count
-        centred = (plain - mean) * real
-        covariance = centred.transpose(-1, -2) @ centred / count
-        rotation = self._rotation(view, plain)  # [B, D, D], of row vectors
+        plain = view.project(view.hidden_states).to(dtype)  # [1, H, N, D]
+        plain = plain[:, :, max(0, self.sinks - (view.seen - plain.shape[2])) :]
+        mean = plain.mean(2, keepdim=True)
+        centred = plain - mean
+        covariance = centred.transpose(-1, -2) @ centred / plain.shape[2]
+        rotation = self._rotation(view, plain)  # [1, 1, D, D], of row vectors
         mean, covariance = mean @ rotation, rotation.transpose(-1, -2) @ covariance @ rotation
         k = view.keys.to(dtype).unsqueeze(2)
         b, h, _, _, d = k.shape
         logits = (k @ mean.view(b, h, -1, d, 1)).squeeze(-1) * view.scale
         spread = ((k @ covariance.view(b, h, -1, d, d)) * k).sum(-1)
-        logits = logits + spread * view.scale**2 / 2
-        sink = view.ranks() < self.sinks
-        skip = (sink | ~view.real_keys).unsqueeze(2)
-        scores = logits.masked_fill(skip, -torch.inf).softmax(-1).nan_to_num().mean(2)
-        scores = scores * view.values.to(dtype).norm(dim=-1)
+        sink = view.slots < self.sinks
+        logits = (logits + spread * view.scale**2 / 2).masked_fill(sink.unsqueeze(2), -torch.inf)
+        scores = logits.softmax(-1).nan_to_num().mean(2) * view.values.to(dtype).norm(dim=-1)
         return scores.masked_fill(sink, float(scores.max()) + 1)
 
     def _rotation(self, view: CacheView, like: Tensor) -> Tensor:
-        """The mean [B, 1, D, D] of the rotations to the next positions."""
-        d, b = like.shape[-1], like.shape[0]
+        """The mean [1, 1, D, D] of the rotations to the next positions."""
+        d = like.shape[-1]
         positions = view.next.unsqueeze(1) + torch.arange(self.ahead, device=like.device)
         unit = torch.eye(d, dtype=like.dtype, device=like.device)
         rows = [
-            view.rotate(unit[i].expand(b, 1, self.ahead, d), positions).mean(2, keepdim=True)
-            for i in range(d)
+            view.rotate(one.expand(1, 1, self.ahead, d), positions).mean(2, keepdim=True)
+            for one in unit
         ]
         return torch.cat(rows, 2).to(like.dtype)

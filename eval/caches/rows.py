@@ -24,7 +24,7 @@ class KVzip:
     """KVzip's score (arXiv 2505.23416): the largest attention that a key receives while the prompt
     is repeated.
 
-    The scores come from a second forward, which `measure.kept_by` makes once for each prompt.
+    The scores come from a second forward, which `measure.Meter` makes once for each prompt.
 
     Attributes:
         views: of the prompt whose scores `found` has, by layer.
@@ -64,25 +64,22 @@ class Ours:
 def all_rows() -> dict[str, Row]:
     """Every row by name, what the comparison needs first."""
     kvzip = KVzip()
-    every: dict[str, tuple[str, Any]] = {
-        "random": ("keys at random", Published(Random())),
-        "snapkv": ("attention of the last 64 queries", Published(SnapKV())),
-        "h2o": ("all attention received", Published(H2O())),
-        "expected-attention": (
-            "attention expected from the queries' mean and covariance",
-            Published(ExpectedAttention()),
-        ),
-        DEFAULT: ("the default", Ours(Selection())),
-        "ours-keys": ("the default's keys alone", Ours(Selection(), fit=False)),
-        "paper": ("the paper's causal merging", CausalMaMe()),
-        "kvzip": ("attention while the prompt is repeated", Published(kvzip, together=True)),
-        "kvzip-fit": ("KVzip's scores in the default", Ours(Selection(kvzip))),
-        "paper-acausal": ("the paper's merging without its mask", CausalMaMe("none")),
-        "paper-strict": ("the paper's merging, causal in its weights too", CausalMaMe("strict")),
-    }
+    every: list[tuple[str, str, Any]] = [
+        ("random", "keys at random", Published(Random())),
+        ("snapkv", "attention of the last 64 queries", Published(SnapKV())),
+        ("h2o", "all attention received", Published(H2O())),
+        ("expected-attention", "attention expected from queries", Published(ExpectedAttention())),
+        (DEFAULT, "the default", Ours(Selection())),
+        ("ours-keys", "the default's keys alone", Ours(Selection(), fit=False)),
+        ("paper", "the paper's causal merging", CausalMaMe()),
+        ("kvzip", "attention while the prompt is repeated", Published(kvzip, together=True)),
+        ("kvzip-fit", "KVzip's scores in the default", Ours(Selection(kvzip))),
+        ("paper-acausal", "the paper's merging without its mask", CausalMaMe("none")),
+        ("paper-strict", "the paper's merging, its weights causal too", CausalMaMe("strict")),
+    ]
     return {
         name: Row(name=name, label=about, method=method, default=name == DEFAULT)
-        for name, (about, method) in every.items()
+        for name, about, method in every
     }
 
 

@@ -1,4 +1,4 @@
-"""The run behind `mame-sd-eval cache`: passages and prompts, resumable, one JSON line for each
+"""The run behind `mame-sd-eval cache`: passages and questions, resumable, one JSON line for each
 result.
 """
 
@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.runs.files import check_place
+from mame_sd.runs.model_files import ModelChoice
 
 from ..store import Store
 from ..tables import named
-from .measure import Meter, measure_passage
+from .measure import Case, Meter, measure
 from .model import load_language_model
-from .retrieval import Prompt, measure_prompt, prompts
+from .retrieval import questions
 from .rows import all_rows
 from .settings import CacheSettings
-from .texts import Passage, passages, text_files
+from .texts import passages, text_files
 
 FORMAT = "mame-sd caches 1"
 KEYS = ("model", "half", "case", "kind", "length", "row", "share")
@@ -25,7 +26,10 @@ REPEAT = "\n\nRepeat the previous context exactly.\n"
 
 
 def run_cache(
-    settings: CacheSettings, out: Path, on_progress: Callable[[int, int], None]
+    settings: CacheSettings,
+    choice: ModelChoice,
+    out: Path,
+    on_progress: Callable[[int, int], object],
 ) -> list[dict[str, Any]]:
     """Measures what `out` does not hold yet, and returns all results of these settings.
 
@@ -34,48 +38,37 @@ def run_cache(
     """
     check_place(out, out)
     rows = list(named(settings.rows, all_rows()).values())
-    folder = None if settings.texts is None else Path(settings.texts)
-    files = text_files(folder) if settings.num else {}
-    how = {name: getattr(settings, name) for name in ("rest", "device", "dtype", "revision")}
-    store = Store(out / "results.jsonl", FORMAT, "results of caches", how, KEYS)
-    model, tokenizer = load_language_model(
-        settings.model,
-        None if settings.weights_dir is None else Path(settings.weights_dir),
-        settings.offline,
-        settings.device,
-        settings.dtype,
-        settings.revision,
+    folder, weights = (
+        None if given is None else Path(given) for given in (settings.texts, settings.weights_dir)
     )
+    files = text_files(folder) if settings.num else {}
+    how = {name: getattr(choice, name) for name in ("device", "dtype", "revision")}
+    how = {"rest": settings.rest, **how}
+    store = Store(out / "results.jsonl", FORMAT, "results of caches", how, KEYS)
+    model, tokenizer = load_language_model(choice, weights)
 
     def tokens(text: str) -> list[int]:
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
 
     length = settings.length
-    cases: list[Passage | Prompt] = []
+    cases: list[Case] = []
     if settings.num:
         cases += passages(tokens, files, settings.half, settings.num, length, settings.rest)
     for task in settings.asked:
-        cases += prompts(task, tokenizer, settings.prompts, length)
+        cases += questions(task, tokens, settings.prompts, length)
+    run = {"model": choice.model, "half": settings.half, "length": length}
     with Meter(model, tokens(REPEAT)) as meter:
         for number, case in enumerate(cases, 1):
-            kind = "text" if isinstance(case, Passage) else case.task
-            about = {
-                "model": settings.model,
-                "half": settings.half,
-                "case": case.name,
-                "kind": kind,
-                "length": length,
-            }
+            about = {**run, "case": case.name, "kind": case.kind}
 
             def done(row: str, share: float, about: dict[str, Any] = about) -> bool:
                 return store.key({**about, "row": row, "share": share}) in store.found
 
-            measure: Any = measure_passage if isinstance(case, Passage) else measure_prompt
             for result in measure(meter, case, rows, settings.kept, done):
                 store.add({**about, **result})
             on_progress(number, len(cases))
-    names = {row.name for row in rows} | {"full"}
-    of = {case.name for case in cases}
+    names, of = {row.name for row in rows} | {"full"}, {case.name for case in cases}
     return [
         line
         for line in store.found.values()

@@ -1,11 +1,10 @@
-"""What `mame-sd-eval cache` measures, and on which model and texts."""
+"""What `mame-sd-eval cache` measures, and on which texts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from mame_sd.errors import UserError
-from mame_sd.runs.model_files import DTYPES, ModelChoice
 from mame_sd.runs.options import option
 
 from ..tables import names_in
@@ -22,9 +21,6 @@ class CacheSettings:
         UserError: naming the option, its range and the value that came.
     """
 
-    model: str = option(
-        "smollm2", "smollm2 (98 MB from PyPI), or a folder or name that transformers loads."
-    )
     texts: str | None = option(
         None,
         "Folder of HTML, Python or plain text. Without it, Python's own.",
@@ -42,13 +38,7 @@ class CacheSettings:
     rows: str | None = option(
         None, "Methods, with commas between. Without it, all.", metavar="NAMES"
     )
-    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
-    dtype: str = option(
-        "float32", "Number format of the model.", metavar="|".join(("auto", *DTYPES))
-    )
-    revision: str | None = option(None, "Revision of a hub id.")
     weights_dir: str | None = option(None, "Folder with weights, looked into first.", metavar="DIR")
-    offline: bool = option(False, "Never ask a network.")
 
     def __post_init__(self) -> None:
         limits = (("num", 0), ("prompts", 1), ("length", 64), ("rest", 2))
@@ -64,7 +54,6 @@ class CacheSettings:
         for task in self.asked:
             if task not in TASKS:
                 raise UserError(f"--tasks: expected some of {', '.join(TASKS)}, got {task!r}")
-        ModelChoice(device=self.device, dtype=self.dtype)  # which knows them
 
     @property
     def kept(self) -> tuple[float, ...]:

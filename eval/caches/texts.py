@@ -12,24 +12,15 @@ import random
 import re
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from mame_sd.errors import UserError
 
+from .measure import TEXT, Case
 from .settings import HALVES
 
 SUFFIXES = (".html", ".htm", ".py", ".txt", ".md", ".rst")
 _SHORTEST = 6_000  # characters of a file that is looked at
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A prompt and what follows it in the text, as token ids."""
-
-    name: str
-    prompt: list[int]
-    rest: list[int]
 
 
 def read_text(path: Path) -> str:
@@ -40,10 +31,8 @@ def read_text(path: Path) -> str:
         raise UserError(
             f"--texts: expected readable text in {path}, got: {error}; remove the file"
         ) from error
-    return _without_tags(text) if path.suffix in (".html", ".htm") else text
-
-
-def _without_tags(text: str) -> str:
+    if path.suffix not in (".html", ".htm"):
+        return text
     text = re.sub(r"(?s)<(script|style|head).*?</\1>", "", text)
     text = html.unescape(re.sub(r"<[^>]+>", "", text))
     return re.sub(r"\n\s*\n+", "\n\n", re.sub(r"[ \t]+", " ", text))
@@ -81,7 +70,7 @@ def passages(
     num: int,
     length: int,
     rest: int,
-) -> list[Passage]:
+) -> list[Case]:
     """`num` passages of one half, sources in turn, one of each file.
 
     Args:
@@ -93,7 +82,7 @@ def passages(
         UserError: fewer texts than that.
     """
     sources = [_of_source(tokens, name, own, half, length, rest) for name, own in files.items()]
-    found: list[Passage] = []
+    found: list[Case] = []
     while sources and len(found) < num:
         for source in list(sources):
             passage = next(source, None)
@@ -115,18 +104,14 @@ def _of_source(
     half: str,
     length: int,
     rest: int,
-) -> Iterator[Passage]:
+) -> Iterator[Case]:
     files = [path for path in files if half_of(path) == half]
     random.Random(0).shuffle(files)
     for path in files:
-        if path.name.startswith("index"):  # a table of contents
-            continue
-        text = read_text(path)
-        if len(text) < _SHORTEST:
-            continue
-        ids = tokens(text)
+        text = "" if path.name.startswith("index") else read_text(path)  # a table of contents
+        ids = tokens(text) if len(text) >= _SHORTEST else []
         spare = len(ids) - length - rest
         if spare >= 50:
             start = random.Random(path.name).randrange(spare)
             end = start + length
-            yield Passage(f"{name}/{path.name}", ids[start:end], ids[end : end + rest])
+            yield Case(f"{name}/{path.name}", TEXT, ids[start:end], ids[end : end + rest])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -19,9 +20,9 @@ from mame_sd.errors import UserError, first_line
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.model_files import ModelChoice
 
-from ..networks.pretrained import DEVIATION, MEAN, load_dinov2, load_smollm2
+from ..networks.pretrained import DEVIATION, MEAN, load_dinov2, load_pretrained, load_smollm2
 
-MINI = "captioner.safetensors"  # in a folder: what train_captioner of commit 350f706 trained
+MINI = "captioner.safetensors"  # in a folder: projector and updates of the mini LLaVA
 EMBEDDED = "embedded-captioner"  # the name of the one that this project trained
 MARK = "<image>"
 PROMPT = f"USER: {MARK}\nDescribe the image in one sentence. ASSISTANT:"
@@ -85,27 +86,23 @@ def load_captioner(
     Raises:
         UserError: it isn't there, or is no LLaVA, or no such device.
     """
-    from transformers.utils import logging
-
     check_prompt(choice, prompt)
-    logging.disable_progress_bar()
     device = pick_device(choice.device)
     dtype = pick_dtype(choice.dtype, device)
-    mini, name = _mini_of(choice), choice.model or EMBEDDED
-    if mini is not None:
-        found = _mini(mini, weights_dir, choice.offline)
-        return replace(found, model=found.model.to(device, dtype))
+    mini = _mini_of(choice)
+    found = _published(choice, prompt, dtype) if mini is None else _mini(mini, weights_dir, choice)
+    return replace(found, model=found.model.eval().requires_grad_(False).to(device, dtype))
+
+
+def _published(choice: ModelChoice, prompt: str | None, dtype: torch.dtype) -> Captioner:
+    """A LLaVA in transformers' format."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    try:
-        where = {"local_files_only": choice.offline, "revision": choice.revision or "main"}
-        processor = AutoProcessor.from_pretrained(name, **where)
-        model: Any = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, **where)
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(
-            f"--model: expected a LLaVA of transformers, or a folder with {MINI}, got {name}:"
-            f" {first_line(error)}"
-        ) from error
+    expected = f"a LLaVA of transformers, or a folder with {MINI}"
+    named = replace(choice, model=choice.model or EMBEDDED)
+    processor, model = load_pretrained(
+        named, expected, AutoProcessor, AutoModelForImageTextToText, dtype
+    )
     if name_of(model) not in LLAVA:
         raise UserError(
             f"--model: expected one of {', '.join(LLAVA)}, got {type(model).__name__}; give another"
@@ -115,46 +112,36 @@ def load_captioner(
         made = processor(images=[picture], text=[prompt or PROMPT], return_tensors="pt")
         return {name: value for name, value in made.items() if name != "token_type_ids"}
 
-    def text(ids: Tensor) -> str:
-        return str(processor.decode(ids, skip_special_tokens=True)).strip()
-
-    return Captioner(model.eval().to(device), inputs, text)
+    return Captioner(model, inputs, lambda ids: _words(processor, ids))
 
 
 def _mini_of(choice: ModelChoice) -> Path | None:
     """The file of a mini LLaVA, where the model is one."""
-    name = choice.model or EMBEDDED
-    folder = Path(name)
-    if name == EMBEDDED and not folder.exists():
+    folder = Path(choice.model or EMBEDDED)
+    if str(folder) == EMBEDDED and not folder.exists():
         folder = models_folder() / "captioner"
     return folder / MINI if (folder / MINI).is_file() else None
 
 
-def _mini(path: Path, weights_dir: Path | None, offline: bool) -> Captioner:
+def _mini(path: Path, weights_dir: Path | None, choice: ModelChoice) -> Captioner:
     """DINOv2-S, SmolLM2 and what joins them."""
-    language, tokenizer = load_smollm2(weights_dir, offline)
-    tower = load_dinov2(weights_dir, offline)
+    language, tokenizer = load_smollm2(weights_dir, choice.offline)
+    tower = load_dinov2(weights_dir, choice.offline)
     image = tokenizer.convert_tokens_to_ids(_IMAGE)
-    model = joined(tower, language, path, image)
     head = [image] * (_SIDE // _PATCH) ** 2 + tokenizer("\n")["input_ids"]
 
     def inputs(picture: Image.Image) -> dict[str, Tensor]:
-        ids = torch.tensor([head])
-        return {"input_ids": ids, "pixel_values": pixels_of(picture)[None]}
+        small = picture.convert("RGB").resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
+        x = torch.from_numpy(np.asarray(small, np.float32) / 255)
+        pixels = ((x - torch.tensor(MEAN)) / torch.tensor(DEVIATION)).permute(2, 0, 1)
+        return {"input_ids": torch.tensor([head]), "pixel_values": pixels[None]}
 
-    def text(ids: Tensor) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
-
-    return Captioner(model, inputs, text)
+    model = joined(tower, language, path, image)
+    return Captioner(model, inputs, lambda ids: _words(tokenizer, ids))
 
 
-def pixels_of(picture: Image.Image) -> Tensor:
-    """[3, side, side] of a picture as the mini LLaVA's tower takes it."""
-    import numpy as np
-
-    small = picture.convert("RGB").resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
-    x = torch.from_numpy(np.asarray(small, np.float32) / 255).permute(2, 0, 1)
-    return (x - torch.tensor(MEAN)[:, None, None]) / torch.tensor(DEVIATION)[:, None, None]
+def _words(tokenizer: Any, ids: Tensor) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
 
 
 def joined(tower: Any, language: Any, path: Path, image: int) -> Any:
@@ -182,11 +169,8 @@ def joined(tower: Any, language: Any, path: Path, image: int) -> Any:
     model.generation_config = language.generation_config
     try:
         tensors = {name: value.float() for name, value in load_file(path).items()}
-        projector = {
-            name.removeprefix("projector."): value
-            for name, value in tensors.items()
-            if name.startswith("projector.")
-        }
+        mark = "projector."
+        projector = {n.removeprefix(mark): t for n, t in tensors.items() if n.startswith(mark)}
         model.model.multi_modal_projector.load_state_dict(projector, assign=True)
         for name in {one.rpartition(".")[0] for one in tensors if one.endswith(".up")}:
             weight = model.model.language_model.get_submodule(name).weight
@@ -196,4 +180,4 @@ def joined(tower: Any, language: Any, path: Path, image: int) -> Any:
             f"--model: expected a projector and updates for these parts in {path}, got another"
             f" file: {first_line(error)}"
         ) from error
-    return model.eval().requires_grad_(False)
+    return model

@@ -1,15 +1,12 @@
 """References of captions in COCO's format: `images` with ids and files, `annotations` with
 captions.
-
-An entry of `images` may hold `things`: pairs of an object and its colour that a caption should
-name.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +20,10 @@ class Pictures:
     Attributes:
         files: of each picture by its id.
         references: captions of each.
-        things: (object, colour) of each; empty where the file names none.
     """
 
     files: dict[str, Path]
     references: dict[str, list[str]]
-    things: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
 
 def read_references(file: Path, folder: Path, num: int | None = None) -> Pictures:
@@ -38,19 +33,12 @@ def read_references(file: Path, folder: Path, num: int | None = None) -> Picture
         UserError: a file or picture that isn't there, another format, an id twice, a picture
             without captions.
     """
-    if num is not None and num < 1:
-        raise UserError(f"--num: expected at least 1, got {num}; correct it")
     try:
         content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
         images = [(_id(one["id"]), one) for one in content["images"]]
         captions = [(_id(one["image_id"]), _text(one["caption"])) for one in content["annotations"]]
         chosen = images[:num]
         files = {name: folder / _text(one.get("file_name", name)) for name, one in chosen}
-        things = {
-            name: [(_text(a), _text(b)) for a, b in one["things"]]
-            for name, one in chosen
-            if "things" in one
-        }
     except OSError as error:
         raise UserError(f"--references {file}: {first_line(error)}; check the path") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -74,7 +62,7 @@ def read_references(file: Path, folder: Path, num: int | None = None) -> Picture
             )
     if not files:
         raise UserError(f"--references {file}: expected pictures, found none")
-    return Pictures(files, {name: references[name] for name in files}, things)
+    return Pictures(files, {name: references[name] for name in files})
 
 
 def _refuse(constant: str) -> None:
@@ -89,5 +77,5 @@ def _id(value: Any) -> str:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise TypeError(f"captions, files and things are text, got {value!r:.80}")
+        raise TypeError(f"captions and files are text, got {value!r:.80}")
     return value

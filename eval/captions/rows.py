@@ -7,15 +7,14 @@ vectors an image gives. Each image is seen alone, so that a row does not depend 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from mame_sd.apply import mame
 from mame_sd.captions.apply_captioner import apply_captioner
@@ -24,16 +23,10 @@ from mame_sd.captions.farthest import cosines, farthest_first
 from mame_sd.captions.on_model import calls_on, put, take
 from mame_sd.captions.prompts import Image
 from mame_sd.captions.towers import layer_of
-from mame_sd.perception.known_encoders import find_encoder
 
-from ..perception.rivals import Traced, on_smaller_images, rival_on
+from ..perception.rivals import Traced, rival_on
 from ..perception.rules import ToMe
 from ..tables import Row, named
-
-
-def whole_of(model: Any, pixels: Tensor) -> Tensor:
-    """Projected features [L, C] of pixels [1, 3, h, w], as the model itself has them."""
-    return torch.cat(list(_features(model, _states(model, pixels)[None])))
 
 
 def _states(model: Any, pixels: Tensor) -> Tensor:
@@ -44,8 +37,9 @@ def _states(model: Any, pixels: Tensor) -> Tensor:
 
 
 def _features(model: Any, states: Tensor) -> Tensor:
+    """Projected features [L', C] of such tokens, without those that the model leaves out."""
     skip = int(model.config.vision_feature_select_strategy == "default")
-    features: Tensor = model.model.multi_modal_projector(states[:, skip:])
+    features: Tensor = model.model.multi_modal_projector(states[None, skip:])[0]
     return features
 
 
@@ -62,13 +56,18 @@ def _giving(model: Any, images: Callable[[Tensor], Image]) -> Iterator[Calls]:
         take(model, calls)
 
 
-def chosen(pick: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
-    """Some of the model's own visual tokens, in their order; `pick` gives places of [L, C]."""
+def chosen(
+    pick: Callable[[Tensor, int], Tensor], keep: float = 1.0
+) -> Callable[[Any], AbstractContextManager[Calls]]:
+    """A share of the model's own visual tokens, in their order; `pick` gives so many places of
+    features [L, C].
+    """
 
-    def on(model: Any) -> Any:
+    def on(model: Any) -> AbstractContextManager[Calls]:
         def image(pixels: Tensor) -> Image:
-            features = whole_of(model, pixels)
-            places = pick(features).sort().values
+            features = _features(model, _states(model, pixels))
+            count = max(1, round(keep * len(features)))
+            places = pick(features, count).sort().values
             return Image(features[places], places, len(features))
 
         return _giving(model, image)
@@ -76,99 +75,36 @@ def chosen(pick: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
     return on
 
 
-def everything(features: Tensor) -> Tensor:
-    """All of them."""
-    return torch.arange(len(features), device=features.device)
+def first(features: Tensor, count: int) -> Tensor:
+    """The first ones."""
+    return torch.arange(count, device=features.device)
 
 
-def random_of(keep: float) -> Callable[[Tensor], Tensor]:
-    """A share at random; which follows from the features alone."""
-
-    def pick(features: Tensor) -> Tensor:
-        data = features.detach().float().cpu().numpy().tobytes()
-        seed = int.from_bytes(hashlib.sha256(data).digest()[:4], "big")
-        order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))
-        return order[: max(1, round(keep * len(features)))].to(features.device)
-
-    return pick
+def at_random(features: Tensor, count: int) -> Tensor:
+    """Some at random; which follows from the features alone."""
+    data = features.detach().float().cpu().numpy().tobytes()
+    seed = int.from_bytes(hashlib.sha256(data).digest()[:4], "big")
+    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))
+    return order[:count].to(features.device)
 
 
-def divprune_of(keep: float) -> Callable[[Tensor], Tensor]:
-    """The share whose nearest neighbours among themselves are farthest (DivPrune, Alvar et al.
-    2025, arXiv 2503.02175): greedily, by cosine distance. Our default begins with it too.
+def divprune(features: Tensor, count: int) -> Tensor:
+    """Those whose nearest neighbours among themselves are farthest (DivPrune, Alvar et al. 2025,
+    arXiv 2503.02175): greedily, by cosine distance. Our default begins with it too.
     """
-
-    def pick(features: Tensor) -> Tensor:
-        count = max(1, round(keep * len(features)))
-        return farthest_first(cosines(features[None]), count)[0]
-
-    return pick
+    return farthest_first(cosines(features[None]), count)[0]
 
 
-def pooled(keep: float) -> Callable[[Any], Any]:
-    """Means of the projector's input over a smaller grid."""
-
-    def on(model: Any) -> Any:
-        def image(pixels: Tensor) -> Image:
-            encoder, _, known = find_encoder(model.model.vision_tower)
-            states, prefix = _states(model, pixels), known.prefix_tokens_of(encoder)
-            side = math.isqrt(len(states) - prefix)
-            grid = states[prefix:].T.unflatten(1, (side, side))
-            small = F.adaptive_avg_pool2d(grid, max(1, round(side * keep**0.5)))
-            seen = torch.cat([states[:prefix], small.flatten(1).T])
-            return _short(model, seen, small.shape[1], side)
-
-        return _giving(model, image)
-
-    return on
-
-
-def _short(model: Any, states: Tensor, less: int, side: int) -> Image:
-    """An image that gives these states [L', C], of a grid of `less` x `less` patches where it was
-    one of `side` x `side`. Each has the place in the middle of what it shows.
-    """
-    features = _features(model, states[None])[0]
-    first = len(features) - less * less
-    middle = ((torch.arange(less) + 0.5) * side / less).long()
-    places = torch.cat([torch.arange(first), (middle[:, None] * side + middle).flatten() + first])
-    return Image(features, places, first + side * side)
-
-
-def smaller(keep: float) -> Callable[[Any], Any]:
-    """The image itself with fewer pixels, and so fewer patches."""
-
-    @contextmanager
-    def on(model: Any) -> Iterator[Calls]:
-        config = model.config.vision_config
-        patch = int(config.patch_size)
-
-        def image(pixels: Tensor) -> Image:
-            side = pixels.shape[-1] // patch
-            less = max(1, round(side * keep**0.5))
-            with on_smaller_images(model.model.vision_tower, less * patch):
-                states = _states(model, pixels)
-            return _short(model, states, less, side)
-
-        with _giving(model, image) as calls:
-            yield calls
-
-    return on
-
-
-def merged(**fields: Any) -> Callable[[Any], Any]:
+@contextmanager
+def merged(model: Any, **fields: Any) -> Iterator[Calls]:
     """MaMe behind the tower."""
-
-    @contextmanager
-    def on(model: Any) -> Iterator[Calls]:
-        handle = apply_captioner(model, **fields)
-        try:
-            calls = calls_on(model)
-            assert calls is not None
-            yield calls
-        finally:
-            handle.remove()
-
-    return on
+    handle = apply_captioner(model, **fields)
+    try:
+        calls = calls_on(model)
+        assert calls is not None
+        yield calls
+    finally:
+        handle.remove()
 
 
 class Renumbered(Calls):
@@ -185,51 +121,43 @@ class Renumbered(Calls):
         return replace(found, call={**found.call, "position_ids": positions}, lost=lost)
 
 
-def renumbered(row: Callable[[Any], Any]) -> Callable[[Any], Any]:
+@contextmanager
+def renumbered(row: Callable[[Any], AbstractContextManager[Calls]], model: Any) -> Iterator[Calls]:
     """A row whose tokens are counted anew."""
-
-    @contextmanager
-    def on(model: Any) -> Iterator[Calls]:
-        with row(model) as own:
-            calls = Renumbered(model, own.seen)
-            put(calls)
-            try:
-                yield calls
-            finally:
-                put(own)
-
-    return on
+    with row(model) as own:
+        calls = Renumbered(model, own.seen)
+        put(calls)
+        try:
+            yield calls
+        finally:
+            put(own)
 
 
-def in_tower(make: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
+@contextmanager
+def in_tower(make: Callable[[Any, int], Any], model: Any) -> Iterator[Calls]:
     """Tokens that merge in the tower's blocks, in the order of their places.
 
     Args:
         make: puts merging on a tower of which so many blocks are read, for a `with` block.
     """
+    count = layer_of(model)
+    skip = int(model.config.vision_feature_select_strategy == "default")
+    with make(model.model.vision_tower, count) as handle:
+        handle.capture()
 
-    @contextmanager
-    def on(model: Any) -> Iterator[Calls]:
-        tower, count = model.model.vision_tower, layer_of(model)
-        skip = int(model.config.vision_feature_select_strategy == "default")
-        with make(tower, count) as handle:
-            handle.capture()
+        def image(pixels: Tensor) -> Image:
+            states = _states(model, pixels)
+            plans = [plan for n, plan in sorted(handle.plans().items()) if n < count]
+            whole = _tokens_in(plans[0]) if plans else len(states)
+            places = torch.arange(whole, device=states.device)
+            for plan in plans:
+                places = places[_kept(plan)]
+            order = places.argsort()
+            features = _features(model, states[order])
+            return Image(features, places[order][skip:] - skip, whole - skip)
 
-            def image(pixels: Tensor) -> Image:
-                states = _states(model, pixels)
-                plans = [plan for n, plan in sorted(handle.plans().items()) if n < count]
-                whole = _tokens_in(plans[0]) if plans else len(states)
-                places = torch.arange(whole, device=states.device)
-                for plan in plans:
-                    places = places[_kept(plan)]
-                order = places.argsort()
-                features = _features(model, states[order][None])[0]
-                return Image(features, places[order][skip:] - skip, whole - skip)
-
-            with _giving(model, image) as calls:
-                yield calls
-
-    return on
+        with _giving(model, image) as calls:
+            yield calls
 
 
 def _kept(plan: Any) -> Tensor:
@@ -239,9 +167,9 @@ def _kept(plan: Any) -> Tensor:
     if not isinstance(plan, Traced):
         return plan.kept.expand(1, -1)[0]
     rows = plan.rows[0]
-    first = rows.new_full((int(rows.max()) + 1,), len(rows))
+    found = rows.new_full((int(rows.max()) + 1,), len(rows))
     every = torch.arange(len(rows), device=rows.device)
-    return first.scatter_reduce(0, rows, every, "amin")
+    return found.scatter_reduce(0, rows, every, "amin")
 
 
 def _tokens_in(plan: Any) -> int:
@@ -249,21 +177,16 @@ def _tokens_in(plan: Any) -> int:
 
 
 SHARES = (0.5, 0.25, 0.11)
-PAPER = in_tower(lambda tower, count: mame(tower, tau=0.8, blocks=count))
-_EVERY: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "baseline": ("baseline", chosen(everything)),
-    "tome": ("ToMe, r = 8", in_tower(lambda tower, _: rival_on(tower, ToMe(8)))),
-    "tau-0.8": ("MaMe, tau .8", merged(tau=0.8)),
-    "plain-0.8": ("MaMe, paper's form, tau .8", renumbered(PAPER)),
-    **{f"keep-{k}": (f"MaMe, keep {k}", merged(keep=k)) for k in SHARES},
-    **{
-        f"renumbered-{k}": (f"MaMe, keep {k}, renumbered", renumbered(merged(keep=k)))
-        for k in SHARES
-    },
-    **{f"random-{k}": (f"random dropping, {k}", chosen(random_of(k))) for k in SHARES},
-    **{f"pool-{k}": (f"pooling, {k}", pooled(k)) for k in SHARES},
-    **{f"smaller-{k}": (f"smaller image, {k}", smaller(k)) for k in SHARES},
-    **{f"divprune-{k}": (f"DivPrune, {k}", chosen(divprune_of(k))) for k in SHARES},
+_TOME = partial(in_tower, lambda tower, _: rival_on(tower, ToMe(8)))
+_PAPER = partial(in_tower, lambda tower, count: mame(tower, tau=0.8, blocks=count))
+_EVERY: dict[str, tuple[str, Callable[[Any], AbstractContextManager[Calls]]]] = {
+    "baseline": ("baseline", chosen(first)),
+    "tome": ("ToMe, r = 8", _TOME),
+    "tau-0.8": ("MaMe, tau .8", partial(merged, tau=0.8)),
+    "plain-0.8": ("MaMe, paper's form, tau .8", partial(renumbered, _PAPER)),
+    **{f"keep-{k}": (f"MaMe, keep {k}", partial(merged, keep=k)) for k in SHARES},
+    **{f"random-{k}": (f"random dropping, {k}", chosen(at_random, k)) for k in SHARES},
+    **{f"divprune-{k}": (f"DivPrune, {k}", chosen(divprune, k)) for k in SHARES},
 }
 # a row's `method` puts it on a LLaVA for a `with` block
 ROWS = {

@@ -1,5 +1,4 @@
-"""How near captions are to their references: BLEU-1 to 4, ROUGE-L and CIDEr by pycocoevalcap, and
-whether objects and their colours are named.
+"""How near captions are to their references: BLEU-1 to 4, ROUGE-L and CIDEr by pycocoevalcap.
 
 pycocoevalcap's tokenizer is a Java program. `tokens` stands in for it: lower case, words with
 their inner hyphens, apostrophes and dots, without punctuation. Unlike it, it does not part "don't".
@@ -15,7 +14,6 @@ from mame_sd.errors import UserError
 
 SCORES = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr")
 _WORD = re.compile(r"[^\W_]+(?:[-'.][^\W_]+)*")
-_PAIR = r"{name} on (?:an? )?{color}\b"
 
 
 def tokens(text: str) -> str:
@@ -49,31 +47,3 @@ def language_scores(
     bleu: Any = Bleu(4).compute_score(given, made, verbose=0)[0]
     rouge, cider = Rouge().compute_score(given, made)[0], Cider().compute_score(given, made)[0]
     return dict(zip(SCORES, (*map(float, bleu), float(rouge), float(cider)), strict=True))
-
-
-def named_right(
-    caption: str, things: Sequence[tuple[str, str]], names: Sequence[str]
-) -> tuple[float, float]:
-    """How well one caption names objects, and objects with their colours: twice the number of right
-    ones over that of named and true ones (F1).
-
-    Args:
-        caption: as it was written.
-        things: (object, colour) of what the picture shows.
-        names: of all objects that captions may name.
-
-    >>> named_right("a cat on red and an owl on blue", [("cat", "red"), ("owl", "white")],
-    ...             ["cat", "owl", "car"])
-    (1.0, 0.5)
-    """
-    text = f" {tokens(caption)} "
-    found = {name for name in names if f" {tokens(name)} " in text}
-    true = {name for name, _ in things}
-    right = found & true
-    pairs = [
-        (name, color)
-        for name, color in things
-        if re.search(_PAIR.format(name=re.escape(tokens(name)), color=re.escape(color)), text)
-    ]
-    both = len(found) + len(true)
-    return 2 * len(right) / both, 2 * len(pairs) / both

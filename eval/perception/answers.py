@@ -10,7 +10,7 @@ Both are kept as they are made, so that a stopped run continues. Batches are sha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from .data import ImageSet
 from .heads import Head, inputs_of
 from .methods import Method
 
-FORMAT = "mame-sd answers 3"
+FORMAT = "mame-sd answers 4"
 Progress = Callable[[int, int], object]
 
 
@@ -40,14 +40,12 @@ class Batch:
         flops: multiply-adds for one of them.
         tokens: before the first block, then after each one.
         files: a digest of the names and sizes of its files.
-        near: of a model that gives features alone, `Head.nearness`.
     """
 
     answers: list[int]
     flops: float
     tokens: list[float]
     files: str
-    near: Mapping[str, list[float]] = field(default_factory=dict)
 
 
 Batches = dict[int, Batch]
@@ -91,8 +89,7 @@ def answers_of(
             answers = head.logits(inputs).argmax(-1).tolist()
             report = handle.report()
         tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
-        near = head.nearness(method, inputs)
-        own[number] = Batch(answers, report.flops, tokens, files[number], near)
+        own[number] = Batch(answers, report.flops, tokens, files[number])
         store.add({"batch": number, **asdict(own[number])})
         count += len(answers)
         on_progress(count, total)

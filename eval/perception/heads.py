@@ -23,7 +23,6 @@ from mame_sd.perception.known_encoders import find_encoder
 
 from .data import ImageSet
 from .encoders import LoadedEncoder, check_size
-from .methods import Method
 
 TEMPLATES = ("a photo of a {}.",)
 PROMPTS_AT_ONCE = 64
@@ -48,12 +47,6 @@ class Head:
             return logits
         return unit(self.encoder.model.get_image_features(**inputs)) @ self.text.T
 
-    def nearness(self, method: Method, inputs: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """How near features under `method` are to the unmerged model's, by column and image; none
-        of a model that answers by a class.
-        """
-        return {}
-
 
 @dataclass(frozen=True, kw_only=True)
 class NearestHead(Head):
@@ -72,26 +65,6 @@ class NearestHead(Head):
         cosines = summary(self.encoder.model, inputs) @ self.gallery.T
         found = cosines.new_full((len(cosines), int(self.answers.max()) + 1), -2.0)
         return found.scatter_reduce(1, self.answers.expand_as(cosines), cosines, "amax")
-
-    @torch.no_grad()
-    def nearness(self, method: Method, inputs: Mapping[str, Tensor]) -> dict[str, list[float]]:
-        """Cosines to the unmerged model's class token (or mean); where tokens can be restored to
-        their places, the mean of those to its patches too.
-        """
-        model = self.encoder.model
-        encoder, _, known = find_encoder(model)
-        prefix = known.prefix_tokens_of(encoder)
-        whole = model(**inputs).last_hidden_state.float()
-        with method.counted(model) as handle:
-            handle.capture()
-            own = model(**inputs).last_hidden_state
-            own = (handle.restore(own) if handle.plans() else own).float()
-        first = [one[:, 0] if prefix else one.mean(1) for one in (own, whole)]
-        found = {"class_token": F.cosine_similarity(first[0], first[1]).tolist()}
-        if own.shape == whole.shape:
-            cosines = F.cosine_similarity(own, whole, dim=-1)[:, prefix:]  # [B, patches]
-            found["patches"] = cosines.mean(1).tolist()
-        return found
 
 
 def summary(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -29,11 +29,11 @@ from ..benchmark.timings import summary
 from ..metric_list import METRICS, Metric, cost, fidelity, quality
 from ..results.schema import NOT_YET, Gate, Results, Value
 from ..results.schema import Row as Line
-from ..stats import mean_interval, share_difference, wilson
+from ..stats import share_difference, wilson
 from ..timing import quartiles
 from .answers import Batch, Batches, answers_of, speed_of
 from .data import ImageSet
-from .heads import Head, NearestHead, inputs_of
+from .heads import Head, inputs_of
 from .methods import RIVALS, Merged, Method, at_flops, side_of
 from .rows import BASELINE, SUITES, Row
 
@@ -50,11 +50,6 @@ _THROUGHPUT = (
 )
 _TOKENS = "After the last block, prefix tokens included, mean over all images."
 _AGREEMENT = "Share of images whose answer is the unmerged model's, with Wilson's 95 % interval."
-_CLASS_TOKEN = (
-    "Cosine to the unmerged model's class token, or to its mean over tokens: mean over images with"
-    " its 95 % interval; of models that give features alone."
-)
-_PATCHES = "Mean cosine to the unmerged model's patches, where tokens can be restored to theirs."
 _TOP1 = (
     "Share of images whose answer is their label, with Wilson's 95 % interval; p of McNemar's exact"
     " test against the unmerged model."
@@ -70,8 +65,6 @@ COLUMNS: tuple[Metric, ...] = (
     METRICS["memory"],
     cost("tokens", "Tokens left", "", 1, _TOKENS, needs="alone"),
     fidelity("agreement", "Agreement", "higher", _AGREEMENT, unit="%", digits=2),
-    fidelity("class_token", "Class token", "higher", _CLASS_TOKEN, digits=3),
-    fidelity("patches", "Patches", "higher", _PATCHES, digits=3),
     quality("top1", "Top-1", "image", _TOP1, unit="%", digits=2),
     quality("ahead", "Ahead of ToMe", "image", _AHEAD, unit="points", digits=2),
 )
@@ -138,14 +131,6 @@ class Classification:
         """Whether ToMe runs at the FLOPs of some row."""
         return any(row.rival == TOME and row.at for row in self.rows)
 
-    @property
-    def _metrics(self) -> list[Metric]:
-        """The columns of the table."""
-        lacking = set() if self._meets_tome else {"ahead"}
-        if not isinstance(self.head, NearestHead):
-            lacking |= {"class_token", "patches"}
-        return [metric for metric in COLUMNS if metric.name not in lacking]
-
     def _before(self) -> Results:
         """What is known before anything is measured."""
         encoder, about = self.head.encoder, self.images.about()
@@ -183,7 +168,7 @@ class Classification:
                     "attention": getattr(encoder.model.config, "_attn_implementation", None),
                 },
             },
-            metrics=self._metrics,
+            metrics=[one for one in COLUMNS if self._meets_tome or one.name != "ahead"],
             rows=rows,
             reference=f"the labels of {about['name']}" if labelled else None,
             reference_n=about["images"] if labelled else None,
@@ -257,10 +242,6 @@ class Classification:
         if name != BASELINE:
             same = sum(a == b for a, b in zip(answers, plain, strict=True))
             values["agreement"] = Value(**wilson(same, count))
-            for column in batches[0].near:
-                every = [one for batch in batches for one in batch.near[column]]
-                keys = {str(place): str(place) for place in range(len(every))}
-                values[column] = Value(**mean_interval(dict(zip(keys, every, strict=True)), keys))
         right = self._right(name)
         if right is None:
             values["top1"] = UNLABELLED

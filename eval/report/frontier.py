@@ -21,15 +21,15 @@ from .select import Focus
 
 @dataclass(frozen=True)
 class Point:
-    """A row at (times as fast as the baseline, closeness), with its intervals (low, high) where it
-    has them.
-    """
+    """A row at (times as fast as the baseline, closeness), with the intervals that these have."""
 
     row: Row
-    speed: float
-    closeness: float
-    speed_interval: tuple[float, float] | None = None
-    closeness_interval: tuple[float, float] | None = None
+    speed: Value
+    near: Value
+
+    @property
+    def at(self) -> tuple[float, float]:
+        return self.speed.mean or 0.0, self.near.mean or 0.0
 
 
 def points(results: Results, chosen: Focus) -> list[Point]:
@@ -41,21 +41,15 @@ def points(results: Results, chosen: Focus) -> list[Point]:
     """
     found = []
     for row in results.measured:
-        if row.family == "floor":
+        speed, near = chosen.speed(row), row.value(chosen.closeness)
+        if row is chosen.baseline and speed is not None:
+            speed = Value(mean=1.0)
+            if chosen.closeness is not None and chosen.closeness.better == "lower":
+                near = Value(mean=0.0)
+        if row.family == "floor" or speed is None or near is None:
             continue
-        speed, value = chosen.speedup(row), row.value(chosen.closeness)
-        if (
-            row is chosen.baseline
-            and chosen.closeness is not None
-            and chosen.closeness.better == "lower"
-        ):
-            value = Value(mean=0.0)
-        if speed is None or value is None or value.mean is None or not math.isfinite(value.mean):
-            continue
-        latency = row.value(chosen.latency) if row is not chosen.baseline else None
-        found.append(
-            Point(row, speed, value.mean, speed_interval(latency, speed, chosen), _pair(value))
-        )
+        if near.mean is not None and math.isfinite(near.mean):
+            found.append(Point(row, speed, near))
     return found
 
 
@@ -64,12 +58,11 @@ def frontier(found: Sequence[Point], lower: bool) -> list[Point]:
     closeness is better.
     """
     sign = 1 if lower else -1
-    ordered = sorted(found, key=lambda point: (-point.speed, sign * point.closeness))
     best = math.inf
     kept = []
-    for point in ordered:
-        if sign * point.closeness < best:
-            best = sign * point.closeness
+    for point in sorted(found, key=lambda point: (-point.at[0], sign * point.at[1])):
+        if sign * point.at[1] < best:
+            best = sign * point.at[1]
             kept.append(point)
     return kept[::-1]
 
@@ -92,8 +85,8 @@ def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
         figure.draw_without_rendering()
         _label(axes, found, best)
         words = [
-            f"{p.row.label} {times(p.speed)} times as fast at"
-            f" {number(p.closeness, chosen.closeness.digits)}"
+            f"{p.row.label} {times(p.at[0])} times as fast at"
+            f" {number(p.at[1], chosen.closeness.digits)}"
             for p in found
         ]
         description = f"Speed against {chosen.closeness.label}: " + "; ".join(words)
@@ -104,24 +97,17 @@ def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
     axes.grid(True)
     axes.set_axisbelow(True)
     axes.axvline(1, color=COLORS["muted"], linewidth=1, linestyle=(0, (2, 3)))
-    axes.plot(
-        [p.speed for p in best],
-        [p.closeness for p in best],
-        color=COLORS["muted"],
-        linewidth=7,
-        alpha=0.2,
-    )
+    band = zip(*(p.at for p in best), strict=True)
+    axes.plot(*map(list, band), color=COLORS["muted"], linewidth=7, alpha=0.2)
     for point in found:
         color = FAMILY_COLORS[point.row.family]
-        for pair, where in ((point.speed_interval, "x"), (point.closeness_interval, "y")):
-            if pair is not None:
-                across = (
-                    ([point.speed] * 2, pair) if where == "y" else (pair, [point.closeness] * 2)
-                )
+        x, y = point.at
+        for across in ((point.speed.interval, (y, y)), ((x, x), point.near.interval)):
+            if None not in across:
                 axes.plot(*across, color=color, linewidth=1.4, alpha=0.55, solid_capstyle="butt")
         axes.plot(
-            point.speed,
-            point.closeness,
+            x,
+            y,
             MARKERS[point.row.family],
             color=color if point.row.family != "baseline" else COLORS["paper"],
             markeredgecolor=color,
@@ -129,22 +115,22 @@ def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
             markeredgewidth=1.6,
             zorder=3,
         )
-    _limit(axes, [p.speed for p in found], [p.speed_interval for p in found], "x")
-    _limit(axes, [p.closeness for p in found], [p.closeness_interval for p in found], "y")
+    axes.set_xlim(_limits([p.speed for p in found]))
+    axes.set_ylim(_limits([p.near for p in found]))
 
 
-def _limit(
-    axes: Axes, values: Sequence[float], intervals: Sequence[tuple[float, float] | None], axis: str
-) -> None:
+def _limits(values: Sequence[Value]) -> tuple[float, float]:
     """Show every value with room for its name; intervals may widen that by half, and run out of the
     frame beyond.
     """
-    low, high = min(values), max(values)
+    means = [value.mean or 0.0 for value in values]
+    low, high = min(means), max(means)
     room = (high - low) or abs(high) or 1.0
-    ends = [end for pair in intervals if pair is not None for end in pair]
-    low = max(min([low, *ends]), low - room / 2) - 0.12 * room
-    high = min(max([high, *ends]), high + room / 2) + 0.12 * room
-    axes.set(**{f"{axis}lim": (low, high)})
+    ends = [end for value in values for end in value.interval or ()]
+    return (
+        max(min([low, *ends]), low - room / 2) - 0.12 * room,
+        min(max([high, *ends]), high + room / 2) + 0.12 * room,
+    )
 
 
 def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
@@ -158,7 +144,7 @@ def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
         right = own.x0 > inside.x0 + inside.width / 2
         text = axes.annotate(
             point.row.label,
-            (point.speed, point.closeness),
+            point.at,
             (-10 if right else 10, 0),
             textcoords="offset points",
             ha="right" if right else "left",
@@ -176,21 +162,5 @@ def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
 
 def _around(axes: Axes, point: Point) -> Bbox:
     """What the point's marker covers, in units of the drawing."""
-    x, y = axes.transData.transform((point.speed, point.closeness))
+    x, y = axes.transData.transform(point.at)
     return Bbox.from_bounds(x - 7, y - 7, 14, 14)
-
-
-def _pair(value: Value) -> tuple[float, float] | None:
-    return None if value.low is None or value.high is None else (value.low, value.high)
-
-
-def speed_interval(
-    latency: Value | None, speed: float, chosen: Focus
-) -> tuple[float, float] | None:
-    """The interval of the metric of speed as times the baseline's, which is taken as exact."""
-    if latency is None or not latency.mean or not latency.low or not latency.high:
-        return None
-    if chosen.latency is not None and chosen.latency.better == "higher":
-        return speed * latency.low / latency.mean, speed * latency.high / latency.mean
-    base = speed * latency.mean
-    return base / latency.high, base / latency.low

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..results.schema import Column, Value
+from ..results.schema import Value
 
 
 def number(value: float, digits: int) -> str:
@@ -21,9 +21,9 @@ def number(value: float, digits: int) -> str:
 
 def interval(value: Value, digits: int) -> str:
     """The interval as ``low – high``, or the spread as ``± std``; empty where there is neither."""
-    if value.low is None or value.high is None:
+    if value.interval is None:
         return f"± {number(value.std, digits)}" if value.std else ""
-    return f"{number(value.low, digits)} – {number(value.high, digits)}"
+    return " – ".join(number(end, digits) for end in value.interval)
 
 
 def p_value(value: Value) -> str:
@@ -36,10 +36,3 @@ def p_value(value: Value) -> str:
 def times(ratio: float) -> str:
     """A speed-up with two digits after the point."""
     return number(ratio, 2)
-
-
-def phrase(mean: float, metric: Column) -> str:
-    """``of 0.011``, ``of 38.1 dB``, ``below 0.001``: the value for running text."""
-    text = number(mean, metric.digits)
-    text = f"below {text[1:]}" if text.startswith("<") else f"of {text}"
-    return f"{text} {metric.unit}".rstrip()

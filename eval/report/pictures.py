@@ -88,57 +88,55 @@ def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
 
     What can't be read is left out and named in `missing`.
     """
-    reader = _Reader(folder)
-    by_key = {picture.key: picture for picture in results.pictures}
-    columns = [row for row in (chosen.baseline, chosen.rival, chosen.mame) if row is not None]
-    found = [
-        (case, by_key[key], [(row, reader.read(row, key)) for row in columns])
-        for case, key in cases(results, chosen)
-    ]
-    scale = _scale([difference for _, _, images in found for difference in _differences(images)])
-    shown = [
-        Case(_CASE_TITLES[case], picture, _shots(picture, images, chosen, scale), bool(case))
-        for case, picture, images in found
-    ]
-    rows = results.measured
-    count = min(GALLERY_PROMPTS, GALLERY_IMAGES // max(1, len(rows)))
-    gallery = [
-        Case(
-            picture.prompt,
-            picture,
-            [
-                _thumb(row, image, picture)
-                for row in rows
-                if (image := reader.read(row, picture.key))
-            ],
-        )
-        for picture in results.pictures[:count]
-    ]
-    return Pictures(
-        [case for case in shown if case.shots],
-        [c for c in gallery if c.shots],
-        scale,
-        sorted(reader.missing),
-    )
+    missing: set[str] = set()
 
-
-class _Reader:
-    """Reads images of runs as RGB and remembers those that it could not."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.missing: set[str] = set()
-
-    def read(self, row: Row, key: str) -> Image.Image | None:
+    def read(row: Row, key: str) -> Image.Image | None:
         if row.run is None:
             return None
         path = Path(row.run, "images", f"{key}.png")
         try:
-            with Image.open(self.folder / path) as image:
+            with Image.open(folder / path) as image:
                 return image.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-            self.missing.add(path.as_posix())
+            missing.add(path.as_posix())
             return None
+
+    by_key = {picture.key: picture for picture in results.pictures}
+    columns = [row for row in (chosen.baseline, chosen.rival, chosen.mame) if row is not None]
+    found = []
+    for case, key in cases(results, chosen):
+        images = [(row, image) for row in columns if (image := read(row, key))]
+        base = next((image for row, image in images if row.family == "baseline"), None)
+        apart = [
+            (row, difference(base, image))
+            for row, image in images
+            if row.family != "baseline" and base is not None and image.size == base.size
+        ]
+        found.append((case, by_key[key], images, apart))
+    scale = _scale([values for *_, apart in found for _, values in apart])
+    shown = []
+    for case, picture, images, apart in found:
+        shots = [
+            _shot(image, row.label, picture, row.family, LARGE_BYTES, _score(row, picture, chosen))
+            for row, image in images
+        ]
+        shots += [_map(difference_map(values, scale), row, picture) for row, values in apart]
+        shown.append(Case(_CASE_TITLES[case], picture, shots, bool(case)))
+    rows, gallery = results.measured, []
+    count = min(GALLERY_PROMPTS, GALLERY_IMAGES // max(1, len(rows)))
+    for picture in results.pictures[:count]:
+        shots = []
+        for row in rows:
+            if image := read(row, picture.key):
+                image.thumbnail((THUMB_SIDE, THUMB_SIDE), Image.Resampling.LANCZOS)
+                shots.append(_shot(image, row.label, picture, row.family, THUMB_BYTES))
+        gallery.append(Case(picture.prompt, picture, shots))
+    return Pictures(
+        [case for case in shown if case.shots],
+        [case for case in gallery if case.shots],
+        scale,
+        sorted(missing),
+    )
 
 
 def difference(one: Image.Image, other: Image.Image) -> np.ndarray:
@@ -176,18 +174,6 @@ def webp_uri(image: Image.Image, limit: int) -> str:
         )
 
 
-def _differences(images: Sequence[tuple[Row, Image.Image | None]]) -> list[np.ndarray]:
-    """Of each image after the first from the first, where both are there and of one size."""
-    base = images[0][1] if images and images[0][0].family == "baseline" else None
-    if base is None:
-        return []
-    return [
-        difference(base, image)
-        for _, image in images[1:]
-        if image is not None and image.size == base.size
-    ]
-
-
 def _scale(differences: Sequence[np.ndarray]) -> int:
     """The smallest of `SCALES` that all but a two-hundredth of the pixels stay below."""
     if not differences:
@@ -196,40 +182,18 @@ def _scale(differences: Sequence[np.ndarray]) -> int:
     return next((scale for scale in SCALES if scale >= most), SCALES[-1])
 
 
-def _shots(
-    picture: Picture, images: Sequence[tuple[Row, Image.Image | None]], chosen: Focus, scale: int
-) -> list[Shot]:
-    base = next((image for row, image in images if row.family == "baseline"), None)
-    shots, maps = [], []
-    for row, image in images:
-        if image is None:
-            continue
-        shots.append(_image_shot(row, image, picture, _score(row, picture, chosen), LARGE_BYTES))
-        if row.family != "baseline" and base is not None and base.size == image.size:
-            maps.append(_map_shot(row, difference_map(difference(base, image), scale), picture))
-    return shots + maps
+def _shot(
+    image: Image.Image, label: str, picture: Picture, family: str, limit: int, score: str = ""
+) -> Shot:
+    words = " · ".join(part for part in (label, score) if part)
+    alt = f"{picture.prompt}, generated with {label}"
+    return Shot(webp_uri(image, limit), label, words, score, alt, family, *image.size)
 
 
-def _thumb(row: Row, image: Image.Image, picture: Picture) -> Shot:
-    image.thumbnail((THUMB_SIDE, THUMB_SIDE), Image.Resampling.LANCZOS)
-    return _image_shot(row, image, picture, "", THUMB_BYTES)
-
-
-def _image_shot(row: Row, image: Image.Image, picture: Picture, score: str, limit: int) -> Shot:
-    words = " · ".join(part for part in (row.label, score) if part)
-    alt = f"{picture.prompt}, generated with {row.label}"
-    return Shot(
-        webp_uri(image, limit), row.label, words, score, alt, row.family, image.width, image.height
-    )
-
-
-def _map_shot(row: Row, image: Image.Image, picture: Picture) -> Shot:
+def _map(image: Image.Image, row: Row, picture: Picture) -> Shot:
     label = f"Difference of {row.label} from the baseline"
-    alt = f"{label}: {picture.prompt}"
-    area = f"map-{row.family}"
-    return Shot(
-        webp_uri(image, LARGE_BYTES), "Difference", label, "", alt, area, image.width, image.height
-    )
+    uri, alt = webp_uri(image, LARGE_BYTES), f"{label}: {picture.prompt}"
+    return Shot(uri, "Difference", label, "", alt, f"map-{row.family}", *image.size)
 
 
 def _score(row: Row, picture: Picture, chosen: Focus) -> str:

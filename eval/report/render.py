@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,12 @@ from markupsafe import Markup
 from mame_sd.runs.files import write_atomically
 
 from ..results.schema import Results, Row
-from . import frontier, markdown
+from . import frontier
 from .figures import NARROW, WIDE
 from .headline import comparison, headline
-from .manifest import facts, flat
 from .pictures import gradient, load_pictures
 from .select import Focus, focus
-from .tables import Table, cost_metrics, cost_table, fidelity_table, quality_table
+from .tables import cost_metrics, every_table
 
 HTML, MARKDOWN, CSV = "report.html", "report.md", "table.csv"
 PAPER = (
@@ -75,15 +76,10 @@ def render(results: Results, out: Path) -> Path:
     """
     chosen = focus(results)
     page = _context(results, chosen, out)
-    files = {
-        HTML: _html(page),
-        MARKDOWN: markdown.render(page),
-        CSV: table_csv(results, chosen),
-    }
+    files = {HTML: _html(page), MARKDOWN: _markdown(page), CSV: table_csv(results, chosen)}
     for name, text in files.items():
-        write_atomically(
-            out / name, text.encode(errors="replace")
-        )  # half a surrogate pair is no UTF-8
+        # half a surrogate pair is no UTF-8
+        write_atomically(out / name, text.encode(errors="replace"))
     return out / HTML
 
 
@@ -99,16 +95,8 @@ def table_csv(results: Results, chosen: Focus) -> str:
     parts = ("", "_low", "_high", "_n", "_p", "_withheld", "_remark")
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(
-        [
-            "name",
-            "label",
-            "family",
-            "status",
-            "reason",
-            *(m.name + part for m in metrics for part in parts),
-        ]
-    )
+    heads = ("name", "label", "family", "status", "reason")
+    writer.writerow([*heads, *(m.name + part for m in metrics for part in parts)])
     for row in results.rows:
         status = "measured" if row.measured else "not measured"
         cells = [cell for metric in metrics for cell in _csv_cells(row, metric.name, chosen)]
@@ -119,61 +107,108 @@ def table_csv(results: Results, chosen: Focus) -> str:
 def _csv_cells(row: Row, key: str, chosen: Focus) -> list[Any]:
     value = row.values.get(key)
     if value is None:
-        ratio = chosen.speedup(row) if key == "speedup" else None
-        return ["" if ratio is None else ratio, *[""] * 6]
+        speed = chosen.speed(row) if key == "speedup" else None
+        return ["" if speed is None else speed.mean, *[""] * 6]
     remarks = "; ".join(filter(None, (value.equal_note, value.remark)))
-    cells = [
-        value.mean if value.known else None,
-        value.low,
-        value.high,
-        value.n,
-        value.p,
-        value.withheld,
-        remarks,
-    ]
+    mean = value.mean if value.known else None
+    cells = [mean, value.low, value.high, value.n, value.p, value.withheld, remarks]
     return ["" if cell is None else cell for cell in cells]
 
 
 def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
     """All that the templates show."""
-    tables: Sequence[Table] = [
-        fidelity_table(results, chosen),
-        quality_table(results, chosen),
-        cost_table(results, chosen),
-    ]
     return {
         "results": results,
         "words": WORDS[results.kind],
         "chosen": chosen,
         "headline": headline(chosen),
         "comparison": comparison(results, chosen),
-        "facts": facts(results),
-        "tables": tables,
+        "facts": _facts(results),
+        "tables": every_table(results, chosen),
         "pictures": load_pictures(results, chosen, folder),
         "gradient": gradient(),
-        "frontier": [(name, frontier.plot(results, chosen, width)) for name, width in _WIDTHS],
+        "frontier": [
+            (name, frontier.plot(results, chosen, width))
+            for name, width in (("wide", WIDE), ("narrow", NARROW))
+        ],
         "failed": results.failed,
         "warnings": results.warnings,
-        "manifest": flat(results.manifest),
+        "manifest": _flat(results.manifest),
         "command": results.manifest.get("command", ""),
         "paper": PAPER,
     }
 
 
-_WIDTHS = (("wide", WIDE), ("narrow", NARROW))
+_FACTS = {  # entries of the manifest, and how they read beside the headline
+    "steps": "{} steps",
+    "guidance": "guidance {}",
+    "device": "{}",
+    "dtype": "{}",
+    "threads": "CPU threads: {}",
+}
+
+
+def _facts(results: Results) -> list[str]:
+    """What the figures stand on, in a few words each."""
+    found = {key: _lookup(results.manifest, key) for key in _FACTS}
+    return [
+        f"{results.images:,} image{'s' * (results.images != 1)} per row",
+        *(_FACTS[key].format(value) for key, value in found.items() if value is not None),
+    ]
+
+
+def _lookup(manifest: Mapping[str, Any], key: str) -> Any:
+    """The first value named `key` at any depth, outermost first; None where there is none."""
+    if key in manifest and not isinstance(manifest[key], Mapping):
+        return manifest[key]
+    inner = (_lookup(value, key) for value in manifest.values() if isinstance(value, Mapping))
+    return next((value for value in inner if value is not None), None)
+
+
+def _flat(manifest: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted name, value) of every leaf, in the manifest's order."""
+    found = []
+    for key, value in manifest.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            found += _flat(value, f"{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            found.append((name, text))
+    return found
 
 
 def _html(page: Mapping[str, Any]) -> str:
-    loader = PackageLoader(__package__ or "", "templates")
+    environment = _environment(escapes_html=True)
+    style, script = (
+        Markup(_LOADER.get_source(environment, name)[0]) for name in ("report.css", "report.js")
+    )
+    return environment.get_template("report.html.j2").render(page, style=style, script=script)
+
+
+def _markdown(page: Mapping[str, Any]) -> str:
+    """What a pull request or a README can show; images are links to the runs' PNG files."""
+    text = _environment(escapes_html=False).get_template("report.md.j2").render(page)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def escape_markdown(text: str) -> str:
+    """`text` as literal Markdown in one line, table cells included; HTML in it stays text."""
+    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", text)
+
+
+_LOADER = PackageLoader(__package__ or "", "templates")
+
+
+def _environment(escapes_html: bool) -> Environment:
     environment = Environment(
-        loader=loader,
-        autoescape=True,
+        loader=_LOADER,
+        autoescape=escapes_html,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    style, script = (
-        Markup(loader.get_source(environment, name)[0]) for name in ("report.css", "report.js")
-    )
-    return environment.get_template("report.html.j2").render(page, style=style, script=script)
+    environment.filters["md"] = escape_markdown
+    return environment

@@ -29,16 +29,21 @@ class Focus:
     latency: Column | None
     closeness: Column | None
 
-    def speedup(self, row: Row | None) -> float | None:
-        """How many times as fast as the baseline `row` is, by mean or median; None where not
-        measured.
+    def speed(self, row: Row | None) -> Value | None:
+        """How many times as fast as the baseline `row` is, by mean or median, with the interval of
+        its own metric: the baseline's is taken as exact. None where not measured.
         """
         if row is None or self.baseline is None or self.latency is None:
             return None
         ours, base = row.value(self.latency), self.baseline.value(self.latency)
         if ours is None or base is None or not ours.mean or not base.mean:
             return None
-        return base.mean / ours.mean if self.latency.better == "lower" else ours.mean / base.mean
+        low, high = ours.interval if ours.interval and all(ours.interval) else (None, None)
+        if self.latency.better == "higher":
+            ends = [end and end / base.mean for end in (low, high)]
+            return Value(mean=ours.mean / base.mean, low=ends[0], high=ends[1])
+        ends = [end and base.mean / end for end in (high, low)]
+        return Value(mean=base.mean / ours.mean, low=ends[0], high=ends[1])
 
 
 def focus(results: Results) -> Focus:
@@ -49,7 +54,7 @@ def focus(results: Results) -> Focus:
     baseline = next((row for row in rows if row.family == "baseline"), None)
     ours = [row for row in rows if row.family == "mame"]
     mame = next((row for row in ours if row.default), ours[0] if ours else None)
-    latency = _latency(results)
+    latency = _latency(results, baseline)
     rivals = [row for row in rows if row.family in PUBLISHED] or [
         row for row in rows if row.family == "rival"
     ]
@@ -74,27 +79,25 @@ def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
         ranked.reverse()
     if not ranked:
         return [("", picture.key) for picture in results.pictures[:3]]
-    picks = {ranked[0]: CASES[0], ranked[-1]: CASES[2], ranked[len(ranked) // 2]: CASES[1]}
-    if len(ranked) < 3:
-        picks = dict(zip(ranked, ("only",) if len(ranked) == 1 else ("best", "worst"), strict=True))
-    return sorted(
-        ((case, key) for key, case in picks.items()), key=lambda pick: ranked.index(pick[1])
-    )
+    if len(ranked) == 1:
+        return [("only", ranked[0])]
+    picks = [(CASES[0], ranked[0]), (CASES[2], ranked[-1])]
+    if len(ranked) > 2:
+        picks.insert(1, (CASES[1], ranked[len(ranked) // 2]))
+    return picks
 
 
-def _latency(results: Results) -> Column | None:
+def _latency(results: Results, baseline: Row | None) -> Column | None:
     """The metric of speed: latency, or CPU time where latency was withheld."""
     found = [
         metric
         for metric in results.block("cost")
         if metric.unit.startswith("s") or metric.unit.endswith("/s")
     ]
-    base = next((row for row in results.measured if row.family == "baseline"), None)
     latency = next((metric for metric in found if metric.name == "latency"), None)
-    if latency is not None and base is not None and base.values.get("latency", Value()).withheld:
-        latency = next(
-            (metric for metric in found if metric.name == "cpu" and base.value(metric)), latency
-        )
+    if latency is not None and baseline is not None:
+        cpu = next((m for m in found if m.name == "cpu" and baseline.value(m)), latency)
+        latency = cpu if baseline.values.get("latency", Value()).withheld else latency
     return latency or (found[0] if found else None)
 
 

@@ -6,7 +6,6 @@ the named reference set, and the other costs.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ NOT_MEASURED = "not measured"
 SHORT = 32  # characters of a reason that a cell holds
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cell:
     """`kind` is "value", "withheld", "self" (the baseline against itself) or "absent".
 
@@ -88,32 +87,28 @@ class Table:
         return list(dict.fromkeys(found))
 
 
-def fidelity_table(results: Results, chosen: Focus) -> Table:
-    """Speed, then fidelity to the baseline: what fits beside one another on a desktop."""
-    speed = [metric for metric in cost_metrics(results, chosen) if _is_speed(metric, chosen)]
-    groups = [("Speed", speed), ("Fidelity to the baseline", results.block("fidelity"))]
-    return _table("fidelity", "Speed, and fidelity to the baseline", groups, results, chosen)
-
-
-def cost_table(results: Results, chosen: Focus) -> Table:
-    """The other costs: parts of the seconds, CPU time, memory."""
-    rest = [metric for metric in cost_metrics(results, chosen) if not _is_speed(metric, chosen)]
-    return _table("cost", "Other costs", [("Other costs", rest)], results, chosen)
-
-
-def _is_speed(metric: Column, chosen: Focus) -> bool:
-    """Whether the metric is that of speed, or the speed-up made of it."""
-    return metric.name in ("flops", SPEEDUP.name, chosen.latency.name if chosen.latency else "")
-
-
-def quality_table(results: Results, chosen: Focus) -> Table:
-    """Quality against the reference set, which its title names."""
-    title = (
+def every_table(results: Results, chosen: Focus) -> list[Table]:
+    """Three tables: speed and then fidelity to the baseline, what fits beside one another on a
+    desktop; quality against the reference set, which its title names; parts of the seconds, CPU
+    time, memory.
+    """
+    # the metric of speed, and the speed-up made of it
+    names = ("flops", SPEEDUP.name, chosen.latency.name if chosen.latency else "")
+    costs = cost_metrics(results, chosen)
+    speed = [metric for metric in costs if metric.name in names]
+    rest = [metric for metric in costs if metric.name not in names]
+    quality = (
         f"Quality against {results.reference}"
         if results.reference
         else "Quality (no reference set was given)"
     )
-    return _table("quality", title, [(title, results.block("quality"))], results, chosen)
+    fidelity = [("Speed", speed), ("Fidelity to the baseline", results.block("fidelity"))]
+    made = (
+        ("fidelity", "Speed, and fidelity to the baseline", fidelity),
+        ("quality", quality, [(quality, results.block("quality"))]),
+        ("cost", "Other costs", [("Other costs", rest)]),
+    )
+    return [_table(name, title, groups, results, chosen) for name, title, groups in made]
 
 
 def cost_metrics(results: Results, chosen: Focus) -> list[Column]:
@@ -142,26 +137,17 @@ def _table(
         Line(row, [_cell(row, m, chosen) for m in columns] if row.measured else ())
         for row in results.rows
     ]
-    marked = [_mark_best(column, index, lines) for index, column in enumerate(columns)]
-    return Table(
-        name,
-        title,
-        filled,
-        [
-            Line(line.row, [column[n] for column in marked] if line.cells else ())
-            for n, line in enumerate(lines)
-        ],
-    )
+    for index, metric in enumerate(columns):
+        _mark_best(metric, index, [line for line in lines if line.cells])
+    return Table(name, title, filled, lines)
 
 
 def _cell(row: Row, metric: Column, chosen: Focus) -> Cell:
     if metric.name == SPEEDUP.name and metric.name not in row.values:
-        ratio = chosen.speedup(row)
-        return (
-            Cell("absent", NOT_MEASURED)
-            if ratio is None
-            else Cell("value", number(ratio, metric.digits), ratio)
-        )
+        speed = chosen.speed(row)
+        if speed is None or speed.mean is None:
+            return Cell("absent", NOT_MEASURED)
+        return Cell("value", number(speed.mean, metric.digits), speed.mean)
     if metric.block == "fidelity" and row.family == "baseline":
         return Cell("self", "–", note="the baseline itself")
     value = row.values.get(metric.name)
@@ -192,23 +178,20 @@ def _without_value(reason: str) -> Cell:
     return Cell(kind, text, note=note, footnote=footnote)
 
 
-def _mark_best(metric: Column, index: int, lines: Sequence[Line]) -> list[Cell]:
-    """The column's cells, those that read as the best of at least two marked; lines without cells
-    give an empty one.
+def _mark_best(metric: Column, index: int, lines: Sequence[Line]) -> None:
+    """Mark the cells of a column that read as the best of at least two.
 
     None is marked where a mean leaves out equal images, which would have made it better, and never
     the floor.
     """
-    cells = [line.cells[index] if line.cells else Cell("absent", "") for line in lines]
-    scores = {
-        n: cell.mean
-        for n, cell in enumerate(cells)
-        if cell.mean is not None and lines[n].row.family != "floor"
-    }
-    if len({cells[n].text for n in scores}) < 2 or any(cell.partial for cell in cells):
-        return cells
-    best = cells[(min if metric.better == "lower" else max)(scores, key=lambda n: scores[n])].text
-    return [
-        dataclasses.replace(cell, best=n in scores and cell.text == best)
-        for n, cell in enumerate(cells)
+    cells = [line.cells[index] for line in lines]
+    scored = [
+        (cell.mean, cell)
+        for line, cell in zip(lines, cells, strict=True)
+        if cell.mean is not None and line.row.family != "floor"
     ]
+    if len({cell.text for _, cell in scored}) < 2 or any(cell.partial for cell in cells):
+        return
+    _, best = (min if metric.better == "lower" else max)(scored, key=lambda one: one[0])
+    for _, cell in scored:
+        cell.best = cell.text == best.text

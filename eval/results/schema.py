@@ -86,6 +86,11 @@ class Value:
         return self.mean is not None and self.withheld is None
 
     @property
+    def interval(self) -> tuple[float, float] | None:
+        """(low, high), where it has both."""
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+    @property
     def equal_note(self) -> str:
         """How many images equal the baseline's and are left out of the mean; empty where none
         are.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from mame_sd.runs.records import Sample
 
 from ..images import load_image, to_float
 from ..metric_list import Metric
+from ..metrics.clip import clip_image_cosine, clip_score
 from ..metrics.psnr import psnr
 from ..metrics.ssim import ssim
 from .retrieval import truth_of
@@ -49,11 +51,21 @@ def pair_values(
 
 def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
     """`metric` (needs "image") for each image of the run, by key."""
-    function = _imagewise(metric, run, tools)
+    truth = truth_of(run.settings.get("model", {}))
+    network = tools.network(metric)
+
+    def value(item: Sample) -> float:
+        pixels = load_image(item.path)
+        if metric.name == "retrieval":
+            return truth.retrieved(pixels, item.prompt)
+        if metric.name == "background":
+            return truth.background_right(pixels, item.prompt)
+        return clip_score(network, to_float([pixels]).to(tools.device), [item.prompt]).item()
+
     found: Values = {}
     tools.on_progress(0, len(run.items))
     for item in run.items.values():
-        found[item.key] = function(item)
+        found[item.key] = value(item)
         tools.on_progress(len(found), len(run.items))
     return found
 
@@ -62,25 +74,4 @@ def _pairwise(metric: Metric, tools: Tools) -> Callable[[Tensor, Tensor], Tensor
     if metric.name in PAIRWISE:
         return PAIRWISE[metric.name]
     network = tools.network(metric)
-    if metric.name == "clip_image":
-        from ..metrics.clip import clip_image_cosine
-
-        return lambda a, b: clip_image_cosine(network, a, b)
-    found: Callable[[Tensor, Tensor], Tensor] = network
-    return found
-
-
-def _imagewise(metric: Metric, run: Run, tools: Tools) -> Callable[[Sample], float]:
-    if metric.name in TRUTH:
-        truth = truth_of(run.settings.get("model", {}))
-        told = truth.retrieved if metric.name == "retrieval" else truth.background_right
-        return lambda item: told(load_image(item.path), item.prompt)
-    from ..metrics.clip import clip_score
-
-    network = tools.network(metric)
-
-    def of_clip(item: Sample) -> float:
-        images = to_float([load_image(item.path)]).to(tools.device)
-        return float(clip_score(network, images, [item.prompt]).item())
-
-    return of_clip
+    return partial(clip_image_cosine, network) if metric.name == "clip_image" else network

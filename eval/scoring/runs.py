@@ -34,6 +34,11 @@ class Run:
     items: Mapping[str, Sample]
     plain: bool = False
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The image files, in the order of `items`."""
+        return tuple(item.path for item in self.items.values())
+
     @classmethod
     def open_any(cls, folder: Path) -> Run:
         """Read a run folder, or a folder of images that are paired by file name.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mame_sd.errors import UserError
 
-from ..metric_list import Metric, withheld_for_size
+from ..metric_list import Metric
 from ..results.schema import Value
 from ..stats import mean_interval, paired_difference
 from .per_image import Values, image_values, pair_values
@@ -15,6 +15,7 @@ from .reference import Reference, check_foreign, check_reference
 from .runs import Pair, Run
 from .sets import set_value
 from .tools import Tools, network_name
+from .withheld import too_few
 
 
 def score(
@@ -34,8 +35,7 @@ def score(
     check_reference(metrics, reference)
     check_foreign(reference, a, b)
     for metric in metrics:
-        others = None if reference is None else reference.count
-        if withheld_for_size(metric, len(b.items), others) is None:
+        if too_few(metric, b, reference) is None:
             tools.network(metric)  # missing weights are found before anything is computed
     found = {}
     for name, (value, own) in measured(a, b, pairs, reference, metrics, tools).items():

@@ -12,8 +12,12 @@ import torch
 from mame_sd.errors import MachineError, UserError
 
 from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, LPIPS_NETS, Metric
+from ..metrics.clip import load_clip
+from ..metrics.lpips import load_lpips
+from ..networks.extractors import load_inception
 from ..weights.load import check_folder
 from ..weights.registry import REGISTRY
+from .clean_fid import load_clean_fid
 
 # sets of features kept in memory: a run's, the baseline's and the reference's, with one to spare
 REMEMBERED = 4
@@ -104,24 +108,15 @@ class Tools:
         }
 
     def _load(self, name: str) -> Any:
-        from ..metrics.clip import load_clip
-        from ..metrics.lpips import load_lpips
-        from ..networks.extractors import load_inception
-        from .clean_fid import load_clean_fid
-
         offline = self.offline or (self.fetch is not None and name not in self.fetch)
-        place: dict[str, Any] = {
-            "weights_dir": self.weights_dir,
-            "offline": offline,
-            "device": self.device,
-        }
         if name == "clean-fid":
             return load_clean_fid(self.device, offline)
         if name == "clip":
-            return load_clip(self.clip, **place)
+            return load_clip(self.clip, self.weights_dir, offline, self.device)
         if name.startswith("lpips-"):
-            return load_lpips(name.removeprefix("lpips-"), **place)
-        return load_inception(**place)
+            net = name.removeprefix("lpips-")
+            return load_lpips(net, self.weights_dir, offline, self.device)
+        return load_inception(self.weights_dir, offline, self.device)
 
 
 def weights_of(metric: Metric) -> str | None:

@@ -1,12 +1,10 @@
-"""Why a benchmark gives no value of a metric: what these images or this reference can't be measured
-with.
-"""
+"""Why no value of a metric is given: what these images or this reference can't be measured with."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..metric_list import LPIPS_NETS, Metric, withheld_for_size
+from ..metric_list import LPIPS_NETS, MIN_IMAGES, Metric
 from ..metrics.lpips import MIN_SIDE
 from ..metrics.ssim import WINDOW
 from .reference import Reference
@@ -15,26 +13,36 @@ from .runs import Run
 MIN_SIDES = {"ssim": WINDOW, **dict.fromkeys(LPIPS_NETS, MIN_SIDE)}
 
 
+def too_few(metric: Metric, run: Run, reference: Reference | None) -> str | None:
+    """Why a set-wide metric is not given for so few images, or a reference of so few (0: not
+    known), or None.
+    """
+    if metric.needs not in ("set", "sets", "alone"):
+        return None
+    if len(run.items) < MIN_IMAGES:
+        return f"N = {len(run.items)}, needs {MIN_IMAGES}"
+    others = reference.count if reference is not None and metric.needs == "set" else 0
+    return f"reference of {others}, needs {MIN_IMAGES}" if 0 < others < MIN_IMAGES else None
+
+
 def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | None:
     """The reason that shows without the metric's network, or None."""
-    reason = withheld_for_size(
-        metric, len(run.items), None if reference is None else reference.count
-    )
+    reason = too_few(metric, run, reference)
     if reason is not None:
         return reason
     if metric.needs == "set" and reference is None:
         return "no --reference to measure against"
     needed = MIN_SIDES.get(metric.name, 0)
-    sizes = [
-        (item.row.get("width", needed), item.row.get("height", needed))
-        for item in run.items.values()
-    ]
-    width, height = min(sizes, key=min)
-    return (
-        f"images of {width} x {height}, needs {needed} x {needed}"
-        if min(width, height) < needed
-        else None
+    width, height = min(
+        (
+            (item.row.get("width", needed), item.row.get("height", needed))
+            for item in run.items.values()
+        ),
+        key=min,
     )
+    if min(width, height) >= needed:
+        return None
+    return f"images of {width} x {height}, needs {needed} x {needed}"
 
 
 def withheld_by(metric: Metric, network: Any, reference: Reference | None) -> str | None:

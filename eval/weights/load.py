@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.files import write_atomically
 
 from .fetch import from_hub
-from .files import Tensors, file_sha256
+from .files import Tensors, file_sha256, readable
 from .registry import REGISTRY, Source, Weights
 
 NAMES = tuple(REGISTRY)
@@ -66,12 +65,11 @@ def find(name: str, weights_dir: Path | None = None, offline: bool = False) -> P
 def load(name: str, weights_dir: Path | None = None, offline: bool = False) -> Tensors:
     """The tensors of `name`. Raises as `find` does, and UserError for a file that can't be read."""
     path = find(name, weights_dir, offline)
-    source = next(
-        source for source in REGISTRY[name].sources if path.name == Path(source.file).name
-    )
+    source = next(one for one in REGISTRY[name].sources if path.name == Path(one.file).name)
     if source.read is None:
         raise ValueError(f"{name} is read by transformers, from {path.parent}")
-    return source.read(path)
+    with readable(path):
+        return source.read(path)
 
 
 def get(name: str, weights_dir: Path | None = None) -> Path:
@@ -129,7 +127,7 @@ def _candidates(name: str, weights_dir: Path | None) -> Iterator[tuple[Path, Sou
     for archives in (False, True):  # what is unpacked already needs no second unpacking
         for folder in filter(None, folders):
             for source in weights.sources:
-                if source.convert == archives and (folder / source.file).is_file():
+                if (source.unpack is not None) == archives and (folder / source.file).is_file():
                     yield folder / source.file, source
     if weights.hub and (found := _from_hub(weights, offline=True)):
         yield found, weights.sources[0]
@@ -147,15 +145,16 @@ def _usable(name: str, path: Path, source: Source, folder: Path) -> Path:
 
     A broken one that lies there is made anew.
     """
-    if not source.convert:
+    if source.unpack is None:
         return path
-    for other in REGISTRY.values():
-        for twin in other.sources:
-            if twin.file != source.file or not (twin.read or twin.unpack):
+    for stored, *others in (other.sources for other in REGISTRY.values()):
+        for twin in others:
+            target = folder / stored.file
+            if twin.file != source.file or not twin.unpack:
                 continue
-            target = folder / other.sources[0].file
-            if not (target.is_file() and _matches(target, other.sources[0])):
-                content = twin.unpack(path) if twin.unpack else save(twin.read(path))  # type: ignore[misc]
+            if not (target.is_file() and _matches(target, stored)):
+                with readable(path):
+                    content = twin.unpack(path)
                 write_atomically(target, content)
     stored = REGISTRY[name].sources[0]
     return _checked(folder / stored.file, stored)

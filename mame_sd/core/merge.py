@@ -362,10 +362,14 @@ class Groups:
         return y.gather(1, self.groups.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
 
+_SUMS_IN_FP32 = "dtype" in torch.ops.aten.bmm.overloads()  # of 16 bits on cards: from torch 2.8 on
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     """a b [n, i, k] of a [n, i, j] and b [n, j, k], in fp32 (fp64 for fp64) at least."""
     learns = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and not learns:
+    halves = a.is_cuda and a.dtype in (torch.float16, torch.bfloat16)
+    if halves and not learns and _SUMS_IN_FP32:
         return torch.bmm(a, b, out_dtype=torch.float32)
     dtype = torch.promote_types(a.dtype, torch.float32)
     return torch.bmm(a.to(dtype), b.to(dtype))

@@ -1,11 +1,11 @@
 """What merging costs and changes in each layer of a model, and the choice for each layer that
 follows.
 
-`measure` replays a few calls of the denoiser that were recorded without merging. In each
-self-attention that could merge it computes every form (fields of `MaMeConfig`) beside the unmerged
-attention, and notes the relative squared error of the output and the seconds on this device. How
-much a layer's error matters is seen at the denoiser's output, where one form merges in that layer
-alone.
+`measure` records an image's calls of the denoiser without merging, and replays a few of them. In
+each self-attention that could merge it computes every form (fields of `MaMeConfig`) beside the
+unmerged attention, and notes the relative squared error of the output and the seconds on this
+device. How much a layer's error matters is seen at the denoiser's output, where one form merges in
+that layer alone.
 
 `choose` then gives each layer one form. Of all choices that save enough seconds it takes the one
 whose errors at the output have the least sum.
@@ -194,19 +194,19 @@ class Calibration:
 
 @torch.no_grad()
 def measure(
-    handle: Merging,
-    calls: Sequence[Call],
-    found: Measurement,
-    tried: Callable[[int, int, int], bool] = lambda call, layer, layers: True,
+    handle: Merging, run: Callable[[], object], found: Measurement, images: int = 1
 ) -> None:
-    """Replay `calls` of the handle's denoiser, and add to `found` what each form changes and costs
-    in each layer.
+    """Add to `found` what each form changes and costs in each layer, in some calls of the denoiser
+    of the next of so many images, which `run` makes.
+
+    Each layer merges alone in as many of these calls as `FORWARDS` allows. At least these are the
+    late and the middle one of one image: they tell nearly as much as all three do.
 
     Args:
         handle: of `apply_mame`; its settings decide on what forms leave open.
-        calls: of the denoiser without merging, see `recorded`.
+        run: makes the image.
         found: takes what is measured.
-        tried: says in which call which of how many layers merges alone, which costs a forward.
+        images: how many will be measured in all.
 
     Raises:
         ValueError: no layer could merge.
@@ -214,6 +214,16 @@ def measure(
     clock = clock_of(device_of(handle.root))
     base = handle.config.replace(layers=None)
     forms = [base.replace(**form) for form in FORMS]
+    with layers_run(handle, _unmerged), recorded(handle.root) as every:
+        run()
+    calls = some(every)
+    left = FORWARDS - images * (len(every) + 2 * len(calls) + 1)  # 1: the warm-up
+
+    def tried(call: int, layer: int, layers: int) -> bool:
+        """Whether a layer merges alone in a call, which costs a forward."""
+        each = min(max(left // layers, 2), images * len(calls))
+        before = (found.images - layer) % images * len(calls)  # of other images, which come first
+        return before + len(calls) - 1 - call < each
 
     def every_form(hook: MergeHook, call: LayerCall) -> Any:
         """The unmerged output; the forms in which the layer can't merge have no entry."""
@@ -233,20 +243,20 @@ def measure(
         return _merged(hook, call, form, LayerStats(name)) if merges else call.run()
 
     for number, (args, kwargs) in enumerate(calls):
-        run = partial(handle.root, *args, **kwargs)
+        again = partial(handle.root, *args, **kwargs)
         with layers_run(handle, _unmerged):
             if number == 0:
-                run()  # warm-up
-            output, seconds = _timed(run, clock)
+                again()  # warm-up
+            output, seconds = _timed(again, clock)
         found.forward.append(seconds)
         with layers_run(handle, every_form):
-            run()
+            again()
         merging = {name: layer for name, layer in found.layers.items() if layer.forms}
         for at, (name, layer) in enumerate(merging.items()):
             if tried(number, at, len(merging)):
                 form = REFERENCE if REFERENCE in layer.forms else layer.forms[0]
                 with layers_run(handle, partial(alone, name=name, form=forms[form])):
-                    layer.effect.append(relative_error(run(), output))
+                    layer.effect.append(relative_error(again(), output))
                 layer.own.append(layer.errors[form][-1])
     found.layers = {name: layer for name, layer in found.layers.items() if layer.forms}
     if not found.layers:
@@ -254,6 +264,7 @@ def measure(
             "calibrate: expected a layer that could merge, found none; lower min_tokens, or make"
             " larger images"
         )
+    found.images += 1
 
 
 @contextmanager
@@ -280,29 +291,6 @@ def _merged(hook: MergeHook, call: LayerCall, form: MaMeConfig, stats: LayerStat
     step = hook.step()._replace(plans=None)
     kernel = hook.shared.kernel
     return merged_call(hook.layer, call, hook.layout(), form, stats, lambda: step, kernel)
-
-
-def measure_image(
-    handle: Merging, run: Callable[[], object], found: Measurement, images: int = 1
-) -> None:
-    """`measure` on some calls of the next of so many images, which `run` makes.
-
-    Each layer merges alone in as many of these calls as `FORWARDS` allows. At least these are the
-    late and the middle one of one image: they tell nearly as much as all three do.
-    """
-    with layers_run(handle, _unmerged), recorded(handle.root) as every:
-        run()
-    calls = some(every)
-    left = FORWARDS - images * (len(every) + 2 * len(calls) + 1)  # 1: the warm-up
-    number = found.images
-
-    def tried(call: int, layer: int, layers: int) -> bool:
-        each = min(max(left // layers, 2), images * len(calls))
-        before = (number - layer) % images * len(calls)  # of other images, which come first
-        return before + len(calls) - 1 - call < each
-
-    measure(handle, calls, found, tried)
-    found.images += 1
 
 
 def measure_images(
@@ -333,7 +321,7 @@ def measure_images(
     found = _kept(kept_in, mark)
     for run in runs[found.images :]:
         on_image(found.images, len(runs))
-        measure_image(handle, run, found, len(runs))
+        measure(handle, run, found, len(runs))
         if kept_in is not None:
             part = Path(f"{os.fspath(kept_in)}.part")
             part.write_text(json.dumps({"about": mark, **asdict(found)}), encoding="utf-8")

@@ -22,6 +22,7 @@ from mame_sd.diffusion.hook_registry import CallHook, PreHook
 from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.threads import PerThread, begin, end
 from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
+from mame_sd.upstream import outside_old_graphs
 
 TokensOf = Callable[[Any, Call], Tokens | str | None]
 # Models whose pipelines put the prompt before the negative one in a batch.
@@ -45,6 +46,7 @@ class SizeHook(PreHook):
         self.tokens_of = tokens_of
         self.tokens = PerThread(latest=True)  # how they lie in its latest forward
 
+    @outside_old_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ValueError beside tomesd's patch."""
         for block in getattr(module, "transformer_blocks", ()):
@@ -115,6 +117,7 @@ class StepHook(CallHook):
         # A UNet of images makes samples of a video's frames, as many at once as it likes.
         self.by_frame = any(type(part).__name__ in IMAGE_MODULES for part in module.modules())
 
+    @outside_old_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises RuntimeError in a model whose tokens are spread over several devices."""
         watch_kernels()

@@ -30,6 +30,7 @@ from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.context import NO_STEP, Later, ResolvedConfig, Shared, Step, Tokens
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
+from mame_sd.upstream import outside_old_graphs
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 LEFT = "left unmerged by layers"
@@ -186,6 +187,7 @@ class Entry:
         self.hook: MergeHook | None = hook
         self.passed: Any = None
 
+    @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, merged where that is sound."""
         hook = self.hook

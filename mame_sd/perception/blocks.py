@@ -23,6 +23,7 @@ from mame_sd.perception.counts import BlockCounts, weights_of, width_of
 from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.plans import GroupPlan, plan_block
 from mame_sd.perception.shared import Forward, ForwardState
+from mame_sd.upstream import outside_old_graphs
 
 UNKNOWN = "height and width unknown: destinations are every second token"
 Grid = tuple[int, int] | None
@@ -78,6 +79,7 @@ class MergedBlock:
         self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD][1:]
         self.config = config
 
+    @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the block's output [B, L', C] of tokens [B, L, C]."""
         shared, block = self.shared, cast(Any, self.block)
@@ -179,9 +181,9 @@ class MergedBlock:
         elif self.first:
             known = self.encoder.grid and grid is not None and math.prod(grid) == tokens - prefix
             size, note = (grid, "") if known else (None, UNKNOWN)
-        kind = self._compared(config)
-        again = kind != "x" and self.number not in now.keys  # keys that attention gave to no hook
-        feature = self._feature(x, normed, kind)
+        # Attention may call its projection to keys by no hook: then it is computed again.
+        again = self.compared != "x" and self.number not in now.keys
+        feature = self._feature(x, normed)
         plan = plan_block(feature, config, size, prefix)
         if now.counting:
             self.shared.keep(self.number, plan)
@@ -198,10 +200,13 @@ class MergedBlock:
     def _between_graphs(self, *args: Any) -> tuple[Tensor, Tensor | None]:
         return self._merge(*args)
 
-    def _compared(self, config: MaMeConfig) -> str:
+    @property
+    def compared(self) -> str:
         """What similarity compares: with `keep` the keys, where the model's are known."""
-        if config.keep is None:
-            return config.feature
+        if self.config is None:
+            return "x"
+        if self.config.keep is None:
+            return self.config.feature
         return "k" if self.encoder.keys else "x"
 
     def _cost(self, plan: Plan | GroupPlan, channels: int, dim: int, sized: bool) -> int:
@@ -215,27 +220,19 @@ class MergedBlock:
             products = (1 + self.shared.restore) * channels
         return pairs * (dim + products + sized)
 
-    def _feature(self, x: Tensor, normed: Tensor, kind: str) -> Tensor:
+    def _feature(self, x: Tensor, normed: Tensor) -> Tensor:
         """Return what similarity compares, [B, L, d]: x', the block's keys, or these averaged over
         the heads.
         """
-        if kind == "x":
+        if self.compared == "x":
             return x
         keys = self.shared.now.keys.pop(self.number, None)
-        if keys is None:  # attention that does not call its projection
+        if keys is None:
             keys = self._module(self.encoder.keys or "")(normed)
         if self.encoder.joined:
             width = width_of(self.block, self.encoder)
             keys = keys[..., width : 2 * width]
-        if kind == "k":
-            return keys
-        return keys.unflatten(-1, (self.heads, -1)).mean(-2)
-
-    @property
-    def compares_keys(self) -> bool:
-        """Whether its config asks for the keys that its attention computes."""
-        config = self.config
-        return self.shared.active and config is not None and self._compared(config) != "x"
+        return keys if self.compared == "k" else keys.unflatten(-1, (self.heads, -1)).mean(-2)
 
     @property
     def heads(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mame_sd.perception.blocks import MergedBlock
 from mame_sd.perception.shared import ForwardState
+from mame_sd.upstream import outside_old_graphs
 
 
 class Hook:
@@ -133,6 +134,7 @@ class CheckHook(Hook):
     def put(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(self, with_kwargs=True)
 
+    @outside_old_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             self.shared.running.add(threading.get_ident())
@@ -200,7 +202,7 @@ class KeysHook(InnerHook):
         self.block = block
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if self.block.compares_keys:
+        if self.shared.active and self.block.compared != "x":
             self.shared.now.keys[self.block.number] = output
 
 

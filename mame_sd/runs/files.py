@@ -50,12 +50,11 @@ def nearest(path: Path) -> Path:
     while True:
         try:
             os.stat(path)
+            return path
         except (FileNotFoundError, NotADirectoryError):
             if path == path.parent:
                 raise
             path = path.parent
-        else:
-            return path
 
 
 def check_place(folder: Path, out: Path) -> Path:
@@ -78,10 +77,9 @@ def check_place(folder: Path, out: Path) -> Path:
 @contextlib.contextmanager
 def written_whole(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
     """A file to write to in the block: after it `path` holds all of it, or what it held before,
-    whatever happens meanwhile.
+    whatever happens meanwhile. Folders above `path` are made.
 
-    Folders above `path` are made. `temporary` must lie on the same file system; left out, it is a
-    hidden neighbour.
+    `temporary` must lie on the same file system; left out, it is a hidden neighbour.
 
     Raises UserError or MachineError as `writing` does.
     """

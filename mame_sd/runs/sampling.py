@@ -20,22 +20,17 @@ from mame_sd.runs.loading import LoadedModel
 if TYPE_CHECKING:
     from mame_sd.diffusion.handle import MaMeHandle
 
-STEP_END = "callback_on_step_end"
-
 
 def sample(
     model: LoadedModel,
     settings: GenerateSettings,
     jobs: Sequence[Job],
-    *,
     on_step: Callable[[int, int], None] | None = None,
-    **extra: Any,
 ) -> list[Image.Image]:
     """One call of the pipeline: an RGB image for each of `jobs`, which share a size.
 
     Args:
         on_step: told (steps done, steps), where the pipeline reports them.
-        extra: goes to the call too.
 
     Raises:
         UserError: an argument that the pipeline does not take, or refuses.
@@ -46,7 +41,6 @@ def sample(
         "num_inference_steps": settings.steps,
         "generator": [generator_of(job) for job in jobs],
         "output_type": "np",
-        **extra,
     }
     if any(job.negative_prompt is not None for job in jobs):
         call["negative_prompt"] = [job.negative_prompt or "" for job in jobs]
@@ -57,8 +51,13 @@ def sample(
     if height is not None or width is not None:  # diffusers ignores one without the other
         default = (0, 0) if height and width else model.default_size
         call.update(height=height or default[0], width=width or default[1])
-    if on_step is not None and STEP_END in model.arguments:
-        call.setdefault(STEP_END, _teller(on_step))
+    if on_step is not None and "callback_on_step_end" in model.arguments:
+
+        def tell(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            on_step(index + 1, len(pipe.scheduler.timesteps))
+            return tensors
+
+        call["callback_on_step_end"] = tell
     for name in call:
         if name not in model.arguments:
             flag = "--" + name.replace("guidance_scale", "guidance").replace("_", "-")
@@ -83,16 +82,6 @@ def sample(
             f" {model.identity['dtype']}; use --dtype float32 or bfloat16, or check the weights"
         )
     return [Image.fromarray(pixels) for pixels in (images * 255).round().astype(np.uint8)]
-
-
-def _teller(on_step: Callable[[int, int], None]) -> Callable[..., dict[str, Any]]:
-    """A step callback of diffusers that tells `on_step`, and changes nothing."""
-
-    def tell(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        on_step(index + 1, len(pipe.scheduler.timesteps))
-        return tensors
-
-    return tell
 
 
 def merge_in(model: LoadedModel, config: MaMeConfig) -> MaMeHandle:

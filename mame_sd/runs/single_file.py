@@ -38,10 +38,8 @@ def load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as file:
-        shapes = {
-            key: torch.empty(file.get_slice(key).get_shape(), device="meta")
-            for key in list(file.keys())
-        }
+        sizes = {key: file.get_slice(key).get_shape() for key in list(file.keys())}
+    shapes = {key: torch.empty(size, device="meta") for key, size in sizes.items()}
     kind = "another layout"
     if any(key.startswith("model.diffusion_model.input_blocks.") for key in shapes):
         kind = infer_diffusers_model_type(shapes)

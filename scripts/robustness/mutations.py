@@ -89,11 +89,11 @@ diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py t
     check_idle(root, "remove_mame") => root
 diffusion/pipeline_check.py: diffusion/test_pipeline_check.py
     elif handle.active: => elif False:
-    caller if check_of(caller) is self else handle.pipe => handle.pipe
+    if check_of(one) is self), handle.pipe) => if False), handle.pipe)
 diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:
-    if len(firsts) > 1: => if False:
+    return found.pop() if len(found) == 1 else UNLIKE => return found.pop()
     found() is t and version == t._version => found() is t
 diffusion/families/sequence.py: diffusion/test_families.py test_models.py
     after + text) if family.joint == "last" else => after + text) if family.joint == "first" else
@@ -119,7 +119,7 @@ captions/calls.py: captions
     [:, None].to(places) + places => [:, None].to(places) * 0 + start + places
 captions/on_model.py: captions
     for row in rows for one in row * times] => for _ in range(times) for row in rows for one in row]
-    if slot is self.base and slot.calls is None and self.blocks: => if False:
+    if slot is self.base and calls is None and self.blocks: => if False:
 caches/handle.py: caches
     if self.live and tokens > 1 and not others: => if False:
 perception/hooks.py: perception/test_tools.py
@@ -127,7 +127,10 @@ perception/hooks.py: perception/test_tools.py
 perception/handle.py: perception/test_tools.py perception/test_restore.py
     for module in {one.owner, parent}] => for module in {one.owner}]
     if self._shared.is_earlier(features): => if False:
+perception/known_encoders.py: perception/test_apply.py
+    [*parts, self.keys] => parts
 perception/blocks.py: perception
+    if self.compared == "x": => if True:
     if not dense and not (shared.restore and last): => if not dense:
     else sizes.log().to(normed.dtype) => else sizes.to(normed.dtype)
     plan.merge(x.to(exact) * share) / held => plan.merge(x.to(exact))

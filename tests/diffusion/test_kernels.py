@@ -110,6 +110,7 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(
     ("registered", "how"), [("before", "eager"), ("before", "blocks"), ("after", "one graph")]
 )
@@ -181,6 +182,7 @@ def replacement(
     return kernel(query, key, value)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("order", "how"), [("before", "eager"), ("after", "one graph")])
 def test_what_stands_in_for_scaled_dot_product_attention_gets_merged_keys(
     monkeypatch: pytest.MonkeyPatch, how: str, order: str
@@ -216,6 +218,7 @@ def biased(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **more: Any) 
     return SDPA(q, k, v, attn_mask=attn_mask, **more)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("how", COMPILED)
 def test_a_kernel_of_the_user_computes_attention_over_merged_keys(
     register: Callable[[str], None], how: str
@@ -321,6 +324,7 @@ def test_a_forward_that_merges_nothing_warns_whenever_that_begins() -> None:
         unet.set_attn_processor(AttnProcessor2_0())
 
 
+@pytest.mark.compiles
 def test_a_compiled_forward_that_merges_nothing_warns() -> None:
     torch._dynamo.reset()
     unet = one_level_unet(transformer_layers_per_block=2)

@@ -229,6 +229,7 @@ def test_checkpointing_changes_no_gradient(
     same(grads[1], grads[0])
 
 
+@pytest.mark.compiles
 @torch.no_grad()
 def test_keep_compiles_to_one_graph() -> None:
     torch._dynamo.reset()

@@ -29,6 +29,14 @@ from tests.builders.processes import in_two_processes
 PROMPTS = prompts_from_texts(["key", "ant", "star"])
 MERGED = MaMeConfig(keep=0.5, min_tokens=16)
 FAST = GenerateSettings(steps=1)
+STRANGE = [
+    {"name": {}},
+    {"name": "p00001_0", "levels": 3},
+    {"name": "p00001_0", "levels": [{"tokens_in": 4, "tokens_kept": 2}]},
+    {"name": "p00001_0", "levels": [{"level": 0, "tokens_in": 0, "tokens_kept": 0}]},
+    {"name": "p00001_0", "seconds": "soon"},
+    {"name": "p00001_0", "seconds": 1e999},
+]
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
 
@@ -114,70 +122,76 @@ def test_a_batch_with_one_image_missing_writes_only_that_one(
     assert snapshot(tmp_path) == before
 
 
-def test_an_image_that_others_cut_or_put_there_is_made_again(
+def test_an_image_that_others_cut_or_put_there_is_made_again_and_strange_records_are_dropped(
     model: LoadedModel, tmp_path: Path
 ) -> None:
     run(model, tmp_path)
     before, images = snapshot(tmp_path), sorted((tmp_path / "images").iterdir())
-    images[0].write_bytes(images[0].read_bytes()[:-5])
-    images[1].write_bytes(images[2].read_bytes())
+    images[1].write_bytes(images[1].read_bytes()[:-5])
+    images[2].write_bytes(images[0].read_bytes())
+    with open(tmp_path / "samples.jsonl", "a") as file:
+        file.write("\n".join([*map(json.dumps, STRANGE), "[" * 100_000, "{"]))
     assert run(model, tmp_path).made == 2
     assert snapshot(tmp_path) == before
 
 
-def test_other_settings_are_refused_and_named(model: LoadedModel, tmp_path: Path) -> None:
+def test_other_settings_are_refused_and_named_and_another_environment_is_noted(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     run(model, tmp_path)
     before = snapshot(tmp_path)
     for named, given in {
         "batch_size: 1 there, 2 here": {"settings": GenerateSettings(steps=1, batch_size=2)},
         "mame.keep: 0.5 there, 0.6 here": {"config": MaMeConfig(keep=0.6, min_tokens=16)},
         "mame: ": {"config": None},
-        r"prompts\.count: 3 there, 2 here": {"prompts": PROMPTS[:2]},
+        r"\(prompts\.count: 3 there, 2 here; prompts.sha256 differs\)": {"prompts": PROMPTS[:2]},
     }.items():
         with pytest.raises(UserError, match=named):
             run(model, tmp_path, **given)
     found = {name: data for name, data in snapshot(tmp_path).items() if not name.startswith(".")}
     assert found == before
-
-
-def test_another_environment_is_noted(model: LoadedModel, tmp_path: Path) -> None:
-    run(model, tmp_path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     manifest["environment"]["threads"] = 64
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     notes: list[str] = []
     run(model, tmp_path, on_note=notes.append)
-    assert len(notes) == 1
-    assert "threads: 64 there" in notes[0]
+    (noted,) = notes
+    assert "threads: 64 there" in noted
 
 
-def test_foreign_folders_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match=r"with other things in it \('thesis.tex'\)"):
-        RunFolder(tmp_path).check()
-    (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(UserError, match="expected the manifest of a run"):
-        RunFolder(tmp_path).check()
-    with pytest.raises(UserError, match="expected a folder, got the file"):
-        RunFolder(tmp_path / "thesis.tex" / "below").check()
-    assert sorted(os.listdir(tmp_path)) == ["manifest.json", "thesis.tex"]
+def test_folders_that_a_run_does_not_fit_in_are_left_alone(tmp_path: Path) -> None:
+    def refused(folder: Path, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            RunFolder(folder).prepare({"settings": {}})
 
-
-@pytest.mark.skipif(
-    not Path("/proc/self").exists(), reason="needs a folder that not even root can write to"
-)
-def test_unwritable_folders_are_the_users_to_change() -> None:
-    with pytest.raises(UserError, match="can't be"):
-        RunFolder(Path("/proc/mame-sd")).prepare({"settings": {}})
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.tex").write_text("x")
+    refused(tmp_path / "a", r"with other things in it \('thesis.tex'\)")
+    (tmp_path / "a" / "manifest.json").write_text("{}")
+    refused(tmp_path / "a", "expected the manifest of a run")
+    refused(tmp_path / "a" / "thesis.tex" / "below", "expected a folder, got the file")
+    assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", "thesis.tex"]
+    if Path("/proc/self").exists():  # a folder that not even root can write to
+        refused(Path("/proc/mame-sd"), "can't be")
+    for name in ("images", ".mame-sd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).symlink_to(tmp_path / "elsewhere")
+        refused(tmp_path / name, f"expected {name} to be a folder of its own, got a link")
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @posix
-def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
-    first = RunFolder(tmp_path)
+def test_a_folder_is_locked_and_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path / "run")
     first.prepare({"settings": {}})
     with pytest.raises(UserError, match="another run is writing to"):
-        RunFolder(tmp_path).prepare({"settings": {}})
-    first.close(complete=False)
+        RunFolder(tmp_path / "run").prepare({"settings": {}})
+    first.close(complete=True)
+    (tmp_path / "run" / ".mame-sd").mkdir()
+    (tmp_path / "run" / ".mame-sd" / "lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="can't be written"):
+        RunFolder(tmp_path / "run").prepare({"settings": {}})
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_what_others_take_away_during_a_run_is_said_and_made_again(
@@ -214,25 +228,6 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-STRANGE = [
-    {"name": {}},
-    {"name": "p00001_0", "levels": 3},
-    {"name": "p00001_0", "levels": [{"tokens_in": 4, "tokens_kept": 2}]},
-    {"name": "p00001_0", "levels": [{"level": 0, "tokens_in": 0, "tokens_kept": 0}]},
-    {"name": "p00001_0", "seconds": "soon"},
-    {"name": "p00001_0", "seconds": 1e999},
-]
-
-
-def test_strange_records_are_dropped(model: LoadedModel, tmp_path: Path) -> None:
-    run(model, tmp_path)
-    before = snapshot(tmp_path)
-    with open(tmp_path / "samples.jsonl", "a") as file:
-        file.write("\n".join([*map(json.dumps, STRANGE), "[" * 100_000, "{"]))
-    assert run(model, tmp_path).made == 0
-    assert snapshot(tmp_path) == before
-
-
 @posix
 def test_a_full_disk_is_the_machines_fault_and_loses_nothing(
     model: LoadedModel, tmp_path: Path
@@ -251,10 +246,12 @@ def test_a_full_disk_is_the_machines_fault_and_loses_nothing(
     assert snapshot(tmp_path / "run") == snapshot(tmp_path / "expected")
 
 
-def test_a_run_in_which_nothing_can_merge_is_refused(model: LoadedModel, tmp_path: Path) -> None:
+def test_a_run_in_which_nothing_can_merge_is_refused_and_its_folder_takes_other_settings(
+    model: LoadedModel, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="fewer than 1024 tokens"):
         run(model, tmp_path, config=MaMeConfig(tau=0.8))
-    assert run(model, tmp_path / "baseline", config=None).levels == []
+    assert run(model, tmp_path, config=None).levels == []
 
 
 def test_a_size_at_which_nothing_merges_is_noted_and_the_run_goes_on(
@@ -356,9 +353,3 @@ def test_two_processes_share_a_run_and_make_the_same_bytes(
     assert len(list(tmp_path.glob("* wrote *"))) == 5, "each image is made once"
     assert cli.run([*words, str(tmp_path / "one")]) == 0
     assert snapshot(tmp_path / "two") == snapshot(tmp_path / "one")
-
-
-def test_a_folder_without_images_takes_other_settings(model: LoadedModel, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="lower min_tokens"):
-        run(model, tmp_path, config=MaMeConfig(keep=0.5, min_tokens=10**6))
-    assert run(model, tmp_path, config=MaMeConfig(keep=0.5, min_tokens=16)).made > 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +14,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mame_sd.errors import UserError
-from mame_sd.eval.caches.measure import Meter, every_key, measure_passage
-from mame_sd.eval.caches.retrieval import Prompt, measure_prompt, prompts
+from mame_sd.eval.caches.measure import Case, Meter, every_key, measure
+from mame_sd.eval.caches.retrieval import questions
 from mame_sd.eval.caches.rows import all_rows
 from mame_sd.eval.caches.settings import TASKS
 from mame_sd.eval.caches.table import format_table, summary
-from mame_sd.eval.caches.texts import Passage, half_of, passages, read_text, text_files
+from mame_sd.eval.caches.texts import half_of, passages, read_text, text_files
 from mame_sd.eval.cli import app as cli
-from mame_sd.eval.tables import Row
 from tests.caches.tiny import SHAPE, prompt, tiny
 
 WORDS = [f"w{i}" for i in range(40)]
@@ -57,18 +55,9 @@ def test_the_command_measures_resumes_and_prints(
     model_folder: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    line = [
-        "cache",
-        "--model",
-        str(model_folder),
-        "--texts",
-        str(texts),
-        "--out",
-        str(out),
-        "--num",
-        "3",
-    ]
-    line += ["--length", "80", "--rest", "16", "--shares", "0.25", "--offline", "--format", "json"]
+    line = ["cache", "--model", str(model_folder), "--texts", str(texts), "--out", str(out)]
+    line += ["--num", "3", "--length", "80", "--rest", "16", "--shares", "0.25", "--offline"]
+    line += ["--format", "json"]
     assert cli.run([*line, "--rows", "random,h2o"]) == 0
     first = (out / "results.jsonl").read_text()
     capsys.readouterr()
@@ -90,7 +79,7 @@ def test_the_command_measures_resumes_and_prints(
     assert halved != kl["random"]
     assert halved == pytest.approx(kl["random"], rel=0.2)
     assert cli.run([*line, "--revision", "main", "--out", f"{out}3"]) == 2
-    assert "--revision: expected none beside" in capsys.readouterr().err
+    assert "--revision: expected a hub id as --model" in capsys.readouterr().err
 
 
 def test_halves_hold_other_files(texts: Path) -> None:
@@ -120,45 +109,47 @@ def test_markup_is_taken_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_answers_stand_in_the_context_and_not_in_the_question(task: str) -> None:
-    def letters(text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [ord(c) for c in text]}
+    def letters(text: str) -> list[int]:
+        return [ord(c) for c in text]
 
-    for made in prompts(task, letters, 3, 4500):
-        context, question, answer = (
-            "".join(map(chr, t)) for t in (made.context, made.question, made.answer)
-        )
+    for made in questions(task, letters, 3, 4500):
+        context, rest = ("".join(map(chr, t)) for t in (made.prompt, made.rest))
+        question, answer = rest[: -made.answer], rest[-made.answer :]
         assert context.count(answer) == 1  # among the questions that are shown it isn't
         assert answer not in question
         assert 2000 < len(context) <= 4500
     with pytest.raises(UserError, match=f"room for the task {task}"):
-        prompts(task, letters, 1, 100)
+        questions(task, letters, 1, 100)
+
+
+def never(row: str, share: float) -> bool:
+    return False
 
 
 def test_only_what_the_full_cache_answers_is_asked_of_others() -> None:
-    model = tiny("llama")
     ids = prompt(64)[0].tolist()
     rows = [all_rows()[name] for name in ("random", "h2o")]
-    with Meter(model) as meter:
+    with Meter(tiny("llama")) as meter:
         start = meter.prefill(ids)
-        said, _ = meter.rest(every_key(start), start[0].seen, [5])
-        right = int(said[-1].argmax())
+        right = int(meter.rest(every_key(start), start[0].seen, [5])[-1].argmax())
         for answer, want in ((right, ["full", "random", "h2o"]), ((right + 1) % 40, ["full"])):
-            asked = Prompt("needles-0", "needles", ids, [5], [answer])
-            found = list(measure_prompt(meter, asked, rows, [0.5], lambda row, share: False))
+            asked = Case("needles-0", "needles", ids, [5, answer], 1)
+            found = list(measure(meter, asked, rows, [0.5], never))
             assert [r["row"] for r in found] == want
             assert found[0]["right"] is (answer == right)
 
 
 def test_scores_are_of_the_passage_that_is_asked() -> None:
-    rows = [all_rows()[name] for name in ("kvzip", "h2o")]
-
-    def measured(rows: list[Row], seed: int) -> list[dict[str, Any]]:
-        passage = Passage("a", prompt(64, seed=seed)[0].tolist(), [3, 4, 5])
-        return list(measure_passage(meter, passage, rows, (0.25,), lambda row, share: False))
-
+    names = "kvzip", "h2o"
+    first, second = (
+        Case("a", "text", prompt(64, seed=seed)[0].tolist(), [3, 4, 5]) for seed in (0, 1)
+    )
     with Meter(tiny("llama"), [3, 4]) as meter:
-        measured(rows, 0)
-        assert measured(rows, 1) == measured([all_rows()[row.name] for row in rows], 1)
+        rows = [all_rows()[name] for name in names]
+        list(measure(meter, first, rows, [0.25], never))
+        fresh = [all_rows()[name] for name in names]
+        found = [list(measure(meter, second, one, [0.25], never)) for one in (rows, fresh)]
+    assert found[0] == found[1]
 
 
 def test_a_table_says_who_is_best() -> None:

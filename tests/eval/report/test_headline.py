@@ -1,15 +1,21 @@
-"""The headline: what it claims, and what it does not."""
+"""The headline and the frontier: what they claim, and what they do not."""
 
 from __future__ import annotations
 
+import math
 import re
 from html import unescape
 from pathlib import Path
 
-from mame_sd.eval.report import render
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mame_sd.eval.report import frontier, render
 from mame_sd.eval.report.headline import comparison, headline
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.results.read import parse
+from mame_sd.eval.results.schema import Row, Value
 from tests.builders.report_example import row
 from tests.builders.report_page import Results
 
@@ -19,7 +25,7 @@ def says(results: Results) -> str:
     return headline(focus(parsed))
 
 
-def test_headline_of_a_faster_row(results: Results) -> None:
+def test_headline_of_faster_slower_and_equal_rows(results: Results) -> None:
     assert re.fullmatch(
         r"MaMe \(default\) is 1\.60 times as fast as the baseline \(1\.\d\d to 1\.\d\d\), at an"
         r" LPIPS of 0\.\d{3}\.",
@@ -29,26 +35,17 @@ def test_headline_of_a_faster_row(results: Results) -> None:
     assert comparison(parsed, focus(parsed)).startswith(
         "ToMeSD 50 % is 1.25 times as fast as the baseline ("
     )
-
-
-def test_headline_of_a_slower_row(results: Results) -> None:
-    row(results, "mame-default")["values"]["latency"] = {"mean": 8.0, "low": 7.9, "high": 8.1}
-    assert "is slower than the baseline (0.50 times as fast, 0.49 to 0.51), at an LPIPS" in says(
-        results
-    )
-
-
-def test_headline_claims_nothing_within_the_noise(results: Results) -> None:
-    row(results, "mame-default")["values"]["latency"] = {"mean": 3.8, "low": 3.0, "high": 4.5}
-    assert "is not measurably faster or slower than the baseline (1.05 times as fast," in says(
-        results
-    )
-    row(results, "mame-default")["values"]["latency"] |= {"p": 0.01, "against": "baseline"}
+    ours = row(results, "mame-default")["values"]
+    ours["latency"] = {"mean": 8.0, "low": 7.9, "high": 8.1}
+    slower = "is slower than the baseline (0.50 times as fast, 0.49 to 0.51), at an LPIPS"
+    assert slower in says(results)
+    ours["latency"] = {"mean": 3.8, "low": 3.0, "high": 4.5}
+    noise = "is not measurably faster or slower than the baseline (1.05 times as fast,"
+    assert noise in says(results)
+    ours["latency"] |= {"p": 0.01, "against": "baseline"}
     assert "is 1.05 times as fast" in says(results)
-    row(results, "mame-default")["values"]["latency"] |= {
-        "against": "tomesd-50"
-    }  # says nothing about the baseline
-    assert "is not measurably faster" in says(results)
+    ours["latency"] |= {"against": "tomesd-50"}  # says nothing about the baseline
+    assert noise in says(results)
 
 
 def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results: Results) -> None:
@@ -112,3 +109,33 @@ def test_withheld_seconds_leave_cpu_time_to_speak(results: Results) -> None:
         True,
         True,
     ]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_nothing_surpasses_the_frontier(pairs: list[tuple[float, float]], lower: bool) -> None:
+    empty = Row(name="r", label="r", family="mame", measured=True)
+    found = [frontier.Point(empty, Value(mean=x), Value(mean=y)) for x, y in pairs]
+    best = [point.at for point in frontier.frontier(found, lower)]
+    sign = 1 if lower else -1
+
+    def surpassed(a: tuple[float, float]) -> bool:
+        return any(b[0] >= a[0] and sign * b[1] <= sign * a[1] and a != b for b in pairs)
+
+    assert set(best) == {pair for pair in pairs if not surpassed(pair)}
+    assert [x for x, _ in best] == sorted({x for x, _ in best})
+
+
+def test_points_are_rows_with_both_figures(results: Results) -> None:
+    parsed = parse(results)
+    found = {p.row.name: p for p in frontier.points(parsed, focus(parsed))}
+    assert set(found) == {"baseline", "tomesd-50", "mame-tau-0.8", "mame-default"}
+    assert found["baseline"].at == (1, 0)
+    assert found["mame-default"].speed.interval == pytest.approx((4 / 2.6, 4 / 2.4))
+    row(results, "mame-default")["values"]["lpips"]["mean"] = math.inf
+    row(results, "tomesd-50")["family"] = "floor"
+    parsed = parse(results)
+    assert len(frontier.points(parsed, focus(parsed))) == 2

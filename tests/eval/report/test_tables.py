@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mame_sd.eval.report import markdown, render
+from mame_sd.errors import UserError
+from mame_sd.eval.json_text import json_text
+from mame_sd.eval.report import render
 from mame_sd.eval.report.numbers import number
+from mame_sd.eval.report.render import escape_markdown
 from mame_sd.eval.report.select import focus
-from mame_sd.eval.report.tables import fidelity_table, quality_table
+from mame_sd.eval.report.tables import every_table
 from mame_sd.eval.results.read import parse
 from tests.builders.report_example import row
 from tests.builders.report_page import Elements, Results
@@ -34,44 +39,39 @@ def test_the_blocks_never_mix(page: str) -> None:
     assert quality.count("N = 4, needs 100") == 4
     assert "not measured: tomesd is not installed: pip install 'mame-sd[rivals]'" in quality
     assert "not measured" in fidelity
+    assert page.count("p of the paired sign-flip test against ToMeSD 50 %") == 1
+    assert "p 0.031" in fidelity
 
 
 def best_rows(results: Results, key: str) -> set[str]:
     parsed = parse(results)
-    found = set()
-    for table in (fidelity_table(parsed, focus(parsed)), quality_table(parsed, focus(parsed))):
-        for line in table.lines:
-            found |= {
-                line.row.name
-                for m, cell in zip(table.metrics, line.cells, strict=False)
-                if m.name == key and cell.best
-            }
-    return found
+    return {
+        line.row.name
+        for table in every_table(parsed, focus(parsed))
+        for line in table.lines
+        for metric, cell in zip(table.metrics, line.cells, strict=False)
+        if metric.name == key and cell.best
+    }
 
 
-def test_best_values_follow_the_direction(results: Results) -> None:
-    assert best_rows(results, "latency") == {"mame-default"}
-    assert best_rows(results, "speedup") == {"mame-default"}
-    assert best_rows(results, "lpips") == {"mame-default"}
-    assert best_rows(results, "psnr") == {"mame-default"}
-    row(results, "psnr", "metrics")["better"] = "lower"
-    assert best_rows(results, "psnr") == {"tomesd-50"}
-
-
-def test_values_that_read_the_same_are_best_together_and_a_column_of_one_value_has_no_best(
+def test_best_values_follow_the_direction_and_equal_ones_are_best_together(
     results: Results,
 ) -> None:
+    for key in ("latency", "speedup", "lpips", "psnr"):
+        assert best_rows(results, key) == {"mame-default"}
+    row(results, "psnr", "metrics")["better"] = "lower"
+    assert best_rows(results, "psnr") == {"tomesd-50"}
     row(results, "tomesd-50")["values"]["latency"]["mean"] = 2.5001
     assert best_rows(results, "latency") == {"tomesd-50", "mame-default"}
+    row(results, "tomesd-50")["family"] = "floor"
+    assert best_rows(results, "latency") == {"mame-default"}
     for entry in results["rows"]:
         entry["values"]["memory"] = {"mean": 100.0}
-    assert best_rows(results, "memory") == set()
+    assert best_rows(results, "memory") == set(), "a column of one value"
     assert best_rows(results, "fid") == set()
 
 
-def test_set_wide_values_say_how_they_mislead_in_every_format(
-    tmp_path: Path, unplotted: Results
-) -> None:
+def test_values_say_how_they_mislead_in_every_format(tmp_path: Path, unplotted: Results) -> None:
     results = unplotted
     warning = "N = 128, below 2,048: biased upward"
     for n, entry in enumerate(results["rows"]):
@@ -81,41 +81,24 @@ def test_set_wide_values_say_how_they_mislead_in_every_format(
             entry["values"]["retrieval"] = {"mean": 3.0, "n": 128, "splits": 1, "cap": 128}
             difference = {"mean": None, "p": None, "note": "no p-value: infinite values"}
             entry["values"]["retrieval"]["difference"] = difference
+    row(results, "mame-tau-0.8")["values"]["psnr"] |= {"mean": 99.0, "n": 4, "equal": 1}
+    assert best_rows(results, "psnr") == set(), "a mean without the equal images beats nothing"
     text = render(parse(results), tmp_path).read_text(encoding="utf-8")
     spread = "10 splits; ± is the standard deviation over them"
     assert text.count(f"FID: {warning}; {spread}") == 1
     said = "no p-value: infinite values; 1 split; at most 128"
     assert text.count(f"Retrieval: {said}") == 1
-    assert "± 0.50" in Elements(text).tables["table-quality"]
-    for name in ("report.md", "table.csv"):
-        assert (tmp_path / name).read_text(encoding="utf-8").count(warning) == (
-            4 if name == "table.csv" else 1
-        )
-        assert said in (tmp_path / name).read_text(encoding="utf-8")
-
-
-def test_a_mean_without_the_equal_images_says_so_and_beats_nothing(
-    tmp_path: Path, unplotted: Results
-) -> None:
-    results = unplotted
-    row(results, "mame-tau-0.8")["values"]["psnr"] |= {"mean": 99.0, "n": 4, "equal": 1}
-    assert best_rows(results, "psnr") == set()
-    text = render(parse(results), tmp_path).read_text(encoding="utf-8")
-    assert "1 of 4 equal" in Elements(text).tables["table-fidelity"]
-    for name in ("report.md", "table.csv"):
-        assert "1 of 4 equal" in (tmp_path / name).read_text(encoding="utf-8")
-    row(results, "mame-tau-0.8")["values"]["psnr"] |= {
-        "mean": math.inf,
-        "low": None,
-        "high": None,
-        "equal": 4,
-    }
+    tables = Elements(text).tables
+    assert "± 0.50" in tables["table-quality"]
+    assert "1 of 4 equal" in tables["table-fidelity"]
+    for name, count in (("report.md", 1), ("table.csv", 4)):
+        written = (tmp_path / name).read_text(encoding="utf-8")
+        assert written.count(warning) == count
+        assert said in written
+        assert "1 of 4 equal" in written
+    every = {"mean": math.inf, "low": None, "high": None, "equal": 4}
+    row(results, "mame-tau-0.8")["values"]["psnr"] |= every
     assert best_rows(results, "psnr") == {"mame-tau-0.8"}
-
-
-def test_p_values_name_the_row_they_compare_with(page: str) -> None:
-    assert page.count("p of the paired sign-flip test against ToMeSD 50 %") == 1
-    assert "p 0.031" in Elements(page).tables["table-fidelity"]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +139,33 @@ def test_markdown_tables_are_whole_and_prompts_are_text(tmp_path: Path, unplotte
     for table in re.findall(r"(?:^\|.*\n)+", text, re.M):
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table
     assert "<script>" not in text
-    assert markdown.escape("<i>a|b*</i>") == r"&lt;i&gt;a\|b\*&lt;/i&gt;"
+    assert escape_markdown("<i>a|b*</i>") == r"&lt;i&gt;a\|b\*&lt;/i&gt;"
     shown = re.findall(r"!\[[^\]]*\]\(<([^>]+)>\)", text)
     assert len(shown) == 9
     assert all((tmp_path / name).is_file() for name in shown)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["metrics"], None, "metrics: expected Sequence, got None"),
+        (["metrics", 3, "better"], "bigger", "metrics[3].better: expected one of lower, higher"),
+        (["rows", 0, "measured"], "done", "rows[0].measured: expected bool, got 'done'"),
+        (["rows", 0, "run"], "../other", "expected run to be a folder inside, got ../other"),
+        (["rows", 4, "per_image", "lpips"], {"1": "far"}, "['1']: expected int or float"),
+        (["rows", 0, "values", "latency", "mean"], math.nan, "expected int or float, got nan"),
+        (["pictures", 0], {}, "pictures[0].key: expected an entry, got None"),
+    ],
+)
+def test_bad_results_are_named(results: Results, path: list[Any], value: Any, message: str) -> None:
+    target: Any = results
+    for part in path[:-1]:
+        target = target[part]
+    target[path[-1]] = value
+    with pytest.raises(UserError, match=re.escape(message)):
+        parse(results)
+
+
+def test_results_are_read_back_as_they_were_written(results: Results) -> None:
+    parsed = parse(results)
+    assert parse(json.loads(json_text(parsed.to_json()))) == parsed

@@ -13,23 +13,13 @@ import torch
 from PIL import Image
 
 from mame_sd.errors import UserError
-from mame_sd.eval.metric_list import METRICS, chosen_metrics, withheld_for_size
+from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.scoring.reference import open_reference
 from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.sets import set_value
 from mame_sd.eval.scoring.tools import Tools
 from mame_sd.eval.scoring.withheld import withheld, withheld_by
 from tests.builders.run_folders import write_run
-
-
-def test_sample_size_rules() -> None:
-    assert withheld_for_size(METRICS["fid"], 99) == "N = 99, needs 100"
-    assert withheld_for_size(METRICS["fid"], 100) is None
-    assert withheld_for_size(METRICS["fid"], 100, 99) == "reference of 99, needs 100"
-    assert withheld_for_size(METRICS["fid"], 100, 0) is None  # statistics that do not say
-    assert withheld_for_size(METRICS["is"], 100, 5) is None
-    assert withheld_for_size(METRICS["psnr"], 1) is None
-    assert [metric.name for metric in chosen_metrics("ssim, psnr,ssim")] == ["ssim", "psnr"]
 
 
 class MeanColourStandIn:
@@ -97,29 +87,27 @@ def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [99, 100])
-def test_a_reference_of_statistics_withholds_what_it_cannot_serve(
-    tmp_path: Path, count: int
-) -> None:
+def test_what_images_and_references_cannot_serve_is_withheld(tmp_path: Path, count: int) -> None:
     one = Run.open(write_run(tmp_path / "run", coloured(1, 0)))
     run = replace(one, items={f"{n}_0": one.items["000_0"] for n in range(count)})
+    few = "N = 99, needs 100" if count < 100 else None
     inception = SimpleNamespace(name="Inception", dims=4)
 
-    def reasons(name: str, dims: int, source: str) -> list[str | None]:
+    def reasons(dims: int, source: str, n: int = 2000) -> list[str | None]:
         path = tmp_path / "stats.npz"
-        np.savez(path, mu=np.zeros(dims), sigma=np.eye(dims), n=2000, source=source)
+        np.savez(path, mu=np.zeros(dims), sigma=np.eye(dims), n=n, source=source)
         reference = open_reference(path)
-        return [
-            withheld(METRICS[name], run, reference),
-            withheld_by(METRICS[name], inception, reference),
-        ]
+        fid = METRICS["fid"]
+        return [withheld(fid, run, reference), withheld_by(fid, inception, reference)]
 
-    few = "N = 99, needs 100" if count < 100 else None
-    assert reasons("fid", 4, "Inception") == [few, None]
-    assert reasons("fid", 4, "")[1] is None
-    assert (
-        reasons("fid", 4, "another")[1] == "the reference is features of another, needs Inception"
-    )
-    assert reasons("fid", 5, "")[1] == "the reference has 5 dims, needs 4"
-    assert withheld(METRICS["fid"], run, None) == (few or "no --reference to measure against")
-    assert withheld(METRICS["psnr"], run, None) is None
-    assert withheld(METRICS["ssim"], run, None) == "images of 8 x 8, needs 11 x 11"
+    assert reasons(4, "Inception") == reasons(4, "", 0) == [few, None]
+    assert reasons(4, "", 99)[0] == (few or "reference of 99, needs 100")
+    assert reasons(4, "another")[1] == "the reference is features of another, needs Inception"
+    assert reasons(5, "")[1] == "the reference has 5 dims, needs 4"
+    for name, reason in (
+        ("fid", few or "no --reference to measure against"),
+        ("is", few),
+        ("psnr", None),
+        ("ssim", "images of 8 x 8, needs 11 x 11"),
+    ):
+        assert withheld(METRICS[name], run, None) == reason
