@@ -5,6 +5,7 @@ tiny model for all.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,12 +25,19 @@ torch.set_num_threads(1)
 logging.disable_progress_bar()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what compiles merging into one graph where torch is too old for that."""
+    """Skip what compiles merging into one graph where torch is too old for that, and keep
+    Hypothesis from reading the constants of every loaded module, which takes seconds.
+    """
     if tuple(map(int, torch.__version__.split(".")[:2])) < COMPILED_FROM:
         for item in items:
             if item.get_closest_marker("compiles"):
                 item.add_marker(pytest.mark.skip(reason="merging compiles from torch 2.13 on"))
+    if "hypothesis" in sys.modules:
+        from hypothesis.internal.conjecture import providers
+
+        providers.is_local_module_file = lambda path: False
 
 
 @pytest.fixture(scope="session")

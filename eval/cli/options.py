@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass
 from typing import Any
 
-from mame_sd.cli.options import FieldOptions, GivenOptions
+from mame_sd.cli.options import FieldOptions
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice
@@ -47,7 +47,7 @@ LANGUAGE_MODEL = PretrainedOptions(
     model="smollm2",
     dtype="float32",
 )
-SUITE_SAMPLING = GivenOptions(
+SUITE_SAMPLING = FieldOptions(
     GenerateSettings,
     "Sampling",
     without=("negative_prompt", "images_per_prompt"),

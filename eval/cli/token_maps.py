@@ -164,6 +164,6 @@ def grid_like(image: Image.Image, tokens: int) -> tuple[int, int]:
     if height < 1 or tokens % height:
         raise UserError(
             f"expected tokens that lie on a grid, got {tokens} for {image.width} x {image.height}"
-            " pixels; choose another layer or model"
+            " pixels; choose another model"
         )
     return height, tokens // height

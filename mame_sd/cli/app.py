@@ -56,7 +56,7 @@ def about(
         ),
     ] = False,
 ) -> None:
-    """Faster diffusion without training: tokens merge before self-attention (MaMe, MaRe)."""
+    """Faster diffusion without training: self-attention over merged keys or tokens (MaMe)."""
 
 
 @app.command("generate")

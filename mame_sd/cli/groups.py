@@ -8,7 +8,7 @@ from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mame_sd.cli.options import FieldOptions, GivenOptions, flag_of, keyword
+from mame_sd.cli.options import FieldOptions, flag_of, keyword
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
@@ -59,7 +59,7 @@ class PromptOptions:
         return [*from_file, *prompts_from_texts(self.texts)][: self.num]
 
 
-class MergingOptions(GivenOptions):
+class MergingOptions(FieldOptions):
     """One option for each field of MaMeConfig, and --config; `build` gives the config.
 
     A field whose plain name another option has is called --merge-<field>. With `baseline` there is
@@ -69,7 +69,7 @@ class MergingOptions(GivenOptions):
     TAKEN = ("seed",)
 
     def __init__(self, without: Iterable[str] = (), baseline: bool = False) -> None:
-        super().__init__(MaMeConfig, "Merging", without)
+        super().__init__(MaMeConfig, "Merging", without, otherwise="the default")
         self._baseline = baseline
 
     def parameters(self) -> list[inspect.Parameter]:
@@ -102,6 +102,9 @@ class MergingOptions(GivenOptions):
         try:
             return base.replace(**super().build(values))
         except (TypeError, ValueError) as error:
+            name, _, rest = str(error).partition(": ")
+            if name in (f.name for f in self._fields):
+                raise UserError(f"{self.flag(name)}: {rest}") from None
             raise UserError(f"merging: {error}") from None
 
     def flag(self, name: str) -> str:

@@ -56,13 +56,15 @@ def takes(**groups: FieldOptions) -> Callable[[Callable[..., None]], Callable[..
 
 class FieldOptions:
     """The options of a dataclass, one for each field that has a help text; they make one argument
-    of a command.
+    of a command: an instance.
 
     Args:
         panel: heading of these options in the help text.
         without: names of fields that are no options here; those whose metadata say `option` False
             are none anywhere.
         help: help texts, by field, in the place of the dataclass's own.
+        otherwise: whose value a field has that is not given, for the help text. With it no option
+            has a default, and the argument is a dict of those that were given.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class FieldOptions:
         panel: str | None = None,
         without: Iterable[str] = (),
         help: Mapping[str, str] | None = None,
+        otherwise: str | None = None,
     ) -> None:
-        self._kind, self._panel, self._help = kind, panel, help or {}
+        self._kind, self._panel, self._help, self._otherwise = kind, panel, help or {}, otherwise
         left_out = set(without)
         self._fields = [
             f
@@ -97,7 +100,9 @@ class FieldOptions:
         ]
 
     def build(self, values: Mapping[str, Any]) -> Any:
-        """The command's argument, an instance, of the options' values by parameter name."""
+        """The command's argument of the options' values by parameter name."""
+        if self._otherwise is not None:
+            return {f.name: values[f.name] for f in self._fields if values[f.name] is not None}
         return self._kind(
             **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
         )
@@ -105,35 +110,14 @@ class FieldOptions:
     def flag(self, name: str) -> str:
         return flag_of(name)
 
-    def help(self, f: Field[Any]) -> str:
-        return str(self._help.get(f.name, f.metadata["help"]))
-
     def default(self, f: Field[Any]) -> Any:
-        return f.default
-
-
-class GivenOptions(FieldOptions):
-    """As `FieldOptions`, none of them with a default: `build` gives a dict of those that were
-    given.
-
-    Args:
-        otherwise: whose value a field has that is not given, for the help text.
-    """
-
-    def __init__(
-        self, kind: type, panel: str | None, without: Iterable[str] = (), otherwise: str = ""
-    ) -> None:
-        super().__init__(kind, panel, without)
-        self._otherwise = otherwise
-
-    def build(self, values: Mapping[str, Any]) -> Any:
-        return {f.name: values[f.name] for f in self._fields if values[f.name] is not None}
+        return f.default if self._otherwise is None else None
 
     def help(self, f: Field[Any]) -> str:
-        return f"{super().help(f).partition('. ')[0].rstrip('.')}. Without it, {self._otherwise}."
-
-    def default(self, f: Field[Any]) -> Any:
-        return None
+        help = str(self._help.get(f.name, f.metadata["help"]))
+        if self._otherwise is None:
+            return help
+        return f"{help.partition('. ')[0].rstrip('.')}. Without it, {self._otherwise}."
 
 
 def keyword(

@@ -8,13 +8,11 @@
     remove_encoder(model)  # bit-equal to before
 
 Merged tokens stay merged: later blocks see fewer, and so does pooling by attention at the end.
-`restore=True` gives the model's output all of its tokens again (MaRe over all blocks). Its mean is
-then the mean weighted by what each token stands for, and pooling by attention counts every token.
 Heads that are known to take a mean, and dense heads (depth, segmentation, backbones), are given all
-tokens by default. `handle.restore` does the same afterwards.
+tokens again (MaRe over all blocks; `restore`). `handle.restore` does the same afterwards.
 
 Weights, `state_dict` and `save_pretrained` are untouched by merging. A `copy.deepcopy` merges with
-its own weights. `torch.compile` makes one graph of a model that merges by `keep`. By `tau` the
+its own weights. `torch.compile` makes one graph of a model that merges by `keep`; by `tau` the
 number of tokens depends on the images, and merging itself runs between graphs.
 """
 
@@ -86,10 +84,9 @@ def has_encoder_hooks(target: nn.Module) -> bool:
 
 
 class _Opened:
-    """A `with` block that is open: what was on `target` before it."""
+    """A `with` block that is open."""
 
     def __init__(self, target: nn.Module) -> None:
-        self.target = target
         self.modules = {*target.modules()}
         self.before = [(module, one) for module in self.modules for one in ours_on(module)]
 

@@ -22,14 +22,12 @@ FIELDS = ("calls", "tokens", "squares", "kept", "kept_squares", "merging")
 
 
 class BlockCounts:
-    """Sums over the calls of one merging block since the last `reset`.
+    """Sums over the calls of one merging block since the last `reset`, in the order of FIELDS:
+    calls, tokens in, their squares, tokens kept, their squares, and multiply-adds of merging itself
+    for one image.
 
-    Attributes:
-        eager: sums outside of compiled regions, in the order of FIELDS: calls, tokens in, their
-            squares, tokens kept, their squares, and multiply-adds of merging itself for one image.
-        compiled: the same in them, a tensor: a number that changed in every call would recompile
-            every call.
-        note: of the latest call, why it merged otherwise than the settings say.
+    Compiled regions count in a tensor: a number that changed in every call would recompile each.
+    `note` says of the latest call why it merged otherwise than the settings say.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,10 +35,10 @@ class BlockCounts:
 
     def reset(self, device: torch.device) -> None:
         """Back to zero calls; `device` is where compiled regions are to count."""
-        self.eager = [0] * len(FIELDS)
+        self._eager = [0] * len(FIELDS)
         self.note = ""
         with torch.inference_mode(False):  # counted in place, in and out of inference mode
-            self.compiled = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
+            self._compiled = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
 
     def add(self, tokens: int, kept: int, merging: int, note: str = "") -> None:
         """Count a call of `tokens` that kept `kept` of them; prefix tokens included."""
@@ -50,33 +48,30 @@ class BlockCounts:
             return
         if torch.compiler.is_compiling():
             for place, value in enumerate(values):
-                self.compiled[place].add_(value)
+                self._compiled[place].add_(value)
             return
         with _ADDING:
-            self.eager = [total + value for total, value in zip(self.eager, values, strict=True)]
+            self._eager = [sum(pair) for pair in zip(self._eager, values, strict=True)]
 
     def sums(self) -> dict[str, int]:
         """Return the sums by name; waits for the device if a compiled region counted there."""
-        totals = (a + b for a, b in zip(self.eager, self.compiled.tolist(), strict=True))
+        totals = map(sum, zip(self._eager, self._compiled.tolist(), strict=True))
         return dict(zip(FIELDS, totals, strict=True))
 
 
 class BlockCost:
-    """Multiply-adds of one block as its modules are.
-
-    `width`: channels of all heads of its attention together.
-    """
+    """Multiply-adds of one block as its modules are."""
 
     def __init__(self, block: nn.Module, encoder: Encoder) -> None:
         self._attention = sum(weights_of(block.get_submodule(part)) for part in encoder.attention)
         self._mlp = sum(weights_of(block.get_submodule(part)) for part in encoder.mlp)
-        self.width = width_of(block, encoder)
+        self._width = width_of(block, encoder)
 
     def of(self, tokens: int, squares: int, kept: int) -> int:
         """Reckon the multiply-adds of calls whose tokens, their squares, and tokens left for the
         MLP sum up to these.
         """
-        return self._attention * tokens + 2 * self.width * squares + self._mlp * kept
+        return self._attention * tokens + 2 * self._width * squares + self._mlp * kept
 
 
 def left_of(costs: Sequence[BlockCost], kept: Mapping[int, float], patches: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,35 +20,28 @@ from mame_sd.perception.plans import GroupPlan
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 
 
+@dataclass
 class Forward:
-    """What the blocks know of the forward that runs in one thread, or ran last in it.
+    """What the blocks know of the forward that runs in one thread, or ran last in it."""
 
-    Attributes:
-        grid: (h, w) of the images' patches, of a video's frames one under the other; None where
-            unknown.
-        sizes: [B, L'] how many tokens each token stands for; None: 1 each.
-        sized: the log of sizes is added to attention logits, and means count them.
-        again: blocks may be computed again, whole, after another forward's images (checkpoints
-            around them).
-        dense: each block gives all tokens, and passes on those that are left in `whole`.
-        whole: what the latest block gave [B, L, C], and what is left of it [B, L', C].
-        plans: by number of block, while the forward runs or with `capture`.
-        keys: [B, L, d] by number of block, until it compares them.
-        unmasked: the model was called without a mask: one that blocks get hides nothing.
-        counting: the block that runs counts; not where a checkpoint computes it again.
-        number: how many forwards ran before it, with `capture`.
-        seen: what this forward and earlier ones gave, each with its forward's number.
-    """
-
-    def __init__(self) -> None:
-        self.grid: tuple[int, int] | None = None
-        self.sizes: Tensor | None = None
-        self.sized = self.again = self.dense = self.unmasked = self.counting = False
-        self.whole: tuple[Tensor, Tensor] | None = None
-        self.plans: dict[int, Plan | GroupPlan] = {}
-        self.keys: dict[int, Tensor] = {}
-        self.number = 0
-        self.seen: list[tuple[int, weakref.ref[Tensor]]] = []
+    # (h, w) of the images' patches, of a video's frames one under the other; None where unknown.
+    grid: tuple[int, int] | None = None
+    sizes: Tensor | None = None  # [B, L'] how many tokens each token stands for; None: 1 each
+    sized: bool = False  # the log of sizes is added to attention logits, and means count them
+    # Blocks may be computed again, whole, after another forward's images (checkpoints around them).
+    again: bool = False
+    dense: bool = False  # each block gives all tokens, and passes on what is left in `whole`
+    # What the latest block gave [B, L, C], and what is left of it [B, L', C].
+    whole: tuple[Tensor, Tensor] | None = None
+    plans: dict[int, Plan | GroupPlan] = field(default_factory=dict)  # by number of block
+    keys: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # [B, L, d], until the block compares them
+    unmasked: bool = False  # the model was called without a mask: one that blocks get hides nothing
+    counting: bool = False  # the block that runs counts; not where a checkpoint computes it again
+    number: int = 0  # how many forwards ran before it, with `capture`
+    # What this forward and earlier ones gave, each with its forward's number.
+    seen: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
 
 
 class ForwardState:
@@ -99,6 +93,11 @@ class ForwardState:
             found = self._threads.forward = Forward()
         return found
 
+    @property
+    def capturing(self) -> bool:
+        """Whether what runs now is remembered after the forward."""
+        return self.capture and not torch.compiler.is_compiling()
+
     def begin(self) -> Forward:
         """Begin a forward at its first block that merges: drop what an earlier one knew.
 
@@ -117,19 +116,13 @@ class ForwardState:
                 " remove_mame"
             )
         now.sizes, now.plans, now.keys, now.whole = None, {}, {}, None
-        if self.capture and not torch.compiler.is_compiling():
-            now.number += 1
+        now.number += self.capturing
         return now
 
     def keep(self, number: int, plan: Plan | GroupPlan) -> None:
         """Note the plan of block `number` where it will be asked for."""
         now = self.now
-        if (
-            self.restore
-            or self.dense
-            or now.dense
-            or (self.capture and not torch.compiler.is_compiling())
-        ):
+        if self.restore or self.dense or now.dense or self.capturing:
             now.plans[number] = plan
 
     def restored(self, tokens: Tensor, before: int | None = None) -> Tensor:
@@ -151,7 +144,7 @@ class ForwardState:
 
     def note(self, output: Any) -> None:
         """Remember an output, so that one of an earlier forward is told apart; with `capture`."""
-        if self.active and self.capture and not torch.compiler.is_compiling():
+        if self.active and self.capturing:
             now = self.now
             now.seen = [(number, seen) for number, seen in now.seen if seen() is not None]
             if isinstance(output, Tensor):

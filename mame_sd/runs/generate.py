@@ -92,12 +92,12 @@ def generate(
     run = _Run(
         model, settings, method, jobs, described, folder, process, on_progress, on_step, on_note
     )
+    about = {"settings": described, "environment": environment(model), "prompt_file": prompt_file}
     rows: list[dict[str, Any]] = []
     complete = False
     try:
         if process.is_main:
-            about = {"settings": described, "environment": environment(model)}
-            for difference in folder.prepare({**about, "prompt_file": prompt_file}):
+            for difference in folder.prepare(about):
                 on_note(
                     "the folder was begun in another environment, so pixels may differ a little"
                     f" ({difference})"
@@ -162,13 +162,11 @@ class _Run:
             try:
                 if self.method is not None and batches:
                     installed = self.method.install(self.model)
-                for batch in batches[:1]:
-                    made += self._make(batch, done, installed)
+                made += sum(self._make(batch, done, installed) for batch in batches[:1])
             except UserError as error:
                 problem = error
-            for found in self.process.all_gather(problem):
-                if found is not None:
-                    raise found
+            for found in filter(None, self.process.all_gather(problem)):
+                raise found
             for batch in batches[1:]:
                 self.on_progress(made, total)
                 made += self._make(batch, done, installed)
@@ -188,7 +186,8 @@ class _Run:
         about: dict[str, Any] = {"seconds": seconds, "batch": len(batch), "levels": levels}
         if installed is not None and not levels:
             about["note"] = NOT_MERGED
-        missing = [one for one in zip(batch, images, strict=True) if one[0].name not in done]
+        pairs = zip(batch, images, strict=True)
+        missing = [(job, image) for job, image in pairs if job.name not in done]
         for job, image in missing:
             record = {**job.known, "width": image.width, "height": image.height, **about}
             self.folder.write_image(job.name, to_png(image, job, self.described), record)
@@ -251,12 +250,10 @@ def versions() -> dict[str, Any]:
 def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int) -> Summary:
     """Means over the images of the folder: seconds, and tokens per level."""
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), float)]
-    by_level: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        for level in row.get("levels", []):
-            by_level.setdefault(level["level"], []).append(level)
+    every = [level for row in rows for level in row.get("levels", [])]
     levels = []
-    for number, those in sorted(by_level.items()):
+    for number in sorted({level["level"] for level in every}):
+        those = [level for level in every if level["level"] == number]
         tokens_in, kept = (fmean(one[key] for one in those) for key in ("tokens_in", "tokens_kept"))
         level = {"level": number, "tokens_in": tokens_in, "tokens_kept": kept}
         levels.append({**level, "share": kept / tokens_in})

@@ -108,29 +108,22 @@ class Job:
 def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
     """Every image of the run, in order. Raises UserError for ids that collide."""
     check_unique(prompts)
-
-    def either(own: Any, common: Any) -> Any:
-        return common if own is None else own
-
-    return [
-        Job(
-            prompt=prompt,
-            repeat=repeat,
-            seed=either(prompt.seed, settings.seed),
-            negative_prompt=either(prompt.negative_prompt, settings.negative_prompt),
-            height=prompt.height or settings.height,
-            width=prompt.width or settings.width,
-        )
-        for prompt in prompts
-        for repeat in range(settings.images_per_prompt)
-    ]
+    jobs = []
+    for prompt in prompts:
+        seed = settings.seed if prompt.seed is None else prompt.seed
+        own = prompt.negative_prompt
+        negative = settings.negative_prompt if own is None else own
+        size = prompt.height or settings.height, prompt.width or settings.width
+        for repeat in range(settings.images_per_prompt):
+            jobs.append(Job(prompt, repeat, seed, negative, *size))
+    return jobs
 
 
 def cut_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
     """Neighbours of one size, at most `batch_size` together. Depends on the whole list alone.
 
     All of a batch have a negative prompt or none has: some models (SDXL) take none to mean zeros,
-        not an empty text.
+    not an empty text.
     """
     batches: list[list[Job]] = []
     for job in jobs:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from mame_sd import apply_mame, mame
 from mame_sd.caches import FutureAttention, compress_cache
+from mame_sd.upstream import cache_of, with_cache
 from tests.builders.perception import ROWS
 from tests.builders.tiny import tiny_unet, unet_inputs
 from tests.caches.tiny import MODELS, padded, prompt, tiny
@@ -119,8 +120,11 @@ def caches(draw: Draw) -> None:
         return torch.stack(written.logits)
 
     prompts = [prompt(draw.randint(20, 90), draw.choice((1, 2)), seed) for seed in range(3)]
+    compressed = draw.random() < 0.8  # in each thread: prompts outside of blocks raise beside them
     together(
-        model, draw, [partial(ask, ids, draw.choice((nullcontext, block()))) for ids in prompts]
+        model,
+        draw,
+        [partial(ask, ids, block() if compressed else nullcontext) for ids in prompts],
     )
 
 
@@ -172,9 +176,9 @@ def padded_caches(draw: Draw) -> None:
 
     def after(first: dict[str, Any], then: dict[str, Any]) -> Tensor:
         with block() as handle:
-            past = model(**first, use_cache=True).past_key_values
+            past = cache_of(model(**first, use_cache=True))
             handle.compressing = False
-            return model(**then, past_key_values=past).logits
+            return model(**then, **with_cache(model, past)).logits
 
     first = {"input_ids": ids, "attention_mask": mask, "position_ids": places[:, :49]}
     then = {"attention_mask": whole, "position_ids": places[:, 49:]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,27 +244,6 @@ def test_an_empty_or_cropped_layer() -> None:
         torch.testing.assert_close(model(ids, **with_cache(model, cache)).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"keep": 0}, "keep: expected a share above 0 and at most 1, got 0"),
-        ({"keep": "half"}, "keep: expected a share above 0 and at most 1, got 'half'"),
-        ({"method": "snapkv"}, r"method: expected an object with score\(view\), got str"),
-        (
-            {"method": Newest},
-            r"method: expected an object, got the class Newest; write Newest\(\)",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
-    with (
-        pytest.raises((TypeError, ValueError), match=message) as error,
-        compress_cache(tiny("llama"), **fields),
-    ):
-        pass
-    assert "\n" not in str(error.value)
-
-
 QWEN2_VL: dict[str, Any] = {
     "text_config": {
         **SHAPE,
@@ -280,64 +260,66 @@ GPT_OSS: dict[str, Any] = {
 }
 
 
-def _other(cls: str, config: str, **fields: Any) -> nn.Module:
-    return getattr(transformers, cls)(getattr(transformers, config)(**fields))
+def _other(name: str, **fields: Any) -> nn.Module:
+    """A model of transformers on its own configuration."""
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**fields))
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 8}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "GPT2LMHeadModel",
+        {**SMALL, "n_head": 2},
+        "unknown attention GPT2Attention in GPT2LM",
+    ),
+    ("MambaForCausalLM", SMALL, "found no attention layer that has one in MambaForCausalLM"),
+    (
+        "T5ForConditionalGeneration",
+        {"d_model": 16, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 8},
+        "expected a decoder alone, got T5ForConditionalGeneration",
+    ),
+    (
+        "Qwen2VLForConditionalGeneration",
+        QWEN2_VL,
+        # the second by transformers before 5.18
+        "expected positions of one axis, got Qwen2VL|unknown attention Qwen2VLAttention",
+    ),
+    ("GptOssForCausalLM", GPT_OSS, "expected attention without learned sinks, got GptOss"),
+    (
+        "PhiForCausalLM",
+        {**SHAPE, "qk_layernorm": True},
+        "unknown attention PhiAttention; expected one that projects.*its keys are other ones",
+    ),
+    (
+        "MistralForCausalLM",
+        {**SHAPE, "sliding_window": 8},
+        "every layer sees a sliding window alone",
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("build", "given", "message"),
     [
-        (lambda: nn.Linear(2, 2), "expected a causal language model of transformers, got Linear"),
+        *((partial(_other, name, **fields), (0.5,), said) for name, fields, said in REFUSED),
+        (partial(nn.Linear, 2, 2), (0.5,), "expected a causal language model .*, got Linear"),
+        (partial(tiny, "llama"), (0,), "keep: expected a share above 0 and at most 1, got 0"),
+        (partial(tiny, "llama"), ("half",), "keep: expected a share above .*, got 'half'"),
         (
-            lambda: _other(
-                "GPT2LMHeadModel", "GPT2Config", n_embd=16, n_layer=1, n_head=2, vocab_size=8
-            ),
-            "unknown attention GPT2Attention in GPT2LMHeadModel; expected q_proj",
+            partial(tiny, "llama"),
+            (0.5, "snapkv"),
+            r"an object with score\(view\), got str",
         ),
-        (
-            lambda: _other(
-                "MambaForCausalLM", "MambaConfig", hidden_size=16, num_hidden_layers=1, vocab_size=8
-            ),
-            (
-                "expected a decoder with a KV cache, found no attention layer that has one in"
-                " MambaForCausalLM"
-            ),
-        ),
-        (
-            lambda: _other(
-                "T5ForConditionalGeneration",
-                "T5Config",
-                d_model=16,
-                d_ff=8,
-                num_layers=1,
-                num_heads=2,
-                vocab_size=8,
-            ),
-            "expected a decoder alone, got T5ForConditionalGeneration",
-        ),
-        (
-            lambda: _other("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", **QWEN2_VL),
-            # the second by transformers before 5.18
-            "expected positions of one axis, got Qwen2VL|unknown attention Qwen2VLAttention",
-        ),
-        (
-            lambda: _other("GptOssForCausalLM", "GptOssConfig", **GPT_OSS),
-            "expected attention without learned sinks, got GptOssForCausalLM",
-        ),
-        (
-            lambda: _other("PhiForCausalLM", "PhiConfig", **{**SHAPE, "qk_layernorm": True}),
-            "unknown attention PhiAttention; expected one that projects.*its keys are other ones",
-        ),
-        (
-            lambda: _other("MistralForCausalLM", "MistralConfig", **{**SHAPE, "sliding_window": 8}),
-            "every layer sees a sliding window alone",
-        ),
+        (partial(tiny, "llama"), (0.5, Newest), r"got the class Newest; write Newest\(\)"),
     ],
 )
-def test_models_that_cannot_be_merged_are_refused(build: Any, message: str) -> None:
+def test_what_cannot_be_compressed_is_refused_in_one_line(
+    build: Any, given: tuple[Any, ...], message: str
+) -> None:
     with (
         pytest.raises((TypeError, ValueError), match=message) as error,
-        compress_cache(build(), 0.5),
+        compress_cache(build(), *given),
     ):
         pass
     assert "\n" not in str(error.value)
@@ -354,7 +336,7 @@ def test_static_caches_and_other_kernels_are_refused() -> None:
         ),
     ):
         model(ids, **with_cache(model, static))
-    flash = _other("LlamaForCausalLM", "LlamaConfig", **SHAPE)
+    flash = _other("LlamaForCausalLM", **SHAPE)
     flash.config._attn_implementation = "flash_attention_2"
     with (
         pytest.raises(ValueError, match="attn_implementation: expected sdpa or eager"),

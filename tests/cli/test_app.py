@@ -70,8 +70,9 @@ generate x --tau 0.8 --keep 0.5 | expected tau or keep, got both
 generate x --keep 0 | keep: expected a share above 0
 generate x --tau 0.8 --partition odd | partition: expected one of alternating
 generate x --metric dot | metric: goes with tau, got metric='dot' beside keep
-generate x --tile-size 9223372036854775808 | tile_size: expected 0 for no tiles, or a side of 2
-generate x --fit-queries 100000000000000000000 | fit_queries: expected a whole number from 0 to
+generate x --tile-size 9223372036854775808 | --tile-size: expected 0 for no tiles, or a side of 2
+generate x --merge-seed -1 | --merge-seed: expected a whole number from 0 to
+generate x --fit-queries 100000000000000000000 | --fit-queries: expected a whole number from 0 to
 generate x --config . | {"keep": 0.5}, got a folder; give a file
 generate x --baseline --merge-seed 1 | expected no merging options beside it, got --merge-seed
 generate x --config a.yaml | a.yaml: expected a .json file of settings such as
@@ -121,31 +122,23 @@ def test_bad_input_is_one_line_and_status_2(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ('{"kep": 0.5}', "--config a.json: unknown setting 'kep'"),
-        ('{"layers": {"none": {"keep": 0.5}}}', "--config (or the model's mame.json): layers: "),
-        ('{"made_for": "another"}', "--config (or the model's mame.json): made_for: "),
-        ('{"references": 0.5}', "--references: "),
-    ],
-)
 def test_an_error_of_settings_names_where_they_stand(
-    run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, settings: str, message: str
-) -> None:
-    (tmp_path / "a.json").write_text(settings)
-    given = ["--prompt", "x", "--config", "a.json", "--out", "run"]
-    assert run_cli("generate", *given, quick=True) == 2
-    assert error_of(capsys).startswith(f"error: {message}")
-
-
-@pytest.mark.skipif(os.name != "posix", reason="needs named pipes")
-def test_settings_on_a_pipe_or_broken_beside_the_weights(
     run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    os.mkfifo(tmp_path / "a.json")  # which might never end
-    assert run_cli("generate", "--prompt", "x", "--config", "a.json") == 2
-    assert "got a pipe" in error_of(capsys)
+    given = ["--prompt", "x", "--config", "a.json", "--out", "run"]
+    for settings, message in {
+        '{"kep": 0.5}': "--config a.json: unknown setting 'kep'",
+        '{"layers": {"none": {"keep": 0.5}}}': "--config (or the model's mame.json): layers: ",
+        '{"made_for": "another"}': "--config (or the model's mame.json): made_for: ",
+        '{"references": 0.5}': "--references: ",
+    }.items():
+        (tmp_path / "a.json").write_text(settings)
+        assert run_cli("generate", *given, quick=True) == 2
+        assert error_of(capsys).startswith(f"error: {message}")
+    if os.name == "posix":
+        os.mkfifo(tmp_path / "pipe.json")  # which might never end
+        assert run_cli("generate", "--prompt", "x", "--config", "pipe.json") == 2
+        assert "got a pipe" in error_of(capsys)
     (save_tiny_pipeline(tmp_path / "tiny") / "mame.json").write_text('{"kep": 0.5}')
     assert run_cli("generate", "--prompt", "x", "--model", "tiny") == 2
     assert "mame.json: unknown setting 'kep'" in error_of(capsys)
@@ -244,34 +237,23 @@ def test_prompts_of_a_file_and_of_the_command_go_together(run_cli: Any, tmp_path
     assert manifest["prompt_file"]["name"] == "a.txt"
 
 
-@pytest.mark.parametrize(
-    ("options", "config"),
-    [
-        (
-            "--tau 0.1 --partition random --metric dot --feature k --no-refine --merge-seed 3",
-            {"tau": 0.1, "partition": "random", "metric": "dot", "feature": "k", "refine": False}
-            | {"seed": 3},
-        ),
-        (
-            "--keep 0.5 --fit-queries 8 --tile-size 0 --no-redraw --no-share-guidance-plan",
-            {"keep": 0.5, "fit_queries": 8, "tile_size": 0, "redraw": False}
-            | {"share_guidance_plan": False},
-        ),
-    ],
-    ids=["tau", "keep"],
-)
-def test_every_field_of_the_config_is_an_option(
-    run_cli: Any, tmp_path: Path, options: str, config: dict[str, Any]
-) -> None:
+def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) -> None:
     command = get_command(cli.app).commands["generate"]  # type: ignore[attr-defined]
     flags = {flag for parameter in command.params for flag in parameter.opts}
     names = [f.name for f in fields(MaMeConfig) if f.metadata.get("option")]
     expected = {PLAIN_NAMES.get(name, "--" + name.replace("_", "-")) for name in names}
     assert expected <= flags
-    given = ["generate", "--prompt", "key", "--out", "run", *options.split()]
-    assert run_cli(*given, quick=True) == 0
-    mame = settings_of(tmp_path / "run")["mame"]
-    assert MaMeConfig.from_dict(mame) == MaMeConfig(min_tokens=16, **config)
+    tau = "--tau 0.1 --partition random --metric dot --feature k --no-refine --merge-seed 3"
+    keep = "--keep 0.5 --fit-queries 8 --tile-size 0 --no-redraw --no-share-guidance-plan"
+    common: dict[str, Any] = {"tau": 0.1, "partition": "random", "metric": "dot", "feature": "k"}
+    own: dict[str, Any] = {"keep": 0.5, "fit_queries": 8, "tile_size": 0, "redraw": False}
+    for out, options, config in (
+        ("a", tau, MaMeConfig(min_tokens=16, refine=False, seed=3, **common)),
+        ("b", keep, MaMeConfig(min_tokens=16, share_guidance_plan=False, **own)),
+    ):
+        given = ["generate", "--prompt", "key", "--out", out, *options.split()]
+        assert run_cli(*given, quick=True) == 0
+        assert MaMeConfig.from_dict(settings_of(tmp_path / out)["mame"]) == config
 
 
 def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
@@ -300,7 +282,7 @@ def test_help_and_usage_errors_wait_for_no_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_settings_beside_the_weights_are_taken_and_said(run_cli: Any, tmp_path: Path) -> None:
+def test_settings_beside_the_weights_are_taken(run_cli: Any, tmp_path: Path) -> None:
     folder = save_tiny_pipeline(tmp_path / "tiny")
     beside = {"min_tokens": 16, "layers": {"down_blocks": {"keep": 0.5}, "up_blocks": False}}
     (folder / "mame.json").write_text(json.dumps(beside))

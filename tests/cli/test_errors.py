@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,8 +49,21 @@ def test_the_machine_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> N
     assert exit_status(lambda: {}["bug"]) == 1
     assert "unexpected KeyError: 'bug'; this is a bug" in error_of(capsys)
     assert exit_status(lambda: None) == 0
+    status, message = describe(ModuleNotFoundError("No module named 'peft'", name="peft"))
+    assert status == MACHINE
+    assert message == "expected the package peft, found none; pip install 'mame-sd[lora]'"
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises, which a shell's background jobs ignore; and is left as it was."""
+    before, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
+    yield
+    assert sys.unraisablehook is hook
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
     def swallow() -> None:
         try:
@@ -58,16 +71,9 @@ def test_an_interrupt_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> 
         except KeyboardInterrupt:
             raise RuntimeError from None
 
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs ignore it
-    try:
-        for interrupted in (lambda: signal.raise_signal(signal.SIGINT), swallow):
-            assert exit_status(interrupted) == 130
-            assert capsys.readouterr().err.startswith("interrupted")
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    for interrupted in (lambda: signal.raise_signal(signal.SIGINT), swallow):
+        assert exit_status(interrupted) == 130
+        assert capsys.readouterr().err.startswith("interrupted")
 
 
 def test_a_long_error_or_note_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,12 +107,6 @@ def test_an_interrupt_or_a_broken_library_while_they_load_is_one_line(tmp_path: 
     assert last.startswith("error: a package that mame-sd needs does not load (No module named tor")
 
 
-def test_a_missing_package_names_the_extra_that_brings_it() -> None:
-    status, message = describe(ModuleNotFoundError("No module named 'peft'", name="peft"))
-    assert status == MACHINE
-    assert message == "expected the package peft, found none; pip install 'mame-sd[lora]'"
-
-
 class SignalsInDel:
     def __del__(self) -> None:
         signal.raise_signal(signal.SIGINT)
@@ -119,6 +119,7 @@ def in_the_collector() -> None:
     gc.collect()
 
 
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("swallow", [SignalsInDel, in_the_collector])
 def test_an_interrupt_where_python_ignores_exceptions_is_not_lost(
     capsys: pytest.CaptureFixture[str], swallow: Callable[[], object]
@@ -131,11 +132,6 @@ def test_an_interrupt_where_python_ignores_exceptions_is_not_lost(
         threading.Event().wait(60)
         raise AssertionError("went on after Ctrl-C")
 
-    before, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
-    try:
-        for command in (swallow_it, goes_on):
-            assert exit_status(command) == 130
-            assert capsys.readouterr().err.startswith("interrupted")
-        assert sys.unraisablehook is hook
-    finally:
-        signal.signal(signal.SIGINT, before)
+    for command in (swallow_it, goes_on):
+        assert exit_status(command) == 130
+        assert capsys.readouterr().err.startswith("interrupted")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import typer
 
-from mame_sd.cli.options import FieldOptions, GivenOptions, takes
+from mame_sd.cli.options import FieldOptions, takes
 from mame_sd.runs.options import option
 
 
@@ -42,7 +42,7 @@ def test_every_kind_of_field_is_an_option() -> None:
 
 
 def test_options_without_defaults_give_what_was_given() -> None:
-    group = GivenOptions(Fields, "Panel", without=("names", "text"), otherwise="the suite's")
+    group = FieldOptions(Fields, "Panel", without=("names", "text"), otherwise="the suite's")
     assert call("", first=group)["first"] == {}
     assert call("--number 3 --no-on", first=group)["first"] == {"number": 3, "on": False}
     helps = [p.annotation.__metadata__[0].help for p in group.parameters()]

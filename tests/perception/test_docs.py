@@ -18,8 +18,6 @@ from benchmarks.encoders import counted
 from mame_sd import apply_mame, remove_mame
 from mame_sd.cli.app import app
 from mame_sd.eval.cli.app import app as evaluation
-from mame_sd.eval.perception.rows import SUITES, row_named
-from mame_sd.eval.perception.run import COLUMNS
 from mame_sd.perception.apply_encoder import apply_encoder
 from tests.builders.perception import ROWS
 from tests.builders.tiny import seeded
@@ -67,20 +65,6 @@ def test_commands_parse() -> None:
         sub = group.get_command(context, name)
         assert sub is not None, f"no command {name}"
         sub.make_context(name, words)
-
-
-def test_rows_and_suites_are_there() -> None:
-    table = re.findall(r"^\| `([\w.@-]+)` \|", PAGE, re.M)
-    rows = [name for name in table if "-" in name]
-    assert len(rows) == 12
-    for name in rows:
-        assert row_named(name).name == name
-    for suite in SUITES:
-        assert f"`{suite}`" in PAGE
-
-
-def test_columns_are_explained() -> None:
-    assert all(f"{column.label} |" in PAGE for column in COLUMNS)
 
 
 def test_tome_s_r_is_a_keep_for_each_block() -> None:

@@ -26,21 +26,6 @@ def test_blocks(blocks: Any, chosen: tuple[int, ...]) -> None:
         assert tuple(apply_encoder(VIT.build(), keep=0.5, blocks=blocks).configs) == chosen
 
 
-@pytest.mark.parametrize(
-    "blocks",
-    [True, 0, 5, (), (4,), (1, -3), "two", (0.5,), [True], {1: 2}],
-)
-def test_blocks_that_are_not_there(blocks: Any) -> None:
-    with pytest.raises(ValueError, match="blocks: expected"):
-        apply_encoder(VIT.build(), blocks=blocks)
-
-
-@pytest.mark.parametrize("name", ["restore", "prop_attn"])
-def test_switches_are_true_false_or_none(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}: expected True, False or None, got 'no'"):
-        apply_encoder(VIT.build(), **{name: "no"})
-
-
 def test_by_default_every_second_block_merges_the_first_most_and_the_last_a_quarter() -> None:
     for given in ({}, {"config": MaMeConfig()}, {"tau": None, "keep": None}):
         handle = apply_encoder(VIT.build(), **given)
@@ -87,12 +72,9 @@ def test_the_paper_s_method_is_by_tau_and_counts_no_sizes() -> None:
     assert (config.tau, config.keep, handle.prop_attn) == (0.8, None, False)
     assert tuple(handle.configs) == tuple(range(DEPTH))
     assert apply_encoder(VIT.build(), **given, prop_attn=True).prop_attn
-
-
-def test_the_method_is_chosen_when_merging_is_applied() -> None:
     handle = apply_encoder(VIT.build())
     before = handle.configs
-    for change in ({"config": MaMeConfig(tau=0.8)}, {"tau": 0.5}):
+    for change in (given, {"tau": 0.5}):
         with pytest.raises(ValueError, match="tau: expected the method that merging was applied"):
             handle.set(**change)
     assert handle.configs == before
@@ -117,11 +99,17 @@ def test_one_number_for_each_block() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        *(
+            ({"blocks": blocks}, "blocks: expected")
+            for blocks in (True, 0, 5, (), (4,), (1, -3), "two", (0.5,), [True], {1: 2})
+        ),
+        ({"restore": "no"}, "restore: expected True, False or None, got 'no'"),
+        ({"prop_attn": "no"}, "prop_attn: expected True, False or None, got 'no'"),
         ({"size": (4, 4)}, "size: expected none"),
         ({"layers": {"*": False}}, "layers: expected none .*: say which blocks merge by blocks="),
         ({"fit_queries": 8}, "fit_queries: expected none .*: an encoder's tokens merge"),
         ({"keep": 0.5, "feature": "k"}, "feature: goes with tau"),
-        ({"keep": True}, "keep: expected a number, got True"),
+        ({"keep": True}, "keep: expected a share above 0 and at most 1, got True"),
         ({"tau": 2}, "tau: expected a finite number from -1 to 1"),
         ({"taw": 0.5}, "did you mean 'tau'"),
     ],

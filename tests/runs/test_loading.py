@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,11 +40,8 @@ def test_identity_follows_the_files_not_their_place(
     moved = Path(shutil.copytree(model_folder, tmp_path / "elsewhere" / "tiny"))
     found = load_model(choice(moved)).identity
     assert found == model.identity
-    assert (found["name"], found["scheduler"], found["dtype"]) == (
-        "tiny",
-        "DDIMScheduler",
-        "float32",
-    )
+    assert [found[key] for key in ("name", "scheduler")] == ["tiny", "DDIMScheduler"]
+    assert found["dtype"] == "float32"
     with open(moved / "unet" / "config.json", "a") as file:
         file.write("\n")
     assert digest_of(moved) != found["sha256"]
@@ -96,9 +92,7 @@ def test_loras_change_images_and_identity(model_folder: Path, tmp_path: Path) ->
     assert len(set(images[:3])) == 3
     assert images[3] == images[1]
     (tmp_path / "bad.safetensors").write_bytes(b"x" * 99)
-    with pytest.raises(
-        UserError, match=r"--lora .*bad\.safetensors: expected a LoRA for StableDiffusionPipeline"
-    ):
+    with pytest.raises(UserError, match="expected a LoRA for StableDiffusionPipeline"):
         load_model(choice(model_folder, str(tmp_path / "bad.safetensors")))
     with pytest.raises(UserError, match="expected a finite scale"):
         load_model(choice(model_folder, f"{file}:nan"))
@@ -119,22 +113,16 @@ def test_one_side_is_filled_with_the_models_own(model: LoadedModel) -> None:
 
 
 def test_pipelines_that_are_no_text_to_image_are_refused(tmp_path: Path) -> None:
-    StableDiffusionInpaintPipeline(**tiny_components(in_channels=9)).save_pretrained(
-        tmp_path / "inpaint"
-    )
+    inpaint = StableDiffusionInpaintPipeline(**tiny_components(in_channels=9))
+    inpaint.save_pretrained(tmp_path / "inpaint")
     with pytest.raises(UserError, match="StableDiffusionInpaintPipeline, which wants image"):
         load_model(choice(tmp_path / "inpaint"))
     AutoencoderKL.from_config(tiny_components()["vae"].config).save_pretrained(tmp_path / "vae")
     with pytest.raises(UserError, match=r"got one without model_index\.json"):
         load_model(choice(tmp_path / "vae"))
-
-
-@pytest.mark.parametrize("kind", [TextToVideoSDPipeline, WanPipeline, StableAudioPipeline])
-def test_pipelines_that_make_video_or_audio_are_refused(kind: Any) -> None:
-    with pytest.raises(
-        UserError, match="expected a pipeline that makes images, got " + kind.__name__
-    ):
-        check_text_to_image(kind.__new__(kind), "x")  # its arguments alone decide
+    for kind in (TextToVideoSDPipeline, WanPipeline, StableAudioPipeline):
+        with pytest.raises(UserError, match="a pipeline that makes images, got " + kind.__name__):
+            check_text_to_image(kind.__new__(kind), "x")  # its arguments alone decide
 
 
 def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
@@ -206,9 +194,7 @@ def test_embedded_models_go_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     save_tiny_pipeline(tmp_path / "embedded-unet")  # a folder of that name goes before
     model = load_model(ModelChoice(model="embedded-unet", device="cpu"))
     assert (model.identity["name"], model.guidance) == ("embedded-unet", 7.5)
-    with pytest.raises(
-        UserError, match=r"--model embedded-unicorn: expected the name of an embedded model"
-    ):
+    with pytest.raises(UserError, match="unicorn: expected the name of an embedded model"):
         find_model(ModelChoice(model="embedded-unicorn"))
     monkeypatch.setattr(subjects, "models_folder", lambda: tmp_path / "embedded")
     save_tiny_pipeline(tmp_path / "embedded" / "tiny")
@@ -224,9 +210,7 @@ def test_hub_models_that_are_not_cached_and_paths_that_are_no_hub_ids_are_one_er
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(
-        UserError, match=r"--model nobody/nothing: expected a folder, or a model .* give a folder"
-    ):
+    with pytest.raises(UserError, match=r"nobody/nothing: expected a folder, or a model .* give a"):
         find_model(ModelChoice(model="nobody/nothing", offline=True))
     for name in ("a/b/c", "../up", "a/b.safetensors"):
         with pytest.raises(UserError, match="found nothing there; check the path"):

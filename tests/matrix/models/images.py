@@ -403,6 +403,7 @@ CASES = [
     case(
         "BriaFibo2Transformer2DModel",
         lambda: {"encoder_hidden_states": normal(2, 2, TEXT, 16), **HALF},
+        text="",
         dim=32,
         n_layers=2,
         n_refiner_layers=1,

@@ -30,16 +30,15 @@ PARTS = {"ControlNetXSAdapter", "MotionAdapter"}
 
 def classes() -> set[str]:
     """Names of the models of diffusers that may denoise."""
-    found = set()
-    for name in dir(diffusers):
-        kind = getattr(diffusers, name)
-        if (
-            inspect.isclass(kind)
-            and issubclass(kind, diffusers.ModelMixin)
-            and any(room in kind.__module__ for room in ROOMS)
-        ):
-            found.add(name)
-    return {name for name in found if "Multi" not in name} - PARTS
+    kinds = {name: getattr(diffusers.models, name) for name in dir(diffusers.models)}
+    return {
+        name
+        for name, kind in kinds.items()
+        if inspect.isclass(kind)
+        and issubclass(kind, diffusers.ModelMixin)
+        and any(room in kind.__module__ for room in ROOMS)
+        and "Multi" not in name
+    } - PARTS
 
 
 def outcome(case: Case, model: nn.Module) -> dict[str, Any]:
