@@ -103,7 +103,7 @@ diffusion/families/unet.py: diffusion/test_processor.py diffusion/test_apply.py 
     if not call.module.scale_qk: => if False:
     if attn.residual_connection: => if False:
 config.py: test_config.py diffusion/test_processor.py
-    if not 0 < _number(value) <= 1: => if not 0 < _number(value):
+    lambda n: 0 < n <= 1) => lambda n: 0 < n)
     if self.tau is not None and self.keep is not None: => if False:
     changes = {other: None, **changes} => changes = {**changes}
 caches/view.py: caches
