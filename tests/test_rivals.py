@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,20 +55,16 @@ def cells(size: tuple[int, int], cell: tuple[int, int]) -> list[list[int]]:
 
 
 @every_size
-@pytest.mark.parametrize("factor", [2, 4])
-def test_todo_is_nearest_neighbour_downsampling(size: tuple[int, int], factor: int) -> None:
+def test_todo_is_nearest_neighbour_downsampling(size: tuple[int, int]) -> None:
     x = tokens(size)
-    small = [max(n // factor, 1) for n in size]
-    want = (
-        F.interpolate(x.transpose(1, 2).unflatten(2, size), size=small, mode="nearest")
-        .flatten(2)
-        .transpose(1, 2)
-    )
-    assert torch.equal(todo(factor)(x, size, RUN).merge(x), want)
-    if all(n % factor == 0 for n in size):
-        assert torch.equal(
-            want, torch.stack([x[:, cell[0]] for cell in cells(size, (factor, factor))], 1)
-        )
+    for factor in (2, 4):
+        small = [max(n // factor, 1) for n in size]
+        image = x.transpose(1, 2).unflatten(2, size)
+        want = F.interpolate(image, size=small, mode="nearest").flatten(2).transpose(1, 2)
+        assert torch.equal(todo(factor)(x, size, RUN).merge(x), want)
+        if all(n % factor == 0 for n in size):
+            first = [x[:, cell[0]] for cell in cells(size, (factor, factor))]
+            assert torch.equal(want, torch.stack(first, 1))
 
 
 @every_size
@@ -81,45 +77,31 @@ def test_strides_and_means_of_cells_equal_the_loops(
     mean = torch.stack([x[:, group].mean(1) for group in grouped], 1)
     for make, want in ((strided(cell), first), (means(cell), mean)):
         plan = make(x, size, RUN)
-        torch.testing.assert_close(plan.merge(x), want)
-        back = plan.restore(want)
+        merged, back = plan.merge(x), plan.restore(want)
+        torch.testing.assert_close(merged, want)
+        assert merged.is_contiguous(), "as fused attention wants it"
         assert plan.kept.tolist() == [group[0] for group in grouped]
         for i, group in enumerate(grouped):
             assert all(torch.equal(back[:, p], want[:, i]) for p in group)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [means((2, 2)), strided((2, 2)), todo(2), random_keys(0.5, True), random_cells((2, 2), False)],
-)
-def test_merged_keys_lie_together_as_fused_attention_wants_them(make: Any) -> None:
-    x = tokens((8, 8))
-    assert make(x, (8, 8), RUN).merge(x).is_contiguous()
-
-
 @every_size
 def test_random_keys_are_a_share_of_all_or_one_of_each_cell(size: tuple[int, int]) -> None:
     x, grouped = tokens(size), cells(size, (2, 2))
-    for make, count in ((random_keys, round(0.25 * x.shape[1]) or 1), (random_cells, len(grouped))):
-        fields: dict[str, Any] = {"share": 0.25} if make is random_keys else {"cell": (2, 2)}
-        anew, once, twin = (
-            make(redraw=True, **fields),
-            make(redraw=False, **fields),
-            make(redraw=False, **fields),
-        )
+    for make, fields, count in (
+        (random_keys, {"share": 0.25}, round(0.25 * x.shape[1]) or 1),
+        (random_cells, {"cell": (2, 2)}, len(grouped)),
+    ):
+        anew, once, twin = (make(redraw=redraw, **fields) for redraw in (True, False, False))
         drawn = [anew(x, size, RUN).kept.tolist() for _ in range(200)]
         assert all(len(set(kept)) == len(kept) == count for kept in drawn)
-        taken = Counter(p for kept in drawn for p in kept)
-        assert set(taken) == set(range(x.shape[1])), "every token's turn comes"
-        assert len({tuple(once(x, size, RUN).kept.tolist()) for _ in range(5)}) == 1
-        assert torch.equal(once(x, size, RUN).kept, twin(x, size, RUN).kept), (
-            "one draw for all layers"
-        )
-        if make is random_cells:
-            for kept in drawn:
-                assert all(p in group for p, group in zip(kept, grouped, strict=True))
+        assert {p for kept in drawn for p in kept} == set(range(x.shape[1])), "each one's turn"
         plan = once(x, size, RUN)
+        assert len({tuple(once(x, size, RUN).kept.tolist()) for _ in range(5)}) == 1
+        assert torch.equal(plan.kept, twin(x, size, RUN).kept), "one draw for all layers"
         assert torch.equal(plan.merge(x), x[:, plan.kept])
+        for kept in drawn if make is random_cells else ():
+            assert all(p in group for p, group in zip(kept, grouped, strict=True))
 
 
 def test_facility_location_takes_what_adds_most_in_turn() -> None:
@@ -230,19 +212,20 @@ def test_every_method_merges_a_unet_and_leaves_no_trace(row: Any) -> None:
     assert torch.equal(run_unet(unet, height=32, width=32), plain)
 
 
-@pytest.mark.parametrize("make", [random_keys, means, ToMA, constant], ids=lambda m: m.__name__)
-def test_rivals_run_in_joint_attention_too(make: Any) -> None:
-    fields: dict[Any, dict[str, Any]] = {
-        random_keys: {"share": 0.25, "redraw": True},
-        means: {"cell": (2, 2)},
-        ToMA: {"share": 0.25, "side": 4},
-        constant: {"scale": 1.0},
-    }
+@pytest.mark.parametrize(
+    ("make", "merge"),
+    [
+        (partial(random_keys, share=0.25, redraw=True), "kv"),
+        (partial(ToMA, share=0.25, side=4), "kv"),
+        (partial(constant, scale=1.0), "qkv"),
+    ],
+    ids=["random", "toma", "constant"],
+)
+def test_rivals_run_in_joint_attention_too(make: Any, merge: str) -> None:
     row = next(row for row in ROWS if row.name == "Flux")
     model = row.build()
     plain = row.run(model)
-    merge = "qkv" if make is constant else "kv"
-    with rival_on(model, lambda: make(**fields[make]), merge, 60) as handle:
+    with rival_on(model, make, merge, 60) as handle:
         merged = row.run(model)
         assert all(layer.merged for layer in handle.report().layers)
     assert not torch.allclose(merged, plain)

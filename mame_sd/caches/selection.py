@@ -90,7 +90,8 @@ class Selection:
         curves, prices = [], []
         for view, each in zip(views, ranked, strict=True):
             gain = (each - low).masked_fill(each.isinf(), 0).sum(1)  # [B, L]
-            least = torch.maximum((each == torch.inf).sum(-1).amax(1), self._floor(view, keep))
+            floor = (budget(view, keep).cpu() * FLOOR).long().clamp(min=1)
+            least = torch.maximum((each == torch.inf).sum(-1).amax(1), floor)
             place = torch.arange(gain.shape[1])
             gain = gain.masked_fill(place < least.unsqueeze(1), torch.inf)
             gain = gain.masked_fill(place >= (each > -torch.inf).sum(-1).amax(1, keepdim=True), -1)
@@ -102,9 +103,6 @@ class Selection:
         stays = ((spent <= total.unsqueeze(1)) | (gains == torch.inf)) & (gains >= 0)
         picked = torch.zeros_like(stays).scatter(1, order, stays)
         return torch.stack([p.sum(1) for p in picked.split([c.shape[1] for c in curves], 1)])
-
-    def _floor(self, view: CacheView, keep: float) -> Tensor:
-        return (budget(view, keep).cpu() * FLOOR).long().clamp(min=1)
 
     def shorten(self, view: CacheView, look: Look, length: Tensor) -> Kept:
         """Keep the keys of the highest scores, with fitted values."""

@@ -181,9 +181,9 @@ class MergedBlock:
         elif self.first:
             known = self.encoder.grid and grid is not None and math.prod(grid) == tokens - prefix
             size, note = (grid, "") if known else (None, UNKNOWN)
-        kind = self._compared(config)
-        again = kind != "x" and self.number not in now.keys  # keys that attention gave to no hook
-        feature = self._feature(x, normed, kind)
+        # Attention may call its projection to keys by no hook: then it is computed again.
+        again = self.compared != "x" and self.number not in now.keys
+        feature = self._feature(x, normed)
         plan = plan_block(feature, config, size, prefix)
         if now.counting:
             self.shared.keep(self.number, plan)
@@ -200,10 +200,13 @@ class MergedBlock:
     def _between_graphs(self, *args: Any) -> tuple[Tensor, Tensor | None]:
         return self._merge(*args)
 
-    def _compared(self, config: MaMeConfig) -> str:
+    @property
+    def compared(self) -> str:
         """What similarity compares: with `keep` the keys, where the model's are known."""
-        if config.keep is None:
-            return config.feature
+        if self.config is None:
+            return "x"
+        if self.config.keep is None:
+            return self.config.feature
         return "k" if self.encoder.keys else "x"
 
     def _cost(self, plan: Plan | GroupPlan, channels: int, dim: int, sized: bool) -> int:
@@ -217,27 +220,19 @@ class MergedBlock:
             products = (1 + self.shared.restore) * channels
         return pairs * (dim + products + sized)
 
-    def _feature(self, x: Tensor, normed: Tensor, kind: str) -> Tensor:
+    def _feature(self, x: Tensor, normed: Tensor) -> Tensor:
         """Return what similarity compares, [B, L, d]: x', the block's keys, or these averaged over
         the heads.
         """
-        if kind == "x":
+        if self.compared == "x":
             return x
         keys = self.shared.now.keys.pop(self.number, None)
-        if keys is None:  # attention that does not call its projection
+        if keys is None:
             keys = self._module(self.encoder.keys or "")(normed)
         if self.encoder.joined:
             width = width_of(self.block, self.encoder)
             keys = keys[..., width : 2 * width]
-        if kind == "k":
-            return keys
-        return keys.unflatten(-1, (self.heads, -1)).mean(-2)
-
-    @property
-    def compares_keys(self) -> bool:
-        """Whether its config asks for the keys that its attention computes."""
-        config = self.config
-        return self.shared.active and config is not None and self._compared(config) != "x"
+        return keys if self.compared == "k" else keys.unflatten(-1, (self.heads, -1)).mean(-2)
 
     @property
     def heads(self) -> int:

@@ -35,13 +35,7 @@ from mame_sd.perception.hooks import (
 from mame_sd.perception.known_encoders import Encoder, find_encoder, takes_mean
 from mame_sd.perception.plans import GroupPlan
 from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
-from mame_sd.perception.settings import (
-    EVERY,
-    changed,
-    chosen_blocks,
-    configs_of,
-    is_paper,
-)
+from mame_sd.perception.settings import EVERY, changed, chosen_blocks, configs_of, is_paper
 from mame_sd.perception.shared import ForwardState, no_sizes
 from mame_sd.report import device_of
 
@@ -107,30 +101,29 @@ class EncoderHandle:
             )
             for number in range(chosen[0], len(modules))
         }
-        self._ours: list[tuple[nn.Module, Ours]] = [
-            (modules[number], one) for number, one in self._merged.items()
-        ]
-        self._add_hooks()
+        merged = [(modules[number], one) for number, one in self._merged.items()]
+        self._ours: list[tuple[nn.Module, Ours]] = [*merged, *self._hooks()]
 
-    def _add_hooks(self) -> None:
-        """Add what goes on other modules than blocks."""
+    def _hooks(self) -> list[tuple[nn.Module, Hook]]:
+        """Make what goes on other modules than blocks."""
         shared, known, encoder = self._shared, self._known, self.encoder
         paths, patches = _convolutions(encoder, self._blocks)
         self._clips = patches is not None and isinstance(encoder.get_submodule(patches), nn.Conv3d)
         inner: list[InnerHook] = [GridHook(shared, encoder, one, one == patches) for one in paths]
         first = self._blocks[min(self.configs)]
-        self._ours += [(first, Follow(one, late=True)) for one in inner if one.path == patches]
-        if known.keys in dict(self._blocks[0].named_modules()):
-            inner += [KeysHook(self._merged[number], known.keys or "") for number in self.configs]
+        found: list[tuple[nn.Module, Hook]] = [
+            (first, Follow(one, late=True)) for one in inner if one.path == patches
+        ]
+        if known.keys is not None:
+            inner += [KeysHook(self._merged[number], known.keys) for number in self.configs]
         for one in inner:
             parent = one.owner.get_submodule(one.path.rpartition(".")[0])
-            self._ours += [(module, Follow(one)) for module in {one.owner, parent}]
+            found += [(module, Follow(one)) for module in {one.owner, parent}]
         outputs = [self._blocks[number] for number in self._merged]
         outputs += [child for name, child in encoder.named_children() if "norm" in name]
-        self._ours += [(module, NoteHook(shared)) for module in outputs]
-        hooks: list[Hook] = [CheckHook(shared, known.mask), EndHook(shared)]
-        hooks += [MapsHook(shared, name) for name in known.maps]
-        self._ours += [(encoder, hook) for hook in hooks]
+        found += [(module, NoteHook(shared)) for module in outputs]
+        found += [(encoder, CheckHook(shared, known.mask)), (encoder, EndHook(shared))]
+        return found + [(encoder, MapsHook(shared, name)) for name in known.maps]
 
     @property
     def _costs(self) -> list[BlockCost]:
@@ -341,9 +334,7 @@ def _check_parts(
     configs: dict[int, MaMeConfig], prop_attn: bool | None, known: Encoder, block: nn.Module
 ) -> None:
     """Raises ValueError for settings that the model's blocks lack the parts for."""
-    if any(config.feature != "x" for config in configs.values()) and known.keys not in dict(
-        block.named_modules()
-    ):
+    if any(config.feature != "x" for config in configs.values()) and known.keys is None:
         raise ValueError(
             f"feature: expected 'x' for a model of kind {known.name!r}, whose keys are not known,"
             " got another; leave it out"

@@ -202,7 +202,7 @@ class KeysHook(InnerHook):
         self.block = block
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if self.block.compares_keys:
+        if self.shared.active and self.block.compared != "x":
             self.shared.now.keys[self.block.number] = output
 
 

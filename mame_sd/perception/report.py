@@ -109,25 +109,19 @@ def make_blocks(
     sums = {number: count.sums() for number, count in sorted(counts.items())}
     start = next(iter(sums.values()))
     calls, tokens, squares = start["calls"], start["tokens"], start["squares"]
-    whole, rows = (tokens, squares), []
+    whole, rows = (tokens, squares, tokens), []
     for number, (name, cost) in enumerate(zip(names, costs, strict=True)):
-        before, kept, kept_squares, merging = tokens, tokens, squares, 0
-        if number in sums:
-            kept, kept_squares, merging = (
-                sums[number][key] for key in ("kept", "kept_squares", "merging")
-            )
-        flops = cost.of(before, squares, kept) + merging
-        rows.append(
-            BlockReport(
-                name=name,
-                tokens_in=before / max(calls, 1),
-                tokens_kept=kept / max(calls, 1),
-                flops_before=cost.of(*whole, whole[0]) / max(calls, 1),
-                flops=flops / max(calls, 1),
-                merging=merging / max(calls, 1),
-                merged=number in sums,
-                note=counts[number].note if number in sums else "",
-            )
-        )
-        tokens, squares = kept, kept_squares
+        own = sums.get(number, {"kept": tokens, "kept_squares": squares, "merging": 0})
+        totals = {
+            "tokens_in": tokens,
+            "tokens_kept": own["kept"],
+            "flops_before": cost.of(*whole),
+            "flops": cost.of(tokens, squares, own["kept"]) + own["merging"],
+            "merging": own["merging"],
+        }
+        means = {field: total / max(calls, 1) for field, total in totals.items()}
+        merged = number in sums
+        note = counts[number].note if merged else ""
+        rows.append(BlockReport(name, **means, merged=merged, note=note))
+        tokens, squares = own["kept"], own["kept_squares"]
     return tuple(rows), calls

@@ -224,20 +224,15 @@ def test_tiles_equal_a_loop_over_rows() -> None:
         torch.testing.assert_close(logits[number, -len(expected) :], expected, rtol=1e-3, atol=1e-4)
 
 
-def test_settings_copies_and_contexts() -> None:
+def test_settings_change_and_are_reported() -> None:
     model, call = tiny.llava(), inputs()
     handle = apply_mame(model, MaMeConfig(keep=0.5))
-    assert handle.installed
     half = model(**call).logits
     assert "18.0 visual tokens" in str(handle.report())
     assert handle.report().to_dict()["visual_before"] == PATCHES
     handle.set(keep=0.25)
     assert model(**call).logits.shape[1] < half.shape[1]
-    twin = copy.deepcopy(model)
-    remove_mame(model)
-    assert twin(**call).logits.shape[1] < half.shape[1]
-    with mame(model, keep=0.5):
-        assert torch.equal(model(**call).logits, half)
+    handle.remove()
     assert not handle.installed
     assert model(**call).logits.shape[1] == call["input_ids"].shape[1]
 
@@ -331,15 +326,3 @@ def test_other_models_that_read_images_are_no_vision_transformers(build: Any) ->
     tower = next(one for one in model.modules() if type(one).__name__ in TOWERS)
     handle: Any = apply_mame(tower, keep=0.9)  # a tower alone is one
     assert handle.installed
-
-
-def test_a_static_cache_is_refused_where_tokens_merge() -> None:
-    model = tiny.llava()
-    asked = {
-        **tiny.prompts([[36]]),
-        "pixel_values": tiny.pictures(1),
-        "cache_implementation": "static",
-    }
-    apply_mame(model, keep=0.5)
-    with pytest.raises(ValueError, match="cache_implementation: expected none beside images"):
-        model.generate(**asked, max_new_tokens=3)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +27,14 @@ def pixels(height: int = 20, width: int = 30, channels: int = 3) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (height, width, channels), np.uint8)
 
 
-@pytest.fixture
-def png(tmp_path: Path) -> Path:
-    path = tmp_path / "a.png"
-    Image.fromarray(pixels()).save(path)
-    return path
+PICTURE = Image.fromarray(pixels())
 
 
 def test_grey_palette_and_opaque_alpha_are_the_same_picture(tmp_path: Path) -> None:
     grey = pixels(channels=1)[..., 0]
     opaque = np.concatenate([pixels(), np.full((20, 30, 1), 255, np.uint8)], 2)
     flags = grey > 127
-    palette = Image.fromarray(pixels()).quantize(16)
+    palette = PICTURE.quantize(16)
     expected = {
         "grey": (Image.fromarray(grey), np.stack([grey] * 3, 2)),
         "opaque": (Image.fromarray(opaque), pixels()),
@@ -47,22 +46,8 @@ def test_grey_palette_and_opaque_alpha_are_the_same_picture(tmp_path: Path) -> N
         assert np.array_equal(load_image(tmp_path / f"{name}.png"), rgb), name
 
 
-def see_through(path: Path) -> None:
-    Image.fromarray(pixels(channels=4)).save(path)
-
-
-def see_through_palette(path: Path) -> None:
-    Image.fromarray(pixels()).quantize(16).save(path, transparency=0)
-
-
-def grey_16(path: Path) -> None:
-    Image.fromarray(pixels(channels=1)[..., 0].astype(np.uint16) * 257).save(path)
-
-
 def rgb_16(path: Path) -> None:
     """Pillow cannot write it: a 1 x 1 PNG of 16 bits a channel, by hand."""
-    import struct
-    import zlib
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -76,44 +61,65 @@ def rgb_16(path: Path) -> None:
     )
 
 
-def animated(path: Path) -> None:
-    Image.fromarray(pixels()).save(
-        path, save_all=True, append_images=[Image.fromarray(255 - pixels())]
-    )
+def truncated(path: Path) -> None:
+    PICTURE.save(path)
+    path.write_bytes(path.read_bytes()[:-20])
 
 
-@pytest.mark.parametrize(
-    ("make", "got"),
-    [
-        (see_through, "see-through pixels"),
-        (see_through_palette, "see-through pixels"),
-        (grey_16, "16 bits"),
-        (rgb_16, "16 bits"),
-        (animated, "2 frames"),
-    ],
-)
-def test_a_png_that_rgb_would_change_is_refused(tmp_path: Path, make, got: str) -> None:
-    make(tmp_path / "a.png")
-    with pytest.raises(UserError, match=f"a.png has {got}"):
-        load_image(tmp_path / "a.png")
+REFUSED: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "see-through": (
+        "a.png",
+        lambda path: Image.fromarray(pixels(channels=4)).save(path),
+        "a.png has see-through pixels",
+    ),
+    "see-through palette": (
+        "a.png",
+        lambda path: PICTURE.quantize(16).save(path, transparency=0),
+        "a.png has see-through pixels",
+    ),
+    "16 bits grey": (
+        "a.png",
+        lambda path: Image.fromarray(pixels(channels=1)[..., 0].astype(np.uint16)).save(path),
+        "a.png has 16 bits",
+    ),
+    "16 bits": ("a.png", rgb_16, "a.png has 16 bits"),
+    "animated": (
+        "a.png",
+        lambda path: PICTURE.save(
+            path, save_all=True, append_images=[Image.fromarray(255 - pixels())]
+        ),
+        "a.png has 2 frames",
+    ),
+    "cmyk": ("a.jpg", lambda path: PICTURE.convert("CMYK").save(path), "a.jpg has mode CMYK"),
+    "truncated": ("a.png", truncated, "expected a whole image in .*a.png, but"),
+    "bomb": (
+        "a.png",
+        lambda path: Image.new("1", (20000, 10000)).save(path),
+        "decompression bomb",
+    ),
+    "text": ("a.png", lambda path: path.write_text("not a picture"), "it is not an image"),
+    "folder": ("a.png", lambda path: path.mkdir(), "is not one"),
+    "nothing": ("a.png", lambda path: None, "is not one"),
+}
 
 
-def test_cmyk_is_refused(tmp_path: Path) -> None:
-    Image.fromarray(pixels()).convert("CMYK").save(tmp_path / "a.jpg")
-    with pytest.raises(UserError, match=r"a.jpg has mode CMYK"):
-        load_image(tmp_path / "a.jpg")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_rgb_would_change_and_what_is_no_image_is_refused(tmp_path: Path, case: str) -> None:
+    name, make, why = REFUSED[case]
+    make(tmp_path / name)
+    with pytest.raises(UserError, match=why):
+        load_image(tmp_path / name)
 
 
 def test_classifying_takes_cmyk_and_see_through_pictures(tmp_path: Path) -> None:
     Image.new("CMYK", (4, 4), (0, 255, 255, 0)).save(tmp_path / "a.jpg")
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(tmp_path / "b.png")
     Image.fromarray(np.full((4, 4), 100 * 257, np.uint16)).save(tmp_path / "c.png")
-    see_through_palette(tmp_path / "d.png")
+    PICTURE.quantize(16).save(tmp_path / "d.png", transparency=0)
     red, white, grey = (
         load_image(tmp_path / name, convert=True)[0, 0] for name in ("a.jpg", "b.png", "c.png")
     )
-    assert red[0] > 200
-    assert red[1] < 60
+    assert red[0] > 200 > 60 > red[1]
     assert white.tolist() == [255, 255, 255]
     assert grey.tolist() == [100, 100, 100]
     with Image.open(tmp_path / "d.png") as image:
@@ -121,89 +127,54 @@ def test_classifying_takes_cmyk_and_see_through_pictures(tmp_path: Path) -> None
     assert (load_image(tmp_path / "d.png", convert=True)[hidden] == 255).all()
 
 
-def write_turned(path: Path, upright: np.ndarray, orientation: int) -> None:
-    """A file that shows `upright`, though its pixels lie otherwise."""
-    back = {5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_90}
+@pytest.mark.parametrize(
+    ("ending", "orientation", "back"),
+    [("png", 5, Image.Transpose.TRANSPOSE), ("webp", 6, Image.Transpose.ROTATE_90)],
+)
+def test_pixels_are_turned_as_viewers_do(
+    tmp_path: Path, ending: str, orientation: int, back: Image.Transpose
+) -> None:
+    file, plain = tmp_path / f"a.{ending}", tmp_path / "b.png"
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
-    stored = Image.fromarray(upright).transpose(back[orientation])
-    stored.save(path, exif=exif, lossless=True)
-
-
-@pytest.mark.parametrize(("ending", "orientation"), [("png", 5), ("webp", 6)])
-def test_pixels_are_turned_as_viewers_do(tmp_path: Path, ending: str, orientation: int) -> None:
-    file = tmp_path / f"a.{ending}"
-    write_turned(file, pixels(), orientation)
+    PICTURE.transpose(back).save(file, exif=exif, lossless=True)
+    PICTURE.save(plain)
     assert np.array_equal(load_image(file), pixels())
     assert np.array_equal(load_image(file, convert=True), pixels())
     assert size_of(file) == (30, 20)
-    plain = tmp_path / "b.png"
-    Image.fromarray(pixels()).save(plain)
     assert turned_note([file, plain]) == "1 image is turned as EXIF says, as viewers do"
     assert turned_note([plain]) == ""
 
 
 def test_a_photograph_with_its_preview_is_one_picture(tmp_path: Path) -> None:
-    photograph, preview = Image.fromarray(pixels()), Image.fromarray(pixels(8, 8))
-    photograph.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[preview])
+    preview = Image.fromarray(pixels(8, 8))
+    PICTURE.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[preview])
     assert load_image(tmp_path / "a.jpg").shape == (20, 30, 3)
 
 
-def test_a_truncated_file_is_refused(png: Path) -> None:
-    png.write_bytes(png.read_bytes()[:-20])
-    with pytest.raises(UserError, match=r"expected a whole image in .*a.png, but"):
-        load_image(png)
-
-
-def test_a_bomb_text_a_folder_and_nothing_are_refused(tmp_path: Path) -> None:
-    Image.new("1", (20000, 10000)).save(tmp_path / "bomb.png")
-    (tmp_path / "text.png").write_text("not a picture")
-    (tmp_path / "folder.png").mkdir()
-    for name, why in (
-        ("bomb", "decompression bomb"),
-        ("text", "it is not an image"),
-        ("folder", "is not one"),
-        ("none", "is not one"),
-    ):
+def test_image_files_lists_images_only(tmp_path: Path) -> None:
+    PICTURE.save(tmp_path / "a.png")
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "sub").mkdir()
+    assert image_files(tmp_path) == [tmp_path / "a.png"]
+    for path, why in (("sub", "found none"), ("a.png", "expected a folder")):
         with pytest.raises(UserError, match=why):
-            load_image(tmp_path / f"{name}.png")
+            image_files(tmp_path / path)
 
 
-def test_image_files_lists_images_only(png: Path) -> None:
-    (png.parent / "notes.txt").write_text("x")
-    (png.parent / "sub").mkdir()
-    assert image_files(png.parent) == [png]
-    with pytest.raises(UserError, match="found none"):
-        image_files(png.parent / "sub")
-    with pytest.raises(UserError, match="expected a folder"):
-        image_files(png)
-
-
-def test_to_float_keeps_channels_and_order() -> None:
+def test_tensors_keep_channels_and_order_and_wrong_ones_are_refused() -> None:
     images = [pixels(), 255 - pixels()]
     tensor = to_float(images)
-    assert tensor.shape == (2, 3, 20, 30)
-    assert tensor.dtype == torch.float32
-    assert torch.equal(
-        (tensor[1] * 255).round().to(torch.uint8).permute(1, 2, 0), torch.from_numpy(images[1])
-    )
-
-
-def test_mixed_sizes_and_nothing_are_refused() -> None:
-    with pytest.raises(UserError, match="got 20 x 20, 30 x 20"):
-        to_float([pixels(), pixels(width=20)])
-    with pytest.raises(UserError, match="got none"):
-        to_float([])
-
-
-@pytest.mark.parametrize(
-    ("images", "why"),
-    [
+    assert (tensor.shape, tensor.dtype) == ((2, 3, 20, 30), torch.float32)
+    back = (tensor[1] * 255).round().to(torch.uint8).permute(1, 2, 0)
+    assert torch.equal(back, torch.from_numpy(images[1]))
+    for given, why in (([pixels(), pixels(width=20)], "got 20 x 20, 30 x 20"), ([], "got none")):
+        with pytest.raises(UserError, match=why):
+            to_float(given)
+    for wrong, why in (
         (torch.full((1, 3, 8, 8), float("nan")), "got nan"),
         (torch.full((1, 3, 8, 8), 255.0), "got 255"),
         (torch.zeros(3, 8, 8), r"got torch.float32 \[3, 8, 8\]"),
-    ],
-)
-def test_wrong_tensors_are_refused(images: torch.Tensor, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        check_images(images)
+    ):
+        with pytest.raises(ValueError, match=why):
+            check_images(wrong)

@@ -29,7 +29,6 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = tiny_rows()[::3]
-    one_step = GenerateSettings(steps=1)
     batches = alike_batches(jobs_of(PROMPTS, SETTINGS), 1)[:2]
     record = tmp_path / "bench.jsonl"
     seen: list[tuple[str, str]] = []
@@ -40,13 +39,12 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(
 
     monkeypatch.setattr(bench_module, "timed_call", watched)
 
-    def timed(
-        rounds: int, rows: Sequence[Row] = rows, settings: GenerateSettings = one_step
-    ) -> tuple[list[int], Any]:
+    def timed(rounds: int, rows: Sequence[Row] = rows, steps: int = 1) -> tuple[list[int], Any]:
         counts: list[int] = []
         found = bench_module.bench(
-            model, settings, batches, rows, rounds, record, lambda done, total: counts.append(done)
-        )
+            model, GenerateSettings(steps=steps), batches, rows, rounds, record,
+            lambda done, total: counts.append(done),
+        )  # fmt: skip
         return counts, found
 
     counts, found = timed(2)
@@ -67,9 +65,9 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(
     whole = record.read_text().splitlines(keepends=True)
     record.write_text("".join(whole[:6]))  # stopped within the third round
     assert timed(3)[0] == [4, 5, 6], "a round of which a part is missing is timed as a whole"
-    assert timed(1, settings=SETTINGS)[0] == [0, 1, 2]
+    assert timed(1, steps=2)[0] == [0, 1, 2]
     changed = replace(rows[1], method=Merging(MaMeConfig(keep=0.25, min_tokens=16)))
-    assert timed(1, [rows[0], changed], SETTINGS)[0] == [0, 1, 2]
+    assert timed(1, [rows[0], changed], 2)[0] == [0, 1, 2]
 
 
 def test_batches_that_are_timed_are_of_one_size_and_length() -> None:
@@ -82,19 +80,27 @@ def test_batches_that_are_timed_are_of_one_size_and_length() -> None:
     assert [[job.prompt.id for job in batch] for batch in batches] == [["0", "1"], ["4", "5"]]
 
 
-def test_timed_calls_measure_denoising_apart(model: LoadedModel) -> None:
-    jobs = jobs_of(PROMPTS[:2], SETTINGS)
-    timing = timed_call(model, GenerateSettings(steps=2, batch_size=2), jobs, tiny_rows()[0])
+def test_calls_measure_denoising_apart_and_peaks_count_weights(model: LoadedModel) -> None:
+    settings, row = GenerateSettings(steps=2, batch_size=2), tiny_rows()[0]
+    timing = timed_call(model, settings, jobs_of(PROMPTS[:2], SETTINGS), row)
     assert timing.denoising is not None
     assert 0 < timing.denoising < timing.seconds
-    costs = summary([timing, timing, timing])
+    costs, once = summary([timing] * 3), summary([timing])["latency"]
     second = timing.seconds
     assert costs["latency"] == Value(
         mean=second, low=second, high=second, n=3, statistic="median, quartiles"
     )
     assert costs["cpu"].mean == timing.cpu
-    once = summary([timing])["latency"]
     assert (once.low, once.high) == (None, None), "one round has no interval"
+    one, three = (
+        peak_call(model, GenerateSettings(steps=1), jobs_of(PROMPTS[:n], SETTINGS), row)
+        for n in (1, 3)
+    )
+    parts = (model.pipe.unet, model.pipe.vae, model.pipe.text_encoder)
+    weights = sum(p.numel() * 4 for part in parts for p in part.parameters())
+    for peak in (one, three):
+        assert weights < (peak.allocated_denoising or 0) <= (peak.allocated or 0)
+    assert (three.allocated_denoising or 0) > (one.allocated_denoising or 0)
 
 
 def test_seconds_of_a_busy_machine_are_withheld(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,25 +119,3 @@ def test_seconds_of_a_busy_machine_are_withheld(monkeypatch: pytest.MonkeyPatch)
     assert costs["latency"] == Value(n=2, withheld="the machine was busy")
     assert costs["denoising"].mean is None
     assert costs["cpu"].mean == 2.0
-
-
-def test_peak_memory_counts_weights_and_grows_with_the_batch(model: LoadedModel) -> None:
-    one, two = (
-        peak_call(
-            model,
-            GenerateSettings(steps=1, batch_size=n),
-            jobs_of(PROMPTS[:n], SETTINGS),
-            tiny_rows()[0],
-        )
-        for n in (1, 3)
-    )
-    weights = sum(
-        p.numel() * 4
-        for part in (model.pipe.unet, model.pipe.vae, model.pipe.text_encoder)
-        for p in part.parameters()
-    )
-    for peak in (one, two):
-        assert peak.allocated is not None
-        assert peak.allocated_denoising is not None
-        assert weights < peak.allocated_denoising <= peak.allocated
-    assert two.allocated_denoising > one.allocated_denoising  # type: ignore[operator]

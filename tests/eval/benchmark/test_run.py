@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import pytest
 import torch
 
 from mame_sd.errors import UserError
-from mame_sd.eval.benchmark.results import check_out, read_results
+from mame_sd.eval.benchmark.results import check_out
+from mame_sd.eval.benchmark.timings import TIMING_GATE
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.metric_list import METRICS
-from mame_sd.eval.report import render
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
 from tests.builders.benchmarks import (
@@ -26,6 +27,7 @@ from tests.builders.benchmarks import (
     PROMPTS,
     TINY,
     benchmark,
+    results_of,
     rivals,
     rows_of,
     tiny_rows,
@@ -36,51 +38,50 @@ from tests.builders.tiny import save_tiny_pipeline
 
 
 @rivals
-def test_every_row_has_every_value_or_a_reason(finished: Path) -> None:
-    rows = rows_of(finished)
+def test_every_row_has_every_value_or_a_reason_and_gates_pass(finished: Path) -> None:
+    results, rows = results_of(finished), rows_of(finished)
     assert list(rows) == ["baseline", "tomesd-50", "mame-tau", "mame-default"]
     for name, row in rows.items():
+        values = row["values"]
         assert row["measured"]
-        expected = set(TINY.metrics) - ({"psnr", "ssim"} if name == "baseline" else set())
-        assert set(row["values"]) == expected
+        assert set(values) == set(TINY.metrics) - (
+            {"psnr", "ssim"} if name == "baseline" else set()
+        )
         for metric in ("fid", "is"):
-            assert row["values"][metric]["withheld"] == "N = 3, needs 100"
-        for metric in ("latency", "denoising", "memory", "memory_denoising", "background"):
-            assert row["values"][metric]["mean"] >= 0
-        latency = row["values"]["latency"]
+            assert values[metric]["withheld"] == "N = 3, needs 100"
+        assert values["background"]["mean"] >= 0
+        latency = values["latency"]
+        assert 0 < values["denoising"]["mean"] < latency["mean"]
         assert latency["low"] <= latency["mean"] <= latency["high"]
-        assert row["values"]["denoising"]["mean"] < latency["mean"]
-        assert row["values"]["memory_denoising"]["mean"] <= row["values"]["memory"]["mean"]
+        assert 0 < values["memory_denoising"]["mean"] <= values["memory"]["mean"]
     psnr = rows["mame-tau"]["values"]["psnr"]
     assert psnr["mean"] == pytest.approx(sum(rows["mame-tau"]["per_image"]["psnr"].values()) / 3)
     assert psnr["low"] < psnr["high"] < math.inf
     assert psnr["against"] == "tomesd-50"
     assert 0 < psnr["p"] <= 1
     assert rows["mame-tau"]["values"]["background"]["against"] == "baseline"
-    html = (render(read_results(finished), finished)).read_text(encoding="utf-8")
-    assert "ToMeSD 50 %" in html
-    assert "N = 3, needs 100" in html
+    assert [gate["name"] for gate in results["gates"]] == [
+        TIMING_GATE,
+        "baseline against itself",
+        "inactive merging against the baseline",
+        "unrelated pairing, the ceiling",
+    ]
+    assert [gate["got"] for gate in results["gates"][1:3]] == ["inf dB, lowest of 2"] * 2
+    manifest = results["manifest"]
+    assert manifest["sampling"]["steps"] == 2
+    assert manifest["environment"]["torch"] == version("torch")
+    assert manifest["attention"]["processors"] == "AttnProcessor2_0"
+    assert manifest["prompts"]["count"] == 3
+    assert [one["key"] for one in results["pictures"]] == ["p00001_0", "p00002_0", "p00003_0"]
 
 
 @rivals
-def test_running_again_makes_and_times_nothing_again(
+def test_running_again_makes_nothing_again_and_mixes_no_figures_of_before(
     model: LoadedModel, finished: Path, tmp_path: Path
 ) -> None:
     out = Path(shutil.copytree(finished, tmp_path / "out"))
     times = {path: path.stat().st_mtime_ns for path in out.rglob("*.png")}
     bench_before = (out / "bench.jsonl").read_bytes()
-    benchmark(model, out).run()
-    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.png")} == times
-    assert (out / "bench.jsonl").read_bytes() == bench_before
-    for name, row in rows_of(finished).items():
-        assert rows_of(out)[name]["values"] == row["values"]
-
-
-@rivals
-def test_a_resumed_benchmark_mixes_no_figures_of_before(
-    model: LoadedModel, finished: Path, tmp_path: Path
-) -> None:
-    out = Path(shutil.copytree(finished, tmp_path / "out"))
 
     @contextlib.contextmanager
     def interrupted(name: str) -> Iterator[Callable[[int, int], None]]:
@@ -95,6 +96,11 @@ def test_a_resumed_benchmark_mixes_no_figures_of_before(
         "scores are those of another start"
     )
     assert (row["measured"], row["per_image"]) == (True, {})
+    benchmark(model, out).run()
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*.png")} == times
+    assert (out / "bench.jsonl").read_bytes() == bench_before
+    for name, row in rows_of(finished).items():
+        assert rows_of(out)[name]["values"] == row["values"]
 
 
 def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_path: Path) -> None:

@@ -6,9 +6,12 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
+from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
 from mame_sd.embedded import model as subjects
 from mame_sd.errors import UserError
@@ -54,9 +57,6 @@ def test_the_embedded_clip_goes_by_name(
 def test_clip_score_is_the_models_own_logit_without_its_scale(
     clip: Clip, clip_folder: Path
 ) -> None:
-    from PIL import Image
-    from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
-
     model = CLIPModel.from_pretrained(clip_folder).eval()
     pictures = [seeded.picture(f"clip {i}", 50, 70) for i in range(2)]
     pixels = CLIPImageProcessorPil.from_pretrained(clip_folder)(
@@ -64,15 +64,13 @@ def test_clip_score_is_the_models_own_logit_without_its_scale(
     )
     tokens = CLIPTokenizer.from_pretrained(clip_folder)(PROMPTS, padding=True, return_tensors="pt")
     with torch.no_grad():
-        expected = (
-            model(**tokens, **pixels).logits_per_image / model.logit_scale.exp()
-        ).diagonal() * 100
+        logits = model(**tokens, **pixels).logits_per_image / model.logit_scale.exp()
     images = torch.stack([torch.from_numpy(x).permute(2, 0, 1).float() / 255 for x in pictures])
-    result = clip_score(clip, images, PROMPTS)
-    assert result.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    expected = (100 * logits.diagonal()).tolist()
+    assert clip_score(clip, images, PROMPTS).tolist() == pytest.approx(expected, abs=1e-4)
 
 
-def test_long_prompts_are_cut_counted_and_still_differ(clip: Clip) -> None:
+def test_long_prompts_are_cut_counted_and_still_differ(clip: Clip, tmp_path: Path) -> None:
     image = pictures(1, 40, 40).expand(3, 3, 40, 40)
     same_start = "a" * 76  # one token a character, so the last of them is cut
     prompts = [same_start + "b", same_start + "c", "b" * 80]
@@ -80,26 +78,14 @@ def test_long_prompts_are_cut_counted_and_still_differ(clip: Clip) -> None:
     assert clip.cut([*prompts, "a" * 75]) == prompts
     assert scores[0] == pytest.approx(scores[1].item(), abs=1e-9)
     assert abs(scores[0] - scores[2]) > 1e-3
-
-
-def test_cut_prompts_are_counted_once_and_also_when_nothing_is_scored_again(
-    clip: Clip, tmp_path: Path
-) -> None:
-    images = {
-        f"{key}_{repeat}": seeded.picture(f"cut {key}", 40, 40)
-        for key in "abc"
-        for repeat in (0, 1)
-    }
-    prompts = {
-        key: "a" * 80 if key < "c" else "an owl" for key in images
-    }  # a and b: one text under two ids
-    run = Run.open(write_run(tmp_path / "run", images, prompts))
-    tools = Tools(networks={"clip": clip})
+    # counted once, also when nothing is scored again; a and b: one text under two ids
+    images = dict.fromkeys(("a_0", "a_1", "b_0", "c_0"), np.zeros((40, 40, 3), np.uint8))
+    texts = {key: "an owl" if key == "c_0" else "a" * 80 for key in images}
+    run = Run.open(write_run(tmp_path / "run", images, texts))
+    tools, none = Tools(networks={"clip": clip}), Tools(networks={"clip": UserError("no weights")})
     assert cut_prompts([METRICS["clip_score"]], run, tools) == (1, 2)
     assert cut_prompts([METRICS["clip_image"]], run, tools) == (0, 2)
-    assert cut_prompts(
-        [METRICS["clip_score"]], run, Tools(networks={"clip": UserError("no weights")})
-    ) == (0, 2)
+    assert cut_prompts([METRICS["clip_score"]], run, none) == (0, 2)
 
 
 def test_clip_image_cosine_laws(clip: Clip) -> None:

@@ -55,17 +55,17 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordingStandIn
     return stand_in
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Three folders of 100 images, the first one's turned by EXIF."""
-    exif = Image.Exif()
+    place, exif = tmp_path_factory.mktemp("images"), Image.Exif()
     exif[ExifTags.Base.Orientation] = 3
     for name, seed in (("a", 0), ("b", 100), ("photos", 200)):
-        (tmp_path / name).mkdir()
+        (place / name).mkdir()
         for number in range(100):
             image = Image.fromarray(noise(seed + number))
-            image.save(tmp_path / name / f"{number}.png", **({"exif": exif} if seed == 0 else {}))
-    return [str(tmp_path / name) for name in ("a", "b", "photos")]
+            image.save(place / name / f"{number}.png", **({"exif": exif} if seed == 0 else {}))
+    return [str(place / name) for name in ("a", "b", "photos")]
 
 
 def arguments(folders: list[str], *more: str) -> list[str]:
@@ -104,51 +104,42 @@ def test_both_distances_are_the_packages_own(
     assert err.count("clean-fid reads the files by itself and doesn't turn them") == 1
 
 
-def error_of(capsys: pytest.CaptureFixture[str], status: int, *asked: str) -> str:
-    assert cli.run(list(asked)) == status
-    out, err = capsys.readouterr()
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert (out, errors) == ("", err.splitlines()[-1:])
-    return errors[0]
-
-
-def test_what_the_package_can_not_do_is_one_line(
+def test_what_can_not_be_done_is_one_line_before_anything_is_computed(
     package: RecordingStandIn,
     folders: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    statistics = tmp_path / "photos.npz"
-    np.savez(statistics, mu=np.zeros(2048), sigma=np.eye(2048), n=200)
-    asked = arguments(folders)
-    asked[asked.index(folders[2])] = str(statistics)
-    said = error_of(capsys, 2, *asked)
-    assert "photos.npz: expected images for --fid-backend clean-fid, got statistics" in said
-    unknown = error_of(capsys, 2, *arguments(folders), "--fid-backend", "torch-fidelity")
-    assert "--fid-backend: expected mame-sd or clean-fid, got 'torch-fidelity'" in unknown
-    same = ["score", folders[1], folders[1], "--metrics", "fid_to_baseline"]
-    said = error_of(capsys, 2, *same, "--fid-backend", "clean-fid")
-    assert "clean-fid: Imaginary component 0.1; give more images" in said
+    def error_of(status: int, asked: list[str]) -> str:
+        assert cli.run(asked) == status
+        out, err = capsys.readouterr()
+        errors = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert (out, errors) == ("", err.splitlines()[-1:])
+        return errors[0]
 
-
-def test_missing_packages_and_weights_are_one_line_before_anything_is_computed(
-    package: RecordingStandIn,
-    folders: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     def unreachable(*_: Any, **__: Any) -> None:
         raise OSError("Name or service not known")
 
-    clean_fid._WEIGHTS.unlink()
-    offline = error_of(capsys, 2, *arguments(folders, "--offline"))
+    unknown = error_of(2, arguments(folders, "--fid-backend", "torch-fidelity"))
+    assert "--fid-backend: expected mame-sd or clean-fid, got 'torch-fidelity'" in unknown
+    weights = clean_fid._WEIGHTS.rename(tmp_path / "away")
+    offline = error_of(2, arguments(folders, "--offline"))
     assert f"expected its Inception at {clean_fid._WEIGHTS}, found none" in offline
-    monkeypatch.setattr(package, "build_feature_extractor", unreachable)
-    said = error_of(capsys, 1, *arguments(folders))
-    assert "Name or service not known; check the network" in said
-    monkeypatch.setitem(sys.modules, "cleanfid.features", None)
-    said = error_of(capsys, 2, *arguments(folders))
-    assert "expected the package clean-fid and a torchvision that fits torch" in said
-    assert "pip install 'mame-sd[clean-fid]'" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(package, "build_feature_extractor", unreachable)
+        said = error_of(1, arguments(folders))
+        assert "Name or service not known; check the network" in said
+        patch.setitem(sys.modules, "cleanfid.features", None)
+        said = error_of(2, arguments(folders))
+        assert "expected the package clean-fid and a torchvision that fits torch" in said
+        assert "pip install 'mame-sd[clean-fid]'" in said
     assert package.calls == []
+    weights.rename(clean_fid._WEIGHTS)
+    statistics = tmp_path / "photos.npz"
+    np.savez(statistics, mu=np.zeros(4), sigma=np.eye(4), n=200)
+    said = error_of(2, arguments([*folders[:2], str(statistics)]))
+    assert "photos.npz: expected images for --fid-backend clean-fid, got statistics" in said
+    same = ["score", folders[1], folders[1], "--metrics", "fid_to_baseline"]
+    said = error_of(2, [*same, "--fid-backend", "clean-fid"])
+    assert "clean-fid: Imaginary component 0.1; give more images" in said

@@ -25,7 +25,7 @@ def test_the_embedded_models_truth_is_found() -> None:
     assert UNET.background_right(image, "key on a white background") == 0
 
 
-def test_drawn_prompts_are_half_unseen_and_always_the_same() -> None:
+def test_drawn_prompts_are_half_unseen_always_the_same_and_none_of_the_first() -> None:
     prompts = UNET.draw(128)
     assert prompts == UNET.draw(128)
     assert len({prompt.text for prompt in prompts}) == 128
@@ -34,9 +34,6 @@ def test_drawn_prompts_are_half_unseen_and_always_the_same() -> None:
     assert len({prompt.text for prompt in UNET.draw(651)}) == 651
     with pytest.raises(UserError, match="--num: expected at most 651 drawn prompts, got 652"):
         UNET.draw(652)
-
-
-def test_another_draw_holds_none_of_the_first() -> None:
     first = {prompt.text for prompt in TRANSFORMER.draw(64)}
     second = TRANSFORMER.draw(64, 1, without=first)
     assert len({prompt.text for prompt in second}) == 64

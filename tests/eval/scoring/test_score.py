@@ -16,7 +16,7 @@ from PIL import ExifTags, Image
 
 from mame_sd.errors import UserError
 from mame_sd.eval.cli import app as cli
-from mame_sd.eval.metric_list import METRICS
+from mame_sd.eval.metric_list import METRICS, chosen_metrics
 from mame_sd.eval.networks.extractors import Features
 from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.score import mean_value
@@ -32,100 +32,85 @@ def shifted(pixels: np.ndarray, by: int) -> np.ndarray:
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> tuple[Path, Path]:
+def runs(tmp_path: Path) -> tuple[str, str]:
     """Five images, and the same ones a little off, each by another amount."""
     a = {f"{i:02}_0": noise(i) for i in range(5)}
     b = {key: shifted(pixels, n + 1) for n, (key, pixels) in enumerate(a.items())}
-    return write_run(tmp_path / "a", a), write_run(tmp_path / "b", b, mame={"tau": 0.8})
+    write_run(tmp_path / "a", a)
+    write_run(tmp_path / "b", b, mame={"tau": 0.8})
+    return str(tmp_path / "a"), str(tmp_path / "b")
 
 
-def score_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+def score_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
+    """What goes to stdout, and to stderr."""
     assert cli.run(["score", *arguments, "--format", "json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    out, err = capsys.readouterr()
+    return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")), err
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 2) -> str:
-    assert cli.run(list(arguments)) == status
-    captured = capsys.readouterr()
-    lines = captured.err.splitlines()
-    assert captured.out == ""
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.run(["score", *arguments]) == 2
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert out == ""
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
     return lines[-1]
 
 
 def test_psnr_is_the_mean_of_per_image_values(
-    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    a, b = map(str, runs)
-    found = score_json(capsys, a, b, "--metrics", "psnr,ssim")
+    found, _ = score_json(capsys, *runs, "--metrics", "psnr,ssim,fid_to_baseline")
     expected = []
-    for key in Run.open(runs[0]).items:
+    for key in Run.open(Path(runs[0])).items:
         one, other = (
-            np.asarray(Image.open(run / "images" / f"{key}.png"), np.float64) / 255 for run in runs
+            np.asarray(Image.open(f"{run}/images/{key}.png"), np.float64) / 255 for run in runs
         )
         expected.append(-10 * math.log10(((one - other) ** 2).mean()))
     value = found["metrics"]["psnr"]
     assert value["mean"] == pytest.approx(np.mean(expected), abs=1e-4)
     assert min(expected) < value["low"] < value["mean"] < value["high"] < max(expected)
     assert value["n"] == 5
-    assert set(found["metrics"]) == {"psnr", "ssim"}
+    assert list(found["metrics"]) == ["psnr", "ssim", "fid_to_baseline"]
+    assert found["metrics"]["fid_to_baseline"]["withheld"] == "N = 5, needs 100"
     manifest = found["manifest"]
     assert manifest["run_b"]["settings"]["mame"] == {"tau": 0.8}
     assert manifest["run_a"]["sizes"] == ["32x24"]
-    assert manifest["networks"] == {}
+    assert manifest["networks"] == {}, "withheld metrics load nothing"
     assert manifest["versions"]["torch"] == version("torch")
+    assert [metric.name for metric in chosen_metrics("ssim, psnr,ssim")] == ["ssim", "psnr"]
 
 
 def test_equal_runs_have_infinite_psnr_in_valid_json(
-    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+    runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        cli.run(["score", str(runs[0]), str(runs[0]), "--metrics", "psnr,ssim", "--format", "json"])
-        == 0
-    )
-    captured = capsys.readouterr()
-    found = json.loads(captured.out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    found, err = score_json(capsys, runs[0], runs[0], "--metrics", "psnr,ssim")
     assert found["metrics"]["psnr"]["mean"] == math.inf
     assert found["metrics"]["psnr"]["low"] is None
     assert found["metrics"]["ssim"]["mean"] == pytest.approx(1)
-    assert "psnr: 5 of 5 equal\n" in captured.err
-
-
-def test_one_image_has_values_and_no_intervals(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a = write_run(tmp_path / "a", {"x_0": noise(0)})
-    b = write_run(tmp_path / "b", {"x_0": shifted(noise(0), 3)})
-    found = score_json(capsys, str(a), str(b), "--metrics", "psnr,fid_to_baseline,is")
-    assert found["metrics"]["psnr"]["mean"] > 30
-    assert (found["metrics"]["psnr"]["low"], found["metrics"]["psnr"]["n"]) == (None, 1)
-    assert found["metrics"]["fid_to_baseline"]["withheld"] == "N = 1, needs 100"
-    assert found["metrics"]["is"]["mean"] is None
-    assert found["manifest"]["networks"] == {}  # withheld metrics load nothing
+    assert "psnr: 5 of 5 equal\n" in err
 
 
 def test_plain_folders_of_images_pair_by_file_name(
-    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another program's images: no manifest, no prompts, endings that differ."""
     folders = [tmp_path / "plain a", tmp_path / "plain b"]
     for run, folder, ending in zip(runs, folders, (".png", ".bmp"), strict=True):
         folder.mkdir()
-        for path in (run / "images").iterdir():
+        for path in Path(run, "images").iterdir():
             Image.open(path).save(folder / f"{path.stem}{ending}")
     a, b = map(str, folders)
-    expected = score_json(capsys, *map(str, runs))["metrics"]
-    found = score_json(capsys, a, b)
+    expected = score_json(capsys, *runs)[0]["metrics"]
+    found, _ = score_json(capsys, a, b)
     assert found["metrics"] == expected
-    height, width = noise(0).shape[:2]
-    assert found["manifest"]["run_b"]["sizes"] == [f"{width}x{height}"]
-    assert score_json(capsys, str(runs[0]), b)["metrics"] == expected
+    assert found["manifest"]["run_b"]["sizes"] == ["32x24"]
+    assert score_json(capsys, runs[0], b)[0]["metrics"] == expected
     for metric in ("clip_score", "retrieval"):
-        line = error_of(capsys, "score", a, b, "--metrics", f"psnr,{metric}")
+        line = error_of(capsys, a, b, "--metrics", f"psnr,{metric}")
         assert f"--metrics {metric}: expected a run folder, which knows its prompts" in line
     (folders[1] / "03_0.bmp").rename(folders[1] / "another.bmp")
-    line = error_of(capsys, "score", a, b)
+    line = error_of(capsys, a, b)
     assert "expected the image 03_0 as in" in line
     assert "compare folders of the same file names" in line
 
@@ -133,69 +118,50 @@ def test_plain_folders_of_images_pair_by_file_name(
 def test_images_that_exif_turns_are_scored_as_viewers_show_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    upright = Image.fromarray(noise(0))
-    exif = Image.Exif()
+    upright, exif = Image.fromarray(noise(0)), Image.Exif()
     exif[ExifTags.Base.Orientation] = 8
-    for name, image, more in (
-        ("a", upright, {}),
-        ("b", upright.transpose(Image.Transpose.ROTATE_270), {"exif": exif}),
-    ):
+    turned = upright.transpose(Image.Transpose.ROTATE_270)
+    for name, image, more in (("a", upright, {}), ("b", turned, {"exif": exif})):
         (tmp_path / name).mkdir()
         for number in range(2):
             image.save(tmp_path / name / f"{number}.png", **more)
-    assert cli.run(["score", *(str(tmp_path / n) for n in "ab"), "--format", "json"]) == 0
-    out, err = capsys.readouterr()
-    found = json.loads(out)
+    found, err = score_json(capsys, *(str(tmp_path / name) for name in "ab"))
     assert found["metrics"]["psnr"]["mean"] == math.inf
     assert found["manifest"]["run_b"]["sizes"] == ["32x24"]
     assert err.count("2 images are turned as EXIF says, as viewers do") == 1
 
 
-BAD: dict[str, tuple[list[str], str]] = {
-    "format": (
-        ["A", "B", "--format", "xml"],
-        "--format: expected one of table, json, csv, got 'xml'",
+BAD = {
+    "--format xml": "--format: expected one of table, json, csv, got 'xml'",
+    "--metrics fid": "--metrics fid: expected a --reference",
+    "--metrics clip_score --clip big": (
+        "--clip: expected clip-vit-b-32, clip-vit-l-14, embedded-clip or a"
     ),
-    "no-reference": (["A", "B", "--metrics", "fid"], "--metrics fid: expected a --reference"),
-    "clip": (
-        ["A", "B", "--metrics", "clip_score", "--clip", "big"],
-        "--clip: expected clip-vit-b-32, clip-vit-l-14, embedded-clip or a",
-    ),
-    "own-reference": (
-        ["A", "B", "--metrics", "fid", "--reference", "A"],
-        "--reference a: expected images of another origin",
-    ),
-    "truth": (["A", "B", "--metrics", "retrieval"], "expected prompts of the embedded model"),
+    "--metrics fid --reference a": "--reference a: expected images of another origin",
+    "--metrics retrieval": "expected prompts of the embedded model",
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("options", BAD)
 def test_bad_input_is_one_line_and_status_2(
-    runs: tuple[Path, Path],
+    runs: tuple[str, str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    case: str,
+    options: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path / "weights"))
-    arguments, message = BAD[case]
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    names = {
-        "A": str(runs[0]),
-        "B": str(runs[1]),
-        "C": str(tmp_path / "c"),
-        "B/images": str(runs[1] / "images"),
-    }
-    assert message in error_of(capsys, "score", *(names.get(word, word) for word in arguments))
+    assert BAD[options] in error_of(capsys, *runs, *options.split())
 
 
 def test_another_clip_is_named_beside_its_scores(
-    runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clip = save_tiny_clip(tmp_path / "my-clip")
-    options = [*map(str, runs), "--metrics", "clip_score,clip_image", "--clip", str(clip)]
-    found = score_json(capsys, *options)
+    options = [*runs, "--metrics", "clip_score,clip_image", "--clip", str(clip)]
+    found, _ = score_json(capsys, *options)
     assert found["manifest"]["networks"]["clip"]["name"] == "CLIP my-clip"
     assert [value["note"] for value in found["metrics"].values()] == ["CLIP my-clip"] * 2
     assert found["metrics"]["clip_score"]["difference"]["n"] == 5, "from the baseline's"
@@ -203,8 +169,8 @@ def test_another_clip_is_named_beside_its_scores(
     assert capsys.readouterr().out.count(",CLIP my-clip\n") == 2
 
 
-def test_not_a_number_is_never_averaged(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    a = Run.open(runs[0])
+def test_not_a_number_is_never_averaged(runs: tuple[str, str]) -> None:
+    a = Run.open(Path(runs[0]))
 
     def broken(images: list[np.ndarray]) -> Features:
         return Features(*(torch.full((len(images), n), torch.nan) for n in (4, 3)))

