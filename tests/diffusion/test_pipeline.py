@@ -17,7 +17,7 @@ from mame_sd import MaMeConfig, apply_mame, remove_mame
 from mame_sd.diffusion.saved_setting import resolve_setting
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.single_file import save_single_file
-from tests.builders.tiny import generate, run_unet, tiny_components, tiny_pipeline
+from tests.builders.tiny import generate, one_level_unet, run_unet, tiny_components, tiny_pipeline
 
 FIELDS = {"min_tokens": 40}
 ROOT = Path(__file__).parents[2]
@@ -29,10 +29,9 @@ def quiet(pipe: Any) -> Any:
 
 
 def mame_pipeline(scheduler: str = "ddim", **kwargs: Any) -> StableDiffusionMaMePipeline:
+    settings = {"tau": 0.2, "mame_config": FIELDS}
     return quiet(
-        StableDiffusionMaMePipeline(
-            **tiny_components(scheduler), **{"tau": 0.2, "mame_config": FIELDS, **kwargs}
-        )
+        StableDiffusionMaMePipeline(**{**tiny_components(scheduler), **settings, **kwargs})
     )
 
 
@@ -236,7 +235,7 @@ def test_custom_pipeline(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.compiles
 def test_a_compiled_unet_is_not_compiled_again_for_every_call() -> None:
     torch._dynamo.reset()
-    pipe = mame_pipeline(tau=None, keep=0.4)
+    pipe = mame_pipeline(tau=None, keep=0.4, unet=one_level_unet())
     merged, plain = generate(pipe), generate(pipe, keep=None)
     block = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0]
     block.compile(backend="eager", fullgraph=True)
