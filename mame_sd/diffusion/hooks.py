@@ -280,6 +280,3 @@ def takes_timestep(module: nn.Module) -> bool:
 
 def _names(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
-
-
-watch_kernels()  # here too, for models that were saved whole, merging included

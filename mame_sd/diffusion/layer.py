@@ -28,6 +28,7 @@ from mame_sd.core.keys import Grid, KeyMerging, MergeJob, SDPAInterceptor
 from mame_sd.core.merge import DRAWS
 from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.context import NO_STEP, Later, ResolvedConfig, Shared, Step, Tokens
+from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
 from mame_sd.upstream import outside_old_graphs
@@ -348,3 +349,6 @@ def skips_scores(attn: Any) -> bool:
     return registry is not None and any(
         getattr(h, "skip_attention_scores", False) for h in registry.hooks.values()
     )
+
+
+watch_kernels()  # here too, for models that were saved whole, merging included
