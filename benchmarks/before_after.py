@@ -1,8 +1,8 @@
-"""README's picture: prompts without merging above, with it below, CPU seconds and PSNR under each.
+"""README's picture: prompts unmerged, merged and with a step fewer, with CPU seconds and PSNR.
 
     OMP_NUM_THREADS=1 python -m benchmarks.before_after --out docs/before-after.webp
 
-Both images of a prompt are made right after one another. CPU seconds are those of the whole
+The images of a prompt are made right after one another. CPU seconds are those of the whole
 process, so other programs of the machine hardly change them. The last line is JSON.
 """
 
@@ -11,7 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
+
+from PIL import Image
 
 from mame_sd.cli.compare import nearness
 from mame_sd.cli.sheet import Cell, draw_sheet, enlarge
@@ -43,31 +46,31 @@ def main() -> None:
     settings = GenerateSettings(steps=given.steps)
     jobs = jobs_of(prompts_from_texts(given.prompts), settings)
     sample(model, GenerateSettings(steps=1), jobs[:1])  # starting up is in nobody's seconds
-    rows: tuple[list[Cell], list[Cell]] = ([], [])
-    seconds: tuple[list[float], list[float]] = ([], [])
+    fewer = replace(settings, steps=given.steps - 1)
+    ways: dict[str, tuple[GenerateSettings, MaMeConfig | None]] = {
+        "unmerged": (settings, None),
+        "merged": (settings, MaMeConfig()),
+        "one step fewer": (fewer, None),
+    }
+    rows: dict[str, list[Cell]] = {way: [] for way in ways}
+    seconds = dict.fromkeys(ways, 0.0)
     for job in jobs:
-        images = []
-        for merged in (False, True):
-            handle = merge_in(model, MaMeConfig()) if merged else None
+        unmerged: Image.Image | None = None
+        for way, (how, config) in ways.items():
+            handle = None if config is None else merge_in(model, config)
             start = time.process_time()
-            images += sample(model, settings, [job])
-            seconds[merged].append(time.process_time() - start)
+            (image,) = sample(model, how, [job])
+            taken = time.process_time() - start
             if handle is not None:
                 handle.remove()
-            near = nearness(*images) if merged else "unmerged"
-            lines = (f"{near}, {seconds[merged][-1]:.1f} s",)
-            rows[merged].append(Cell(enlarge(images[-1], 256), lines))
-    draw_sheet(rows).save(given.out, quality=88, method=6)
-    totals = [round(sum(found), 2) for found in seconds]
-    print(
-        json.dumps(
-            {
-                "unmerged_s": totals[0],
-                "merged_s": totals[1],
-                "times": round(totals[0] / totals[1], 3),
-            }
-        )
-    )
+            near = "" if unmerged is None else f", {nearness(unmerged, image)}"
+            unmerged = unmerged or image
+            seconds[way] += taken
+            rows[way].append(Cell(enlarge(image, 256), (f"{way}{near}, {taken:.1f} s",)))
+    draw_sheet(tuple(rows.values())).save(given.out, quality=88, method=6)
+    times = {way: round(seconds["unmerged"] / total, 3) for way, total in seconds.items()}
+    rounded = {way: round(total, 2) for way, total in seconds.items()}
+    print(json.dumps({"seconds": rounded, "times as fast": times}))
 
 
 if __name__ == "__main__":

@@ -38,75 +38,59 @@ TAU_RANGE: dict[str, tuple[float, float]] = {
 Check = Callable[[Any], Any]  # a field's value as it is kept; ValueError: what was expected
 
 
-def _is_whole(value: Any) -> bool:  # a number of NumPy's too
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+def _check(
+    expected: str, kind: type, keep: Callable[[Any], Any], holds: Callable[[Any], bool]
+) -> Check:
+    def check(value: Any) -> Any:
+        is_bool = isinstance(value, bool) and kind is not bool
+        if is_bool or not isinstance(value, kind) or not holds(value):
+            raise ValueError(f"expected {expected}")
+        return keep(value)
+
+    return check
 
 
-def _number(value: Any) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or value != value:
-        raise ValueError("expected a number")
+def _whole(least: int) -> Check:
+    expected = f"a whole number from {least} to 2^63 - 1"
+    return _check(expected, numbers.Integral, int, lambda n: least <= n < 2**63)
+
+
+def _one_of(kind: Any) -> Check:
+    names = get_args(kind)
+    return _check(f"one of {', '.join(names)}", str, str, lambda name: name in names)
+
+
+def _float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
         return math.inf
 
 
-def _share(value: Any) -> float:
-    if not 0 < _number(value) <= 1:
-        raise ValueError("expected a share above 0 and at most 1")
-    return float(value)
-
-
-def _whole(least: int) -> Check:
-    def check(value: Any) -> int:
-        if not (_is_whole(value) and least <= value < 2**63):
-            raise ValueError(f"expected a whole number from {least} to 2^63 - 1")
-        return int(value)
-
-    return check
-
-
-def _side(value: Any) -> int:
-    if not (_is_whole(value) and (value == 0 or 2 <= value < 2**31)):
-        raise ValueError("expected 0 for no tiles, or a side of 2 to 2^31 - 1 tokens")
-    return int(value)
-
-
-def _of_type(kind: type, expected: str) -> Check:
-    def check(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise ValueError(f"expected {expected}")
-        return value
-
-    return check
-
-
-def _one_of(kind: Any) -> Check:
-    def check(value: Any) -> Any:
-        if value not in get_args(kind):
-            raise ValueError(f"expected one of {', '.join(get_args(kind))}")
-        return value
-
-    return check
+_number = _check("a number", numbers.Real, _float, lambda n: bool(n == n))  # numbers of NumPy's too
+_share = _check("a share above 0 and at most 1", numbers.Real, float, lambda n: 0 < n <= 1)
+_tile = "0 for no tiles, or a side of 2 to 2^31 - 1 tokens"
+_side = _check(_tile, numbers.Integral, int, lambda n: n == 0 or 2 <= n < 2**31)
+_flag = _check("True or False", bool, bool, lambda _: True)
+_text = _check("what calibration wrote, or nothing", str, str, lambda _: True)
 
 
 def _size(value: Any) -> tuple[int, int]:
-    sides = tuple(value) if isinstance(value, (list, tuple)) else ()
-    if len(sides) != 2 or not all(_is_whole(n) and 1 <= n < 2**31 for n in sides):
-        raise ValueError("expected two whole numbers from 1 to 2^31 - 1")
-    return int(sides[0]), int(sides[1])
+    side = _check("", numbers.Integral, int, lambda n: 1 <= n < 2**31)
+    try:
+        h, w = value
+        return side(h), side(w)
+    except (TypeError, ValueError):
+        raise ValueError("expected two whole numbers from 1 to 2^31 - 1") from None
 
 
-_FLAG = _of_type(bool, "True or False")
-
-
-def _field(
+def _setting(
     default: Any,
     check: Check,
     help: str,
     about: str = "",
+    method: Literal["keys", "tokens"] | None = None,
     option: bool = True,
-    method: str | None = None,
 ) -> Any:
     """A setting.
 
@@ -115,11 +99,11 @@ def _field(
         check: gives the value as it is kept, and refuses one that can't be.
         help: what it does, in one line.
         about: what docs/settings.md tells beyond that.
+        method: the one method that has it; None: both.
         option: whether commands have an option for it.
-        method: the one method that has it, "keys" or "tokens"; None: both.
     """
-    about_it = {"check": check, "help": help, "about": about, "option": option, "method": method}
-    return field(default=default, metadata=about_it)
+    facts = {"check": check, "help": help, "about": about, "method": method, "option": option}
+    return field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,20 +118,20 @@ class MaMeConfig:
         ValueError: naming the field, what it may be and the value that came.
     """
 
-    keep: float | None = _field(
+    keep: float | None = _setting(
         None,
         _share,
         "share of the keys to keep, above 0 to 1; lower is faster and further off",
         "Keys and values of an image merge at the attention call; the merged values are fitted to a"
         " few exact queries. In vision transformers it is the share of the tokens.",
     )
-    tau: float | None = _field(
+    tau: float | None = _setting(
         None,
         _number,
         "similarity above which whole tokens merge (the paper's method); lower merges more",
         "The cosine goes from -1 to 1, where 1 merges nothing. Give `tau` or `keep`, not both.",
     )
-    min_tokens: int | None = _field(
+    min_tokens: int | None = _setting(
         None,
         _whole(1),
         "layers with fewer tokens stay unmerged; left out: by kind of device",
@@ -155,77 +139,77 @@ class MaMeConfig:
         " elsewhere. With `MaMeAttnProcessor` on a video model it must be above the number of"
         " frames.",
     )
-    fit_queries: int | None = _field(
+    fit_queries: int | None = _setting(
         None,
         _whole(0),
         "queries that merged values are fitted to; 0: values are means",
         "More are nearer and slower. Left out: one of 32 tokens, from 64 to 256.",
-        method="keys",
+        "keys",
     )
-    tile_size: int = _field(
+    tile_size: int = _setting(
         16,
         _side,
         "side of the square tiles in which keys are compared; 0 compares all",
         "A tile has at least 2 tokens a side.",
-        method="keys",
+        "keys",
     )
-    redraw: bool = _field(
+    redraw: bool = _setting(
         True,
-        _FLAG,
+        _flag,
         "whether each step draws other destinations and queries",
         "Errors of the steps then do not add up. Only `apply_mame` sees the timestep.",
-        method="keys",
+        "keys",
     )
-    share_guidance_plan: bool = _field(
+    share_guidance_plan: bool = _setting(
         True,
-        _FLAG,
+        _flag,
         "whether guided and unguided samples merge the same keys",
         "Guidance would multiply what merging does to one sample and not to the other. The two may"
         " share a batch, or be two calls of one input. Only `apply_mame` sees them.",
-        method="keys",
+        "keys",
     )
-    seed: int = _field(
+    seed: int = _setting(
         0,
         _whole(0),
         "seed of what is drawn",
         "It has a generator of its own, never the global one.",
     )
-    references: float | None = _field(
+    references: float | None = _setting(
         None,
         _share,
         "share of each reference image's keys to keep in an edit; off unless given",
         "Above 0 to 1. Each reference merges on a grid of its own. Models of edits take it, by"
         " `apply_mame`.",
-        method="keys",
+        "keys",
     )
-    partition: Partition = _field(  # noqa: RUF009
+    partition: Partition = _setting(  # noqa: RUF009
         "alternating",
         _one_of(Partition),
         "how destinations are chosen by position",
         method="tokens",
     )
-    metric: Metric = _field(  # noqa: RUF009
+    metric: Metric = _setting(  # noqa: RUF009
         "cosine",
         _one_of(Metric),
         "how similarity is measured",
         "`dot` is x.y / sqrt(d), `euclidean` is -|x - y| / sqrt(d), and `softmax` is the dot"
         " product's softmax over destinations.",
-        method="tokens",
+        "tokens",
     )
-    feature: Feature = _field(  # noqa: RUF009
+    feature: Feature = _setting(  # noqa: RUF009
         "x",
         _one_of(Feature),
         "what similarity compares: the layer's input, its keys, or their mean over heads",
         method="tokens",
     )
-    refine: bool = _field(
+    refine: bool = _setting(
         True,
-        _FLAG,
+        _flag,
         "whether weights below a source's mean are dropped",
         "The paper's adaptive refining.",
-        method="tokens",
+        "tokens",
     )
-    size: tuple[int, int] | None = _field(
+    size: tuple[int, int] | None = _setting(
         None,
         _size,
         "latent height and width, for layers that don't know them",
@@ -233,7 +217,7 @@ class MaMeConfig:
         " another.",
         option=False,
     )
-    layers: LayerRules | None = _field(  # noqa: RUF009
+    layers: LayerRules | None = _setting(  # noqa: RUF009
         None,
         LayerRules,
         "settings of single layers by patterns of their names",
@@ -241,9 +225,9 @@ class MaMeConfig:
         " unmerged. Self-attention takes them, by `apply_mame`.",
         option=False,
     )
-    made_for: str | None = _field(
+    made_for: str | None = _setting(
         None,
-        _of_type(str, "what calibration wrote, or nothing"),
+        _text,
         "model that the settings were found for; others refuse them",
         "Calibration writes it.",
         option=False,
@@ -252,7 +236,14 @@ class MaMeConfig:
 
     def __post_init__(self) -> None:
         for name, f in _SETTINGS.items():
-            object.__setattr__(self, name, _checked(f, getattr(self, name)))
+            given = getattr(self, name)
+            try:
+                value = f.default if given is None else f.metadata["check"](given)
+            except ValueError as error:
+                if name == "layers":  # LayerRules name the pattern, too
+                    raise
+                raise ValueError(f"{name}: {error}, got {given!r}") from None
+            object.__setattr__(self, name, value)
         if self.tau is not None and self.keep is not None:
             raise ValueError(
                 f"expected tau or keep, got both (tau={self.tau!r}, keep={self.keep!r}); drop one"
@@ -375,18 +366,6 @@ def check_names(values: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(str(name), NAMES, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"unknown setting {name!r}{hint} (settings are {', '.join(NAMES)})")
-
-
-def _checked(f: Field[Any], value: Any) -> Any:
-    """The value of a field as it is kept. Raises ValueError that names the field and the value."""
-    if value is None:
-        return f.default
-    try:
-        return f.metadata["check"](value)
-    except ValueError as error:
-        if str(error).startswith(f"{f.name}: "):  # LayerRules name the pattern, too
-            raise
-        raise ValueError(f"{f.name}: {error}, got {value!r}") from None
 
 
 def _json(value: Any) -> Any:

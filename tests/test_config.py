@@ -47,7 +47,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tau": float("inf"), "metric": "dot"}, "tau: expected a finite number"),
     ({"tau": 10**400, "metric": "dot"}, "tau: expected a finite number"),
     ({"tau": 1j}, "tau: expected a number"),
-    ({"keep": True}, "keep: expected a number, got True"),
+    ({"keep": True}, "keep: expected a share above 0 and at most 1, got True"),
     ({"keep": 0}, "keep: .*above 0 and at most 1, got 0"),
     ({"keep": 1.01}, "keep: .*got 1.01"),
     ({"min_tokens": np.float64(2)}, "min_tokens: expected a whole number"),

@@ -16,7 +16,7 @@ from mame_sd.upstream import with_cache
 from ..memory import allocations, most
 from ..tables import markdown_table
 from ..timing import seconds_of
-from .model import load_language_model
+from .run import load_language_model
 
 _TIMES = 3
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,25 +14,8 @@ from mame_sd.caches.layer import CompressedLayer
 from mame_sd.upstream import with_cache
 
 from ..tables import Row
+from .cases import Case
 from .rows import KVzip, scores_of
-
-TEXT = "text"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A prompt and what is read after its cache was cut, as token ids.
-
-    Attributes:
-        kind: TEXT, a passage that goes on; or a retrieval task.
-        answer: how many of the last tokens of `rest` are the answer that must be given; 0: none.
-    """
-
-    name: str
-    kind: str
-    prompt: list[int]
-    rest: list[int]
-    answer: int = 0
 
 
 class Recorder:

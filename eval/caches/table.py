@@ -10,7 +10,7 @@ from typing import Any
 
 from ..stats import mean_interval, paired_difference, wilson
 from ..tables import interval_cell, markdown_table
-from .measure import TEXT
+from .cases import TEXT
 from .rows import DEFAULT, PUBLISHED, all_rows
 
 Results = Sequence[Mapping[str, Any]]

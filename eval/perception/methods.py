@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,83 +36,69 @@ BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {
 }
 
 
-class Method:
-    """What a row does to a model; this one leaves it as it is."""
-
-    def describe(self) -> dict[str, Any]:
-        """All that decides its answers, as JSON values."""
-        return {}
-
-    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """The method on `model` for a block, as it is timed."""
-        return nullcontext()
-
-    @contextmanager
-    def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
-        """The same, counting tokens and FLOPs."""
-        with self.on(model), counted(model) as handle:
-            yield handle
+On = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class Merged(Method):
-    """Merging.
+class Method:
+    """What a row does to a model; without arguments it leaves it as it is.
 
-    `blocks`: as `apply_encoder` takes them, or a name of `BLOCKS`; `fields`: its other arguments.
+    Attributes:
+        config: all that decides its answers, as JSON values.
+        on: the method on a model for a `with` block, as it is timed.
+        counts: `on` gives a handle that counts tokens and FLOPs.
     """
 
-    blocks: int | tuple[int, ...] | str | None = "first"
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    on: On = nullcontext
+    counts: bool = False
 
-    def describe(self) -> dict[str, Any]:
-        given = {**self.fields, "blocks": self.blocks}
-        if "tau" not in given:
-            every = {"every": EVERY} if self.blocks is None else {}
-            given["defaults"] = {"left": LEFT, "schedule": "decreasing", **every}
-        return {"mame": given}
+    @property
+    def merges(self) -> bool:
+        """Whether it is merging."""
+        return "mame" in self.config
 
     @contextmanager
     def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
+        """The method on `model` for a `with` block, counting tokens and FLOPs."""
+        with self.on(model) as handle:
+            if self.counts:
+                yield handle
+            else:
+                with counted(model) as handle:
+                    yield handle
+
+
+def merged(blocks: int | tuple[int, ...] | str | None, **fields: Any) -> Method:
+    """Merging, by arguments of `apply_encoder`; `blocks` may be a name of `BLOCKS`."""
+    config = {**fields, "blocks": blocks}
+    if "tau" not in fields:
+        every = {"every": EVERY} if blocks is None else {}
+        config["defaults"] = {"left": LEFT, "schedule": "decreasing", **every}
+
+    @contextmanager
+    def on(model: nn.Module) -> Iterator[EncoderHandle]:
         depth = len(find_encoder(model)[1])
-        blocks = BLOCKS[self.blocks](depth) if isinstance(self.blocks, str) else self.blocks
+        chosen = BLOCKS[blocks](depth) if isinstance(blocks, str) else blocks
         with encoder_restored(model):
             try:
-                handle = apply_encoder(model, blocks=blocks, **self.fields)
+                handle = apply_encoder(model, blocks=chosen, **fields)
             except ValueError as error:
                 raise NotApplicable(f"this model can't merge so: {error}") from None
             yield handle
 
-    on = counted
+    return Method({"mame": config}, on, True)
 
 
-@dataclass(frozen=True)
-class Rival(Method):
+def rival(rule: Rule) -> Method:
     """A rival's rule."""
-
-    rule: Rule
-
-    def describe(self) -> dict[str, Any]:
-        return {"rival": {"name": type(self.rule).__name__, **asdict(self.rule)}}  # type: ignore[call-overload]
-
-    @contextmanager
-    def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
-        with rival_on(model, self.rule) as handle:
-            yield handle
-
-    on = counted
+    config = {"name": type(rule).__name__, **vars(rule)}
+    return Method({"rival": config}, partial(rival_on, rule=rule), True)
 
 
-@dataclass(frozen=True)
-class Smaller(Method):
+def smaller(side: float) -> Method:
     """The unmerged model on images of `side` x `side` pixels."""
-
-    side: int
-
-    def describe(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def on(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return on_smaller_images(model, self.side)
+    return Method({"side": int(side)}, partial(on_smaller_images, side=int(side)))
 
 
 @dataclass(frozen=True)
@@ -138,22 +125,20 @@ RIVALS: dict[str, Knob] = {
     "default": Knob(
         "MaMe default, keep {}",
         "MaMe default",
-        lambda keep: Merged(None, {"keep": keep}),
+        lambda keep: merged(None, keep=keep),
         family="mame",
     ),
-    "tome": Knob("ToMe r {}", "ToMe", lambda r: Rival(ToMe(r)), None, family="tome"),
+    "tome": Knob("ToMe r {}", "ToMe", lambda r: rival(ToMe(r)), None, family="tome"),
     "tome-decreasing": Knob(
-        "ToMe decreasing r {}", "ToMe, decreasing", lambda r: Rival(ToMe(r, True)), None
+        "ToMe decreasing r {}", "ToMe, decreasing", lambda r: rival(ToMe(r, True)), None
     ),
-    "evit": Knob("EViT keep {}", "EViT", lambda keep: Rival(EViT(keep))),
+    "evit": Knob("EViT keep {}", "EViT", lambda keep: rival(EViT(keep))),
     "random-all": Knob(
         "random in all blocks, keep {}",
         "random dropping in all blocks",
-        lambda keep: Rival(RandomDrop(keep)),
+        lambda keep: rival(RandomDrop(keep)),
     ),
-    "smaller": Knob(
-        "images of {} pixels", "smaller images", lambda side: Smaller(int(side)), None, whole=True
-    ),
+    "smaller": Knob("images of {} pixels", "smaller images", smaller, None, whole=True),
 }
 
 

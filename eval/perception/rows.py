@@ -24,7 +24,7 @@ from typing import Any
 from mame_sd.errors import UserError
 
 from .. import tables
-from .methods import RIVALS, Merged, Method, Rival
+from .methods import RIVALS, Method, merged, rival
 from .rules import RATES, DiffRate
 
 BASELINE = "baseline"
@@ -67,20 +67,19 @@ class Row(tables.Row):
 
 def row_named(name: str) -> Row:
     """The row that a name says. Raises UserError for another name."""
-    rival, at, other = name.partition("@")
+    kind, at, other = name.partition("@")
     if name == BASELINE:
         return Row(name=name, label="baseline", family="baseline", method=Method())
-    if at and rival in RIVALS:
+    if at and kind in RIVALS:
         target = row_named(other)
         if target.at is None and target.name != BASELINE:
-            label = f"{RIVALS[rival].short}, FLOPs of {target.label}"
-            family = RIVALS[rival].family
-            return Row(name=name, label=label, family=family, rival=rival, at=other)
+            label = f"{RIVALS[kind].short}, FLOPs of {target.label}"
+            return Row(name=name, label=label, family=RIVALS[kind].family, rival=kind, at=other)
     if name == DEFAULT:
         return _mame(name, "MaMe default", None, {}, default=True)
     kind, _, text = name.partition("-")
     if kind == "diffrate" and text in RATES:
-        return Row(name=name, label=f"DiffRate, {text}", method=Rival(DiffRate(text)))
+        return Row(name=name, label=f"DiffRate, {text}", method=rival(DiffRate(text)))
     if kind == "mame":
         where, _, tau = text.rpartition("-")
         value = _number(tau, 1.0)
@@ -155,7 +154,7 @@ def chosen_rows(suite: str, names: str | None) -> list[Row]:
 
 
 def _mame(name: str, label: str, blocks: Any, fields: dict[str, Any], **more: Any) -> Row:
-    return Row(name=name, label=label, family="mame", method=Merged(blocks, fields), **more)
+    return Row(name=name, label=label, family="mame", method=merged(blocks, **fields), **more)
 
 
 def _number(text: str, most: float | None) -> float | None:

@@ -34,7 +34,7 @@ from ..timing import quartiles
 from .answers import Batch, Batches, answers_of, speed_of
 from .data import ImageSet
 from .heads import Head, inputs_of
-from .methods import RIVALS, Merged, Method, at_flops, side_of
+from .methods import RIVALS, Method, at_flops, side_of
 from .rows import BASELINE, SUITES, Row
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
@@ -140,7 +140,7 @@ class Classification:
                 label=row.label,
                 family=row.family,
                 default=row.default,
-                config={"rival": row.rival, "at": row.at} if row.at else row.method.describe(),
+                config={"rival": row.rival, "at": row.at} if row.at else row.method.config,
                 reason=NOT_YET,
             )
             for row in self.rows
@@ -189,7 +189,7 @@ class Classification:
                     self.images,
                     self.size,
                     self.out / "answers" / f"{row.name}.jsonl",
-                    {**settings_of(self.results.manifest), "method": method.describe()},
+                    {**settings_of(self.results.manifest), "method": method.config},
                     self.process,
                     on_progress,
                 )
@@ -292,7 +292,7 @@ class Classification:
         about = {
             **settings_of(self.results.manifest),
             "environment": self.results.manifest["environment"],
-            "methods": {name: method.describe() for name, method in self._methods.items()},
+            "methods": {name: method.config for name, method in self._methods.items()},
         }
         with self.stage("speed and memory") as on_progress:
             timings = speed_of(
@@ -331,11 +331,11 @@ class Classification:
         gates = []
         for name, method in self._methods.items():
             with method.counted(encoder.model) as handle:
-                handle.active = not isinstance(method, Merged)
+                handle.active = not method.merges
                 logits = self.head.logits(inputs)
             if name == BASELINE:
                 gates.append(gate(f"{name}, counted", logits))
-            elif isinstance(method, Merged):
+            elif method.merges:
                 gates.append(gate(f"{name}, switched off", logits))
         self.results.gates = [*gates, gate("the model after all rows", self.head.logits(inputs))]
         self._save()

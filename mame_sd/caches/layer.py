@@ -129,9 +129,7 @@ class CompressedLayer(DynamicLayer):
         return sum(p.untyped_storage().nbytes() for p in parts if p is not None)
 
     def keys_now(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return of each key, of later ones too, the token [B, H, K + n], the bias and whether it
-        is real.
-        """
+        """Return each key's token [B, H, K + n], its bias, and whether it is real."""
         b, h, _ = self.slots.shape
         later = torch.arange(self.compressed, self.seen, device=self.slots.device)
         slots = torch.cat([self.slots.long(), later.expand(b, h, -1)], -1)

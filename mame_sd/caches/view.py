@@ -61,9 +61,7 @@ class CacheView:
         return ranks.unsqueeze(1).expand(-1, self.slots.shape[1], -1).gather(2, self.slots)
 
     def newest(self, count: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the newest `count` queries (None: all at hand), rotated [B, H, N, D], and their
-        tokens [N].
-        """
+        """Return the newest `count` queries (None: all), rotated [B, H, N, D], and tokens [N]."""
         hidden = self.hidden_states if count is None else self.hidden_states[:, -count:]
         n = hidden.shape[1]
         later = self.real_tokens[:, -n:].long().flip(1).cumsum(1).flip(1)

@@ -47,9 +47,7 @@ class Kept:
         return torch.where(real, found, padding)
 
     def of_positions(self, whole: Tensor) -> Tensor:
-        """Take the positions of what stays, [.., B, L'], of those of all tokens, whole [.., 1 or B,
-        L].
-        """
+        """Take the positions of what stays, [.., B, L'], of whole [.., 1 or B, L]."""
         rows = self.rows.expand(*whole.shape[:-2], -1, -1)
         found = whole.expand(*whole.shape[:-2], len(self.rows), -1).gather(-1, rows)
         return found.masked_fill(~self.real, 0)

@@ -54,9 +54,7 @@ def name_of(target: Any) -> str | None:
 
 
 def is_captioner(target: Any) -> bool:
-    """Tell whether `target` holds a model that reads images for a language model: one that is
-    known, or known to be refused.
-    """
+    """Tell whether `target` holds a model that is known to read images, or is refused."""
     return isinstance(target, nn.Module) and any(map(name_of, target.modules()))
 
 

@@ -98,7 +98,7 @@ def compare_command(
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Write one sheet: the baseline and each setting, with seconds and what differs."""
+    """Write one sheet: the baseline and each setting, with seconds and nearness (PSNR)."""
     from mame_sd.cli.compare import run_compare
 
     taus, keeps = _numbers("--tau", tau), _numbers("--keep", keep)

@@ -30,8 +30,6 @@ from mame_sd.runs.sampling import levels_of, merge_in, sample
 PANEL_SIDE = 512
 COLUMNS = 6  # images side by side
 SMALLEST_SHARE = 0.6  # of the cores' time; below it a process waited for others
-GAIN = 8  # how many times the difference of two images is enlarged to be seen
-DIFFERENCE = f"difference, {GAIN} times"
 
 
 @dataclass(frozen=True)
@@ -157,18 +155,9 @@ def remark_on_seconds(panels: Sequence[Panel]) -> None:
 
 
 def compare_sheet(prompt: str, panels: Sequence[Panel]) -> Image.Image:
-    """The panels, `COLUMNS` side by side, labelled; below each what differs from the first, the
-    baseline.
-    """
+    """The panels, `COLUMNS` side by side, labelled; the first is the baseline."""
     cells = [Cell(enlarge(panel.image, PANEL_SIDE), panel.lines(panels[0])) for panel in panels]
-    below = [Cell(Image.new("RGB", cells[0].image.size, "white"))]
-    for panel in panels[1:]:
-        apart = difference(panels[0].image, panel.image)
-        below.append(Cell(enlarge(apart, PANEL_SIDE), (DIFFERENCE,)))
-    rows = []
-    for start in range(0, len(cells), COLUMNS):
-        rows += [cells[start : start + COLUMNS], below[start : start + COLUMNS]]
-    return draw_sheet(rows, title=prompt)
+    return _in_columns([[cell] for cell in cells], prompt)
 
 
 def run_sheet(folders: Sequence[Path], out: Path, num: int) -> None:
@@ -183,7 +172,7 @@ def run_sheet(folders: Sequence[Path], out: Path, num: int) -> None:
 def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
     """The first `limit` images of several run folders, `COLUMNS` side by side, run below run.
 
-    Each run tells its PSNR to the first one; below two runs stands what differs between them.
+    Each run tells its PSNR to the first one.
 
     Raises:
         UserError: a folder that holds no run, or lacks an image that the first one has.
@@ -203,13 +192,15 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
             if column and image.size == column[0].image.size:
                 lines.append(nearness(column[0].image, image))
             column.append(Cell(image, tuple(lines if column else [first.prompt, *lines])))
-        if len(folders) == 2 and column[0].image.size == column[1].image.size:
-            column.append(Cell(difference(column[0].image, column[1].image), (DIFFERENCE,)))
         columns.append(column)
     if not columns:
         raise UserError(f"{folders[0]}: expected a run with images, found none; run generate first")
+    return _in_columns(columns)
+
+
+def _in_columns(columns: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
     parts = [columns[i : i + COLUMNS] for i in range(0, len(columns), COLUMNS)]
-    return draw_sheet([row for part in parts for row in zip(*part, strict=True)])
+    return draw_sheet([row for part in parts for row in zip(*part, strict=True)], title)
 
 
 def _about(folder: Path, row: Mapping[str, Any]) -> str:
@@ -247,11 +238,3 @@ def psnr(one: Image.Image, other: Image.Image) -> float:
     """In dB, of two 8-bit images of one size; infinite where they are equal."""
     error = float(np.mean((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2))
     return float(10 * np.log10(255**2 / error)) if error else math.inf
-
-
-def difference(one: Image.Image, other: Image.Image) -> Image.Image:
-    """The largest difference of the channels of two RGB images of one size, enlarged `GAIN` times,
-    dark on white.
-    """
-    apart = np.abs(np.asarray(one, np.int16) - np.asarray(other, np.int16)).max(-1)
-    return Image.fromarray(255 - np.clip(GAIN * apart, 0, 255).astype(np.uint8)).convert("RGB")

@@ -130,10 +130,8 @@ def write_sheet(path: Path, sheet: Image.Image, about: dict[str, Any]) -> None:
 
 
 def _fit(line: str, width: int) -> tuple[str, Any]:
-    """`line` and the font that has most of its characters, shortened until it is at most `width`
-    pixels wide.
-
-    Control characters become spaces.
+    """`line`, shortened to `width` pixels, without control characters, and the font that has most
+    of its characters.
     """
     line = "".join(char if char.isprintable() else " " for char in line[:500])
     font = max(_fonts(), key=lambda font: sum(_has(font, char) for char in set(line)))

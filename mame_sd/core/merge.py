@@ -442,7 +442,7 @@ def draw_at(timestep: Tensor | float) -> Tensor:
     return ((thousandths * 0xAAF4E5A7) & 0xFFFFFFFF) * DRAWS >> 32
 
 
-def constant(make: Callable[..., Tensor], *args: Any) -> Any:
+def constant(make: Callable[..., Any], *args: Any) -> Any:
     """Tensors that `make` gives for these numbers and a device: made once, and changed by nobody.
 
     A graph that is compiled or captured makes its own: it can't be trusted with one that others

@@ -19,14 +19,11 @@ True
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import no_autocast
+from mame_sd.core.merge import constant, no_autocast
 
 # Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a
 # tie, up to rounding), the unrefined weights are taken. Below it, fp32 decides by rounding alone.
@@ -221,20 +218,10 @@ def partition(
         seed: of a generator of its own.
         device: where the positions live.
     """
-    if torch.compiler.is_compiling():
-        return _partition(tokens, kind, seed, device)
-    return _kept_partition(tokens, kind, seed, str(device))
+    return constant(_partition, tokens, kind, seed, torch.device(device))
 
 
-@lru_cache(maxsize=64)
-def _kept_partition(tokens: int, kind: str, seed: int, device: str) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        return _partition(tokens, kind, seed, device)
-
-
-def _partition(
-    tokens: int, kind: str, seed: int, device: torch.device | str
-) -> tuple[Tensor, Tensor]:
+def _partition(tokens: int, kind: str, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     every, m = torch.arange(tokens, device=device), (tokens + 1) // 2
     if kind == "alternating":
         return every[::2], every[1::2]

@@ -210,9 +210,7 @@ class MergedBlock:
         return "k" if self.encoder.keys else "x"
 
     def _cost(self, plan: Plan | GroupPlan, channels: int, dim: int, sized: bool) -> int:
-        """Reckon the multiply-adds of merging one image by products of `dim` channels, and of
-        summing up its sizes where it has any.
-        """
+        """Reckon the multiply-adds of merging one image by products of `dim` channels."""
         if isinstance(plan, GroupPlan):  # compared, and means by a matrix of ones
             pairs, products = plan.found.cells.kept * plan.found.tokens_in, channels
         else:
@@ -221,9 +219,7 @@ class MergedBlock:
         return pairs * (dim + products + sized)
 
     def _feature(self, x: Tensor, normed: Tensor) -> Tensor:
-        """Return what similarity compares, [B, L, d]: x', the block's keys, or these averaged over
-        the heads.
-        """
+        """Return what similarity compares, [B, L, d]: x', keys, or keys averaged over heads."""
         if self.compared == "x":
             return x
         keys = self.shared.now.keys.pop(self.number, None)

@@ -68,9 +68,7 @@ class BlockCost:
         self._width = width_of(block, encoder)
 
     def of(self, tokens: int, squares: int, kept: int) -> int:
-        """Reckon the multiply-adds of calls whose tokens, their squares, and tokens left for the
-        MLP sum up to these.
-        """
+        """Reckon multiply-adds of so many tokens, their squares, and tokens left for the MLP."""
         return self._attention * tokens + 2 * self._width * squares + self._mlp * kept
 
 

@@ -132,23 +132,17 @@ class EncoderHandle:
 
     @property
     def config(self) -> MaMeConfig:
-        """The settings now in force, of the first block that merges (`configs` has those of
-        each).
-        """
+        """The settings of the first block that merges; `configs` has those of each."""
         return next(iter(self.configs.values()))
 
     @property
     def prop_attn(self) -> bool:
-        """Whether attention counts how many tokens each one stands for, with the model as it is
-        now.
-        """
+        """Whether attention, as the model is now, counts how many tokens each stands for."""
         return self._shared.prop_attn is not False and not no_sizes(self.encoder)
 
     @property
     def installed(self) -> bool:
-        """Whether merging is on the model as this handle put it: not removed, not replaced by a
-        later `apply_encoder`.
-        """
+        """Whether merging is on the model as this handle put it: not removed, not replaced."""
         return all(one in ours_on(module) for module, one in self._ours)
 
     @property

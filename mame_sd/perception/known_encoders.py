@@ -119,9 +119,7 @@ _ENCODERS: list[Encoder] = []
 
 
 def register_encoder(encoder: Encoder) -> Encoder:
-    """Makes `apply_mame` know the models that `encoder` names; what was registered last is looked
-    at first.
-    """
+    """Makes `apply_mame` know what `encoder` names; the latest one is asked first."""
     _ENCODERS.insert(0, encoder)
     return encoder
 
@@ -132,9 +130,7 @@ def encoder_names() -> list[str]:
 
 
 def is_encoder(target: Any) -> bool:
-    """Tell whether `target` is a module that holds a vision transformer that is known, or known to
-    be refused.
-    """
+    """Tell whether `target` is a module that holds a known or refused vision transformer."""
     if not isinstance(target, nn.Module):
         return False
     names = {*encoder_names(), *REFUSED}

@@ -24,8 +24,7 @@ T = TypeVar("T")
 class Process:
     """This process among those of the run: `rank` of `count`; `local_rank` counts on this machine.
 
-    `wait` and `all_gather` must be called by every process, and raise MachineError when
-    one of them is gone.
+    Every process must call `wait` and `all_gather`. They raise MachineError when one is gone.
     """
 
     rank: int = 0

@@ -205,9 +205,7 @@ class RunFolder:
 
 
 def differences(there: Any, here: Any, name: str = "") -> list[str]:
-    """`name: old there, new here` for every leaf that differs, of JSON values and what becomes
-    such.
-    """
+    """`name: old there, new here` for every leaf that differs, of values as JSON holds them."""
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         found = []
         for key in sorted({*there, *here}):
@@ -215,6 +213,8 @@ def differences(there: Any, here: Any, name: str = "") -> list[str]:
         return found
     if there == json.loads(json.dumps(here)):  # a tuple comes back from a file as a list
         return []
+    if name.endswith("sha256"):  # which says nothing to a reader
+        return [f"{name} differs"]
     return [f"{name}: {_shortened(there)} there, {_shortened(here)} here"]
 
 

@@ -73,7 +73,7 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
 diffusion/interception.py: diffusion/test_interception.py diffusion/test_kernels.py test_models.py
     mask is not None and mask.dim() == 2: => False:
     counted = name in _TAKES_BIAS and => counted =
-diffusion/layer.py: test_references.py diffusion/test_apply.py diffusion/test_calls.py
+diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_references.py
     step.draws[self.place : self.place + 1] => step.draws[:1]
     plans = None if learns else => plans =
     start += tokens.count => start += 0
@@ -103,7 +103,7 @@ diffusion/families/unet.py: diffusion/test_processor.py diffusion/test_apply.py 
     if not call.module.scale_qk: => if False:
     if attn.residual_connection: => if False:
 config.py: test_config.py diffusion/test_processor.py
-    if not 0 < _number(value) <= 1: => if not 0 < _number(value):
+    lambda n: 0 < n <= 1) => lambda n: 0 < n)
     if self.tau is not None and self.keep is not None: => if False:
     changes = {other: None, **changes} => changes = {**changes}
 caches/view.py: caches
@@ -119,7 +119,7 @@ captions/calls.py: captions
     [:, None].to(places) + places => [:, None].to(places) * 0 + start + places
 captions/on_model.py: captions
     for row in rows for one in row * times] => for _ in range(times) for row in rows for one in row]
-    if slot is self.base and slot.calls is None and self.blocks: => if False:
+    if slot is self.base and calls is None and self.blocks: => if False:
 caches/handle.py: caches
     if self.live and tokens > 1 and not others: => if False:
 perception/hooks.py: perception/test_tools.py
@@ -127,7 +127,10 @@ perception/hooks.py: perception/test_tools.py
 perception/handle.py: perception/test_tools.py perception/test_restore.py
     for module in {one.owner, parent}] => for module in {one.owner}]
     if self._shared.is_earlier(features): => if False:
+perception/known_encoders.py: perception/test_apply.py
+    [*parts, self.keys] => parts
 perception/blocks.py: perception
+    if self.compared == "x": => if True:
     if not dense and not (shared.restore and last): => if not dense:
     else sizes.log().to(normed.dtype) => else sizes.to(normed.dtype)
     plan.merge(x.to(exact) * share) / held => plan.merge(x.to(exact))

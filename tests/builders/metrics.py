@@ -15,7 +15,7 @@ ORACLES = Path(__file__).parents[1] / "oracles" / "eval.json"
 
 @cache
 def oracle(part: str) -> Any:
-    """What other people's code said, as `python -m tests.record_oracles` wrote it down."""
+    """What other people's code said, as tests/record_oracles.py of commit 350f706 wrote it."""
     return json.loads(ORACLES.read_text())[part]
 
 

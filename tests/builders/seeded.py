@@ -90,8 +90,3 @@ def picture_pairs() -> tuple[Tensor, Tensor]:
 def feature_sets() -> tuple[Tensor, Tensor]:
     """Two sets of features [60, 16] with unlike means and spreads."""
     return uniform("features a", (60, 16)), 1.2 * uniform("features b", (60, 16)) + 0.1
-
-
-def inception_set(side: str) -> list[np.ndarray]:
-    """Four pictures of 299 x 299, where no resizing has a say."""
-    return [picture(f"set {side} {i}", 299, 299) for i in range(4)]

@@ -48,13 +48,8 @@ GO_ON = [name for name in MODELS if name != "stablelm" or not OLD]
 
 def generated(model: nn.Module, ids: Tensor, **fields: Any) -> Tensor:
     """The tokens that greedy search or beams add."""
-    fields = {
-        "attention_mask": torch.ones_like(ids),
-        "do_sample": False,
-        "max_new_tokens": 8,
-        **fields,
-    }
-    return model.generate(ids, **fields)[:, ids.shape[1] :]  # type: ignore[operator]
+    few = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
+    return model.generate(ids, **{**few, **fields})[:, ids.shape[1] :]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -82,21 +77,17 @@ def test_models_generate_with_a_shorter_cache(name: str) -> None:
     ("name", "attention"), [*((name, "sdpa") for name in GO_ON), ("llama", "eager")]
 )
 def test_a_cache_that_keeps_everything_gives_the_same(name: str, attention: str) -> None:
-    model, ids = tiny(name, attention), prompt()
-    cache, other = DynamicCache(config=model.config), DynamicCache(config=model.config)
-    new = prompt(9, seed=1)
+    model, new = tiny(name, attention), prompt(9, seed=1)
+
+    def run() -> list[Tensor]:
+        cache = DynamicCache(config=model.config)
+        parts = (prompt(), new[:, :5], new[:, 5:6])
+        return [model(ids, **with_cache(model, cache)).logits for ids in parts]
+
     with torch.no_grad():
-        model(ids, **with_cache(model, cache))
-        want = [
-            model(new[:, :5], **with_cache(model, cache)).logits,
-            model(new[:, 5:6], **with_cache(model, cache)).logits,
-        ]
+        want = run()
         with compress_cache(model, 0.5, Everything()):
-            model(ids, **with_cache(model, other))
-            got = [
-                model(new[:, :5], **with_cache(model, other)).logits,
-                model(new[:, 5:6], **with_cache(model, other)).logits,
-            ]
+            got = run()
     for one, two in zip(want, got, strict=True):
         torch.testing.assert_close(two, one, atol=1e-5, rtol=1e-4)
 
@@ -172,19 +163,16 @@ def test_all_of_a_cache_is_bit_equal() -> None:
 
 def test_leaving_takes_everything_back() -> None:
     model, ids = tiny("llama"), prompt()
-    want = generated(model, ids)
-    before = {
-        name: dict(m._forward_hooks) | dict(m._forward_pre_hooks)
-        for name, m in model.named_modules()
-    }
+
+    def hooks() -> list[dict[int, Any]]:
+        return [{**m._forward_hooks, **m._forward_pre_hooks} for m in model.modules()]
+
+    want, before = generated(model, ids), hooks()
     with compress_cache(model, 0.2):
         generated(model, ids)
     with pytest.raises(IndexError), compress_cache(model, 0.2):
         model(torch.tensor([[999]]))
-    assert {
-        name: dict(m._forward_hooks) | dict(m._forward_pre_hooks)
-        for name, m in model.named_modules()
-    } == before
+    assert hooks() == before
     assert torch.equal(generated(model, ids), want)
 
 
@@ -209,19 +197,11 @@ def test_a_block_that_compressed_nothing_says_so() -> None:
 def test_a_later_chunk_changes_no_earlier_output() -> None:
     model, first, later = tiny("llama"), prompt(40), [prompt(20, seed=s) for s in (1, 2)]
     outputs = []
-    with torch.no_grad():
-        for chunk in later:
-            cache = DynamicCache()
-            with compress_cache(model, 0.5):
-                outputs.append(
-                    torch.cat(
-                        [
-                            model(t, **with_cache(model, cache)).logits
-                            for t in (first, chunk[:, :10], chunk[:, 10:])
-                        ],
-                        1,
-                    )
-                )
+    for chunk in later:
+        cache, parts = DynamicCache(), (first, chunk[:, :10], chunk[:, 10:])
+        with torch.no_grad(), compress_cache(model, 0.5):
+            found = [model(part, **with_cache(model, cache)).logits for part in parts]
+        outputs.append(torch.cat(found, 1))
     same = (later[0] == later[1]).long().cumprod(1).sum()
     assert torch.equal(outputs[0][:, : 40 + same], outputs[1][:, : 40 + same])
     assert not torch.equal(outputs[0], outputs[1])

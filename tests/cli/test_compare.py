@@ -14,9 +14,7 @@ from mame_sd.cli.compare import (
     Panel,
     compare,
     compare_sheet,
-    difference,
     folders_sheet,
-    nearness,
     remark_on_seconds,
     variants_of,
 )
@@ -115,12 +113,6 @@ def test_a_file_that_is_a_bomb_is_refused_in_one_line(
     given = ["sheet", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "s.png")]
     assert cli.run(given) == 2
     assert "can't be read as an image" in capsys.readouterr().err
-
-
-def test_sheets_show_what_differs() -> None:
-    grey, other = (Image.new("RGB", (4, 4), color) for color in ((100,) * 3, (101, 100, 98)))
-    assert nearness(grey, other) == "PSNR 45.9 dB"
-    assert difference(grey, other).getpixel((0, 0)) == (239, 239, 239)
 
 
 def test_seconds_of_a_busy_machine_are_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -282,8 +282,8 @@ def test_errors_are_one_line() -> None:
         (lambda: attention(*(t[:, :0] for t in (q, k, v)), GRID, BEFORE, AFTER), "in 0 heads"),
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=0), "keep: expected a share above 0"),
         (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=1.5), "keep: expected a share"),
-        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=True), "keep: expected a number"),
-        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep="x"), "keep: expected a number"),  # type: ignore[arg-type]
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep=True), "keep: expected a share"),
+        (lambda: attention(q, k, v, GRID, BEFORE, AFTER, keep="x"), "keep: expected a share"),  # type: ignore[arg-type]
         (
             lambda: attention(q, k, v, GRID, BEFORE, AFTER, tile_size=1),
             "tile_size: expected",

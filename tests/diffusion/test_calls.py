@@ -17,11 +17,8 @@ from mame_sd.diffusion import hooks
 from mame_sd.diffusion.hook_registry import hook_on
 from tests.builders.pipelines import SIDE, controlnet, noise
 from tests.builders.threads import in_thread
-from tests.builders.tiny import LATENT, tiny_unet, unet_inputs
-from tests.builders.transformers import halves, normal, run
-from tests.matrix.transformers import ROWS
-
-MODELS = {row.name: row for row in ROWS}
+from tests.builders.tiny import LATENT, one_level_unet, tiny_unet, unet_inputs
+from tests.builders.transformers import normal, run
 
 
 def with_another_text(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -209,12 +206,11 @@ def test_control_images_of_one_input_merge_apart(planned: list[Groups]) -> None:
 @pytest.mark.compiles
 def test_a_compiled_model_and_its_calls_stand_alone() -> None:
     torch._dynamo.reset()
-    row = MODELS["Stable Diffusion 3"]
-    model, inputs = row.build(), dict(row.inputs)
-    inputs["hidden_states"] = inputs["hidden_states"][1:].repeat(2, 1, 1, 1)
-    guided, unguided = halves(inputs)
+    model = one_level_unet()
+    guided = {**unet_inputs(model, batch=1), "timestep": torch.tensor(500)}
+    unguided = with_another_text(guided)
     apply_mame(model, keep=0.25, min_tokens=1)
-    alone = run({**unguided, "hidden_states": guided["hidden_states"].clone()}, model)
+    alone = run({**unguided, "sample": guided["sample"].clone()}, model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch._dynamo.utils.counters.clear()
     run(guided, compiled)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mame_sd.diffusion.context import Tokens
 from mame_sd.diffusion.families import layouts
 from mame_sd.diffusion.families.layouts import UNLIKE, read_once
 
@@ -66,6 +67,14 @@ def test_what_tells_no_grid_is_told() -> None:
     assert layouts.ltx(None, {}) == "num_frames, height and width are not given"
     places = torch.randn(1, 3, 24, generator=torch.Generator().manual_seed(0))
     assert layouts.ltx(None, {"video_coords": places}) == "video_coords are no grid"
+
+
+def test_minimax_h3_merges_the_last_frames_that_follow_one_another() -> None:
+    """A reference of one frame, sound, then the video of two."""
+    ids = torch.cat([places(2, 3), torch.zeros(4, 3).long(), places(2, 3, 0, 1), places(1, 1)])
+    indices = torch.tensor([*range(6), *range(10, 22)])
+    call = {"video_indices": indices, "position_ids": ids}
+    assert layouts.minimax_h3(None, call) == Tokens((2, 2, 3), before=10, after=1)
 
 
 def test_samples_whose_images_lie_at_unlike_places_are_told() -> None:

@@ -259,6 +259,16 @@ def test_masks_are_refused() -> None:
         model(**inputs, attention_mask=mask)
 
 
+def test_a_block_without_its_projection_to_keys_is_refused() -> None:
+    row = next(row for row in ROWS if row.name == "Dinov2ForImageClassification")
+    model = row.build()
+    attention = blocks_of(model, row)[1].attention
+    inner = getattr(attention, "attention", attention)  # before transformers 5.18
+    inner.mine = inner._modules.pop("k_proj" if inner is attention else "key")
+    with pytest.raises(ValueError, match=r"it has no attention\.k_proj"):
+        apply_encoder(model, keep=0.5)
+
+
 def test_masks_of_padded_images_are_refused() -> None:
     row = next(row for row in ROWS if row.name == "Siglip2ForImageClassification")
     model, inputs = row.build(), row.batch()

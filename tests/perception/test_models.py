@@ -5,6 +5,7 @@ checkpointed, taken off again.
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,17 @@ TOKENS = {"ViTMAEModel": 27}  # a quarter is masked
 
 
 def doubled(inputs: dict[str, Any]) -> dict[str, Any]:
-    real = {
-        name: value
+    return {
+        name: value.double() if torch.is_tensor(value) and value.is_floating_point() else value
         for name, value in inputs.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
     }
-    return {**inputs, **{name: value.double() for name, value in real.items()}}
+
+
+def squares(output: dict[str, Tensor]) -> Tensor:
+    """A number that everything in an output changes."""
+    return sum(  # type: ignore[return-value]
+        value.double().square().sum() for value in output.values() if value.is_floating_point()
+    )
 
 
 def same(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: float) -> None:
@@ -82,9 +88,7 @@ def test_output_and_gradients_are_the_oracle_s(
     for one in (model, slow):
         image = inputs["pixel_values"].clone().requires_grad_()
         output = row.call(one, {**inputs, "pixel_values": image})
-        sum(
-            value.square().sum() for value in output.values() if value.is_floating_point()
-        ).backward()
+        squares(output).backward()
         grads = {name: part.grad for name, part in one.named_parameters() if part.grad is not None}
         results.append((output, {**grads, "image": image.grad}))
     same(results[0][0], results[1][0], rtol=1e-9, atol=1e-9)
@@ -137,13 +141,10 @@ def test_flops_are_those_of_the_operations_that_run(row: Row, options: dict) -> 
     for active in (True, False):
         handle.active = active
         counter = FlopCounterMode(display=False)
+        enter, leave = counter.__enter__, partial(counter.__exit__, None, None, None)
         hooks = [
-            encoder.register_forward_pre_hook(
-                lambda *_, counter=counter: counter.__enter__() and None
-            ),
-            encoder.register_forward_hook(
-                lambda *_, counter=counter: counter.__exit__(None, None, None)
-            ),
+            encoder.register_forward_pre_hook(lambda *_, enter=enter: enter() and None),
+            encoder.register_forward_hook(lambda *_, leave=leave: leave()),
         ]
         with sdpa_kernel(SDPBackend.MATH):  # the counter knows no kernel of the CPU
             row.call(model, inputs)
@@ -191,9 +192,7 @@ def test_trains_under_autocast(row: Row) -> None:
     apply_encoder(model, keep=0.5, blocks=2, prop_attn=True, restore=True)
     with torch.autocast("cpu", torch.bfloat16):
         output = row.call(model, inputs)
-    sum(
-        value.float().square().mean() for value in output.values() if value.is_floating_point()
-    ).backward()
+    squares(output).backward()
     first = blocks_of(model, row)[0]
     assert all(part.grad is not None and part.grad.isfinite().all() for part in first.parameters())
 
@@ -219,9 +218,7 @@ def test_checkpointing_changes_no_gradient(
         with torch.random.fork_rng():
             torch.manual_seed(0)
             output = row.call(model, {**inputs, "pixel_values": image})
-            sum(
-                value.square().sum() for value in output.values() if value.is_floating_point()
-            ).backward()
+            squares(output).backward()
         assert handle.report().calls == 1 + (checkpoint and AROUND)
         grads.append(
             {name: part.grad for name, part in model.named_parameters() if part.grad is not None}

@@ -109,7 +109,7 @@ def test_one_number_for_each_block() -> None:
         ({"layers": {"*": False}}, "layers: expected none .*: say which blocks merge by blocks="),
         ({"fit_queries": 8}, "fit_queries: expected none .*: an encoder's tokens merge"),
         ({"keep": 0.5, "feature": "k"}, "feature: goes with tau"),
-        ({"keep": True}, "keep: expected a number, got True"),
+        ({"keep": True}, "keep: expected a share above 0 and at most 1, got True"),
         ({"tau": 2}, "tau: expected a finite number from -1 to 1"),
         ({"taw": 0.5}, "did you mean 'tau'"),
     ],

@@ -31,17 +31,17 @@ def test_sizes_count_unless_they_can_t() -> None:
     assert "attention does not count how many" in str(other.report())
     assert not torch.equal(VIT.call(model, inputs)["logits"], counted)
     handle = apply_encoder(model, keep=0.5)
+    VIT.call(model, inputs)
+    assert handle._shared.now.sizes is None, "a graph of gradients would hang on them"
     model.vit.config._attn_implementation = "flash_attention_2"
     assert (handle.prop_attn, handle.report().prop_attn) == (False, False), (
         "as the model is set now"
     )
-
-
-def test_sizes_go_with_the_forward() -> None:
-    model = VIT.build()
-    handle = apply_encoder(model, keep=0.5)
-    VIT.call(model, VIT.batch())
-    assert handle._shared.now.sizes is None
+    apply_encoder(model, keep=0.5, prop_attn=True)
+    with pytest.raises(
+        ValueError, match="expected attention implementation 'eager' or 'sdpa', got"
+    ):
+        VIT.call(model, inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -107,14 +107,3 @@ def test_counting_sizes_makes_merging_of_equals_exact(row: Row) -> None:
     if row is VIT:  # without counting, the class token weighs twice as much beside pairs
         apply_encoder(model, tau=0.9999, blocks=(0,), prop_attn=False)
         assert not torch.allclose(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)
-
-
-def test_sizes_need_attention_that_adds_a_mask() -> None:
-    model = VIT.build()
-    apply_encoder(model, keep=0.5, prop_attn=True)
-    model.config._attn_implementation = model.vit.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(
-        ValueError,
-        match="prop_attn: expected attention implementation 'eager' or 'sdpa', got 'flash",
-    ):
-        VIT.call(model, VIT.batch())

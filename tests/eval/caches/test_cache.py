@@ -14,12 +14,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mame_sd.errors import UserError
-from mame_sd.eval.caches.measure import Case, Meter, every_key, measure
-from mame_sd.eval.caches.retrieval import questions
+from mame_sd.eval.caches.cases import (
+    Case,
+    half_of,
+    passages,
+    questions,
+    read_text,
+    text_files,
+)
+from mame_sd.eval.caches.measure import Meter, every_key, measure
 from mame_sd.eval.caches.rows import all_rows
 from mame_sd.eval.caches.settings import TASKS
 from mame_sd.eval.caches.table import format_table, summary
-from mame_sd.eval.caches.texts import half_of, passages, read_text, text_files
 from mame_sd.eval.cli import app as cli
 from tests.caches.tiny import SHAPE, prompt, tiny
 

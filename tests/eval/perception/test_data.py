@@ -54,10 +54,7 @@ def test_class_folders_are_read_as_torchvision_reads_them(folder: Path) -> None:
     assert images.classes == CLASSES
     assert images.labels is not None
     assert sorted(images.files) == sorted(f"{name}/{n}.png" for name in CLASSES for n in range(4))
-    assert all(
-        CLASSES[label] == file.split("/")[0]
-        for file, label in zip(images.files, images.labels, strict=True)
-    )
+    assert [CLASSES[n] for n in images.labels] == [file.split("/")[0] for file in images.files]
     assert images.files != tuple(sorted(images.files))  # classes mix in batches
     assert open_images(folder) == images
     assert open_images(folder, 5).files == images.files[:5]
@@ -69,36 +66,28 @@ def test_class_folders_are_read_as_torchvision_reads_them(folder: Path) -> None:
 
 
 def test_bad_folders_are_named(folder: Path) -> None:
-    with pytest.raises(
-        UserError, match="expected a folder of class folders or of images, found none"
-    ):
-        open_images(folder / "nothing")
+    def refused(place: Path, message: str, frames: int | None = None) -> None:
+        with pytest.raises(UserError, match=message):
+            open_images(place, frames=frames)
+
+    refused(folder / "nothing", "expected a folder of class folders or of images, found none")
+    refused(folder / "ant", "expected class folders of clips, found no folder in it", 4)
     shutil.copy(folder / "ant" / "0.png", folder / "loose.png")
-    with pytest.raises(UserError, match=r"got both \('ant' beside 'loose.png'\)"):
-        open_images(folder)
+    refused(folder, r"got both \('ant' beside 'loose.png'\)")
     (folder / "loose.png").unlink()
+    refused(folder, "expected folders of frames or video", 4)
     (folder / "empty").mkdir()
-    with pytest.raises(
-        UserError, match=r"expected images .* in each class folder, found none in .*empty"
-    ):
-        open_images(folder)
+    refused(folder, r"expected images .* in each class folder, found none in .*empty")
 
 
 def test_labels_go_by_name_or_else_by_order(folder: Path) -> None:
     images = open_images(folder)
-    assert class_numbers(images, {"cat": 0, "ant": 1, "bee_fly": 2, "dog": 3}) == (
-        (1, 2, 0),
-        "class folders by name",
-    )
-    assert class_numbers(images, {"x": 0, "y": 1, "z": 2}) == (
-        (0, 1, 2),
-        "class folders in sorted order",
-    )
+    by_name = class_numbers(images, {"cat": 0, "ant": 1, "bee_fly": 2, "dog": 3})
+    assert by_name == ((1, 2, 0), "class folders by name")
+    by_order = class_numbers(images, {"x": 0, "y": 1, "z": 2})
+    assert by_order == ((0, 1, 2), "class folders in sorted order")
     for labels in ({"x": 0, "y": 1}, {"ant": 0, "y": 1, "z": 2}):
-        with pytest.raises(
-            UserError,
-            match=r"expected class folders named as the model's . classes, or just as many",
-        ):
+        with pytest.raises(UserError, match=r"named as the model's . classes, or just as many"):
             class_numbers(images, labels)
 
 
@@ -107,30 +96,28 @@ def test_class_names_and_templates(tmp_path: Path) -> None:
     file = tmp_path / "names.txt"
     file.write_text("an ant\n\na bee\na cat\n")
     assert class_names(file, CLASSES) == class_names(file, []) == ["an ant", "a bee", "a cat"]
-    with pytest.raises(UserError, match="expected a line for each of 2 class folders, got 3"):
-        class_names(file, CLASSES[:2])
-    file.write_text("cat\ttom\nbee_fly\tfly\nant\tant man\n")
-    assert class_names(file, CLASSES) == ["ant man", "fly", "tom"]
-    with pytest.raises(UserError, match="got none for 'dog'"):
-        class_names(file, ["dog"])
-    for given, match in (
-        (None, "expected a file of class names"),
-        (tmp_path / "no", "can't be read"),
-    ):
-        with pytest.raises(UserError, match=match):
-            class_names(given, [])
     plain: Any = SimpleNamespace(embedded=False)
     assert prompt_templates(None, plain) == ["a photo of a {}."]
     embedded: Any = SimpleNamespace(embedded=True)
     assert "{} on a light blue background" in prompt_templates(None, embedded)
+    tabs, bad, blank = (tmp_path / name for name in ("tabs", "bad", "blank"))
+    tabs.write_text("cat\ttom\nbee_fly\tfly\nant\tant man\n")
+    assert class_names(tabs, CLASSES) == ["ant man", "fly", "tom"]
+    bad.write_text("nothing\n")
+    blank.write_text("\n")
     file.write_text("a {}\nmany {}s\n")
     assert prompt_templates(file, plain) == ["a {}", "many {}s"]
-    file.write_text("nothing\n")
-    with pytest.raises(UserError, match=r"expected {} once in each line, got 'nothing'"):
-        prompt_templates(file, plain)
-    file.write_text("\n")
-    with pytest.raises(UserError, match="expected lines of text, got none"):
-        prompt_templates(file, plain)
+    refused: list[tuple[Any, str]] = [
+        (lambda: class_names(file, CLASSES), "expected a line for each of 3 class folders, got 2"),
+        (lambda: class_names(tabs, ["dog"]), "got none for 'dog'"),
+        (lambda: class_names(None, []), "expected a file of class names"),
+        (lambda: class_names(tmp_path / "no", []), "can't be read"),
+        (lambda: prompt_templates(bad, plain), "expected {} once in each line, got 'nothing'"),
+        (lambda: prompt_templates(blank, plain), "expected lines of text, got none"),
+    ]
+    for call, message in refused:
+        with pytest.raises(UserError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("name", ["CLIPModel", "SiglipModel"])

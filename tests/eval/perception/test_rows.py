@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from mame_sd.errors import UserError
-from mame_sd.eval.perception.methods import RIVALS, Merged, Method, at_flops
+from mame_sd.eval.perception.methods import RIVALS, Method, at_flops, merged
 from mame_sd.eval.perception.rows import BASELINE, SUITES, chosen_rows, row_named
 from mame_sd.perception.settings import EVERY, LEFT
 from mame_sd.runs.methods import NotApplicable
@@ -41,7 +40,7 @@ OURS = {"left": LEFT, "schedule": "decreasing", "every": EVERY}
 )
 def test_a_name_says_what_runs(name: str, family: str, config: dict[str, Any]) -> None:
     row = row_named(name)
-    assert (row.name, row.family, row.method.describe()) == (name, family, config)
+    assert (row.name, row.family, row.method.config) == (name, family, config)
 
 
 OTHERS = "mame-2 mame-quarters-x tome tome-0 evit-1.5 smaller-10.5 diffrate-x"
@@ -84,8 +83,8 @@ def test_every_ablation_runs_on_a_vit_and_does_something_of_its_own() -> None:
     for row in SUITES["ablation"][1]:
         method = row.method
         if row.name.startswith("mame-0.8"):  # random patches are less alike
-            tau = method.fields["tau"] if "metric" in method.fields else 0.3
-            method = replace(method, fields={**method.fields, "tau": tau})
+            fields = method.config["mame"]
+            method = merged(**{**fields, "tau": fields["tau"] if "metric" in fields else 0.3})
         with method.counted(model) as handle:
             logits = model(**inputs).logits
             kept = [block.tokens_kept for block in handle.report().blocks]
@@ -134,5 +133,5 @@ def test_what_a_rival_lacks_is_said() -> None:
             at_flops(model, name, 1e5, call_of(model, inputs), 0)
     assert at_flops(model, "tome", 1e5, call_of(model, inputs), 0)[0] > 0
     reason = "this model can't merge so: blocks: expected how many of the 4 blocks"
-    with pytest.raises(NotApplicable, match=reason), Merged(9, {"tau": 0.8}).counted(model):
+    with pytest.raises(NotApplicable, match=reason), merged(9, tau=0.8).counted(model):
         pass

@@ -1,5 +1,5 @@
-"""Cells, draws and groups: balanced at every border, and each token with the nearest destination of
-its tile, as loops find it.
+"""Cells, draws and groups: balanced at every border, each token with the nearest destination of its
+tile, as loops find it, and samples that merge as the one that leads them does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ from collections import Counter
 import pytest
 import torch
 
-from mame_sd.core.merge import DRAWS, Cells, Groups, cells_of, draw_at, group_tokens, plane_of
+from mame_sd.core.merge import (
+    DRAWS,
+    Groups,
+    cells_of,
+    draw_at,
+    group_tokens,
+    leaders,
+    plane_of,
+)
 from tests import oracle
 from tests.builders.tokens import tokens
 
@@ -193,4 +201,35 @@ def test_cells_are_looked_up_and_no_graph_is_kept() -> None:
     found = groups_of(x, size, 0.25)
     assert not found.row.requires_grad
     assert found.merge(x).requires_grad
-    assert isinstance(found.cells, Cells)
+
+
+@pytest.mark.parametrize(
+    ("unguided", "expected"),
+    [
+        ([True, False], [2, 3, 2, 3]),
+        ([False, True], [0, 1, 0, 1]),
+        ([False, False], [0, 1, 2, 3]),
+        ([True, True], [0, 1, 2, 3]),
+        ([True, False, False, False], [1, 1, 2, 3]),
+        ([True, False, False], [0, 1, 2, 3]),  # no chunks of a batch of four
+        ([], [0, 1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_unguided_chunks_follow_the_first_guided_one(
+    unguided: list[bool], expected: list[int]
+) -> None:
+    assert leaders(torch.ones(4, 4, 8, 8), unguided).tolist() == expected
+    assert leaders(torch.ones(3, 4, 8, 8)).tolist() == [0, 1, 2]  # an odd batch is no two halves
+
+
+@pytest.mark.parametrize("where", [(0, 0, 0, 0), (1, 3, 7, 7)], ids=str)
+def test_a_chunk_of_another_input_leads_itself(where: tuple[int, ...]) -> None:
+    twice = tokens(2, 4, 64).view(2, 4, 8, 8).repeat(2, 1, 1, 1)
+    assert leaders(twice).tolist() == [2, 3, 2, 3]
+    twice[where] += 1
+    assert leaders(twice).tolist() == [0, 1, 2, 3]
+    # Of three prompts' areas and a negative one, that covers the second prompt's.
+    x, unguided = torch.randn(3, 4, 8, 8), [True, False, False, False]
+    assert leaders(torch.cat([x[1:2], x]), unguided).tolist() == [0, 1, 2, 3]
+    assert leaders(torch.cat([x[:1], x]), unguided).tolist() == [1, 1, 2, 3]
