@@ -80,6 +80,8 @@ diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_refe
     plans.calls[name], config, sizes => plans.calls[name], sizes
     plans is not None and plans.latents() is not None => plans is not None
     stats.skipped(route, layer.count(call, known)) => stats.skipped("", 0)
+diffusion/layer.py: diffusion/test_two_calls.py
+    plans.calls[name] += 1 => pass
 diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
     order.insert(0, order.pop()) => order.append(order.pop())
     hook.forget() => hook.name

@@ -46,6 +46,20 @@ def test_two_calls_give_what_a_batch_of_both_gives(name: str, planned: list[Grou
     assert all(entry.calls == 4 for entry in handle.report().layers)
 
 
+def test_a_layer_that_a_model_calls_twice_merges_anew_each_time(planned: list[Groups]) -> None:
+    row = MODELS["Stable Diffusion 3.5"]
+    model, inputs = row.build(), dict(row.inputs)
+    first, *others = model.transformer_blocks
+    model.transformer_blocks = torch.nn.ModuleList([first, first, *others])
+    inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
+    handle = apply_mame(model, min_tokens=1, keep=0.25)
+    for number, half in enumerate(halves(inputs), 1):
+        run(half, model)
+        calls = [entry.calls for entry in handle.report().layers]
+        assert max(calls) == 2 * number
+        assert len(planned) == sum(calls) / number
+
+
 def pipeline(name: str, row: str, **parts: Any) -> Any:
     """diffusers' pipeline of that name around the tiny transformer of a row, without text encoders
     and autoencoder.
