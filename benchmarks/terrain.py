@@ -134,17 +134,12 @@ def said(values: list[float]) -> str:
     return f"{mean:.1f} +- {statistics.stdev(values) / len(values) ** 0.5:.1f}"
 
 
-def percent(values: list[float]) -> str:
-    return f"{100 * statistics.fmean(values):.3f}"
-
-
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", help="rows whose names have one of these in them")
-    parser.add_argument("--rows", nargs="+", help="rows of exactly these names")
     parser.add_argument("--maps", type=int, default=8, help="of each draw (default 8)")
     parser.add_argument("--draws", type=int, default=10, help="(default 10)")
     parser.add_argument("--side", type=int, default=128, help="of a map (default 128)")
@@ -162,17 +157,16 @@ def main() -> None:
         "|---|---|---|---|---|---|"
     )
     for name, on in rows().items():
-        if args.rows and name not in args.rows:
-            continue
         if args.only and not any(part in name for part in args.only):
             continue
         found = row(model, on, inputs, wanted, args.sigma)
         psnr, steep, rough = ([one[part] for one in found] for part in range(3))
         speed = ratios(model, on, inputs[0], args.time) if args.time else []
         fast = f"{statistics.median(speed):.2f}" if speed else ""
+        errors = (f"{100 * statistics.fmean(part):.3f}" for part in (steep, rough))
         print(
             f"| {name} | {said(psnr)} | {min(psnr):.0f}, {max(psnr):.0f} |"
-            f" {percent(steep)} | {percent(rough)} | {fast} |",
+            f" {' | '.join(errors)} | {fast} |",
             flush=True,
         )
         results[name] = {"psnr": psnr, "slope": steep, "roughness": rough, "speed": speed}

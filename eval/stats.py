@@ -161,34 +161,6 @@ def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, 
     return {"mean": mean, "low": low, "high": high, "n": n, "p": p}
 
 
-def seed_interval(values: Sequence[float]) -> dict[str, Any]:
-    """The mean of one value for each training and Student's 95 % interval for the mean of more such
-    trainings.
-
-    >>> {key: round(value, 2) for key, value in seed_interval([1.0, 2.0, 3.0]).items()}
-    {'mean': 2.0, 'low': -0.48, 'high': 4.48, 'n': 3}
-
-    Raises:
-        ValueError: no values.
-    """
-    from scipy.stats import t
-
-    n, mean = len(values), float(np.mean(values)) if len(values) else math.nan
-    if n < 2:
-        if n == 0:
-            raise ValueError("expected a value for each seed, got none")
-        return {
-            "mean": mean,
-            "low": None,
-            "high": None,
-            "n": n,
-            "note": "no interval: one seed, needs two",
-        }
-    quantile = float(t.ppf(0.5 + LEVEL / 2, n - 1))
-    half = quantile * float(np.std(values, ddof=1)) / math.sqrt(n)
-    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
-
-
 def _by_prompt(values: Mapping[str, float], prompts: Mapping[str, str]) -> tuple[Floats, Floats]:
     """Sum and number of the images' values for each prompt, [prompts] each, sorted by prompt id."""
     sums: dict[str, float] = {}

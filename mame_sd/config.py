@@ -16,6 +16,7 @@ import math
 import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -106,6 +107,10 @@ def _setting(
     return field(default=default, metadata=facts)
 
 
+_of_keys = partial(_setting, method="keys")
+_of_tokens = partial(_setting, method="tokens")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MaMeConfig:
     """Settings of merging.
@@ -139,34 +144,30 @@ class MaMeConfig:
         " elsewhere. With `MaMeAttnProcessor` on a video model it must be above the number of"
         " frames.",
     )
-    fit_queries: int | None = _setting(
+    fit_queries: int | None = _of_keys(
         None,
         _whole(0),
         "queries that merged values are fitted to; 0: values are means",
         "More are nearer and slower. Left out: one of 32 tokens, from 64 to 256.",
-        "keys",
     )
-    tile_size: int = _setting(
+    tile_size: int = _of_keys(
         16,
         _side,
         "side of the square tiles in which keys are compared; 0 compares all",
         "A tile has at least 2 tokens a side.",
-        "keys",
     )
-    redraw: bool = _setting(
+    redraw: bool = _of_keys(
         True,
         _flag,
         "whether each step draws other destinations and queries",
         "Errors of the steps then do not add up. Only `apply_mame` sees the timestep.",
-        "keys",
     )
-    share_guidance_plan: bool = _setting(
+    share_guidance_plan: bool = _of_keys(
         True,
         _flag,
         "whether guided and unguided samples merge the same keys",
         "Guidance would multiply what merging does to one sample and not to the other. The two may"
         " share a batch, or be two calls of one input. Only `apply_mame` sees them.",
-        "keys",
     )
     seed: int = _setting(
         0,
@@ -174,40 +175,35 @@ class MaMeConfig:
         "seed of what is drawn",
         "It has a generator of its own, never the global one.",
     )
-    references: float | None = _setting(
+    references: float | None = _of_keys(
         None,
         _share,
         "share of each reference image's keys to keep in an edit; off unless given",
         "Above 0 to 1. Each reference merges on a grid of its own. Models of edits take it, by"
         " `apply_mame`.",
-        "keys",
     )
-    partition: Partition = _setting(  # noqa: RUF009
+    partition: Partition = _of_tokens(  # noqa: RUF009
         "alternating",
         _one_of(Partition),
         "how destinations are chosen by position",
-        method="tokens",
     )
-    metric: Metric = _setting(  # noqa: RUF009
+    metric: Metric = _of_tokens(  # noqa: RUF009
         "cosine",
         _one_of(Metric),
         "how similarity is measured",
         "`dot` is x.y / sqrt(d), `euclidean` is -|x - y| / sqrt(d), and `softmax` is the dot"
         " product's softmax over destinations.",
-        "tokens",
     )
-    feature: Feature = _setting(  # noqa: RUF009
+    feature: Feature = _of_tokens(  # noqa: RUF009
         "x",
         _one_of(Feature),
         "what similarity compares: the layer's input, its keys, or their mean over heads",
-        method="tokens",
     )
-    refine: bool = _setting(
+    refine: bool = _of_tokens(
         True,
         _flag,
         "whether weights below a source's mean are dropped",
         "The paper's adaptive refining.",
-        "tokens",
     )
     size: tuple[int, int] | None = _setting(
         None,

@@ -69,28 +69,20 @@ class LayerStats:
         self.last_reason = reason
         self._count(tokens, tokens)
 
-    def merged(
-        self,
-        plan: Plan | Groups,
-        size: tuple[int, ...] | None,
-        note: str = "",
-        of: Sequence[Groups] = (),
-    ) -> None:
-        """A call merged by `plan` over (h, w) or (t, h, w) = `size`.
+    def merged(self, plans: Sequence[Plan | Groups], size: tuple[int, ...], note: str = "") -> None:
+        """A call merged.
 
         Args:
-            plan: what merged.
-            size: of the tokens; None where it is unknown.
+            plans: what merged: the generated image's tokens, then those of references.
+            size: (h, w) or (t, h, w) of the image's tokens; (n,) where it is unknown.
             note: tells of a fallback.
-            of: the groups of all images of the call, where there are several.
         """
         self.last_reason = None
-        self.size = size if size is None or len(size) > 1 else None
+        self.size = size if len(size) > 1 else None
         self.note = note
-        parts = of or (plan,)
-        self._count(sum(p.tokens_in for p in parts), sum(p.tokens_kept for p in parts))
+        self._count(sum(p.tokens_in for p in plans), sum(p.tokens_kept for p in plans))
         if self.capture and not torch.compiler.is_compiling():
-            self.plan = plan
+            self.plan = plans[0]
 
     def _count(self, tokens_in: int, tokens_kept: int) -> None:
         if not torch.compiler.is_compiling():

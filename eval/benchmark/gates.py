@@ -93,21 +93,15 @@ def ceiling_gate(
     values = pair_values(metrics, pairs, tools)
     prompts = {pair.key: pair.prompt_id for pair in pairs}
     ceiling = {metric: mean_interval(values[metric.name], prompts)["mean"] for metric in metrics}
-    passed = all(
-        _mean(value[metric.name]) > limit
-        if metric.better == "higher"
-        else _mean(value[metric.name]) < limit
-        for metric, limit in ceiling.items()
-        for value in found
-    )
+
+    def nearer(metric: Metric, mean: float | None) -> bool:
+        assert mean is not None
+        return mean > ceiling[metric] if metric.better == "higher" else mean < ceiling[metric]
+
+    passed = all(nearer(metric, value[metric.name].mean) for metric in metrics for value in found)
     got = ", ".join(f"{metric.label} {limit:.3g}" for metric, limit in ceiling.items())
     expected = "every method nearer to the baseline than the next prompt's image is"
     return Gate("unrelated pairing, the ceiling", expected, got, passed)
-
-
-def _mean(value: Value) -> float:
-    assert value.mean is not None
-    return value.mean
 
 
 def unrelated_pairs(run: Run) -> list[Pair]:

@@ -11,7 +11,7 @@ from mame_sd.errors import MachineError, UserError
 from ..benchmark.tomesd import NO_TOMESD, has_tomesd
 from ..metric_list import METRICS
 from ..scoring.tools import weights_of
-from ..weights.load import NAMES, get, status
+from ..weights.load import NAMES, check_folder, get, status
 from ..weights.registry import REGISTRY
 
 
@@ -51,6 +51,7 @@ def weights_lines(names: Sequence[str], weights_dir: Path | None) -> Iterator[st
     """Lines on the weights of that names, of every network for no names: how they stand, where they
     are or come from.
     """
+    check_folder(weights_dir)
     for found in status(weights_dir):
         if names and found.name not in names:
             continue

@@ -55,7 +55,7 @@ def _surpassed(results: Results, chosen: Focus) -> str:
 
     def surpasses(speed: Value, near: Value) -> bool:
         closer = _above(near, ours.near) if not lower else _above(ours.near, near)
-        return closer and _above(speed, ours.speed)
+        return closer and speed.n != 1 and _above(speed, ours.speed)  # a round tells nothing
 
     names = [
         point.row.label

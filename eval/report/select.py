@@ -41,9 +41,9 @@ class Focus:
         low, high = ours.interval if ours.interval and all(ours.interval) else (None, None)
         if self.latency.better == "higher":
             ends = [end and end / base.mean for end in (low, high)]
-            return Value(mean=ours.mean / base.mean, low=ends[0], high=ends[1])
+            return Value(mean=ours.mean / base.mean, low=ends[0], high=ends[1], n=ours.n)
         ends = [end and base.mean / end for end in (high, low)]
-        return Value(mean=base.mean / ours.mean, low=ends[0], high=ends[1])
+        return Value(mean=base.mean / ours.mean, low=ends[0], high=ends[1], n=ours.n)
 
 
 def focus(results: Results) -> Focus:

@@ -60,7 +60,6 @@ class Value:
         cap: the largest possible value.
         statistic: what mean, low and high are, where it is no mean with its interval.
         warning, note: what must be said beside it.
-        seeds: the value of each training that the mean is over.
         difference: from row `against`, or from the other run.
     """
 
@@ -78,7 +77,6 @@ class Value:
     statistic: str | None = None
     warning: str | None = None
     note: str | None = None
-    seeds: Sequence[float] | None = None
     difference: Mapping[str, Any] | None = None
 
     @property

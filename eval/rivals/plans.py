@@ -26,40 +26,24 @@ Size = tuple[int, int]
 
 
 class RivalPlan:
-    """A plan that is no partition into destinations and sources.
+    """A plan that is no partition into destinations and sources: tokens at `kept` alone.
 
     Args:
         x: the planned tokens [B, L, C].
         kept: positions of the tokens that stay, or stand for those that do [L'].
-    """
-
-    def __init__(self, x: Tensor, kept: Tensor) -> None:
-        self.tokens_in, self.tokens_kept = x.shape[1], len(kept)
-        self.kept = kept
-
-    def merge(self, t: Tensor) -> Tensor:
-        """Tokens [B, L, C] as [B, L', C]."""
-        raise NotImplementedError
-
-    def restore(self, y: Tensor) -> Tensor:
-        """All tokens [B, L, C] from y [B, L', C]."""
-        raise NotImplementedError
-
-
-class Rows(RivalPlan):
-    """Tokens at `kept` alone.
-
-    Restored, each token takes the output of entry `owner` [L] of them.
+        owner: the entry of `kept` whose output each token takes when it is restored [L].
     """
 
     def __init__(self, x: Tensor, kept: Tensor, owner: Tensor | None = None) -> None:
-        super().__init__(x, kept)
-        self._owner = owner
+        self.tokens_in, self.tokens_kept = x.shape[1], len(kept)
+        self.kept, self._owner = kept, owner
 
     def merge(self, t: Tensor) -> Tensor:
+        """Tokens [B, L, C] as [B, L', C]."""
         return t.index_select(1, self.kept)
 
     def restore(self, y: Tensor) -> Tensor:
+        """All tokens [B, L, C] from y [B, L', C]."""
         if self._owner is None:
             raise ValueError(
                 "restore: expected keys and values, which nobody restores; take merge='kv'"
@@ -67,7 +51,7 @@ class Rows(RivalPlan):
         return y.index_select(1, self._owner)
 
 
-class Means(Rows):
+class Means(RivalPlan):
     """Means of cells of (rows, columns); those that the border cuts have fewer tokens."""
 
     def __init__(self, x: Tensor, size: Size, cell: Size) -> None:
@@ -106,14 +90,14 @@ def todo(factor: int) -> MakePlan:
             torch.arange(max(n // factor, 1), device=x.device) * n // max(n // factor, 1)
             for n in size
         )
-        return Rows(x, (rows.unsqueeze(1) * size[1] + columns).flatten())
+        return RivalPlan(x, (rows.unsqueeze(1) * size[1] + columns).flatten())
 
     return make
 
 
 def strided(cell: Size) -> MakePlan:
     """The first token of each cell; restored, its output is the whole cell's."""
-    return lambda x, size, run: Rows(x, *_corners(size, cell, x.device))
+    return lambda x, size, run: RivalPlan(x, *_corners(size, cell, x.device))
 
 
 def means(cell: Size) -> MakePlan:
@@ -126,7 +110,7 @@ def random_keys(share: float, redraw: bool) -> MakePlan:
 
     def make(x: Tensor, size: Size, run: Run) -> RivalPlan:
         scores = _numbers(x.shape[1], x.device, run, redraw)
-        return Rows(x, scores.topk(max(1, round(share * x.shape[1]))).indices)
+        return RivalPlan(x, scores.topk(max(1, round(share * x.shape[1]))).indices)
 
     return make
 
@@ -143,7 +127,7 @@ def random_cells(cell: Size, redraw: bool) -> MakePlan:
             .long()
             .minimum(rows * columns - 1)
         )
-        return Rows(x, corners + place // columns * size[1] + place % columns)
+        return RivalPlan(x, corners + place // columns * size[1] + place % columns)
 
     return make
 

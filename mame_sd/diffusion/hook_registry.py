@@ -1,5 +1,5 @@
 """What diffusers' registry of hooks lacks: putting a hook back, taking one out from under another,
-hooks that only read. The one hook in the registry is a `mame_sd.diffusion.hooks.MergeHook`.
+hooks that only read. The one hook in the registry is a `mame_sd.diffusion.layer.MergeHook`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The hooks that merging puts on a model's modules, and what they share.
+"""The hooks that read a model's calls, and write what layers are told (`context.py`).
 
-A `MergeHook` merges around a layer. A `StepHook` and `SizeHook`s read the calls of the model around
-it: which step it is, whether the call is the second of two of the same input, how the tokens lie.
-How hooks come on and off modules is `hook_registry.py`.
+A `StepHook` notes which step it is, and whether the call is the second of two of the same input; a
+`SizeHook` how the tokens lie. How hooks come on and off modules is `hook_registry.py`; the hook
+that merges around a layer is `layer.MergeHook`.
 """
 
 from __future__ import annotations
@@ -280,6 +280,3 @@ def takes_timestep(module: nn.Module) -> bool:
 
 def _names(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
-
-
-watch_kernels()  # here too, for models that were saved whole, merging included

@@ -1,13 +1,6 @@
-"""Merging at the attention call of a model's own processor, in front of any kernel.
-
-A processor projects, normalises and rotates queries, keys and values, and calls
-`torch.nn.functional.scaled_dot_product_attention`, what somebody put in its place, or a backend of
-diffusers' dispatcher (SageAttention, FlashAttention, xFormers, flex, ...). While a `MergeJob` runs,
-all of these are intercepted: all that came before the call stays as it is, the image's keys and
-values merge (`mame_sd.core.attention`), and the same kernel computes attention over what is left.
-
-Which job runs is read from PyTorch's stack of function modes, on which `SDPAInterceptor` stands. It
-is one stack for each thread, and `torch.compile` and `torch.export` follow it.
+"""Where attention is called beside `torch.nn.functional.scaled_dot_product_attention`: by what
+somebody put in its place, and by backends of diffusers' dispatcher (SageAttention, FlashAttention,
+xFormers, flex, ...). While a layer merges, these are intercepted too (`mame_sd.core.keys`).
 """
 
 from __future__ import annotations

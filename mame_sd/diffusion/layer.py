@@ -28,6 +28,7 @@ from mame_sd.core.keys import Grid, KeyMerging, MergeJob, SDPAInterceptor
 from mame_sd.core.merge import DRAWS
 from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.context import NO_STEP, Later, ResolvedConfig, Shared, Step, Tokens
+from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
 from mame_sd.upstream import outside_old_graphs
@@ -106,12 +107,9 @@ class AttentionAdapter(ABC):
     hidden = "hidden_states"  # the argument that holds the tokens [B, L, C]
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        parameters = (
-            []
-            if module is None
-            else list(inspect.signature(type(module).forward).parameters.values())[1:]
-        )
-        self._names = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
+        own = {} if module is None else inspect.signature(type(module).forward).parameters
+        taken = [p.name for p in own.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        self._names = tuple(taken[1:])  # but for self
 
     def call(
         self,
@@ -319,7 +317,7 @@ def merged_call(
     if config.tau is not None:
         assert route.merge_tokens is not None
         plan = layer.plan(route)
-        stats.merged(plan, size, route.note)
+        stats.merged((plan,), size, route.note)
         return route.merge_tokens(route, plan)
     job = layer.job(route, stats.name, step())
     job.kernel = kernel
@@ -329,7 +327,7 @@ def merged_call(
         stats.skipped(UNSEEN.format(call.kind), route.tokens.count)
     else:
         note = "; ".join(filter(None, (route.note, job.note)))
-        stats.merged(job.merged.groups[0], size, note, of=job.merged.groups)
+        stats.merged(job.merged.groups, size, note)
     return output
 
 
@@ -351,3 +349,6 @@ def skips_scores(attn: Any) -> bool:
     return registry is not None and any(
         getattr(h, "skip_attention_scores", False) for h in registry.hooks.values()
     )
+
+
+watch_kernels()  # here too, for models that were saved whole, merging included

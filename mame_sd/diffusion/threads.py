@@ -75,9 +75,8 @@ def check_idle(root: nn.Module, what: str) -> None:
     Args:
         what: is to be done, as "set", for the message.
     """
-    roots = (
-        list(root.values()) if isinstance(root, nn.ModuleDict) else [root]
-    )  # a pipeline's denoisers
+    # A pipeline's denoisers come in a ModuleDict.
+    roots = list(root.values()) if isinstance(root, nn.ModuleDict) else [root]
     for model, calls in list(_UNDER_WAY.items()):
         other = any(
             thread != threading.get_ident() and held() is not None

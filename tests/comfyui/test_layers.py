@@ -122,21 +122,17 @@ def named(package: Any, model: nn.Module) -> Any:
     return models.layout_of(model).layers
 
 
-@pytest.mark.parametrize("name", UNETS)
-def test_a_unets_layers_are_those_of_diffusers(package: Any, name: str) -> None:
+@pytest.mark.parametrize("name", [*UNETS, *TRANSFORMERS])
+def test_layers_are_those_of_diffusers(package: Any, name: str) -> None:
     """As many, of the same names, in the same order; none twice."""
-    numbers, config = UNETS[name]
-    found = named(package, UNetModel(**numbers))
-    handle = of_diffusers("UNet2DConditionModel", config)
-    assert list(found.names.values()) == [stats.name for stats in handle.report().layers]
-    assert f"{found.models[0]} with {len(found.names)} self-attentions" == handle.described
-
-
-@pytest.mark.parametrize("kind", TRANSFORMERS)
-def test_a_transformers_layers_are_those_of_diffusers(package: Any, kind: str) -> None:
-    ours, counts, config = TRANSFORMERS[kind]
-    found = named(package, engine_model(ours, counts, len(config.get("dual_attention_layers", ()))))
-    handle = of_diffusers(kind, config)
+    if name in UNETS:
+        numbers, config = UNETS[name]
+        kind, model = "UNet2DConditionModel", UNetModel(**numbers)
+    else:
+        ours, counts, config = TRANSFORMERS[name]
+        kind = name
+        model = engine_model(ours, counts, len(config.get("dual_attention_layers", ())))
+    found, handle = named(package, model), of_diffusers(kind, config)
     assert list(found.names.values()) == [stats.name for stats in handle.report().layers]
     assert kind in found.models
     assert f"{kind} with {len(found.names)} self-attentions" == handle.described

@@ -5,6 +5,8 @@ Stand-ins for kernels that need a GPU note how many keys they are given.
 
 from __future__ import annotations
 
+import io
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from diffusers.models import attention_dispatch as dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
-from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from torch import Tensor, nn
 
 from mame_sd import NothingMergedError, apply_mame, mame, remove_mame
@@ -205,6 +207,26 @@ def test_what_stands_in_for_scaled_dot_product_attention_gets_merged_keys(
     remove_mame(unet)
     run_unet(unet)
     assert seen() == {256}
+
+
+def test_a_lone_layer_that_was_saved_whole_merges_in_front_of_what_stands_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No hook of a model is there that would look for kernels: reading the file is what does."""
+    attn, file = Attention(query_dim=32, heads=2, dim_head=16), io.BytesIO()
+    apply_mame(attn, keep=0.5, min_tokens=60)
+    torch.save(attn, file)
+    file.seek(0)
+    for name, module in list(sys.modules.items()):  # as in a process that has not merged yet
+        if name.startswith("mame_sd.diffusion."):
+            monkeypatch.delitem(sys.modules, name)
+            package, _, own = name.rpartition(".")
+            monkeypatch.setattr(f"{package}.{own}", module)  # put back in the end
+    monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
+    SEEN.clear()
+    with torch.no_grad():
+        torch.load(file, weights_only=False)(torch.randn(1, 256, 32))
+    assert seen() == {128}
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:

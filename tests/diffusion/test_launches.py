@@ -1,5 +1,6 @@
 """What merging asks of a card: kernels launched by one layer, counted on tensors that pretend to
-lie on one (`benchmarks/launches.py`), at the size of SD 1.5's largest level at 512 pixels.
+lie on one (`benchmarks/launches.py`), at the size of SD 1.5's largest level at 512 pixels. They
+have no values: what waits for one raises.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ def without_bias(q: Tensor, *others: Tensor) -> Tensor:
     return q
 
 
+MASK = torch.empty(2, 1, 1, 64 * 64 + 77, dtype=torch.bool, device=META)
 # Of each way the grid, tokens of text behind it, further arguments and the most launches in 16
 # bits, the layer's own kernel not among them.
 WAYS: dict[str, tuple[tuple[int, int], int, dict[str, Any], int]] = {
@@ -32,6 +34,7 @@ WAYS: dict[str, tuple[tuple[int, int], int, dict[str, Any], int]] = {
     "beside text": ((64, 64), 77, {"kernel": biased}, 53),
     "means": ((64, 64), 0, {"kernel": biased, "fit_queries": 0}, 31),
     "odd sides": ((61, 67), 0, {"kernel": biased}, 56),
+    "masked": ((64, 64), 77, {"kernel": biased, "attn_mask": MASK}, 63),
     "kernel without bias": ((64, 64), 0, {"kernel": without_bias}, 69),
 }
 

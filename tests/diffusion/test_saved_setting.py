@@ -14,7 +14,7 @@ from mame_sd import MaMeConfig
 from mame_sd.cli import app as cli
 from mame_sd.diffusion.saved_setting import read_saved_merging
 from mame_sd.pipelines import StableDiffusionMaMePipeline
-from tests.builders.tiny import save_tiny_pipeline, tiny_components
+from tests.builders.tiny import tiny_components
 
 FIELDS = {"min_tokens": 16, "seed": 3}
 
@@ -65,9 +65,9 @@ def test_off_stays_off_until_an_option_asks_for_merging(
 
 
 def test_only_our_pipeline_has_a_saved_setting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert read_saved_merging(save_tiny_pipeline(tmp_path / "plain")) is None
+    assert read_saved_merging(model_folder) is None
     found = read_saved_merging(saved(tmp_path / "default"))
     assert found is not None
     assert (found.on, found.config) == (True, MaMeConfig(min_tokens=16, seed=3))

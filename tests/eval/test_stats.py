@@ -10,13 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from mame_sd.eval.json_text import json_text
 from mame_sd.eval.stats import (
     mean_interval,
     paired_difference,
-    seed_interval,
     share_difference,
     sign_flip_p,
 )
@@ -116,17 +114,3 @@ def test_paired_shares_have_newcombes_interval(
     apart, least = cells[1] + cells[2], min(cells[1], cells[2])
     tail = sum(math.comb(apart, k) for k in range(least + 1)) / 2**apart
     assert found["p"] == turned["p"] == pytest.approx(min(1.0, 2 * tail))
-
-
-def test_seeds_have_students_interval() -> None:
-    values = [71.0, 73.5, 72.1, 70.2]
-    found = seed_interval(values)
-    low, high = stats.t.interval(0.95, 3, np.mean(values), stats.sem(values))
-    assert (found["mean"], found["low"], found["high"], found["n"]) == pytest.approx(
-        (np.mean(values), low, high, 4)
-    )
-    one = seed_interval([5.0])
-    assert (one["mean"], one["low"], one["n"]) == (5.0, None, 1)
-    assert one["note"] == "no interval: one seed, needs two"
-    with pytest.raises(ValueError, match="expected a value for each seed, got none"):
-        seed_interval([])

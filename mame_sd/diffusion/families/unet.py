@@ -106,24 +106,19 @@ def layout_of(hidden_states: Tensor, known: Tokens | None, config: MaMeConfig) -
     and does not fit, it returns a reason to leave the layer alone. Such tokens are frames, or stand
     among others.
     """
-    count = index(
-        hidden_states.shape[1]
-    )  # a plain number under torch.compile too, where sizes may be symbols
+    # A plain number under torch.compile too, where sizes may be symbols.
+    count = index(hidden_states.shape[1])
     if known is not None:
-        return (
-            known
-            if known.count == count
-            else f"{count} tokens are not those of {' x '.join(map(str, known.size))}"
-        )
+        if known.count == count:
+            return known
+        return f"{count} tokens are not those of {' x '.join(map(str, known.size))}"
     if config.size is not None:
         h, w = config.size
         while h * w > count and h * w > 1:
             h, w = math.ceil(h / 2), math.ceil(w / 2)
-        return (
-            Tokens((h, w))
-            if h * w == count
-            else f"{count} tokens are no level of size={config.size}"
-        )
+        if h * w == count:
+            return Tokens((h, w))
+        return f"{count} tokens are no level of size={config.size}"
     side = math.isqrt(count)
     return Tokens((side, side) if side * side == count else (count,))
 
@@ -135,11 +130,9 @@ def image_tokens(module: Any, call: Call) -> Tokens | None:
     image = call.get("hidden_states")
     if not isinstance(image, Tensor) or image.dim() != 4:
         return None
-    patch = 1
-    if type(module).__name__ not in _UNET_TRANSFORMERS or getattr(
-        module, "is_input_patches", False
-    ):
-        patch = int(module.config["patch_size"])
+    by_pixel = type(module).__name__ in _UNET_TRANSFORMERS
+    by_pixel = by_pixel and not getattr(module, "is_input_patches", False)
+    patch = 1 if by_pixel else int(module.config["patch_size"])
     return Tokens((index(image.shape[-2]) // patch, index(image.shape[-1]) // patch))
 
 
@@ -166,13 +159,10 @@ def processed(processor: Any, attn: Attention, /, **arguments: Any) -> Any:
     """What `processor` gives for a call of `attn`; like diffusers it is passed the arguments that
     its call names.
     """
-    names = _accepted(type(processor)) | {"encoder_hidden_states", "attention_mask"}
-    given = {
-        name: value
-        for name, value in arguments.items()
-        if name in names and name != "hidden_states"
-    }
-    return processor(attn, arguments["hidden_states"], **given)
+    hidden_states, kind = arguments.pop("hidden_states"), type(processor)
+    names = (_KNOWN.get(kind) or _parameters(kind)) | {"encoder_hidden_states", "attention_mask"}
+    given = {name: value for name, value in arguments.items() if name in names}
+    return processor(attn, hidden_states, **given)
 
 
 def default_processor(attn: Any) -> Any:
@@ -213,12 +203,8 @@ def skip_reason(call: LayerCall, config: MaMeConfig) -> str | None:
     return None
 
 
-def _accepted(kind: type) -> frozenset[str]:
-    """Names of the keywords that a processor's call takes; `**kwargs` counts for nothing."""
-    return _KNOWN.get(kind) or _parameters(kind)
-
-
 def _parameters(kind: type) -> frozenset[str]:
+    """Names of the keywords that a processor's call takes; `**kwargs` counts for nothing."""
     return frozenset(inspect.signature(kind.__call__).parameters)
 
 

@@ -22,7 +22,7 @@ from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizer
 from mame_sd import mame
 from mame_sd.errors import UserError
 from mame_sd.eval.captions.model import Captioner, load_captioner
-from mame_sd.eval.captions.references import read_references
+from mame_sd.eval.captions.references import Pictures, read_references
 from mame_sd.eval.captions.rows import ROWS, chosen_rows, divprune
 from mame_sd.eval.captions.run import CHANCE, FORMAT, CaptionRun, figures_of, run_caption, table
 from mame_sd.eval.captions.scores import language_scores
@@ -74,6 +74,15 @@ def test_scores_lose_where_captions_are_of_other_pictures() -> None:
     wrong = language_scores({str(n): texts[n - 1] for n in range(3)}, references)
     assert right["BLEU-4"] == pytest.approx(1.0, abs=1e-3)
     assert all(wrong[name] < 0.6 * right[name] for name in right)
+
+
+def test_chance_is_the_next_picture_s_caption() -> None:
+    pytest.importorskip("pycocoevalcap")
+    texts = {"0": ["a cat on red"], "1": ["an owl by a tree"]}
+    record = {"visual": 1.0, "first": 1.0, "whole": 1.0}
+    done: Any = {("baseline", n): {"caption": text[0], **record} for n, text in texts.items()}
+    own, chance = figures_of(done, Pictures({n: Path() for n in texts}, texts), ["baseline"])
+    assert own["BLEU-1"] > 0.99 > chance["BLEU-1"]
 
 
 def run_of(folder: Path, rows: list[str]) -> dict[str, Any]:

@@ -58,6 +58,7 @@ BAD: dict[str, tuple[str, str]] = {
         "--tokens, --longer: expected 1 or more, and from 0 to as many, got 48 and -1",
     ),
     "report": ("report none", "none: expected the folder of a benchmark, found no results.json"),
+    "weights-list": ("weights --weights-dir none", "--weights-dir: expected a folder"),
     "weights": ("weights magic", "weights: expected names of lpips-alex"),
 }
 
@@ -82,16 +83,9 @@ def test_rows_that_lack_a_package_are_named_before_anything_is_made(
     assert "'mame-sd[rivals]'" in line
 
 
-def test_wrong_weights_are_found_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "lpips-alex.safetensors").write_bytes(b"other bytes")
-    assert cli.run(["weights", "lpips-alex", "--weights-dir", str(here)]) == 0
-    assert "wrong hash" in capsys.readouterr().out
-    assert cli.run(["doctor", "--weights-dir", str(here), "--device", "cpu"]) == 2
-    captured = capsys.readouterr()
-    assert "wrong hash" in captured.err.splitlines()[-1]
-
-
-def test_doctor_names_what_is_missing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_names_what_is_missing_or_wrong(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.run(["doctor", "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name in ("tomesd", "weights lpips-alex", "weights inception-fid", "weights clip-vit-b-32"):
@@ -99,6 +93,11 @@ def test_doctor_names_what_is_missing(here: Path, capsys: pytest.CaptureFixture[
     missing = next(line for line in lines if "weights inception-fid" in line)
     assert missing.startswith("note")
     assert "sha256" in missing
+    (here / "lpips-alex.safetensors").write_bytes(b"other bytes")
+    assert cli.run(["weights", "lpips-alex", "--weights-dir", str(here)]) == 0
+    assert "wrong hash" in capsys.readouterr().out
+    assert cli.run(["doctor", "--weights-dir", str(here), "--device", "cpu"]) == 2
+    assert "wrong hash" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_suites_are_documented_as_they_are() -> None:
@@ -112,18 +111,8 @@ def test_the_suites_are_documented_as_they_are() -> None:
 def test_every_option_has_help() -> None:
     command = get_command(cli.app)
     assert isinstance(command, typer.core.TyperGroup)
-    assert set(command.commands) == {
-        "score",
-        "benchmark",
-        "classify",
-        "caption",
-        "token-maps",
-        "cache",
-        "cache-cost",
-        "report",
-        "weights",
-        "doctor",
-    }
+    commands = "score benchmark classify caption token-maps cache cache-cost report weights doctor"
+    assert set(command.commands) == set(commands.split())
     for name, sub in command.commands.items():
         for parameter in sub.params:
             assert getattr(parameter, "help", None), f"{name} {parameter.name}"

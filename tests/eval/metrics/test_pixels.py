@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 from torch import Tensor
 
 from mame_sd.eval.metrics.psnr import psnr
@@ -17,15 +18,10 @@ def noisy(images: Tensor, amount: float, seed: int = 1) -> Tensor:
     return (images + steps * torch.randn(images.shape, generator=generator(seed))).clamp(0, 1)
 
 
-def test_psnr_in_closed_form() -> None:
-    a = torch.full((3, 3, 4, 4), 0.5)
-    b = a + torch.tensor([0.0, 0.1, 0.01])[:, None, None, None]
-    assert psnr(a, b).tolist() == pytest.approx([float("inf"), 20, 40], abs=1e-4)
-
-
-def test_psnr_of_each_pair_is_scikit_images() -> None:
-    from skimage.metrics import peak_signal_noise_ratio
-
+def test_psnr_of_each_pair_is_scikit_images_and_the_closed_form() -> None:
+    half = torch.full((3, 3, 4, 4), 0.5)
+    off = half + torch.tensor([0.0, 0.1, 0.01])[:, None, None, None]
+    assert psnr(half, off).tolist() == pytest.approx([float("inf"), 20, 40], abs=1e-4)
     a = pictures(4, 33, 50)
     b = noisy(a, 0.2)
     expected = [
@@ -37,8 +33,6 @@ def test_psnr_of_each_pair_is_scikit_images() -> None:
 
 @pytest.mark.parametrize("size", [(11, 11), (37, 53)])
 def test_ssim_is_scikit_images_inside_the_border(size: tuple[int, int]) -> None:
-    from skimage.metrics import structural_similarity
-
     a = pictures(3, *size)
     b = noisy(a, 0.3)
     options = {
@@ -55,8 +49,7 @@ def test_ssim_is_scikit_images_inside_the_border(size: tuple[int, int]) -> None:
     assert ssim(a, b).tolist() == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("metric", [psnr, ssim])
-def test_paired_metrics_refuse_wrong_pairs(metric) -> None:
+def test_wrong_pairs_are_refused() -> None:
     a = pictures(2, 176, 176)
     for other, why in (
         (a[:1], "one shape"),
@@ -64,10 +57,8 @@ def test_paired_metrics_refuse_wrong_pairs(metric) -> None:
         (a / 0, "0 to 1"),
         (a.to(torch.uint8), "floats"),
     ):
-        with pytest.raises(ValueError, match=why):
-            metric(a, other)
-
-
-def test_small_images_are_refused_by_name() -> None:
+        for metric in (psnr, ssim):
+            with pytest.raises(ValueError, match=why):
+                metric(a, other)
     with pytest.raises(ValueError, match="at least 11 x 11 for SSIM, got 32 x 10"):
         ssim(torch.zeros(1, 3, 10, 32), torch.zeros(1, 3, 10, 32))

@@ -49,20 +49,17 @@ def trouble() -> list[str]:
 def opened(
     browser: Any, report: str, trouble: list[str], width: int = 1280, scheme: str = "light"
 ) -> Any:
+    def asked(url: str) -> None:
+        if url != report and not url.startswith("data:"):
+            trouble.append(url)
+
     page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page.on("console", lambda message: trouble.append(message.text))
     page.on("pageerror", lambda error: trouble.append(str(error)))
     page.on("dialog", lambda dialog: (trouble.append(dialog.message), dialog.dismiss()))
-    page.on(
-        "request",
-        lambda request: trouble.append(request.url) if not _own(request.url, report) else None,
-    )
+    page.on("request", lambda request: asked(request.url))
     page.goto(report, timeout=180_000)  # milliseconds, for a busy machine
     return page
-
-
-def _own(url: str, report: str) -> bool:
-    return url == report or url.startswith("data:")
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1280, "dark")])
@@ -90,7 +87,6 @@ def test_nothing_overflows_and_colors_follow_the_scheme(
     ground, ink = (sum(int(part) for part in color[4:-1].split(",")) for color in colors)
     assert ground > 600 > 400 > ink if scheme == "light" else ground < 150 < 300 < ink
     assert trouble == []
-    page.close()
 
 
 def test_a_click_enlarges_and_arrows_swap_in_place(
@@ -119,7 +115,6 @@ def test_a_click_enlarges_and_arrows_swap_in_place(
     page.locator("dialog .close").click()
     assert not dialog.is_visible()
     assert trouble == []
-    page.close()
 
 
 def test_the_keyboard_alone_opens_enlarges_and_closes(
@@ -149,4 +144,3 @@ def test_the_keyboard_alone_opens_enlarges_and_closes(
     assert not dialog.is_visible()
     assert page.evaluate("document.activeElement === document.querySelectorAll('.shot')[1]")
     assert trouble == []
-    page.close()

@@ -64,6 +64,8 @@ def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results
     assert not says_so(), "within the intervals"
     rival["lpips"] = {"mean": 1e-6, "low": 0.0, "high": 2e-6}
     assert says_so()
+    rival["latency"] = {"mean": 1.0, "n": 1}
+    assert not says_so(), "one round"
 
 
 def test_headline_without_speed_without_lpips_and_without_mame(results: Results) -> None:

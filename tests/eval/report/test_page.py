@@ -15,25 +15,31 @@ CSS = (Path(__file__).parents[3] / "eval" / "report" / "templates" / "report.css
 )
 
 
-def test_nothing_is_fetched(page: str) -> None:
+def test_nothing_is_fetched_ids_are_unique_and_everything_has_words(page: str) -> None:
     elements = Elements(page)
-    addresses = [
-        value
-        for _, attrs in elements.tags
-        for name, value in attrs.items()
-        if name in ("src", "href") and value
-    ]
-    outside = [a for a in addresses if not a.startswith(("data:", "#"))]
-    assert outside == []
+    given = [(name, value) for _, attrs in elements.tags for name, value in attrs.items() if value]
+    addresses = [value for name, value in given if name in ("src", "href")]
+    assert [a for a in addresses if not a.startswith(("data:", "#"))] == []
     assert "url(" not in CSS
     assert "@import" not in CSS
     policy = next(
-        a["content"]
+        a["content"] or ""
         for a in elements.all("meta")
         if a.get("http-equiv") == "Content-Security-Policy"
     )
-    assert policy is not None
     assert policy.startswith("default-src 'none'; img-src data:;")
+    ids = [value for name, value in given if name == "id"]
+    assert len(ids) == len(set(ids))
+    shots = [attrs for attrs in elements.all("button") if attrs.get("class") == "shot"]
+    # three cases with two maps each, and the gallery of four prompts and four rows
+    assert len(shots) == 3 * 5 + 4 * 4
+    assert all((attrs["aria-label"] or "").startswith("Enlarge: ") for attrs in shots)
+    # the last is the dialog's, filled by the script
+    assert all(image["alt"] for image in elements.all("img")[:-1])
+    plots = [attrs["aria-label"] or "" for attrs in elements.all("svg")]
+    assert len(plots) == 2  # for wide and narrow screens
+    assert "MaMe (default) 1.60 times as fast" in plots[0]
+    assert "closest to the baseline, in the middle, and furthest from it, by LPIPS" in page
 
 
 ATTACKS = (
@@ -71,25 +77,7 @@ def test_no_text_makes_elements(tmp_path: Path) -> None:
     assert shape(tmp_path / "attacks", ATTACKS) == shape(tmp_path / "harmless", harmless)
 
 
-def test_every_picture_and_plot_has_words(page: str) -> None:
-    elements = Elements(page)
-    shots = [attrs for attrs in elements.all("button") if attrs.get("class") == "shot"]
-    assert (
-        len(shots) == 3 * 5 + 4 * 4
-    )  # three cases with two maps each, and the gallery of four prompts and four rows
-    assert all((attrs["aria-label"] or "").startswith("Enlarge: ") for attrs in shots)
-    assert all(
-        image["alt"] for image in elements.all("img")[:-1]
-    )  # the last is the dialog's, filled by the script
-    plots = [attrs["aria-label"] or "" for attrs in elements.all("svg")]
-    assert len(plots) == 2  # for wide and narrow screens
-    assert "MaMe (default) 1.60 times as fast" in plots[0]
-
-
-def test_ids_are_unique_and_plots_take_the_colors_of_the_page(page: str) -> None:
-    elements = Elements(page)
-    ids = [attributes["id"] for _, attributes in elements.tags if "id" in attributes]
-    assert len(ids) == len(set(ids))
+def test_plots_take_the_colors_of_the_page(page: str) -> None:
     svgs = "".join(re.findall(r"<svg.*?</svg>", page, re.S))
     assert re.findall(r"#[0-9a-f]{6}\b", svgs) == []
     assert "font-family" not in svgs
@@ -109,7 +97,16 @@ def test_the_same_results_give_the_same_bytes(
     assert {path.name for path in tmp_path.iterdir()} == {*names, "runs"}
 
 
-def test_a_benchmark_that_has_just_begun_has_a_report(tmp_path: Path, results: Results) -> None:
+def test_failed_gates_come_first_and_a_benchmark_that_has_just_begun_has_a_report(
+    tmp_path: Path, unplotted: Results
+) -> None:
+    results, name = unplotted, "unrelated <pairing>"
+    results["gates"].append({"name": name, "expected": "far", "got": "near", "passed": False})
+    text = render(parse(results), tmp_path).read_text(encoding="utf-8")
+    assert "<strong>1 of 2 sanity gates failed:</strong> unrelated &lt;pairing&gt;" in text
+    assert text.index("sanity gates failed") < text.index('id="pictures"')
+    said = "**1 of 2 sanity gates failed: unrelated &lt;pairing&gt;.**"
+    assert said in (tmp_path / "report.md").read_text()
     for entry in results["rows"]:
         entry.update(measured=False, reason=None, values={}, per_image={})
     results.update(gates=[], reference=None)
@@ -117,17 +114,3 @@ def test_a_benchmark_that_has_just_begun_has_a_report(tmp_path: Path, results: R
     assert "No run with MaMe has been measured yet." in text
     assert "None were run" in text
     assert "Quality (no reference set was given)" in text
-
-
-def test_failed_gates_come_first(tmp_path: Path, unplotted: Results) -> None:
-    results = unplotted
-    results["gates"].append(
-        {"name": "unrelated <pairing>", "expected": "far", "got": "near", "passed": False}
-    )
-    text = render(parse(results), tmp_path).read_text(encoding="utf-8")
-    assert "<strong>1 of 2 sanity gates failed:</strong> unrelated &lt;pairing&gt;" in text
-    assert text.index("sanity gates failed") < text.index('id="pictures"')
-    assert (
-        "**1 of 2 sanity gates failed: unrelated &lt;pairing&gt;.**"
-        in (tmp_path / "report.md").read_text()
-    )
