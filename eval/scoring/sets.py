@@ -95,7 +95,8 @@ def _clean_fid(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -
 def _features(metric: Metric, of: Run | Reference, tools: Tools) -> Features:
     """Of every image of a run or reference, in order."""
     key: Any = of
-    count, load = len(of.files), lambda index: load_image(of.files[index])
+    files = of.files  # a run makes its list anew each time it is asked
+    count, load = len(files), lambda index: load_image(files[index])
     if isinstance(of, Run):
         key = of.folder
     elif of.load is not None:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 FAULTS = """
 core/kernels.py: core
     if name not in self.names: => if False:
-core/keys.py: core diffusion/test_hooks_models.py diffusion/test_interception.py test_models.py
+core/keys.py: core diffusion/test_two_calls.py diffusion/test_interception.py test_models.py
     stay = max(0, round(keep * cells.tokens) - cells.kept) => stay = 0
     grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
     (log_sizes if counted => (torch.zeros_like(count) if counted

@@ -12,6 +12,7 @@ import diffusers
 import pytest
 import torch
 from diffusers.guiders import ClassifierFreeGuidance
+from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.modular_pipelines import PipelineState
 from diffusers.modular_pipelines.qwenimage.denoise import QwenImageDenoiseStep
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch import Tensor
 from mame_sd import apply_mame
 from mame_sd.core.merge import Groups
 from tests.builders.pipelines import quiet
+from tests.builders.tiny import one_level_unet, run_unet
 from tests.builders.transformers import TEXT, halves, normal, run
 from tests.matrix.transformers import ROWS
 
@@ -58,6 +60,29 @@ def test_a_layer_that_a_model_calls_twice_merges_anew_each_time(planned: list[Gr
         calls = [entry.calls for entry in handle.report().layers]
         assert max(calls) == 2 * number
         assert len(planned) == sum(calls) / number
+
+
+class Twice(AttnProcessor2_0):
+    """Attends to the tokens, and to the same ones in another order."""
+
+    def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        once = super().__call__(attn, hidden_states, *args, **kwargs)
+        turned = super().__call__(attn, hidden_states.flip(1), *args, **kwargs)
+        return once + turned
+
+
+def test_each_of_two_attentions_of_a_layer_has_its_own_plan(planned: list[Groups]) -> None:
+    outputs, made = [], []
+    for shared in (True, False):
+        unet = one_level_unet()
+        unet.set_attn_processor(Twice())
+        handle = apply_mame(unet, keep=0.5, min_tokens=16, share_guidance_plan=shared)
+        planned.clear()
+        outputs.append(run_unet(unet))
+        made.append(len(planned))
+        assert all(layer.merged for layer in handle.report().layers)
+    assert torch.equal(*outputs)
+    assert made[0] == made[1] > 0
 
 
 def pipeline(name: str, row: str, **parts: Any) -> Any:
