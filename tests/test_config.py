@@ -28,6 +28,8 @@ def test_nothing_given_is_the_measured_default() -> None:
     assert config.is_open
     assert config.given == {}
     assert not MaMeConfig(keep=DEFAULT_KEEP).is_open
+    left_out: dict[str, Any] = {"tile_size": None, "redraw": None}
+    assert MaMeConfig(**left_out) == config
 
 
 def test_the_number_tells_the_method() -> None:
