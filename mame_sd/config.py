@@ -79,7 +79,7 @@ _text = _check("what calibration wrote, or nothing", str, str, lambda _: True)
 def _size(value: Any) -> tuple[int, int]:
     side = _check("", numbers.Integral, int, lambda n: 1 <= n < 2**31)
     try:
-        h, w = value
+        h, w = value if isinstance(value, (list, tuple)) else ()  # a set has no order
         return side(h), side(w)
     except (TypeError, ValueError):
         raise ValueError("expected two whole numbers from 1 to 2^31 - 1") from None

@@ -60,6 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"redraw": 1}, "redraw: expected True or False, got 1"),
     ({"size": (0, 4)}, "size: expected two whole numbers"),
     ({"size": 4}, "size: expected two whole numbers"),
+    ({"size": {8, 4}}, "size: expected two whole numbers"),
     ({"partition": "grid", "tau": 0.5}, "partition: expected one of alternating, sequential"),
     ({"made_for": 3}, "made_for: expected what calibration wrote"),
     ({"partition": "random"}, "partition: goes with tau, .*; leave it out, or give tau"),
