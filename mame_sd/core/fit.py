@@ -142,8 +142,10 @@ def fitted_to(
     more: Any = {"enable_gqa": True} if shared > 1 else {}
     exact = SDPA(some, *full, attn_mask=rows, scale=scale, **more)
     if bias is not None and bias.shape[-2] > 1:
-        bias = bias.index_select(-2, at).repeat(1, 1, shared, 1)
+        bias = bias.index_select(-2, at)
     if shared > 1:
+        if bias is not None and max(bias.shape[1:3]) > 1:  # of each head or query its own
+            bias = of_kept_heads(bias.expand(-1, q.shape[1], len(at), -1), heads)
         some, exact = (of_kept_heads(t, heads) for t in (some, exact))
     some, key, value, exact = (t.flatten(0, 1) for t in (some, *kept, exact))
     logits = product(some, key.transpose(1, 2)).unflatten(0, kept[0].shape[:2])

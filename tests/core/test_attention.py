@@ -100,9 +100,14 @@ def test_heads_of_queries_may_share_heads_of_keys(key_heads: int) -> None:
     q, k, v = case(4, key_heads)
     found = attention(q, k, v, GRID, BEFORE, AFTER)
     torch.testing.assert_close(found, by_loop(q, k, v, GRID, BEFORE, 0.25))
-    mask = mask_of("boolean", "each query")
-    found = attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=mask)
-    torch.testing.assert_close(found, by_loop(q, k, v, GRID, BEFORE, 0.25, attn_mask=mask))
+    heads = torch.linspace(0, 1, 4, dtype=torch.float64).view(1, 4, 1, 1)
+    for mask in (
+        mask_of("boolean", "each query"),
+        mask_of("additive", "each query") + heads,
+        mask_of("additive", "all queries") * heads,
+    ):
+        found = attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=mask)
+        torch.testing.assert_close(found, by_loop(q, k, v, GRID, BEFORE, 0.25, attn_mask=mask))
 
 
 def mask_of(kind: str, shape: str) -> Tensor:
