@@ -108,8 +108,8 @@ class AttentionAdapter(ABC):
 
     def __init__(self, module: nn.Module | None = None) -> None:
         own = {} if module is None else inspect.signature(type(module).forward).parameters
-        taken = [p.name for p in own.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        self._names = tuple(taken[1:])  # but for self
+        given = list(own.values())[1:]  # but for self, which may be positional alone
+        self._names = tuple(p.name for p in given if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def call(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import UNet2DModel
-from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch.utils.checkpoint import checkpoint
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
@@ -52,6 +52,19 @@ def test_bit_equal_to_the_processor_and_after_removal(name: str) -> None:
     remove_mame(unet)
     assert torch.equal(run_unet(unet, **shape), before)
     assert all(type(p) is AttnProcessor2_0 for p in unet.attn_processors.values())
+
+
+class PositionalSelf(Attention):
+    def forward(self, /, hidden_states: torch.Tensor, *others: Any, **more: Any) -> Any:
+        return super().forward(hidden_states, *others, **more)
+
+
+def test_a_layer_is_called_by_the_names_of_its_forward() -> None:
+    attn = PositionalSelf(query_dim=32, heads=2, dim_head=16)
+    handle = apply_mame(attn, keep=0.5, min_tokens=16)
+    with torch.no_grad():
+        attn(torch.randn(1, 64, 32))
+    assert handle.report().layers[0].tokens_kept == 32
 
 
 def at(unet: Any, timestep: Any, **fields: Any) -> torch.Tensor:
