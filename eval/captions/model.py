@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mame_sd.captions.towers import LLAVA, name_of
+from mame_sd.captions.known_captioners import LLAVA, name_of
 from mame_sd.embedded.model import models_folder
 from mame_sd.errors import UserError, first_line
 from mame_sd.runs.devices import pick_device, pick_dtype

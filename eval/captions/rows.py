@@ -20,9 +20,9 @@ from mame_sd.apply import mame
 from mame_sd.captions.apply_captioner import apply_captioner
 from mame_sd.captions.calls import Calls, Fewer
 from mame_sd.captions.farthest import cosines, farthest_first
+from mame_sd.captions.known_captioners import layer_of
 from mame_sd.captions.on_model import calls_on, put, take
 from mame_sd.captions.prompts import Image
-from mame_sd.captions.towers import layer_of
 
 from ..perception.rivals import Traced, rival_on
 from ..perception.rules import ToMe

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mame_sd.perception.apply_encoder import encoder_restored
-from mame_sd.perception.blocks import MergedBlock
 from mame_sd.perception.counts import width_of
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.known_encoders import Encoder, find_encoder
+from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.runs.methods import NotApplicable
 
 from .rules import Given, Rule

@@ -24,8 +24,16 @@ from typing import Any
 from torch import nn
 
 from mame_sd.captions.handle import CaptionHandle
+from mame_sd.captions.known_captioners import (
+    KNOWN,
+    PARTS,
+    QWEN,
+    REFUSED,
+    layer_of,
+    name_of,
+    reader_in,
+)
 from mame_sd.captions.on_model import block, take
-from mame_sd.captions.towers import KNOWN, PARTS, QWEN, REFUSED, layer_of, name_of, reader_in
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import remove_encoder
 from mame_sd.perception.known_encoders import find_encoder

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mame_sd.captions.known_captioners import axes_of
 from mame_sd.captions.prompts import Image, kept_of
-from mame_sd.captions.towers import axes_of
 from mame_sd.upstream import cache_in, hidden_states_are_apart
 
 _LOST = "tokens_that_merged"  # attribute of a cache: what its prompts lost

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from mame_sd.captions.calls import Calls, VisualCounts
+from mame_sd.captions.known_captioners import images_of
 from mame_sd.captions.on_model import on_model, put, take
 from mame_sd.captions.prompts import Image
-from mame_sd.captions.towers import images_of
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import has_encoder_hooks
 from mame_sd.report import counted

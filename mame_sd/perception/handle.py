@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
-from mame_sd.perception.blocks import MergedBlock
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.hooks import (
     CheckHook,
@@ -33,6 +32,7 @@ from mame_sd.perception.hooks import (
     take_all,
 )
 from mame_sd.perception.known_encoders import Encoder, find_encoder, takes_mean
+from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.perception.plans import GroupPlan
 from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
 from mame_sd.perception.settings import EVERY, changed, chosen_blocks, configs_of, is_paper

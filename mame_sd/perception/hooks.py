@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.perception.blocks import MergedBlock
+from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.perception.shared import ForwardState
 from mame_sd.upstream import outside_old_graphs
 

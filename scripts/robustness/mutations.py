@@ -131,7 +131,7 @@ perception/handle.py: perception/test_tools.py perception/test_restore.py
     if self._shared.is_earlier(features): => if False:
 perception/known_encoders.py: perception/test_apply.py
     [*parts, self.keys] => parts
-perception/blocks.py: perception
+perception/merged_block.py: perception
     if self.compared == "x": => if True:
     if not dense and not (shared.restore and last): => if not dense:
     else sizes.log().to(normed.dtype) => else sizes.to(normed.dtype)

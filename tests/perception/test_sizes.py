@@ -10,8 +10,8 @@ from torch import nn
 
 from mame_sd import MaMeConfig
 from mame_sd.perception.apply_encoder import apply_encoder
-from mame_sd.perception.blocks import weighted
 from mame_sd.perception.known_encoders import find_encoder
+from mame_sd.perception.merged_block import weighted
 from mame_sd.perception.plans import plan_block
 from tests.builders.perception import ROWS, SIDE, Row
 
