@@ -28,7 +28,7 @@ check: $(READY)
 
 bench: $(READY)  ## speed and quality beside tomesd and simpler ways, short forms: under 10 minutes on 2 cores
 	$(BIN)/python -m benchmarks.attention --short
-	$(BIN)/mame-sd-eval benchmark --model embedded --num 4 --steps 6 --rows mame-default,default-0.125,unfitted-0.25,fewer-1,random-0.25,mame-0.8,tomesd-50,mean-attention --out out/bench/quick
+	$(BIN)/mame-sd-eval benchmark --num 4 --steps 6 --rows mame-default,default-0.125,unfitted-0.25,fewer-1,random-0.25,mame-0.8,tomesd-50,mean-attention --out out/bench/quick
 
 score: $(READY)  ## how good the embedded model is, and what the default costs it
 	$(BIN)/mame-sd-eval benchmark --suite embedded --rows mame-default
