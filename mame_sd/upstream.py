@@ -22,15 +22,15 @@ import torch
 CACHE_NAMES = ("cache", "past_key_values")  # from 5.24 on; before
 _IMPLEMENTATION = "_attn_implementation"  # attribute of a config: which attention function runs
 
-COMPILED_FROM = (2, 13)  # of torch, whose compilers can't follow merging before
+# Compilers of torch before 2.13 can't follow merging.
+COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 _ASSISTED = "_assisted_decoding"  # method of GenerationMixin that runs assisted generation
 
 
 def outside_old_graphs(call: Callable[..., Any]) -> Callable[..., Any]:
     """Keep `call` out of compiled graphs where torch is older than 2.13: it runs eagerly there."""
-    installed = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return call if installed >= COMPILED_FROM else torch.compiler.disable(call)
+    return call if COMPILES else torch.compiler.disable(call)
 
 
 def cache_in(call: Mapping[str, Any]) -> Any:

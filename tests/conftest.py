@@ -18,7 +18,7 @@ from diffusers.utils import logging
 
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
-from mame_sd.upstream import COMPILED_FROM
+from mame_sd.upstream import COMPILES
 from tests.builders.tiny import save_tiny_pipeline
 
 torch.set_num_threads(1)
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what compiles merging into one graph where torch is too old for that, and keep
     Hypothesis from reading the constants of every loaded module, which takes seconds.
     """
-    if tuple(map(int, torch.__version__.split(".")[:2])) < COMPILED_FROM:
+    if not COMPILES:
         for item in items:
             if item.get_closest_marker("compiles"):
                 item.add_marker(pytest.mark.skip(reason="merging compiles from torch 2.13 on"))

@@ -11,6 +11,7 @@ from diffusers.models.attention_processor import Attention
 
 from mame_sd import apply_mame, mame
 from mame_sd.core import merge
+from mame_sd.upstream import COMPILES
 from tests.builders.layers import CONFIGS, attention, tokens
 from tests.builders.tiny import one_level_unet, tiny_unet, unet_inputs
 
@@ -48,7 +49,7 @@ def test_by_tau_a_graph_breaks_and_stays_right(graphs: Counter[str]) -> None:
     with torch.no_grad():
         expected = attn(tokens())
         torch.testing.assert_close(torch.compile(attn, backend="eager")(tokens()), expected)
-    assert graphs["unique_graphs"] != 1
+    assert graphs["unique_graphs"] > 1 or not COMPILES
 
 
 @pytest.mark.compiles
