@@ -36,9 +36,10 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from mame_sd import apply_mame
+from mame_sd.eval.perception.rules import quarters
 
 WARM_UP = 20  # epochs of training from scratch
-FORMS: dict[str, Any] = {"plain": None, "quarters": (1 / 4, 1 / 2, 3 / 4), "last": ()}
+FORMS = ("plain", "quarters", "last")
 
 
 class ImageFolder(Dataset[dict[str, Any]]):
@@ -146,12 +147,10 @@ def main() -> None:
 
 def merge(model: Any, form: str, tau: float) -> Any:
     """Merge tokens by the paper's method in the blocks of `form`; gives merging's handle."""
-    places = FORMS[form]
-    if places is None:
+    if form == "plain":
         return None
     depth = model.config.num_hidden_layers
-    blocks = [round(place * depth) for place in places] or [depth - 1]
-    return apply_mame(model, tau=tau, blocks=blocks)
+    return apply_mame(model, tau=tau, blocks=quarters(depth) if form == "quarters" else (-1,))
 
 
 if __name__ == "__main__":
