@@ -305,7 +305,6 @@ class _Work:
             real=real,
             softcap=getattr(module, "attn_logit_softcapping", None),
             layer=attention.index,
-            layers=len(self.layers),
         )
 
 
