@@ -116,8 +116,8 @@ class Renumbered(Calls):
         if lost.real is None:
             return call, lost
         count = lost.real.sum(1)
-        lost = replace(lost, after=count, shift=count - lost.after)
         positions = (lost.real.long().cumsum(1) - 1).clamp(min=0)
+        lost = replace(lost, after=count, shift=count - lost.after)
         return {**call, "position_ids": positions}, lost
 
 

@@ -20,7 +20,7 @@ from mame_sd.perception.shared import ForwardState
 
 # A module, the place on it, and what lies there: "before" or "after" its forward, "end" (after its
 # forward, or what it raised), or the name of the method that is replaced.
-Placed = tuple[nn.Module, str, Callable[..., Any]]
+Placed = tuple[nn.Module, str, Any]
 _OFFLOADED = "_old_forward"  # where accelerate's hooks call a module's own forward
 
 
@@ -189,7 +189,7 @@ def take_all(target: nn.Module, what: str = "remove_mame") -> None:
         RuntimeError: another thread is in a forward of the model.
     """
     modules = [*target.modules()]
-    owners = {method.__self__ for module in modules for _, _, method in _found(module)}
+    owners: set[Any] = {method.__self__ for module in modules for _, _, method in _found(module)}
     for one in owners:
         (one if isinstance(one, ForwardState) else one.shared).check_idle(what)
     for module in modules:
