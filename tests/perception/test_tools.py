@@ -276,15 +276,15 @@ def new_convolution(model: Any) -> Any:
 
 
 @NEEDS_TIMM
-@pytest.mark.parametrize("tool", [lora, new_convolution])
 @pytest.mark.parametrize(
-    "features",
+    ("tool", "features"),
     [
-        lambda model: model.forward_features(IMAGE),
-        lambda model: model.get_intermediate_layers(IMAGE, n=[3])[0],
-        lambda model: model.forward_intermediates(IMAGE, [3])[1][0],
+        (lora, lambda model: model.forward_features(IMAGE)),
+        (new_convolution, lambda model: model.forward_features(IMAGE)),
+        (lora, lambda model: model.get_intermediate_layers(IMAGE, n=[3])[0]),
+        (new_convolution, lambda model: model.forward_intermediates(IMAGE, [3])[1][0]),
     ],
-    ids=["features", "layers", "intermediates"],
+    ids=["LoRA", "convolution", "layers", "intermediates"],
 )
 @torch.no_grad()
 def test_tools_go_before_merging_or_after_it_when_parts_of_the_model_are_called(
