@@ -75,10 +75,6 @@ _TO_BASELINE = "Frechet distance to the baseline's images: fidelity, not quality
 _FID = "Frechet Inception distance to the reference set."
 _IS = "Inception score; at most the number of images in a split."
 _CLIP = "100 x cosine of the CLIP embeddings of image and prompt (77 tokens)."
-_RETRIEVAL = (
-    "Share of images whose nearest glyph of all 180 is the prompted one (embedded model only)."
-)
-_BACKGROUND = "Share of images whose frame is nearest to the prompted colour (embedded model only)."
 _LATENCY = "Seconds per image from prompt to pixels: median and quartiles of interleaved rounds."
 _DENOISING = "Of these, from the first call of the denoiser to the start of decoding."
 _CPU = "Seconds of all cores per image, which other programs hardly change; on a CPU alone."
@@ -94,8 +90,6 @@ _EVERY = (
     quality("fid", "FID", "set", _FID, better="lower", **_INCEPTION),
     quality("is", "IS", "alone", _IS, **_INCEPTION),
     quality("clip_score", "CLIP score", "image", _CLIP, digits=2),
-    quality("retrieval", "Retrieval", "image", _RETRIEVAL),
-    quality("background", "Background", "image", _BACKGROUND),
     cost("latency", "Latency", "s", 2, _LATENCY),
     cost("denoising", "Denoising", "s", 2, _DENOISING),
     cost("cpu", "CPU time", "s", 2, _CPU),

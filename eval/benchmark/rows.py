@@ -16,9 +16,8 @@ from mame_sd.runs.methods import Merging
 
 from .. import tables
 from ..rivals.method import Rival
-from ..rivals.plans import constant, means, random_cells, random_keys, strided, todo
-from ..rivals.toma import ToMA
-from .tomesd import NO_TOMESD, ToMeSD, has_tomesd
+from ..rivals.plans import mean_attention, means, random_cells, random_keys, strided, todo
+from ..rivals.tomesd import NO_TOMESD, ToMeSD, has_tomesd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,32 +56,26 @@ class Row(tables.Row):
 
 
 BASELINE, RIVAL, FLOOR = "baseline", "tomesd-50", "mean-attention"
-TOMA = {"share": 0.5, "side": 8, "temperature": 0.1, "choose_every": 10, "assign_every": 5}
 FITTED = 128  # queries that the values of a rival's keys are fitted to
 CELLS = {"cell": (2, 2)}
 RIVALS = {
     "means-2x2": ("means of 2 × 2 keys", Rival("means", means, CELLS)),
-    "random-2x2": (
-        "one random key of 2 × 2",
-        Rival("random", random_cells, {**CELLS, "redraw": True}),
-    ),
+    "random-2x2": ("one random key of 2 × 2", Rival("random", random_cells, CELLS)),
     "means-2x2-fitted": (
         "means of 2 × 2 keys, fitted",
         Rival("means", means, CELLS, fit_queries=FITTED),
     ),
     "strided-1x2": ("every second key", Rival("strided", strided, {"cell": (1, 2)})),
     "todo-2": ("ToDo, one key of 2 × 2", Rival("todo", todo, {"factor": 2})),
-    "toma-50": ("ToMA's form 50 %", Rival("toma", ToMA, TOMA, "qkv")),
 }
-_MEAN = Rival("mean attention", constant, {"scale": 1.0}, "qkv")
+_MEAN = Rival("mean attention", mean_attention, merge="qkv")
 BY_DEFAULT = ("means-2x2", "random-2x2")  # of RIVALS; the others run where they are named
 
 
 def _random(share: float, fit_queries: int = 0) -> Rival:
     if not 0 < share < 1:
         raise ValueError(f"{share:g} is not between 0 and 1")
-    settings = {"share": share, "redraw": True}
-    return Rival("random keys", random_keys, settings, fit_queries=fit_queries)
+    return Rival("random keys", random_keys, {"share": share}, fit_queries=fit_queries)
 
 
 # Rows whose name ends in a share of the keys: label, family, method of the share.

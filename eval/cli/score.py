@@ -24,7 +24,6 @@ from ..scoring.runs import Run, differing_settings, pair
 from ..scoring.score import cut_prompts, score
 from ..scoring.tools import Tools
 
-NEED_PROMPTS = ("clip_score", "retrieval", "background")
 _FIELDS = ("mean", "low", "high", "n")
 
 
@@ -44,11 +43,10 @@ def score_runs(
             where one is needed.
     """
     a, b = Run.open_any(folder_a), Run.open_any(folder_b)
-    asking = [metric.name for metric in metrics if metric.name in NEED_PROMPTS]
-    if b.plain and asking:
+    if b.plain and any(metric.needs == "image" for metric in metrics):
         raise UserError(
-            f"--metrics {', '.join(asking)}: expected a run folder, which knows its prompts, got a"
-            " folder of images; leave them out"
+            "--metrics clip_score: expected a run folder, which knows its prompts, got a folder of"
+            " images; leave it out"
         )
     pairs = pair(a, b)
     against = None if reference is None else open_reference(reference)

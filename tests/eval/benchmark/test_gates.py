@@ -16,7 +16,6 @@ from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.metrics.lpips import Lpips
 from mame_sd.eval.results.schema import Value
 from mame_sd.eval.scoring.per_image import pair_values
-from mame_sd.eval.scoring.retrieval import subjects_by_caption
 from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.tools import Tools
 from mame_sd.runs.generate import generate
@@ -70,10 +69,6 @@ def test_a_report_names_its_command_and_every_gate_can_fail(
     given = [*words.split(), "--width", "64", "--model", str(model_folder), "--device", "cpu"]
     assert cli.run([*given, "--out", str(out)]) == 0, capsys.readouterr().err
     results = results_of(out)
-    assert all(one["prompt"] in subjects_by_caption() for one in results["pictures"])
-    assert not {"retrieval", "background"} & {one["name"] for one in results["metrics"]}, (
-        "it is another model"
-    )
     assert "reference" not in results
     command = shlex.join(["mame-sd-eval", *given])
     assert results["manifest"]["command"] == command

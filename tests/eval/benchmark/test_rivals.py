@@ -14,11 +14,11 @@ import torch
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.benchmark.rows import FLOOR, Row, rival_rows
-from mame_sd.eval.benchmark.tomesd import ToMeSD
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.report import render
 from mame_sd.eval.results.schema import Value
 from mame_sd.eval.rivals.method import Rival
+from mame_sd.eval.rivals.tomesd import ToMeSD
 from mame_sd.runs.generate import generate
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.methods import NotApplicable
@@ -70,17 +70,6 @@ def test_tomesd_says_where_it_can_do_nothing(tmp_path: Path) -> None:
     like_sdxl = load_model(ModelChoice(model=str(folder), device="cpu"))
     with pytest.raises(NotApplicable, match="only at the largest level"):
         generate(like_sdxl, PROMPTS[:1], SETTINGS, ToMeSD(0.5), tmp_path / "run")
-
-
-def test_one_step_images_do_not_take_what_was_kept_for_the_one_before(
-    model: LoadedModel, tmp_path: Path
-) -> None:
-    one = replace(SETTINGS, steps=1)
-    generate(model, PROMPTS[1:], one, tiny("toma-50").method, tmp_path / "all")
-    generate(model, PROMPTS[2:], one, tiny("toma-50").method, tmp_path / "last")
-    assert (tmp_path / "all/images/p00003_0.png").read_bytes() == (
-        tmp_path / "last/images/p00003_0.png"
-    ).read_bytes()
 
 
 def test_a_report_says_whether_the_model_can_tell_methods_apart(
