@@ -16,13 +16,8 @@ import typer
 
 from mame_sd.cli.console import note, progress
 from mame_sd.cli.errors import exit_status
-from mame_sd.cli.groups import (
-    MODEL,
-    MergingOptions,
-    PromptOptions,
-)
+from mame_sd.cli.groups import MODEL, PromptOptions
 from mame_sd.cli.options import FieldOptions, takes
-from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.model_files import ModelChoice
 
@@ -194,27 +189,6 @@ def classify_command(
     again = command_again(context.obj or ["classify"])
     if run_classify(options, suite, chosen, place, model, again):
         print(place / "report.html")
-
-
-@app.command("token-maps")
-@takes(model=ENCODER, merging=MergingOptions())
-def token_maps_command(
-    *,
-    image: Annotated[Path, typer.Argument(help="An image file.", show_default=False)],
-    blocks: Annotated[
-        str | None,
-        typer.Option(help="Blocks that merge: 8, or 3,6,9. Default: every second one."),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The drawing, a .png file.", metavar="FILE")] = Path(
-        "token-maps.png"
-    ),
-    model: ModelChoice,
-    merging: MaMeConfig,
-) -> None:
-    """Draw over an image what a vision transformer merges, block by block."""
-    from .token_maps import run_token_maps
-
-    run_token_maps(image, blocks, out, model, merging)
 
 
 @app.command("caption")

@@ -111,7 +111,7 @@ def test_the_suites_are_documented_as_they_are() -> None:
 def test_every_option_has_help() -> None:
     command = get_command(cli.app)
     assert isinstance(command, typer.core.TyperGroup)
-    commands = "score benchmark classify caption token-maps cache cache-cost report weights doctor"
+    commands = "score benchmark classify caption cache cache-cost report weights doctor"
     assert set(command.commands) == set(commands.split())
     for name, sub in command.commands.items():
         for parameter in sub.params:
