@@ -59,9 +59,8 @@ def run_benchmark(
     settings = GenerateSettings(**suite.sampling(sampling))
     choice = _suite_model(suite, model)
     chosen, prompt_file = suite_prompts(suite, prompts, choice.embedded, options.held_out)
-    against = None
-    if options.reference is not None:
-        reference = Path(options.reference)
+    against, reference = None, options.reference
+    if reference is not None:
         if reference.resolve().is_relative_to(out.resolve()):
             raise UserError(
                 f"--reference {reference}: expected images of another origin than --out {out};"
@@ -73,7 +72,7 @@ def run_benchmark(
     if clip is None and choice.embedded and "clip" in embedded_models():
         clip = EMBEDDED_CLIP
     tools = Tools(
-        weights_dir=None if options.weights_dir is None else Path(options.weights_dir),
+        weights_dir=options.weights_dir,
         offline=model.offline,
         fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip else [])),
         device=pick_device(choice.device, process.local_rank),

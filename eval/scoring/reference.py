@@ -47,17 +47,18 @@ def open_reference(path: Path) -> Reference:
 
     Raises UserError for anything else.
     """
-    if path.suffix.lower() == ".npz":
-        statistics = load_statistics(path)
-        return Reference(shown(path.name), statistics.n, file_sha256(path), statistics=statistics)
-    if (path / "manifest.json").is_file():
-        files = [item.path for item in Run.open(path).items.values()]
-    else:
-        files = image_files(path)
+    try:
+        if path.suffix.lower() == ".npz":
+            found, name = load_statistics(path), shown(path.name)
+            return Reference(name, found.n, file_sha256(path), statistics=found)
+        run = (path / "manifest.json").is_file()
+        files = Run.open(path).files if run else tuple(image_files(path))
+    except UserError as error:
+        raise UserError(f"--reference: {error}") from error
     hashes = sorted(file_sha256(file) for file in files)
     digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
     name = shown(path.resolve().name)
-    return Reference(name, len(files), digest, hashes=frozenset(hashes), files=tuple(files))
+    return Reference(name, len(files), digest, hashes=frozenset(hashes), files=files)
 
 
 def check_reference(metrics: Sequence[Metric], reference: Reference | None) -> None:

@@ -123,6 +123,9 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
         check_out(tmp_path / "out")
     results.unlink()
     check_out(tmp_path / "out")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="dangling: expected a folder, got a link to nothing"):
+        check_out(tmp_path / "dangling")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match=r"1 other things in it \('thesis.tex'\)"):
