@@ -67,7 +67,7 @@ def test_every_row_has_every_value_or_a_reason_and_gates_pass(finished: Path) ->
     manifest = results["manifest"]
     assert manifest["sampling"]["steps"] == 2
     assert manifest["environment"]["torch"] == version("torch")
-    assert manifest["attention"]["processors"] == "AttnProcessor2_0"
+    assert manifest["attention"] == ["AttnProcessor2_0"]
     assert manifest["prompts"]["count"] == 3
     assert [one["key"] for one in results["pictures"]] == ["p00001_0", "p00002_0", "p00003_0"]
 
