@@ -32,12 +32,12 @@ class Metric(Column):
         needs: what it is computed on. "pair" (image and baseline's image), "image" (image and
             prompt). "set" (all images and the reference's), "sets" (all images and the baseline's),
             "alone" (all images), or "time".
-        extractor: of what network the features are ("set", "sets" and "alone").
+        network: what it looks through: a name of the list of weights, or "clip" for any CLIP.
     """
 
     needs: Needs
     digits: int = 4  # merged images are within 0.001 of the unmerged ones
-    extractor: str | None = None
+    network: str | None = None
 
 
 def fidelity(
@@ -79,17 +79,17 @@ _LATENCY = "Seconds per image from prompt to pixels: median and quartiles of int
 _DENOISING = "Of these, from the first call of the denoiser to the start of decoding."
 _CPU = "Seconds of all cores per image, which other programs hardly change; on a CPU alone."
 _MEMORY = "Most that tensors take at once, weights included."
-_INCEPTION: dict[str, Any] = {"digits": 2, "extractor": "inception"}
+_INCEPTION: dict[str, Any] = {"digits": 2, "network": "inception-fid"}
 _EVERY = (
-    fidelity("lpips", "LPIPS (alex)", "lower", _LPIPS.format("AlexNet")),
-    fidelity("lpips_vgg", "LPIPS (vgg)", "lower", _LPIPS.format("VGG-16")),
+    fidelity("lpips", "LPIPS (alex)", "lower", _LPIPS.format("AlexNet"), network="lpips-alex"),
+    fidelity("lpips_vgg", "LPIPS (vgg)", "lower", _LPIPS.format("VGG-16"), network="lpips-vgg"),
     fidelity("psnr", "PSNR", "higher", _PSNR, unit="dB", digits=2),
     fidelity("ssim", "SSIM", "higher", _SSIM),
-    fidelity("clip_image", "CLIP image cosine", "higher", _COSINE),
+    fidelity("clip_image", "CLIP image cosine", "higher", _COSINE, network="clip"),
     fidelity("fid_to_baseline", "FID to baseline", "lower", _TO_BASELINE, "sets", **_INCEPTION),
     quality("fid", "FID", "set", _FID, better="lower", **_INCEPTION),
     quality("is", "IS", "alone", _IS, **_INCEPTION),
-    quality("clip_score", "CLIP score", "image", _CLIP, digits=2),
+    quality("clip_score", "CLIP score", "image", _CLIP, digits=2, network="clip"),
     cost("latency", "Latency", "s", 2, _LATENCY),
     cost("denoising", "Denoising", "s", 2, _DENOISING),
     cost("cpu", "CPU time", "s", 2, _CPU),
@@ -98,7 +98,6 @@ _EVERY = (
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _EVERY}
 SCORES = tuple(name for name, metric in METRICS.items() if metric.needs != "time")
-LPIPS_NETS = {"lpips": "alex", "lpips_vgg": "vgg"}
 
 
 def chosen_metrics(text: str) -> list[Metric]:

@@ -25,8 +25,8 @@ class Suite:
             None: must be given.
         metrics: names of METRICS, in no order that matters.
         rounds: of the latency benchmark.
-        fetch: networks (as `tools.network_name` names them) whose weights may be fetched; None:
-            all. Others are used if here.
+        fetch: networks (`Metric.network`) whose weights may be fetched; None: all. Others are used
+            if here.
     """
 
     name: str

@@ -10,7 +10,7 @@ from mame_sd.errors import MachineError, UserError
 
 from ..metric_list import METRICS
 from ..rivals.tomesd import NO_TOMESD, has_tomesd
-from ..scoring.tools import weights_of
+from ..scoring.tools import CLIPS
 from ..weights.load import NAMES, check_folder, get, status
 from ..weights.registry import REGISTRY
 
@@ -31,10 +31,10 @@ def get_weights(
 
     Raises MachineError when some of them can't be had, after getting the others.
     """
-    used = [name for name in NAMES if name in {weights_of(metric) for metric in METRICS.values()}]
+    used = {CLIPS[0] if m.network == "clip" else m.network for m in METRICS.values()}
     ready = {found.name for found in status(weights_dir) if found.state == "ready"}
     failures = []
-    for name in dict.fromkeys(names or used):
+    for name in dict.fromkeys(names or [name for name in NAMES if name in used]):
         if name not in ready:
             on_note(f"getting {name}")
             try:

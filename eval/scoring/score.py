@@ -14,7 +14,7 @@ from .per_image import Values, image_values, pair_values
 from .reference import Reference
 from .runs import Pair, Run
 from .sets import set_value
-from .tools import Tools, network_name
+from .tools import Tools
 
 
 def measured(
@@ -51,7 +51,7 @@ def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools
         raise UserError(
             f"{metric.name}: {error}; check the weights with mame-sd-eval weights"
         ) from None
-    if network_name(metric) != "clip":
+    if metric.network != "clip":
         return found
     return replace(found, note="; ".join(filter(None, (tools.network(metric).name, found.note))))
 

@@ -106,4 +106,4 @@ def _features(metric: Metric, files: tuple[Path, ...], tools: Tools) -> Features
         features, logits = ([getattr(f, name) for f in found] for name in ("features", "logits"))
         return Features(torch.cat(features), torch.cat(logits))
 
-    return tools.remember((metric.extractor, files), made)
+    return tools.remember((metric.network, files), made)

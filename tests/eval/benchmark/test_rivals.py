@@ -13,7 +13,7 @@ import torch
 
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.results import read_results
-from mame_sd.eval.benchmark.rows import FLOOR, Row, rival_rows
+from mame_sd.eval.benchmark.rows import FLOOR, ROWS, Row
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.report import render
 from mame_sd.eval.results.schema import Value
@@ -30,7 +30,7 @@ from tests.builders.tiny import save_tiny_pipeline
 
 def tiny(name: str) -> Row:
     """A rival's row at a setting under which a tiny model merges."""
-    row = next(row for row in rival_rows() if row.name == name)
+    row = ROWS[name]
     assert isinstance(row.method, Rival)
     return replace(row, method=replace(row.method, min_tokens=16))
 

@@ -10,7 +10,7 @@ from mame_sd.cli.groups import PromptOptions
 from mame_sd.embedded.scenes import scenes_by_caption
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.prompts import drawn, subjects_by_caption
-from mame_sd.eval.benchmark.rows import chosen_rows, paper_rows
+from mame_sd.eval.benchmark.rows import ROWS, chosen_rows
 from mame_sd.eval.benchmark.suites import SUITES, suite_named
 from mame_sd.eval.cli.benchmark import suite_prompts
 from mame_sd.eval.metric_list import METRICS
@@ -18,7 +18,7 @@ from mame_sd.runs.jobs import GenerateSettings
 
 
 def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
-    labels = [row.label for row in paper_rows()]
+    labels = [row.label for row in ROWS.values()][:6]
     assert labels == [
         "baseline",
         "ToMeSD 25 %",
@@ -27,7 +27,7 @@ def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
         "MaMe+MaRe τ 0.8",
         "MaMe default",
     ]
-    config = paper_rows()[3].config["mame"]
+    config = ROWS["mame-0.7"].config["mame"]
     assert (config["tau"], config["keep"]) == (0.7, None)
     assert [row.name for row in chosen_rows("mame-default")] == ["baseline", "mame-default"]
     default = [row.label for row in chosen_rows(None)]

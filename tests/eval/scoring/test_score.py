@@ -166,7 +166,7 @@ def test_not_a_number_is_never_averaged(runs: tuple[str, str]) -> None:
         return Features(*(torch.full((len(images), n), torch.nan) for n in (4, 3)))
 
     broken.name = "broken"  # type: ignore[attr-defined]
-    tools = Tools(networks={"inception": broken})
+    tools = Tools(networks={"inception-fid": broken})
     many = replace(a, items={f"{n}_0": item for n, item in enumerate([*a.items.values()] * 20)})
     for name in ("fid_to_baseline", "is"):
         with pytest.raises(

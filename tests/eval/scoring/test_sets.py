@@ -39,7 +39,7 @@ class MeanColourStandIn:
 
 
 def tools_with_stand_ins() -> Tools:
-    return Tools(networks={"inception": MeanColourStandIn()})
+    return Tools(networks={"inception-fid": MeanColourStandIn()})
 
 
 def coloured(count: int, brighter: int) -> dict[str, np.ndarray]:
