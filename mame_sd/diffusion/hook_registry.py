@@ -90,17 +90,17 @@ def take_hook(module: nn.Module, name: str) -> None:
             module._forward_hooks_always_called.pop(key, None)
         hook.forget()
         return
-    innermost, own = _innermost(module), vars(module)
+    innermost, own, entry = _innermost(module), vars(module), hook.entry
+    hook.entry = None
     del own[_ATTRIBUTE], own["_replicate_for_data_parallel"]
-    if innermost is not None and getattr(*innermost) is hook.entry:
-        setattr(*innermost, hook.entry.__self__.inner)
-    elif own.get("forward") is not hook.entry:
-        hook.entry.__self__.hook = None  # a wrapper by hand holds it, and calls the module's own
-    elif hook.entry.__self__.inner == type(module).forward.__get__(module):
+    if innermost is not None and getattr(*innermost) is entry:
+        setattr(*innermost, entry.__self__.inner)
+    elif own.get("forward") is not entry:
+        entry.__self__.hook = None  # a wrapper by hand holds it, and calls the module's own
+    elif entry.__self__.inner == type(module).forward.__get__(module):
         del own["forward"]
     else:
-        own["forward"] = hook.entry.__self__.inner
-    hook.entry = None
+        own["forward"] = entry.__self__.inner
 
 
 def _innermost(module: nn.Module) -> tuple[Any, str] | None:
