@@ -18,6 +18,8 @@ from mame_sd import apply_mame, embedded_model_path
 from tests.comfyui.engine import (
     HANDED,
     HIDDEN,
+    OTHER_CALLS,
+    OTHER_MODELS,
     TINY,
     call,
     embedded_transformer,
@@ -26,6 +28,7 @@ from tests.comfyui.engine import (
     needs_engine,
     patcher,
     sampled,
+    skip_other,
 )
 from tests.comfyui.interface import applied
 from tests.comfyui.recorded import CALLS
@@ -38,6 +41,7 @@ UNETS = ("SD 1.5", "SDXL")
 def of_engine(name: str) -> Any:
     if not hasattr(engine().supported_models, TINY[name].config):
         pytest.skip(f"this engine has no {name} yet")
+    skip_other(name, OTHER_MODELS)
     model = patcher(name)
     if any(
         getattr(b, "flipped_img_txt", False)
@@ -53,6 +57,7 @@ def shape_of(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in TINY if name not in {*UNETS, *HANDED}])
 def test_the_engine_calls_attention_as_recorded(name: str) -> None:
+    skip_other(name, OTHER_CALLS)
     model = of_engine(name)
     seen = []
 
@@ -78,6 +83,7 @@ def test_a_refused_models_attention_is_handed_to_no_node(node: Any, name: str) -
     """Its reason: an override of another node, which sees every other model's attention, sees
     nothing of this one's.
     """
+    skip_other(name, OTHER_MODELS)
     model, seen = patcher(name), []
 
     def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
