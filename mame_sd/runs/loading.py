@@ -33,8 +33,10 @@ from mame_sd.runs.model_files import (
 from mame_sd.runs.single_file import load_single_file
 
 # arguments of pipelines that need more than a prompt, or make video or audio
-_OF_OTHERS = ("image", "mask_image", "video", "audio", "num_frames", "video_length")
-_OF_OTHERS += ("audio_length_in_s", "audio_end_in_s", "audio_duration")
+_OF_OTHERS = """
+    image mask_image video audio num_frames video_length
+    audio_length_in_s audio_end_in_s audio_duration
+""".split()
 
 
 @dataclass(frozen=True, kw_only=True)
