@@ -139,7 +139,7 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     dtype = pick_dtype(choice.dtype, device)
     tokenizer = None
     if choice.model == SALIENCY:
-        name, digest = SALIENCY, REGISTRY[SALIENCY].sources[0].sha256
+        name, digest = SALIENCY, REGISTRY[SALIENCY].sha256
         model: Any = load_dinov2(offline=choice.offline)
         processor: Any = _processor(224, 224, MEAN, DEVIATION)
     else:
