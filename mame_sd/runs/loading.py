@@ -33,10 +33,10 @@ from mame_sd.runs.model_files import (
 from mame_sd.runs.single_file import load_single_file
 
 # arguments of pipelines that need more than a prompt, or make video or audio
-_OF_OTHERS = """
-    image mask_image video audio num_frames video_length
-    audio_length_in_s audio_end_in_s audio_duration
-""".split()
+_OF_OTHERS = (
+    *("image", "mask_image", "video", "audio", "num_frames", "video_length"),
+    *("audio_length_in_s", "audio_end_in_s", "audio_duration"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
