@@ -142,7 +142,7 @@ runs/run_folder.py: runs
     if own.is_symlink(): => if False:
 runs/jobs.py: runs
     [job.seed, job.prompt.id, job.repeat] => [job.seed, job.prompt.id]
-    if last and call_of(last[0]) == call_of(job) and => if last and
+    if last and last[0].steered == job.steered and => if last and
 runs/prompt_files.py: runs
     unicodedata.normalize("NFC", prompt.id).casefold() => prompt.id
     identity.startswith(".") => False
@@ -152,7 +152,7 @@ runs/generate.py: runs/test_generate.py
 runs/loading.py: runs/test_loading.py
     if lacking is not None: => if False:
 runs/sampling.py: runs cli/test_app.py
-    default = (0, 0) if height and width else model.default_size => default = (0, 0)
+    if settings.height is not None: => if False:
 cli/errors.py: cli
     return USAGE, str(error) => return MACHINE, str(error)
     if interrupts.came: => if False:
