@@ -90,17 +90,17 @@ def take_hook(module: nn.Module, name: str) -> None:
             module._forward_hooks_always_called.pop(key, None)
         hook.forget()
         return
-    innermost, own, entry = _innermost(module), vars(module), hook.entry
-    hook.entry = None
+    innermost, own, entry = _innermost(module), vars(module), hook.entry.__self__
     del own[_ATTRIBUTE], own["_replicate_for_data_parallel"]
-    if innermost is not None and getattr(*innermost) is entry:
-        setattr(*innermost, entry.__self__.inner)
-    elif own.get("forward") is not entry:
-        entry.__self__.hook = None  # a wrapper by hand holds it, and calls the module's own
-    elif entry.__self__.inner == type(module).forward.__get__(module):
+    if innermost is not None and getattr(*innermost) is hook.entry:
+        setattr(*innermost, entry.inner)
+    elif own.get("forward") is not hook.entry:
+        entry.hook = None  # a wrapper by hand holds it, and calls the module's own
+    elif entry.inner == type(module).forward.__get__(module):
         del own["forward"]
     else:
-        own["forward"] = entry.__self__.inner
+        own["forward"] = entry.inner
+    hook.entry = None
 
 
 def _innermost(module: nn.Module) -> tuple[Any, str] | None:
