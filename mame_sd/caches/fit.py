@@ -9,6 +9,7 @@ towards what the keys had.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def _one(
     """Values [B, K, D] and what is added to the bias [B, K] of one head of keys."""
     g = queries.shape[1] // place.shape[1]
     parts = {name: getattr(view, name) for name in ("keys", "values", "slots", "bias", "real")}
-    own = {n: part if part is None else part[:, head : head + 1] for n, part in parts.items()}
+    own: Any = {n: part if part is None else part[:, head : head + 1] for n, part in parts.items()}
     logits = replace(view, **own).logits(queries[:, head * g : (head + 1) * g])
     logits = logits[:, 0].flatten(1, 2)  # [B, G N, L]
     weight = counted.repeat(1, g).unsqueeze(-1).to(logits.dtype)
