@@ -182,7 +182,6 @@ _PAPER = partial(in_tower, lambda tower, count: mame(tower, tau=0.8, blocks=coun
 _EVERY: dict[str, tuple[str, Callable[[Any], AbstractContextManager[Calls]]]] = {
     "baseline": ("baseline", chosen(first)),
     "tome": ("ToMe, r = 8", _TOME),
-    "tau-0.8": ("MaMe, tau .8", partial(merged, tau=0.8)),
     "plain-0.8": ("MaMe, paper's form, tau .8", partial(renumbered, _PAPER)),
     **{f"keep-{k}": (f"MaMe, keep {k}", partial(merged, keep=k)) for k in SHARES},
     **{f"random-{k}": (f"random dropping, {k}", chosen(at_random, k)) for k in SHARES},
