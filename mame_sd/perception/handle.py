@@ -299,7 +299,8 @@ class EncoderHandle:
         """Takes this handle's merging off the model; that of a later `apply_encoder` stays."""
         self._shared.check_idle("remove")
         ours = {*self._inner, *(method.__self__ for _, _, method in self._placed)}
-        for module in self.encoder.modules():
+        parts = (module for module, _, _ in self._placed)  # whether or not tools took them out
+        for module in {*self.encoder.modules(), *parts}:
             take(module, ours)
 
     def install(self) -> None:
