@@ -287,7 +287,9 @@ class Benchmark:
             timings = bench(
                 self.model, self.settings, batches, rows, self.rounds, record, on_progress
             )
-        gate = timing_gate(timings, BASELINE, min(torch.get_num_threads(), _cores()))
+        here = getattr(os, "sched_getaffinity", None)
+        cores = len(here(0)) if here else os.cpu_count() or 1
+        gate = timing_gate(timings, BASELINE, min(torch.get_num_threads(), cores))
         self.results.gates = [gate]
         if not gate.passed:
             record.replace(self.out / BUSY)
@@ -305,9 +307,3 @@ class Benchmark:
     def _save(self) -> None:
         if self.process.is_main:
             write_results(self.out, self.results)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

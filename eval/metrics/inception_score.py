@@ -43,6 +43,5 @@ def inception_score(logits: Tensor, splits: int = 10, seed: int | None = 0) -> t
 
 def _score(log_p: Tensor) -> Tensor:
     mean = log_p.exp().mean(0)
-    return (
-        (log_p.exp() * (log_p - mean.log())).nansum(1).mean().exp()
-    )  # a class of probability 0 adds 0, not 0 * -inf
+    # a class of probability 0 adds 0, not 0 * -inf
+    return (log_p.exp() * (log_p - mean.log())).nansum(1).mean().exp()
