@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
+from benchmarks.launches import Work
 from mame_sd.core.merge import MIN_TOKENS
 
 SMALLEST = 2.5e-6  # seconds: no kernel takes less
@@ -22,28 +22,6 @@ MEMORY = 0.8  # share of the printed bandwidth that a kernel sees
 SINGLE = 0.65  # share of the peak that products and convolutions of fp32 reach
 THIRDS = 0.7  # and attention of fp32, of a third of TF32's peak
 MASKED = 0.65  # of the speed of attention: that of attention with a mask
-
-
-class Work(NamedTuple):
-    """One operation of a graphics card.
-
-    Attributes:
-        name: of the operation.
-        kind: "product", "convolution", "attention", "masked attention", or "other".
-        dtype: of its inputs.
-        bytes: read and written.
-        flops: two for each multiplication and addition.
-        launches: kernels that it is made of.
-        width: of a head, with attention.
-    """
-
-    name: str
-    kind: str
-    dtype: torch.dtype
-    bytes: float
-    flops: float
-    launches: int = 1
-    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,10 +64,6 @@ class Card:
         """How long the card is busy with one operation."""
         least = work.launches * SMALLEST
         return max(least, work.bytes / (MEMORY * self.bandwidth), work.flops / self.speed(work))
-
-    def busy(self, work: Iterable[Work]) -> float:
-        """How long it is busy with all of them, one after the other."""
-        return sum(map(self.seconds, work))
 
     def eager(self, work: Iterable[Work], launch: float = LAUNCH) -> float:
         """How long they take where each kernel is launched from Python, which may run ahead of the

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -28,8 +28,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
-
-from benchmarks.cards import Work
 
 CARD = torch.device(
     "cuda", 99
@@ -85,6 +83,28 @@ _ADDED = {"addmm", "addmm_", "baddbmm", "baddbmm_"}  # the first argument is add
 _PRODUCTS = {"mm", "bmm", "linear", "convolution", "linalg_solve_triangular", *_ADDED}
 _ATTENTION = aten.scaled_dot_product_attention.default
 _AS_ONE = {aten.linear.default, _ATTENTION}  # taken as one, though PyTorch would take them apart
+
+
+class Work(NamedTuple):
+    """One operation of a graphics card.
+
+    Attributes:
+        name: of the operation.
+        kind: "product", "convolution", "attention", "masked attention", or "other".
+        dtype: of its inputs.
+        bytes: read and written.
+        flops: two for each multiplication and addition.
+        launches: kernels that it is made of.
+        width: of a head, with attention.
+    """
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    bytes: float
+    flops: float
+    launches: int = 1
+    width: int = 0
 
 
 class _Pretended(TorchFunctionMode):

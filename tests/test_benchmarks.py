@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say: gates that can fail, published architectures."""
+"""The benchmark of attention measures what it says: a gate that can fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks import attention
-from benchmarks.gpu_models import Case
 
 CPU = torch.device("cpu")
 
@@ -22,9 +21,3 @@ def test_attention_is_timed_beside_all_keys_and_what_computes_otherwise_is_refus
     monkeypatch.setattr(attention, "attention", lambda q, *rest, keep: q * (q.dtype != fault))
     with pytest.raises(SystemExit, match="expected float64's output"):
         attention.row(64, 1, CPU, fault, 1)
-
-
-@pytest.mark.parametrize(("name", "millions"), [("sd1.5", 859.5), ("sdxl", 2567.5)])
-def test_the_architectures_are_the_published_ones(name: str, millions: float) -> None:
-    unet = Case(name, dtype=torch.float32).build(torch.device("meta"))
-    assert sum(p.numel() for p in unet.parameters()) == pytest.approx(millions * 1e6, rel=1e-4)

@@ -16,9 +16,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,22 +73,9 @@ class RivalBlock(MergedBlock):
         given = Given(x, prefix, self._place, sizes, places=self._places, **self._heard)
         self._heard = {}
         reduced = self.rule(given)
-        if self.shared.capture and reduced.rows is not None:
-            self.shared.keep(self.number, cast(Any, Traced(reduced.rows)))
         if self.shared.now.counting:
             self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
         return reduced.x, reduced.sizes
-
-
-@dataclass(frozen=True)
-class Traced:
-    """Puts tokens [B, L', C] back at [B, L, C]: each takes its row."""
-
-    rows: Tensor
-
-    def restore(self, y: Tensor) -> Tensor:
-        """All tokens."""
-        return y.gather(1, self.rows.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ Special tokens stand first, take no part and stay first.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,13 +54,11 @@ class Reduced:
         x: x'' [B, L', C].
         sizes: [B, L'], None: 1 each.
         cost: multiply-adds for one image.
-        rows: [B, L], which of the tokens of `x` stands for each token; None: unknown.
     """
 
     x: Tensor
     sizes: Tensor | None = None
     cost: int = 0
-    rows: Tensor | None = None
 
 
 class Rule:
@@ -139,50 +138,14 @@ class ToMe(EveryBlock):
         merge = bipartite_soft_matching(metric, r, given.prefix)
         weight = sizes.unsqueeze(-1)
         merged, size = merge(x * weight.to(x.dtype)), merge(weight)
-        cost = len(merge.a) * len(merge.b) * metric.shape[-1]
-        return Reduced(merged / size.to(x.dtype), size.squeeze(-1), cost, merge.rows())
+        odd = x.shape[1] // 2 - given.prefix // 2
+        cost = (x.shape[1] - given.prefix - odd) * odd * metric.shape[-1]
+        return Reduced(merged / size.to(x.dtype), size.squeeze(-1), cost)
 
 
-@dataclass(frozen=True)
-class Matching:
-    """Which edges of A merge into B.
-
-    Attributes:
-        a, b: positions of the two sets.
-        merging, rest: places in A that merge [B, r], and that stay [B, |A| - r].
-        target: places in B that they join [B, r].
-        prefix: leading tokens that take no part.
-    """
-
-    a: Tensor
-    b: Tensor
-    merging: Tensor
-    rest: Tensor
-    target: Tensor
-    prefix: int
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Tokens [B, L, C] with those that merge summed up, [B, L - r, C]."""
-        sources, kept = x[:, self.a], x[:, self.b]
-        at = self.target.unsqueeze(-1).expand(-1, -1, x.shape[-1])
-        summed = kept.scatter_add(1, at, rows_of(sources, self.merging))
-        return torch.cat([x[:, : self.prefix], rows_of(sources, self.rest), summed], 1)
-
-    def rows(self) -> Tensor:
-        """LongTensor [B, L]: which of the merged tokens each token went to."""
-        count, device = len(self.merging), self.a.device
-        first = self.prefix + self.rest.shape[1]  # where B stands after merging
-        found = torch.arange(self.prefix + len(self.a) + len(self.b), device=device)
-        found[self.b] = torch.arange(first, first + len(self.b), device=device)
-        stays = torch.arange(self.prefix, first, device=device).expand(count, -1)
-        in_a = torch.zeros(count, len(self.a), dtype=torch.long, device=device)
-        in_a.scatter_(1, self.rest, stays).scatter_(1, self.merging, self.target + first)
-        return found.repeat(count, 1).index_copy_(1, self.a, in_a)
-
-
-def bipartite_soft_matching(metric: Tensor, r: int, prefix: int) -> Matching:
-    """Bipartite soft matching (ToMe, section 3): each token of A has one edge, to the most similar
-    of B; the r most similar edges merge.
+def bipartite_soft_matching(metric: Tensor, r: int, prefix: int) -> Callable[[Tensor], Tensor]:
+    """Match tokens by bipartite soft matching (ToMe, section 3): each token of A, at even places,
+    has one edge, to the most similar of B, at odd places; the r most similar edges merge.
 
     Args:
         metric: [B, L, d], compared by cosine.
@@ -202,7 +165,14 @@ def bipartite_soft_matching(metric: Tensor, r: int, prefix: int) -> Matching:
     merging, rest = edges[:, :r], edges[:, r:]
     if prefix:
         rest = rest.sort(dim=-1).values
-    return Matching(a, b, merging, rest, target.gather(1, merging), prefix)
+    joined = target.gather(1, merging)  # places in B
+
+    def merge(x: Tensor) -> Tensor:
+        sources, at = x[:, a], joined.unsqueeze(-1).expand(-1, -1, x.shape[-1])
+        summed = x[:, b].scatter_add(1, at, rows_of(sources, merging))
+        return torch.cat([x[:, :prefix], rows_of(sources, rest), summed], 1)
+
+    return merge
 
 
 def class_attention(given: Given) -> Tensor:

@@ -53,9 +53,9 @@ BAD: dict[str, tuple[str, str]] = {
     "cache-share": ("cache --shares 1.5", "--shares: expected shares above 0 and below 1, got 1.5"),
     "cache-tasks": ("cache --tasks sums", "--tasks: expected some of needles"),
     "cache-cost": ("cache-cost --lengths 4k", "--lengths: expected numbers with commas"),
-    "caption-longer": (
-        "caption --data none --references none --longer -1",
-        "--tokens, --longer: expected 1 or more, and from 0 to as many, got 48 and -1",
+    "caption-tokens": (
+        "caption --data none --references none --tokens 0",
+        "--tokens: expected at least 1, got 0",
     ),
     "report": ("report none", "none: expected the folder of a benchmark, found no results.json"),
     "weights-list": ("weights --weights-dir none", "--weights-dir: expected a folder"),
