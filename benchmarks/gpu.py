@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -81,44 +80,20 @@ def table(row: str, found: Mapping[str, Rows]) -> str:
 
 
 @torch.no_grad()
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", nargs="+", metavar="TEXT", help="cases whose names hold the text; default all"
-    )
-    parser.add_argument(
-        "--card", nargs="+", metavar="TEXT", help="cards whose names hold the text; default all"
-    )
-    args = parser.parse_args(argv)
-    cases = _chosen(parser, "--model", args.model, CASES)
-    cards = list(_chosen(parser, "--card", args.card, CARDS).values())
+    parser.add_argument("--model", nargs="+", choices=CASES, default=CASES, metavar="NAME")
+    parser.add_argument("--card", nargs="+", choices=CARDS, default=CARDS, metavar="NAME")
+    args = parser.parse_args()
     found = {}
-    for name, make in cases.items():
+    for name in args.model:
         print(f"counting {name}", file=sys.stderr)
-        found[name] = reckon(make(), cards)
+        found[name] = reckon(CASES[name](), [CARDS[card] for card in args.card])
     for row in rows_of(0):
         print(table(row, found))
     print("Reckoned from counted kernels, not measured on a card.")
-
-
-def _chosen(
-    parser: argparse.ArgumentParser,
-    option: str,
-    texts: Sequence[str] | None,
-    known: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Those whose names are one of `texts`, or hold it where none is; without texts all."""
-    found: dict[str, Any] = {}
-    for text in texts or [""]:
-        own = [text] if text in known else [name for name in known if text in name]
-        if not own:
-            parser.error(f"{option}: expected a part of one of {', '.join(known)}; got {text!r}")
-        found |= {name: known[name] for name in own}
-    return found
 
 
 if __name__ == "__main__":

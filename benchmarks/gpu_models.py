@@ -51,7 +51,8 @@ class Case:
         try:
             with device:
                 model: nn.Module = getattr(diffusers, self.model).from_config(dict(self.config))
-                return model.eval().to(self.dtype)
+                # without diffusers' notice of what it would rather keep in fp32
+                return nn.Module.to(model.eval(), self.dtype)
         finally:
             torch.set_default_dtype(before)
 

@@ -70,14 +70,6 @@ def test_a_card_is_busy_for_the_longest_of_three_times() -> None:
     assert card.eager([small] * 100, launch=27e-6) == pytest.approx(2.7e-3, rel=0.01)
 
 
-def test_bad_options_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for option, first in (("--card", "GeForce RTX 3060"), ("--model", "SD 1.5 at 512")):
-        with pytest.raises(SystemExit):
-            gpu.main([option, "SD 9"])
-        last = capsys.readouterr().err.splitlines()[-1]
-        assert f"{option}: expected a part of one of {first}" in last
-
-
 @pytest.mark.parametrize(("config", "millions"), [(SD15, 859.5), (SDXL, 2567.5)])
 def test_the_unets_are_the_published_ones(config: dict[str, Any], millions: float) -> None:
     model = unet(config, 64, torch.float32).build(torch.device("meta"))

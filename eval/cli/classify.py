@@ -13,6 +13,7 @@ from mame_sd.runs.processes import joined, this_process
 
 from ..benchmark.results import check_out
 from ..images import turned_note
+from ..perception.answers import Asked
 from ..perception.data import ImageSet, class_numbers, open_images
 from ..perception.encoders import LoadedEncoder, load_encoder
 from ..perception.heads import Head, class_names, nearest_head, prompt_templates, text_head
@@ -63,12 +64,10 @@ def run_classify(
     with joined(process):
         results = Classification(
             suite=suite,
-            head=head,
-            images=images,
+            asked=Asked(head, images, options.batch_size),
             numbers=numbers,
-            head_about=about,
+            about=about,
             rows=rows,
-            size=options.batch_size,
             rounds=options.rounds,
             out=out,
             process=process,

@@ -7,15 +7,13 @@ becomes of the tokens.
     with rival_on(model, ToMe(r=8)) as handle:
         logits = model(pixel_values).logits
         print(handle.report())
-    with on_smaller_images(model, 160):
-        logits = model(pixel_values).logits      # the same pixel_values, made smaller inside
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -88,7 +86,7 @@ def rival_on(model: nn.Module, rule: Rule) -> Iterator[EncoderHandle]:
         NotApplicable: it lacks what the rule works by (a class token, keys).
     """
     encoder, blocks, known = find_encoder(model)
-    if rule.class_token and known.prefix_tokens_of(encoder) == 0:
+    if "queries" in rule.hears and known.prefix_tokens_of(encoder) == 0:
         raise NotApplicable(
             f"expected a class token to prune by, but {type(encoder).__name__} has none; choose"
             " another method"
@@ -114,11 +112,6 @@ def projection_of(known: Encoder, what: str) -> str:
     if what == "queries":
         name = _QUERIES.get(name, "")
     return f"{path}.{name}" if name else ""
-
-
-def counted(model: nn.Module) -> AbstractContextManager[EncoderHandle]:
-    """`model` as it is, its tokens and FLOPs counted, for a `with` block; not for timing."""
-    return rival_on(model, Rule())
 
 
 @contextmanager

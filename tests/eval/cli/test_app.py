@@ -52,7 +52,6 @@ BAD: dict[str, tuple[str, str]] = {
     "cache-texts": ("cache --texts none", "--texts: expected a folder, found none at none"),
     "cache-share": ("cache --shares 1.5", "--shares: expected shares above 0 and below 1, got 1.5"),
     "cache-tasks": ("cache --tasks sums", "--tasks: expected some of needles"),
-    "cache-cost": ("cache-cost --lengths 4k", "--lengths: expected numbers with commas"),
     "caption-tokens": (
         "caption --data none --references none --tokens 0",
         "--tokens: expected at least 1, got 0",
@@ -111,7 +110,7 @@ def test_the_suites_are_documented_as_they_are() -> None:
 def test_every_option_has_help() -> None:
     command = get_command(cli.app)
     assert isinstance(command, typer.core.TyperGroup)
-    commands = "score benchmark classify caption token-maps cache cache-cost report weights doctor"
+    commands = "score benchmark classify caption token-maps cache report weights doctor"
     assert set(command.commands) == set(commands.split())
     for name, sub in command.commands.items():
         for parameter in sub.params:
