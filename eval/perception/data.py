@@ -32,7 +32,7 @@ class ImageSet:
     Attributes:
         folder: where they lie.
         files: relative to `folder`.
-        labels: number of the class folder of each; None: no labels.
+        labels: number of the class of each, by its folder; None: no labels.
         classes: names of the class folders, sorted.
         frames: how many of each clip the model sees, evenly spaced; None: they are images.
     """
@@ -193,9 +193,9 @@ def _decoded(path: Path) -> list[np.ndarray]:
     return frames
 
 
-def class_numbers(images: ImageSet, labels: dict[str, int]) -> tuple[tuple[int, ...], str]:
-    """The model's number of each class folder, and how it was found: by the folders' names, or else
-    by their order.
+def labelled(images: ImageSet, labels: dict[str, int]) -> tuple[ImageSet, str]:
+    """Label images with the model's numbers of classes, and say how these were found: by the class
+    folders' names, or else by their order.
 
     Args:
         images: with labels.
@@ -205,13 +205,14 @@ def class_numbers(images: ImageSet, labels: dict[str, int]) -> tuple[tuple[int, 
         UserError: folders that are neither named as the model's classes nor as many.
     """
     known = [name in labels for name in images.classes]
-    if all(known):
-        return tuple(labels[name] for name in images.classes), "class folders by name"
     if not any(known) and len(images.classes) == len(labels):
-        return tuple(range(len(labels))), "class folders in sorted order"
-    missing = images.classes[known.index(False)]
-    raise UserError(
-        f"--data {images.folder}: expected class folders named as the model's {len(labels)}"
-        f" classes, or just as many in their order, got {len(images.classes)} with {missing!r},"
-        " which the model has not; rename the folders, or give another model"
-    )
+        return images, "class folders in sorted order"
+    if not all(known):
+        missing = images.classes[known.index(False)]
+        raise UserError(
+            f"--data {images.folder}: expected class folders named as the model's {len(labels)}"
+            f" classes, or just as many in their order, got {len(images.classes)} with {missing!r},"
+            " which the model has not; rename the folders, or give another model"
+        )
+    numbers = (labels[images.classes[label]] for label in images.labels or ())
+    return replace(images, labels=tuple(numbers)), "class folders by name"

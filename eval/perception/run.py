@@ -74,7 +74,6 @@ class Classification:
 
     Attributes:
         asked: the model, the images that it answers, and the size of a batch.
-        numbers: the model's number of each class folder; None: no labels.
         about: how it answers, as JSON values: class names and templates, or where labels come from.
         rows: the first is the baseline, and each rival comes after the row whose FLOPs it takes.
         rounds: of timing.
@@ -85,7 +84,6 @@ class Classification:
 
     suite: str
     asked: Asked
-    numbers: Sequence[int] | None
     about: Mapping[str, Any]
     rows: Sequence[Row]
     rounds: int
@@ -126,7 +124,7 @@ class Classification:
     def _before(self) -> Results:
         """What is known before anything is measured."""
         encoder, images = self.asked.head.encoder, self.asked.images
-        about, labelled = images.about(), self.numbers is not None
+        about, labelled = images.about(), images.labels is not None
         rows = [
             Line(
                 name=row.name,
@@ -264,11 +262,10 @@ class Classification:
 
     def _right(self, name: str) -> list[bool] | None:
         """Whether each answer is its image's label; None without labels."""
-        labels, numbers = self.asked.images.labels, self.numbers
-        if labels is None or numbers is None:
+        labels = self.asked.images.labels
+        if labels is None:
             return None
-        pairs = zip(self._answers(name), labels, strict=True)
-        return [answer == numbers[label] for answer, label in pairs]
+        return [a == label for a, label in zip(self._answers(name), labels, strict=True)]
 
     def _flops(self, name: str) -> float:
         """GFLOPs of a row that was measured."""
