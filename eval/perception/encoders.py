@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mame_sd.errors import UserError, first_line
 from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.devices import pick_device, pick_dtype
-from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of, find_folder
+from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of, find_folder, name_of
 
 from ..networks.pretrained import DEVIATION, MEAN, SALIENCY, load_dinov2
 from ..weights.registry import REGISTRY
@@ -135,14 +135,14 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
     if choice.model == SALIENCY:
-        name, digest = SALIENCY, REGISTRY[SALIENCY].sources[0].sha256
+        name, digest = SALIENCY, REGISTRY[SALIENCY].sha256
         found: tuple[Any, Any, Any]
         found = load_dinov2(offline=choice.offline), _processor(224, 224, MEAN, DEVIATION), None
     else:
         name = choice.model or EMBEDDED_ENCODER
         if _TIMM_NAME.fullmatch(name) and not Path(name).exists():
             name = f"timm/{name}"
-        folder, name = find_folder(name, partial(_downloaded, choice))
+        folder, name = find_folder(name, partial(_downloaded, choice)), name_of(name)
         digest = digest_of(folder)
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
