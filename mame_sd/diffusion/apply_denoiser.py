@@ -1,13 +1,5 @@
 """apply_mame: merging as hooks on a model's self-attention modules.
 
-    handle = apply_mame(pipe)
-    image = pipe("a red key").images[0]
-    print(handle.report())
-    remove_mame(pipe)                      # bit-equal to before
-
-    with mame(pipe, keep=0.5):             # for one block; what was there before comes back
-        image = pipe("a red key").images[0]
-
 A hook on the module survives what replaces processors: slicing, `fuse_qkv_projections`, IP-Adapter,
 PAG. It also learns the true (h, w) of the tokens from the Transformer2DModel around it. Each module
 carries one merging hook at most: applying again replaces it. A `copy.deepcopy` of a hooked model
