@@ -382,7 +382,7 @@ def test_a_guided_pair_merges_by_the_guided_sample_alone() -> None:
 def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
     """A batch of two videos of one frame, as a chunk of two frames: each frame by itself."""
     unet = tiny_unet()
-    hook = StepHook(unet, shared := Shared(ResolvedConfig(MaMeConfig(), True)))
+    hook = StepHook(unet, shared := Shared(ResolvedConfig(MaMeConfig(), True, MaMeConfig())))
     video = torch.zeros(2, 4, 8, 8).unsqueeze(axis)
     hook(unet, (video, 5, None), {})
     assert shared.step.value.step().leader is None
