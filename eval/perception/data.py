@@ -148,14 +148,14 @@ def _in_class(folder: Path, clips: bool) -> list[str]:
     """Names of the images, or the clips, of one class folder."""
     entries = _entries(folder)
     if clips:
-        kind, suffixes = "folders of frames or video files", VIDEOS
+        kind, suffixes = "folders of frames or video files", ", ".join(VIDEOS)
         found = [one for one in entries if one.is_dir() or one.suffix.lower() in VIDEOS]
     else:
-        kind, suffixes = "images", SUFFIXES
+        kind, suffixes = "images", ", ".join(SUFFIXES)
         found = [one for one in entries if one.is_file() and one.suffix.lower() in SUFFIXES]
     if not found:
         raise UserError(
-            f"--data: expected {kind} ({', '.join(suffixes)}) in each class folder, found none in"
+            f"--data: expected {kind} ({suffixes}) in each class folder, found none in"
             f" {folder}; take the folder out or put them in"
         )
     return [one.name for one in found]

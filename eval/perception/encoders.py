@@ -178,8 +178,12 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
 def _downloaded(choice: ModelChoice, name: str) -> str:
     from huggingface_hub import snapshot_download
 
-    where = {"revision": choice.revision, "local_files_only": choice.offline}
-    return str(snapshot_download(name, **where, allow_patterns=list(_FILES)))
+    return snapshot_download(
+        name,
+        revision=choice.revision,
+        local_files_only=choice.offline,
+        allow_patterns=list(_FILES),
+    )
 
 
 def _of_transformers(folder: Path, kind: str, dtype: torch.dtype) -> tuple[Any, Any, Any]:

@@ -97,15 +97,15 @@ def smaller(side: float) -> Method:
     return Method({"side": int(side)}, partial(on_smaller_images, side=int(side)))
 
 
-def _share(part: float, tokens: int, patches: int, patch: int) -> float:
+def _share(part: float, tokens: float, patches: int, patch: int) -> float:
     return max(part, 1e-6)
 
 
-def _fewer(part: float, tokens: int, patches: int, patch: int) -> float:
+def _fewer(part: float, tokens: float, patches: int, patch: int) -> float:
     return (1 - part) * tokens / 2
 
 
-def _side(part: float, tokens: int, patches: int, patch: int) -> float:
+def _side(part: float, tokens: float, patches: int, patch: int) -> float:
     return float(patch * max(1, min(patches, round(0.5 + part * patches))))
 
 
@@ -126,7 +126,7 @@ class Knob:
     label: str
     short: str
     make: Callable[[float], Method]
-    at: Callable[[float, int, int, int], float] = _share
+    at: Callable[[float, float, int, int], float] = _share
     most: float | None = 1.0
     whole: bool = False
     family: Family = "rival"
