@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mame_sd.diffusion.apply_denoiser import denoiser_of
+from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.runs.generate import environment
-from mame_sd.runs.jobs import GenerateSettings, Job, call_of, cut_batches
+from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import InstalledMethod
 from mame_sd.runs.sampling import sample
@@ -65,15 +65,15 @@ def bench(
 
 
 def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
-    """The batches of a run that cost the same but for what they show: the longest ones, of one size
-    and kind.
+    """The batches of a run that cost the same but for what they show: the longest ones, with
+    negative prompts or without.
     """
     batches = cut_batches(jobs, batch_size)
     first = max(batches, key=len)
     return [
         batch
         for batch in batches
-        if len(batch) == len(first) and call_of(batch[0]) == call_of(first[0])
+        if len(batch) == len(first) and batch[0].steered == first[0].steered
     ]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.apply_denoiser import denoiser_of
+from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.generate import environment, generate
 from mame_sd.runs.jobs import GenerateSettings, cut_batches, jobs_of

@@ -139,8 +139,8 @@ def suite_prompts(
     source = prompts.file or suite.prompts
     if source is None:
         raise UserError(
-            f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv, .tsv and .jsonl"
-            " files will do (the paper's are of GEMRec and ImageNet's class names)"
+            f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv and .tsv files"
+            " will do (the paper's are of GEMRec and ImageNet's class names)"
         )
     if source != "drawn":
         if held_out:
