@@ -198,6 +198,19 @@ TINY = {
         "rope_axes_dim": (8, 12, 12)}),
 }
 HANDED = {"ERNIE-Image"}  # whose attention the node hands on, and the engine to no other
+# What 0.3.64, the oldest engine that the node runs in, does otherwise than 0.33.0 has it recorded.
+OLDEST = "0.3.64"
+OTHER_CALLS = {
+    "OmniGen 2": "repeats the heads of keys",
+    "Z-Image": "pads no image",
+}
+OTHER_MODELS = {
+    "PixArt": "draws on CUDA",
+    "Qwen-Image Layered": "has one layer",
+    "Wan S2V": "hands its attention to no node",
+    "Z-Image, longer contexts than the image": "takes no references",
+    "Z-Image, references": "takes no references",
+}
 HIDDEN = {  # whose attention no node is handed
     "PixArt": Tiny("PixArtSigma", {"input_size": 48, "in_channels": 4, "hidden_size": 64,
         "depth": 2, "num_heads": 2, "caption_channels": 24, "model_max_length": 7,
@@ -209,6 +222,15 @@ HIDDEN = {  # whose attention no node is handed
         "image_meta_size": (6,)}),
 }
 # fmt: on
+
+
+def skip_other(name: str, others: dict[str, str]) -> None:
+    """Skip a test of what the oldest engine does otherwise, by `OTHER_CALLS` or `OTHER_MODELS`."""
+    engine()
+    from comfyui_version import __version__ as version
+
+    if version == OLDEST and name in others:
+        pytest.skip(f"{name} of {version} {others[name]}")
 
 
 def patcher(name: str, **size: Any) -> Any:
