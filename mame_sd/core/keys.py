@@ -137,15 +137,17 @@ def merge_keys(
             torch.cat([*of, t[:, :, end:]], 2) for of, t in ((keys, k), (values, v))
         )  # [B, H, K, D]
         log_sizes = torch.cat(logs, 1) if len(logs) > 1 else logs[0]
-        bias = own_bias = log_sizes[:, None, None] if counted else None
+        own_bias = bias = log_sizes[:, None, None] if counted else None
         at = groups[0].queries  # of the image
         few = at[: max(1, count * k.shape[1] // q.shape[1])]
         rows = attn_mask
         if attn_mask is not None:
             zero = log_sizes.new_zeros(()) if bias is None else bias
-            own_bias = bias = _with_mask(zero, attn_mask, grids, groups, k.shape[2])
+            own_bias = bias = masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2])
             if attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
-                rows, own_bias = (t[..., image, :].index_select(-2, few) for t in (rows, bias))
+                rows, own_bias = (
+                    t[..., image, :].index_select(-2, few) for t in (attn_mask, masked)
+                )
         by = q.shape[-1] ** -0.5 if scale is None else scale
         if count or not counted:
             some = q[:, :, image].index_select(2, few if counted else at)
@@ -264,7 +266,7 @@ class MergeJob:
             self.leader, first, known, counted=bias,
         )  # fmt: skip
         mask = self.merged.bias
-        if mask is not None and not bias and given.dtype == torch.bool:
+        if mask is not None and not bias and given is not None and given.dtype == torch.bool:
             mask = mask == 0  # as it came
         changes = {"key": self.merged.key, "value": self.merged.value, "attn_mask": mask}
         return {**call, **changes, **({} if scale is None else {"scale": scale})}
