@@ -64,7 +64,7 @@ class LoadedModel:
 
     def resolved(self, config: MaMeConfig) -> MaMeConfig:
         """`config` as it merges on this model, which decides on what it leaves open."""
-        from mame_sd.diffusion.apply_denoiser import denoiser_of
+        from mame_sd.diffusion.denoisers import denoiser_of
         from mame_sd.diffusion.shipped import resolved
 
         try:
