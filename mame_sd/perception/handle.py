@@ -282,9 +282,7 @@ class EncoderHandle:
                 " whose tokens merged otherwise; restore them before the next forward"
             )
         if block is None:
-            kept = {
-                number: getattr(plan, "tokens_kept", features.shape[1]) for number, plan in plans
-            }
+            kept = {number: plan.tokens_kept for number, plan in plans}
             fit = [number for number, tokens in kept.items() if tokens == features.shape[1]]
             if not fit:
                 raise ValueError(

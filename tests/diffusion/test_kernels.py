@@ -148,24 +148,6 @@ def test_a_backend_that_is_set_gets_merged_keys(
     assert seen() == {every}
 
 
-@torch.no_grad()
-def test_an_exported_model_merges_by_the_kernel_that_is_set(
-    register: Callable[[str], None],
-) -> None:
-    model = flux()
-    register("sage")
-    every = whole(model)
-    apply_mame(model, **MERGING)
-    model.set_attention_backend("sage")
-    expected = run(model)
-    (merged,) = seen()
-    assert merged < every
-    exported = torch.export.export(model, (), INPUTS, strict=False)
-    seen()
-    torch.testing.assert_close(exported.module()(**INPUTS)[0], expected)
-    assert seen() == {merged}
-
-
 def test_a_kernel_in_the_place_of_the_native_one_gets_merged_keys(
     register: Callable[[str], None],
 ) -> None:
