@@ -89,10 +89,6 @@ def once(pipe: Any, **kwargs: Any) -> Tensor:
     return torch.as_tensor(generate(pipe, **{"num_inference_steps": 1, **kwargs}))
 
 
-def image_to_image(pipe: Any, **kwargs: Any) -> Tensor:
-    return once(pipe, image=noise(1, 3, SIDE, SIDE), num_inference_steps=2, strength=0.6, **kwargs)
-
-
 def controlnet() -> ControlNetModel:
     net = seeded(
         ControlNetModel.from_unet,

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import tomesd
 import torch
-from peft import LoraConfig
 from torch import nn
 
 from mame_sd import NothingMergedError, apply_mame, remove_mame
@@ -20,7 +19,6 @@ from tests.builders.transformers import FLUX, model, run
 from tests.matrix.features import DEEP
 from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Check
-from tests.matrix.transformers import NEWEST
 
 HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 
@@ -106,30 +104,6 @@ def removed_under_deepcache() -> None:
     assert torch.equal(once(pipe, num_inference_steps=3), before)
 
 
-def with_lora(name: str) -> None:
-    """A LoRA put on before merging, after it, and switched off again."""
-    case = MODELS[name]
-    before, after = case.build(), case.build()
-    apply_mame(after, **HALF)
-    plain = run(case.inputs(), after)
-    outputs = []
-    for one in (before, after):
-        add_lora(one, r".*(blocks|layers)\.\d+\.(attn1?|attention)\.to_[qkv]")
-        if one is before:
-            apply_mame(one, **HALF)
-        outputs.append(run(case.inputs(), one))
-    assert torch.equal(*outputs)
-    assert not torch.equal(outputs[0], plain)
-    after.disable_adapters()
-    again = run(case.inputs(), after)
-    torch.testing.assert_close(again, plain, rtol=1e-5, atol=1e-5)  # an idle LoRA rounds otherwise
-
-
-def add_lora(transformer: Any, targets: str) -> None:
-    torch.manual_seed(0)
-    transformer.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=targets))
-
-
 def unknown_model() -> None:
     class Mystery(nn.Module):
         def __init__(self) -> None:
@@ -160,6 +134,7 @@ CHECKS = [
         "torch.compile, regional, fullgraph",
         partial(compiled, False),
         "one graph for all blocks of a size",
+        sweep=True,
     ),
     Check("torch.compile of Flux, fullgraph", compiled_flux, "one graph"),
     Check(
@@ -178,16 +153,4 @@ CHECKS = [
         "an error that says that it is not supported yet, what attention it has, and what to do",
     ),
     Check("images too small to merge", too_small, "`report()` raises: never a silent no-op"),
-    *(
-        Check(
-            f"LoRA on {name}",
-            partial(with_lora, model),
-            "before or after `apply_mame`, the same bits",
-            since=NEWEST,
-        )
-        for name, model in (
-            ("Flux 2", "Flux2Transformer2DModel"),
-            ("Z-Image", "ZImageTransformer2DModel"),
-        )
-    ),
 ]

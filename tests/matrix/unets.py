@@ -9,7 +9,6 @@ from tests.builders.pipelines import (
     SIDE,
     animatediff,
     controlnet,
-    image_to_image,
     kandinsky,
     noise,
     once,
@@ -37,7 +36,6 @@ ROWS = [
         processor="set",
         one_liner="needs `size=(12, 20)`",
     ),
-    Row("image to image", partial(sd, "StableDiffusionImg2ImgPipeline"), image_to_image, LEVELS),
     Row(
         "ControlNet",
         lambda: sd("StableDiffusionControlNetPipeline", controlnet=controlnet()),
