@@ -14,7 +14,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
 from tests.builders.caches import DeepCache
-from tests.builders.pipelines import once, quiet, sd, sdxl
+from tests.builders.pipelines import once, one_step, quiet, sd, sdxl
 from tests.builders.tiny import TEXT_DIM, tiny_pipeline, tiny_unet, unet_inputs
 from tests.matrix.rows import Row
 from tests.matrix.unets import LEVELS
@@ -121,22 +121,14 @@ def trained(pipe: Any) -> Tensor:
 
 def modular() -> Any:
     """The tiny SDXL as a Modular Diffusers pipeline."""
-    parts = sdxl("StableDiffusionXLPipeline").components
+    parts = sdxl().components
     pipe = diffusers.StableDiffusionXLAutoBlocks().init_pipeline()
     pipe.update_components(**{name: part for name, part in parts.items() if part is not None})
     return quiet(pipe)
 
 
 def run_modular(pipe: Any) -> Tensor:
-    return pipe(
-        prompt="a red key",
-        num_inference_steps=1,
-        height=32,
-        width=32,
-        generator=torch.Generator().manual_seed(0),
-        output_type="pt",
-        output="images",
-    )
+    return one_step(pipe, prompt="a red key", output="images")
 
 
 CPU, DEEP = torch.device("cpu"), DeepCache()

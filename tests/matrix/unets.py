@@ -20,6 +20,7 @@ from tests.builders.pipelines import (
     stable_video,
 )
 from tests.builders.tiny import tiny_pipeline
+from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Row
 
 LEVELS = {256: 3, 64: 4}  # what tiny_unet merges at its own size
@@ -52,7 +53,7 @@ ROWS = [
         target=lambda pipe: pipe.controlnet,
         note="`apply_mame(pipe.controlnet)`",
     ),
-    Row("SDXL", partial(sdxl, "StableDiffusionXLPipeline"), once, {64: 8}, **SAME),
+    Row("SDXL", sdxl, once, {64: 8}, **SAME),
     Row(
         "Kandinsky 2.2 decoder",
         kandinsky,
@@ -73,7 +74,7 @@ ROWS = [
     ),
     Row(
         "Stable Video Diffusion",
-        stable_video,
+        lambda: stable_video(MODELS["UNetSpatioTemporalConditionModel"].build()),
         run_stable_video,
         {256: 3, 64: 1},
         note="attention over frames never merges",

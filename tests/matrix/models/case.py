@@ -40,7 +40,9 @@ class Case:
     unprobed: str = ""
 
 
-# What transformers are built with where a case gives nothing else, as far as their classes take it.
+# What transformers are built with where a case gives nothing else, as far as their classes take it;
+# other arguments whose names end as those of `AT_MOST` are at most so large.
+AT_MOST = {"_dim": 16, "_channels": 16, "heads": 2, "layers": 1, "blocks": 1}
 SMALL: dict[str, Any] = {
     "attention_head_dim": 16,
     "axes_dims": (4, 4, 8),
@@ -96,7 +98,7 @@ def case(
     """
 
     def build() -> Any:
-        return model(name, **{**_taken(small, getattr(diffusers, name)), **more})()
+        return model(name, **{**_sizes(small, getattr(diffusers, name)), **more})()
 
     def call() -> dict[str, Any]:
         latents, _, dims = image.partition(" ")
@@ -105,6 +107,18 @@ def case(
         return {**(_taken(usual, kind.forward) if kind else {}), **inputs()}
 
     return Case(name, build, call, image, text, unprobed)
+
+
+def _sizes(small: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Small values for the arguments of a class."""
+    sizes = {}
+    for name, argument in inspect.signature(kind).parameters.items():
+        if name in small:
+            sizes[name] = small[name]
+        elif type(argument.default) is int:
+            limits = (most for end, most in AT_MOST.items() if name.endswith(end))
+            sizes[name] = min(argument.default, next(limits, argument.default))
+    return sizes
 
 
 def _taken(values: dict[str, Any], by: Callable[..., Any]) -> dict[str, Any]:

@@ -40,13 +40,10 @@ SPARSE = [
             "chunk_partition": [1, 2],
         },
         **WAN,
-        compressed_patch_size=(1, 4, 4),
-        full_chunk_limit=3,
     ),
     case(
         "Kandinsky6SRTransformer3DModel",
         lambda: {"hidden_states": normal(1, 2, 16, 16, 9), "timestep": torch.tensor([500.0])},
-        num_visual_blocks=1,
         nabla_window=(3, 3, 3),
     ),
 ]
