@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.builders.caches import FIRST, PYRAMID
 from tests.builders.tiny import seeded
-from tests.builders.transformers import PATCHED, TEXT, normal, reference_image, run
+from tests.builders.transformers import TEXT, H, W, flux_inputs, normal, run
 from tests.matrix.models import refusals
 from tests.matrix.models.case import Case, case
 from tests.matrix.models.registry import MODELS
@@ -110,9 +110,18 @@ def compile_whole(transformer: Any) -> None:
 
 
 WAN22 = partial(Row, build=wan22, run=run_wan22, merges={32: 4}, min_tokens=16)
+
+
+def reference_image() -> dict[str, Any]:
+    """Flux Kontext: the tokens of a second image, 4 x 6, behind those of the generated one."""
+    second = torch.cartesian_prod(torch.ones(1), torch.arange(4.0), torch.arange(6.0))
+    ids = torch.cat([flux_inputs()["img_ids"], second])
+    return {"img_ids": ids, "hidden_states": normal(2, H * W + 24, 4)}
+
+
 FLUX, SD3 = MODELS["FluxTransformer2DModel"], MODELS["SD3Transformer2DModel"]
 KONTEXT = replace(FLUX, inputs=lambda: {**FLUX.inputs(), **reference_image()})
-SD35 = case(SD3.name, SD3.inputs, **PATCHED, dual_attention_layers=(0,), qk_norm="rms_norm")
+SD35 = case(SD3.name, SD3.inputs, sample_size=32, dual_attention_layers=(0,), qk_norm="rms_norm")
 NEWEST = "0.42.0"  # the version of diffusers that has the rows of `new`
 new = partial(row, modes={"keep": {"keep": 0.5}}, since=NEWEST)
 PASSES_MORE = "error: its attention passes arguments that other processors don't take"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.builders.tiny import tiny_unet, unet_inputs
-from tests.builders.transformers import FLUX, IMAGE, TEXT, H, W, flux_inputs, model, normal
+from tests.builders.transformers import TEXT, H, W, normal
 from tests.matrix.models import images
 from tests.matrix.models.case import BLC, PLAIN, STEP, Case, T, case
 from tests.matrix.models.images import HALF
@@ -142,11 +142,7 @@ CASES = [
         "3D",
         num_attention_heads=2,
     ),
-    unet(
-        "UNetMotionModel",
-        video_unet(encoder_hidden_states=normal(T, TEXT, 32)),
-        "Motion",
-    ),
+    unet("UNetMotionModel", video_unet(encoder_hidden_states=normal(T, TEXT, 32)), "Motion"),
     unet(
         "UNetSpatioTemporalConditionModel",
         lambda: {
@@ -198,19 +194,11 @@ CASES = [
     ),
     case(
         "FluxControlNetModel",
-        lambda: {
-            **flux_inputs(),
-            "controlnet_cond": normal(2, H * W, 4),
-            "pooled_projections": normal(2, 8),
-            **HALF,
-        },
+        lambda: {"controlnet_cond": normal(2, H * W, 4), **HALF},
         BLC,
-        **{**FLUX, "num_layers": 1, "num_single_layers": 1},
+        num_layers=1,
     ),
-    case(
-        "SD3ControlNetModel",
-        lambda: {"controlnet_cond": IMAGE, "pooled_projections": normal(2, 8)},
-    ),
+    case("SD3ControlNetModel"),
     case(
         "QwenImageControlNetModel",
         lambda: {
@@ -223,19 +211,10 @@ CASES = [
         patch_size=1,
         num_layers=1,
     ),
-    Case(
+    case(
         "HunyuanDiT2DControlNetModel",
-        model(
-            "HunyuanDiT2DControlNetModel",
-            sample_size=32,
-            patch_size=2,
-            in_channels=4,
-            transformer_num_layers=4,
-            **images.HUNYUAN_DIT,
-        ),
-        lambda: {
-            **next(case for case in images.CASES if case.name == "HunyuanDiT2DModel").inputs(),
-            "controlnet_cond": IMAGE,
-        },
+        images.hunyuan_dit,
+        transformer_num_layers=4,
+        **images.HUNYUAN_DIT,
     ),
 ]
