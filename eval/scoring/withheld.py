@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..metric_list import LPIPS_NETS, MIN_IMAGES, Metric
+from ..metric_list import MIN_IMAGES, Metric
 from ..metrics.lpips import MIN_SIDE
 from ..metrics.ssim import WINDOW
 from .reference import Reference
 from .runs import Run
 
-MIN_SIDES = {"ssim": WINDOW, **dict.fromkeys(LPIPS_NETS, MIN_SIDE)}
+MIN_SIDES = {"ssim": WINDOW, "lpips": MIN_SIDE, "lpips_vgg": MIN_SIDE}
 
 
 def too_few(metric: Metric, run: Run, reference: Reference | None) -> str | None:
@@ -33,13 +33,9 @@ def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | Non
     if metric.needs == "set" and reference is None:
         return "no --reference to measure against"
     needed = MIN_SIDES.get(metric.name, 0)
-    width, height = min(
-        (
-            (item.row.get("width", needed), item.row.get("height", needed))
-            for item in run.items.values()
-        ),
-        key=min,
-    )
+    rows = [item.row for item in run.items.values()]
+    sizes = ((row.get("width", needed), row.get("height", needed)) for row in rows)
+    width, height = min(sizes, key=min)
     if min(width, height) >= needed:
         return None
     return f"images of {width} x {height}, needs {needed} x {needed}"

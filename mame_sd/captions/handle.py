@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from mame_sd.captions.calls import Calls, VisualCounts
+from mame_sd.captions.calls import Calls, CaptionReport
 from mame_sd.captions.known_captioners import images_of
 from mame_sd.captions.on_model import on_model, put, take
 from mame_sd.captions.prompts import Image
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import has_encoder_hooks
-from mame_sd.report import counted
-
-
-@dataclass(frozen=True)
-class CaptionReport:
-    """What merging did: means over the images since the last reset.
-
-    Attributes:
-        images: how many.
-        visual_before: image tokens that the language model would have read.
-        visual_after: those that it read.
-    """
-
-    images: int
-    visual_before: float
-    visual_after: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        share = self.visual_after / self.visual_before if self.visual_before else 1.0
-        return (
-            f"{self.visual_before:.0f} -> {self.visual_after:.1f} visual tokens an image for the"
-            f" language model ({share:.0%}), {counted(self.images, 'image')}"
-        )
 
 
 class CaptionHandle(Calls):
@@ -47,7 +20,7 @@ class CaptionHandle(Calls):
 
     Attributes:
         model: the model.
-        config: the settings now in force, of which `keep` and `tau` count.
+        config: the settings now in force, of which `keep` counts.
     """
 
     config: MaMeConfig
@@ -57,7 +30,8 @@ class CaptionHandle(Calls):
         self.set(MaMeConfig() if config is None else config, **fields)
 
     def _images(self, call: dict[str, Any]) -> list[Image]:
-        return images_of(self.model, call, self.config.keep, self.config.tau)
+        assert self.config.keep is not None
+        return images_of(self.model, call, self.config.keep)
 
     @property
     def installed(self) -> bool:
@@ -66,7 +40,7 @@ class CaptionHandle(Calls):
         return on is not None and any(one.calls is self for one in on.slots)
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Changes `keep` or `tau` from the next call on; `config` replaces both.
+        """Changes `keep` from the next call on.
 
         Raises:
             TypeError: `config` is no MaMeConfig.
@@ -78,23 +52,21 @@ class CaptionHandle(Calls):
                 " keep=0.25"
             )
         new = (self.config if config is None else config).replace(**fields)
-        other = next((name for name in new.given if name not in ("keep", "tau")), None)
+        other = next((name for name in new.given if name != "keep"), None)
         if other is not None:
             raise ValueError(
-                f"{other}: expected keep or tau alone for the visual tokens of a language model,"
+                f"{other}: expected keep alone for the visual tokens of a language model,"
                 f" got {new.given[other]!r}; leave it out"
             )
         self.config = new
 
     def report(self) -> CaptionReport:
         """Return the visual tokens since the last `reset`."""
-        counts = self.counts
-        images = max(counts.images, 1)
-        return CaptionReport(counts.images, counts.unmerged / images, counts.kept / images)
+        return replace(self.counts)
 
     def reset(self) -> None:
         """Sets all counters to zero."""
-        self.counts = VisualCounts()
+        self.counts = CaptionReport()
 
     def remove(self) -> None:
         """Takes this handle's merging off the model; that of a later one stays."""

@@ -27,21 +27,20 @@ PARTS = {  # what merging calls and reads of each
     **dict.fromkeys(QWEN, ("model.get_image_features", "model.get_rope_index")),
 }
 LINE = -1  # where a token for a new line stands
+_QUERIES = "its language model reads a fixed number of queries already"
+_FOLDED = "it folds neighbouring patches into one, by their places"
 REFUSED = {
-    "Qwen3VLForConditionalGeneration": (
-        "first layers of its language model add what its tower saw to each image token"
-    ),
-    "Blip2ForConditionalGeneration": "its language model reads a fixed number of queries already",
-    "InstructBlipForConditionalGeneration": (
-        "its language model reads a fixed number of queries already"
-    ),
-    "LlavaOnevisionForConditionalGeneration": "it resizes its grid of patches, which merging ends",
-    "VideoLlavaForConditionalGeneration": "two towers feed it",
-    "PaliGemmaForConditionalGeneration": (
-        "a mask lets its image tokens see one another, and is made for their whole number"
-    ),
-    "Idefics3ForConditionalGeneration": "it folds neighbouring patches into one, by their places",
-    "SmolVLMForConditionalGeneration": "it folds neighbouring patches into one, by their places",
+    f"{name}ForConditionalGeneration": reason
+    for name, reason in {
+        "Qwen3VL": "first layers of its language model add what its tower saw to each image token",
+        "Blip2": _QUERIES,
+        "InstructBlip": _QUERIES,
+        "LlavaOnevision": "it resizes its grid of patches, which merging ends",
+        "VideoLlava": "two towers feed it",
+        "PaliGemma": "a mask, made for all of its image tokens, lets these see one another",
+        "Idefics3": _FOLDED,
+        "SmolVLM": _FOLDED,
+    }.items()
 }
 
 
@@ -85,22 +84,20 @@ def layer_of(model: Any) -> int:
     return layer if layer >= 0 else depth + 1 + layer
 
 
-def images_of(
-    model: Any, inputs: dict[str, Any], keep: float | None, tau: float | None
-) -> list[Image]:
+def images_of(model: Any, inputs: dict[str, Any], keep: float) -> list[Image]:
     """Merge the tokens of a call's images, as its tower gives them.
 
     Args:
         model: of a known class.
         inputs: `pixel_values`; with Qwen-VL also `image_grid_thw`, with LLaVA-NeXT `image_sizes`.
         keep: share of an image's tokens that stays; LLaVA-NeXT's tokens for new lines all do.
-        tau: similarity above which a token merges, where `keep` is None.
     """
     if name_of(model) in QWEN:
         seen = model.model.get_image_features(
             inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
         ).pooler_output
-        return [Image(*merged(one[None], None, keep, tau)[0], len(one)) for one in seen]
+        alone = [(merged(one[None], None, keep), len(one)) for one in seen]
+        return [Image(own[0], stay[0], length) for (own, stay), length in alone]
     single = name_of(model) == LLAVA[0]
     tiles = [inputs["pixel_values"]] if single else _tiles(model, inputs)
     output = model.model.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True)
@@ -118,7 +115,8 @@ def images_of(
     images: dict[int, Image] = {}
     for some in _alike([int((own != LINE).sum()) for own in spots]):
         free = torch.stack([spots[n][spots[n] != LINE] for n in some])  # [B, L]
-        for n, (own, stay) in zip(some, merged(flat[free], like[free], keep, tau), strict=True):
+        joined = merged(flat[free], like[free], keep)
+        for n, own, stay in zip(some, *joined, strict=True):
             images[n] = _with_lines(model, spots[n], own, stay)
     return [images[n] for n in range(len(spots))]
 

@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -63,8 +63,9 @@ class FieldOptions:
         without: names of fields that are no options here; those whose metadata say `option` False
             are none anywhere.
         help: help texts, by field, in the place of the dataclass's own.
-        otherwise: whose value a field has that is not given, for the help text. With it no option
-            has a default, and the argument is a dict of those that were given.
+        otherwise: whose value a field has that is not given, for the help text ("": it says
+            nothing of that). With it no option has a default, and the argument is a dict of those
+            that were given.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class FieldOptions:
 
     def parameters(self) -> list[inspect.Parameter]:
         """One keyword-only parameter for each option, annotated for typer."""
-        hints = inspect.get_annotations(self._kind, eval_str=True)
+        hints = get_type_hints(self._kind)
         return [
             keyword(
                 f.name,
@@ -117,6 +118,8 @@ class FieldOptions:
         help = str(self._help.get(f.name, f.metadata["help"]))
         if self._otherwise is None:
             return help
+        if not self._otherwise:
+            return f"{help[:1].upper()}{help[1:].removesuffix('.')}."
         return f"{help.partition('. ')[0].rstrip('.')}. Without it, {self._otherwise}."
 
 

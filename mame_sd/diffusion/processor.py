@@ -2,12 +2,10 @@
 
     pipe.unet.set_attn_processor(MaMeAttnProcessor(tau=0.8))
 
-It runs on every Attention of a model and merges only where that is sound. Cross-attention, masks,
-added keys and values and small layers pass through untouched. It sees tokens [B, L, C] and not
-their height and width: give `size` for images that are not square. Nor does it see what the tokens
-are. In a video model, attention over frames merges too where there are at least `min_tokens`
-frames. Keep `min_tokens` above their number. Slicing, `fuse_qkv_projections`, `load_ip_adapter` and
-PAG replace processors, this one included. `load_ip_adapter` makes new ones without arguments.
+It runs on every Attention of a model and merges only where that is sound. It sees tokens [B, L, C]
+and not their height and width: give `size` for images that are not square. Nor does it see what the
+tokens are: in a video model keep `min_tokens` above the number of frames. Slicing,
+`fuse_qkv_projections`, `load_ip_adapter` and PAG replace processors, this one included.
 `apply_mame` survives all of these, knows the true size and leaves attention over frames alone.
 """
 
@@ -27,8 +25,8 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.unet import (
     PlainAttention,
     default_processor,
+    fixed_reason,
     processed,
-    skip_reason,
 )
 from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import NO_SIZE, LayerCall, merged_call
@@ -66,12 +64,9 @@ class MaMeAttnProcessor:
 
     Args:
         config: a MaMeConfig; None is the measured default.
-        tau: similarity above which whole tokens merge. Lower merges more: faster, further from the
-            unmerged image.
-        keep: share of the keys to keep, instead of `tau`.
         inner: the processor that computes attention; None is what diffusers would install on each
             module.
-        fields: any other field of MaMeConfig but `references` and `layers`, over those of `config`.
+        fields: fields of MaMeConfig but `references` and `layers`, over those of `config`.
 
     Raises:
         TypeError: `config` is no MaMeConfig, or `inner` no processor.
@@ -79,20 +74,9 @@ class MaMeAttnProcessor:
     """
 
     def __init__(
-        self,
-        config: MaMeConfig | None = None,
-        *,
-        tau: float | None = None,
-        keep: float | None = None,
-        inner: Any = None,
-        **fields: Any,
+        self, config: MaMeConfig | None = None, *, inner: Any = None, **fields: Any
     ) -> None:
-        given = {
-            name: value
-            for name, value in {"tau": tau, "keep": keep, **fields}.items()
-            if value is not None
-        }
-        self.config = make_config(config, given)
+        self.config = make_config(config, fields)
         if self.config.references is not None:
             raise ValueError(
                 "references: expected none, got"
@@ -152,15 +136,12 @@ class MaMeAttnProcessor:
         }
         run, kind = partial(processed, inner, attn), type(inner).__name__
         call = LayerCall(attn, run, arguments, processor=inner, kind=kind)
-        crossed = encoder_hidden_states is not None or (
-            isinstance(attn, Attention) and (attn.is_cross_attention or attn.only_cross_attention)
-        )
+        crossed = encoder_hidden_states is not None or fixed_reason(attn) == "cross-attention"
         if crossed or hidden_states.dim() != 3:
-            reason = skip_reason(call, self.config) or ""
-            if reason == "cross-attention" or hidden_states.dim() != 3:
-                if not torch.compiler.is_compiling():
-                    self._passed[reason] += 1
-                return call.run()
+            if not torch.compiler.is_compiling():
+                other = f"input of {hidden_states.dim()} dimensions"
+                self._passed["cross-attention" if crossed else other] += 1
+            return call.run()
         stats = self._stats_of(attn)
         output: Tensor = merged_call(_LAYER, call, None, self.config, stats)
         if NO_SIZE in stats.note and not self._warned and not torch.compiler.is_compiling():
@@ -180,9 +161,7 @@ class MaMeAttnProcessor:
             NothingMergedError: a forward has run and no layer could merge.
         """
         if self._passed and not self._stats:
-            calls = ", ".join(
-                f"{reason} ({count} calls)" for reason, count in sorted(self._passed.items())
-            )
+            calls = ", ".join(f"{reason} ({n} calls)" for reason, n in sorted(self._passed.items()))
             raise NothingMergedError(
                 "expected self-attention over tokens [B, L, C], but every call was something else:"
                 f" {calls}. Set the processor on a UNet's self-attention, or remove it"

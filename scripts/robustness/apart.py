@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import apply_mame, mame
-from mame_sd.caches import FutureAttention, compress_cache
+from mame_sd.caches import compress_cache
 from mame_sd.upstream import cache_of, with_cache
 from tests.builders.perception import ROWS
 from tests.builders.tiny import tiny_unet, unet_inputs
@@ -104,8 +104,7 @@ def encoders(draw: Draw) -> None:
 def decoder(draw: Draw) -> tuple[Any, Callable[[], Any]]:
     """A language model, and what draws blocks that shorten its cache."""
     model = tiny(draw.choice([*MODELS]), draw.choice(("sdpa", "eager")))
-    scores = draw.choice((None, FutureAttention(count=7, ahead=3)))
-    return model, lambda: partial(compress_cache, model, draw.choice(KEEPS), scores)
+    return model, lambda: partial(compress_cache, model, draw.choice(KEEPS))
 
 
 def caches(draw: Draw) -> None:
@@ -139,14 +138,14 @@ def pictured(draw: Draw, seed: int, sides: tuple[int, int] = (0, 0)) -> dict[str
 
 def captioners(draw: Draw) -> None:
     model = llavas.llava()
-    apply_mame(model, **merging(draw))
+    apply_mame(model, keep=draw.choice(KEEPS))
 
     def ask(call: dict[str, Any], form: dict[str, Any] | None) -> Tensor:
         with nullcontext() if form is None else mame(model, **form):
             written = model.generate(**call, max_new_tokens=3, min_new_tokens=3, do_sample=False)
             return torch.cat([written.flatten(), model(**call).logits.flatten()])
 
-    forms = [draw.choice((None, merging(draw), {"keep": 0.4})) for _ in range(3)]
+    forms = [draw.choice((None, {"keep": draw.choice(KEEPS)})) for _ in range(3)]
     together(model, draw, [partial(ask, pictured(draw, i), form) for i, form in enumerate(forms)])
 
 
@@ -155,7 +154,7 @@ def padded_captioners(draw: Draw) -> None:
     tower, more = draw.choice(((llavas.CLIP, {}), (llavas.SIGLIP, whole)))
     model = llavas.llava(tower, **more)
     call = pictured(draw, draw.randrange(9), (draw.randint(0, 4), draw.randint(0, 4)))
-    apply_mame(model, **draw.choice((merging(draw), {"keep": 0.4})))
+    apply_mame(model, keep=draw.choice(KEEPS))
     got, start = model(**call).logits, 0
     for row, mask in enumerate(call["attention_mask"].bool()):
         ids = call["input_ids"][row][mask][None]

@@ -155,13 +155,10 @@ ROWS = [
     _dino("Dinov2ForImageClassification", 1, num_labels=5),
     _dino("Dinov2WithRegistersForImageClassification", 5, num_labels=5, num_register_tokens=4),
     _clip("CLIPVisionModel", 1, **_VISION),
-    _clip("CLIPVisionModelWithProjection", 1, **_VISION, projection_dim=8),
     _clip("CLIPForImageClassification", 1, **_BOTH, projection_dim=8, num_labels=5),
     _clip("CLIPModel", 1, with_text, **_BOTH, projection_dim=8),
     _clip("SiglipVisionModel", 0, **_VISION),
     _clip("SiglipForImageClassification", 0, **_BOTH, num_labels=5),
-    _clip("SiglipModel", 0, with_text, **_BOTH),
-    _clip("Siglip2VisionModel", 0, patches, **_NAFLEX),
     _clip(
         "Siglip2ForImageClassification",
         0,
@@ -178,6 +175,8 @@ ROWS = [
         num_labels=5,
     ),
 ]
+NAMED = {row.name: row for row in ROWS}
+VIT = NAMED["ViTForImageClassification"]
 SHALLOW = _vit("ViTForImageClassification", 1, num_labels=5, num_hidden_layers=2)  # to compile
 _DEPTH: dict[str, Any] = {
     "neck_hidden_sizes": [8, 8, 8, 8],
@@ -204,14 +203,6 @@ DENSE = [  # every hidden state is read, each token at its place
     _dino("Dinov2Backbone", 1, out_features=STAGES),
     Row("DepthAnythingForDepthEstimation", _depth_anything, 1, "norm2", "attention", pixels),
     _vit("DPTForDepthEstimation", 1, is_hybrid=False, backbone_out_indices=[0, 1, 2, 3], **_DEPTH),
-    _vit(
-        "DPTForSemanticSegmentation",
-        1,
-        is_hybrid=False,
-        backbone_out_indices=[0, 1, 2, 3],
-        **_DEPTH,
-        num_labels=3,
-    ),
 ]
 
 

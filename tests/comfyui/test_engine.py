@@ -18,6 +18,8 @@ from mame_sd import apply_mame, embedded_model_path
 from tests.comfyui.engine import (
     HANDED,
     HIDDEN,
+    OTHER_CALLS,
+    OTHER_MODELS,
     TINY,
     call,
     embedded_transformer,
@@ -26,7 +28,9 @@ from tests.comfyui.engine import (
     needs_engine,
     patcher,
     sampled,
+    skip_other,
 )
+from tests.comfyui.interface import applied
 from tests.comfyui.recorded import CALLS
 
 pytestmark = needs_engine
@@ -34,14 +38,10 @@ KEEP, TAU = {"keep": 0.25}, {"mode": "tau", "tau": 0.5}
 UNETS = ("SD 1.5", "SDXL")
 
 
-def applied(node: Any, model: Any, **changes: Any) -> Any:
-    values = {"mode": "keep", "keep": 0.25, "tau": 0.8, "min_tokens": 64} | changes
-    return node.patch(model, **values)[0]
-
-
 def of_engine(name: str) -> Any:
     if not hasattr(engine().supported_models, TINY[name].config):
         pytest.skip(f"this engine has no {name} yet")
+    skip_other(name, OTHER_MODELS)
     model = patcher(name)
     if any(
         getattr(b, "flipped_img_txt", False)
@@ -57,6 +57,7 @@ def shape_of(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in TINY if name not in {*UNETS, *HANDED}])
 def test_the_engine_calls_attention_as_recorded(name: str) -> None:
+    skip_other(name, OTHER_CALLS)
     model = of_engine(name)
     seen = []
 
@@ -82,6 +83,7 @@ def test_a_refused_models_attention_is_handed_to_no_node(node: Any, name: str) -
     """Its reason: an override of another node, which sees every other model's attention, sees
     nothing of this one's.
     """
+    skip_other(name, OTHER_MODELS)
     model, seen = patcher(name), []
 
     def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -211,27 +213,27 @@ def test_beside_the_engines_own_nodes_in_both_orders(
     assert not torch.equal(first, run(patcher("SD 1.5")))
 
 
-def test_a_run_tells_what_merged_or_why_nothing_did(node: Any, caplog: Any) -> None:
-    with caplog.at_level("INFO", logger="mame-sd"):
-        sampled(applied(node, patcher("SD 1.5")))
-        sampled(applied(node, patcher("SD 1.5"), min_tokens=4096))
-    ours = [record.getMessage() for record in caplog.records if record.name == "mame-sd"]
-    assert ours == [
-        "MaMe merged 384 -> 96 keys at 16 x 24, 96 -> 24 keys at 8 x 12",
-        (
-            "MaMe merged nothing: 384 tokens are fewer than min_tokens=4096; 96 tokens are fewer"
-            " than min_tokens=4096"
-        ),
-    ]
-
-
-def test_start_and_end_percent(node: Any, caplog: Any) -> None:
-    plain = sampled(patcher("SD 1.5"), steps=4)
-    assert torch.equal(sampled(applied(node, patcher("SD 1.5"), start_percent=1.0), steps=4), plain)
-    part = sampled(applied(node, patcher("SD 1.5"), start_percent=0.5), steps=4)
-    whole = sampled(applied(node, patcher("SD 1.5")), steps=4)
+def test_a_part_of_the_steps_merges_and_a_run_tells_what(node: Any, caplog: Any) -> None:
+    caplog.set_level("INFO", logger="mame-sd")
+    plain, whole, part, none = (
+        sampled(
+            patcher("SD 1.5")
+            if start is None
+            else applied(node, patcher("SD 1.5"), start_percent=start),
+            steps=4,
+        )
+        for start in (None, 0.0, 0.5, 1.0)
+    )
+    assert torch.equal(none, plain)
     assert not torch.equal(part, plain)
     assert not torch.equal(part, whole)
+    ours = [record.getMessage() for record in caplog.records if record.name == "mame-sd"]
+    said = "MaMe merged 384 -> 96 keys at 16 x 24, 96 -> 24 keys at 8 x 12"
+    assert ours == [
+        said,
+        said,
+        "MaMe merged nothing: no step was between start_percent and end_percent",
+    ]
 
 
 def compiled(model: Any) -> Any:
@@ -267,11 +269,3 @@ def test_compiled_it_adds_no_graph_and_no_break(node: Any, name: str) -> None:
         torch.testing.assert_close(sampled(order(model), name), expected, rtol=1e-3, atol=1e-3)
         counts.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
     assert counts == [counts[0]] * 3
-
-
-def test_compiled_it_merges_at_every_step_or_says_so(node: Any) -> None:
-    model = applied(node, compiled(patcher("SD 1.5")), start_percent=0.5)
-    with pytest.raises(
-        ValueError, match=r"expected 0 and 1 beside TorchCompileModel.*, got 0.5 and 1.0"
-    ):
-        sampled(model)

@@ -5,7 +5,7 @@ settings; bookkeeping.
 from __future__ import annotations
 
 import copy
-import warnings
+from types import SimpleNamespace as Pipe
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.hooks import StepHook
 from tests.builders.layers import CONFIGS
+from tests.builders.plans import latest_plans
 from tests.builders.tiny import (
     run_unet,
     seeded,
@@ -89,23 +90,13 @@ def test_each_timestep_has_destinations_of_its_own_whatever_ran_before() -> None
 def test_neighbouring_layers_take_different_draws() -> None:
     unet = tiny_unet()
     inputs = unet_inputs(unet)
-    with torch.no_grad(), mame(unet, keep=0.25, min_tokens=40) as handle:
-        handle.capture()
+    handle = apply_mame(unet, keep=0.25, min_tokens=40)
+    with torch.no_grad(), latest_plans() as plans:
         unet(**inputs)
-        plans: Any = list(handle.plans().values())
     assert len(plans) == 7
-    for number, plan in enumerate(plans):
-        draw = int((draw_at(inputs["timestep"]) + number) % DRAWS)
+    for number, (_, hook) in enumerate(handle.layers):
+        plan, draw = plans[hook.stats.name], int((draw_at(inputs["timestep"]) + number) % DRAWS)
         assert torch.equal(plan.dst, plan.cells.dst[draw])
-
-
-def test_a_model_inside_another_module_has_steps_too() -> None:
-    unet = tiny_unet()
-    want = at(unet, torch.tensor(500))
-    whole = torch.nn.Sequential(unet)
-    with torch.no_grad(), mame(whole, keep=0.25, min_tokens=40):
-        assert torch.equal(whole[0](**unet_inputs(unet)).sample, want)
-    assert not has_hooks(whole)
 
 
 @pytest.mark.parametrize("fields", [{"keep": 0.25}, {"tau": 0.5}], ids=str)
@@ -215,8 +206,15 @@ def test_set_changes_the_next_forward() -> None:
     handle.set(MaMeConfig(keep=0.4, min_tokens=40))
     assert handle.config == MaMeConfig(keep=0.4, min_tokens=40)
     remove_mame(unet)
-    with pytest.raises(RuntimeError, match="apply_mame again"):
+    with pytest.raises(RuntimeError, match="it was removed or replaced: call apply_mame again"):
         handle.set(tau=0.3)
+    with pytest.raises(RuntimeError, match="it was removed or replaced"):
+        handle.active = True
+    handle.install()
+    handle.active = False
+    assert torch.equal(run_unet(unet), before)
+    with pytest.raises(TypeError, match="active: expected True or False, got 1"):
+        handle.active = 1  # type: ignore[assignment]
 
 
 def test_applying_again_replaces() -> None:
@@ -285,14 +283,7 @@ def test_settings_of_a_thread_may_end_in_any_order() -> None:
     assert handle.config.keep == 0.7
 
 
-class Pipe:
-    """What a pipeline is to merging: something that has denoisers."""
-
-    def __init__(self, **models: Any) -> None:
-        self.__dict__.update(models)
-
-
-@pytest.mark.parametrize("name", ["unet", "transformer_2", "transformer_ref"])
+@pytest.mark.parametrize("name", ["unet", "transformer_ref"])
 def test_a_denoiser_that_was_replaced_or_came_later_is_told(name: str) -> None:
     pipe = Pipe(transformer=tiny_unet(), unet=tiny_unet())
     if name != "transformer_ref":
@@ -358,24 +349,6 @@ def test_deepcopy_merges_with_its_own_weights_and_counters() -> None:
     assert torch.equal(run_unet(twin), run_unet(fresh))
 
 
-def test_capture_keeps_the_latest_plans() -> None:
-    unet = tiny_unet()
-    handle = apply_mame(unet, **MERGING)
-    run_unet(unet)
-    assert handle.plans() == {}
-    handle.capture()
-    run_unet(unet, height=8, width=24)
-    plans = handle.plans()
-    assert len(plans) == 7
-    sizes = {layer.name: layer.size for layer in handle.report().layers}
-    for name, plan in plans.items():
-        size = sizes[name]
-        assert size is not None
-        assert plan.groups.shape == (2, size[0] * size[1])
-    handle.capture(False)
-    assert handle.plans() == {}
-
-
 def test_processor_and_hooks_do_not_merge_twice() -> None:
     unet = tiny_unet()
     unet.set_attn_processor(MaMeAttnProcessor(**MERGING))
@@ -409,43 +382,13 @@ def test_a_guided_pair_merges_by_the_guided_sample_alone() -> None:
 def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
     """A batch of two videos of one frame, as a chunk of two frames: each frame by itself."""
     unet = tiny_unet()
-    hook = StepHook(unet, shared := Shared(ResolvedConfig(MaMeConfig(), True)))
+    hook = StepHook(unet, shared := Shared(ResolvedConfig(MaMeConfig(), True, MaMeConfig())))
     video = torch.zeros(2, 4, 8, 8).unsqueeze(axis)
     hook(unet, (video, 5, None), {})
     assert shared.step.value.step().leader is None
     images = video.squeeze(axis)  # held, as by the call of a model
     hook(unet, (images, 5, None), {})
     assert shared.step.value.step().leader.tolist() == [1, 1]
-
-
-def test_images_too_small_to_merge_are_told_once() -> None:
-    unet = tiny_unet()
-    apply_mame(unet, min_tokens=10**6)
-    with pytest.warns(
-        UserWarning, match=r"no layer merges: each of \d+ was .* the largest has 256 tokens"
-    ):
-        run_unet(unet)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_unet(unet)
-
-
-def test_a_handle_that_is_off_the_model_says_so_when_it_is_switched() -> None:
-    unet = tiny_unet()
-    first = apply_mame(unet, min_tokens=16)
-    second = apply_mame(unet, min_tokens=16)
-    remove_mame(unet)
-    for handle in (first, second):
-        for value in (True, False):
-            with pytest.raises(
-                RuntimeError, match="expected merging to be applied, but it was removed or replaced"
-            ):
-                handle.active = value
-    second.install()
-    second.active = False
-    assert not second.active
-    with pytest.raises(TypeError, match="active: expected True or False, got 1"):
-        second.active = 1  # type: ignore[assignment]
 
 
 def test_a_model_refuses_a_size_that_it_tells_itself() -> None:
@@ -469,14 +412,3 @@ def test_each_sample_of_a_batch_is_its_own(fields: dict[str, Any]) -> None:
         together = unet(x, torch.tensor(500), text).sample
         alone = [unet(x[i : i + 1], torch.tensor(500), text[i : i + 1]).sample for i in range(3)]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-9, atol=1e-9)
-
-
-def test_sizes_may_change_between_calls() -> None:
-    unet = tiny_unet()
-    sizes = [(16, 16), (16, 24), (8, 16), (16, 16)]
-    apply_mame(unet, keep=0.5, min_tokens=16)
-    live = [run_unet(unet, height=h, width=w) for h, w in sizes]
-    for (h, w), output in zip(sizes, live, strict=True):
-        remove_mame(unet)
-        apply_mame(unet, keep=0.5, min_tokens=16)
-        assert torch.equal(run_unet(unet, height=h, width=w), output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace as Pipe
 from typing import Any
 
 import diffusers
@@ -14,8 +15,8 @@ from diffusers.modular_pipelines import Flux2AutoBlocks, MiniMaxH3Blocks
 from torch import nn
 
 from mame_sd import apply_mame, remove_mame
-from mame_sd.diffusion.apply_denoiser import denoiser_of, has_hooks
-from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoisers_of
+from mame_sd.diffusion.apply_denoiser import has_hooks
+from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoiser_of, denoisers_of
 from tests.builders.tiny import tiny_unet
 from tests.matrix.transformers import run_wan22 as once
 from tests.matrix.transformers import wan22
@@ -64,13 +65,6 @@ def test_every_component_that_denoises_is_in_a_list() -> None:
     known = {*DENOISERS, *OTHER_NAMES, *LEFT_OUT}
     assert {name: files for name, files in found.items() if name not in known} == {}
     assert known - found.keys() == set(), "a name that no pipeline has any more"
-
-
-class Pipe:
-    """What a pipeline is to merging."""
-
-    def __init__(self, **models: Any) -> None:
-        self.__dict__.update(models)
 
 
 def test_every_denoiser_of_a_pipeline_merges() -> None:

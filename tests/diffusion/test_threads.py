@@ -222,7 +222,10 @@ def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
 def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
     """As Z-Image has them."""
     unet = tiny_unet()
-    hook, latents = StepHook(unet, Shared(ResolvedConfig(MaMeConfig(), True))), [torch.zeros(4, 1)]
+    hook, latents = (
+        StepHook(unet, Shared(ResolvedConfig(MaMeConfig(), True, MaMeConfig()))),
+        [torch.zeros(4, 1)],
+    )
     in_thread(lambda: hook(unet, (latents, 5, None), {}))
     with pytest.raises(RuntimeError, match=BUSY):
         check_idle(unet, "set")

@@ -44,6 +44,10 @@ BAD: dict[str, tuple[str, str]] = {
         "benchmark --suite paper",
         "--suite paper: expected --prompts FILE, got none",
     ),
+    "reference": (
+        "benchmark --model ./none --reference nope",
+        "--reference: expected a folder of images, but nope is not one",
+    ),
     "model": ("benchmark --model ./none", "--model ./none: expected a folder"),
     "weights-dir": (  # before the model
         "benchmark --model ./none --weights-dir none",
@@ -52,10 +56,9 @@ BAD: dict[str, tuple[str, str]] = {
     "cache-texts": ("cache --texts none", "--texts: expected a folder, found none at none"),
     "cache-share": ("cache --shares 1.5", "--shares: expected shares above 0 and below 1, got 1.5"),
     "cache-tasks": ("cache --tasks sums", "--tasks: expected some of needles"),
-    "cache-cost": ("cache-cost --lengths 4k", "--lengths: expected numbers with commas"),
-    "caption-longer": (
-        "caption --data none --references none --longer -1",
-        "--tokens, --longer: expected 1 or more, and from 0 to as many, got 48 and -1",
+    "caption-tokens": (
+        "caption --data none --references none --tokens 0",
+        "--tokens: expected at least 1, got 0",
     ),
     "report": ("report none", "none: expected the folder of a benchmark, found no results.json"),
     "weights-list": ("weights --weights-dir none", "--weights-dir: expected a folder"),
@@ -111,11 +114,15 @@ def test_the_suites_are_documented_as_they_are() -> None:
 def test_every_option_has_help() -> None:
     command = get_command(cli.app)
     assert isinstance(command, typer.core.TyperGroup)
-    commands = "score benchmark classify caption token-maps cache cache-cost report weights doctor"
+    commands = "score benchmark classify caption cache report weights doctor"
     assert set(command.commands) == set(commands.split())
     for name, sub in command.commands.items():
         for parameter in sub.params:
             assert getattr(parameter, "help", None), f"{name} {parameter.name}"
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_help_and_usage_errors_import_no_torch() -> None:
@@ -123,5 +130,10 @@ def test_help_and_usage_errors_import_no_torch() -> None:
         "import sys; from mame_sd.eval.cli import app; app.run(['benchmark', '--suite', 'x']);"
         " print('torch' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout == "False\n"
+    assert python(code).stdout == "False\n"
+
+
+def test_the_folders_own_name_is_refused_so_that_no_module_is_loaded_twice() -> None:
+    assert python("from eval.scoring import runs").stderr.splitlines()[-1] == (
+        "ImportError: expected the name mame_sd.eval, got eval; import mame_sd.eval"
+    )
