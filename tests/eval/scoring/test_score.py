@@ -153,7 +153,11 @@ def test_another_clip_is_named_beside_its_scores(
     found, _ = score_json(capsys, *options)
     assert found["manifest"]["networks"]["clip"]["name"] == "CLIP my-clip"
     assert [value["note"] for value in found["metrics"].values()] == ["CLIP my-clip"] * 2
-    assert found["metrics"]["clip_score"]["difference"]["n"] == 5, "from the baseline's"
+    difference = found["metrics"]["clip_score"]["difference"]
+    assert difference["n"] == 5, "from the baseline's"
+    plain = [str(Path(runs[0], "images")), *options[1:]]
+    again = score_json(capsys, *plain)[0]["metrics"]["clip_score"]
+    assert again["difference"] == difference, "by the prompts of the run that knows them"
 
 
 def test_not_a_number_is_never_averaged(runs: tuple[str, str]) -> None:
