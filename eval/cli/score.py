@@ -93,8 +93,8 @@ def score_runs(
 
 
 def _difference(metric: Metric, own: Values, a: Run, b: Run, tools: Tools) -> dict[str, Any]:
-    """From the values of `a` to the values `own` of `b`, by the prompts of `b`: a plain folder of
-    images knows none.
+    """How far the values `own` of `b` are from those of the images of `a`, by the prompts of `b`: a
+    plain folder of images knows none.
     """
     items = {key: replace(b.items[key], path=item.path) for key, item in a.items.items()}
     others = image_values(metric, replace(a, items=items), tools)
