@@ -223,9 +223,7 @@ def test_an_address_is_fetched_whole_or_not_at_all(
     for body, why in ((b"", "to answer"), (data[:500], "whole file"), (b"x" * 700, "whole file")):
         if body:
             files[0].write_bytes(body)
-        with pytest.raises(
-            MachineError, match=f"net.pth .*{why}.*twin.pth to answer, got: .*No su"
-        ):
+        with pytest.raises(MachineError, match=f"net.pth .*{why}.*twin.pth to answer, got: "):
             get("inception-fid")
         assert list(own_folders.iterdir()) == []
     files[1].write_bytes(data)
