@@ -143,6 +143,8 @@ def test_rivals_run_in_joint_attention_too(rival: Rival) -> None:
     with rival.on(model, seed=1):
         assert torch.equal(row.run(model), merged) == (rival.merge == "qkv"), "the seed's draw"
     assert not torch.allclose(merged, plain)
+    with Rival("all keys, in another order", random_keys, {"share": 1.0}, min_tokens=60).on(model):
+        torch.testing.assert_close(row.run(model), plain, rtol=1e-4, atol=1e-5)
     assert torch.equal(row.run(model), plain)
 
 
