@@ -75,18 +75,18 @@ def attention(
         or not q.is_floating_point()
         or {k.dtype, v.dtype} != {q.dtype}
     ):
-        got = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in (q, k, v))
+        given = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in (q, k, v))
         raise ValueError(
             f"q, k, v: expected floating-point numbers of one dtype, [B, H, {count} or {tokens}, D]"
-            f" and twice [B, H', {count}, D], H a multiple of H', got {got}"
+            f" and twice [B, H', {count}, D], H a multiple of H', got {given}"
         )
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape[-1:] in ((1,), (count,))):
         got = list(mask.shape) if isinstance(mask, Tensor) else repr(mask)
         raise ValueError(f"attn_mask: expected a tensor that ends in 1 or {count} keys, got {got}")
     for name, length in (("draw", 1), ("leader", len(q))):
-        given = call.get(name)
-        if given is not None and not (isinstance(given, Tensor) and given.shape == (length,)):
-            raise ValueError(f"{name}: expected a LongTensor [{length}], got {given!r}")
+        one = call.get(name)
+        if one is not None and not (isinstance(one, Tensor) and one.shape == (length,)):
+            raise ValueError(f"{name}: expected a LongTensor [{length}], got {one!r}")
     own = own_kernel(kernel)
     if keep < 1 and len(q):
         grids = [Grid(before, size, keep)]
