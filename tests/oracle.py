@@ -5,7 +5,7 @@
 * Attention over kept keys, sizes counted and values fitted by an explicit inverse:
   `merged_attention`.
 
-One token, or one sample, is computed at a time. Everything is differentiable.
+One sample, and of it one source or head, is computed at a time. Everything is differentiable.
 """
 
 from __future__ import annotations
@@ -82,27 +82,20 @@ class TokenPlan:
         out = []
         for w, sample in zip(self.weights, t.double(), strict=True):
             image = sample[self.prefix :]
-            rows = list(sample[: self.prefix])
-            for i, p in enumerate(self.dst):
-                fused = image[p] + sum(w[i, j] * image[q] for j, q in enumerate(self.src))
-                rows.append(fused / (1 + w[i].sum()))
-            rows += [image[self.src[j]] for j in self.preserved]
-            out.append(torch.stack(rows))
+            src = image[self.src]
+            fused = (image[self.dst] + w @ src) / (1 + w.sum(1, keepdim=True))
+            out.append(torch.cat([sample[: self.prefix], fused, src[self.preserved]]))
         return torch.stack(out)
 
     def restore(self, y: Tensor) -> Tensor:
         """[B, L', C] to [B, L, C], every token at its original position."""
         out = []
+        order = torch.tensor([*self.dst, *self.src]).argsort()
         for w, sample in zip(self.weights, y.double(), strict=True):
-            rows = dict(enumerate(sample[: self.prefix]))
-            merged = sample[self.prefix : self.prefix + len(self.dst)]
-            rest = iter(sample[self.prefix + len(self.dst) :])
-            for i, p in enumerate(self.dst):
-                rows[self.prefix + p] = merged[i]
-            for j, q in enumerate(self.src):
-                back = next(rest) if j in self.preserved else (w[:, j, None] * merged).sum(0)
-                rows[self.prefix + q] = back
-            out.append(torch.stack([rows[p] for p in range(len(rows))]))
+            image = sample[self.prefix :]
+            dst, stays = image[: len(self.dst)], image[len(self.dst) :]
+            src = (w.T @ dst).index_copy(0, torch.tensor(self.preserved).long(), stays)
+            out.append(torch.cat([sample[: self.prefix], torch.cat([dst, src])[order]]))
         return torch.stack(out)
 
 
