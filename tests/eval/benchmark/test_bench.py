@@ -70,11 +70,10 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(
     assert timed(1, [rows[0], changed], 2)[0] == [0, 1, 2]
 
 
-def test_batches_that_are_timed_are_of_one_size_and_length() -> None:
-    sizes = [64, 64, 64, 128, 64, 64]
+def test_batches_that_are_timed_are_of_one_kind_and_length() -> None:
     prompts = [
-        replace(prompt, id=str(n), width=size)
-        for n, (prompt, size) in enumerate(zip(PROMPTS * 2, sizes, strict=True))
+        replace(prompt, id=str(n), negative_prompt="red" if n == 3 else None)
+        for n, prompt in enumerate(PROMPTS * 2)
     ]
     batches = alike_batches(jobs_of(prompts, SETTINGS), 2)
     assert [[job.prompt.id for job in batch] for batch in batches] == [["0", "1"], ["4", "5"]]
