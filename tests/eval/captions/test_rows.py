@@ -141,8 +141,7 @@ def written(folder: Path, images: Any, annotations: Any = None) -> Path:
 
 
 def settings_of(references: Path, **more: Any) -> CaptionSettings:
-    folder = str(references.parent)
-    return CaptionSettings(data=folder, references=str(references), **more)
+    return CaptionSettings(data=references.parent, references=references, **more)
 
 
 ONE = [{"id": 0, "file_name": "0.png"}]
