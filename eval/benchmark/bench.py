@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ def bench(
         "methods": {row.name: row.config for row in rows},
     }
     by_name = {row.name: row for row in rows}
-    peaks: dict[str, dict[str, int | None]] = {}
+    peaks: dict[str, dict[str, Any]] = {}
 
     def warm_up(name: str) -> None:
         with installed(model, by_name[name], batches[0]):
@@ -124,7 +125,7 @@ def timed_call(
 
 def peak_call(
     model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
-) -> dict[str, int | None]:
+) -> dict[str, Any]:
     """Peak bytes of one call on a CPU, from the profiler's record of every allocation: by the names
     of `Timing`.
     """
