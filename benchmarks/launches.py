@@ -61,7 +61,15 @@ _LAUNCHES = {
 _GATHERS = {"index_select", "gather", "index", "embedding"}
 _FILLS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|zero_|fill_")
 # Those that read and write what they move, and no more of their first argument.
-_MOVES = {"scatter_", "index_copy_", "index_put_", "index_add_", "scatter_add_", "scatter_reduce_"}
+_MOVES = {
+    "scatter_",
+    "index_copy_",
+    "index_fill_",
+    "index_put_",
+    "index_add_",
+    "scatter_add_",
+    "scatter_reduce_",
+}
 _ADDED = {"addmm", "addmm_", "baddbmm", "baddbmm_"}  # the first argument is added to the product
 _PRODUCTS = {"mm", "bmm", "linear", "convolution", "linalg_solve_triangular", *_ADDED}
 _ATTENTION = aten.scaled_dot_product_attention.default

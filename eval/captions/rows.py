@@ -36,7 +36,7 @@ def chosen(pick: Callable[[Tensor, int], Tensor], keep: float, model: Any) -> It
         places = pick(image.features, count).sort().values
         return Image(image.features[places], image.places[places], image.unmerged)
 
-    calls = Calls(model, lambda call: [some(one) for one in images_of(model, call, 1.0, None)])
+    calls = Calls(model, lambda call: [some(one) for one in images_of(model, call, 1.0)])
     put(calls)
     try:
         yield calls
@@ -77,7 +77,6 @@ def merged(model: Any, **fields: Any) -> Iterator[Calls]:
 SHARES = (0.5, 0.25, 0.11)
 _EVERY: dict[str, tuple[str, Callable[[Any], AbstractContextManager[Calls]]]] = {
     "baseline": ("baseline", partial(chosen, first, 1.0)),
-    "tau-0.8": ("MaMe, tau .8", partial(merged, tau=0.8)),
     **{f"keep-{k}": (f"MaMe, keep {k}", partial(merged, keep=k)) for k in SHARES},
     **{f"random-{k}": (f"random dropping, {k}", partial(chosen, at_random, k)) for k in SHARES},
     **{f"divprune-{k}": (f"DivPrune, {k}", partial(chosen, divprune, k)) for k in SHARES},

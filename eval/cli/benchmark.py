@@ -79,6 +79,7 @@ def run_benchmark(
         clip=clip or CLIPS[0],
     )
     loaded = load_model(choice, process.local_rank)
+    counts_memory = tools.device.type in ("cuda", "cpu")
     with joined(process):
         benchmark = Benchmark(
             suite=suite,
@@ -86,7 +87,12 @@ def run_benchmark(
             prompts=chosen,
             settings=settings,
             rows=wanted,
-            metrics=[metric for name, metric in METRICS.items() if name in suite.metrics],
+            metrics=[
+                metric
+                for name, metric in METRICS.items()
+                # Other devices than these two count no memory.
+                if name in suite.metrics and (counts_memory or not name.startswith("memory"))
+            ],
             reference=against,
             out=out,
             tools=tools,

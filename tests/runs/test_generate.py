@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from mame_sd.runs.jobs import GenerateSettings, cut_batches, generator_of, jobs_
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.run_folder import RunFolder
-from tests.builders.kills import ended, in_child, kill_at, snapshot, started
+from tests.builders.kills import in_child, kill_at, snapshot
 from tests.builders.processes import in_two_processes
 
 PROMPTS = prompts_from_texts(["key", "ant", "star"])
@@ -206,25 +204,6 @@ def test_what_others_take_away_during_a_run_is_said_and_made_again(
     assert not (tmp_path / "run" / ".mame-sd").exists()
 
 
-@pytest.mark.parametrize("name", ["images", ".mame-sd"])
-def test_a_link_in_the_folder_leads_nowhere_else(tmp_path: Path, name: str) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=f"expected {name} to be a folder of its own, got a link"):
-        RunFolder(tmp_path / "run").prepare({"settings": {}})
-    assert os.listdir(tmp_path / "elsewhere") == []
-
-
-@posix
-def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "run" / ".mame-sd").mkdir(parents=True)
-    (tmp_path / "run" / ".mame-sd" / "lock").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="can't be written"):
-        RunFolder(tmp_path / "run").prepare({"settings": {}})
-    assert not (tmp_path / "elsewhere").exists()
-
-
 @posix
 def test_a_full_disk_is_the_machines_fault_and_loses_nothing(
     model: LoadedModel, tmp_path: Path
@@ -255,11 +234,10 @@ def test_images_of_a_given_size_and_their_own_negative_prompt(
     model: LoadedModel, tmp_path: Path
 ) -> None:
     own = Prompt(id="own", text="key", negative_prompt="red", extra={"challenge": "x"})
-    settings = GenerateSettings(steps=1, batch_size=2, width=48, height=24)
-    run(model, tmp_path, settings, prompts=[own, Prompt(id="plain", text="key")])
-    rows = rows_of(tmp_path)
-    assert [(row["width"], row["height"]) for row in rows] == [(48, 24)] * 2
-    assert (rows[0]["extra"], rows[0]["negative_prompt"]) == ({"challenge": "x"}, "red")
+    run(model, tmp_path, GenerateSettings(steps=1, width=48, height=24), prompts=[own])
+    (row,) = rows_of(tmp_path)
+    assert (row["width"], row["height"]) == (48, 24)
+    assert (row["extra"], row["negative_prompt"]) == ({"challenge": "x"}, "red")
 
 
 @posix
@@ -285,29 +263,17 @@ def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(
     assert number > 15
 
 
-@posix
-def test_an_interrupted_command_keeps_what_is_finished(model_folder: Path, tmp_path: Path) -> None:
-    given = f"generate --model {model_folder} --steps 2 --min-tokens 16 --device cpu".split()
-    given += [word for number in range(16) for word in ("--prompt", f"key {number}")]
-    images = tmp_path / "killed" / "images"
+def test_an_interrupted_run_keeps_what_is_finished(model: LoadedModel, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
 
-    def command() -> int:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-        with open(tmp_path / "said", "w") as said, contextlib.redirect_stderr(said):
-            return cli.run([*given, "--out", str(tmp_path / "killed")])
-
-    pid = started(command)
-    until = time.monotonic() + 300
-    while time.monotonic() < until and (not images.exists() or len(os.listdir(images)) < 2):
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGINT)
-    assert ended(pid) == 130
-    said = (tmp_path / "said").read_text()
-    assert said == "interrupted; finished images are kept, and the same command continues\n"
-    assert 2 <= len(os.listdir(images)) < 16
-    for name in ("killed", "undisturbed"):
-        assert cli.run([*given, "--out", str(tmp_path / name)]) == 0
-    assert snapshot(tmp_path / "killed") == snapshot(tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "run", on_progress=interrupt)
+    assert len(os.listdir(tmp_path / "run" / "images")) == 2
+    assert run(model, tmp_path / "run").made == 1
+    run(model, tmp_path / "undisturbed")
+    assert snapshot(tmp_path / "run") == snapshot(tmp_path / "undisturbed")
 
 
 @posix
