@@ -20,6 +20,7 @@ from torch import Tensor
 from mame_sd.runs.processes import Process
 
 from ..benchmark.timings import Timing, timed_rounds
+from ..memory import allocations, most, weight_bytes
 from ..store import Store, another_file, read_store
 from ..timing import timed
 from .data import ImageSet
@@ -154,6 +155,7 @@ def speed_of(
     alike = [batch for batch in asked.batches if len(batch) == len(asked.batches[0])]
     device, on_cuda = head.encoder.device, head.encoder.device.type == "cuda"
     ready: dict[int, Mapping[str, Tensor]] = {}
+    peaks: dict[str, int] = {}
 
     def inputs(number: int) -> Mapping[str, Tensor]:
         place = number % len(alike)
@@ -162,16 +164,23 @@ def speed_of(
             ready[place] = asked.inputs(alike[place])
         return ready[place]
 
-    def call(name: str, number: int = 0) -> Timing:
+    def warm_up(name: str) -> None:
+        given = inputs(0)
+        with methods[name].on(model):
+            head.logits(given)
+            if device.type == "cpu":  # CUDA counts while it is timed, the CPU in a call of its own
+                peaks[name] = weight_bytes([model]) + most(allocations(lambda: head.logits(given)))
+
+    def call(name: str, number: int) -> Timing:
         given = inputs(number)
         with methods[name].on(model):
             if on_cuda:
                 head.logits(given)  # the first after a change of rows fills caches
                 torch.cuda.reset_peak_memory_stats(device)
             logits, seconds = timed(lambda: head.logits(given), device)
-            peak = torch.cuda.max_memory_allocated(device) if on_cuda else None
+            peak = torch.cuda.max_memory_allocated(device) if on_cuda else peaks.get(name)
         return Timing(seconds / len(logits), allocated=peak)
 
     return timed_rounds(
-        list(methods), rounds, call, record, about, warm_up=call, on_progress=on_progress
+        list(methods), rounds, call, record, about, warm_up=warm_up, on_progress=on_progress
     )
