@@ -227,13 +227,13 @@ Q, K, V = case()
 NONE = {name: t[:, :0] for name, t in (("q", Q), ("k", K), ("v", V))}
 WHOLE = {name: t.long() for name, t in (("q", Q), ("k", K), ("v", V))}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"before": 0, "after": 0}, r"k: expected keys and values \[B, H, 54, D\]"),
-    ({"v": V[:, :, 1:]}, "k: expected keys and values"),
-    ({"q": Q[:, :, 5:]}, "q: expected queries of all 61"),
-    ({"q": Q[:, :1]}, "in a multiple of 2 heads"),
+    ({"before": 0, "after": 0}, r"\[B, H, 54 or 54, D\] and twice \[B, H', 54, D\]"),
+    ({"v": V[:, :, 1:]}, r"got .*\[2, 2, 60, 8\] of torch\.float64"),
+    ({"q": Q[:, :, 5:]}, "q, k, v: expected floating-point numbers of one dtype"),
+    ({"q": Q[:, :1]}, "H a multiple of H'"),
     ({"k": K.half()}, "of one dtype"),
     (WHOLE, "floating-point"),
-    (NONE, "in 0 heads"),
+    (NONE, r"\[2, 0, 61, 8\]"),
     ({"draw": 5}, r"draw: expected a LongTensor"),
     ({"leader": [0]}, "leader: expected a LongT"),
     ({"keep": 0}, "keep: expected a share above 0"),
