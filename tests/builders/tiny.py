@@ -17,7 +17,6 @@ from diffusers import (
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
     HeunDiscreteScheduler,
-    MotionAdapter,
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
@@ -89,18 +88,6 @@ def tiny_sdxl_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
         "projection_class_embeddings_input_dim": 6 * 4 + TEXT_DIM,
     }
     return tiny_unet(seed, **{**config, **overrides})
-
-
-def tiny_motion_adapter(seed: int = 5) -> MotionAdapter:
-    """AnimateDiff's layers over frames, for `tiny_unet`."""
-    return seeded(
-        MotionAdapter,
-        seed,
-        block_out_channels=(16, 32),
-        motion_layers_per_block=1,
-        motion_num_attention_heads=2,
-        motion_norm_num_groups=8,
-    )
 
 
 def tiny_vae(seed: int = 1) -> AutoencoderKL:
@@ -231,29 +218,19 @@ def save_tiny_clip(folder: Path) -> Path:
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
     tokenizer = tiny_tokenizer()
-    small = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+    text = tiny_text_encoder(tokenizer).config.to_dict()
+    vision = {
+        **{key: text[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")},
+        "num_hidden_layers": 1,
+        "image_size": 32,
+        "patch_size": 8,
     }
-    ends = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": 1,
-    }
-    text = {**small, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 77}
-    vision = {**small, "image_size": 32, "patch_size": 8}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = CLIPModel(
-            CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-        ).eval()
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    model = seeded(CLIPModel, 0, config)
     model.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     tokenizer.save_pretrained(folder)
-    CLIPImageProcessorPil(
-        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
-    ).save_pretrained(folder)
+    size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    CLIPImageProcessorPil(**size).save_pretrained(folder)
     return folder
