@@ -54,7 +54,6 @@ def test_every_row_writes_with_so_many_tokens_and_leaves_the_model_as_it_was() -
         if name == "baseline":
             assert torch.equal(logits, before)
         assert torch.equal(model(**inputs).logits, before), name
-    assert visual.pop("tau-0.8") < 36
     shares = {name: float(name.rpartition("-")[2]) for name in visual if name != "baseline"}
     assert visual == {"baseline": 36, **{name: round(36 * k) for name, k in shares.items()}}
 
