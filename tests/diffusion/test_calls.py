@@ -162,7 +162,9 @@ def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Groups]) 
         once = len(planned)
         call_alone(block, **text)
         assert len(planned) == once + 1
-        hook = block.register_forward_hook(lambda *args: in_thread(lambda: call_alone(block.attn1)))
+        hook = block.register_forward_pre_hook(
+            lambda *args: in_thread(lambda: call_alone(block.attn1))
+        )
         model(**with_another_text(inputs))
         hook.remove()
         assert len(planned) == once + 2, (
