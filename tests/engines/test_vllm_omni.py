@@ -80,7 +80,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
             "vllm.utils.import_utils": {"resolve_obj_by_qualname": None},
             "vllm_omni.platforms": {
                 "current_omni_platform": SimpleNamespace(
-                    is_rocm=lambda: False, is_cuda=lambda: True
+                    **dict.fromkeys(("is_rocm", "is_xpu", "is_musa"), lambda: False),
+                    is_cuda=lambda: True,
                 )
             },
         }.items():
