@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.attention import without_bias
 from mame_sd import mame
-from mame_sd.eval.benchmark.tomesd import tomesd_on
+from mame_sd.eval.rivals.tomesd import tomesd_on
 
 On = Callable[[Any], AbstractContextManager[Any]]
 HALF, BRAIN = torch.float16, torch.bfloat16

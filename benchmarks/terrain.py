@@ -64,7 +64,7 @@ def rows() -> dict[str, On]:
     """What is measured, by its name in the table."""
     found: dict[str, On] = {"unmerged": unmerged}
     for name, keep in SHARES.items():
-        random = partial(rival, random_keys, share=keep, redraw=True)
+        random = partial(rival, random_keys, share=keep)
         found |= {
             f"{name} merged and fitted": ours(keep=keep),
             f"{name} merged and fitted, kernel without bias": ours(without_bias, keep=keep),
@@ -76,7 +76,7 @@ def rows() -> dict[str, On]:
         **found,
         "means of 2 x 2, fitted": rival(means, fit_queries=64, cell=(2, 2)),
         "means of 2 x 2": rival(means, cell=(2, 2)),
-        "one of each 2 x 2 at random": rival(random_cells, cell=(2, 2), redraw=True),
+        "one of each 2 x 2 at random": rival(random_cells, cell=(2, 2)),
         "ToDo: the first of each 2 x 2": rival(todo, factor=2),
         "every second key": rival(strided, cell=(1, 2)),
     }

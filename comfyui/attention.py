@@ -24,22 +24,6 @@ TAKES_MASK = {f"attention_{name}" for name in ("basic", "pytorch", "split", "sub
 
 
 @dataclass(frozen=True)
-class KeyMerge:
-    """How the keys of one call of a layer merge.
-
-    Attributes:
-        grid: the image among the keys.
-        how: the settings.
-        draw, leader: see `merge_keys`.
-    """
-
-    grid: Grid
-    how: KeyMerging
-    draw: Tensor | None = None
-    leader: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class EngineCall:
     """A call of an attention function, the engine's or another node's."""
 
@@ -70,12 +54,18 @@ class EngineCall:
             return t.transpose(1, 2)
         return t.flatten(2).unflatten(2, (-1, self.q.shape[-1] // self.heads))
 
-    def merged(self, merge: KeyMerge) -> tuple[Tensor, Groups]:
+    def merged(
+        self, grid: Grid, how: KeyMerging, draw: Tensor | None, leader: Tensor | None
+    ) -> tuple[Tensor, Groups]:
         """The output with merged keys, given to the function in the layout it knows; what merged.
 
+        Where another node has merged the queries, so that there are fewer of them than keys, the
+        values are fitted to those there are.
+
         Args:
-            merge: how they merge. Where another node has merged the queries, so that there are
-                fewer of them than keys, the values are fitted to those there are.
+            grid: the image among the keys.
+            how: the settings.
+            draw, leader: see `merge_keys`.
         """
         q, k, v = (self.heads_last(t).transpose(1, 2) for t in (self.q, self.k, self.v))
         queries, length = q.shape[2], k.shape[2]
@@ -86,10 +76,8 @@ class EngineCall:
         mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
         function = self.function
         counted = getattr(function, "__name__", "") in TAKES_MASK
-        merged = merge_keys(
-            q, k, v, [merge.grid], merge.how, mask, self.kwargs.get("scale"), merge.draw,
-            merge.leader, counted=counted,
-        )  # fmt: skip
+        scale = self.kwargs.get("scale")
+        merged = merge_keys(q, k, v, [grid], how, mask, scale, draw, leader, counted=counted)
         key, value = merged.key, merged.value
         if not self.kwargs.get("skip_reshape"):
             key, value = (t.transpose(1, 2).flatten(2) for t in (key, value))

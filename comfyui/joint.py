@@ -15,7 +15,7 @@ from mame_sd.core.merge import least_tokens
 from .attention import EngineCall
 from .layers import Key, Settings
 from .models import Transformer
-from .unet import KEY, RULED_OUT, SMALL
+from .run import KEY, RULED_OUT, SMALL
 
 OTHER = "attention over {} tokens has no image of {} x {} x {}"
 TEXT = "the prompt's {} tokens are not fewer than the image's {}"
@@ -36,42 +36,32 @@ class JointPatch:
         self.settings = settings
         self.transformer = transformer
 
-    def attend(
-        self,
-        function: Callable[..., Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
+    def attend(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The output of the engine's call; an `optimized_attention_override`."""
         options = kwargs["transformer_options"]
         call = options[KEY]
-        engine = EngineCall(call.attention(function), q, k, v, args, kwargs)
-        keys = engine.heads_last(k)
-        length = keys.shape[1]
-        start = self._start(call, engine.heads_last(q).shape[1], length, engine.mask)
+        engine: EngineCall = call.of_engine(function, args, kwargs)
+        queries, length = (engine.heads_last(t).shape[1] for t in (engine.q, engine.k))
+        start = self._start(call, queries, length, engine.mask)
         if start is None:
             return engine.run()
         key: Key = options.get("block_type"), options.get("block_index")
-        if length == math.prod(call.place.grid) and (*key, 1) in self.transformer.layers.names:
+        layers = self.settings.layers
+        if length == math.prod(call.place.grid) and (*key, 1) in layers.names:
             key = (*key, 1)  # SD3.5's second attention of a block, over the image alone
-        number = self.transformer.layers.number(key)
+        number = layers.number(key)
         if number is None:
             number = call.counted
             call.counted += 1
         config, grid = self.settings.of(key), call.place.grid
         if config is None:
-            call.run.note_left(RULED_OUT if key in self.transformer.layers.names else UNNAMED)
+            call.run.note_left(RULED_OUT if key in layers.names else UNNAMED)
             return engine.run()
-        tokens, least = math.prod(grid), least_tokens(config.min_tokens, k.device)
+        tokens, least = math.prod(grid), least_tokens(config.min_tokens, engine.k.device)
         if tokens < least:
             call.run.note_left(SMALL, tokens, least)
             return engine.run()
-        size = grid[grid[0] == 1 :]
-        output, groups = engine.merged(call.merge_of(config, size, number, start))
-        call.note_merged(groups, size)
+        output: Tensor = call.merged_keys(config, grid[grid[0] == 1 :], number, start, engine)
         return output
 
     def _start(self, call: Any, queries: int, length: int, mask: Tensor | None) -> int | None:

@@ -18,41 +18,29 @@ from mame_sd import MaMeConfig
 
 Key = tuple[Any, ...]  # ("input", 4, 0): a block, its place, a layer in it; ("double", 3)
 UNET = "UNet2DConditionModel"
-DOUBLE = "double_blocks", "transformer_blocks.{}.attn"
-SINGLE = "single_blocks", "single_transformer_blocks.{}.attn"
 # By the class of ComfyUI's diffusion_model: the classes of diffusers that have these layers. Of
 # each kind of block it says where ComfyUI has them and what diffusers calls their attention. A
 # class that derives from one of these may have more blocks, so it is not meant.
+BOTH = {
+    "double": ("double_blocks", "transformer_blocks.{}.attn"),
+    "single": ("single_blocks", "single_transformer_blocks.{}.attn"),
+}
+OF_QWEN = {"double": ("transformer_blocks", "transformer_blocks.{}.attn")}
+OF_SD3 = {"double": ("joint_blocks", "transformer_blocks.{}.attn")}
+OF_AURAFLOW = {
+    "double": ("double_layers", "joint_transformer_blocks.{}.attn"),
+    "single": ("single_layers", "single_transformer_blocks.{}.attn"),
+}
+FLUX = "FluxTransformer2DModel", "Flux2Transformer2DModel", "LongCatImageTransformer2DModel"
+HUNYUAN = "HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel"
 TRANSFORMERS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, str]]]] = {
-    "Flux": (
-        ("FluxTransformer2DModel", "Flux2Transformer2DModel", "LongCatImageTransformer2DModel"),
-        {"double": DOUBLE, "single": SINGLE},
-    ),
-    "Chroma": (("ChromaTransformer2DModel",), {"double": DOUBLE, "single": SINGLE}),
-    "HunyuanVideo": (
-        (
-            "HunyuanVideoTransformer3DModel",
-            "HunyuanVideo15Transformer3DModel",
-            "HunyuanImageTransformer2DModel",
-        ),
-        {"double": DOUBLE, "single": SINGLE},
-    ),
-    "QwenImageTransformer2DModel": (
-        ("QwenImageTransformer2DModel",),
-        {"double": ("transformer_blocks", "transformer_blocks.{}.attn")},
-    ),
+    "Flux": (FLUX, BOTH),
+    "Chroma": (("ChromaTransformer2DModel",), BOTH),
+    "HunyuanVideo": ((*HUNYUAN, "HunyuanImageTransformer2DModel"), BOTH),
+    "QwenImageTransformer2DModel": (("QwenImageTransformer2DModel",), OF_QWEN),
     "WanModel": (("WanTransformer3DModel",), {"double": ("blocks", "blocks.{}.attn1")}),
-    "MMDiT": (
-        ("AuraFlowTransformer2DModel",),
-        {
-            "double": ("double_layers", "joint_transformer_blocks.{}.attn"),
-            "single": ("single_layers", "single_transformer_blocks.{}.attn"),
-        },
-    ),
-    "OpenAISignatureMMDITWrapper": (
-        ("SD3Transformer2DModel",),
-        {"double": ("joint_blocks", "transformer_blocks.{}.attn")},
-    ),
+    "MMDiT": (("AuraFlowTransformer2DModel",), OF_AURAFLOW),
+    "OpenAISignatureMMDITWrapper": (("SD3Transformer2DModel",), OF_SD3),
 }
 NO_NAMES = (
     "settings: {} has no map from diffusers' layers to ComfyUI's blocks yet, so no file can mean"

@@ -23,21 +23,17 @@ def load(folder: Path) -> None:
     Raises:
         ImportError: it is neither there nor installed.
     """
-    if "mame_sd" in sys.modules:
-        return
     init = folder / "mame_sd" / "__init__.py"
-    if not init.is_file():
-        if importlib.util.find_spec("mame_sd") is None:
-            raise ImportError(MISSING.format(folder))
-        return
-    spec = importlib.util.spec_from_file_location(
-        "mame_sd", init, submodule_search_locations=[str(init.parent)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mame_sd"] = module
-    spec.loader.exec_module(module)
+    if "mame_sd" not in sys.modules and init.is_file():
+        spec = importlib.util.spec_from_file_location(
+            "mame_sd", init, submodule_search_locations=[str(init.parent)]
+        )
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules["mame_sd"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    elif importlib.util.find_spec("mame_sd") is None:
+        raise ImportError(MISSING.format(folder))
 
 
 load(Path(__file__).resolve().parents[1])

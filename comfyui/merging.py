@@ -20,15 +20,14 @@ from mame_sd import MaMeConfig
 from mame_sd.core.keys import Grid, KeyMerging
 from mame_sd.core.merge import DRAWS, draw_at, leaders
 
-from .attention import KeyMerge
+from .attention import EngineCall
 from .handed import handing_on
 from .joint import JointPatch
-from .layers import Layers, Settings
-from .models import Place, Transformer, UNet
-from .run import OUTSIDE, TAKEN, Run
+from .layers import Layers
+from .models import Place
+from .run import KEY, OUTSIDE, TAKEN, Run
 from .unet import UNetPatch
 
-KEY = "mame_sd"  # of the Call in transformer_options, and of the wrappers
 RUN = "mame_sd_run"
 UNGUIDED = 1  # in "cond_or_uncond", which names the chunks of a batch
 COMPILED = (  # of TorchCompileModel's wrapper, whose guards leave out transformer_options
@@ -50,7 +49,8 @@ class Call:
         place: where a transformer's image is.
         text: tokens of its prompts.
         override: another node's attention.
-        merge: of a UNet's layer, decided before its projections, on its way to its attention.
+        merge: of a UNet's layer, decided before its projections, on its way to its attention: gives
+            the output of that call.
         counted: a transformer's layers that had no name so far.
         merged: what merged in this call.
     """
@@ -62,7 +62,7 @@ class Call:
     place: Place | None = None
     text: int = 0
     override: Callable[..., Tensor] | None = None
-    merge: KeyMerge | None = None
+    merge: Callable[[EngineCall], Tensor] | None = None
     counted: int = 0
     merged: dict[str, None] = field(default_factory=dict)
 
@@ -70,43 +70,38 @@ class Call:
         kept, sides = f"{plan.tokens_in} -> {plan.tokens_kept}", " x ".join(map(str, size))
         self.merged[f"{kept} {what} at {sides}"] = None
 
-    def merge_of(
-        self, config: MaMeConfig, grid: tuple[int, ...], number: int, start: int = 0
-    ) -> KeyMerge:
-        """How the keys of a layer of that number merge, whose image begins at `start`."""
+    def merged_keys(
+        self, config: MaMeConfig, size: tuple[int, ...], number: int, start: int, engine: EngineCall
+    ) -> Tensor:
+        """The output of a layer of that number, whose image of that size begins at `start`."""
         assert config.keep is not None
-        draw = None
-        if config.redraw and self.draw is not None:
-            draw = (self.draw + number) % DRAWS
+        draw = (self.draw + number) % DRAWS if config.redraw else None
         leader = self.leader if config.share_guidance_plan else None
         how = KeyMerging(config.fit_queries, config.tile_size, config.seed)
-        return KeyMerge(Grid(start, grid, config.keep), how, draw, leader)
+        output, groups = engine.merged(Grid(start, size, config.keep), how, draw, leader)
+        self.note_merged(groups, size)
+        return output
 
-    def attention(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """What is to attend: another node's attention, or else the engine's `function`."""
-        return function if self.override is None else partial(self.override, function)
+    def of_engine(self, function: Callable[..., Tensor], args: Any, kwargs: Any) -> EngineCall:
+        """The call of another node's attention, or else of the engine's `function`."""
+        function = function if self.override is None else partial(self.override, function)
+        q, k, v, *args = args
+        return EngineCall(function, q, k, v, tuple(args), kwargs)
 
 
 class Merging:
     """The wrappers of one applied node; it never changes.
 
     Args:
-        settings: those of the layers.
-        layout: where the model's image tokens are.
+        patch: what merges in the model's attention.
         start, end: share of the sampling steps between which tokens merge.
     """
 
-    def __init__(
-        self, settings: Settings, layout: UNet | Transformer, start: float = 0.0, end: float = 1.0
-    ) -> None:
+    def __init__(self, patch: UNetPatch | JointPatch, start: float, end: float) -> None:
+        self.patch = patch
         self.start = start
         self.end = end
         self.always = start <= 0 and end >= 1
-        self.patch = (
-            UNetPatch(settings, layout)
-            if isinstance(layout, UNet)
-            else JointPatch(settings, layout)
-        )
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """A run of the sampler. The guider's options are this run's own copy.
@@ -160,7 +155,7 @@ class Merging:
                 call.text = self.patch.transformer.text(c_crossattn, kwargs)
                 call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
                 if self.patch.transformer.family.unnamed and self.patch.settings.by_layer:
-                    _name_blocks(options, self.patch.transformer.layers)
+                    _name_blocks(options, self.patch.settings.layers)
             with handing_on(options):
                 output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
             if options["optimized_attention_override"] != self.patch.attend:

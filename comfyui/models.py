@@ -35,7 +35,7 @@ class Family:
             others, or nowhere.
         masked: calls with an attention mask merge; else their image starts elsewhere in each
             sample.
-        hidden: each block's attention, where the engine hands it to no node (`handed.py`).
+        hidden: the blocks and their attention, where the engine hands it to no node (`handed.py`).
         unnamed: the engine does not say which of its blocks attends, but lets each be replaced.
     """
 
@@ -44,7 +44,7 @@ class Family:
     image: Literal["last", "first", "alone"] = "last"
     references: Literal["", "behind", "before"] = ""
     masked: bool = True
-    hidden: str = ""
+    hidden: tuple[str, str] = ("", "")
     unnamed: bool = False
 
 
@@ -71,7 +71,7 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "WanModel": Family("Wan", image="first"),
     "LTXVModel": Family("LTX-Video", "patchifier.patch_size", "alone"),
     "LTXAVModel": Family("LTX-2", "patchifier.patch_size", "alone"),
-    "ErnieImageModel": Family("ERNIE-Image", image="first", hidden="layers.{}.self_attention"),
+    "ErnieImageModel": Family("ERNIE-Image", image="first", hidden=("layers", "self_attention")),
     # Text, references and sound before the video. Those with keyframes have them there too.
     "MiniMaxH3Model": Family("MiniMax H3"),
     "CausalWanModel": ("Wan CausVid and Self-Forcing", CAUSAL),
@@ -92,27 +92,23 @@ class Place:
     Attributes:
         grid: (frames, rows, columns) of its tokens.
         padded: how many tokens it is padded to.
-        before, behind: tokens beside it; None: any number.
-        least: tokens beside it at least, in a sequence that holds all.
-        exact: just as many.
+        least, most: tokens beside it, in a sequence that holds all.
+        before: where it begins; None: at the end, but for the tokens `behind` it.
     """
 
     grid: tuple[int, int, int]
     padded: int
-    before: int | None = 0
-    behind: int | None = 0
-    least: float = 0
-    exact: bool = False
+    least: float
+    most: float = math.inf
+    before: int | None = None
+    behind: int = 0
 
     def start(self, length: int) -> int | None:
         """Where the image begins in a sequence of `length`; None when it is not in it."""
         others = length - self.padded
-        if others < self.least or (self.exact and others != self.least):
+        if not self.least <= others <= self.most:
             return None
-        start = others - (self.behind or 0) if self.before is None else self.before
-        if start < 0 or start > others:
-            return None
-        return start if None in (self.before, self.behind) or others == self.least else None
+        return others - self.behind if self.before is None else self.before
 
 
 @dataclass(frozen=True)
@@ -127,7 +123,6 @@ class Transformer:
         reference_method: what it does with reference images where the call does not say; None: it
             leaves them out.
         sees: of Z-Image Omni, whether it has what SigLIP sees of the references.
-        layers: its self-attentions over the image.
         hidden: attention that the engine hands to no node, by its path in the model.
     """
 
@@ -137,7 +132,6 @@ class Transformer:
     reference_frame: bool = False
     reference_method: Any = ""
     sees: bool = False
-    layers: Layers = field(default_factory=Layers)
     hidden: Mapping[str, Any] = field(default_factory=dict)
 
     def grid(self, latent: Sequence[int]) -> tuple[int, int, int]:
@@ -194,33 +188,24 @@ class Transformer:
         if family.references and given.get("ref_latents_method", self.reference_method) is not None:
             references = self.tokens(given.get("ref_latents") or ())
         if family.image == "alone":
-            return Place(grid, padded)
+            return Place(grid, padded, 0, 0)
         if family.image == "first":
             frame = given.get("reference_latent") if self.reference_frame else None
             before = 0 if frame is None else self.tokens([frame])
-            return Place(grid, padded, before, None, before)
+            return Place(grid, padded, before, before=before)
         if family.references == "behind":
-            return Place(grid, padded, None, references, references)
+            return Place(grid, padded, references, behind=references)
         if given.get("ref_frames"):  # Ming-Image: references in one sequence with its frames
-            return Place(grid, padded, least=math.inf)
+            return Place(grid, padded, math.inf)
         if self.multiple > 1 and references:
-            return Place(grid, padded, None, 0, text + references + self.seen(given), exact=True)
-        return Place(grid, padded, None, 0, text + references if references else 0)
+            beside = text + references + self.seen(given)
+            return Place(grid, padded, beside, beside)
+        return Place(grid, padded, text + references if references else 0)
 
 
-@dataclass(frozen=True)
-class UNet:
-    """A UNet.
-
-    Attributes:
-        layers: its self-attentions.
-    """
-
-    layers: Layers
-
-
-def layout_of(model: Any) -> UNet | Transformer:
-    """How to merge in ComfyUI's `diffusion_model`.
+def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
+    """How ComfyUI's `diffusion_model` lays out its image (None: it is a UNet), and its
+    self-attentions over it.
 
     Raises:
         ValueError: it is neither a UNet nor a transformer that merges.
@@ -228,7 +213,7 @@ def layout_of(model: Any) -> UNet | Transformer:
     model = getattr(model, "_orig_mod", model)  # torch.compile's
     bases = [base.__name__ for base in type(model).__mro__]
     if UNET in bases:
-        return UNet(layers_of_unet(model))
+        return None, layers_of_unet(model)
     family = next((FAMILIES[base] for base in bases if base in FAMILIES), None)
     if not isinstance(family, Family):
         name, why = family or (known_as(bases[0]), UNKNOWN)
@@ -249,24 +234,17 @@ def layout_of(model: Any) -> UNet | Transformer:
         for name in path.split("."):
             size = getattr(size, name)
         patch += tuple(size) if isinstance(size, (tuple, list)) else (size or 1,)
-    return Transformer(
+    blocks, name = family.hidden
+    found = Transformer(
         family,
         patch * 2 if len(patch) == 1 else patch,
         getattr(model, "pad_tokens_multiple", None) or 1,
         getattr(model, "ref_conv", None) is not None or "SCAILWanModel" in bases,
         getattr(model, "default_ref_method", "") if "SingleStreamDiT" in bases else "",
         getattr(model, "siglip_embedder", None) is not None,
-        layers_of_transformer(model),
-        _hidden(model, family),
+        {
+            f"{blocks}.{i}.{name}": getattr(b, name)
+            for i, b in enumerate(getattr(model, blocks, ()))
+        },
     )
-
-
-def _hidden(model: Any, family: Family) -> dict[str, Any]:
-    """See `Transformer`."""
-    if not family.hidden:
-        return {}
-    blocks, _, name = family.hidden.partition(".{}.")
-    return {
-        family.hidden.format(i): getattr(block, name)
-        for i, block in enumerate(getattr(model, blocks))
-    }
+    return found, layers_of_transformer(model)

@@ -7,9 +7,12 @@ from typing import Any, ClassVar
 from mame_sd import MaMeConfig
 
 from .handed import handed
+from .joint import JointPatch
 from .layers import Settings, place_of, settings_in
-from .merging import KEY, Merging
-from .models import Transformer, UNet, layout_of
+from .merging import Merging
+from .models import layout_of
+from .run import KEY
+from .unet import UNetPatch
 
 DEFAULT = "default"
 UNREAD = "feature", "references", "size"  # settings that only apply_mame follows
@@ -117,14 +120,14 @@ class MaMeModelPatch:
                 "start_percent, end_percent: expected shares with 0 <= start_percent <="
                 f" end_percent <= 1, got {start_percent} and {end_percent}"
             )
-        layout = layout_of(model.get_model_object("diffusion_model"))
+        transformer, layers = layout_of(model.get_model_object("diffusion_model"))
         if settings:
             config = settings_in(settings)
         else:
             given = {} if mode == DEFAULT else {mode: keep if mode == "keep" else tau}
             config = MaMeConfig.from_dict({**given, "min_tokens": min_tokens or None})
-        known = "this UNet" if isinstance(layout, UNet) else layout.family.name
-        of_layers = Settings(config, layout.layers, known)
+        known = "this UNet" if transformer is None else transformer.family.name
+        of_layers = Settings(config, layers, known)
         for name in UNREAD:
             if any(name in one.given for one in of_layers.every):
                 raise ValueError(
@@ -132,21 +135,22 @@ class MaMeModelPatch:
                     " node does not read; take it out of the file"
                 )
         whole = any(one.method == "tokens" for one in of_layers.every)
-        if whole and isinstance(layout, Transformer):
+        if whole and transformer is not None:
             raise ValueError(
                 f"tau: expected mode keep for {known}, whose keys alone merge in ComfyUI, got tau;"
                 " take mode keep or default"
             )
-        merging = Merging(of_layers, layout, start_percent, end_percent)
-        clone = model.clone()
+        patch: Any = UNetPatch(of_layers)
+        if transformer is not None:
+            patch = JointPatch(of_layers, transformer)
+        merging, clone = Merging(patch, start_percent, end_percent), model.clone()
         for kind_of_call, wrapper in (
             ("outer_sample", merging.outer_sample),
             ("apply_model", merging.apply_model),
         ):
             clone.remove_wrappers_with_key(kind_of_call, KEY)
             clone.add_wrapper_with_key(kind_of_call, KEY, wrapper)
-        hidden = layout.hidden if isinstance(layout, Transformer) else {}
-        for path, attention in hidden.items():
+        for path, attention in ({} if transformer is None else transformer.hidden).items():
             clone.add_object_patch(f"diffusion_model.{path}.forward", handed(attention))
         return (clone,)
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+KEY = "mame_sd"  # of the Call in transformer_options, and of the wrappers
+RULED_OUT = "the settings leave a layer as it is"
+SMALL = "{} tokens are fewer than min_tokens={}"
 log = logging.getLogger("mame-sd")
 NOT_CALLED = "the engine never handed its attention to the node; update ComfyUI"
 TAKEN = "another node has put its attention instead of ours, and wins: take one of them out"

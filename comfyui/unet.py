@@ -10,6 +10,7 @@ attention, with the same `extra_options`. Between them, after the projections, i
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,15 +20,11 @@ from mame_sd.core.merge import least_tokens
 
 from .attention import EngineCall
 from .layers import Key, Settings
-from .models import UNet
-from .run import UNREACHED
+from .run import KEY, RULED_OUT, SMALL, UNREACHED
 
-KEY = "mame_sd"
 PLAN = "mame_sd_plan"
 REPLACED = "another node replaces the attention of a block (such as PAG or SAG)"
 CUT = "another node has merged or cut the queries (such as ToMe or HyperTile)"
-RULED_OUT = "the settings leave a layer as it is"
-SMALL = "{} tokens are fewer than min_tokens={}"
 OTHER = "attention over {} tokens is not the image's {} x {}"
 
 
@@ -37,9 +34,8 @@ class UNetPatch:
     They keep nothing: a plan travels from one to the next in the call's or the block's own options.
     """
 
-    def __init__(self, settings: Settings, unet: UNet) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.unet = unet
 
     def before(
         self, q: Tensor, k: Tensor, v: Tensor, extra_options: dict[str, Any]
@@ -60,8 +56,8 @@ class UNetPatch:
         elif q.shape[0] != batch or (config.method == "tokens" and q.shape != k.shape):
             call.run.note_left(CUT)
         elif config.method == "keys":
-            number = self.unet.layers.number(name) or 0
-            call.merge = call.merge_of(config, (h, w), number)
+            number = self.settings.layers.number(name) or 0
+            call.merge = partial(call.merged_keys, config, (h, w), number, 0)
         else:
             plan = extra_options[PLAN] = plan_tokens(k, config)
             call.note_merged(plan, (h, w), "tokens")
@@ -70,24 +66,12 @@ class UNetPatch:
             return merged if q is k else plan.merge(q), merged, value
         return q, k, v
 
-    def attend(
-        self,
-        function: Callable[..., Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
+    def attend(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The output of the engine's call; an `optimized_attention_override`."""
         call = kwargs["transformer_options"][KEY]
-        engine = EngineCall(call.attention(function), q, k, v, args, kwargs)
+        engine: EngineCall = call.of_engine(function, args, kwargs)
         merge, call.merge = call.merge, None
-        if merge is None:
-            return engine.run()
-        output, groups = engine.merged(merge)
-        call.note_merged(groups, merge.grid.size)
-        return output
+        return engine.run() if merge is None else merge(engine)
 
     def after(self, n: Tensor, extra_options: dict[str, Any]) -> Tensor:
         """The output of all tokens."""

@@ -32,12 +32,12 @@ class Metric(Column):
         needs: what it is computed on. "pair" (image and baseline's image), "image" (image and
             prompt). "set" (all images and the reference's), "sets" (all images and the baseline's),
             "alone" (all images), or "time".
-        extractor: of what network the features are ("set", "sets" and "alone").
+        network: what it looks through: a name of the list of weights, or "clip" for any CLIP.
     """
 
     needs: Needs
     digits: int = 4  # merged images are within 0.001 of the unmerged ones
-    extractor: str | None = None
+    network: str | None = None
 
 
 def fidelity(
@@ -75,27 +75,21 @@ _TO_BASELINE = "Frechet distance to the baseline's images: fidelity, not quality
 _FID = "Frechet Inception distance to the reference set."
 _IS = "Inception score; at most the number of images in a split."
 _CLIP = "100 x cosine of the CLIP embeddings of image and prompt (77 tokens)."
-_RETRIEVAL = (
-    "Share of images whose nearest glyph of all 180 is the prompted one (embedded model only)."
-)
-_BACKGROUND = "Share of images whose frame is nearest to the prompted colour (embedded model only)."
 _LATENCY = "Seconds per image from prompt to pixels: median and quartiles of interleaved rounds."
 _DENOISING = "Of these, from the first call of the denoiser to the start of decoding."
 _CPU = "Seconds of all cores per image, which other programs hardly change; on a CPU alone."
 _MEMORY = "Most that tensors take at once, weights included."
-_INCEPTION: dict[str, Any] = {"digits": 2, "extractor": "inception"}
+_INCEPTION: dict[str, Any] = {"digits": 2, "network": "inception-fid"}
 _EVERY = (
-    fidelity("lpips", "LPIPS (alex)", "lower", _LPIPS.format("AlexNet")),
-    fidelity("lpips_vgg", "LPIPS (vgg)", "lower", _LPIPS.format("VGG-16")),
+    fidelity("lpips", "LPIPS (alex)", "lower", _LPIPS.format("AlexNet"), network="lpips-alex"),
+    fidelity("lpips_vgg", "LPIPS (vgg)", "lower", _LPIPS.format("VGG-16"), network="lpips-vgg"),
     fidelity("psnr", "PSNR", "higher", _PSNR, unit="dB", digits=2),
     fidelity("ssim", "SSIM", "higher", _SSIM),
-    fidelity("clip_image", "CLIP image cosine", "higher", _COSINE),
+    fidelity("clip_image", "CLIP image cosine", "higher", _COSINE, network="clip"),
     fidelity("fid_to_baseline", "FID to baseline", "lower", _TO_BASELINE, "sets", **_INCEPTION),
     quality("fid", "FID", "set", _FID, better="lower", **_INCEPTION),
     quality("is", "IS", "alone", _IS, **_INCEPTION),
-    quality("clip_score", "CLIP score", "image", _CLIP, digits=2),
-    quality("retrieval", "Retrieval", "image", _RETRIEVAL),
-    quality("background", "Background", "image", _BACKGROUND),
+    quality("clip_score", "CLIP score", "image", _CLIP, digits=2, network="clip"),
     cost("latency", "Latency", "s", 2, _LATENCY),
     cost("denoising", "Denoising", "s", 2, _DENOISING),
     cost("cpu", "CPU time", "s", 2, _CPU),
@@ -104,7 +98,6 @@ _EVERY = (
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _EVERY}
 SCORES = tuple(name for name, metric in METRICS.items() if metric.needs != "time")
-LPIPS_NETS = {"lpips": "alex", "lpips_vgg": "vgg"}
 
 
 def chosen_metrics(text: str) -> list[Metric]:

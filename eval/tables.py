@@ -57,18 +57,18 @@ def interval_cell(value: Mapping[str, Any], digits: int = 3) -> str:
 
 
 def names_in(text: str) -> list[str]:
-    """Names with commas between, each once.
+    """Names with commas between, each once: of no text none, of a comma too many an empty one.
 
-    >>> names_in("b, a,b")
-    ['b', 'a']
+    >>> names_in("b, a,b,")
+    ['b', 'a', '']
     """
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if text.strip()))
 
 
 def named(text: str | None, known: Mapping[str, T], flag: str = "--rows") -> dict[str, T]:
     """Those of `known` that `text` names with commas between, each once; None: all.
 
-    Raises UserError, which lists them, for an unknown one or none.
+    Raises UserError, which lists them, for an unknown or empty one.
 
     >>> named("b,a", {"a": 1, "b": 2})
     {'b': 2, 'a': 1}

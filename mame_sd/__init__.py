@@ -6,16 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mame_sd.apply import apply_mame, mame, remove_mame
-    from mame_sd.config import MaMeConfig
-    from mame_sd.core.attention import attention
-    from mame_sd.core.paper import plan_tokens
-    from mame_sd.diffusion.handle import MaMeHandle
-    from mame_sd.diffusion.processor import MaMeAttnProcessor
-    from mame_sd.embedded.model import embedded_model_path
-    from mame_sd.embedded.pipeline import embedded_pipeline
-    from mame_sd.errors import MachineError, UserError
-    from mame_sd.report import MaMeReport, NothingMergedError
+    from mame_sd.apply import apply_mame as apply_mame
+    from mame_sd.apply import mame as mame
+    from mame_sd.apply import remove_mame as remove_mame
+    from mame_sd.config import MaMeConfig as MaMeConfig
+    from mame_sd.core.attention import attention as attention
+    from mame_sd.core.paper import plan_tokens as plan_tokens
+    from mame_sd.diffusion.handle import MaMeHandle as MaMeHandle
+    from mame_sd.diffusion.processor import MaMeAttnProcessor as MaMeAttnProcessor
+    from mame_sd.embedded.model import embedded_model_path as embedded_model_path
+    from mame_sd.embedded.pipeline import embedded_pipeline as embedded_pipeline
+    from mame_sd.errors import MachineError as MachineError
+    from mame_sd.errors import UserError as UserError
+    from mame_sd.report import MaMeReport as MaMeReport
+    from mame_sd.report import NothingMergedError as NothingMergedError
 
 # Loaded on first use: torch and diffusers take seconds.
 _LAZY = {
@@ -35,22 +39,7 @@ _LAZY = {
     "remove_mame": "mame_sd.apply",
 }
 
-__all__ = [
-    "MaMeAttnProcessor",
-    "MaMeConfig",
-    "MaMeHandle",
-    "MaMeReport",
-    "MachineError",
-    "NothingMergedError",
-    "UserError",
-    "apply_mame",
-    "attention",
-    "embedded_model_path",
-    "embedded_pipeline",
-    "mame",
-    "plan_tokens",
-    "remove_mame",
-]
+__all__ = sorted(_LAZY)
 
 
 def __getattr__(name: str) -> Any:

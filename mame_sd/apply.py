@@ -7,8 +7,8 @@ Which of them it is follows from the target; its library is imported then and no
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mame_sd.captions.handle import CaptionHandle
     from mame_sd.diffusion.handle import MaMeHandle
     from mame_sd.perception.handle import EncoderHandle
+
+Restored = Callable[[Any], AbstractContextManager[None]]
 
 
 def apply_mame(
@@ -48,20 +50,8 @@ def apply_mame(
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
         ValueError: nothing in it could merge, with what was found; or bad settings.
     """
-    config = _read(config)
-    if _reads_images(target):
-        _check_kernel(fields)
-        from mame_sd.captions.apply_captioner import apply_captioner
-
-        return apply_captioner(target, config, **fields)
-    if _only_encoder(target):
-        _check_kernel(fields)
-        from mame_sd.perception.apply_encoder import apply_encoder
-
-        return _advised(apply_encoder(target, config, **fields))
-    from mame_sd.diffusion import apply_denoiser
-
-    return apply_denoiser.apply_mame(target, config, **fields)
+    apply, _ = _room_of(target, fields)
+    return _advised(apply(target, _read(config), **fields), 3)
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:
@@ -101,33 +91,31 @@ def mame(
 
     Takes the arguments of `apply_mame` and gives its handle.
     """
-    config = _read(config)
-    if _reads_images(target):
+    apply, restored = _room_of(target, fields)
+    with restored(target):
+        yield _advised(apply(target, _read(config), **fields), 4)
+
+
+def _room_of(target: Any, fields: dict[str, Any]) -> tuple[Callable[..., Any], Restored]:
+    """What merges on such a target, and a `with` block after which all is as before it."""
+    if not (reads := _reads_images(target)) and not _only_encoder(target):
+        from mame_sd.diffusion.apply_denoiser import apply_mame, hooks_restored
+
+        return apply_mame, hooks_restored
+    if fields.pop("kernel", None) is not None:
+        raise ValueError("kernel: expected none, for only the layers of diffusion models take one")
+    if reads:
         from mame_sd.captions.apply_captioner import apply_captioner, captioner_restored
 
-        with captioner_restored(target):
-            yield apply_captioner(target, config, **fields)
-        return
-    if _only_encoder(target):
-        from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
+        return apply_captioner, captioner_restored
+    from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 
-        with encoder_restored(target):
-            yield _advised(apply_encoder(target, config, **fields), 4)
-        return
-    from mame_sd.diffusion import apply_denoiser
-
-    with apply_denoiser.mame(target, config, **fields) as handle:
-        yield handle
+    return apply_encoder, encoder_restored
 
 
-def _check_kernel(fields: dict[str, Any]) -> None:
-    if fields.get("kernel") is not None:
-        raise ValueError("kernel: expected none, for only the layers of diffusion models take one")
-
-
-def _advised(handle: EncoderHandle, stacklevel: int = 3) -> EncoderHandle:
-    """Warns where something else is known to be nearer to the unmerged model."""
-    if advice := handle.advice():
+def _advised(handle: Any, stacklevel: int) -> Any:
+    """Warns where something else is known to be nearer to an encoder without merging."""
+    if advice := handle.advice() if hasattr(handle, "advice") else "":
         warnings.warn(advice, UserWarning, stacklevel=stacklevel)
     return handle
 

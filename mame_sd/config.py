@@ -14,15 +14,18 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from functools import partial
+from inspect import getdoc
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from mame_sd.json_files import read_object
-from mame_sd.layer_rules import LayerRules
+from mame_sd.layer_rules import LayerRules, means
 
 # a file of settings in a model's folder, which merging takes where nothing else is given
 SETTINGS_FILE = "mame.json"
@@ -37,6 +40,7 @@ TAU_RANGE: dict[str, tuple[float, float]] = {
     "softmax": (0.0, 1.0),
 }
 Check = Callable[[Any], Any]  # a field's value as it is kept; ValueError: what was expected
+Method = Literal["keys", "tokens"]
 
 
 def _check(
@@ -61,14 +65,9 @@ def _one_of(kind: Any) -> Check:
     return _check(f"one of {', '.join(names)}", str, str, lambda name: name in names)
 
 
-def _float(value: Any) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf
-
-
-_number = _check("a number", numbers.Real, _float, lambda n: bool(n == n))  # numbers of NumPy's too
+_number = _check(
+    "a finite number", numbers.Real, float, lambda n: bool(abs(n) <= sys.float_info.max)
+)
 _share = _check("a share above 0 and at most 1", numbers.Real, float, lambda n: 0 < n <= 1)
 _tile = "0 for no tiles, or a side of 2 to 2^31 - 1 tokens"
 _side = _check(_tile, numbers.Integral, int, lambda n: n == 0 or 2 <= n < 2**31)
@@ -85,30 +84,16 @@ def _size(value: Any) -> tuple[int, int]:
         raise ValueError("expected two whole numbers from 1 to 2^31 - 1") from None
 
 
-def _setting(
-    default: Any,
-    check: Check,
-    help: str,
-    about: str = "",
-    method: Literal["keys", "tokens"] | None = None,
-    option: bool = True,
-) -> Any:
-    """A setting.
+def _setting(default: Any, check: Check, method: Method | None = None, option: bool = True) -> Any:
+    """A setting; what it does is told by the docstring of `MaMeConfig`.
 
     Args:
         default: its value where it is left out.
         check: gives the value as it is kept, and refuses one that can't be.
-        help: what it does, in one line.
-        about: what docs/settings.md tells beyond that.
         method: the one method that has it; None: both.
         option: whether commands have an option for it.
     """
-    facts = {"check": check, "help": help, "about": about, "method": method, "option": option}
-    return field(default=default, metadata=facts)
-
-
-_of_keys = partial(_setting, method="keys")
-_of_tokens = partial(_setting, method="tokens")
+    return field(default=default, metadata={"check": check, "method": method, "option": option})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,115 +104,63 @@ class MaMeConfig:
     settings beside a model's weights hold then, if there are some. A field that is given None is
     left out.
 
+    The help of the commands and docs/settings.md are made of these lines: a setting's first
+    sentence is its help.
+
+    Attributes:
+        keep: share of the keys to keep, above 0 to 1; lower is faster and further off. Keys and
+            values of an image merge at the attention call; the merged values are fitted to a few
+            exact queries. In vision transformers it is the share of the tokens.
+        tau: similarity above which whole tokens merge (the paper's method); lower merges more. The
+            cosine goes from -1 to 1, where 1 merges nothing. Give `tau` or `keep`, not both.
+        min_tokens: layers with fewer tokens stay unmerged; left out: by kind of device. 1,024 on a
+            CPU and on MPS; 8,192 on CUDA, 24,576 from compute capability 9 on; 4,096 elsewhere.
+            With `MaMeAttnProcessor` on a video model it must be above the number of frames.
+        fit_queries: queries that merged values are fitted to; 0: values are means. More are nearer
+            and slower. Left out: one of 32 tokens, from 64 to 256.
+        tile_size: side of the square tiles in which keys are compared; 0 compares all. A tile has
+            at least 2 tokens a side.
+        redraw: whether each step draws other destinations and queries. Errors of the steps then do
+            not add up. Only `apply_mame` sees the timestep.
+        share_guidance_plan: whether guided and unguided samples merge the same keys. Guidance would
+            multiply what merging does to one sample and not to the other. The two may share a
+            batch, or be two calls of one input. Only `apply_mame` sees them.
+        seed: seed of what is drawn. It has a generator of its own, never the global one.
+        references: share of each reference image's keys to keep in an edit; off unless given. Above
+            0 to 1. Each reference merges on a grid of its own. Models of edits take it, by
+            `apply_mame`.
+        partition: how destinations are chosen by position.
+        metric: how similarity is measured. `dot` is x.y / sqrt(d), `euclidean` is -|x - y| /
+            sqrt(d), and `softmax` is the dot product's softmax over destinations.
+        feature: what similarity compares: the layer's input, its keys, or their mean over heads.
+        refine: whether weights below a source's mean are dropped. The paper's adaptive refining.
+        size: latent height and width, for layers that don't know them. `MaMeAttnProcessor` and
+            single attention modules need it. Models know theirs, and refuse another.
+        layers: settings of single layers by patterns of their names. They override those of all
+            layers: `{'blocks.[24]': {'keep': 0.5}}`. False leaves a layer unmerged. Self-attention
+            takes them, by `apply_mame`.
+        made_for: model that the settings were found for; others refuse them. Calibration writes it.
+
     Raises:
         ValueError: naming the field, what it may be and the value that came.
     """
 
-    keep: float | None = _setting(
-        None,
-        _share,
-        "share of the keys to keep, above 0 to 1; lower is faster and further off",
-        "Keys and values of an image merge at the attention call; the merged values are fitted to a"
-        " few exact queries. In vision transformers it is the share of the tokens.",
-    )
-    tau: float | None = _setting(
-        None,
-        _number,
-        "similarity above which whole tokens merge (the paper's method); lower merges more",
-        "The cosine goes from -1 to 1, where 1 merges nothing. Give `tau` or `keep`, not both.",
-    )
-    min_tokens: int | None = _setting(
-        None,
-        _whole(1),
-        "layers with fewer tokens stay unmerged; left out: by kind of device",
-        "1,024 on a CPU and on MPS; 8,192 on CUDA, 24,576 from compute capability 9 on; 4,096"
-        " elsewhere. With `MaMeAttnProcessor` on a video model it must be above the number of"
-        " frames.",
-    )
-    fit_queries: int | None = _of_keys(
-        None,
-        _whole(0),
-        "queries that merged values are fitted to; 0: values are means",
-        "More are nearer and slower. Left out: one of 32 tokens, from 64 to 256.",
-    )
-    tile_size: int = _of_keys(
-        16,
-        _side,
-        "side of the square tiles in which keys are compared; 0 compares all",
-        "A tile has at least 2 tokens a side.",
-    )
-    redraw: bool = _of_keys(
-        True,
-        _flag,
-        "whether each step draws other destinations and queries",
-        "Errors of the steps then do not add up. Only `apply_mame` sees the timestep.",
-    )
-    share_guidance_plan: bool = _of_keys(
-        True,
-        _flag,
-        "whether guided and unguided samples merge the same keys",
-        "Guidance would multiply what merging does to one sample and not to the other. The two may"
-        " share a batch, or be two calls of one input. Only `apply_mame` sees them.",
-    )
-    seed: int = _setting(
-        0,
-        _whole(0),
-        "seed of what is drawn",
-        "It has a generator of its own, never the global one.",
-    )
-    references: float | None = _of_keys(
-        None,
-        _share,
-        "share of each reference image's keys to keep in an edit; off unless given",
-        "Above 0 to 1. Each reference merges on a grid of its own. Models of edits take it, by"
-        " `apply_mame`.",
-    )
-    partition: Partition = _of_tokens(  # noqa: RUF009
-        "alternating",
-        _one_of(Partition),
-        "how destinations are chosen by position",
-    )
-    metric: Metric = _of_tokens(  # noqa: RUF009
-        "cosine",
-        _one_of(Metric),
-        "how similarity is measured",
-        "`dot` is x.y / sqrt(d), `euclidean` is -|x - y| / sqrt(d), and `softmax` is the dot"
-        " product's softmax over destinations.",
-    )
-    feature: Feature = _of_tokens(  # noqa: RUF009
-        "x",
-        _one_of(Feature),
-        "what similarity compares: the layer's input, its keys, or their mean over heads",
-    )
-    refine: bool = _of_tokens(
-        True,
-        _flag,
-        "whether weights below a source's mean are dropped",
-        "The paper's adaptive refining.",
-    )
-    size: tuple[int, int] | None = _setting(
-        None,
-        _size,
-        "latent height and width, for layers that don't know them",
-        "`MaMeAttnProcessor` and single attention modules need it. Models know theirs, and refuse"
-        " another.",
-        option=False,
-    )
-    layers: LayerRules | None = _setting(  # noqa: RUF009
-        None,
-        LayerRules,
-        "settings of single layers by patterns of their names",
-        "They override those of all layers: `{'blocks.[24]': {'keep': 0.5}}`. False leaves a layer"
-        " unmerged. Self-attention takes them, by `apply_mame`.",
-        option=False,
-    )
-    made_for: str | None = _setting(
-        None,
-        _text,
-        "model that the settings were found for; others refuse them",
-        "Calibration writes it.",
-        option=False,
-    )
+    keep: float | None = _setting(None, _share)
+    tau: float | None = _setting(None, _number)
+    min_tokens: int | None = _setting(None, _whole(1))
+    fit_queries: int | None = _setting(None, _whole(0), "keys")
+    tile_size: int = _setting(16, _side, "keys")
+    redraw: bool = _setting(True, _flag, "keys")
+    share_guidance_plan: bool = _setting(True, _flag, "keys")
+    seed: int = _setting(0, _whole(0))
+    references: float | None = _setting(None, _share, "keys")
+    partition: Partition = _setting("alternating", _one_of(Partition), "tokens")  # noqa: RUF009
+    metric: Metric = _setting("cosine", _one_of(Metric), "tokens")  # noqa: RUF009
+    feature: Feature = _setting("x", _one_of(Feature), "tokens")  # noqa: RUF009
+    refine: bool = _setting(True, _flag, "tokens")
+    size: tuple[int, int] | None = _setting(None, _size, option=False)
+    layers: LayerRules | None = _setting(None, LayerRules, option=False)  # noqa: RUF009
+    made_for: str | None = _setting(None, _text, option=False)
     is_open: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -256,7 +189,7 @@ class MaMeConfig:
                 )
         if self.tau is not None:
             low, high = TAU_RANGE[self.metric]
-            if not low <= self.tau <= high or math.isinf(self.tau):
+            if not low <= self.tau <= high:
                 raise ValueError(
                     f"tau: expected a finite number from {low:g} to {high:g} for metric"
                     f" {self.metric!r}, got {self.tau!r}; give one in that range, or keep instead"
@@ -265,7 +198,7 @@ class MaMeConfig:
             self._with_rule(rule, pattern)
 
     @property
-    def method(self) -> Literal["keys", "tokens"]:
+    def method(self) -> Method:
         """What merges: keys and values alone ("keys", by `keep`), or whole tokens (by `tau`)."""
         return "keys" if self.tau is None else "tokens"
 
@@ -299,14 +232,25 @@ class MaMeConfig:
     def of_layer(self, name: str) -> MaMeConfig | None:
         """The settings of the self-attention of that name, as a report gives it; None: `layers`
         leaves it unmerged.
+
+        >>> rules = {"blocks.*": {"keep": 0.125}, "blocks.[24]": {"keep": 0.5}, "blocks.5": False}
+        >>> config = MaMeConfig(layers=rules)
+        >>> config.of_layer("blocks.1.attn").keep, config.of_layer("blocks.4.attn").keep
+        (0.125, 0.5)
+        >>> config.of_layer("blocks.5.attn"), config.of_layer("last").keep
+        (None, 0.25)
         """
         if self.layers is None:
             return self
-        rule = self.layers.of(name)
-        return None if rule is False else self._with_rule(rule or {}, name)
+        base = self.replace(layers=None)
+        found: MaMeConfig | None = base
+        for pattern, rule in self.layers.items():
+            if means(pattern, name):
+                found = (found or base)._with_rule(rule, name)
+        return found
 
-    def _with_rule(self, rule: Any, of: str) -> MaMeConfig | None:
-        """These settings with those of a rule over them.
+    def _with_rule(self, rule: Mapping[str, Any] | Literal[False], of: str) -> MaMeConfig | None:
+        """These settings with those of a rule over them; None: it leaves its layers unmerged.
 
         Raises ValueError that names what the rule is of.
         """
@@ -351,7 +295,17 @@ class MaMeConfig:
             raise ValueError(f"{path}: {error}") from None
 
 
-_SETTINGS: dict[str, Field[Any]] = {f.name: f for f in fields(MaMeConfig) if f.init}
+def _documented() -> dict[str, Field[Any]]:
+    """The settings by name; what the class says of each goes to its metadata."""
+    texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", getdoc(MaMeConfig) or "", re.M))
+    found = {f.name: f for f in fields(MaMeConfig) if f.init}
+    for name, f in found.items():
+        help, _, about = " ".join(texts.get(name, "").split()).partition(". ")
+        f.metadata = MappingProxyType({**f.metadata, "help": help.rstrip("."), "about": about})
+    return found
+
+
+_SETTINGS = _documented()
 NAMES = tuple(_SETTINGS)
 
 
@@ -367,5 +321,5 @@ def check_names(values: Mapping[str, Any]) -> None:
 def _json(value: Any) -> Any:
     """A field's value as a JSON value."""
     if isinstance(value, LayerRules):
-        return value.to_dict()
+        return dict(value)
     return list(value) if isinstance(value, tuple) else value

@@ -1,6 +1,6 @@
 """What describes one's own transformer to `apply_mame`: see `mame_sd.diffusion.families.family`.
 
-`patches`, `video_patches`, `pixels`, `packed` and `in_sequence` say where the image is, as models
+`patches`, `pixels`, `packed` and `in_sequence` say where the image is, as models
 of diffusers need it. `along` says what holds a row per token.
 """
 
@@ -12,7 +12,6 @@ from mame_sd.diffusion.families.layouts import (
     packed,
     patches,
     pixels,
-    video_patches,
 )
 
 __all__ = [
@@ -26,5 +25,4 @@ __all__ = [
     "patches",
     "pixels",
     "register_family",
-    "video_patches",
 ]

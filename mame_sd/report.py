@@ -42,17 +42,12 @@ class LayerStats:
 
     def __init__(self, name: str, device: torch.device | None = None) -> None:
         self.name = name
-        self.capture = False
-        self.compiled: Tensor | None = (
-            None  # [3] int64: calls, tokens in, tokens kept; None: not counted there
-        )
+        # [3] int64: calls, tokens in, tokens kept; None: not counted there
+        self.compiled: Tensor | None = None
         self.reset(device)
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Back to zero calls; a captured plan is dropped too.
-
-        `device` is where compiled regions are to count.
-        """
+        """Back to zero calls; `device` is where compiled regions are to count."""
         self.calls = self.tokens_in = self.tokens_kept = 0
         if self.compiled is not None and device in (None, self.compiled.device):
             self.compiled.zero_()
@@ -62,7 +57,6 @@ class LayerStats:
         self.size: tuple[int, ...] | None = None
         self.last_reason: str | None = NEVER_CALLED
         self.note = ""
-        self.plan: Plan | Groups | None = None
 
     def skipped(self, reason: str, tokens: int) -> None:
         """A call passed through untouched, because of `reason`."""
@@ -81,17 +75,14 @@ class LayerStats:
         self.size = size if len(size) > 1 else None
         self.note = note
         self._count(sum(p.tokens_in for p in plans), sum(p.tokens_kept for p in plans))
-        if self.capture and not torch.compiler.is_compiling():
-            self.plan = plans[0]
 
     def _count(self, tokens_in: int, tokens_kept: int) -> None:
         if not torch.compiler.is_compiling():
             self.calls += 1
             self.tokens_in += tokens_in
             self.tokens_kept += tokens_kept
-        elif (
-            self.compiled is not None and not torch.compiler.is_exporting()
-        ):  # whose graphs change no tensor of ours
+        # graphs of an export change no tensor of ours
+        elif self.compiled is not None and not torch.compiler.is_exporting():
             self.compiled[0].add_(1)
             self.compiled[1].add_(tokens_in)
             self.compiled[2].add_(tokens_kept)
@@ -104,23 +95,13 @@ class LayerStats:
         return self.calls + extra[0], self.tokens_in + extra[1], self.tokens_kept + extra[2]
 
 
-@dataclass(frozen=True)
-class LayerReport:
-    """One layer: means over its calls since the last reset.
+@dataclass(frozen=True, kw_only=True)
+class _Counted:
+    """Tokens of a layer and call, means over calls; `level` counts from 0, the most tokens."""
 
-    `level` counts from 0, the layers with the most tokens. `merged` is False when the layer was
-    left alone, for the `reason` given. With `keep` `tokens_kept` counts keys. `size` is (h, w) in
-    tokens where it was known.
-    """
-
-    name: str
     level: int
     tokens_in: float
     tokens_kept: float
-    calls: int
-    merged: bool
-    reason: str
-    size: tuple[int, ...] | None = None
 
     @property
     def share(self) -> float:
@@ -128,20 +109,27 @@ class LayerReport:
         return self.tokens_kept / self.tokens_in if self.tokens_in else 1.0
 
 
-@dataclass(frozen=True)
-class LevelReport:
-    """All layers of one level: tokens per layer and call, how many of the layers merged."""
+@dataclass(frozen=True, kw_only=True)
+class LayerReport(_Counted):
+    """One layer: means over its calls since the last reset.
 
-    level: int
-    tokens_in: float
-    tokens_kept: float
+    `merged` is False when the layer was left alone, for the `reason` given. With `keep`
+    `tokens_kept` counts keys. `size` is (h, w) in tokens where it was known.
+    """
+
+    name: str
+    calls: int
+    merged: bool
+    reason: str
+    size: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelReport(_Counted):
+    """All layers of one level, and how many of them merged."""
+
     layers: int
     layers_merged: int
-
-    @property
-    def share(self) -> float:
-        """Tokens kept / tokens in."""
-        return self.tokens_kept / self.tokens_in if self.tokens_in else 1.0
 
 
 @dataclass(frozen=True)
@@ -152,10 +140,9 @@ class MaMeReport:
 
     def levels(self) -> list[LevelReport]:
         """The layers that were called, by level, most tokens first; means weighted by calls."""
-        called = [layer for layer in self.layers if layer.calls]
         result = []
-        for level in sorted({layer.level for layer in called}):
-            group = [layer for layer in called if layer.level == level]
+        for level in sorted({layer.level for layer in self.layers if layer.calls}):
+            group = [layer for layer in self.layers if layer.calls and layer.level == level]
             calls = sum(layer.calls for layer in group)
             result.append(
                 LevelReport(
@@ -218,13 +205,13 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
         )
         for (layer, calls, total_in, total_kept), count in zip(rows, tokens, strict=True)
     )
-    report = MaMeReport(layers)
-    if any(layer.calls for layer in layers) and not any(layer.merged for layer in layers):
-        raise NothingMergedError(nothing_merged([layer for layer in layers if layer.calls]))
-    return report
+    called = [layer for layer in layers if layer.calls]
+    if called and not any(layer.merged for layer in layers):
+        raise NothingMergedError(_nothing_merged(called))
+    return MaMeReport(layers)
 
 
-def nothing_merged(called: Sequence[LayerReport]) -> str:
+def _nothing_merged(called: Sequence[LayerReport]) -> str:
     """One line on layers of which none merged: how many, why, the largest, what to do."""
     counts = Counter(layer.reason for layer in called).most_common()
     reasons = "; ".join(f"{count} of {len(called)}: {reason}" for reason, count in counts[:3])

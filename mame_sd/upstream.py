@@ -7,13 +7,14 @@ for torch's and diffusers', `compress_cache` for transformers'. `mame-sd doctor`
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from inspect import signature
+from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def cache_of(output: Any) -> Any:
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
     """The name by which `forward` takes the KV cache; None where it takes none."""
-    parameters = inspect.signature(forward).parameters
+    parameters = signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
@@ -70,103 +71,56 @@ def assisted() -> bool:
     return False
 
 
-def _of(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
-def _has(place: str, *names: str) -> Callable[[], bool]:
-    return lambda: all(hasattr(_of(place), name) for name in names)
-
-
-def _takes(place: str, *names: str) -> Callable[[], bool]:
-    return lambda: set(names) <= inspect.signature(_of(place).forward).parameters.keys()
-
-
-_DISPATCH = "diffusers.models.attention_dispatch"
-_HOOKS = "diffusers.hooks:HookRegistry"
-_LLAMA = "transformers.models.llama.modeling_llama"
-_GEMMA = "transformers.models.gemma2.configuration_gemma2:Gemma2Config"
-
-
 def _hooked() -> Any:
-    """A module on which diffusers has put a registry of hooks, with one hook."""
-    module = _of("torch.nn:Identity")()
-    hook = _of("diffusers.hooks:ModelHook")()
-    _of(_HOOKS).check_if_exists_or_initialize(module).register_hook(hook, "mame_check")
-    return module
+    """The registry of hooks that diffusers has put on a module, with one hook."""
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    registry = HookRegistry.check_if_exists_or_initialize(torch.nn.Identity())
+    registry.register_hook(ModelHook(), "mame_check")
+    return registry
 
 
-NAMES: dict[str, dict[str, Callable[[], bool]]] = {
+def _arguments(place: str) -> Any:
+    """An object that has the names of the arguments of a class's forward."""
+    return SimpleNamespace(**signature(resolve_name(place).forward).parameters)
+
+
+_LLAMA = "transformers.models.llama.modeling_llama"
+# Of each library the names, by where they stand; of names with a bar between them one will do.
+NAMES: dict[str, dict[str, str]] = {
     "torch": {
-        "the stack of function modes": _has(
-            "torch:_C", "_len_torch_function_stack", "_get_function_stack_at"
-        ),
-        "the graph task of a backward pass": _has("torch:_C", "_current_graph_task_id"),
-        "scaled_dot_product_attention of torch._C._nn": _has(
-            "torch._C:_nn", "scaled_dot_product_attention"
-        ),
-        "forward hooks of a module": lambda: all(
-            hasattr(_of("torch.nn:Identity")(), name)
-            for name in (
-                "_forward_pre_hooks",
-                "_forward_pre_hooks_with_kwargs",
-                "_forward_hooks",
-                "_forward_hooks_always_called",
-            )
-        ),
+        "torch._C": "_len_torch_function_stack _get_function_stack_at _current_graph_task_id",
+        "torch._C:_nn": "scaled_dot_product_attention",
+        "a module": "_forward_pre_hooks _forward_pre_hooks_with_kwargs _forward_hooks"
+        " _forward_hooks_always_called",
     },
     "diffusers": {
-        "_backends of the attention dispatcher": lambda: isinstance(
-            _of(f"{_DISPATCH}:_AttentionBackendRegistry")._backends, dict
-        ),
-        "hooks, _hook_order and _fn_refs of HookRegistry": lambda: all(
-            len(getattr(_hooked()._diffusers_hook, name)) == 1
-            for name in ("hooks", "_hook_order", "_fn_refs")
-        ),
-        "forward and original_forward of a hooked function": lambda: all(
-            hasattr(_hooked()._diffusers_hook._fn_refs[0], name)
-            for name in ("forward", "original_forward")
-        ),
-        "_parallel_config of a model": _has(
-            "diffusers.models.modeling_utils:ModelMixin", "_parallel_config"
-        ),
-        "progress_bar of a pipeline": _has("diffusers:DiffusionPipeline", "progress_bar"),
+        "diffusers.models.attention_dispatch:_AttentionBackendRegistry": "_backends",
+        "diffusers.models.modeling_utils:ModelMixin": "_parallel_config",
+        "diffusers:DiffusionPipeline": "progress_bar",
+        "HookRegistry": "hooks _fn_refs",
+        "a hooked function": "forward original_forward",
     },
     "transformers": {
-        f"{' or '.join(CACHE_NAMES)} of an attention's forward": lambda: (
-            cache_argument(_of(f"{_LLAMA}:LlamaAttention").forward) is not None
-        ),
-        "hidden_states, position_embeddings and attention_mask of an attention's forward": _takes(
-            f"{_LLAMA}:LlamaAttention", "hidden_states", "position_embeddings", "attention_mask"
-        ),
-        "x and position_ids of a rotary embedding's forward": _takes(
-            f"{_LLAMA}:LlamaRotaryEmbedding", "x", "position_ids"
-        ),
-        "apply_rotary_pos_emb beside an attention": lambda: callable(
-            _of(f"{_LLAMA}:apply_rotary_pos_emb")
-        ),
-        "update, get_seq_length, get_mask_sizes and lazy_initialization of DynamicLayer": _has(
-            "transformers.cache_utils:DynamicLayer",
-            "update",
-            "get_seq_length",
-            "get_mask_sizes",
-            "lazy_initialization",
-        ),
-        "layers of DynamicCache": lambda: hasattr(
-            _of("transformers.cache_utils:DynamicCache")(), "layers"
-        ),
-        f"{_ASSISTED} of GenerationMixin": _has(
-            "transformers.generation.utils:GenerationMixin", _ASSISTED
-        ),
-        f"{_IMPLEMENTATION} of a config": lambda: hasattr(
-            _of("transformers.models.llama.configuration_llama:LlamaConfig")(), _IMPLEMENTATION
-        ),
-        "layer_types, sliding_window and attn_logit_softcapping of a config": lambda: all(
-            hasattr(_of(_GEMMA)(), name)
-            for name in ("layer_types", "sliding_window", "attn_logit_softcapping")
-        ),
+        "an attention's forward": f"{'|'.join(CACHE_NAMES)} hidden_states position_embeddings"
+        " attention_mask",
+        "a rotary embedding's forward": "x position_ids",
+        "a KV cache": "layers",
+        "a config": f"{_IMPLEMENTATION} layer_types sliding_window attn_logit_softcapping",
+        _LLAMA: "apply_rotary_pos_emb",
+        "transformers.cache_utils:DynamicLayer": "update get_seq_length get_mask_sizes"
+        " lazy_initialization",
+        "transformers.generation.utils:GenerationMixin": _ASSISTED,
     },
+}
+_MADE: dict[str, Callable[[], Any]] = {  # what stands under no name
+    "a module": torch.nn.Identity,
+    "HookRegistry": _hooked,
+    "a hooked function": lambda: _hooked()._fn_refs[0],
+    "an attention's forward": lambda: _arguments(f"{_LLAMA}:LlamaAttention"),
+    "a rotary embedding's forward": lambda: _arguments(f"{_LLAMA}:LlamaRotaryEmbedding"),
+    "a KV cache": lambda: resolve_name("transformers.cache_utils:DynamicCache")(),
+    "a config": lambda: resolve_name("transformers:Gemma2Config")(),
 }
 RELEASES = {
     "torch": "between 2.7 and 2.15",
@@ -178,22 +132,24 @@ RELEASES = {
 @cache
 def missing(library: str) -> tuple[str, ...]:
     """Which of `NAMES` the installed release of a library doesn't have."""
-    return tuple(what for what, there in NAMES[library].items() if not _holds(there))
-
-
-def _holds(there: Callable[[], bool]) -> bool:
-    try:
-        return there()
-    except (ImportError, AttributeError, TypeError):
-        return False
+    found = []
+    for place, names in NAMES[library].items():
+        try:
+            thing = _MADE[place]() if place in _MADE else resolve_name(place)
+        except (ImportError, AttributeError, TypeError):
+            thing = None
+        found += [
+            f"{name.replace('|', ' or ')} of {place}"
+            for name in names.split()
+            if not any(hasattr(thing, one) for one in name.split("|"))
+        ]
+    return tuple(found)
 
 
 def complaint(library: str) -> str:
     """What the installed release of a library lacks, and what to do; empty where nothing."""
     gone = missing(library)
-    if not gone:
-        return ""
-    return _complaint(library, "; ".join(gone))
+    return _complaint(library, "; ".join(gone)) if gone else ""
 
 
 def _complaint(library: str, gone: str) -> str:
@@ -231,7 +187,7 @@ def require_captioner(model: Any, parts: tuple[str, ...]) -> None:
         model: the captioner.
         parts: paths of modules and methods in it, as `model.vision_tower`.
     """
-    takes = inspect.signature(type(model).forward).parameters
+    takes = signature(type(model).forward).parameters
     gone = [f"{name} of its forward" for name in _CAPTIONER if name not in takes]
     if cache_argument(type(model).forward) is None:
         gone.append(f"{' or '.join(CACHE_NAMES)} of its forward")

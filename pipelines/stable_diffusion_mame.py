@@ -19,30 +19,19 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields as fields_of
-from functools import partial
 from os import PathLike
-from typing import Any
+from typing import Any, get_type_hints
 
-from diffusers import AutoencoderKL, StableDiffusionPipeline, UNet2DConditionModel
-from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
-from diffusers.schedulers import KarrasDiffusionSchedulers
-from transformers import (
-    CLIPImageProcessor,
-    CLIPTextModel,
-    CLIPTokenizer,
-    CLIPVisionModelWithProjection,
-)
+from diffusers import StableDiffusionPipeline
 
 from mame_sd.config import NAMES, MaMeConfig
 from mame_sd.diffusion.apply_denoiser import build_handle, has_hooks, hooks_restored
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.saved_setting import DEFAULT, ENTRY, resolve_setting
 from mame_sd.diffusion.threads import CHANGES, begin, end
-from mame_sd.layer_rules import LayerRules
 
-SAVED = ("tau", "keep", "mame_config")
-PLACES = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+SAVED = {"tau": DEFAULT, "keep": None, "mame_config": None}  # with their defaults
+FIELDS = tuple(name for name in NAMES if name not in SAVED)
 _UNSET: Any = "unset"
 
 
@@ -72,60 +61,18 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     def __init__(
         self,
-        vae: AutoencoderKL,
-        text_encoder: CLIPTextModel,
-        tokenizer: CLIPTokenizer,
-        unet: UNet2DConditionModel,
-        scheduler: KarrasDiffusionSchedulers,
-        safety_checker: StableDiffusionSafetyChecker,
-        feature_extractor: CLIPImageProcessor,
-        image_encoder: CLIPVisionModelWithProjection = None,
-        requires_safety_checker: bool = True,
+        *components: Any,
         tau: float | str | None = DEFAULT,
         keep: float | None = None,
-        mame_config: dict[str, Any] | None = None,
+        mame_config: Any = None,
+        **others: Any,
     ) -> None:
-        super().__init__(
-            vae=vae,
-            text_encoder=text_encoder,
-            tokenizer=tokenizer,
-            unet=unet,
-            scheduler=scheduler,
-            safety_checker=safety_checker,
-            feature_extractor=feature_extractor,
-            image_encoder=image_encoder,
-            requires_safety_checker=requires_safety_checker,
-        )
+        fields = _taken(others)
+        super().__init__(*components, **others)
         self._mame: MaMeHandle | None = None
         self._calls = 0  # that merge now, each in a thread of its own
         self._foreign = ExitStack()  # puts back the hooks of others
-        self.set_mame(tau=tau, keep=keep, mame_config=mame_config)
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
-        """As StableDiffusionPipeline's, with any field of MaMeConfig.
-
-        Raises ValueError for one out of its range.
-        """
-        places = {name: kwargs[name] for name in PLACES if name in kwargs}
-        saved = partial(cls.load_config, *args, **places)
-        return super().from_pretrained(*args, **_with_config(kwargs, saved))
-
-    @classmethod
-    def from_single_file(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
-        """As StableDiffusionPipeline's, with any field of MaMeConfig.
-
-        Raises ValueError for one out of its range.
-        """
-        return super().from_single_file(*args, **_with_config(kwargs, dict))
-
-    @classmethod
-    def from_pipe(cls, pipeline: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
-        """As StableDiffusionPipeline's, with any field of MaMeConfig.
-
-        Raises ValueError for one out of its range.
-        """
-        return super().from_pipe(pipeline, **_with_config(kwargs, lambda: pipeline.config))
+        self.set_mame(tau=tau, keep=keep, mame_config={**_dict_of(mame_config), **fields})
 
     @classmethod
     def load_config(cls, *args: Any, **kwargs: Any) -> Any:
@@ -142,9 +89,11 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         of its own.
         """
         config = json.loads(super().to_json_string())
-        config[ENTRY] = {name: config.pop(name) for name in SAVED}
+        for name in SAVED:
+            del config[name]
         config["_class_name"] = StableDiffusionPipeline.__name__
-        return json.dumps(config, indent=2, sort_keys=True) + "\n"
+        config[ENTRY] = {name: self.config[name] for name in SAVED}  # the order of layers counts
+        return json.dumps(config, indent=2) + "\n"
 
     @property
     def tau(self) -> float | str | None:
@@ -176,24 +125,12 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         Raises:
             ValueError: a setting is unknown or out of its range; nothing has changed then.
         """
-        if mame_config is not _UNSET:
-            mame_config = _over(mame_config, {})
-        fields = dict(
-            (self.config.get("mame_config") if mame_config is _UNSET else mame_config) or {}
-        )
-        threshold = {
-            name: fields.pop(name) for name in ("tau", "keep") if fields.get(name) is not None
-        }
-        if tau in (_UNSET, DEFAULT) and keep in (_UNSET, None) and threshold:
-            tau, keep = threshold.get("tau"), threshold.get("keep")
+        fields = _dict_of(self.config.get("mame_config") if mame_config is _UNSET else mame_config)
+        number = {n: fields.pop(n) for n in ("tau", "keep") if fields.get(n) is not None}
+        if number and tau in (_UNSET, DEFAULT) and keep in (_UNSET, None):
+            tau, keep = number.get("tau"), number.get("keep")
         tau, keep = self._choice(tau, keep)
         resolve_setting(tau, keep, fields)
-        if (
-            fields.get("layers") is not None
-        ):  # later rules go before earlier ones, and the file is sorted
-            fields["layers"] = [
-                list(rule) for rule in LayerRules(fields["layers"]).to_dict().items()
-            ]
         self.register_to_config(tau=tau, keep=keep, mame_config=fields or None)
 
     def __call__(self, *args: Any, tau: Any = _UNSET, keep: Any = _UNSET, **kwargs: Any) -> Any:
@@ -209,7 +146,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         Raises:
             ValueError: a setting is out of its range, or both tau and keep are given.
         """
-        fields = _over(self.config.mame_config, _taken(kwargs))
+        fields = {**_dict_of(self.config.mame_config), **_taken(kwargs)}
         config = resolve_setting(*self._choice(tau, keep), fields)
         if config is None:
             return super().__call__(*args, **kwargs)
@@ -261,52 +198,40 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
             self._foreign = foreign.pop_all()
 
 
-def _over(mame_config: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `mame_config`, given as a dict, a MaMeConfig or a file, with `fields` over
-    them.
-    """
+def _dict_of(mame_config: Any) -> dict[str, Any]:
+    """The fields of a `mame_config`, given as a dict, a MaMeConfig or a file."""
     if isinstance(mame_config, (str, PathLike)):
         mame_config = MaMeConfig.from_file(mame_config)
     if isinstance(mame_config, MaMeConfig):
         mame_config = mame_config.to_dict(given_only=True)
-    return {**(mame_config or {}), **fields}
-
-
-def _with_config(arguments: dict[str, Any], saved: Callable[[], Any]) -> dict[str, Any]:
-    """`arguments` with the fields of MaMeConfig among them in `mame_config`.
-
-    They go over the `mame_config` that is given, or else over that of the configuration `saved()`.
-    """
-    if fields := _taken(arguments):
-        under = arguments if "mame_config" in arguments else saved()
-        arguments["mame_config"] = _over(under.get("mame_config"), fields)
-    return arguments
+    return dict(mame_config or {})
 
 
 def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The fields of MaMeConfig among `arguments`, taken out of them; what __init__ takes stays."""
-    if "mame_config" in arguments:
-        arguments["mame_config"] = _over(arguments["mame_config"], {}) or None
-    names = [name for name in NAMES if name not in ("tau", "keep")]
-    taken = {name: arguments.pop(name) for name in names if name in arguments}
-    # A bad value is refused before a model is loaded.
-    of = {field.name: field.metadata.get("method") for field in fields_of(MaMeConfig)}
-    number = {n: arguments[n] for n in ("tau", "keep") if isinstance(arguments.get(n), int | float)}
-    saved_tau = not number and any(of.get(name) == "tokens" for name in taken)
-    MaMeConfig.from_dict({**taken, **number, **({"tau": 0.0} if saved_tau else {})})
-    return taken
+    """The fields of MaMeConfig among `arguments`, taken out of them."""
+    return {name: arguments.pop(name) for name in FIELDS if name in arguments}
 
 
-def _signature() -> inspect.Signature:
-    """StableDiffusionPipeline's call with `tau` and `keep`, for help() and for callers that look
-    arguments up.
+def _signature(base: Callable[..., Any], **own: Any) -> inspect.Signature:
+    """The signature of a method of StableDiffusionPipeline, with keywords of ours and their
+    defaults: diffusers' ways of loading, help() and others look arguments up in it.
     """
-    base = inspect.signature(StableDiffusionPipeline.__call__)
-    ours = inspect.signature(StableDiffusionMaMePipeline.__call__).parameters
-    own = [ours["tau"], ours["keep"]]
-    named = [p for p in base.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    rest = [p for p in base.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-    return base.replace(parameters=[*named, *own, *rest])
+    parameters = list(inspect.signature(base).parameters.values())
+    rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
+    ours = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=object)
+        for name, value in own.items()
+    ]
+    return inspect.Signature([*(p for p in parameters if p not in rest), *ours, *rest])
 
 
-StableDiffusionMaMePipeline.__call__.__signature__ = _signature()  # type: ignore[attr-defined]
+# Of the components, which diffusers looks at.
+StableDiffusionMaMePipeline.__init__.__annotations__ = get_type_hints(
+    StableDiffusionPipeline.__init__
+)
+StableDiffusionMaMePipeline.__init__.__signature__ = _signature(  # type: ignore[attr-defined]
+    StableDiffusionPipeline.__init__, **SAVED, **dict.fromkeys(FIELDS)
+)
+StableDiffusionMaMePipeline.__call__.__signature__ = _signature(  # type: ignore[attr-defined]
+    StableDiffusionPipeline.__call__, tau=_UNSET, keep=_UNSET
+)

@@ -44,11 +44,11 @@ def test_the_number_tells_the_method() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tau": 0.8, "keep": 0.5}, r"tau or keep, got both \(tau=0.8, keep=0.5\); drop one"),
     ({"tau": 1.5}, "tau: .*from -1 to 1 for metric 'cosine', got 1.5"),
-    ({"tau": float("nan")}, "tau: expected a number, got nan"),
+    ({"tau": float("nan")}, "tau: expected a finite number, got nan"),
     ({"tau": 0.1, "metric": "euclidean"}, "tau: .*'euclidean', got 0.1"),
     ({"tau": float("inf"), "metric": "dot"}, "tau: expected a finite number"),
     ({"tau": 10**400, "metric": "dot"}, "tau: expected a finite number"),
-    ({"tau": 1j}, "tau: expected a number"),
+    ({"tau": 1j}, "tau: expected a finite number"),
     ({"keep": True}, "keep: expected a share above 0 and at most 1, got True"),
     ({"keep": 0}, "keep: .*above 0 and at most 1, got 0"),
     ({"keep": 1.01}, "keep: .*got 1.01"),
@@ -69,6 +69,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"layers": {"a": {"redraw": False}}}, "layers: a: redraw holds for a whole model"),
     ({"layers": {"a": {"kep": 0.5}}}, "layers: a: unknown setting 'kep'; did you mean 'keep'"),
     ({"layers": 3}, "layers: expected settings by pattern"),
+    ({"layers": [["a", {"keep": 0.5}]]}, "layers: expected settings by pattern"),
+    ({"layers": {"a": 0.5}}, "layers: a: expected settings such as .* got 0.5"),
 ]
 
 
@@ -113,6 +115,12 @@ def test_settings_of_layers() -> None:
     assert config.of_layer("d.1") == MaMeConfig(tau=0.8)
     assert config.of_layer("b.x") is None
     assert config.of_layer("c") == MaMeConfig(keep=0.5)
+    several = MaMeConfig(layers={"a.*": {"tile_size": 8}, "a.[24]": {"keep": 0.5}, "a.5": False})
+    assert several.of_layer("a.2.x") == MaMeConfig(keep=0.5, tile_size=8)
+    assert several.of_layer("a.5") is None
+    clash = MaMeConfig(tau=0.5, layers={"a": {"keep": 0.5}, "a.b": {"metric": "dot"}})
+    with pytest.raises(ValueError, match=r"layers: a\.b\.c: metric: goes with tau"):
+        clash.of_layer("a.b.c")
 
 
 VALUES = {
@@ -129,7 +137,7 @@ VALUES = {
 }
 
 
-@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.settings(max_examples=20, deadline=None)
 @hypothesis.given(st.fixed_dictionaries({}, optional=VALUES))
 def test_goes_through_dicts_and_files(tmp_path_factory: Any, given: dict[str, Any]) -> None:
     config = MaMeConfig(**given)

@@ -53,18 +53,14 @@ def test_a_name_that_is_gone_is_told(
     capsys: pytest.CaptureFixture[str],
     model_folder: Path,
 ) -> None:
-    told = rf"{library} \d+\.\d+.*: expected a name of no release, found none; install"
-    for gone in (
-        lambda: upstream._of("torch:NoSuchName"),
-        lambda: upstream._of("nowhere:a"),
-        lambda: False,
-    ):
+    told = rf"{library} \d+\.\d+.*: expected a_name of {{}}, found none; install"
+    for place in ("torch:NoSuchName", "nowhere:a", "torch"):
         upstream.missing.cache_clear()
-        monkeypatch.setitem(upstream.NAMES[library], "a name of no release", gone)
-        with pytest.raises(RuntimeError, match=told):
+        monkeypatch.setitem(upstream.NAMES, library, {place: "a_name"})
+        with pytest.raises(RuntimeError, match=told.format(place)):
             CALLED[library]()
     assert cli.run(["doctor", "--device", "cpu", "--model", str(model_folder)]) == 1
-    assert re.search(rf"^fail  {library} +{told}", capsys.readouterr().out, re.M)
+    assert re.search(rf"^fail  {library} +{told.format('torch')}", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize("name", upstream.CACHE_NAMES)

@@ -12,22 +12,19 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from mame_sd.diffusion.apply_denoiser import denoiser_of
 from mame_sd.runs.generate import environment
-from mame_sd.runs.jobs import GenerateSettings, Job, call_of, cut_batches
+from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import InstalledMethod
 from mame_sd.runs.sampling import sample
 
-from ..memory import allocations, most, weight_bytes
 from ..timing import synchronize, timed
 from .rows import Row
 from .timings import Timing, timed_rounds
 
 WARM_UP_STEPS = 2
-_DECODING = "mame-sd: decoding"
 
 
 def bench(
@@ -43,7 +40,6 @@ def bench(
 
     Args:
         batches: alike (`alike_batches`); a round takes the next one, and after the last the first.
-            Peaks of memory on the CPU, which its rounds do not give, are those of the first.
         record: see `timed_rounds`.
     """
     about = {
@@ -54,22 +50,14 @@ def bench(
         "methods": {row.name: row.config for row in rows},
     }
     by_name = {row.name: row for row in rows}
-    peaks: dict[str, Timing] = {}
 
     def warm_up(name: str) -> None:
         with installed(model, by_name[name], batches[0]):
             sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
-        # CUDA counts while it is timed, the CPU in a call of its own
-        if model.pipe.device.type == "cpu":
-            peaks[name] = peak_call(model, replace(settings, steps=1), batches[0], by_name[name])
 
     def call(name: str, number: int) -> Timing:
-        row, batch = by_name[name], batches[number % len(batches)]
-        timing = timed_call(model, row.sampling(settings), batch, row)
-        peak = peaks.get(name, timing)
-        return replace(
-            timing, allocated=peak.allocated, allocated_denoising=peak.allocated_denoising
-        )
+        row = by_name[name]
+        return timed_call(model, row.sampling(settings), batches[number % len(batches)], row)
 
     return timed_rounds(
         list(by_name), rounds, call, record, about, warm_up=warm_up, on_progress=on_progress
@@ -77,15 +65,15 @@ def bench(
 
 
 def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
-    """The batches of a run that cost the same but for what they show: the longest ones, of one size
-    and kind.
+    """The batches of a run that cost the same but for what they show: the longest ones, with
+    negative prompts or without.
     """
     batches = cut_batches(jobs, batch_size)
     first = max(batches, key=len)
     return [
         batch
         for batch in batches
-        if len(batch) == len(first) and call_of(batch[0]) == call_of(first[0])
+        if len(batch) == len(first) and batch[0].steered == first[0].steered
     ]
 
 
@@ -123,28 +111,6 @@ def timed_call(
         torch.cuda.max_memory_allocated(device),
         peak.get("denoising"),
     )
-
-
-def peak_call(
-    model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
-) -> Timing:
-    """Peak memory of one call on the CPU, from the profiler's record of every allocation; its
-    seconds mean nothing.
-    """
-
-    def at(name: str) -> None:
-        if name == "decoding":
-            with record_function(_DECODING):
-                pass
-
-    with installed(model, row, jobs), _marking(model, at):
-        steps = allocations(lambda: sample(model, settings, jobs))
-    before = next((number for number, (name, _) in enumerate(steps) if name == _DECODING), None)
-    weights = weight_bytes(
-        [part for part in model.pipe.components.values() if isinstance(part, nn.Module)]
-    )
-    denoising = None if before is None else weights + max(0, most(steps[:before]))
-    return Timing(0.0, allocated=weights + max(0, most(steps)), allocated_denoising=denoising)
 
 
 @contextmanager

@@ -15,10 +15,10 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
 
 from .. import tables
+from ..results.schema import Family
 from ..rivals.method import Rival
-from ..rivals.plans import constant, means, random_cells, random_keys, strided, todo
-from ..rivals.toma import ToMA
-from .tomesd import NO_TOMESD, ToMeSD, has_tomesd
+from ..rivals.plans import mean_attention, means, random_cells, random_keys, strided, todo
+from ..rivals.tomesd import NO_TOMESD, ToMeSD, has_tomesd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,33 +56,15 @@ class Row(tables.Row):
         return NO_TOMESD if isinstance(self.method, ToMeSD) and not has_tomesd() else None
 
 
-BASELINE, RIVAL, FLOOR = "baseline", "tomesd-50", "mean-attention"
-TOMA = {"share": 0.5, "side": 8, "temperature": 0.1, "choose_every": 10, "assign_every": 5}
+BASELINE, DEFAULT, RIVAL, FLOOR = "baseline", "mame-default", "tomesd-50", "mean-attention"
 FITTED = 128  # queries that the values of a rival's keys are fitted to
-CELLS = {"cell": (2, 2)}
-RIVALS = {
-    "means-2x2": ("means of 2 × 2 keys", Rival("means", means, CELLS)),
-    "random-2x2": (
-        "one random key of 2 × 2",
-        Rival("random", random_cells, {**CELLS, "redraw": True}),
-    ),
-    "means-2x2-fitted": (
-        "means of 2 × 2 keys, fitted",
-        Rival("means", means, CELLS, fit_queries=FITTED),
-    ),
-    "strided-1x2": ("every second key", Rival("strided", strided, {"cell": (1, 2)})),
-    "todo-2": ("ToDo, one key of 2 × 2", Rival("todo", todo, {"factor": 2})),
-    "toma-50": ("ToMA's form 50 %", Rival("toma", ToMA, TOMA, "qkv")),
-}
-_MEAN = Rival("mean attention", constant, {"scale": 1.0}, "qkv")
-BY_DEFAULT = ("means-2x2", "random-2x2")  # of RIVALS; the others run where they are named
+FEWER = "fewer-"  # with a number of steps after it
 
 
 def _random(share: float, fit_queries: int = 0) -> Rival:
     if not 0 < share < 1:
         raise ValueError(f"{share:g} is not between 0 and 1")
-    settings = {"share": share, "redraw": True}
-    return Rival("random keys", random_keys, settings, fit_queries=fit_queries)
+    return Rival("random keys", random_keys, {"share": share}, fit_queries=fit_queries)
 
 
 # Rows whose name ends in a share of the keys: label, family, method of the share.
@@ -104,49 +86,35 @@ AT_SHARE: dict[str, tuple[str, Any, Callable[[float], Any]]] = {
     ),
     "random-": ("{} of the keys at random", "rival", _random),
 }
-FEWER = "fewer-"  # with a number of steps after it
 
 
-def paper_rows() -> list[Row]:
-    """The five rows of the paper's table, and our default."""
-    return [
-        Row(name=BASELINE, label="baseline", family="baseline"),
-        *(
-            Row(
-                name=f"tomesd-{percent}",
-                label=f"ToMeSD {percent} %",
-                family="tomesd",
-                method=ToMeSD(percent / 100),
-            )
-            for percent in (25, 50)
-        ),
-        *(
-            Row(
-                name=f"mame-{tau}",
-                label=f"MaMe+MaRe τ {tau}",
-                family="mame",
-                method=Merging(MaMeConfig(tau=tau)),
-            )
-            for tau in (0.7, 0.8)
-        ),
-        Row(
-            name="mame-default",
-            label="MaMe default",
-            family="mame",
-            method=Merging(MaMeConfig()),
-            default=True,
-        ),
-    ]
-
-
-def rival_rows() -> list[Row]:
-    """Those that every merging has to beat, published ones among them, and attention that tells
-    nothing of space.
-    """
-    return [
-        *(Row(name=name, label=label, method=rival) for name, (label, rival) in RIVALS.items()),
-        Row(name=FLOOR, label="mean attention", family="floor", method=_MEAN),
-    ]
+_CELLS: dict[str, Any] = {"cell": (2, 2)}
+_NAMED: tuple[tuple[str, str, Family, Any], ...] = (
+    (BASELINE, "baseline", "baseline", None),
+    ("tomesd-25", "ToMeSD 25 %", "tomesd", ToMeSD(0.25)),
+    (RIVAL, "ToMeSD 50 %", "tomesd", ToMeSD(0.5)),
+    ("mame-0.7", "MaMe+MaRe τ 0.7", "mame", Merging(MaMeConfig(tau=0.7))),
+    ("mame-0.8", "MaMe+MaRe τ 0.8", "mame", Merging(MaMeConfig(tau=0.8))),
+    (DEFAULT, "MaMe default", "mame", Merging(MaMeConfig())),
+    ("means-2x2", "means of 2 × 2 keys", "rival", Rival("means", means, _CELLS)),
+    ("random-2x2", "one random key of 2 × 2", "rival", Rival("random", random_cells, _CELLS)),
+    (
+        "means-2x2-fitted",
+        "means of 2 × 2 keys, fitted",
+        "rival",
+        Rival("means", means, _CELLS, fit_queries=FITTED),
+    ),
+    ("strided-1x2", "every second key", "rival", Rival("strided", strided, {"cell": (1, 2)})),
+    ("todo-2", "ToDo, one key of 2 × 2", "rival", Rival("todo", todo, {"factor": 2})),
+    (FLOOR, "mean attention", "floor", Rival("mean attention", mean_attention, merge="qkv")),
+)
+# Every row with a name of its own: the paper's table, our default, what every merging has to beat,
+# and attention that tells nothing of space.
+ROWS = {
+    name: Row(name=name, label=label, family=family, method=method, default=name == DEFAULT)
+    for name, label, family, method in _NAMED
+}
+WHERE_NAMED = ("means-2x2-fitted", "strided-1x2", "todo-2")  # not by default
 
 
 def chosen_rows(names: str | None) -> list[Row]:
@@ -155,9 +123,9 @@ def chosen_rows(names: str | None) -> list[Row]:
 
     Raises UserError for an unknown name.
     """
-    known = {row.name: row for row in (*paper_rows(), *rival_rows())}
+    known = dict(ROWS)
     if names is None:
-        return [row for row in known.values() if row.name not in RIVALS.keys() - BY_DEFAULT]
+        return [row for row in known.values() if row.name not in WHERE_NAMED]
     chosen = {BASELINE}
     for name in tables.names_in(names) or [names]:
         row = known.get(name) or _numbered(name)

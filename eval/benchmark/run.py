@@ -31,7 +31,6 @@ from ..results.schema import Results, Value
 from ..scoring.reference import check_foreign
 from ..scoring.runs import Run, pair
 from ..scoring.score import cut_prompts, measured
-from ..scoring.tools import network_name
 from ..scoring.withheld import withheld, withheld_by
 from ..stats import paired_difference
 from .bench import alike_batches, bench
@@ -133,9 +132,8 @@ class Benchmark(Setup):
         try:
             network = self.tools.network(metric)
         except (UserError, MachineError) as error:
-            name = network_name(metric)
-            self._note(f"{name}: {error}")
-            return f"not measured: no weights of {name}"
+            self._note(f"{metric.network}: {error}")
+            return f"not measured: no weights of {metric.network}"
         return withheld_by(metric, network, self.reference)
 
     def _note(self, note: str) -> None:

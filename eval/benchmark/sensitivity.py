@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from ..results.schema import Row, Value
 
 LPIPS_FLOOR = 0.10  # of mean attention, at least
-RETRIEVAL_DROP = 0.20  # of mean attention below the baseline, at least
 RIVAL_LPIPS = 0.01  # at least
 INTERVAL_SHARE = 0.1  # of its LPIPS, which the width of the interval stays below
-
-Check = tuple[bool, str]
+MORE = "take more (--num)"
 
 
 def sensitivity(rows: Sequence[Row], floor: str, rival: str) -> str:
@@ -24,56 +22,40 @@ def sensitivity(rows: Sequence[Row], floor: str, rival: str) -> str:
     and what follows from it.
 
     Args:
-        rows: with `lpips` and `retrieval` as far as measured; the baseline is the first.
+        rows: with `lpips` as far as measured.
         floor: the name of mean attention.
         rival: that of the rival at 50 %.
     """
-    found = {row.name: row for row in rows if _mean(row, "lpips") is not None}
+    found = {row.name: value for row in rows if (value := row.values.get("lpips", Value())).known}
     head = "Sensitivity of this instrument: "
     if floor not in found:
         return f"{head}not measured (needs {floor})."
-    far, near, lacking = _far(rows[0], found[floor]), _near(found.get(rival)), []
-    if rival not in found:
-        lacking = [f"{rival}: not measured"]
-    elif len(near) < 2:
-        lacking = [f"the interval of {rival}: not measured"]
-    if not all(ok for ok, _ in [*far, *near[:1]]):
+    parts, lacking = [], []
+    few: list[bool] = []  # of each LPIPS that is too low: whether more prompts might raise it
+    for name, least in ((floor, LPIPS_FLOOR), (rival, RIVAL_LPIPS)):
+        if name not in found:
+            lacking.append(f"{name}: not measured")
+            continue
+        mean, high = found[name].mean or 0.0, found[name].high
+        parts.append(f"{name}: LPIPS {mean:.4f} (at least {least:.2f})")
+        if mean < least:
+            parts[-1] += ", MISSED"
+            few.append(high is None or high >= least)
+    wide = False
+    if rival in found and found[rival].interval is None:
+        lacking.append(f"the interval of {rival}: not measured")
+    elif rival in found:
+        low, high = found[rival].interval or (0.0, 0.0)
+        mean = found[rival].mean or 0.0
+        share = (high - low) / mean if mean else float("inf")
+        wide = share >= INTERVAL_SHARE
+        parts.append(f"its 95 % interval {share:.0%} of it wide (below {INTERVAL_SHARE:.0%})")
+        parts[-1] += ", MISSED" * wide
+    if few:
         verdict = "FAILS: it can't tell these methods apart"
-    elif not all(ok for ok, _ in near):
-        verdict = "can tell large differences, and has too few prompts for small ones"
+        verdict += f" by so few prompts; {MORE}" * any(few)
+    elif wide:
+        verdict = f"can tell large differences, and has too few prompts for small ones; {MORE}"
     else:
-        verdict = "passes as far as measured" if lacking or len(far) < 2 else "PASSES"
-    parts = [text if ok else f"{text}, MISSED" for ok, text in (*far, *near)]
+        verdict = "passes as far as measured" if lacking else "PASSES"
     return f"{head}{verdict}. {'; '.join([*parts, *lacking])}."
-
-
-def _far(baseline: Row, floor: Row) -> list[Check]:
-    """What mean attention does."""
-    lpips = _mean(floor, "lpips") or 0.0
-    text = f"{floor.name}: LPIPS {lpips:.4f} (at least {LPIPS_FLOOR:.2f})"
-    checks = [(lpips >= LPIPS_FLOOR, text)]
-    before, after = _mean(baseline, "retrieval"), _mean(floor, "retrieval")
-    if before is not None and after is not None:
-        drop = before - after
-        text = f"retrieval down {100 * drop:.0f} points (at least {100 * RETRIEVAL_DROP:.0f})"
-        checks.append((drop >= RETRIEVAL_DROP - 1e-9, text))
-    return checks
-
-
-def _near(rival: Row | None) -> list[Check]:
-    """What the rival does, and how well that is known."""
-    if rival is None:
-        return []
-    value = rival.values["lpips"]
-    lpips = value.mean or 0.0
-    text = f"{rival.name}: LPIPS {lpips:.4f} (at least {RIVAL_LPIPS:.2f})"
-    checks = [(lpips >= RIVAL_LPIPS, text)]
-    if value.low is not None and value.high is not None:
-        share = (value.high - value.low) / lpips if lpips else float("inf")
-        text = f"its 95 % interval {share:.0%} of it wide (below {INTERVAL_SHARE:.0%})"
-        checks.append((share < INTERVAL_SHARE, text))
-    return checks
-
-
-def _mean(row: Row, metric: str) -> float | None:
-    return row.values.get(metric, Value()).mean

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mame_sd.diffusion.apply_denoiser import denoiser_of
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
@@ -94,6 +92,7 @@ class Setup:
 
     def manifest(self) -> dict[str, Any]:
         """What the figures depend on."""
+        processors = getattr(denoiser_of(self.model.pipe), "attn_processors", {})
         return {
             "suite": self.suite.name,
             "command": self.command,
@@ -110,7 +109,7 @@ class Setup:
                 "file": self.prompt_file or {},
             },
             "environment": {**environment(self.model), "processes": self.process.count},
-            "attention": attention_of(self.model),
+            "attention": sorted({type(processor).__name__ for processor in processors.values()}),
             "latency": {
                 "rounds": self.rounds,
                 "batch": self.settings.batch_size,
@@ -120,20 +119,3 @@ class Setup:
             "reference": None if self.reference is None else self.reference.about(),
             "networks": {},
         }
-
-
-def attention_of(model: LoadedModel) -> dict[str, Any]:
-    """The denoiser's attention processors and the kernels that PyTorch may take for them."""
-    processors = getattr(denoiser_of(model.pipe), "attn_processors", {})
-    kernels = {
-        "flash": torch.backends.cuda.flash_sdp_enabled(),
-        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled(),
-        "cudnn": torch.backends.cuda.cudnn_sdp_enabled(),
-        "math": torch.backends.cuda.math_sdp_enabled(),
-    }
-    return {
-        "processors": ", ".join(
-            sorted({type(processor).__name__ for processor in processors.values()})
-        ),
-        "kernels allowed": ", ".join(name for name, allowed in kernels.items() if allowed),
-    }

@@ -25,9 +25,8 @@ class Suite:
             None: must be given.
         metrics: names of METRICS, in no order that matters.
         rounds: of the latency benchmark.
-        glyphs: score against the embedded model's ground truth.
-        fetch: networks (as `tools.network_name` names them) whose weights may be fetched; None:
-            all. Others are used if here.
+        fetch: networks (`Metric.network`) whose weights may be fetched; None: all. Others are used
+            if here.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Suite:
     width: int | None = None
     metrics: tuple[str, ...]
     rounds: int
-    glyphs: bool = False
     fetch: tuple[str, ...] | None = None
 
     def sampling(self, given: dict[str, Any]) -> dict[str, Any]:
@@ -68,9 +66,8 @@ SUITES = {
             prompts="drawn",
             num=8,
             steps=10,
-            metrics=(*_PAPER, "retrieval", "background", *_COST),
+            metrics=(*_PAPER, *_COST),
             rounds=3,
-            glyphs=True,
             fetch=("lpips-alex",),
         ),
         Suite(
@@ -79,9 +76,8 @@ SUITES = {
             prompts="drawn",
             num=128,
             steps=10,
-            metrics=(*_PAPER, "clip_image", "fid_to_baseline", "retrieval", "background", *_COST),
+            metrics=(*_PAPER, "clip_image", "fid_to_baseline", *_COST),
             rounds=5,
-            glyphs=True,
         ),
         Suite(
             name="paper",

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mame_sd.apply import mame
 from mame_sd.captions.apply_captioner import apply_captioner
-from mame_sd.captions.calls import Calls, Fewer
+from mame_sd.captions.calls import Calls, Lost
 from mame_sd.captions.farthest import cosines, farthest_first
 from mame_sd.captions.known_captioners import layer_of
 from mame_sd.captions.on_model import calls_on, put, take
@@ -110,15 +110,15 @@ def merged(model: Any, **fields: Any) -> Iterator[Calls]:
 class Renumbered(Calls):
     """Tokens that are left are counted from 0, as of a shorter prompt: the paper's form."""
 
-    def fewer(self, call: dict[str, Any], images: list[Image]) -> Fewer:
+    def fewer(self, call: dict[str, Any], images: list[Image]) -> tuple[dict[str, Any], Lost]:
         """As `Calls` has it, without the places of what is gone."""
-        found = super().fewer(call, images)
-        if found.lost.real is None:
-            return found
-        real, before = found.lost.real, found.lost.after
-        lost = replace(found.lost, after=real.sum(1), shift=real.sum(1) - before)
-        positions = (real.long().cumsum(1) - 1).clamp(min=0)
-        return replace(found, call={**found.call, "position_ids": positions}, lost=lost)
+        call, lost = super().fewer(call, images)
+        if lost.real is None:
+            return call, lost
+        count = lost.real.sum(1)
+        positions = (lost.real.long().cumsum(1) - 1).clamp(min=0)
+        lost = replace(lost, after=count, shift=count - lost.after)
+        return {**call, "position_ids": positions}, lost
 
 
 @contextmanager

@@ -16,14 +16,8 @@ import typer
 
 from mame_sd.cli.console import note, progress
 from mame_sd.cli.errors import exit_status
-from mame_sd.cli.groups import (
-    MODEL,
-    MergingOptions,
-    PromptOptions,
-)
+from mame_sd.cli.groups import MODEL, PromptOptions
 from mame_sd.cli.options import FieldOptions, takes
-from mame_sd.config import MaMeConfig
-from mame_sd.errors import UserError
 from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
@@ -34,13 +28,15 @@ from .options import (
     CAPTIONER,
     CLASSIFY_SUITES,
     ENCODER,
+    FORMAT_HELP,
+    FORMATS,
     LANGUAGE_MODEL,
-    REFERENCE_HELP,
     SUITE_SAMPLING,
     WEIGHTS_HELP,
     BenchmarkOptions,
     ClassifyOptions,
     ScoringOptions,
+    check_format,
 )
 
 app = typer.Typer(
@@ -57,15 +53,7 @@ QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "KINETO_LOG_LEVEL": "99",
 }
-FORMATS = ("table", "json", "csv")
 PROMPT_FILE = FieldOptions(PromptOptions, without=("texts",))
-FormatOption = Annotated[
-    str, typer.Option("--format", help="Of what goes to stdout.", metavar="|".join(FORMATS))
-]
-ReferenceOption = Annotated[
-    Path | None,
-    typer.Option(help=REFERENCE_HELP, metavar="DIR|NPZ"),
-]
 WeightsOption = Annotated[Path | None, typer.Option(help=WEIGHTS_HELP, metavar="DIR")]
 
 
@@ -89,36 +77,27 @@ def score_command(
             show_default=False,
         ),
     ],
-    reference: ReferenceOption = None,
-    metrics: Annotated[
-        str,
-        typer.Option(
-            help="Metrics, with commas between; an unknown one lists them all.", metavar="NAMES"
-        ),
-    ] = "psnr,ssim",
-    form: FormatOption = "table",
     scoring: ScoringOptions,
 ) -> None:
     """Score RUN_B: its fidelity to RUN_A, which is the baseline, and its quality."""
     from ..metric_list import chosen_metrics
 
-    chosen = chosen_metrics(metrics)
-    _check_format(form)
+    chosen = chosen_metrics(scoring.metrics)
     from mame_sd.runs.devices import pick_device
 
     from ..scoring.tools import CLIPS, Tools
     from .score import format_scores, score_runs
 
     tools = Tools(
-        weights_dir=None if scoring.weights_dir is None else Path(scoring.weights_dir),
+        weights_dir=scoring.weights_dir,
         offline=scoring.offline,
         device=pick_device(scoring.device),
         clip=scoring.clip or CLIPS[0],
         fid_backend=scoring.fid_backend,
     )
     with progress("images") as tools.on_progress:
-        found = score_runs(run_a, run_b, reference, chosen, tools, note)
-    print(format_scores(found, form))
+        found = score_runs(run_a, run_b, scoring.reference, chosen, tools, note)
+    print(format_scores(found, scoring.form))
 
 
 @app.command("benchmark")
@@ -196,27 +175,6 @@ def classify_command(
         print(place / "report.html")
 
 
-@app.command("token-maps")
-@takes(model=ENCODER, merging=MergingOptions())
-def token_maps_command(
-    *,
-    image: Annotated[Path, typer.Argument(help="An image file.", show_default=False)],
-    blocks: Annotated[
-        str | None,
-        typer.Option(help="Blocks that merge: 8, or 3,6,9. Default: every second one."),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The drawing, a .png file.", metavar="FILE")] = Path(
-        "token-maps.png"
-    ),
-    model: ModelChoice,
-    merging: MaMeConfig,
-) -> None:
-    """Draw over an image what a vision transformer merges, block by block."""
-    from .token_maps import run_token_maps
-
-    run_token_maps(image, blocks, out, model, merging)
-
-
 @app.command("caption")
 @takes(settings=FieldOptions(CaptionSettings), model=CAPTIONER)
 def caption_command(
@@ -246,7 +204,7 @@ def cache_command(
         "out/cache"
     ),
     form: Annotated[
-        str, typer.Option("--format", help="Of what goes to stdout.", metavar="table|json")
+        str, typer.Option("--format", help=FORMAT_HELP, metavar="|".join(FORMATS))
     ] = "table",
     settings: CacheSettings,
     model: ModelChoice,
@@ -255,8 +213,7 @@ def cache_command(
 
     Run again to continue.
     """
-    if form not in ("table", "json"):
-        raise UserError(f"--format: expected table or json, got {form!r}; give one of these")
+    check_format(form)
     from ..caches.run import run_cache
     from ..caches.table import format_table, summary
     from ..json_text import json_text
@@ -337,10 +294,3 @@ def invoke(arguments: Sequence[str] | None = None) -> Any:
         os.environ.setdefault(name, value)
     given = list(sys.argv[1:] if arguments is None else arguments)
     return app(given, PROGRAM, standalone_mode=False, obj=given)
-
-
-def _check_format(form: str) -> None:
-    if form not in FORMATS:
-        raise UserError(
-            f"--format: expected one of {', '.join(FORMATS)}, got {form!r}; give one of these"
-        )

@@ -22,15 +22,14 @@ from mame_sd.runs.processes import Process, joined, this_process
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity
 
 from .. import PROGRAM
+from ..benchmark.prompts import CAPTIONS, drawn
 from ..benchmark.results import check_out
 from ..benchmark.rows import Row, chosen_rows
 from ..benchmark.run import Benchmark
 from ..benchmark.suites import Suite
-from ..metric_list import EMBEDDED_CLIP, METRICS, Metric
+from ..metric_list import EMBEDDED_CLIP, METRICS
 from ..results.schema import Results
-from ..scoring.per_image import TRUTH
-from ..scoring.reference import open_reference, rendered_glyphs
-from ..scoring.retrieval import TRUTHS, Truth
+from ..scoring.reference import open_reference
 from ..scoring.tools import CLIPS, Tools
 from .options import BenchmarkOptions
 
@@ -59,16 +58,9 @@ def run_benchmark(
     note_lacking(wanted)
     settings = GenerateSettings(**suite.sampling(sampling))
     choice = _suite_model(suite, model)
-    truth = TRUTHS.get(choice.embedded or "")
-    chosen, prompt_file = suite_prompts(suite, prompts, truth, options.held_out)
-    known = (
-        suite.glyphs
-        and truth is not None
-        and all(prompt.text in truth.captions() for prompt in chosen)
-    )
-    against = rendered_glyphs() if known and choice.embedded == "unet" else None
-    if options.reference is not None:
-        reference = Path(options.reference)
+    chosen, prompt_file = suite_prompts(suite, prompts, choice.embedded, options.held_out)
+    against, reference = None, options.reference
+    if reference is not None:
         if reference.resolve().is_relative_to(out.resolve()):
             raise UserError(
                 f"--reference {reference}: expected images of another origin than --out {out};"
@@ -80,7 +72,7 @@ def run_benchmark(
     if clip is None and choice.embedded and "clip" in embedded_models():
         clip = EMBEDDED_CLIP
     tools = Tools(
-        weights_dir=None if options.weights_dir is None else Path(options.weights_dir),
+        weights_dir=options.weights_dir,
         offline=model.offline,
         fetch=suite.fetch and (*suite.fetch, *(["clip"] if clip else [])),
         device=pick_device(choice.device, process.local_rank),
@@ -94,7 +86,7 @@ def run_benchmark(
             prompts=chosen,
             settings=settings,
             rows=wanted,
-            metrics=suite_metrics(suite, known),
+            metrics=[metric for name, metric in METRICS.items() if name in suite.metrics],
             reference=against,
             out=out,
             tools=tools,
@@ -130,10 +122,11 @@ def check_gates(results: Results, out: Path) -> None:
 
 
 def suite_prompts(
-    suite: Suite, prompts: PromptOptions, truth: Truth | None = None, held_out: bool = False
+    suite: Suite, prompts: PromptOptions, embedded: str | None = None, held_out: bool = False
 ) -> tuple[list[Prompt], dict[str, Any]]:
     """The prompts of a suite, or of the file that is given, and what the manifest says of their
-    file.
+    file. Prompts are drawn of those of the `embedded` model of that name, of any other's the
+    UNet's.
 
     Raises UserError when the suite has none of its own and none are given.
     """
@@ -141,30 +134,19 @@ def suite_prompts(
     source = prompts.file or suite.prompts
     if source is None:
         raise UserError(
-            f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv, .tsv and .jsonl"
-            " files will do (the paper's are of GEMRec and ImageNet's class names)"
+            f"--suite {suite.name}: expected --prompts FILE, got none; .txt, .csv and .tsv files"
+            " will do (the paper's are of GEMRec and ImageNet's class names)"
         )
     if source != "drawn":
         if held_out:
             raise UserError(f"--held-out: expected prompts that are drawn, got {source}; drop one")
         return load_prompts(source, count), prompt_file_identity(source)
-    truth, seed = truth or TRUTHS["unet"], suite.seed
-    drawn = truth.draw(count, seed)
+    captions, seed = CAPTIONS.get(embedded or "", CAPTIONS["unet"])(), suite.seed
+    found = drawn(captions, count, seed)
     if held_out:
         seed += 1
-        drawn = truth.draw(count, seed, without={prompt.text for prompt in drawn})
-    return drawn, {"name": f"drawn with seed {seed}", "sha256": None}
-
-
-def suite_metrics(suite: Suite, known: bool) -> list[Metric]:
-    """The suite's columns in the order of METRICS; `known`: with ground truth, which only embedded
-    models have.
-    """
-    return [
-        metric
-        for name, metric in METRICS.items()
-        if name in suite.metrics and (known or name not in TRUTH)
-    ]
+        found = drawn(captions, count, seed, without={prompt.text for prompt in found})
+    return found, {"name": f"drawn with seed {seed}", "sha256": None}
 
 
 def command_again(arguments: Sequence[str]) -> str:

@@ -55,7 +55,7 @@ def run_classify(
             f"--suite: expected {VIDEO} for a model of clips and another one for images, got"
             f" {suite} for {type(encoder.model).__name__}, which sees {sees}; change it"
         )
-    images = open_images(Path(options.data), options.num, encoder.frames)
+    images = open_images(options.data, options.num, encoder.frames)
     if process.is_main and (said := turned_note(images.folder / name for name in images.files)):
         note(said)
     stage = stages(process)
@@ -89,9 +89,7 @@ def make_head(
 
     Raises UserError for options or folders that do not fit the model.
     """
-    names, templates = (
-        None if given is None else Path(given) for given in (options.classes, options.templates)
-    )
+    names, templates = options.classes, options.templates
     if not encoder.compares_text and (names or templates):
         flag = "--classes" if names else "--templates"
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass
+from pathlib import Path
 from typing import Any
 
 from mame_sd.cli.options import FieldOptions
@@ -14,11 +15,9 @@ from mame_sd.runs.options import option
 from ..metric_list import FID_BACKENDS
 
 CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "video")  # of `perception.rows`
-ROWS_HELP = "Rows to run beside the baseline, with commas between; an unknown one lists them."
-REFERENCE_HELP = "Images to measure quality against: a folder, or an .npz of statistics."
+FORMATS = ("table", "json")
+FORMAT_HELP = "Of what goes to stdout."
 WEIGHTS_HELP = "Folder with weights of metrics, looked into first."
-DEVICE_HELP = "cpu, cuda, cuda:N, mps, or auto: the fastest there is."
-CLIP_HELP = "CLIP to score with: a folder, clip-vit-b-32, clip-vit-l-14 or embedded-clip."
 
 
 class PretrainedOptions(FieldOptions):
@@ -56,13 +55,31 @@ SUITE_SAMPLING = FieldOptions(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkOptions:
+class MetricOptions:
+    """What metrics are computed with."""
+
+    reference: Path | None = option(
+        None,
+        "Images to measure quality against: a folder, or an .npz of statistics.",
+        metavar="DIR|NPZ",
+    )
+    weights_dir: Path | None = option(None, WEIGHTS_HELP, metavar="DIR")
+    clip: str | None = option(
+        None,
+        "CLIP to score with: a folder, clip-vit-b-32, clip-vit-l-14 or embedded-clip.",
+        metavar="NAME|DIR",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkOptions(MetricOptions):
     """What a benchmark of generation compares, and with what."""
 
-    rows: str | None = option(None, ROWS_HELP, metavar="NAMES")
-    reference: str | None = option(None, REFERENCE_HELP, metavar="DIR|NPZ")
-    weights_dir: str | None = option(None, WEIGHTS_HELP, metavar="DIR")
-    clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
+    rows: str | None = option(
+        None,
+        "Rows to run beside the baseline, with commas between; an unknown one lists them.",
+        metavar="NAMES",
+    )
     rounds: int | None = option(None, "Rounds of timing, instead of the suite's.")
     held_out: bool = option(False, "Draw other prompts than those that defaults were chosen on.")
 
@@ -71,36 +88,43 @@ class BenchmarkOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoringOptions:
-    """What metrics are computed with."""
+class ScoringOptions(MetricOptions):
+    """What is scored, and by what."""
 
-    weights_dir: str | None = option(None, WEIGHTS_HELP, metavar="DIR")
+    metrics: str = option(
+        "psnr,ssim",
+        "Metrics, with commas between; an unknown one lists them all.",
+        metavar="NAMES",
+    )
+    form: str = option("table", FORMAT_HELP, "--format", metavar="|".join(FORMATS))
     offline: bool = option(False, "Never ask a network.")
-    clip: str | None = option(None, CLIP_HELP, metavar="NAME|DIR")
     fid_backend: str = option(
         FID_BACKENDS[0],
         "Whose code computes FID: mame-sd, or the package clean-fid (extra clean-fid).",
         metavar="|".join(FID_BACKENDS),
     )
-    device: str = option("auto", DEVICE_HELP)
+    device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
+
+    def __post_init__(self) -> None:
+        check_format(self.form)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifyOptions:
     """What a vision transformer answers, and how it is measured."""
 
-    data: str | None = option(
+    data: Path | None = option(
         None,
         "Folder of class folders as torchvision reads them, or of images without labels.",
         metavar="DIR",
     )
     num: int | None = option(None, "Take NUM images only, drawn once and for all.", metavar="NUM")
-    classes: str | None = option(
+    classes: Path | None = option(
         None,
         "Zero-shot: text file of class names, one a line, by sorted class folder.",
         metavar="FILE",
     )
-    templates: str | None = option(
+    templates: Path | None = option(
         None, "Zero-shot: text file of prompts with {} for the name, a line each.", metavar="FILE"
     )
     batch_size: int = option(
@@ -113,6 +137,12 @@ class ClassifyOptions:
         for flag, value in (("--num", self.num), ("--batch-size", self.batch_size)):
             if value is not None and value < 1:
                 raise UserError(f"{flag}: expected at least 1, got {value}; raise it")
+
+
+def check_format(form: str) -> None:
+    """Raise UserError for an unknown format of what goes to stdout."""
+    if form not in FORMATS:
+        raise UserError(f"--format: expected table or json, got {form!r}; give one of these")
 
 
 def check_rounds(rounds: int) -> None:

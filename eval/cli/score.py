@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from ..images import size_of, turned_note
 from ..json_text import json_text
 from ..metric_list import METRICS, Metric
 from ..results.schema import Value
-from ..scoring.reference import check_reference, open_reference
+from ..scoring.per_image import image_values
+from ..scoring.reference import check_foreign, check_reference, open_reference
 from ..scoring.runs import Run, differing_settings, pair
-from ..scoring.score import cut_prompts, score
+from ..scoring.score import cut_prompts, measured
 from ..scoring.tools import Tools
-
-NEED_PROMPTS = ("clip_score", "retrieval", "background")
-_FIELDS = ("mean", "low", "high", "n")
+from ..scoring.withheld import too_few
+from ..stats import paired_difference
 
 
 def score_runs(
@@ -44,11 +43,10 @@ def score_runs(
             where one is needed.
     """
     a, b = Run.open_any(folder_a), Run.open_any(folder_b)
-    asking = [metric.name for metric in metrics if metric.name in NEED_PROMPTS]
-    if b.plain and asking:
+    if b.plain and any(metric.needs == "image" for metric in metrics):
         raise UserError(
-            f"--metrics {', '.join(asking)}: expected a run folder, which knows its prompts, got a"
-            " folder of images; leave them out"
+            "--metrics clip_score: expected a run folder, which knows its prompts, got a folder of"
+            " images; leave it out"
         )
     pairs = pair(a, b)
     against = None if reference is None else open_reference(reference)
@@ -61,7 +59,18 @@ def score_runs(
     different = differing_settings(a, b)
     for text in different:
         on_note(f"the runs differ beside the method ({text})")
-    found = score(a, b, pairs, against, metrics, tools)
+    check_foreign(against, a, b)
+    for metric in metrics:
+        if too_few(metric, b, against) is None:
+            tools.network(metric)  # missing weights are found before anything is computed
+    found = {}
+    for name, (value, own) in measured(a, b, pairs, against, metrics, tools).items():
+        metric = METRICS[name]
+        if metric.needs == "image":
+            keys = {item.key: item.prompt_id for item in a.items.values()}
+            difference = paired_difference(own, image_values(metric, a, tools), keys)
+            value = replace(value, difference=difference)
+        found[name] = value
     cut, prompts = cut_prompts(metrics, b, tools)
     if cut:
         on_note(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens)")
@@ -86,20 +95,11 @@ def score_runs(
 
 
 def format_scores(found: Mapping[str, Any], form: str) -> str:
-    """The scores as table, json or csv."""
+    """The scores as table or json."""
     metrics: Mapping[str, Value] = found["metrics"]
     if form == "json":
         values = {name: value.to_json() for name, value in metrics.items()}
         return json_text({**found, "metrics": values})
-    if form == "csv":
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["metric", *_FIELDS, "withheld", "remark"])
-        for name, value in metrics.items():
-            figures = [getattr(value, field) for field in _FIELDS]
-            remarks = "; ".join(filter(None, (value.equal_note, value.remark)))
-            writer.writerow([name, *figures, value.withheld, remarks])
-        return text.getvalue().rstrip("\n")
     rows = [("metric", "mean", "95 % interval", "n")]
     rows += [_table_row(METRICS[name], value) for name, value in metrics.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

@@ -8,9 +8,9 @@ from pathlib import Path
 from mame_sd.cli.doctor import Check
 from mame_sd.errors import MachineError, UserError
 
-from ..benchmark.tomesd import NO_TOMESD, has_tomesd
 from ..metric_list import METRICS
-from ..scoring.tools import weights_of
+from ..rivals.tomesd import NO_TOMESD, has_tomesd
+from ..scoring.tools import CLIPS
 from ..weights.load import NAMES, check_folder, get, status
 from ..weights.registry import REGISTRY
 
@@ -31,10 +31,10 @@ def get_weights(
 
     Raises MachineError when some of them can't be had, after getting the others.
     """
-    used = [name for name in NAMES if name in {weights_of(metric) for metric in METRICS.values()}]
+    used = {CLIPS[0] if m.network == "clip" else m.network for m in METRICS.values()}
     ready = {found.name for found in status(weights_dir) if found.state == "ready"}
     failures = []
-    for name in dict.fromkeys(names or used):
+    for name in dict.fromkeys(names or [name for name in NAMES if name in used]):
         if name not in ready:
             on_note(f"getting {name}")
             try:
@@ -55,10 +55,11 @@ def weights_lines(names: Sequence[str], weights_dir: Path | None) -> Iterator[st
     for found in status(weights_dir):
         if names and found.name not in names:
             continue
-        size, licence = f"{found.source.size / 2**20:.0f} MiB", REGISTRY[found.name].licence
-        yield f"{found.state:<10}  {found.name:<16}  {size:>8}  {licence}"
+        weights = REGISTRY[found.name]
+        size = f"{weights.size / 2**20:.0f} MiB"
+        yield f"{found.state:<10}  {found.name:<16}  {size:>8}  {weights.licence}"
         yield f"            {found.path or found.how}"
-        yield f"            from {found.source.origin}, sha256 {found.source.sha256}"
+        yield f"            from {weights.origin}, sha256 {weights.sha256}"
 
 
 def weights_checks(weights_dir: Path | None) -> Iterator[Check]:
@@ -71,6 +72,6 @@ def weights_checks(weights_dir: Path | None) -> Iterator[Check]:
         if found.state == "ready":
             yield Check(name, "ok", str(found.path))
         elif found.state == "missing":
-            yield Check(name, "note", f"missing; {how}; sha256 {found.source.sha256}")
+            yield Check(name, "note", f"missing; {how}; sha256 {REGISTRY[found.name].sha256}")
         else:
             yield Check(name, "fail", f"{found.path}: {found.state}; {how}", bad_input=True)

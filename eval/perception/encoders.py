@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mame_sd.errors import UserError, first_line
 from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.devices import pick_device, pick_dtype
-from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of, find_folder
+from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of, find_folder, name_of
 
 from ..networks.pretrained import DEVIATION, MEAN, SALIENCY, load_dinov2
 from ..weights.registry import REGISTRY
@@ -139,7 +139,7 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     dtype = pick_dtype(choice.dtype, device)
     tokenizer = None
     if choice.model == SALIENCY:
-        name, digest = SALIENCY, REGISTRY[SALIENCY].sources[0].sha256
+        name, digest = SALIENCY, REGISTRY[SALIENCY].sha256
         model: Any = load_dinov2(offline=choice.offline)
         processor: Any = _processor(224, 224, MEAN, DEVIATION)
     else:
@@ -194,7 +194,7 @@ def find_encoder_folder(choice: ModelChoice) -> tuple[Path, str]:
     name = choice.model or EMBEDDED_ENCODER
     if _TIMM_NAME.fullmatch(name) and not Path(name).exists():
         name = f"timm/{name}"
-    return find_folder(name, download)
+    return find_folder(name, download), name_of(name)
 
 
 def _config_in(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 at.
 
 - report.html: one self-contained file: headline, pictures, tables, plots, gates, manifest
-- report.md: the same in Markdown, without the plot
 - table.csv: every figure with its interval, one line for each row
 """
 

@@ -1,11 +1,10 @@
-"""Write the report's files: the same headline and tables as HTML, Markdown and CSV."""
+"""Write the report's files: a page, and its tables as CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from .pictures import gradient, load_pictures
 from .select import Focus, focus
 from .tables import cost_metrics, every_table
 
-HTML, MARKDOWN, CSV = "report.html", "report.md", "table.csv"
+HTML, CSV = "report.html", "table.csv"
 PAPER = (
     "MaMe & MaRe: Matrix-Based Token Merging and Restoration for Efficient Visual Perception and"
     " Synthesis"
@@ -59,8 +58,18 @@ WORDS: dict[str, dict[str, str]] = {
 }
 
 
+_PAGES = Environment(
+    loader=PackageLoader(__package__ or "", "templates"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+)
+
+
 def render(results: Results, out: Path) -> Path:
-    """Write report.html, report.md and table.csv into the folder `out`, each whole or not at all.
+    """Write report.html and table.csv into the folder `out`, each whole or not at all.
 
     Args:
         results: rows may be missing or not measured; the report says so.
@@ -75,9 +84,8 @@ def render(results: Results, out: Path) -> Path:
         MachineError: the disk is full, and the like.
     """
     chosen = focus(results)
-    page = _context(results, chosen, out)
-    files = {HTML: _html(page), MARKDOWN: _markdown(page), CSV: table_csv(results, chosen)}
-    for name, text in files.items():
+    page = _PAGES.get_template("report.html.j2").render(_context(results, chosen, out))
+    for name, text in ((HTML, page), (CSV, table_csv(results, chosen))):
         # half a surrogate pair is no UTF-8
         write_atomically(out / name, text.encode(errors="replace"))
     return out / HTML
@@ -136,7 +144,14 @@ def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
         "manifest": _flat(results.manifest),
         "command": results.manifest.get("command", ""),
         "paper": PAPER,
+        "style": _source("report.css"),
+        "script": _source("report.js"),
     }
+
+
+def _source(name: str) -> Markup:
+    assert _PAGES.loader is not None
+    return Markup(_PAGES.loader.get_source(_PAGES, name)[0])
 
 
 _FACTS = {  # entries of the manifest, and how they read beside the headline
@@ -176,39 +191,3 @@ def _flat(manifest: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             found.append((name, text))
     return found
-
-
-def _html(page: Mapping[str, Any]) -> str:
-    environment = _environment(escapes_html=True)
-    style, script = (
-        Markup(_LOADER.get_source(environment, name)[0]) for name in ("report.css", "report.js")
-    )
-    return environment.get_template("report.html.j2").render(page, style=style, script=script)
-
-
-def _markdown(page: Mapping[str, Any]) -> str:
-    """What a pull request or a README can show; images are links to the runs' PNG files."""
-    text = _environment(escapes_html=False).get_template("report.md.j2").render(page)
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
-
-
-def escape_markdown(text: str) -> str:
-    """`text` as literal Markdown in one line, table cells included; HTML in it stays text."""
-    text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*_\[\]|#])", r"\\\1", text)
-
-
-_LOADER = PackageLoader(__package__ or "", "templates")
-
-
-def _environment(escapes_html: bool) -> Environment:
-    environment = Environment(
-        loader=_LOADER,
-        autoescape=escapes_html,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["md"] = escape_markdown
-    return environment

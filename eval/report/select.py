@@ -88,17 +88,12 @@ def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
 
 
 def _latency(results: Results, baseline: Row | None) -> Column | None:
-    """The metric of speed: latency, or CPU time where latency was withheld."""
-    found = [
-        metric
-        for metric in results.block("cost")
-        if metric.unit.startswith("s") or metric.unit.endswith("/s")
-    ]
-    latency = next((metric for metric in found if metric.name == "latency"), None)
-    if latency is not None and baseline is not None:
-        cpu = next((m for m in found if m.name == "cpu" and baseline.value(m)), latency)
-        latency = cpu if baseline.values.get("latency", Value()).withheld else latency
-    return latency or (found[0] if found else None)
+    """The metric of speed: CPU time where latency was withheld."""
+    costs = {metric.name: metric for metric in results.block("cost")}
+    if baseline is not None and baseline.values.get("latency", Value()).withheld:
+        costs = {"cpu": costs["cpu"]} if baseline.value(costs.get("cpu")) else costs
+    names = ("latency", "cpu", "throughput")
+    return next((costs[name] for name in names if name in costs), None)
 
 
 def _closeness(results: Results) -> Column | None:

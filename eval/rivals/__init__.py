@@ -1,3 +1,3 @@
 """What merging has to beat on any diffusion model: published rivals, those that look at no token,
-and no attention at all.
+and attention that tells nothing of space.
 """

@@ -3,43 +3,75 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
 from mame_sd.diffusion.handle import MaMeHandle
+from mame_sd.diffusion.hook_registry import hook_on
+from mame_sd.diffusion.layer import MergeHook
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import InstalledMethod, NotApplicable
 from mame_sd.runs.sampling import levels_of
 
-from .layers import MakePlan, rival_on
+from .layers import RivalLayer
 
 
 @dataclass(frozen=True)
 class Rival:
-    """One of `plans.py` or `toma.py`.
+    """A way to merge keys and values, or whole tokens, in the layers in which ours would merge.
 
     Attributes:
         name: what the run's settings call it.
-        make: gives what makes the plans of a layer, from `settings`.
-        merge, min_tokens, fit_queries: as in `rival_on`.
+        make: one of `plans.py`, which takes `settings`.
+        merge: "kv", or "qkv" for whole tokens that it restores.
+        min_tokens: layers with fewer are left alone.
+        fit_queries: with "kv", how many queries the values of the rival's keys are fitted to.
     """
 
     name: str
-    make: Callable[..., MakePlan]
+    make: Callable[..., Any]
     settings: Mapping[str, Any] = field(default_factory=dict)
     merge: str = "kv"
     min_tokens: int = 1024
     fit_queries: int = 0
 
-    def on(self, target: Any, seed: int = 0) -> AbstractContextManager[MaMeHandle]:
-        """Merging by this rival for a `with` block; see `rival_on`."""
-        make = partial(self.make, **self.settings)
-        return rival_on(target, make, self.merge, self.min_tokens, self.fit_queries, seed)
+    @contextmanager
+    def on(self, target: Any, seed: int = 0) -> Iterator[MaMeHandle]:
+        """Merging by this rival for a `with` block.
+
+        Args:
+            target: what `apply_mame` takes.
+            seed: of what the rival draws.
+
+        Raises:
+            ValueError: nothing could merge.
+        """
+        generators: dict[torch.device, torch.Generator] = {}
+
+        def draw(count: int, device: torch.device) -> Tensor:
+            if device not in generators:
+                generators[device] = torch.Generator(device).manual_seed(seed)
+            return torch.rand(count, generator=generators[device], device=device)
+
+        # What merges is the rival's; only which of the two ways is taken is ours.
+        keys: dict[str, Any] = {"keep": 0.5, "fit_queries": self.fit_queries}
+        how: dict[str, Any] = keys if self.merge == "kv" else {"tau": 0.0}
+        make = partial(self.make, draw=draw, **self.settings)
+        with mame(target, min_tokens=self.min_tokens, **how) as handle:
+            for module in denoiser_of(target).modules():
+                hook = hook_on(module, MergeHook.name)
+                if isinstance(hook, MergeHook):
+                    hook.layer = RivalLayer(hook.layer, make)
+            yield handle
 
     def describe(self) -> dict[str, Any]:
         about = {"name": self.name, "merge": self.merge, "min_tokens": self.min_tokens}

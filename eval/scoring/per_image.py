@@ -8,20 +8,17 @@ from functools import partial
 from torch import Tensor
 
 from mame_sd.errors import UserError
-from mame_sd.runs.records import Sample
 
 from ..images import load_image, to_float
 from ..metric_list import Metric
 from ..metrics.clip import clip_image_cosine, clip_score
 from ..metrics.psnr import psnr
 from ..metrics.ssim import ssim
-from .retrieval import truth_of
 from .runs import Pair, Run
 from .tools import Tools
 
 Values = dict[str, float]
 PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"psnr": psnr, "ssim": ssim}
-TRUTH = ("retrieval", "background")
 
 
 def pair_values(
@@ -50,22 +47,13 @@ def pair_values(
 
 
 def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
-    """`metric` (needs "image") for each image of the run, by key."""
-    truth = truth_of(run.settings.get("model", {}))
+    """`metric` (needs "image": the CLIP score) for each image of the run, by key."""
     network = tools.network(metric)
-
-    def value(item: Sample) -> float:
-        pixels = load_image(item.path)
-        if metric.name == "retrieval":
-            return truth.retrieved(pixels, item.prompt)
-        if metric.name == "background":
-            return truth.background_right(pixels, item.prompt)
-        return clip_score(network, to_float([pixels]).to(tools.device), [item.prompt]).item()
-
     found: Values = {}
     tools.on_progress(0, len(run.items))
     for item in run.items.values():
-        found[item.key] = value(item)
+        pixels = to_float([load_image(item.path)]).to(tools.device)
+        found[item.key] = clip_score(network, pixels, [item.prompt]).item()
         tools.on_progress(len(found), len(run.items))
     return found
 

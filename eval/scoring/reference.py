@@ -1,45 +1,37 @@
-"""The reference set that quality is measured against: a folder, a run, a file of statistics, or the
-rendered glyphs.
-"""
+"""The reference set that quality is measured against: a folder, a run, or a file of statistics."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mame_sd.embedded import model as embedded_model
 from mame_sd.errors import UserError
 from mame_sd.runs.files import shown
 
-from ..images import image_files, load_image
+from ..images import image_files
 from ..metric_list import Metric
 from ..metrics.frechet import Statistics, load_statistics
 from ..weights.files import file_sha256
-from .retrieval import Pixels, rendered, subjects_by_caption
 from .runs import Run
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A named set of images, loaded one by one, or its `statistics` alone.
+    """A named set of images, or its `statistics` alone.
 
     Attributes:
         count: images in it; 0 where statistics do not say.
-        digest: sha256 of what it holds, in whatever order: the files' bytes, or what the glyphs are
-            rendered from.
-        load: pixels [H, W, 3] of the image at an index.
+        digest: sha256 of what it holds, in whatever order.
         hashes: sha256 of each image file.
-        files: the image files; none of rendered glyphs or statistics.
+        files: the image files; none of statistics.
     """
 
     name: str
     count: int
     digest: str
-    load: Callable[[int], Pixels] | None = None
     statistics: Statistics | None = None
     hashes: frozenset[str] = frozenset()
     files: tuple[Path, ...] = ()
@@ -55,24 +47,18 @@ def open_reference(path: Path) -> Reference:
 
     Raises UserError for anything else.
     """
-    if path.suffix.lower() == ".npz":
-        statistics = load_statistics(path)
-        return Reference(shown(path.name), statistics.n, file_sha256(path), statistics=statistics)
-    if (path / "manifest.json").is_file():
-        files = [item.path for item in Run.open(path).items.values()]
-    else:
-        files = image_files(path)
+    try:
+        if path.suffix.lower() == ".npz":
+            found, name = load_statistics(path), shown(path.name)
+            return Reference(name, found.n, file_sha256(path), statistics=found)
+        run = (path / "manifest.json").is_file()
+        files = Run.open(path).files if run else tuple(image_files(path))
+    except UserError as error:
+        raise UserError(f"--reference: {error}") from error
     hashes = sorted(file_sha256(file) for file in files)
     digest = hashlib.sha256("".join(hashes).encode()).hexdigest()
     name = shown(path.resolve().name)
-    return Reference(
-        name,
-        len(files),
-        digest,
-        lambda index: load_image(files[index]),
-        hashes=frozenset(hashes),
-        files=tuple(files),
-    )
+    return Reference(name, len(files), digest, hashes=frozenset(hashes), files=files)
 
 
 def check_reference(metrics: Sequence[Metric], reference: Reference | None) -> None:
@@ -99,13 +85,3 @@ def check_foreign(reference: Reference | None, *runs: Run) -> None:
                 f" that are also in {run.folder} ({own[0]}); ask for fid_to_baseline to compare"
                 " with the baseline, or give other images"
             )
-
-
-def rendered_glyphs() -> Reference:
-    """Every glyph of the embedded model on every background."""
-    made_of = (
-        json.dumps([*subjects_by_caption(), embedded_model.BACKGROUNDS]).encode()
-        + embedded_model.glyphs().tobytes()
-    )
-    digest = hashlib.sha256(made_of).hexdigest()
-    return Reference("rendered glyphs", len(subjects_by_caption()), digest, load=rendered)

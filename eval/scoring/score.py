@@ -1,4 +1,4 @@
-"""Every metric of one run against another, each with its interval."""
+"""Metrics of one run against another, each with its interval."""
 
 from __future__ import annotations
 
@@ -9,43 +9,12 @@ from mame_sd.errors import UserError
 
 from ..metric_list import Metric
 from ..results.schema import Value
-from ..stats import mean_interval, paired_difference
+from ..stats import mean_interval
 from .per_image import Values, image_values, pair_values
-from .reference import Reference, check_foreign, check_reference
+from .reference import Reference
 from .runs import Pair, Run
 from .sets import set_value
-from .tools import Tools, network_name
-from .withheld import too_few
-
-
-def score(
-    a: Run,
-    b: Run,
-    pairs: Sequence[Pair],
-    reference: Reference | None,
-    metrics: Sequence[Metric],
-    tools: Tools,
-) -> dict[str, Value]:
-    """Every one of `metrics` of run `b`, its fidelity measured against run `a`; by name. A quality
-    metric with values per image has also the difference from `a`.
-
-    Raises:
-        UserError: whatever the metrics raise; nothing is left out in silence.
-    """
-    check_reference(metrics, reference)
-    check_foreign(reference, a, b)
-    for metric in metrics:
-        if too_few(metric, b, reference) is None:
-            tools.network(metric)  # missing weights are found before anything is computed
-    found = {}
-    for name, (value, own) in measured(a, b, pairs, reference, metrics, tools).items():
-        metric = next(metric for metric in metrics if metric.name == name)
-        if metric.needs == "image":
-            prompts = {item.key: item.prompt_id for item in a.items.values()}
-            difference = paired_difference(own, image_values(metric, a, tools), prompts)
-            value = replace(value, difference=difference)
-        found[name] = value
-    return found
+from .tools import Tools
 
 
 def measured(
@@ -82,7 +51,7 @@ def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools
         raise UserError(
             f"{metric.name}: {error}; check the weights with mame-sd-eval weights"
         ) from None
-    if network_name(metric) != "clip":
+    if metric.network != "clip":
         return found
     return replace(found, note="; ".join(filter(None, (tools.network(metric).name, found.note))))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def set_value(
     if reason is not None:
         return Value(n=count, withheld=reason)
     if metric.needs == "alone":
-        logits = _features(metric, run, tools).logits
+        logits = _features(metric, run.files, tools).logits
         with _named(metric):
             score = inception_score(logits, splits=10 if count >= SPLIT_FROM else 1)
         std = score.std if score.splits > 1 else None
@@ -71,10 +72,10 @@ def _named(metric: Metric) -> Iterator[None]:
 
 def _frechet(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
     """FID by our own code, of the features of images or the statistics of a reference."""
-    own = statistics(_features(metric, run, tools).features, tools.network(metric).name)
+    own = statistics(_features(metric, run.files, tools).features, tools.network(metric).name)
     if isinstance(other, Reference) and other.statistics is not None:
         return frechet_distance(own, other.statistics)
-    return frechet_distance(own, _features(metric, other, tools).features)
+    return frechet_distance(own, _features(metric, other.files, tools).features)
 
 
 def _clean_fid(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
@@ -92,24 +93,17 @@ def _clean_fid(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -
     return float(package.distance(features(run), features(other)))
 
 
-def _features(metric: Metric, of: Run | Reference, tools: Tools) -> Features:
-    """Of every image of a run or reference, in order."""
-    key: Any = of
-    files = of.files  # a run makes its list anew each time it is asked
-    count, load = len(files), lambda index: load_image(files[index])
-    if isinstance(of, Run):
-        key = of.folder
-    elif of.load is not None:
-        count, load = of.count, of.load
+def _features(metric: Metric, files: tuple[Path, ...], tools: Tools) -> Features:
+    """Features and logits of every image file, in order."""
 
     def made() -> Features:
         extractor, found = tools.network(metric), []
-        tools.on_progress(0, count)
-        for start in range(0, count, _CHUNK):
-            chunk = [load(index) for index in range(start, min(start + _CHUNK, count))]
+        tools.on_progress(0, len(files))
+        for start in range(0, len(files), _CHUNK):
+            chunk = [load_image(file) for file in files[start : start + _CHUNK]]
             found.append(extractor(chunk))
-            tools.on_progress(start + len(chunk), count)
+            tools.on_progress(start + len(chunk), len(files))
         features, logits = ([getattr(f, name) for f in found] for name in ("features", "logits"))
         return Features(torch.cat(features), torch.cat(logits))
 
-    return tools.remember((metric.extractor, key), made)
+    return tools.remember((metric.network, files), made)

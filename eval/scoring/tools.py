@@ -11,7 +11,7 @@ import torch
 
 from mame_sd.errors import MachineError, UserError
 
-from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, LPIPS_NETS, Metric
+from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, Metric
 from ..metrics.clip import load_clip
 from ..metrics.lpips import load_lpips
 from ..networks.extractors import load_inception
@@ -36,8 +36,8 @@ class Tools:
         clip: name of a CLIP, or a folder with one as transformers saves it.
         fid_backend: whose code computes FID: "mame-sd" or "clean-fid".
         on_progress: told (images done, images in all).
-        networks: those loaded so far, by `network_name` or "clean-fid"; an exception where one
-            can't be had.
+        networks: those loaded so far, by the name that `Metric` has, or "clean-fid"; an exception
+            where one can't be had.
     """
 
     weights_dir: Path | None = None
@@ -75,7 +75,7 @@ class Tools:
 
         Raises UserError or MachineError when its weights can't be had, each time at once.
         """
-        name = "clean-fid" if self.by_clean_fid(metric) else network_name(metric)
+        name = "clean-fid" if self.by_clean_fid(metric) else metric.network
         if name is None:
             return None
         if name not in self.networks:
@@ -117,18 +117,3 @@ class Tools:
             net = name.removeprefix("lpips-")
             return load_lpips(net, self.weights_dir, offline, self.device)
         return load_inception(self.weights_dir, offline, self.device)
-
-
-def weights_of(metric: Metric) -> str | None:
-    """The name that `weights` knows the metric's network by, or None."""
-    name = network_name(metric)
-    return {"clip": CLIPS[0], "inception": "inception-fid"}.get(name, name) if name else None
-
-
-def network_name(metric: Metric) -> str | None:
-    """The network that `metric` needs: "clip", "lpips-<net>", "inception", or None."""
-    if metric.name in LPIPS_NETS:
-        return f"lpips-{LPIPS_NETS[metric.name]}"
-    if metric.name in ("clip_score", "clip_image"):
-        return "clip"
-    return metric.extractor

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..metric_list import LPIPS_NETS, MIN_IMAGES, Metric
+from ..metric_list import MIN_IMAGES, Metric
 from ..metrics.lpips import MIN_SIDE
 from ..metrics.ssim import WINDOW
 from .reference import Reference
 from .runs import Run
 
-MIN_SIDES = {"ssim": WINDOW, **dict.fromkeys(LPIPS_NETS, MIN_SIDE)}
+MIN_SIDES = {"ssim": WINDOW, "lpips": MIN_SIDE, "lpips_vgg": MIN_SIDE}
 
 
 def too_few(metric: Metric, run: Run, reference: Reference | None) -> str | None:

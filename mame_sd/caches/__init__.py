@@ -2,14 +2,12 @@
 
 from mame_sd.caches.handle import CacheHandle, compress_cache
 from mame_sd.caches.layer import Kept
-from mame_sd.caches.scores import FutureAttention
 from mame_sd.caches.selection import Selection
 from mame_sd.caches.view import CacheView
 
 __all__ = [
     "CacheHandle",
     "CacheView",
-    "FutureAttention",
     "Kept",
     "Selection",
     "compress_cache",

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,28 +33,29 @@ class Attention:
         return self._heads("q", hidden_states)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [B, H, N, D] at positions [B, N], by the model's own functions.
-
-        The rotary embedding's forward is called without what transformers wraps around it, which
-        changes the model where frequencies depend on the length (dynamic NTK, longrope).
-        """
+        """x [B, H, N, D] at positions [B, N], by the model's own functions."""
         if self.rotary is None:
             return x
-        forward = inspect.unwrap(type(self.rotary).forward)
-        device = next((b.device for b in self.rotary.buffers()), x.device)
-        turn = forward(self.rotary, x[:1].to(device), positions.to(device), *self._type)
-        cos, sin = (t.to(x) for t in turn)
+        cos, sin = self._turn(x, positions)
         turned = cos.shape[-1]  # of the features; Phi and StableLM leave others as they are
         apply = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
         part = x[..., :turned]
         part = apply(part, part[:, :1], cos, sin)[0]  # queries and keys: of keys one head will do
         return part if turned == x.shape[-1] else torch.cat([part, x[..., turned:]], -1)
 
-    @property
-    def _type(self) -> tuple[str, ...]:
+    def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Cosine and sine of positions [B, N], as x has them.
+
+        The rotary embedding's forward is called without what transformers wraps around it, which
+        changes the model where frequencies depend on the length (dynamic NTK, longrope).
+        """
+        forward = inspect.unwrap(type(self.rotary).forward)
+        device = next((b.device for b in self.rotary.buffers()), x.device)
         types = getattr(self.module.config, "layer_types", None)
-        takes = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
-        return (types[self.index],) if takes and types else ()
+        takes = "layer_type" in inspect.signature(forward).parameters
+        kind = (types[self.index],) if takes and types else ()
+        turn = forward(self.rotary, x[:1].to(device), positions.to(device), *kind)
+        return tuple(t.to(x) for t in turn)
 
     def _heads(self, which: str, hidden_states: Tensor) -> Tensor:
         b, n = hidden_states.shape[:2]
@@ -89,11 +89,9 @@ class Attention:
         places = torch.tensor([[0, 3, 11]], device=device)
         probe, name = _Probe(), upstream.cache_argument(self.module.forward)
         try:
-            forward = inspect.unwrap(type(self.rotary).forward)
-            turn = forward(self.rotary, hidden, places, *self._type)
             self.module.forward(
                 hidden_states=hidden,
-                position_embeddings=tuple(t.to(hidden) for t in turn),
+                position_embeddings=self._turn(hidden, places),
                 attention_mask=None,
                 **{name or upstream.CACHE_NAMES[0]: probe},
             )
@@ -145,20 +143,23 @@ def attention_layers(model: nn.Module) -> list[Attention]:
         raise ValueError(
             f"model: expected a decoder alone, got {name}, whose cache holds an encoder's keys too"
         )
-    found = {path: m for path, m in model.named_modules() if _attends(m)}
-    known = {path: m for path, m in found.items() if _known(m)}
-    unknown = {type(m).__name__ for path, m in found.items() if path not in known}
+    found = {
+        path: module
+        for path, module in model.named_modules()
+        if hasattr(module, "layer_idx") and "Attention" in type(module).__name__
+    }
+    unknown = {type(module).__name__ for module in found.values() if not _known(module)}
     if unknown:
         raise ValueError(
             f"model: unknown attention {', '.join(sorted(unknown))} in {name}; expected q_proj,"
             " k_proj, v_proj and rotary positions, as in Llama, Qwen, Mistral and Gemma"
         )
-    if not known:
+    if not found:
         raise ValueError(
             "model: expected a decoder with a KV cache, found no attention layer that has one in"
             f" {name}"
         )
-    return [_layer(model, path, module) for path, module in known.items()]
+    return [_layer(model, path, module) for path, module in found.items()]
 
 
 def _layer(model: nn.Module, path: str, module: Any) -> Attention:
@@ -176,27 +177,16 @@ def _layer(model: nn.Module, path: str, module: Any) -> Attention:
         )
     if getattr(module, "sinks", None) is not None:
         raise ValueError(f"model: expected attention without learned sinks, got {name}")
-    rotary = next(_rotaries(model, path), None)
+    parts = path.split(".")
+    around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1))
+    beside = (child for outer in around for child in outer.children())  # the nearest first
+    rotary = next((m for m in beside if type(m).__name__.endswith("RotaryEmbedding")), None)
     if rotary is None:
         raise ValueError(
             f"model: expected a rotary embedding beside {type(module).__name__}, found none"
         )
     layer = Attention(module, rotary, module.layer_idx, _is_sliding(module))
     return layer if layer.sliding else layer.checked()
-
-
-def _rotaries(model: nn.Module, path: str) -> Iterator[Any]:
-    """Yield the rotary embeddings of the modules around one, the nearest first."""
-    parts = path.split(".")
-    for count in range(len(parts), -1, -1):
-        around = model.get_submodule(".".join(parts[:count]))
-        for child in around.children():
-            if type(child).__name__.endswith("RotaryEmbedding"):
-                yield child
-
-
-def _attends(module: Any) -> bool:
-    return hasattr(module, "layer_idx") and "Attention" in type(module).__name__
 
 
 def _known(module: Any) -> bool:

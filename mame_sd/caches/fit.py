@@ -9,6 +9,7 @@ towards what the keys had.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,9 @@ def _one(
 ) -> tuple[Tensor, Tensor]:
     """Values [B, K, D] and what is added to the bias [B, K] of one head of keys."""
     g = queries.shape[1] // place.shape[1]
-    logits = _of_head(view, head).logits(queries[:, head * g : (head + 1) * g])
+    parts = {name: getattr(view, name) for name in ("keys", "values", "slots", "bias", "real")}
+    own: Any = {n: part if part is None else part[:, head : head + 1] for n, part in parts.items()}
+    logits = replace(view, **own).logits(queries[:, head * g : (head + 1) * g])
     logits = logits[:, 0].flatten(1, 2)  # [B, G N, L]
     weight = counted.repeat(1, g).unsqueeze(-1).to(logits.dtype)
     at = place[:, head].unsqueeze(1).expand(-1, logits.shape[1], -1)
@@ -80,15 +83,3 @@ def _ridge(a: Tensor, b: Tensor, strength: float, count: Tensor) -> Tensor:
     gram.diagonal(dim1=-2, dim2=-1).add_(lift.unsqueeze(-1))
     factor = torch.linalg.cholesky(gram)
     return t @ torch.cholesky_solve(b, factor) if few else torch.cholesky_solve(t @ b, factor)
-
-
-def _of_head(view: CacheView, head: int) -> CacheView:
-    one = slice(head, head + 1)
-    return replace(
-        view,
-        keys=view.keys[:, one],
-        values=view.values[:, one],
-        slots=view.slots[:, one],
-        bias=None if view.bias is None else view.bias[:, one],
-        real=None if view.real is None else view.real[:, one],
-    )

@@ -1,13 +1,4 @@
-"""compress_cache: a shorter KV cache while a block runs.
-
-    with compress_cache(model, keep=0.25) as handle:
-        model.generate(**inputs, max_new_tokens=64)
-    print(handle.report())
-
-After each forward of several tokens (a prompt, or a chunk of one) the cache is cut to a share of
-its bytes. Later tokens keep the positions of the full sequence. Works by hooks on the attention
-layers: weights, configs and generation stay as they are, and leaving the block takes all of it
-back.
+"""compress_cache: a shorter KV cache while a block runs, by hooks on the attention layers.
 
 The block is one of its thread (a context variable tells). Prompts of other threads on the same
 model are refused, unless they enter a block of their own.
@@ -305,7 +296,6 @@ class _Work:
             real=real,
             softcap=getattr(module, "attn_logit_softcapping", None),
             layer=attention.index,
-            layers=len(self.layers),
         )
 
 

@@ -5,7 +5,7 @@ rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from mame_sd.caches.fit import with_fitted_values
 from mame_sd.caches.layer import Kept
-from mame_sd.caches.scores import FutureAttention, Scores
+from mame_sd.caches.scores import Scores, future_attention
 from mame_sd.caches.view import CacheView
 
 SINKS, RECENT = 4, 32  # first and newest tokens that stay in every head
 FLOOR = 0.2  # of an equal share, which every layer keeps
-COUNT, AHEAD = 192, 128  # queries that values are fitted to, and the positions they are spread over
+SCORING = 1024  # queries of the prompt that score keys, at most
+COUNT, AHEAD = 192, 128  # queries that values are fitted to; positions that queries are spread over
 # Bytes that a kept key takes beside its key and value: the token at which it stands.
 SLOT = 4
 MOST = 1e30  # a score beyond it counts as it, so that sums over heads are finite
@@ -52,12 +53,16 @@ class Selection:
     All layers share a budget of bytes. A layer's heads keep equally many keys, so that nothing is
     padded; its length is how far its heads' scores reach. None keeps less than `FLOOR` of an equal
     share.
+
+    Attributes:
+        method: scores the keys; None: attention of the prompt's own queries, moved to positions to
+            come.
     """
 
-    method: Scores = field(default_factory=FutureAttention)
+    method: Scores | None = None
 
     def __post_init__(self) -> None:
-        if not callable(getattr(self.method, "score", None)):
+        if self.method is not None and not callable(getattr(self.method, "score", None)):
             raise TypeError(
                 f"method: expected an object with score(view), got {type(self.method).__name__}"
             )
@@ -65,12 +70,12 @@ class Selection:
     def look(self, view: CacheView, keep: float) -> Look:
         """Score the keys, and choose the queries that values will be fitted to."""
         own = self.method
-        if isinstance(own, FutureAttention):  # some of the queries that score the keys
-            moved, counted = view.to_come(own.count, own.ahead)
-            scores = own.of(view, moved, counted)
+        moved, counted = view.to_come(SCORING if own is None else COUNT, AHEAD)
+        if own is None:
+            scores = future_attention(view, moved, counted)
             moved, counted = _fewer(moved, counted)
         else:
-            scores, (moved, counted) = own.score(view), view.to_come(COUNT, AHEAD)
+            scores = own.score(view)
         real = isinstance(scores, Tensor) and not scores.is_complex()
         if not real or scores.shape != view.slots.shape:
             got = list(scores.shape) if real else type(scores).__name__
@@ -182,8 +187,6 @@ def method_of(method: Any) -> Method:
     Raises:
         TypeError: an object with neither `look` nor `score`.
     """
-    if method is None:
-        return Selection()
     if isinstance(method, type):
         raise TypeError(
             f"method: expected an object, got the class {method.__name__}; write"

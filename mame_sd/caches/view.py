@@ -35,8 +35,7 @@ class CacheView:
     bias: Tensor | None = None  # [B, h, L], of keys that were fitted before
     real: Tensor | None = None  # bool [B, h, L]: False where there is no key, or one of padding
     softcap: float | None = None
-    layer: int = 0
-    layers: int = 1
+    layer: int = 0  # its number in the model
 
     @property
     def real_keys(self) -> Tensor:

@@ -1,18 +1,5 @@
 """apply_captioner: merging behind the vision tower of LLaVA or Qwen-VL, so that its language model
-reads fewer tokens.
-
-    handle = apply_captioner(llava)               # a quarter of the visual tokens stays
-    handle = apply_captioner(llava, keep=0.5)     # this share of them
-    handle = apply_captioner(llava, tau=0.8)      # by similarity: each image keeps its own number
-    ids = llava.generate(**processor(images=images, text=prompts, return_tensors="pt"))
-    print(handle.report())                        # visual tokens
-    remove_captioner(llava)                       # bit-equal to before
-
-Prompts are given as the processor writes them, with an image token for each patch. `forward` takes
-out the image tokens whose patches have merged into others, with labels and masks. `generate` is the
-model's own, and goes by whole prompts: in what it gives back, in lengths, and for stopping
-criteria, logits processors and streamers. Tokens that stay keep their order and their positions, so
-that text is as far from them as it was.
+reads fewer tokens, until `remove_captioner`.
 """
 
 from __future__ import annotations
@@ -48,7 +35,8 @@ def apply_captioner(
     """Merges the visual tokens of a LLaVA or Qwen-VL, until `remove_captioner`.
 
     Those that are farthest from one another stay, and the others join the nearest of them
-    (`mame_sd.captions.farthest`). The tower runs whole.
+    (`mame_sd.captions.farthest`). The tower runs whole. Prompts are given as the processor writes
+    them, with an image token for each patch; those that stay keep their order and positions.
 
     Args:
         target: a model that holds one LLaVA, LLaVA-NeXT, Qwen2-VL or Qwen2.5-VL.
@@ -62,23 +50,18 @@ def apply_captioner(
         ValueError: no such model, a refused one, more than one, or bad settings.
     """
     found = [(module, name) for module in target.modules() if (name := name_of(module))]
-    for _, name in found:
-        if name in REFUSED:
-            raise ValueError(
-                f"expected a model whose language model can read fewer tokens, got {name}:"
-                f" {REFUSED[name]}; known are {', '.join(KNOWN)}"
-            )
+    refused = next((name for _, name in found if name in REFUSED), None)
     unknown = None if found else reader_in(target)
+    known = f"expected one of {', '.join(KNOWN)}, got"
+    if refused is not None:
+        raise ValueError(f"{known} {refused}: {REFUSED[refused]}; leave it as it is")
     if unknown is not None:
         raise ValueError(
-            f"expected one of {', '.join(KNOWN)}, got {type(unknown).__name__}, which reads images"
-            " for a language model in a way that is not known here; leave it as it is"
+            f"{known} {type(unknown).__name__}, which reads images for a language model in a way"
+            " that is not known here; leave it as it is"
         )
     if len(found) != 1:
-        raise ValueError(
-            f"expected one of {', '.join(KNOWN)}, got {len(found)} of them in"
-            f" {type(target).__name__}; give one"
-        )
+        raise ValueError(f"{known} {len(found)} of them in {type(target).__name__}; give one")
     ((model, name),) = found
     require_captioner(model, PARTS[name])
     if name not in QWEN:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mame_sd.captions.known_captioners import axes_of
 from mame_sd.captions.prompts import Image, kept_of
+from mame_sd.report import counted
 from mame_sd.upstream import cache_in, hidden_states_are_apart
 
 _LOST = "tokens_that_merged"  # attribute of a cache: what its prompts lost
@@ -41,20 +42,43 @@ def tower_turn() -> AbstractContextManager[Any]:
 
 
 @dataclass
-class VisualCounts:
-    """Sums over images since the last reset.
+class CaptionReport:
+    """What merging did to the images since the last reset.
 
     Attributes:
         images: how many.
-        unmerged: image tokens of their prompts as the processor wrote them.
-        kept: image tokens that the language model read.
+        unmerged: image tokens of their prompts as the processor wrote them, summed.
+        kept: image tokens that the language model read, summed.
     """
 
     images: int = 0
     unmerged: int = 0
     kept: int = 0
 
+    @property
+    def visual_before(self) -> float:
+        """Image tokens of an image that the language model would have read."""
+        return self.unmerged / max(self.images, 1)
+
+    @property
+    def visual_after(self) -> float:
+        """Image tokens of an image that it read."""
+        return self.kept / max(self.images, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        names = ("images", "visual_before", "visual_after")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        share = self.kept / self.unmerged if self.unmerged else 1.0
+        return (
+            f"{self.visual_before:.0f} -> {self.visual_after:.1f} visual tokens an image for the"
+            f" language model ({share:.0%}), {counted(self.images, 'image')}"
+        )
+
     def add(self, images: list[Image]) -> None:
+        """Count these."""
         with _COUNTING:
             self.images += len(images)
             self.unmerged += sum(image.unmerged for image in images)
@@ -78,14 +102,6 @@ class Lost:
     shift: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Fewer:
-    """The arguments of a call with vectors for tokens, and what its prompts lost."""
-
-    call: dict[str, Any]
-    lost: Lost
-
-
 class Calls:
     """How one model's calls are given fewer tokens.
 
@@ -96,7 +112,7 @@ class Calls:
 
     def __init__(self, model: nn.Module, seen: Callable[[dict[str, Any]], list[Image]]) -> None:
         self.model, self.seen, self._active = model, seen, True
-        self.counts = VisualCounts()
+        self.counts = CaptionReport()
 
     @property
     def active(self) -> bool:
@@ -120,18 +136,18 @@ class Calls:
     def forward(self, own: Own, call: dict[str, Any], images: list[Image] | None = None) -> Any:
         """Run a call of prompts with images; None: it has `pixel_values`."""
         call = {name: value for name, value in call.items() if value is not None}
-        fewer = self.fewer(call, self.images(call) if images is None else images)
-        output = own(**fewer.call)
+        call, lost = self.fewer(call, self.images(call) if images is None else images)
+        output = own(**call)
         if isinstance(output, tuple):
             cache = next((one for one in output if hasattr(one, "get_seq_length")), None)
         else:
             cache = cache_in(output)
         if cache is not None:
-            setattr(cache, _LOST, fewer.lost)
+            setattr(cache, _LOST, lost)
         return output
 
-    def fewer(self, call: dict[str, Any], images: list[Image]) -> Fewer:
-        """Put vectors in place of a call's tokens, fewer of them."""
+    def fewer(self, call: dict[str, Any], images: list[Image]) -> tuple[dict[str, Any], Lost]:
+        """Put vectors in place of a call's tokens, fewer of them; and say what its prompts lost."""
         model: Any = self.model
         given, call = axes_of(model, call), {**call}
         ids, mask = call.pop("input_ids"), call.get("attention_mask")
@@ -167,7 +183,7 @@ class Calls:
         call["inputs_embeds"] = embeds.masked_scatter((ids == token).unsqueeze(-1), seen)
         for name in ("pixel_values", "image_sizes", "image_grid_thw", "mm_token_type_ids"):
             call.pop(name, None)
-        return Fewer(call, lost)
+        return call, lost
 
     def _padding(self) -> int:
         """Return the id that padding is written with; its vectors are masked."""

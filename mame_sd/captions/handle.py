@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from mame_sd.captions.calls import Calls, VisualCounts
+from mame_sd.captions.calls import Calls, CaptionReport
 from mame_sd.captions.known_captioners import images_of
 from mame_sd.captions.on_model import on_model, put, take
 from mame_sd.captions.prompts import Image
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import has_encoder_hooks
-from mame_sd.report import counted
-
-
-@dataclass(frozen=True)
-class CaptionReport:
-    """What merging did: means over the images since the last reset.
-
-    Attributes:
-        images: how many.
-        visual_before: image tokens that the language model would have read.
-        visual_after: those that it read.
-    """
-
-    images: int
-    visual_before: float
-    visual_after: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        share = self.visual_after / self.visual_before if self.visual_before else 1.0
-        return (
-            f"{self.visual_before:.0f} -> {self.visual_after:.1f} visual tokens an image for the"
-            f" language model ({share:.0%}), {counted(self.images, 'image')}"
-        )
 
 
 class CaptionHandle(Calls):
@@ -88,13 +61,11 @@ class CaptionHandle(Calls):
 
     def report(self) -> CaptionReport:
         """Return the visual tokens since the last `reset`."""
-        counts = self.counts
-        images = max(counts.images, 1)
-        return CaptionReport(counts.images, counts.unmerged / images, counts.kept / images)
+        return replace(self.counts)
 
     def reset(self) -> None:
         """Sets all counters to zero."""
-        self.counts = VisualCounts()
+        self.counts = CaptionReport()
 
     def remove(self) -> None:
         """Takes this handle's merging off the model; that of a later one stays."""

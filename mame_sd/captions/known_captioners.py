@@ -27,21 +27,20 @@ PARTS = {  # what merging calls and reads of each
     **dict.fromkeys(QWEN, ("model.get_image_features", "model.get_rope_index")),
 }
 LINE = -1  # where a token for a new line stands
+_QUERIES = "its language model reads a fixed number of queries already"
+_FOLDED = "it folds neighbouring patches into one, by their places"
 REFUSED = {
-    "Qwen3VLForConditionalGeneration": (
-        "first layers of its language model add what its tower saw to each image token"
-    ),
-    "Blip2ForConditionalGeneration": "its language model reads a fixed number of queries already",
-    "InstructBlipForConditionalGeneration": (
-        "its language model reads a fixed number of queries already"
-    ),
-    "LlavaOnevisionForConditionalGeneration": "it resizes its grid of patches, which merging ends",
-    "VideoLlavaForConditionalGeneration": "two towers feed it",
-    "PaliGemmaForConditionalGeneration": (
-        "a mask lets its image tokens see one another, and is made for their whole number"
-    ),
-    "Idefics3ForConditionalGeneration": "it folds neighbouring patches into one, by their places",
-    "SmolVLMForConditionalGeneration": "it folds neighbouring patches into one, by their places",
+    f"{name}ForConditionalGeneration": reason
+    for name, reason in {
+        "Qwen3VL": "first layers of its language model add what its tower saw to each image token",
+        "Blip2": _QUERIES,
+        "InstructBlip": _QUERIES,
+        "LlavaOnevision": "it resizes its grid of patches, which merging ends",
+        "VideoLlava": "two towers feed it",
+        "PaliGemma": "a mask, made for all of its image tokens, lets these see one another",
+        "Idefics3": _FOLDED,
+        "SmolVLM": _FOLDED,
+    }.items()
 }
 
 

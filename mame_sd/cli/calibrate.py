@@ -49,7 +49,7 @@ def run_calibrate(
     """
     file = out / "config.json"
     _check(speed, base, out, file)
-    model, base = load_to_merge(choice, base)
+    model, base = load_to_merge(choice, base, prompts)
     base = uniform(base)
     few = min(4, max(1, len(prompts) // 4))
     found = _measured(model, prompts[:few], settings, base, out)

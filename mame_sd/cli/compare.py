@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from mame_sd.cli.console import note, progress
-from mame_sd.cli.generate import load_to_merge, merged_things
+from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.sheet import Cell, check_sheet_path, draw_sheet, enlarge, write_sheet
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
@@ -77,12 +77,12 @@ def run_compare(
     variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
     (prompt,) = prompts_from_texts([text])
     check_sheet_path(out)
-    model, merging = load_to_merge(choice, merging, text)
+    prompt = replace(prompt, id="compare")
+    model, merging = load_to_merge(choice, merging, [prompt])
     variants = variants_of(merging, taus, keeps)
     if neither and keeps:
         variants.insert(0, ("as given" if merging.given else "default", merging))
     with progress("images") as on_progress:
-        prompt = replace(prompt, id="compare")
         panels = compare(model, prompt, settings, variants, on_progress, on_progress.step)
     rows = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
     about = {"prompt": text, "model": model.identity, "panels": rows}
@@ -136,7 +136,8 @@ def compare(
             on_cpu = model.identity["device"] == "cpu"
             share = cpu / (seconds * torch.get_num_threads()) if on_cpu else 1.0
             levels = [] if handle is None else levels_of(handle)
-            panels.append(Panel(label, image, seconds, levels, share, merged_things(config)))
+            things = "keys" if config is None else config.method
+            panels.append(Panel(label, image, seconds, levels, share, things))
         finally:
             if handle is not None:
                 handle.remove()

@@ -1,9 +1,8 @@
-"""What this machine can do: versions, device, fused attention, the model, and what would fail."""
+"""What this machine can do: versions, device, merging, the model, and what would fail."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ from typing import Literal
 
 import torch
 
-from mame_sd.cli.errors import EXTRAS
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device
@@ -20,12 +18,6 @@ from mame_sd.runs.model_files import ModelChoice, find_model
 from mame_sd.upstream import NAMES, complaint
 
 NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow")
-# What a plain installation lacks: the command or option, and the packages that it would miss.
-OPTIONAL = {
-    "--lora": ("peft",),
-    "mame-sd-eval": ("matplotlib", "jinja2", "scipy"),
-}
-FUSED_KERNELS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
 
 
 @dataclass(frozen=True)
@@ -50,10 +42,8 @@ def examine(choice: ModelChoice) -> list[Check]:
     return [
         *_versions(),
         first,
-        _guarded("fused attention", lambda: fused_attention(device)),
         _guarded("merging", lambda: _merging(device)),
         _guarded("model", lambda: _model(choice)),
-        *_optional(),
     ]
 
 
@@ -106,26 +96,6 @@ def _device(device: torch.device) -> Check:
     return Check("device", "ok", f"{device}, {name}, {free} of {total} MiB free")
 
 
-def fused_attention(device: torch.device, kernels: Sequence[str] = FUSED_KERNELS) -> Check:
-    """Which of the fused `kernels` run on the device; a note when none does."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    q = torch.ones(1, 1, 64, 64, device=device, dtype=dtype)
-    names = []
-    for kernel in kernels:
-        try:
-            with sdpa_kernel([getattr(SDPBackend, kernel)]):
-                torch.nn.functional.scaled_dot_product_attention(q, q, q)
-            names.append(kernel.removesuffix("_ATTENTION").lower())
-        except RuntimeError:
-            continue
-    if names:
-        return Check("fused attention", "ok", ", ".join(names))
-    said = "none: attention runs unfused, slower and with more memory"
-    return Check("fused attention", "note", said)
-
-
 def _merging(device: torch.device) -> Check:
     from mame_sd.core.attention import attention
     from mame_sd.core.paper import plan_tokens
@@ -146,8 +116,7 @@ def _model(choice: ModelChoice) -> Check:
     from mame_sd.diffusion.apply_denoiser import build_handle
     from mame_sd.runs.loading import load_model
 
-    source, name = find_model(choice)
-    pipe = load_model(choice).pipe
+    source, name, pipe = find_model(choice), choice.name, load_model(choice).pipe
     for part, component in pipe.components.items():
         weights = component.named_parameters() if isinstance(component, torch.nn.Module) else ()
         for weight, values in weights:
@@ -162,13 +131,3 @@ def _model(choice: ModelChoice) -> Check:
     size = sum(file.stat().st_size for file in files if file.is_file()) / 2**20
     said = f"{name}, {type(pipe).__name__}, {size:.0f} MiB, {layers} self-attentions may merge"
     return Check("model", "ok", said)
-
-
-def _optional() -> Iterator[Check]:
-    for name, packages in OPTIONAL.items():
-        missing = [package for package in packages if importlib.util.find_spec(package) is None]
-        if missing:
-            fix = f"pip install 'mame-sd[{EXTRAS[packages[0]]}]'"
-            yield Check(name, "note", f"would fail without {', '.join(missing)}; {fix}")
-        else:
-            yield Check(name, "ok", ", ".join(packages))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,12 @@ from mame_sd.cli.groups import PromptOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.report import counted
-from mame_sd.runs.generate import Summary, generate, given_settings
+from mame_sd.runs.generate import Summary, generate, known_settings
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
-from mame_sd.runs.processes import joined, this_process
-from mame_sd.runs.prompt_files import prompt_file_identity
+from mame_sd.runs.processes import Process, joined, this_process
+from mame_sd.runs.prompt_files import Prompt, prompt_file_identity
 from mame_sd.runs.run_folder import RunFolder
 
 
@@ -28,21 +28,13 @@ def run_generate(
     config: MaMeConfig | None,
 ) -> None:
     """Load the model, make what `out` lacks, and print how it went."""
-    chosen = prompts.read()
+    chosen, process = prompts.read(), this_process()
     prompt_file = None if prompts.file is None else prompt_file_identity(prompts.file)
-    RunFolder(out).check(given_settings(chosen, settings, config))
-    process = this_process()
-    with doing(f"loading {choice.model or 'the embedded model'}", process.is_main):
-        model = load_model(choice, process.local_rank)
-    on_note = note if process.is_main else lambda text: None
-    if cut := cut_prompts(model.pipe, [prompt.text for prompt in chosen]):
-        on_note(
-            f"{len(cut)} of {counted(len(chosen), 'prompt')} {'is' if len(cut) == 1 else 'are'}"
-            f" longer than the model reads and cut ({chosen[cut[0]].id} first)"
-        )
-    if config is not None:
-        merging, saved = settings_in_force(model, config, on_note), model.saved_merging
-        config = model.resolved(merging) if saved is None or saved.on or config.given else None
+    RunFolder(out).check(known_settings(chosen, settings, choice, config))
+    model, merging = load_to_merge(choice, config, chosen, process)
+    saved = model.saved_merging
+    off = config is None or (saved is not None and not saved.on and not config.given)
+    config = None if off else model.resolved(merging)
     with joined(process), progress("images", process.is_main) as on_progress:
         summary = generate(
             model,
@@ -60,13 +52,8 @@ def run_generate(
         print(_outcome(summary, out))
         for level in summary.levels:
             kept, count = level["tokens_kept"], level["tokens_in"]
-            of = f"{kept:.0f} of {count:.0f} {merged_things(config)} kept"
+            of = f"{kept:.0f} of {count:.0f} {config.method if config else 'keys'} kept"
             print(f"level {level['level']}: {of} ({kept / count:.0%})")
-
-
-def merged_things(config: MaMeConfig | None) -> str:
-    """What merges: "keys" (with their values) or whole "tokens"."""
-    return "tokens" if config is None else config.method
 
 
 def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
@@ -84,36 +71,36 @@ def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
 
 
 def load_to_merge(
-    choice: ModelChoice, given: MaMeConfig, prompt: str | None = None
+    choice: ModelChoice,
+    given: MaMeConfig | None,
+    prompts: Sequence[Prompt],
+    process: Process | None = None,
 ) -> tuple[LoadedModel, MaMeConfig]:
-    """The model and the settings to merge it with.
+    """The model, and the settings to merge it with: those saved with it, where there are some,
+    under the fields of `given`.
 
-    Notes when the model reads only a part of `prompt`.
+    Notes which prompts the model reads only in part.
+
+    Raises UserError where saved and given settings do not go together.
     """
-    with doing(f"loading {choice.model or 'the embedded model'}"):
-        model = load_model(choice)
-    if prompt is not None and cut_prompts(model.pipe, [prompt]):
-        note("the prompt is longer than the model reads and is cut")
-    return model, settings_in_force(model, given)
-
-
-def settings_in_force(
-    model: LoadedModel, given: MaMeConfig, on_note: Callable[[str], None] = note
-) -> MaMeConfig:
-    """The merging saved with the model, where there is some, under the fields of `given`; `given`
-    itself elsewhere.
-
-    Raises UserError where the two do not go together.
-    """
+    process, config = process or Process(), given or MaMeConfig()
+    on_note = note if process.is_main else lambda text: None
+    with doing(f"loading {choice.model or 'the embedded model'}", process.is_main):
+        model = load_model(choice, process.local_rank)
+    if cut := cut_prompts(model.pipe, [prompt.text for prompt in prompts]):
+        on_note(
+            f"{len(cut)} of {counted(len(prompts), 'prompt')} {'is' if len(cut) == 1 else 'are'}"
+            f" longer than the model reads and cut ({prompts[cut[0]].id} first)"
+        )
     saved = model.saved_merging
-    if saved is None:
-        return given
+    if saved is None or given is None:
+        return model, config
     on_note(
         f"merging as saved with the model ({saved}); options such as --tau, --keep and --baseline"
         " override it"
     )
     try:
-        return saved.overridden(given)
+        return model, saved.overridden(given)
     except ValueError as error:
         raise UserError(f"merging: {error} (the model was saved with {saved})") from None
 

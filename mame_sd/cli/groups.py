@@ -27,7 +27,7 @@ class PromptOptions:
     """
 
     file: str | None = option(
-        None, "Prompt file: .txt, .csv, .tsv, .jsonl, or demo.", "--prompts", metavar="FILE"
+        None, "Prompt file: .txt, .csv, .tsv, or demo.", "--prompts", metavar="FILE"
     )
     texts: tuple[str, ...] = option(
         (), "A prompt. Repeatable, also beside --prompts.", "--prompt", metavar="TEXT"

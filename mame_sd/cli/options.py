@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -85,7 +85,7 @@ class FieldOptions:
 
     def parameters(self) -> list[inspect.Parameter]:
         """One keyword-only parameter for each option, annotated for typer."""
-        hints = inspect.get_annotations(self._kind, eval_str=True)
+        hints = get_type_hints(self._kind)
         return [
             keyword(
                 f.name,

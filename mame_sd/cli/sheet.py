@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,6 @@ FONT_SIZE = 15
 LINE = 20  # pixels from one line of text to the next
 MARGIN = 12
 MAX_WIDTH, MAX_SIDE = 16_000, 60_000
-# Fonts of many scripts that systems come with, which Pillow finds by name.
-FONTS = (
-    "NotoSansCJK-Regular.ttc",
-    "NotoSans-Regular.ttf",
-    "wqy-microhei.ttc",
-    "DroidSansFallbackFull.ttf",
-    "Arial Unicode.ttf",
-    "PingFang.ttc",
-    "msyh.ttc",
-    "YuGothM.ttc",
-    "malgun.ttf",
-    "seguiemj.ttf",
-    "Symbola.ttf",
-    "DejaVuSans.ttf",
-)
 _INK, _PAPER = (24, 24, 27), (255, 255, 255)
 
 
@@ -65,17 +49,23 @@ def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
             f" {size[1]}; show fewer images"
         )
     sheet = Image.new("RGB", size, _PAPER)
-    draw = ImageDraw.Draw(sheet)
-    text, font = _fit(title, size[0] - 2 * MARGIN)
-    draw.text((MARGIN, MARGIN // 2 + 2), text, _INK, font)
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE)
+
+    def write(x: int, y: int, line: str, width: int) -> None:
+        """The line at (x, y), shortened to `width` pixels, without control characters."""
+        line = "".join(char if char.isprintable() else " " for char in line[:500])
+        while line.rstrip(".") and font.getlength(line) > width:
+            line = line.removesuffix("...")[:-1] + "..."
+        draw.text((x, y), line, _INK, font)
+
+    write(MARGIN, MARGIN // 2 + 2, title, size[0] - 2 * MARGIN)
     y = top
     for row, image, below in zip(rows, images, texts, strict=True):
         x = MARGIN
         for cell, width in zip(row, widths, strict=False):
             sheet.paste(cell.image, (x, y))
             for number, line in enumerate(cell.lines):
-                text, font = _fit(line, width)
-                draw.text((x, y + image + 2 + LINE * number), text, _INK, font)
+                write(x, y + image + 2 + LINE * number, line, width)
             x += width + MARGIN
         y += image + below + MARGIN
     return sheet
@@ -90,10 +80,7 @@ def enlarge(image: Image.Image, side: int) -> Image.Image:
 
 
 def check_sheet_path(path: Path) -> None:
-    """Raise UserError when a sheet can't be written to `path`, or something else is there.
-
-    Nothing is created.
-    """
+    """Raise UserError when a sheet can't be written to `path`, or something else is there."""
     if path.suffix.lower() != ".png":
         raise UserError(
             f"--out {path}: expected a file ending in .png, got {path.suffix or 'no ending'};"
@@ -127,32 +114,3 @@ def write_sheet(path: Path, sheet: Image.Image, about: dict[str, Any]) -> None:
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG", pnginfo=text)
     write_atomically(path, buffer.getvalue())
-
-
-def _fit(line: str, width: int) -> tuple[str, Any]:
-    """`line`, shortened to `width` pixels, without control characters, and the font that has most
-    of its characters.
-    """
-    line = "".join(char if char.isprintable() else " " for char in line[:500])
-    font = max(_fonts(), key=lambda font: sum(_has(font, char) for char in set(line)))
-    if font.getlength(line) <= width:
-        return line, font
-    while line and font.getlength(line + "...") > width:
-        line = line[:-1]
-    return line + "...", font
-
-
-@cache
-def _fonts() -> tuple[Any, ...]:
-    """Pillow's own font, then those of the machine that have more characters."""
-    found = [ImageFont.load_default(FONT_SIZE)]
-    for name in FONTS:
-        with contextlib.suppress(OSError):
-            found.append(ImageFont.truetype(name, FONT_SIZE))
-    return tuple(found)
-
-
-@cache
-def _has(font: Any, char: str) -> bool:
-    missing, own = (font.getmask(text) for text in ("\uffff", char))
-    return char == " " or bytes(own) != bytes(missing) or own.size != missing.size

@@ -12,23 +12,16 @@ A hook on the module survives what replaces processors: slicing, `fuse_qkv_proje
 PAG. It also learns the true (h, w) of the tokens from the Transformer2DModel around it. Each module
 carries one merging hook at most: applying again replaces it. A `copy.deepcopy` of a hooked model
 merges with its own weights, and so does one that `torch.save` wrote whole.
-
-Threads may generate with one model at once, each with settings of its own (`handle.using`). What
-changes a model for all (`apply_mame`, `remove_mame`, `handle.set`) raises RuntimeError while
-another thread makes an image with it. With `keep`, `torch.compile` of the model makes one graph of
-it, merging included; with `tau` how many tokens stay depends on the data, which breaks the graph in
-each merging layer (docs/usage.md tells more).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
-from diffusers.models.attention_processor import Attention
 from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
@@ -67,6 +60,7 @@ from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
 from mame_sd.upstream import require
 
+Outer = TypeVar("Outer")
 _OURS = (MergeHook.name, SizeHook.name, StepHook.name)
 # What each block of `hooks_restored` that is under way found on each module, in their order.
 _BLOCKS: list[dict[tuple[nn.Module, str], Any]] = []
@@ -87,15 +81,13 @@ def apply_mame(
     kernel: Kernel | None = None,
     **fields: Any,
 ) -> MaMeHandle:
-    """Merges tokens in every large self-attention of `target` until `remove_mame`.
-
-    Layers with at least `min_tokens` tokens merge. Merging that is on `target` already is replaced.
+    """See `mame_sd.apply_mame`; layers with at least `min_tokens` tokens merge.
 
     Args:
         target: a diffusers pipeline (its UNet or transformer is taken, or each of them where it has
             several; a ControlNet has a call of its own), a model, or a single Attention module.
-        config: as `mame_sd.apply_mame` takes it. Where it gives no tau, keep or layers, settings
-            beside the model's weights hold: `handle.config` says what.
+        config: where it gives no tau, keep or layers, settings beside the model's weights hold:
+            `handle.config` says what.
         kernel: computes attention over the merged keys instead of the model's own, as
             `mame_sd.attention` takes it: (q, k, v) as [B, H, N, D]. It needs `keep`.
         fields: fields of MaMeConfig, over those of `config`.
@@ -129,15 +121,14 @@ def build_handle(
     own = None if kernel is None else own_kernel(kernel)
     shared = Shared(ResolvedConfig(config, active), own)
     hooks: list[Placed] = []
-    merging = 0
     steps: dict[str, StepHook] = {}  # by path of the denoiser
-    # What tells how tokens lie, by path, and whose they are.
-    images: dict[str, tuple[SizeHook, Family | None]] = {}
+    images: dict[str, tuple[SizeHook, Family | None]] = {}  # by path of what tells how tokens lie
+    merging = 0
     for path, module in root.named_modules():
         if spread(module):
             raise ValueError(SPREAD.format(type(module).__name__))
         kind, family = type(module).__name__, family_of(module)
-        denoiser = _nearest(path, steps)
+        denoiser = _around(path, steps)
         if denoiser is None and takes_timestep(module):
             steps[path] = StepHook(module, shared)
             hooks.append((module, steps[path]))
@@ -148,8 +139,7 @@ def build_handle(
             tokens_of = image_tokens if family is None else family.tokens
             images[path] = reader(module, shared, tokens_of), family
             hooks.append((module, images[path][0]))
-        around = _nearest(path, images)
-        image, family = (None, None) if around is None else images[around]
+        image, family = _around(path, images) or (None, None)
         if image is None and isinstance(root, ModelMixin) and not adds_keys(module):
             continue  # a model's attention over no image may be a text's
         layer = _layer_of(path, module, image, family)
@@ -159,7 +149,7 @@ def build_handle(
             hooks.append((module, MergeHook(shared, stats, layer, known, merging)))
             merging += 1
             if denoiser is not None:
-                steps[denoiser].layers.append(stats)
+                denoiser.layers.append(stats)
     if not merging:
         raise ValueError(_nothing_found(root))
     return MaMeHandle(root, shared, hooks, None if target is root else target)
@@ -231,11 +221,8 @@ def hooks_restored(target: Any) -> Iterator[None]:
 
 def has_hooks(target: Any) -> bool:
     """Whether any merging hook is on `target`, active or not."""
-    return any(
-        hook_on(module, name) is not None
-        for module in denoiser_of(target).modules()
-        for name in _OURS
-    )
+    modules = denoiser_of(target).modules()
+    return any(hook_on(module, name) is not None for module in modules for name in _OURS)
 
 
 def denoiser_of(target: Any) -> nn.Module:
@@ -266,17 +253,15 @@ def _layer_of(
     if family is None and adds_keys(module):
         return SequenceAttention(module, ADDED_KEYS)
     if family is not None:
-        if not family.owns(path, module):
-            return None
-    elif (
-        not isinstance(module, Attention)
-        or fixed_reason(module) is not None
-        or not _TEMPORAL.isdisjoint(path.split("."))
-    ):
-        return None
-    elif image is None and type(module.processor).__name__ not in PLAIN_PROCESSORS:
-        # outside of an image's transformer, what unknown processors do with the tokens can't be
-        # told
+        merges = family.owns(path, module)
+    else:
+        merges = (
+            fixed_reason(module) is None
+            and _TEMPORAL.isdisjoint(path.split("."))
+            # outside of an image's transformer, what unknown processors do can't be told
+            and (image is not None or type(module.processor).__name__ in PLAIN_PROCESSORS)
+        )
+    if not merges:
         return None
     if isinstance(getattr(module, "processor", None), MaMeAttnProcessor):
         raise ValueError(
@@ -286,10 +271,10 @@ def _layer_of(
     return PlainAttention(module) if family is None else SequenceAttention(module, family)
 
 
-def _nearest(path: str, outer: Iterable[str]) -> str | None:
-    """The path, of those that hold the module at `path`, that is nearest to it ("" is the root)."""
+def _around(path: str, outer: dict[str, Outer]) -> Outer | None:
+    """Of what stands at paths, the nearest around the module at `path` ("" is the root)."""
     around = [other for other in outer if not other or path.startswith(f"{other}.")]
-    return max(around, key=len, default=None)
+    return outer[max(around, key=len)] if around else None
 
 
 def _nothing_found(root: nn.Module) -> str:

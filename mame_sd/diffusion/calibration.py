@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -37,6 +37,7 @@ from mame_sd.report import LayerStats, device_of
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
 Name = TypeVar("Name", bound=Hashable)
 Clock = Callable[[], float]
+Row = tuple[int | None, float, float]  # number of a form (None: unmerged), seconds, error
 # What a layer may be given, in the words of `layers`.
 FORMS: tuple[dict[str, Any], ...] = tuple(
     {"keep": keep, "fit_queries": queries}
@@ -63,38 +64,22 @@ class Merging(Protocol):
 
 
 @dataclass
-class Measured:
-    """What was measured in one layer; lists have an entry for each call.
+class Measurement:
+    """What was measured, as JSON values.
 
     Attributes:
-        unmerged: seconds of the unmerged attention.
-        seconds, errors: of each of `FORMS`, of the layer's output; empty where it can't merge.
-        effect: error of the denoiser's output where the form REFERENCE merges in this layer alone,
-            in the calls in which that was tried.
-        own: error of the layer's output in the same calls.
-    """
-
-    unmerged: list[float] = field(default_factory=list)
-    seconds: list[list[float]] = field(default_factory=lambda: [[] for _ in FORMS])
-    errors: list[list[float]] = field(default_factory=lambda: [[] for _ in FORMS])
-    effect: list[float] = field(default_factory=list)
-    own: list[float] = field(default_factory=list)
-
-    @property
-    def forms(self) -> list[int]:
-        """Numbers of the forms by which the layer merged."""
-        return [number for number, seconds in enumerate(self.seconds) if seconds]
-
-
-@dataclass
-class Measurement:
-    """What was measured on so many images: seconds of the denoiser's calls without merging, and
-    each layer.
+        images: on how many.
+        forward: seconds of the denoiser's calls without merging.
+        layers: a row for each call of each layer, unmerged and by each of `FORMS` that merges; its
+            error is that of the layer's output.
+        effects: errors of the denoiser's output, and of the layer's, where one form merges in this
+            layer alone.
     """
 
     images: int = 0
     forward: list[float] = field(default_factory=list)
-    layers: dict[str, Measured] = field(default_factory=dict)
+    layers: dict[str, list[Row]] = field(default_factory=dict)
+    effects: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,16 +211,15 @@ def measure(
         return before + len(calls) - 1 - call < each
 
     def every_form(hook: MergeHook, call: LayerCall) -> Any:
-        """The unmerged output; the forms in which the layer can't merge have no entry."""
-        layer = found.layers.setdefault(hook.stats.name, Measured())
+        """The unmerged output; the forms in which the layer can't merge have no row."""
+        rows = found.layers.setdefault(hook.stats.name, [])
         unmerged, seconds = _timed(call.run, clock)
-        layer.unmerged.append(seconds)
+        rows.append((None, seconds, 0.0))
         for number, form in enumerate(forms):
             stats = LayerStats(hook.stats.name)
             merged, seconds = _timed(partial(_merged, hook, call, form, stats), clock)
             if stats.last_reason is None:
-                layer.seconds[number].append(seconds)
-                layer.errors[number].append(relative_error(merged, unmerged))
+                rows.append((number, seconds, relative_error(merged, unmerged)))
         return unmerged
 
     def alone(hook: MergeHook, call: LayerCall, name: str, form: MaMeConfig) -> Any:
@@ -251,14 +235,15 @@ def measure(
         found.forward.append(seconds)
         with layers_run(handle, every_form):
             again()
-        merging = {name: layer for name, layer in found.layers.items() if layer.forms}
-        for at, (name, layer) in enumerate(merging.items()):
-            if tried(number, at, len(merging)):
-                form = REFERENCE if REFERENCE in layer.forms else layer.forms[0]
+        for name in [name for name, rows in found.layers.items() if _forms(rows) == [None]]:
+            del found.layers[name]
+        for at, (name, rows) in enumerate(found.layers.items()):
+            if tried(number, at, len(found.layers)):
+                own = {form: error for form, _, error in rows if form is not None}  # the latest
+                form = REFERENCE if REFERENCE in own else min(own)
                 with layers_run(handle, partial(alone, name=name, form=forms[form])):
-                    layer.effect.append(relative_error(again(), output))
-                layer.own.append(layer.errors[form][-1])
-    found.layers = {name: layer for name, layer in found.layers.items() if layer.forms}
+                    error = relative_error(again(), output)
+                found.effects.setdefault(name, []).append((error, own[form]))
     if not found.layers:
         raise ValueError(
             "calibrate: expected a layer that could merge, found none; lower min_tokens, or make"
@@ -337,10 +322,7 @@ def _kept(file: str | PathLike[str] | None, mark: Any) -> Measurement:
     """What an earlier call with the same mark measured."""
     try:
         kept = json.loads(Path(file).read_bytes()) if file is not None else {}
-        if kept.pop("about") != mark:
-            return Measurement()
-        layers = {name: Measured(**row) for name, row in kept.pop("layers").items()}
-        return Measurement(**kept, layers=layers)
+        return Measurement(**kept) if kept.pop("about") == mark else Measurement()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return Measurement()
 
@@ -397,16 +379,22 @@ def options(found: Measurement) -> dict[str, list[Option]]:
     denoiser's output.
     """
     result: dict[str, list[Option]] = {}
-    for name, layer in found.layers.items():
-        unmerged = median(layer.unmerged)
-        matters = float(np.mean(layer.effect)) / max(float(np.mean(layer.own)), 1e-30)
-        result[name] = [Option(False, 0.0, unmerged)]
-        for number in layer.forms:
-            error = matters * float(np.mean(layer.errors[number]))
-            option = Option(dict(FORMS[number]), error, median(layer.seconds[number]))
-            if option.seconds < unmerged:
-                result[name].append(option)
+    for name, rows in found.layers.items():
+        effects, own = zip(*found.effects[name], strict=True)
+        matters = fmean(effects) / max(fmean(own), 1e-30)
+        for form in _forms(rows):
+            seconds = median(row[1] for row in rows if row[0] == form)
+            if form is None:
+                result[name] = [Option(False, 0.0, seconds)]
+            elif seconds < result[name][0].seconds:
+                error = matters * fmean(row[2] for row in rows if row[0] == form)
+                result[name].append(Option(dict(FORMS[form]), error, seconds))
     return result
+
+
+def _forms(rows: Sequence[Row]) -> list[int | None]:
+    """The numbers in a layer's rows; None, which means unmerged, comes first."""
+    return sorted({number for number, *_ in rows}, key=lambda n: -1 if n is None else n)
 
 
 def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name, Option] | None:

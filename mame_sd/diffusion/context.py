@@ -191,7 +191,6 @@ class Shared:
         setting: every thread's, but for those that have one of their own.
         own: each thread's own ResolvedConfig.
         step: the Step of its latest call of the model, or a Later one.
-        plans: what the call under way shares with those before it.
         learning: what is known of calls with gradients.
         kernel: computes attention over merged keys instead of the model's own.
     """
@@ -201,7 +200,6 @@ class Shared:
         self.kernel = kernel
         self.own = PerThread()
         self.step = PerThread(latest=True)
-        self.plans = PerThread()
         self.learning = Learning()
 
     @property
@@ -218,24 +216,24 @@ class Later:
         make: gives the step of a call with these latents.
         latents: the call's. They are held weakly: of a call that a Ctrl-C ends no hook is told, and
             it is under way for other threads as long as its latents are there (`threads.begin`).
+        plans: what the call shares with those before it, while it is under way.
     """
 
-    def __init__(self, make: Callable[[Tensor | None], Step], latents: Tensor | None) -> None:
-        self._make: Callable[[Tensor | None], Step] | None = make
+    def __init__(
+        self,
+        make: Callable[[Tensor | None], Step],
+        latents: Tensor | None,
+        plans: Plans | None = None,
+    ) -> None:
+        self._make, self.plans = make, plans
         self._latents = None if latents is None else weakref.ref(latents)
         self.made: Step | None = None
 
     def step(self) -> Step:
         """The step."""
-        make = self._make  # another thread may let go of it meanwhile
-        if make is not None:
-            latents = None if self._latents is None else self._latents()
-            self.made, self._make = make(latents), None
-        return self.made or NO_STEP
-
-    def let_go(self) -> None:
-        """Holds on to nothing of the call any more: it is over."""
-        self._make = None
+        if self.made is None:
+            self.made = self._make(None if self._latents is None else self._latents())
+        return self.made
 
 
 class Learning:

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import Groups
-from mame_sd.core.paper import Plan
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.denoisers import denoisers_of
@@ -256,29 +254,14 @@ class MaMeHandle:
         return next((told for _, told in self.others(self.pipe)), "") if self.applied else ""
 
     def reset(self) -> None:
-        """Sets all counters to zero and drops captured plans, and those of this thread that wait
-        for a second call of the same input.
+        """Sets all counters to zero, and drops what this thread keeps for a second call of the same
+        input.
         """
         for module, hook in self._hooks:
             if isinstance(hook, MergeHook):
                 hook.stats.reset(device_of(module))
             elif isinstance(hook, StepHook):
                 hook.forget()
-
-    def capture(self, on: bool = True) -> None:
-        """Keeps the latest plan of every layer for `plans` (memory: one plan a layer; not under
-        torch.compile).
-        """
-        for _, hook in self.layers:
-            hook.stats.capture = on
-            hook.stats.plan = hook.stats.plan if on else None
-
-    def plans(self) -> dict[str, Plan | Groups]:
-        """The latest plan of every layer that merged since `capture`, or was left whole by it, by
-        layer name; sizes stand in `report`.
-        """
-        found = (hook.stats for _, hook in self.layers)
-        return {stats.name: stats.plan for stats in found if stats.plan is not None}
 
     def remove(self) -> None:
         """Takes this handle's hooks off the model; hooks of a later `apply_mame` stay.

@@ -1,23 +1,30 @@
-"""What diffusers' registry of hooks lacks: putting a hook back, taking one out from under another,
-hooks that only read. The one hook in the registry is a `mame_sd.diffusion.layer.MergeHook`.
+"""Putting hooks on modules and taking them off: such that only read their calls, and the one that
+merges (`mame_sd.diffusion.layer.MergeHook`), whose forward stands in for the module's own.
+
+The latter is inside of all hooks of diffusers' registry, whichever came first. A cache (diffusers'
+PyramidAttentionBroadcast and its like) stands in for a forward in some steps: around it we would be
+given what another step merged.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from diffusers.hooks import HookRegistry
 from torch import nn
+
+_ATTRIBUTE = "_mame_hook"  # of a module, the hook that merges
 
 
 class PreHook:
     """A plain forward pre-hook: it reads a module's arguments and changes nothing.
 
     Other tools (DeepCache, offloading) replace a module's forward. Our wrapper would be lost under
-    theirs, or undo it.
+    theirs, or undo it. One with a method `after` is told too when the call is over: returned, or
+    raised an Exception (PyTorch tells of no KeyboardInterrupt).
     """
 
     name: str
+    after: Any = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Reads the call.
@@ -26,19 +33,8 @@ class PreHook:
         """
         raise NotImplementedError
 
-
-class CallHook(PreHook):
-    """A PreHook that is told too when the call is over: returned, or raised an Exception (PyTorch
-    tells of no KeyboardInterrupt).
-    """
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Changes nothing of the call's either."""
-        raise NotImplementedError
-
     def forget(self) -> None:
         """Lets go of all that it noted of calls: it is taken off."""
-        raise NotImplementedError
 
 
 def no_replica() -> None:
@@ -53,51 +49,35 @@ def no_replica() -> None:
 
 def hook_on(module: nn.Module, name: str) -> Any:
     """The hook of that name on `module`."""
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, PreHook) and hook.name == name:
+    for hook in (*module._forward_pre_hooks.values(), vars(module).get(_ATTRIBUTE)):
+        if getattr(hook, "name", None) == name:
             return hook
-    registry = getattr(module, "_diffusers_hook", None)
-    return None if registry is None else registry.get_hook(name)
+    return None
 
 
 def put_hook(module: nn.Module, hook: Any) -> None:
-    """Makes `hook` the one of its name on `module`, inside of all other hooks of its registry,
-    whichever came first.
-
-    A cache (diffusers' PyramidAttentionBroadcast and its like) stands in for a forward in some
-    steps: around it we would be given what another step merged.
-    """
+    """Makes `hook` the one of its name on `module`."""
     if hook_on(module, hook.name) is hook:
         return
     take_hook(module, hook.name)
     if isinstance(hook, PreHook):
         module.register_forward_pre_hook(hook, with_kwargs=True)
-        if isinstance(hook, CallHook):
+        if hook.after is not None:
             module.register_forward_hook(hook.after, always_call=True)
         return
-    registry: Any = HookRegistry.check_if_exists_or_initialize(module)
-    first = registry._fn_refs[0] if registry._fn_refs else None
-    outermost = module.forward
-    if first is not None:
-        setattr(module, "forward", _inside(first))  # noqa: B010
-    registry.register_hook(hook, hook.name)
-    setattr(module, "forward", hook.put(module))  # noqa: B010
+    innermost = _innermost(module)
+    if innermost is None:
+        vars(module)["forward"] = hook.put(module, module.forward)
+    else:
+        ref, name = innermost
+        setattr(ref, name, hook.put(module, getattr(ref, name)))
+    setattr(module, _ATTRIBUTE, hook)
     setattr(module, "_replicate_for_data_parallel", no_replica)  # noqa: B010
-    if first is not None:
-        setattr(module, "forward", outermost)  # noqa: B010
-        setattr(
-            first, "forward" if first.original_forward is None else "original_forward", hook.entry
-        )
-        for order in (registry._hook_order, registry._fn_refs):
-            order.insert(0, order.pop())
 
 
 def take_hook(module: nn.Module, name: str) -> None:
     """Takes the hook of that name off `module`, if there is one; what was put around it since then
     stays in force.
-
-    diffusers' own removal gives the next hook the module's forward where it needs our hook's
-    `new_forward`, which is then lost. It also drops a function that wraps `module.forward` by hand.
     """
     hook = hook_on(module, name)
     if hook is None:
@@ -105,30 +85,29 @@ def take_hook(module: nn.Module, name: str) -> None:
     if isinstance(hook, PreHook):
         key = next(key for key, value in module._forward_pre_hooks.items() if value is hook)
         del module._forward_pre_hooks[key], module._forward_pre_hooks_with_kwargs[key]
-        if isinstance(hook, CallHook):
-            for key in [key for key, value in module._forward_hooks.items() if value == hook.after]:
-                del module._forward_hooks[key]
-                module._forward_hooks_always_called.pop(key, None)
-            hook.forget()
+        for key in [key for key, value in module._forward_hooks.items() if value == hook.after]:
+            del module._forward_hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
+        hook.forget()
         return
-    module.__dict__.pop("_replicate_for_data_parallel", None)
-    registry: Any = module._diffusers_hook
-    later = registry._fn_refs[registry._hook_order.index(name) + 1 :]
-    around = _inside(later[0]) if later else module.forward
-    outer = later[0] if later and later[0].original_forward is not None else None
-    if around is not hook.entry:
-        hook.entry.__self__.pass_through()
-        place = registry._hook_order.index(name)
-        del registry.hooks[name], registry._hook_order[place], registry._fn_refs[place]
-        hook.let_go()
-        return
-    kept = None if outer is None else outer.forward
-    registry.remove_hook(name, recurse=False)
-    hook.let_go()
-    if outer is not None:
-        outer.original_forward, outer.forward = outer.forward, kept
+    innermost, own, entry = _innermost(module), vars(module), hook.entry.__self__
+    del own[_ATTRIBUTE], own["_replicate_for_data_parallel"]
+    if innermost is not None and getattr(*innermost) is hook.entry:
+        setattr(*innermost, entry.inner)
+    elif own.get("forward") is not hook.entry:
+        entry.hook = None  # a wrapper by hand holds it, and calls the module's own
+    elif entry.inner == type(module).forward.__get__(module):
+        del own["forward"]
+    else:
+        own["forward"] = entry.inner
+    hook.entry = None
 
 
-def _inside(ref: Any) -> Any:
-    """The forward that a hook is around."""
-    return ref.forward if ref.original_forward is None else ref.original_forward
+def _innermost(module: nn.Module) -> tuple[Any, str] | None:
+    """Of the hooks that diffusers' registry has put on `module` the innermost one's reference, and
+    the name by which it has what it is around; None: there is no hook.
+    """
+    refs = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", None)
+    if not refs:
+        return None
+    return refs[0], "forward" if refs[0].original_forward is None else "original_forward"

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from mame_sd.core.merge import DRAWS, constant, counting, draw_at, leaders
 from mame_sd.diffusion.context import NO_STEP, Call, Later, Plans, Shared, Step, Tokens
 from mame_sd.diffusion.families.unet import IMAGE_MODULES
-from mame_sd.diffusion.hook_registry import CallHook, PreHook
+from mame_sd.diffusion.hook_registry import PreHook
 from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.threads import PerThread, begin, end
-from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
+from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, LayerStats
 from mame_sd.upstream import outside_old_graphs
 
 TokensOf = Callable[[Any, Call], Tokens | str | None]
@@ -92,7 +92,7 @@ class EagerSizeHook(SizeHook):
             )
 
 
-class StepHook(CallHook):
+class StepHook(PreHook):
     """Notes the timestep and the latents of a denoiser's latest forward.
 
     The timestep chooses the draw of the random partitions. The latents tell whether a batch holds
@@ -151,18 +151,21 @@ class StepHook(CallHook):
                 leader = leaders(latents, (False, True) if prompt_first else (True, False))
             return Step(draw, draws, leader)
 
+        plans: Plans | None = None
+        if not compiling:  # a graph holds no plans
+            self.shared.learning.begin(timestep)
+            if latents is first and latents is not None and self.calls_pair and not again:
+                apart = {self.names[0], *_TIMESTEP}
+                others = [
+                    v for name, v in call.items() if isinstance(v, Tensor) and name not in apart
+                ]
+                plans = self._plans(latents, timestep, others)
+            else:
+                self.latest.value = None
         at_once = compiling or latents is not first  # a stack that nobody else holds
-        step = NO_STEP if again else made(latents) if at_once else Later(made, latents)
-        self.shared.step.value = step
-        if compiling:  # a graph holds no plans
-            return
-        self.shared.learning.begin(timestep)
-        if latents is first and latents is not None and self.calls_pair and not again:
-            apart = {self.names[0], *_TIMESTEP}
-            others = [v for name, v in call.items() if isinstance(v, Tensor) and name not in apart]
-            self.shared.plans.value = self._plans(latents, timestep, others)
-        else:
-            self.latest.value = None
+        self.shared.step.value = (
+            NO_STEP if again else made(latents) if at_once else Later(made, latents, plans)
+        )
 
     def _plans(self, latents: Tensor, timestep: Any, others: list[Tensor]) -> Plans | None:
         """The plans that a call shares with those before it; None where it can't be told which
@@ -190,30 +193,31 @@ class StepHook(CallHook):
 
         Warns where a forward merges nothing, once until something merges again.
         """
-        if not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if not compiling:
             end(module, self.name)
-            self.shared.plans.value = None
-            if isinstance(step := self.shared.step.value, Later):
-                step.let_go()
-        if not self.shared.now.active or not self.layers:
+            self._share_no_more()
+        if not self.shared.now.active:
             return
-        for stats in self.layers:
-            if stats.last_reason is None:
-                if self.warned:
-                    self.warned = False
-                return
-        called = [stats for stats in self.layers if stats.last_reason != NEVER_CALLED]
-        if called and not self.warned:
-            if not torch.compiler.is_compiling():  # which happens once
+        reasons = [stats.last_reason for stats in self.layers if stats.last_reason != NEVER_CALLED]
+        if None in reasons:
+            if self.warned:
+                self.warned = False
+        elif reasons and not self.warned:
+            if not compiling:  # which happens once
                 self.warned = True
-            _warn(
-                type(module).__name__,
-                f"{NOTHING_MERGES}: each of {len(called)} was left alone, and {_why(called)}",
-            )
+            text = f"{NOTHING_MERGES}: each of {len(reasons)} was left alone ({reasons[0]})"
+            _warn(type(module).__name__, f"{text}; report() says more")
 
     def forget(self) -> None:
         """Lets go of this thread's plans."""
-        self.latest.value = self.shared.plans.value = None
+        self.latest.value = None
+        self._share_no_more()
+
+    def _share_no_more(self) -> None:
+        step: Step | Later | None = getattr(self.shared.step.mine, "value", None)
+        if isinstance(step, Later):
+            step.plans = None
 
 
 def _last_tensor(value: Any) -> Tensor | None:
@@ -235,19 +239,6 @@ def _is_recorded(t: Tensor) -> bool:
     merges.
     """
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _why(called: list[LayerStats]) -> str:
-    """What to say of layers that were all left alone."""
-    few = any((stats.last_reason or "").startswith(TOO_FEW) for stats in called)
-    if not few or torch.compiler.is_compiling():  # where counts are tensors
-        return "report() says why"
-    counts = (stats.totals() for stats in called)
-    largest = max(tokens_in // max(calls, 1) for calls, tokens_in, _ in counts)
-    return (
-        f"the largest has {largest} tokens; report() says why. Lower min_tokens or generate larger"
-        " images"
-    )
 
 
 @torch.compiler.assume_constant_result

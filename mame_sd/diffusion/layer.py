@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
@@ -173,29 +172,32 @@ class AttentionAdapter(ABC):
 
 
 class Entry:
-    """Replaces the `forward` that diffusers' registry gives a module with a MergeHook.
+    """What stands in for the `forward` of a module with a MergeHook, in copies of it too.
 
-    diffusers binds a function of its own to each module. With it, a deepcopy would run the
-    original's weights. `torch.compile` would also compile each repeated block by itself
-    (`compile_repeated_blocks`). A method is one function for all of them.
+    diffusers' registry binds a function of its own to each module. With such a one, a deepcopy
+    would run the original's weights. `torch.compile` would also compile each repeated block by
+    itself (`compile_repeated_blocks`). A method is one function for all of them.
+
+    Args:
+        hook: merges; None: it was taken off, but somebody holds this method still.
+        inner: the module's own forward.
     """
 
-    def __init__(self, module: nn.Module, hook: MergeHook) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, hook: MergeHook, inner: Callable[..., Any]) -> None:
+        self.module, self.inner = module, inner
         self.hook: MergeHook | None = hook
-        self.passed: Any = None
 
     @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, merged where that is sound."""
         hook = self.hook
         if hook is None:
-            return self.passed(*args, **kwargs)
-        shared, stats, own = hook.shared, hook.stats, hook.fn_ref.forward
+            return self.inner(*args, **kwargs)
+        shared, stats = hook.shared, hook.stats
         setting: ResolvedConfig = getattr(shared.own.mine, "value", None) or shared.setting
         if not setting.active and hook.instead is None:
-            return own(*args, **kwargs)
-        call = hook.layer.call(self.module, own, args, kwargs)
+            return self.inner(*args, **kwargs)
+        call = hook.layer.call(self.module, self.inner, args, kwargs)
         if hook.instead is not None:
             return hook.instead(call)
         config: MaMeConfig | None = setting.config
@@ -206,17 +208,9 @@ class Entry:
             return call.run()
         return merged_call(hook.layer, call, hook.layout(), config, stats, hook.step, shared.kernel)
 
-    def pass_through(self) -> None:
-        """Merges no more, but stays callable: a wrapper by hand may hold this method."""
-        assert self.hook is not None
-        self.passed = self.hook.fn_ref.forward
-        self.hook = None
 
-
-class MergeHook(ModelHook):
+class MergeHook:
     """Merges around one layer, also in deepcopies of the module.
-
-    The registry keeps the module's own forward in `fn_ref.forward`.
 
     Args:
         shared: what the hooks of a handle share.
@@ -228,8 +222,7 @@ class MergeHook(ModelHook):
     """
 
     name = "mame"
-    fn_ref: Any
-    entry: Any = None  # the module's `forward` just after the hook was put on, an Entry's
+    entry: Any = None  # what stands in for the module's forward, an Entry's
     instead: Callable[[LayerCall], Any] | None = None  # computes calls while calibration measures
 
     def __init__(
@@ -240,7 +233,6 @@ class MergeHook(ModelHook):
         known: PerThread | None,
         number: int = 0,
     ) -> None:
-        super().__init__()
         self.place = number % DRAWS
         # Of no dimension: for any device, and no constant of a compiled graph.
         self.number = torch.tensor(number)
@@ -263,9 +255,11 @@ class MergeHook(ModelHook):
 
         Raises RuntimeError in a block that is computed again after a call at another timestep.
         """
-        shared = self.shared
-        step: Step | Later | None = getattr(shared.step.mine, "value", shared.step.latest)
+        shared, plans = self.shared, None
+        own: Step | Later | None = getattr(shared.step.mine, "value", None)
+        step: Step | Later | None = shared.step.latest if own is None else own
         if isinstance(step, Later):
+            plans = None if own is None else step.plans
             step = step.made or step.step()
         if step is None or step is NO_STEP:
             return NO_STEP
@@ -276,17 +270,12 @@ class MergeHook(ModelHook):
         draw = None if step.draws is None else step.draws[self.place : self.place + 1]
         if learns and torch._C._current_graph_task_id() >= 0:  # in a backward pass
             shared.learning.again()
-        plans = None if learns else getattr(shared.plans.mine, "value", None)
-        return Step(draw, leader=step.leader, plans=plans)
+        return Step(draw, leader=step.leader, plans=None if learns else plans)
 
-    def put(self, module: nn.Module) -> Any:
-        """Is told that it was put on `module`, whose `forward` is now what it gives."""
-        self.entry = Entry(module, self).forward
+    def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
+        """What is to stand in for `inner`, the own forward of a module."""
+        self.entry = Entry(module, self, inner).forward
         return self.entry
-
-    def let_go(self) -> None:
-        """Holds on to nothing of the module any more: it was taken off."""
-        self.fn_ref = self.entry = None
 
 
 def merged_call(

@@ -27,8 +27,8 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.unet import (
     PlainAttention,
     default_processor,
+    fixed_reason,
     processed,
-    skip_reason,
 )
 from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import NO_SIZE, LayerCall, merged_call
@@ -152,15 +152,12 @@ class MaMeAttnProcessor:
         }
         run, kind = partial(processed, inner, attn), type(inner).__name__
         call = LayerCall(attn, run, arguments, processor=inner, kind=kind)
-        crossed = encoder_hidden_states is not None or (
-            isinstance(attn, Attention) and (attn.is_cross_attention or attn.only_cross_attention)
-        )
+        crossed = encoder_hidden_states is not None or fixed_reason(attn) == "cross-attention"
         if crossed or hidden_states.dim() != 3:
-            reason = skip_reason(call, self.config) or ""
-            if reason == "cross-attention" or hidden_states.dim() != 3:
-                if not torch.compiler.is_compiling():
-                    self._passed[reason] += 1
-                return call.run()
+            if not torch.compiler.is_compiling():
+                other = f"input of {hidden_states.dim()} dimensions"
+                self._passed["cross-attention" if crossed else other] += 1
+            return call.run()
         stats = self._stats_of(attn)
         output: Tensor = merged_call(_LAYER, call, None, self.config, stats)
         if NO_SIZE in stats.note and not self._warned and not torch.compiler.is_compiling():

@@ -16,29 +16,20 @@ from torch import nn
 from mame_sd.config import SETTINGS_FILE, MaMeConfig
 
 
-def shipped_with(model: nn.Module) -> MaMeConfig | None:
-    """The settings beside the weights that `model`, or a part of it, was loaded from; None: there
-    are none.
+def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
+    """`config`; where it gives no tau, keep or layers, over settings beside the weights that
+    `model`, or a part of it, was loaded from, if there are some.
 
     Raises:
         ValueError: a file that can't be used.
     """
-    config: Any = getattr(model, "config", None)
-    place = config.get("_name_or_path") if isinstance(config, dict) else None
-    if not isinstance(place, (str, PathLike)) or not str(place):
-        return None
-    for folder in (Path(place), Path(place).parent):  # the denoiser's own, and the pipeline's
-        if (folder / SETTINGS_FILE).is_file():
-            return _read(folder / SETTINGS_FILE)
-    return None
-
-
-def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """`config`; where it gives no tau, keep or layers, over settings beside the model's weights, if
-    there are some.
-    """
-    shipped = shipped_with(model) if config.layers is None and config.is_open else None
-    return config if shipped is None else shipped.replace(**config.given)
+    own: Any = getattr(model, "config", None)
+    place = own.get("_name_or_path") if isinstance(own, dict) else None
+    if config.layers is None and config.is_open and isinstance(place, (str, PathLike)) and place:
+        for folder in (Path(place), Path(place).parent):  # the denoiser's own, and the pipeline's
+            if (folder / SETTINGS_FILE).is_file():
+                return _read(folder / SETTINGS_FILE).replace(**config.given)
+    return config
 
 
 def uniform(config: MaMeConfig) -> MaMeConfig:

@@ -1,8 +1,7 @@
 """The models that ship with mame-sd, one folder each, and the ground truth they were trained on:
 emoji on plain backgrounds.
 
-Every picture that they learned is a known glyph on a known colour. So what they generate can be
-scored against the truth (`render`, `nearest_glyph`).
+Every picture that they learned is a known glyph on a known colour (`render`).
 """
 
 import hashlib
@@ -144,22 +143,3 @@ def render(name: str, background: str) -> Image.Image:
             f" {background!r}"
         )
     return Image.fromarray(composite(glyphs()[glyph_names().index(name)], background))
-
-
-def nearest_glyph(image: Image.Image, background: str) -> str:
-    """Name of the glyph whose rendering on ``background`` has the lowest pixel MSE to ``image``."""
-    small = image.convert("RGB").resize((256, 256), Image.Resampling.LANCZOS)
-    target = np.asarray(small, np.float32)
-    errors = [np.mean((composite(glyph, background) - target) ** 2) for glyph in glyphs()]
-    return glyph_names()[int(np.argmin(errors))]
-
-
-def nearest_background(image: Image.Image) -> str:
-    """Name of the background colour nearest to the median colour of the image's outer frame (8
-    pixels).
-    """
-    pixels = np.asarray(image.convert("RGB").resize((256, 256)), np.float32)
-    edges = (pixels[:8], pixels[-8:], pixels[:, :8], pixels[:, -8:])
-    color = np.median(np.concatenate([edge.reshape(-1, 3) for edge in edges]), axis=0)
-    apart = {name: float(np.sum((color - rgb) ** 2)) for name, rgb in BACKGROUNDS.items()}
-    return min(apart, key=lambda name: apart[name])

@@ -1,32 +1,17 @@
-"""apply_encoder: merging in the blocks of a vision transformer, until `remove_encoder`.
-
-    handle = apply_encoder(model)  # in every second block, about half of the FLOPs
-    handle = apply_encoder(model, keep=0.9)  # nine tenths of the patches stay, in the mean
-    handle = apply_encoder(model, tau=0.8, blocks=8)  # the paper's method, in the first 8 blocks
-    logits = model(pixel_values).logits
-    print(handle.report())  # tokens of each block, FLOPs before and after
-    remove_encoder(model)  # bit-equal to before
-
-Merged tokens stay merged: later blocks see fewer, and so does pooling by attention at the end.
-Heads that are known to take a mean, and dense heads (depth, segmentation, backbones), are given all
-tokens again (MaRe over all blocks; `restore`). `handle.restore` does the same afterwards.
-
-Weights, `state_dict` and `save_pretrained` are untouched by merging. A `copy.deepcopy` merges with
-its own weights. `torch.compile` makes one graph of a model that merges by `keep`; by `tau` the
-number of tokens depends on the images, and merging itself runs between graphs.
-"""
+"""apply_encoder: merging in the blocks of a vision transformer, until `remove_encoder`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.handle import EncoderHandle
-from mame_sd.perception.hooks import ours_on, put, take_all
+from mame_sd.perception.hooks import Placed, ours_on, put, take_all
 
 
 def apply_encoder(
@@ -39,11 +24,12 @@ def apply_encoder(
     **fields: Any,
 ) -> EncoderHandle:
     """Merges tokens between attention and MLP in blocks of a vision transformer, until
-    `remove_encoder`.
+    `remove_encoder`. Later blocks see fewer (arXiv 2604.13432, "Integration for Visual
+    Perception").
 
     Merging that is on it already is replaced. With neither `tau` nor `keep` given, the last block
-    that merges leaves a quarter of the patches (where 3 or more merge). That is about half of the
-    FLOPs. By `tau` they merge as in arXiv 2604.13432, "Integration for Visual Perception".
+    that merges leaves a quarter of the patches (where 3 or more merge), and about half of the FLOPs
+    are left.
 
     Args:
         target: a model that holds one vision transformer that is known
@@ -83,15 +69,8 @@ def has_encoder_hooks(target: nn.Module) -> bool:
     return any(ours_on(module) for module in target.modules())
 
 
-class _Opened:
-    """A `with` block that is open."""
-
-    def __init__(self, target: nn.Module) -> None:
-        self.modules = {*target.modules()}
-        self.before = [(module, one) for module in self.modules for one in ours_on(module)]
-
-
-_OPENED: list[_Opened] = []  # the innermost last
+# What each block of `encoder_restored` that is open found on each module; the innermost last.
+_OPENED: list[dict[nn.Module, list[Placed]]] = []
 
 
 @contextmanager
@@ -102,17 +81,17 @@ def encoder_restored(target: nn.Module) -> Iterator[None]:
     Blocks may be left in any order: what one applied goes when it is left, or stays in force where
     one that was opened later has replaced it.
     """
-    mine = _Opened(target)
-    _OPENED.append(mine)
+    before = {module: ours_on(module) for module in target.modules()}
+    _OPENED.append(before)
     try:
         yield
     finally:
-        place = _OPENED.index(mine)
-        later = [one for one in _OPENED[place + 1 :] if one.modules & mine.modules]
+        place = next(place for place, one in enumerate(_OPENED) if one is before)
         del _OPENED[place]
-        if later:  # theirs is in force; after the next one ours has no business any more
-            later[0].before = mine.before
+        later = (one for one in _OPENED[place:] if one.keys() & before.keys())
+        if (inner := next(later, None)) is not None:  # theirs is in force until it is left
+            inner.update(before)
         else:
             take_all(target, "mame")
-            for module, one in mine.before:
-                put(module, one)
+            for placed in chain.from_iterable(before.values()):
+                put(*placed)

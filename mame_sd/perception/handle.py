@@ -15,16 +15,9 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.hooks import (
-    CheckHook,
-    EndHook,
-    Follow,
-    GridHook,
-    Hook,
+    FeatureMaps,
     InnerHook,
-    KeysHook,
-    MapsHook,
-    NoteHook,
-    Ours,
+    Placed,
     check_free,
     ours_on,
     put,
@@ -90,9 +83,12 @@ class EncoderHandle:
         ):
             prop_attn = False
         _check_parts(self.configs, prop_attn, known, modules[0])
-        prefix = known.prefix_tokens_of(self.encoder)
         last = len(modules) - 1
-        self._shared = ForwardState(self.encoder, prefix, last, restore, known.dense, prop_attn)
+        convolutions, patches = _convolutions(self.encoder, modules)
+        self._clips = patches is not None and isinstance(
+            self.encoder.get_submodule(patches), nn.Conv3d
+        )
+        self._shared = ForwardState(self.encoder, known, last, patches, restore, prop_attn)
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
         self._merged = {
@@ -101,29 +97,32 @@ class EncoderHandle:
             )
             for number in range(chosen[0], len(modules))
         }
-        merged = [(modules[number], one) for number, one in self._merged.items()]
-        self._ours: list[tuple[nn.Module, Ours]] = [*merged, *self._hooks()]
-
-    def _hooks(self) -> list[tuple[nn.Module, Hook]]:
-        """Make what goes on other modules than blocks."""
-        shared, known, encoder = self._shared, self._known, self.encoder
-        paths, patches = _convolutions(encoder, self._blocks)
-        self._clips = patches is not None and isinstance(encoder.get_submodule(patches), nn.Conv3d)
-        inner: list[InnerHook] = [GridHook(shared, encoder, one, one == patches) for one in paths]
-        first = self._blocks[min(self.configs)]
-        found: list[tuple[nn.Module, Hook]] = [
-            (first, Follow(one, late=True)) for one in inner if one.path == patches
+        self._inner = [
+            InnerHook(self._shared, self.encoder, path, self._shared.computed)
+            for path in convolutions
         ]
         if known.keys is not None:
-            inner += [KeysHook(self._merged[number], known.keys) for number in self.configs]
-        for one in inner:
+            blocks = [self._merged[number] for number in chosen]
+            self._inner += [
+                InnerHook(self._shared, one.block, known.keys, one.heard) for one in blocks
+            ]
+        self._placed = self._place()
+
+    def _place(self) -> list[Placed]:
+        """List what lies where."""
+        shared, known, encoder = self._shared, self._known, self.encoder
+        blocks = [*self._merged.values()]
+        placed: list[Placed] = [(one.block, "forward", one.forward) for one in blocks]
+        for one in self._inner:
             parent = one.owner.get_submodule(one.path.rpartition(".")[0])
-            found += [(module, Follow(one)) for module in {one.owner, parent}]
-        outputs = [self._blocks[number] for number in self._merged]
-        outputs += [child for name, child in encoder.named_children() if "norm" in name]
-        found += [(module, NoteHook(shared)) for module in outputs]
-        found += [(encoder, CheckHook(shared, known.mask)), (encoder, EndHook(shared))]
-        return found + [(encoder, MapsHook(shared, name)) for name in known.maps]
+            placed += [(module, "before", one.follow) for module in {one.owner, parent}]
+            if one.path == shared.patches:
+                placed.append((blocks[0].block, "before", one.check))
+        norms = [child for name, child in encoder.named_children() if "norm" in name]
+        noted = [*(one.block for one in blocks), *norms]
+        placed += [(module, "after", shared.note) for module in noted]
+        placed += [(encoder, "before", shared.before), (encoder, "end", shared.end)]
+        return placed + [(encoder, name, FeatureMaps(shared, name).call) for name in known.maps]
 
     @property
     def _costs(self) -> list[BlockCost]:
@@ -143,7 +142,7 @@ class EncoderHandle:
     @property
     def installed(self) -> bool:
         """Whether merging is on the model as this handle put it: not removed, not replaced."""
-        return all(one in ours_on(module) for module, one in self._ours)
+        return all(one in ours_on(one[0]) for one in self._placed)
 
     @property
     def active(self) -> bool:
@@ -299,9 +298,9 @@ class EncoderHandle:
     def remove(self) -> None:
         """Takes this handle's merging off the model; that of a later `apply_encoder` stays."""
         self._shared.check_idle("remove")
-        for module, one in self._ours:
-            if one in ours_on(module):
-                take(module, one)
+        ours = {*self._inner, *(method.__self__ for _, _, method in self._placed)}
+        for module in self.encoder.modules():
+            take(module, ours)
 
     def install(self) -> None:
         """Puts merging back after `remove`, or replaces that of a later `apply_encoder`.
@@ -309,11 +308,13 @@ class EncoderHandle:
         Raises:
             ValueError: another tool has replaced a block's forward.
         """
-        for module, one in self._ours:
-            check_free(module, one)
+        for one in self._merged.values():
+            check_free(one.block)
         take_all(self.root, "apply_mame")
-        for module, one in self._ours:
-            put(module, one)
+        for placed in self._placed:
+            put(*placed)
+        for inner in self._inner:
+            inner.place()
 
     def _captured(self) -> list[tuple[int, Plan | GroupPlan]]:
         if not self._shared.now.plans:

@@ -2,15 +2,9 @@
 no patches.
 
 A block is taken to compute x' = x + attention branch (x), then x = x' + MLP branch (x'). Each
-branch is a row of the block's own modules. `register_encoder` adds a model of your own. For a class
-MyViT with one class token, whose MyBlock has the modules norm_a, attend, norm_b and mlp:
-
-    from mame_sd.perception.known_encoders import Encoder, register_encoder
-
-    register_encoder(Encoder("mine", ("MyViT",), "MyBlock", ("norm_a", "attend"), ("norm_b", "mlp"),
-    num_prefix_tokens=1))
-
-This module imports neither transformers nor timm: classes are known by their names.
+branch is a row of the block's own modules. `register_encoder` adds a model of your own
+(docs/perception.md). This module imports neither transformers nor timm: classes are known by their
+names.
 """
 
 from __future__ import annotations
@@ -157,21 +151,19 @@ def find_encoder(target: nn.Module) -> tuple[nn.Module, list[nn.Module], Encoder
         for path, module in target.named_modules()
         if not known.isdisjoint(_classes(module))
     }
-    inner = {
-        path: module
+    inner = [
+        (path, module)
         for path, module in found.items()
-        if not any(_below(other, path) for other in found)
-    }
+        if set(found.values()).isdisjoint([*module.modules()][1:])
+    ]
     if len(inner) != 1:
-        what = (
-            ", ".join(f"{path} ({type(module).__name__})" for path, module in inner.items())
-            or type(target).__name__
-        )
+        named = (f"{path} ({type(module).__name__})" for path, module in inner)
+        what = ", ".join(named) or type(target).__name__
         raise ValueError(
             f"expected one vision transformer ({', '.join(sorted(known))}), got {what}; give the"
             " model itself, or describe it with mame_sd.perception.known_encoders.register_encoder"
         )
-    model = next(iter(inner.values()))
+    model = inner[0][1]
     return model, *_described(model)
 
 
@@ -197,11 +189,6 @@ def _described(model: nn.Module) -> tuple[list[nn.Module], Encoder]:
 
 def _classes(module: nn.Module) -> Iterable[str]:
     return [kind.__name__ for kind in type(module).__mro__]
-
-
-def _below(path: str, outer: str) -> bool:
-    """Tell whether the module at `path` lies below the one at `outer` ("" is the root)."""
-    return path != outer and (not outer or path.startswith(outer + "."))
 
 
 # Models whose heads take a mean over tokens: by default they are given all tokens back, so that it

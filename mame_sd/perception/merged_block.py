@@ -218,6 +218,11 @@ class MergedBlock:
             products = (1 + self.shared.restore) * channels
         return pairs * (dim + products + sized)
 
+    def heard(self, path: str, keys: Tensor) -> None:
+        """Keep what the projection to keys gives [B, L, d], where the block will compare it."""
+        if self.shared.active and self.compared != "x":
+            self.shared.now.keys[self.number] = keys
+
     def _feature(self, x: Tensor, normed: Tensor) -> Tensor:
         """Return what similarity compares, [B, L, d]: x', keys, or keys averaged over heads."""
         if self.compared == "x":

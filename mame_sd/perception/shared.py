@@ -6,6 +6,8 @@ the model for all (applying, removing, settings) is refused while another thread
 
 from __future__ import annotations
 
+import inspect
+import math
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -15,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.core.paper import Plan
+from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.plans import GroupPlan
+from mame_sd.upstream import outside_old_graphs
 
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 
@@ -49,8 +53,10 @@ class ForwardState:
 
     Attributes:
         model: the vision transformer.
+        known: what is known of it.
         num_prefix_tokens: tokens before the patches.
         last: number of its last block.
+        patches: path of the convolution that cuts patches; None: there is none.
         restore: the blocks' output has every token again.
         dense: what each block gives has every token again, for heads that read it.
         prop_attn: the log of a token's size is added to its attention logits, and means count it;
@@ -64,16 +70,18 @@ class ForwardState:
     def __init__(
         self,
         model: nn.Module,
-        num_prefix_tokens: int,
+        known: Encoder,
         last: int,
-        restore: bool = False,
-        dense: bool = False,
-        prop_attn: bool | None = False,
+        patches: str | None,
+        restore: bool,
+        prop_attn: bool | None,
     ) -> None:
-        self.model, self.num_prefix_tokens, self.last = model, num_prefix_tokens, last
-        self.restore, self.dense, self.prop_attn = restore, dense, prop_attn
+        self.model, self.known, self.last, self.patches = model, known, last, patches
+        self.num_prefix_tokens, self.dense = known.prefix_tokens_of(model), known.dense
+        self.restore, self.prop_attn = restore, prop_attn
         self.active, self.capture = True, False
         self.places: dict[str, int] = {}
+        self._names = list(inspect.signature(type(model).forward).parameters)[1:]
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
@@ -92,6 +100,46 @@ class ForwardState:
         if found is None:
             found = self._threads.forward = Forward()
         return found
+
+    @outside_old_graphs
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model's forward: raise where its call can't be merged."""
+        if not torch.compiler.is_compiling():
+            self.running.add(threading.get_ident())
+        if not self.active:
+            return
+        if getattr(module, "_is_replica", False):
+            raise RuntimeError(
+                "expected one device, got a replica of torch.nn.DataParallel, whose blocks would"
+                " compute with the first device's weights; take DistributedDataParallel, or call"
+                " remove_mame first"
+            )
+        if torch.jit.is_tracing():
+            raise RuntimeError(
+                "expected torch.export of a merged model, got torch.jit.trace, which fixes what one"
+                " image's tokens merged to; take torch.export, or call remove_mame first"
+            )
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if given.get("pixel_attention_mask") is not None:
+            raise ValueError(
+                "pixel_attention_mask: expected none, got one: tokens of images that are padded"
+                " can't merge. Leave it out for images of one resolution that fill all patches"
+            )
+        self.now.unmasked = given.get(self.known.mask) is None
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After the model's forward, or what it raised."""
+        self.now.unmasked = False
+        if not torch.compiler.is_compiling():
+            self.running.discard(threading.get_ident())
+
+    def computed(self, path: str, output: Tensor) -> None:
+        """Note at how many places a convolution computes, and of the one that cuts patches how
+        these lie: [B, C, h, w], of videos [B, C, t, h, w].
+        """
+        self.places[path] = math.prod(output.shape[2:])
+        if path == self.patches:
+            self.now.grid = math.prod(output.shape[2:-1]), output.shape[-1]
 
     @property
     def capturing(self) -> bool:
@@ -142,8 +190,10 @@ class ForwardState:
         if not self.capture:
             self.now.plans = {}
 
-    def note(self, output: Any) -> None:
-        """Remember an output, so that one of an earlier forward is told apart; with `capture`."""
+    def note(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After a module whose output `handle.restore` may be asked for: remember it, so that one
+        of an earlier forward is told apart; with `capture`.
+        """
         if self.active and self.capturing:
             now = self.now
             now.seen = [(number, seen) for number, seen in now.seen if seen() is not None]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
 
 from mame_sd.errors import UserError
@@ -11,27 +9,17 @@ from mame_sd.errors import UserError
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
     """The device that `name` means here. Raises UserError when there is none such."""
-    has_mps = torch.backends.mps.is_available()
+    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    there = ["cpu", *cuda, *["mps"] * torch.backends.mps.is_available()]
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
-    if not re.fullmatch(r"cpu(:0)?|mps(:0)?|cuda(:[0-9]+)?", name):
+        name = "cuda" if cuda else there[-1]
+    named = {"cuda": f"cuda:{local_rank}", "cpu:0": "cpu", "mps:0": "mps"}.get(name, name)
+    if named not in there:
         raise UserError(
-            f"--device {name}: expected auto, cpu, cuda, cuda:N or mps; give one of these"
+            f"--device {name}: expected auto or a device of this machine ({', '.join(there)}); give"
+            " one of these"
         )
-    kind, _, number = name.partition(":")
-    if kind == "mps" and not has_mps:
-        raise UserError(
-            "--device mps: expected a machine with Metal, which this one lacks; give --device cpu"
-        )
-    if kind != "cuda":
-        return torch.device(kind)
-    index, count = int(number or local_rank), torch.cuda.device_count()
-    if index >= count:
-        raise UserError(
-            f"--device cuda:{index}: expected a CUDA device of this machine, which has"
-            f" {count or 'none'}; give --device cpu"
-        )
-    return torch.device(kind, index)
+    return torch.device(named)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -66,6 +66,8 @@ def check_place(folder: Path, out: Path) -> Path:
         place = nearest(folder)
     if not place.is_dir():
         raise UserError(f"--out {out}: expected a folder, got the file {place}; choose another")
+    if folder != place and folder.is_symlink():
+        raise UserError(f"--out {out}: expected a folder, got a link to nothing; choose another")
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError(
             f"--out {out}: expected a folder that can be written, but {place} can't be; choose"

@@ -13,7 +13,7 @@ import importlib.metadata
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,14 +23,13 @@ import torch
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches, jobs_of
-from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.loading import LoadedModel, known_identity
 from mame_sd.runs.methods import InstalledMethod, Merging, Method
+from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 from mame_sd.runs.run_folder import RunFolder
 from mame_sd.runs.sampling import sample, to_png
-
-NOT_MERGED = "made without merging, for no layer has enough tokens (--min-tokens)"
 
 
 @dataclass(frozen=True)
@@ -83,15 +82,13 @@ def generate(
     folder = RunFolder(out, process.rank)
     # All that decides the pixels: what a folder is begun with and must be continued with.
     described = {
-        **given_settings(prompts, settings),
+        **_given(prompts, settings),
         "guidance": model.guidance if settings.guidance is None else settings.guidance,
         "model": model.identity,
         "mame": None,
         **({} if method is None else method.describe()),
     }
-    run = _Run(
-        model, settings, method, jobs, described, folder, process, on_progress, on_step, on_note
-    )
+    run = _Run(model, settings, method, jobs, described, folder, process, on_progress, on_step)
     about = {"settings": described, "environment": environment(model), "prompt_file": prompt_file}
     rows: list[dict[str, Any]] = []
     complete = False
@@ -119,17 +116,12 @@ def generate(
         complete = True
     finally:
         folder.close(complete and process.is_main)
-    if method is not None and rows and all(row.get("levels") == [] for row in rows):
-        raise UserError(
-            f"expected merging in at least one image, but there was none in {len(rows)}; lower"
-            " --min-tokens, raise --height and --width, or use --baseline in another --out"
-        )
     return _summary(rows, len(jobs), made, len(done))
 
 
 @dataclass
 class _Run:
-    """What all batches of a run share; `unmerged` are the sizes at which nothing merged."""
+    """What all batches of a run share."""
 
     model: LoadedModel
     settings: GenerateSettings
@@ -140,8 +132,6 @@ class _Run:
     process: Process
     on_progress: Callable[[int, int], None]
     on_step: Callable[[int, int], None]
-    on_note: Callable[[str], None]
-    unmerged: set[tuple[int | None, int | None]] = field(default_factory=set)
 
     def make_all_but(self, done: set[str]) -> int:
         """Compute this process's batches, write the images that are not `done`, and return how
@@ -182,10 +172,8 @@ class _Run:
         start = time.perf_counter()
         images = sample(self.model, self.settings, batch, on_step=self.on_step)
         seconds = (time.perf_counter() - start) / len(batch)
-        levels = [] if installed is None else self._levels(installed, batch[0])
-        about: dict[str, Any] = {"seconds": seconds, "batch": len(batch), "levels": levels}
-        if installed is not None and not levels:
-            about["note"] = NOT_MERGED
+        levels = [] if installed is None else installed.levels()
+        about = {"seconds": seconds, "batch": len(batch), "levels": levels}
         pairs = zip(batch, images, strict=True)
         missing = [(job, image) for job, image in pairs if job.name not in done]
         for job, image in missing:
@@ -193,35 +181,28 @@ class _Run:
             self.folder.write_image(job.name, to_png(image, job, self.described), record)
         return len(missing)
 
-    def _levels(self, installed: InstalledMethod, job: Job) -> list[dict[str, Any]]:
-        """Levels of the batch that `job` is of; empty, with a note for each size, where nothing can
-        merge at its size.
 
-        Raises UserError when that is so for all sizes of the run.
-        """
-        try:
-            return installed.levels()
-        except UserError:
-            size = (job.height, job.width)
-            if self.unmerged | {size} >= {(job.height, job.width) for job in self.jobs}:
-                raise
-            if size not in self.unmerged:
-                self.on_note(f"{job.name} and others of its size: {NOT_MERGED}")
-            self.unmerged.add(size)
-            return []
-
-
-def given_settings(
-    prompts: Sequence[Prompt], settings: GenerateSettings, method: object = ""
+def known_settings(
+    prompts: Sequence[Prompt],
+    settings: GenerateSettings,
+    choice: ModelChoice,
+    config: MaMeConfig | None,
 ) -> dict[str, Any]:
     """What is known of a run's settings before a model is loaded, as JSON values; the baseline's
-    `method` is None.
+    `config` is None.
     """
-    known: dict[str, Any] = asdict(settings)
-    if settings.guidance is None:  # the model's own
-        del known["guidance"]
-    known["prompts"] = {"count": len(prompts), "sha256": prompts_digest(prompts)}
-    return {**known, "mame": None} if method is None else known
+    known = {**_given(prompts, settings), "model": known_identity(choice)}
+    if config is None:
+        known["mame"] = None
+    elif config.given:  # without any, a setting saved with the model may turn merging off
+        known["mame"] = config.to_dict(given_only=True)
+    return known
+
+
+def _given(prompts: Sequence[Prompt], settings: GenerateSettings) -> dict[str, Any]:
+    """The prompts and sampling settings; no guidance where it is the model's own."""
+    given = {name: v for name, v in asdict(settings).items() if name != "guidance" or v is not None}
+    return {**given, "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)}}
 
 
 def environment(model: LoadedModel) -> dict[str, Any]:

@@ -25,7 +25,7 @@ MAX_SIDE = 65536
 class GenerateSettings:
     """How every image of a run is sampled; each field's help text says what it means.
 
-    A prompt's own seed, size and negative prompt take the place of these.
+    A prompt's own seed and negative prompt take the place of these.
 
     Raises:
         UserError: naming the option, its range and the value that came.
@@ -39,10 +39,10 @@ class GenerateSettings:
         0, "Seed of the run. An image's noise depends on seed, prompt id and repeat alone."
     )
     height: int | None = option(
-        None, "Height in pixels, a multiple of 8. Without it, the model's own."
+        None, "Height in pixels, a multiple of 8. Without both sides, the model's own."
     )
     width: int | None = option(
-        None, "Width in pixels, a multiple of 8. Without it, the model's own."
+        None, "Width in pixels, a multiple of 8. Without both sides, the model's own."
     )
     negative_prompt: str | None = option(None, "What to steer away from.")
     batch_size: int = option(
@@ -62,6 +62,11 @@ class GenerateSettings:
                     f"--{name}: expected a multiple of 8 pixels from 8 to {MAX_SIDE}, got {side}; "
                     f"try {min(max(8, side - side % 8), MAX_SIDE)}"
                 )
+        if (self.height is None) != (self.width is None):  # diffusers would ignore the other
+            raise UserError(
+                f"--height, --width: expected both or neither, got {self.height} and {self.width};"
+                " give both"
+            )
         if not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
             raise UserError(
                 f"--seed: expected a whole number from 0 to 2^63 - 1, got {self.seed}; choose"
@@ -75,20 +80,21 @@ class GenerateSettings:
 
 @dataclass(frozen=True)
 class Job:
-    """One image to make: `prompt`, the `repeat`-th time, with its final seed and size (None: the
-    model's own).
-    """
+    """One image to make: `prompt`, the `repeat`-th time, with its final seed."""
 
     prompt: Prompt
     repeat: int
     seed: int
     negative_prompt: str | None
-    height: int | None
-    width: int | None
 
     @property
     def name(self) -> str:
         return f"{self.prompt.id}_{self.repeat}"
+
+    @property
+    def steered(self) -> bool:
+        """Whether it has a negative prompt, as all images of one call have or none has."""
+        return self.negative_prompt is not None
 
     @property
     def known(self) -> dict[str, Any]:
@@ -113,14 +119,13 @@ def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
         seed = settings.seed if prompt.seed is None else prompt.seed
         own = prompt.negative_prompt
         negative = settings.negative_prompt if own is None else own
-        size = prompt.height or settings.height, prompt.width or settings.width
         for repeat in range(settings.images_per_prompt):
-            jobs.append(Job(prompt, repeat, seed, negative, *size))
+            jobs.append(Job(prompt, repeat, seed, negative))
     return jobs
 
 
 def cut_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
-    """Neighbours of one size, at most `batch_size` together. Depends on the whole list alone.
+    """Neighbours, at most `batch_size` together. Depends on the whole list alone.
 
     All of a batch have a negative prompt or none has: some models (SDXL) take none to mean zeros,
     not an empty text.
@@ -128,16 +133,11 @@ def cut_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
     batches: list[list[Job]] = []
     for job in jobs:
         last = batches[-1] if batches else []
-        if last and call_of(last[0]) == call_of(job) and len(last) < batch_size:
+        if last and last[0].steered == job.steered and len(last) < batch_size:
             last.append(job)
         else:
             batches.append([job])
     return batches
-
-
-def call_of(job: Job) -> tuple[int | None, int | None, bool]:
-    """What all images of one call share."""
-    return job.height, job.width, job.negative_prompt is None
 
 
 def generator_of(job: Job) -> torch.Generator:

@@ -22,7 +22,7 @@ from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.report import NOTHING_MERGES
 from mame_sd.runs.devices import pick_device, pick_dtype
-from mame_sd.runs.loras import add_loras, read_lora
+from mame_sd.runs.loras import add_loras, lora_identity
 from mame_sd.runs.model_files import (
     ModelChoice,
     check_tokenizers,
@@ -30,15 +30,13 @@ from mame_sd.runs.model_files import (
     find_model,
     name_and_digest,
 )
-from mame_sd.runs.schedulers import set_scheduler
 from mame_sd.runs.single_file import load_single_file
 
-# arguments of pipelines that make video or audio
-_LENGTHS = ("num_frames", "video_length", "audio_length_in_s", "audio_end_in_s", "audio_duration")
-
-# what to check where loading fails
-_OF_A_FOLDER = "its files, --variant and --revision"
-_OF_A_FILE = "the file and --single-file-config"
+# arguments of pipelines that need more than a prompt, or make video or audio
+_OF_OTHERS = (
+    *("image", "mask_image", "video", "audio", "num_frames", "video_length"),
+    *("audio_length_in_s", "audio_end_in_s", "audio_duration"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,23 +75,6 @@ class LoadedModel:
         except ValueError as error:  # settings beside the weights
             raise UserError(f"--model {self.identity['name']}: {error}") from None
 
-    @property
-    def default_size(self) -> tuple[int, int]:
-        """(height, width) in pixels that the pipeline takes when it is given neither.
-
-        Raises UserError for a pipeline that does not tell.
-        """
-        denoiser: Any = getattr(self.pipe, "unet", None) or self.pipe.transformer
-        side = getattr(self.pipe, "default_sample_size", None) or denoiser.config.get("sample_size")
-        factor = getattr(self.pipe, "vae_scale_factor", None)
-        if not side or not factor:
-            raise UserError(
-                f"expected both --height and --width, got one, and {type(self.pipe).__name__} tells"
-                " no size of its own; give both"
-            )
-        height, width = (side, side) if isinstance(side, int) else side
-        return height * factor, width * factor
-
 
 def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     """Load a text-to-image pipeline.
@@ -109,33 +90,23 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     """
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
-    loras = [read_lora(given) for given in choice.loras]
+    known = known_identity(choice)
     _be_quiet()
-    source, name = find_model(choice)
-    is_file, config = source.is_file(), choice.single_file_config
-    with _loading(name, _OF_A_FILE if is_file else _OF_A_FOLDER):
-        pipe = (load_single_file if is_file else _load_folder)(source, choice, dtype)
+    source, name = find_model(choice), choice.name
+    with _loading(name):
+        pipe = (load_single_file if source.is_file() else _load_folder)(source, choice, dtype)
         _check_weights(pipe, name)
-        saved = None if is_file else read_saved_merging(source)
+        saved = None if source.is_file() else read_saved_merging(source)
     check_text_to_image(pipe, name)
     if choice.scheduler is not None:
-        set_scheduler(pipe, choice.scheduler)
-    add_loras(pipe, loras, choice.offline)
+        _set_scheduler(pipe, choice.scheduler)
+    add_loras(pipe, choice.loras, choice.offline)
     pipe.set_progress_bar_config(disable=True)
     with _loading(name):
         pipe.to(device)
         digest = digest_of(source)
-    identity = {
-        "name": name,
-        "pipeline": type(pipe).__name__,
-        "sha256": digest,
-        "variant": choice.variant,
-        "single_file_config": None if config is None else name_and_digest(config),
-        "scheduler": choice.scheduler or type(pipe.scheduler).__name__,
-        "loras": [lora.identity for lora in loras],
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": device.type,
-    }
+    own = {"scheduler": type(pipe.scheduler).__name__, "pipeline": type(pipe).__name__}
+    identity = {**own, "sha256": digest, **known}
     taken = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
     guidance = None if taken is None else float(taken.default)
     if guidance is not None:
@@ -143,8 +114,25 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     return LoadedModel(pipe=pipe, identity=identity, guidance=guidance, saved_merging=saved)
 
 
+def known_identity(choice: ModelChoice) -> dict[str, Any]:
+    """What of a model's identity is known before it is loaded.
+
+    Raises UserError for an unknown device or a LoRA that is not there.
+    """
+    device, config = pick_device(choice.device), choice.single_file_config
+    known = {
+        "name": choice.name,
+        "variant": choice.variant,
+        "single_file_config": None if config is None else name_and_digest(config),
+        "loras": [lora_identity(given) for given in choice.loras],
+        "dtype": str(pick_dtype(choice.dtype, device)).removeprefix("torch."),
+        "device": device.type,
+    }
+    return known if choice.scheduler is None else {**known, "scheduler": choice.scheduler}
+
+
 @contextlib.contextmanager
-def _loading(name: str, to_check: str = _OF_A_FOLDER) -> Iterator[None]:
+def _loading(name: str) -> Iterator[None]:
     try:
         yield
     except (UserError, MachineError):
@@ -166,7 +154,8 @@ def _loading(name: str, to_check: str = _OF_A_FOLDER) -> Iterator[None]:
             ) from error
         raise UserError(
             f"--model {name}: expected a text-to-image pipeline that diffusers can load, but"
-            f" {first_line(error)}; check {to_check}"
+            f" {first_line(error)}; check its files, --variant, --revision and"
+            " --single-file-config"
         ) from error
 
 
@@ -200,6 +189,19 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     return pipe if type(pipe) is kind else kind.from_pipe(pipe, dtype=dtype)
 
 
+def _set_scheduler(pipe: Any, name: str) -> None:
+    """Replace the model's scheduler by that class of diffusers, with the model's noise schedule."""
+    kinds = {kind.__name__: kind for kind in (*pipe.scheduler.compatibles, type(pipe.scheduler))}
+    try:
+        pipe.scheduler = kinds[name].from_config(pipe.scheduler.config)
+    except (KeyError, ImportError, NotImplementedError, ValueError) as error:
+        why = "" if isinstance(error, KeyError) else f" ({first_line(error)})"
+        raise UserError(
+            f"--scheduler: expected one that fits the model's ({', '.join(sorted(kinds))}), got"
+            f" {name}{why}; leave it out for the model's own"
+        ) from None
+
+
 def _check_weights(pipe: Any, name: str) -> None:
     """Raise UserError for a part whose weight file lacks a tensor: it is left on the meta
     device.
@@ -216,17 +218,12 @@ def _check_weights(pipe: Any, name: str) -> None:
 
 def check_text_to_image(pipe: Any, name: str) -> None:
     """Raise UserError for a pipeline that does not make images of a prompt alone."""
-    parameters = inspect.signature(pipe.__call__).parameters
-    needed = [p for p in ("image", "mask_image", "video", "audio") if p in parameters]
-    expected, kind = "a text-to-image pipeline", type(pipe).__name__
-    if "prompt" not in parameters or "num_inference_steps" not in parameters:
-        pass
-    elif needed:
-        kind += f", which wants {needed[0]}"
-    elif any(length in parameters for length in _LENGTHS):
-        expected, kind = "a pipeline that makes images", f"{kind}, which makes video or audio"
-    elif not (hasattr(pipe, "unet") or hasattr(pipe, "transformer")):
-        expected = "a pipeline with a unet or transformer"
-    else:
-        return
-    raise UserError(f"--model {name}: expected {expected}, got {kind}; give another model")
+    taken = inspect.signature(pipe.__call__).parameters
+    denoises = hasattr(pipe, "unet") or hasattr(pipe, "transformer")
+    foreign = [parameter for parameter in _OF_OTHERS if parameter in taken]
+    if not {"prompt", "num_inference_steps"} <= set(taken) or not denoises or foreign:
+        wants = f", which takes {foreign[0]}" if foreign else ""
+        raise UserError(
+            f"--model {name}: expected a text-to-image pipeline with a unet or transformer, got"
+            f" {type(pipe).__name__}{wants}; give another model"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,8 @@ from mame_sd.errors import UserError, first_line
 from mame_sd.runs.model_files import HUB_ID, name_and_digest
 
 
-@dataclass(frozen=True)
-class Lora:
-    """A file, folder or hub id, and its scale."""
-
-    source: str
-    scale: float
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """JSON values that tell this LoRA and its scale from others."""
-        return {**name_and_digest(self.source), "scale": self.scale}
-
-
-def read_lora(given: str) -> Lora:
-    """The LoRA of one --lora PATH_OR_ID[:SCALE].
+def read_lora(given: str) -> tuple[str, float]:
+    """The file, folder or hub id of one --lora PATH_OR_ID[:SCALE], and its scale.
 
     Raises UserError for a scale that is no finite number, or a path where nothing is.
     """
@@ -48,37 +34,36 @@ def read_lora(given: str) -> Lora:
             f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing;"
             " check the path"
         )
-    return Lora(source, scale)
+    return source, scale
 
 
-def add_loras(pipe: Any, loras: Sequence[Lora], offline: bool = False) -> None:
+def lora_identity(given: str) -> dict[str, Any]:
+    """JSON values that tell a LoRA and its scale from others."""
+    source, scale = read_lora(given)
+    return {**name_and_digest(source), "scale": scale}
+
+
+def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
     """Load the LoRAs and switch all of them on.
 
     Raises:
         UserError: made for another model, PEFT missing.
     """
-    names = [f"lora{number}" for number in range(len(loras))]
-    for name, lora in zip(names, loras, strict=True):
-        _load(pipe, name, lora.source, offline)
-    if loras:
-        pipe.set_adapters(names, [lora.scale for lora in loras])
-
-
-def _load(pipe: Any, name: str, source: str, offline: bool) -> None:
-    if not hasattr(pipe, "load_lora_weights"):
-        raise UserError(
-            f"--lora {source}: expected a pipeline that takes LoRAs, got {type(pipe).__name__};"
-            " leave it out"
-        )
-    path = Path(source)
-    where: dict[str, Any] = {"weight_name": path.name} if path.is_file() else {}
-    place = str(path.parent) if path.is_file() else source
-    try:
-        pipe.load_lora_weights(place, adapter_name=name, local_files_only=offline, **where)
-    except Exception as error:  # PEFT missing, foreign keys, wrong shapes, unreachable hub
-        peft = "PEFT" in str(error)
-        hint = "pip install peft" if peft else "check that it was made for this model"
-        raise UserError(
-            f"--lora {source}: expected a LoRA for {type(pipe).__name__}, but {first_line(error)};"
-            f" {hint}"
-        ) from error
+    scales = {}
+    for number, (source, scale) in enumerate(map(read_lora, loras)):
+        path, scales[f"lora{number}"] = Path(source), scale
+        where: dict[str, Any] = {"weight_name": path.name} if path.is_file() else {}
+        place = str(path.parent) if path.is_file() else source
+        try:
+            pipe.load_lora_weights(
+                place, adapter_name=f"lora{number}", local_files_only=offline, **where
+            )
+        except Exception as error:  # PEFT missing, foreign keys, wrong shapes, unreachable hub
+            peft = "PEFT" in str(error)
+            hint = "pip install peft" if peft else "check that it was made for this model"
+            raise UserError(
+                f"--lora {source}: expected a LoRA for {type(pipe).__name__}, but"
+                f" {first_line(error)}; {hint}"
+            ) from error
+    if scales:
+        pipe.set_adapters(list(scales), list(scales.values()))

@@ -16,7 +16,6 @@ from mame_sd.config import SETTINGS_FILE
 from mame_sd.errors import UserError, first_line
 from mame_sd.runs.files import shown
 from mame_sd.runs.options import option
-from mame_sd.runs.schedulers import check_scheduler
 
 EMBEDDED = "embedded-"  # what the name of an embedded model begins with, as --model takes it
 DTYPES = ("float32", "float16", "bfloat16")
@@ -28,8 +27,8 @@ class ModelChoice:
     """What to load and how; each field's help text says what it means.
 
     Raises:
-        UserError: a scheduler or dtype that there is none of, a revision of no hub model, or a
-            configuration without a file.
+        UserError: a dtype that there is none of, a revision of no hub model, or a configuration
+            without a file.
     """
 
     model: str | None = option(
@@ -39,7 +38,7 @@ class ModelChoice:
     )
     scheduler: str | None = option(
         None,
-        "Sampler to use instead of the model's own; an unknown name lists them.",
+        "Class of diffusers instead of the model's own; an unknown name lists them.",
         metavar="NAME",
     )
     dtype: str = option(
@@ -62,6 +61,11 @@ class ModelChoice:
     )
 
     @property
+    def name(self) -> str:
+        """The model's name, without its place."""
+        return "embedded" if self.embedded == "unet" else name_of(self.model or "")
+
+    @property
     def embedded(self) -> str | None:
         """Name of the embedded model that is meant, by no `model` ("unet") or by embedded-NAME;
         None: another model.
@@ -76,7 +80,6 @@ class ModelChoice:
     def __post_init__(self) -> None:
         if self.model == "":
             raise UserError("--model: expected a folder, file or hub id, got nothing; give one")
-        check_scheduler(self.scheduler)
         if self.dtype not in ("auto", *DTYPES):
             raise UserError(
                 f"--dtype: expected auto, {', '.join(DTYPES)}, got {self.dtype!r}; give one of"
@@ -94,9 +97,8 @@ class ModelChoice:
             )
 
 
-def find_model(choice: ModelChoice) -> tuple[Path, str]:
-    """The pipeline's folder or the file that `choice.model` means, downloaded if need be, and a
-    name for it without its place.
+def find_model(choice: ModelChoice) -> Path:
+    """The pipeline's folder or the file that `choice.model` means, downloaded if need be.
 
     Raises UserError when there is none, or for a file of another kind.
     """
@@ -107,7 +109,7 @@ def find_model(choice: ModelChoice) -> tuple[Path, str]:
                 f"--model {file}: expected a folder, a hub id or a .safetensors file, got another"
                 " file; convert it"
             )
-        return file, shown(file.name)
+        return file
 
     def download(name: str) -> str:
         from diffusers import DiffusionPipeline
@@ -115,19 +117,17 @@ def find_model(choice: ModelChoice) -> tuple[Path, str]:
         given = {"variant": choice.variant, "revision": choice.revision}
         return str(DiffusionPipeline.download(name, **given, local_files_only=choice.offline))
 
-    folder, name = find_folder(choice.model or f"{EMBEDDED}unet", download)
+    folder = find_folder(choice.model or f"{EMBEDDED}unet", download)
     if not os.path.isfile(folder / "model_index.json"):
         raise UserError(
             f"--model {choice.model or folder}: expected the folder of a diffusers pipeline, got"
             " one without model_index.json; give the folder that holds it"
         )
-    return folder, "embedded" if choice.embedded == "unet" else name
+    return folder
 
 
-def find_folder(
-    name: str, download: Callable[[str], str], flag: str = "--model"
-) -> tuple[Path, str]:
-    """The folder that `--model NAME` means, and the name without its place.
+def find_folder(name: str, download: Callable[[str], str], flag: str = "--model") -> Path:
+    """The folder that `--model NAME` means.
 
     Args:
         name: a folder, embedded-NAME or a hub id.
@@ -138,7 +138,7 @@ def find_folder(
     """
     path = Path(name)
     if os.path.isdir(path):  # unlike Path.is_dir, False also for names that are too long
-        return path, shown(path.resolve().name)
+        return path
     if os.path.isfile(path):
         raise UserError(
             f"{flag} {name}: expected a folder or a hub id, got a file; give the folder that holds"
@@ -148,7 +148,7 @@ def find_folder(
         from mame_sd.embedded.model import embedded_model_path
 
         try:
-            return embedded_model_path(name.removeprefix(EMBEDDED)), name
+            return embedded_model_path(name.removeprefix(EMBEDDED))
         except FileNotFoundError as error:
             raise UserError(f"{flag} {name}: {error}") from None
     if not HUB_ID.fullmatch(name):
@@ -157,7 +157,7 @@ def find_folder(
             " the path"
         )
     try:
-        return Path(download(name)), name
+        return Path(download(name))
     except Exception as error:  # offline, unknown, gated, no such revision: it can't be had
         reason = first_line(error).partition(" (")[0]
         raise UserError(
@@ -201,11 +201,16 @@ def digest_of(source: Path) -> str:
     return digest.hexdigest()
 
 
+def name_of(source: str) -> str:
+    """The name of a folder or file, without its place; a hub id as it is."""
+    if os.path.isdir(source):
+        return shown(Path(source).resolve().name)
+    return shown(os.path.basename(source)) if os.path.exists(source) else source
+
+
 def name_and_digest(source: str) -> dict[str, str | None]:
     """JSON values that tell a path or hub id from others: its name without its place, and a digest
     of what lies there (None: a hub id).
     """
-    if not os.path.exists(source):
-        return {"name": source, "sha256": None}
-    name = os.path.basename(os.path.abspath(source))
-    return {"name": shown(name), "sha256": digest_of(Path(source))}
+    digest = digest_of(Path(source)) if os.path.exists(source) else None
+    return {"name": name_of(source), "sha256": digest}

@@ -1,5 +1,4 @@
-"""Prompt files: one prompt a line (.txt), a table (.csv, .tsv) or JSON objects (.jsonl), and the
-errors they can have.
+"""Prompt files: one prompt a line (.txt) or a table (.csv, .tsv), and the errors they can have.
 
 Every prompt ends up with an id that is unique and fit to be a file name. It is also stable, for the
 starting latent is drawn from (seed, id, repeat). Where a file gives no id, the prompt's number
@@ -34,7 +33,6 @@ class Prompt:
         text: the prompt, untouched.
         seed: takes the place of the run's seed for this prompt; None: the run's seed.
         negative_prompt: takes the place of the run's; None: the run's.
-        width, height: pixels, multiples of 8; None: the run's.
         extra: all other columns, kept for samples.jsonl.
     """
 
@@ -42,8 +40,6 @@ class Prompt:
     text: str
     seed: int | None = None
     negative_prompt: str | None = None
-    width: int | None = None
-    height: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -58,7 +54,7 @@ def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
     """Read the prompts of a file, the first `limit` of them when given.
 
     Args:
-        source: a .txt, .csv, .tsv or .jsonl file, or ``"demo"``.
+        source: a .txt, .csv or .tsv file, or ``"demo"``.
         limit: at least 1.
 
     Raises:
@@ -125,37 +121,41 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
     """SHA-256 over all that the prompts say, for telling two prompt lists apart."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        row: list[Any] = [prompt.id, prompt.text, prompt.seed, prompt.negative_prompt]
-        row += [prompt.width, prompt.height, prompt.extra]
+        row = [prompt.id, prompt.text, prompt.seed, prompt.negative_prompt, prompt.extra]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 
-def _prompt(place: str, number: int, values: dict[str, Any]) -> Prompt:
-    """The `number`-th prompt of a file, from a record, checked."""
-    for name in ("prompt", "negative_prompt"):
-        value = values.get(name)
-        if value is not None or name == "prompt":
-            if not isinstance(value, str):
-                raise UserError(f"{place}{name}: expected text, got {value!r}; put it in quotes")
-            _check_text(place, value, empty=name != "prompt")
-    identity = values.get("id")
-    if isinstance(identity, int) and not isinstance(identity, bool):
-        identity = str(identity)
-    identity = f"{number:05d}" if identity is None else _check_id(place, identity)
+def _prompt(place: str, number: int, values: dict[str, str]) -> Prompt:
+    """The `number`-th prompt of a file, from its cells, checked."""
+    _check_text(place, values["prompt"])
+    try:
+        seed = int(values["seed"]) if "seed" in values else None
+    except ValueError:
+        seed = -1
+    if seed is not None and not 0 <= seed < 2**63:
+        raise UserError(
+            f"{place}seed: expected a whole number from 0 to 2^63 - 1, got {values['seed']!r};"
+            " correct it"
+        )
+    for name in ("width", "height"):
+        if name in values:
+            raise UserError(
+                f"{place}{name}: expected none, for all images of a run have one size, got"
+                f" {values[name]!r}; rename the column, and give --{name}"
+            )
+    identity = _check_id(place, values["id"]) if "id" in values else f"{number:05d}"
     return Prompt(
         id=identity,
         text=values["prompt"],
-        seed=_check_number(place, "seed", values.get("seed"), 0, 2**63 - 1, 1),
+        seed=seed,
         negative_prompt=values.get("negative_prompt"),
-        width=_check_number(place, "width", values.get("width"), 8, 65536, 8),
-        height=_check_number(place, "height", values.get("height"), 8, 65536, 8),
         extra={k: value for k, value in values.items() if k not in ("prompt", *KNOWN_COLUMNS)},
     )
 
 
-def _check_text(place: str, text: str, empty: bool = False) -> None:
-    if not text and not empty:
+def _check_text(place: str, text: str) -> None:
+    if not text:
         raise UserError(f"{place}expected a prompt, got an empty one; write some words")
     try:
         text.encode()
@@ -165,12 +165,8 @@ def _check_text(place: str, text: str, empty: bool = False) -> None:
         ) from None
 
 
-def _check_id(place: str, identity: Any) -> str:
+def _check_id(place: str, identity: str) -> str:
     """`identity`, when it can name a file inside the run's folder on any system."""
-    if not isinstance(identity, str):
-        raise UserError(
-            f"{place}id: expected text or a whole number, got {identity!r}; put it in quotes"
-        )
     bad = any(char in _FORBIDDEN_IN_ID or not char.isprintable() for char in identity)
     if bad or not identity or identity != identity.strip() or identity.startswith("."):
         raise UserError(
@@ -183,15 +179,3 @@ def _check_id(place: str, identity: Any) -> str:
             " shorten it"
         )
     return identity
-
-
-def _check_number(place: str, name: str, value: Any, low: int, high: int, step: int) -> int | None:
-    if value is None:
-        return None
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or not low <= value <= high or value % step:
-        multiple = f"a multiple of {step}" if step > 1 else "a whole number"
-        raise UserError(
-            f"{place}{name}: expected {multiple} from {low} to {high}, got {value!r}; correct it"
-        )
-    return value

@@ -47,6 +47,32 @@ def read_manifest(path: Path, advice: str) -> dict[str, Any]:
     return dict(values)
 
 
+def sample_of(folder: Path, line: str | bytes) -> Sample:
+    """The sample that a line of the run in `folder` tells of.
+
+    Raises one of `STRANGE` for a line that is no record as `generate` writes them: `seconds` and
+    each level's tokens are finite numbers, a level has tokens; either may be missing.
+    """
+    row = json.loads(line)
+    key = f"{row['id']}_{row['repeat']}"
+    if row["file"] != f"images/{key}.png" or "/" in key or "\\" in key:
+        raise ValueError(f"file {row['file']!r} for the image {key!r}")
+    if not isinstance(row["prompt"], str) or not isinstance(row["seed"], int):
+        raise ValueError(f"{row['prompt']!r:.40} and {row['seed']!r:.40} for prompt and seed")
+    numbers = [row.get("seconds", 0.0)]
+    for level in row.get("levels", []):
+        numbers += [level[name] for name in ("level", "tokens_in", "tokens_kept")]
+        if not level["tokens_in"]:
+            raise ValueError("a level without tokens")
+    for number in numbers:
+        if isinstance(number, bool) or not math.isfinite(number):
+            raise ValueError(f"{str(number)[:40]} for a number")
+    image = folder / "images" / f"{key}.png"
+    return Sample(
+        key, str(row["id"]), row["prompt"], row["seed"], row.get("negative_prompt"), image, row
+    )
+
+
 def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
     """What samples.jsonl of the run in `folder` says of its images, by key, in its order; the
     images are not looked at.
@@ -65,49 +91,19 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
         raise UserError(f"{path}: can't be read ({error}); {advice}") from None
     found: dict[str, Sample] = {}
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            sample = _sample(path, number, line, advice)
-            if sample.key in found:
-                raise UserError(
-                    f"{path}:{number}: expected one record an image, got another one of"
-                    f" {sample.key}; {advice}"
-                )
-            found[sample.key] = sample
+        if not line.strip():
+            continue
+        try:
+            sample = sample_of(folder, line)
+        except STRANGE as error:
+            raise UserError(
+                f"{path}:{number}: expected the record of an image, got {type(error).__name__}:"
+                f" {error}; {advice}"
+            ) from None
+        if sample.key in found:
+            raise UserError(
+                f"{path}:{number}: expected one record an image, got another one of"
+                f" {sample.key}; {advice}"
+            )
+        found[sample.key] = sample
     return found
-
-
-def check_measured(row: Mapping[str, Any]) -> None:
-    """Raise ValueError where what a record says was measured is of another kind than `generate`
-    writes.
-
-    `seconds` and each level's tokens are finite numbers, a level has tokens; either may be missing.
-    """
-    numbers = [row.get("seconds", 0.0)]
-    for level in row.get("levels", []):
-        numbers += [level[name] for name in ("level", "tokens_in", "tokens_kept")]
-        if not level["tokens_in"]:
-            raise ValueError("a level without tokens")
-    for number in numbers:
-        if isinstance(number, bool) or not math.isfinite(number):
-            raise ValueError(f"{str(number)[:40]} for a number")
-
-
-def _sample(path: Path, number: int, line: str, advice: str) -> Sample:
-    """The sample of one line of samples.jsonl."""
-    try:
-        row = json.loads(line)
-        key = f"{row['id']}_{row['repeat']}"
-        if row["file"] != f"images/{key}.png" or "/" in key or "\\" in key:
-            raise ValueError(f"file {row['file']!r} for the image {key!r}")
-        if not isinstance(row["prompt"], str) or not isinstance(row["seed"], int):
-            raise ValueError(f"{row['prompt']!r:.40} and {row['seed']!r:.40} for prompt and seed")
-        check_measured(row)
-    except STRANGE as error:
-        raise UserError(
-            f"{path}:{number}: expected the record of an image, got {type(error).__name__}:"
-            f" {error}; {advice}"
-        ) from None
-    image = path.parent / "images" / f"{key}.png"
-    return Sample(
-        key, str(row["id"]), row["prompt"], row["seed"], row.get("negative_prompt"), image, row
-    )

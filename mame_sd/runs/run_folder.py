@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place, write_atomically, writing
-from mame_sd.runs.records import FORMAT, STRANGE, check_measured, read_manifest
+from mame_sd.runs.records import FORMAT, STRANGE, read_manifest, sample_of
 
 OTHER_OUT = "choose another --out"
 _PNG_END = b"IEND\xaeB`\x82"
@@ -75,7 +75,7 @@ class RunFolder:
         if foreign:
             there = read_manifest(self.manifest, OTHER_OUT)["settings"]
             if settings is not None and self._has_images():
-                self._compare({name: there.get(name) for name in settings}, settings)
+                self._compare(there, settings, partly=True)
 
     def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
         """Create or take up the folder. Returns notes about another environment.
@@ -152,10 +152,29 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def _records(self) -> dict[str, dict[str, Any]]:
-        """What is written of each image so far, the latest record of each."""
-        sources = (self.samples, *sorted(self.work.glob("samples-*.jsonl")))
-        return {row["name"]: row for source in sources for row in _read_rows(source)}
+    def _records(self) -> dict[str, Mapping[str, Any]]:
+        """What is written of each image so far, the latest record of each; a line that a kill cut
+        short, or that is none, is dropped.
+
+        Raises UserError for what is there and no file.
+        """
+        found: dict[str, Mapping[str, Any]] = {}
+        for source in (self.samples, *sorted(self.work.glob("samples-*.jsonl"))):
+            lines: list[bytes] = []
+            try:
+                lines = source.read_bytes().split(b"\n")
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise UserError(
+                    f"{source}: can't be read ({error.strerror}); take it away and run the same"
+                    " command again"
+                ) from None
+            for line in lines:
+                with contextlib.suppress(*STRANGE):
+                    sample = sample_of(self.path, line)
+                    found[sample.key] = sample.row
+        return found
 
     def _is_whole(self, name: str, record: Mapping[str, Any]) -> bool:
         """Whether the image ends like a PNG and has the hash of its record, where that tells one.
@@ -195,21 +214,26 @@ class RunFolder:
         """A folder without images may be begun again with other settings."""
         return any(self.images.glob("*.png"))
 
-    def _compare(self, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-        """Refuse other settings than those of the folder."""
-        if different := differences(there, here):
+    def _compare(
+        self, there: Mapping[str, Any], here: Mapping[str, Any], partly: bool = False
+    ) -> None:
+        """Refuse other settings than those of the folder, see `differences`."""
+        if different := differences(there, here, partly):
             raise UserError(
                 f"--out {self.path}: the folder was begun with other settings"
                 f" ({in_short(different)}); choose another, or give the same settings"
             )
 
 
-def differences(there: Any, here: Any, name: str = "") -> list[str]:
-    """`name: old there, new here` for every leaf that differs, of values as JSON holds them."""
+def differences(there: Any, here: Any, partly: bool = False, name: str = "") -> list[str]:
+    """`name: old there, new here` for every leaf that differs, of values as JSON holds them; where
+    only a part is known `here`, `partly`, for every leaf of that.
+    """
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         found = []
-        for key in sorted({*there, *here}):
-            found += differences(there.get(key), here.get(key), f"{name}.{key}" if name else key)
+        for key in sorted(here if partly else {*there, *here}):
+            inner = f"{name}.{key}" if name else key
+            found += differences(there.get(key), here.get(key), partly, inner)
         return found
     if there == json.loads(json.dumps(here)):  # a tuple comes back from a file as a list
         return []
@@ -234,26 +258,3 @@ def in_short(different: Sequence[str], room: int = 150) -> str:
 def _shortened(value: Any) -> str:
     text = "settings" if isinstance(value, Mapping) else json.dumps(value)
     return text if len(text) <= 30 else f"{text[:27]}..."
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The records in a file; a line that a kill cut short, or that is none, is dropped.
-
-    Raises UserError for what is there and no file.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise UserError(
-            f"{path}: can't be read ({error.strerror}); take it away and run the same command again"
-        ) from None
-    rows = []
-    for line in lines:
-        with contextlib.suppress(*STRANGE):
-            row = json.loads(line)
-            if isinstance(row, dict) and isinstance(row.get("name"), str):
-                check_measured(row)
-                rows.append(row)
-    return rows

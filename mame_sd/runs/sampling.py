@@ -27,7 +27,7 @@ def sample(
     jobs: Sequence[Job],
     on_step: Callable[[int, int], None] | None = None,
 ) -> list[Image.Image]:
-    """One call of the pipeline: an RGB image for each of `jobs`, which share a size.
+    """One call of the pipeline: an RGB image for each of `jobs`.
 
     Args:
         on_step: told (steps done, steps), where the pipeline reports them.
@@ -42,15 +42,13 @@ def sample(
         "generator": [generator_of(job) for job in jobs],
         "output_type": "np",
     }
-    if any(job.negative_prompt is not None for job in jobs):
+    if jobs[0].steered:
         call["negative_prompt"] = [job.negative_prompt or "" for job in jobs]
     guidance = model.guidance if settings.guidance is None else settings.guidance
     if guidance is not None:
         call["guidance_scale"] = guidance
-    height, width = jobs[0].height, jobs[0].width
-    if height is not None or width is not None:  # diffusers ignores one without the other
-        default = (0, 0) if height and width else model.default_size
-        call.update(height=height or default[0], width=width or default[1])
+    if settings.height is not None:
+        call.update(height=settings.height, width=settings.width)
     if on_step is not None and "callback_on_step_end" in model.arguments:
 
         def tell(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any
 
     config = choice.single_file_config
     config = config or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
-    folder, _ = find_folder(config, download, "--single-file-config")
+    folder = find_folder(config, download, "--single-file-config")
     check_tokenizers(folder, "--single-file-config")
     return getattr(diffusers, _CLASSES[kind]).from_single_file(
         str(path), config=str(folder), dtype=dtype

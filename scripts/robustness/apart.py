@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import apply_mame, mame
-from mame_sd.caches import FutureAttention, compress_cache
+from mame_sd.caches import compress_cache
 from mame_sd.upstream import cache_of, with_cache
 from tests.builders.perception import ROWS
 from tests.builders.tiny import tiny_unet, unet_inputs
@@ -104,8 +104,7 @@ def encoders(draw: Draw) -> None:
 def decoder(draw: Draw) -> tuple[Any, Callable[[], Any]]:
     """A language model, and what draws blocks that shorten its cache."""
     model = tiny(draw.choice([*MODELS]), draw.choice(("sdpa", "eager")))
-    scores = draw.choice((None, FutureAttention(count=7, ahead=3)))
-    return model, lambda: partial(compress_cache, model, draw.choice(KEEPS), scores)
+    return model, lambda: partial(compress_cache, model, draw.choice(KEEPS))
 
 
 def caches(draw: Draw) -> None:

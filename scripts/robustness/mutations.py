@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 FAULTS = """
 core/kernels.py: core
     if name not in self.names: => if False:
-core/keys.py: core diffusion/test_two_calls.py diffusion/test_interception.py test_models.py
+core/keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_models.py
     stay = max(0, round(keep * cells.tokens) - cells.kept) => stay = 0
     grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
     (log_sizes if counted => (torch.zeros_like(count) if counted
@@ -70,20 +70,20 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
     latents is not None and not of_frames => latents is not None
     again = _checkpoints(module) => again = False
     elif shapes != self._shapes.value: => elif False:
-diffusion/interception.py: diffusion/test_interception.py diffusion/test_kernels.py test_models.py
+diffusion/interception.py: diffusion/test_kernels.py test_models.py
     mask is not None and mask.dim() == 2: => False:
     counted = name in _TAKES_BIAS and => counted =
 diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_references.py
     step.draws[self.place : self.place + 1] => step.draws[:1]
-    plans = None if learns else => plans =
+    plans=None if learns else plans) => plans=plans)
     start += tokens.count => start += 0
     plans.calls[name], config, sizes => plans.calls[name], sizes
     plans is not None and plans.latents() is not None => plans is not None
     stats.skipped(route, layer.count(call, known)) => stats.skipped("", 0)
-diffusion/layer.py: diffusion/test_two_calls.py
+diffusion/layer.py: diffusion/test_calls.py
     plans.calls[name] += 1 => pass
 diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
-    order.insert(0, order.pop()) => order.append(order.pop())
+    if innermost is None: => if True:
     hook.forget() => hook.name
 diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py test_models.py
     "temporal_transformer_blocks", => "temporal",
@@ -142,7 +142,7 @@ runs/run_folder.py: runs
     if own.is_symlink(): => if False:
 runs/jobs.py: runs
     [job.seed, job.prompt.id, job.repeat] => [job.seed, job.prompt.id]
-    if last and call_of(last[0]) == call_of(job) and => if last and
+    if last and last[0].steered == job.steered and => if last and
 runs/prompt_files.py: runs
     unicodedata.normalize("NFC", prompt.id).casefold() => prompt.id
     identity.startswith(".") => False
@@ -152,7 +152,7 @@ runs/generate.py: runs/test_generate.py
 runs/loading.py: runs/test_loading.py
     if lacking is not None: => if False:
 runs/sampling.py: runs cli/test_app.py
-    default = (0, 0) if height and width else model.default_size => default = (0, 0)
+    if settings.height is not None: => if False:
 cli/errors.py: cli
     return USAGE, str(error) => return MACHINE, str(error)
     if interrupts.came: => if False:

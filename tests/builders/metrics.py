@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,3 +33,8 @@ def pictures(n: int, height: int, width: int, seed: int = 0) -> Tensor:
 def features(n: int, dims: int, seed: int, shift: float = 0.0) -> Tensor:
     mixing = torch.randn(dims, dims, generator=generator(7)) / dims**0.5
     return torch.randn(n, dims, generator=generator(seed)) @ mixing + shift
+
+
+def noise(seed: int, size: tuple[int, int] = (24, 32)) -> np.ndarray:
+    """Bytes [*size, 3] of white noise."""
+    return np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)

@@ -155,13 +155,10 @@ ROWS = [
     _dino("Dinov2ForImageClassification", 1, num_labels=5),
     _dino("Dinov2WithRegistersForImageClassification", 5, num_labels=5, num_register_tokens=4),
     _clip("CLIPVisionModel", 1, **_VISION),
-    _clip("CLIPVisionModelWithProjection", 1, **_VISION, projection_dim=8),
     _clip("CLIPForImageClassification", 1, **_BOTH, projection_dim=8, num_labels=5),
     _clip("CLIPModel", 1, with_text, **_BOTH, projection_dim=8),
     _clip("SiglipVisionModel", 0, **_VISION),
     _clip("SiglipForImageClassification", 0, **_BOTH, num_labels=5),
-    _clip("SiglipModel", 0, with_text, **_BOTH),
-    _clip("Siglip2VisionModel", 0, patches, **_NAFLEX),
     _clip(
         "Siglip2ForImageClassification",
         0,

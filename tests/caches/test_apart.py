@@ -13,13 +13,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mame_sd.caches import compress_cache
-from mame_sd.upstream import cache_of, with_cache
-from tests.caches.tiny import SHAPE, padded, prompt, tiny
+from tests.caches.tiny import SHAPE, prompt, tiny
 
 
 def answer(model: nn.Module, ids: Tensor) -> Tensor:
@@ -71,53 +68,6 @@ def test_a_thread_is_inside_with_the_blocks_context_alone() -> None:
                 pool.submit(answer, model, ids).result()
         assert torch.equal(pool.submit(answer, model, ids).result(), plain)
     assert not torch.equal(plain, want)
-
-
-@settings(max_examples=3, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
-    sides=st.lists(st.integers(0, 9), min_size=3, max_size=3),
-    keep=st.sampled_from([0.05, 0.25, 0.6]),
-    name=st.sampled_from(["llama", "qwen3"]),
-)
-def test_prompts_are_answered_as_alone(
-    lengths: list[int], sides: list[int], keep: float, name: str
-) -> None:
-    """In one batch with padding on both sides, and in threads at once on one model."""
-    model, most = tiny(name), 40
-    asked = [prompt(n, seed=i) for i, n in enumerate(lengths)]
-
-    def run(ids: Tensor) -> Tensor:
-        with compress_cache(model, keep):
-            return answer(model, ids)
-
-    want = [run(ids) for ids in asked]
-    with ThreadPoolExecutor(len(asked)) as pool:
-        for one, other in zip(pool.map(run, asked), want, strict=True):
-            assert torch.equal(one, other)
-    parts = [padded(ids, side, most) for ids, side in zip(asked, sides, strict=False)]
-    ids, mask = (torch.cat(t) for t in zip(*parts, strict=True))
-    new = prompt(4, seed=9)
-    whole = torch.cat([mask, torch.ones(len(asked), 4, dtype=torch.long)], 1)
-    places = (whole.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        with compress_cache(model, keep) as handle:
-            out = model(ids, attention_mask=mask, position_ids=places[:, :most], use_cache=True)
-            handle.compressing = False
-            got = model(
-                new.expand(len(asked), -1),
-                attention_mask=whole,
-                position_ids=places[:, most:],
-                **with_cache(model, cache_of(out)),
-            ).logits
-        for i, one in enumerate(asked):
-            if one.shape[1] == 1:  # one token is no prompt that is cut
-                continue
-            with compress_cache(model, keep) as handle:
-                cache = cache_of(model(one, use_cache=True))
-                handle.compressing = False
-                want_i = model(new, **with_cache(model, cache)).logits[0]
-            torch.testing.assert_close(got[i], want_i, atol=5e-3, rtol=1e-3)
 
 
 def test_a_copy_made_inside_is_not_merged() -> None:

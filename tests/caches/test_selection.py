@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd.caches import CacheView, FutureAttention, Kept, Selection
+from mame_sd.caches import CacheView, Kept, Selection
 from mame_sd.caches.fit import _ridge, with_fitted_values
 from mame_sd.caches.layer import CompressedLayer
+from mame_sd.caches.scores import future_attention
 from mame_sd.caches.selection import full_price_of, gathered, marked
 from tests.caches import oracle
 from tests.caches.views import view_of, with_padding
@@ -107,7 +108,7 @@ def test_scores_that_are_no_numbers_rank_last() -> None:
 def fitted(view: CacheView, count: int) -> tuple[Kept, Kept, Tensor]:
     """Keys that stay, the same with fitted values, and the queries they were fitted to."""
     queries, _ = view.newest()
-    scores = FutureAttention().score(view)
+    scores = future_attention(view, *view.to_come(1024, 128))
     kept, place = gathered(view, marked(scores, view, 0.4), torch.tensor([count]))
     counted = torch.ones(1, queries.shape[2], dtype=torch.bool)
     return kept, with_fitted_values(view, kept, place, queries, counted), queries
@@ -178,12 +179,6 @@ def test_scores_that_are_no_number_for_each_key_are_refused(found: Any, got: str
         shortened([view_of()], 0.5, Selection(Odd()))
     with pytest.raises(TypeError, match=r"method: expected an object with score\(view\)"):
         Selection(object())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("fields", [{"count": 0}, {"ahead": 1.5}])
-def test_queries_to_come_are_counted(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected a number from 1 to"):
-        FutureAttention(**fields)
 
 
 def test_a_layer_s_mask_adds_the_bias_of_keys_and_hides_padding() -> None:

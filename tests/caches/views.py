@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.caches import CacheView
@@ -51,22 +52,17 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 def with_padding(view: CacheView, left: int, right: int) -> CacheView:
     """The same sample with padding on both sides."""
 
-    def around(t: Tensor, dim: int) -> Tensor:
-        sides = []
-        for pads in (left, right):
-            shape = list(t.shape)
-            shape[dim] = pads
-            sides.append(torch.full(shape, 3.0))
-        return torch.cat([sides[0], t, sides[1]], dim)
+    def around(t: Tensor) -> Tensor:
+        return F.pad(t, (0, 0, left, right), value=3.0)
 
     total = left + view.seen + right
     tokens = torch.zeros(1, total, dtype=torch.bool)
     tokens[:, left : left + view.seen] = True
     return replace(
         view,
-        keys=around(view.keys, 2),
-        values=around(view.values, 2),
-        hidden_states=around(view.hidden_states, 1),
+        keys=around(view.keys),
+        values=around(view.values),
+        hidden_states=around(view.hidden_states),
         slots=torch.arange(total).expand(1, view.keys.shape[1], -1),
         seen=total,
         tokens=tokens,

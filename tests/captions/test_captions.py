@@ -31,66 +31,59 @@ def inputs(right: bool = False) -> dict[str, Tensor]:
 
 def by_hand(
     model: Any, handle: CaptionHandle, call: dict[str, Tensor], new: int = 0
-) -> list[tuple[Tensor, list[int]]]:
-    seen = [tiny.seen_by_hand(model, handle.config, picture) for picture in call["pixel_values"]]
+) -> list[tuple[Tensor, list[int], int]]:
+    """Logits and `new` words of each prompt, and how many tokens stay of its images."""
+    seen = [
+        tiny.joined_by_hand(*tiny.whole_by_hand(model, picture), handle.config)
+        for picture in call["pixel_values"]
+    ]
     slots = [[one.get(place) for place in range(PATCHES)] for one in seen]
     found = []
-    for row, images in enumerate((slots[:2], slots[2:])):
+    for row, images in enumerate((slice(0, 2), slice(2, 3))):
         real = call["input_ids"][row][call["attention_mask"][row].bool()].tolist()
-        found.append(tiny.logits_by_hand(model, real, images, new))
+        stay = sum(map(len, seen[images]))
+        found.append((*tiny.logits_by_hand(model, real, slots[images], new), stay))
     return found
 
 
-@pytest.mark.parametrize("nothing", [{"tau": 1.0}, {"keep": 1.0}, {"inactive": True}])
-def test_nothing_merged_is_equal_to_the_bit(nothing: dict[str, Any]) -> None:
+def test_nothing_merged_is_equal_to_the_bit() -> None:
     model, call = tiny.llava(), inputs()
-    before = model(**call).logits
-    written = model.generate(**call, max_new_tokens=3, do_sample=False)
-    handle = apply_mame(model, **{k: v for k, v in nothing.items() if k != "inactive"})
-    handle.active = "inactive" not in nothing
-    assert torch.equal(model(**call).logits, before)
-    assert torch.equal(model.generate(**call, max_new_tokens=3, do_sample=False), written)
+    few: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    before, written = model(**call).logits, model.generate(**call, **few)
+    for nothing in ({"tau": 1.0}, {"keep": 1.0}, {}):
+        handle = apply_mame(model, **nothing)
+        handle.active = bool(nothing)
+        assert torch.equal(model(**call).logits, before)
+        assert torch.equal(model.generate(**call, **few), written)
     remove_mame(model)
     assert "forward" not in model.__dict__
     assert "generate" not in model.__dict__
     assert torch.equal(model(**call).logits, before)
 
 
-@pytest.mark.parametrize(("form", "right"), [*zip(FORMS, (True, False), strict=True)])
-def test_a_batch_of_unequal_lengths_equals_the_loop(form: dict[str, Any], right: bool) -> None:
-    model, call = tiny.llava(), inputs(right)
-    handle = apply_mame(model, **form)
-    logits = model(**call).logits
-    kept = handle.report().visual_after
-    assert kept < PATCHES
-    for row, (expected, _) in enumerate(by_hand(model, handle, call)):
-        length = len(expected)
-        own = logits[row, :length] if right else logits[row, -length:]
-        torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("form", FORMS)
-def test_generate_with_its_cache_equals_the_loop(form: dict[str, Any]) -> None:
+def test_a_batch_of_unequal_lengths_and_its_words_equal_the_loop(form: dict[str, Any]) -> None:
     model, call = tiny.llava(), inputs()
-    handle = apply_mame(model, **form)
-    written = model.generate(**call, max_new_tokens=4, do_sample=False, eos_token_id=None)
+    handle: Any = apply_mame(model, **form)
+    new = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    written = model.generate(**call, **new)
+    left, right = (model(**one).logits for one in (call, inputs(right=True)))
+    assert handle.report().visual_after < PATCHES
     whole = call["input_ids"].shape[1]
     assert torch.equal(written[:, :whole], call["input_ids"])
-    for row, (_, expected) in enumerate(by_hand(model, handle, call, new=4)):
-        assert written[row, whole:].tolist() == expected
-    again = model.generate(
-        **call, max_new_tokens=4, do_sample=False, eos_token_id=None, use_cache=False
-    )
-    assert torch.equal(again, written)
-    several = {"max_new_tokens": 4, "num_beams": 2, "num_return_sequences": 2}
+    for row, (logits, words, _) in enumerate(by_hand(model, handle, call, new=4)):
+        expected = logits[:-4]  # of the prompt
+        for own in (left[row, -len(expected) :], right[row, : len(expected)]):
+            torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
+        assert written[row, whole:].tolist() == words
+    assert torch.equal(model.generate(**call, **new, use_cache=False), written)
+    several: dict[str, Any] = {"max_new_tokens": 4, "num_beams": 2, "num_return_sequences": 2}
     first = {"input_ids": call["input_ids"][:1], "pixel_values": call["pixel_values"][:2]}
     beams = model.generate(**call, **several)
     assert torch.equal(beams[:2], model.generate(**first, **several))
-    held = model.generate(
-        **call, max_new_tokens=2, min_new_tokens=2, return_dict_in_generate=True, do_sample=False
-    )
-    longest = round(2 * handle.report().visual_after) + 7
+    held = model.generate(**call, **{**new, "max_new_tokens": 2}, return_dict_in_generate=True)
     if "keep" in form:
+        longest = round(2 * handle.report().visual_after) + 7
         assert held[tiny.CACHE].get_seq_length() == longest + 1
     assert torch.equal(held.sequences[:, :whole], call["input_ids"])
 
@@ -174,14 +167,12 @@ def test_labels_of_image_tokens_go_with_them() -> None:
     handle = apply_mame(model, keep=0.5)
     output = model(**call, labels=call["input_ids"].masked_fill(outside, -100))
     losses: list[Tensor] = []
-    pictures = iter(call["pixel_values"])
-    for row, (logits, _) in enumerate(by_hand(model, handle, call)):
-        labels: list[int] = []
-        for token in call["input_ids"][row][call["attention_mask"][row].bool()].tolist():
-            if token != tiny.IMAGE:
-                labels.append(token)
-            elif not labels or labels[-1] >= 0:  # the first of an image's
-                labels += [-100] * len(tiny.seen_by_hand(model, handle.config, next(pictures)))
+    for row, (logits, _, stay) in enumerate(by_hand(model, handle, call)):
+        real = call["input_ids"][row][call["attention_mask"][row].bool()]
+        words, images = real[real != tiny.IMAGE].tolist(), len(IMAGES[row])
+        labels = words[:3]
+        for number in range(images):
+            labels += [-100] * (stay // images) + words[3 + 2 * number :][:2]
         assert len(labels) == len(logits)
         heard = torch.tensor(labels[1:])
         losses.append(torch.nn.functional.cross_entropy(logits[:-1], heard, reduction="none"))

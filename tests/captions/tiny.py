@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import (
     CLIPVisionConfig,
     LlamaConfig,
@@ -19,7 +20,6 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from mame_sd.config import MaMeConfig
 from mame_sd.upstream import CACHE_NAMES
 
 SIDE, PATCH, WIDTH = 24, 4, 32
@@ -74,16 +74,14 @@ def prompts(rows: list[list[int]], right: bool = False, seed: int = 0) -> dict[s
             one += [IMAGE] * length + words(2)
         ids.append(one)
     longest = max(map(len, ids))
-    pads = [[PAD] * (longest - len(one)) for one in ids]
-    real = [[1] * len(one) for one in ids]
-    none = [[0] * len(pad) for pad in pads]
-    if right:
-        ids = [one + pad for one, pad in zip(ids, pads, strict=True)]
-        mask = [one + pad for one, pad in zip(real, none, strict=True)]
-    else:
-        ids = [pad + one for one, pad in zip(ids, pads, strict=True)]
-        mask = [pad + one for one, pad in zip(real, none, strict=True)]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+    rooms = [longest - len(one) for one in ids]
+    sides = [(0, room) if right else (room, 0) for room in rooms]
+    padded = [pad(torch.tensor(one), side, value=PAD) for one, side in zip(ids, sides, strict=True)]
+    masks = [
+        pad(torch.ones(len(one), dtype=torch.long), side)
+        for one, side in zip(ids, sides, strict=True)
+    ]
+    return {"input_ids": torch.stack(padded), "attention_mask": torch.stack(masks)}
 
 
 def pictures(*lead: int, seed: int = 0) -> Tensor:
@@ -94,19 +92,12 @@ def pictures(*lead: int, seed: int = 0) -> Tensor:
     return flat + 0.1 * torch.randn(flat.shape, generator=generator)
 
 
-def seen_by_hand(model: Any, config: MaMeConfig, picture: Tensor) -> dict[int, Tensor]:
-    """The projected features of one picture [3, h, w] by place of their patch, by the tower and
-    loops alone.
-    """
-    return joined_by_hand(*whole_by_hand(model, picture), config)
-
-
-def whole_by_hand(model: Any, picture: Tensor, blocks: int = 4) -> tuple[Tensor, Tensor]:
-    """All projected features [L, C] of one picture, and the tower's tokens."""
+def whole_by_hand(model: Any, picture: Tensor) -> tuple[Tensor, Tensor]:
+    """All projected features [L, C] of one picture [3, h, w], and the tower's tokens."""
     with torch.no_grad():
         states = model.model.vision_tower(picture[None], output_hidden_states=True)
         strategy = model.config.vision_feature_select_strategy
-        own = states.hidden_states[blocks][:, int(strategy == "default") :]
+        own = states.hidden_states[4][:, int(strategy == "default") :]
         features: Tensor = model.model.multi_modal_projector(own)[0]
     return features, own[0]
 
@@ -117,7 +108,7 @@ def joined_by_hand(features: Tensor, states: Tensor, config: Any) -> dict[int, T
     """
     count = len(features)
     like, near = (
-        [[float(torch.cosine_similarity(a.double(), b.double(), dim=0)) for b in x] for a in x]
+        torch.cosine_similarity(x.double()[:, None], x.double(), dim=-1).tolist()
         for x in (features, states)
     )
     alone = [max(like[i][j] for j in range(count) if j != i) for i in range(count)]

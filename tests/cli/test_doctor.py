@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mame_sd.cli import app as cli
-from mame_sd.cli.doctor import fused_attention
 from tests.builders.console import error_of
 
 
@@ -19,7 +18,7 @@ def test_doctor_says_what_would_fail(
 ) -> None:
     assert cli.run(["doctor", "--device", "cpu", "--model", str(model_folder)]) == 0
     out = capsys.readouterr().out
-    for name in ("torch", "device", "fused attention", "merging", "model"):
+    for name in ("torch", "device", "merging", "model"):
         assert any(line[6:].startswith(name) for line in out.splitlines()), name
     assert cli.run(["doctor", "--device", "cpu", "--model", "nowhere"]) == 2
     out, err = capsys.readouterr()
@@ -41,9 +40,3 @@ def test_doctor_reads_the_weights(
     assert cli.run(["doctor", "--device", "cpu", "--model", str(folder)]) == 2
     assert "--model damaged: expected" in (line := error_of(capsys))
     assert "unet.conv_in.weight" in line
-
-
-def test_doctor_notes_that_there_is_no_fused_attention() -> None:
-    cpu = torch.device("cpu")
-    assert fused_attention(cpu).state == "ok"
-    assert fused_attention(cpu, ("CUDNN_ATTENTION",)).state == "note"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +19,24 @@ from torch import Tensor, nn
 Wrapper = Callable[..., Any]
 
 
+def applied(node: Any, model: Any, **changes: Any) -> Any:
+    """A clone of the model that merges by these inputs of the node."""
+    values = {"mode": "keep", "keep": 0.25, "tau": 0.1, "min_tokens": 16} | changes
+    return node.patch(model, **values)[0]
+
+
+def network(kind: str, **attributes: Any) -> Any:
+    """A model of the engine's class of that name: what says how its tokens lie, and no more."""
+    module = type(kind, (nn.Module,), {})()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
 class SpatialTransformer(nn.Module):
     """Where a UNet's block has its transformer layers."""
 
-    def __init__(self, *layers: BasicTransformerBlock) -> None:
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.transformer_blocks = nn.ModuleList(layers)
 
@@ -47,12 +62,11 @@ class UNetModel(nn.Module):
         blocks = blocks if isinstance(blocks, dict) else {where: blocks}
         self.where = where
         self.num_res_blocks = [1] * (max(place for _, place in blocks) // 2 + 1)
-        count = 2 * len(self.num_res_blocks)
 
         def made(name: str) -> nn.ModuleList:
             return nn.ModuleList(
                 SpatialTransformer(blocks[name, i]) if (name, i) in blocks else nn.Identity()
-                for i in range(count)
+                for i in range(2 * len(self.num_res_blocks))
             )
 
         self.input_blocks, self.output_blocks = made("input"), made("output")
@@ -61,19 +75,15 @@ class UNetModel(nn.Module):
 
     def forward(self, n: Tensor, size: tuple[int, int], options: dict[str, Any]) -> Tensor:
         """n [B, h * w, C]"""
-        patches = options.get("patches", {})
-        extra = {
-            key: value
-            for key, value in options.items()
-            if key not in ("patches", "patches_replace")
-        }
+        patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
+        extra = {k: v for k, v in options.items() if k not in ("patches", "patches_replace")}
         extra |= {"block": self.where, "block_index": 0, "n_heads": self.attn.heads}
         extra |= {"activations_shape": [n.shape[0], n.shape[2], *size]}
         context = value = n
         for patch in patches.get("attn1_patch", []):
             n, context, value = patch(n, context, value, extra)
         q, k, v = self.attn.to_q(n), self.attn.to_k(context), self.attn.to_v(value)
-        replace = options.get("patches_replace", {}).get("attn1", {}).get((*self.where, 0))
+        replace = replaced.get("attn1", {}).get((*self.where, 0))
         n = self.attn.to_out[0](
             self.attend(q, k, v, options) if replace is None else replace(q, k, v, extra)
         )
@@ -82,19 +92,8 @@ class UNetModel(nn.Module):
         return n
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """As the engine's `optimized_attention` does it."""
-        named = {
-            "attn_precision": None,
-            "transformer_options": options,
-            "_inside_attn_wrapper": True,
-        }
-        override = options.get("optimized_attention_override")
-        heads = self.attn.heads
-        return (
-            attention_pytorch(q, k, v, heads)
-            if override is None
-            else override(attention_pytorch, q, k, v, heads, **named)
-        )
+        named = {"attn_precision": None, "transformer_options": options}
+        return optimized_attention(q, k, v, self.attn.heads, **named)
 
 
 def attention_pytorch(
@@ -124,12 +123,13 @@ def attention_pytorch(
     return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
 
 
-def optimized_attention(*args: Any, **kwargs: Any) -> Tensor:
-    """The engine's, which hands itself to the override of the options, where it is given any."""
+def optimized_attention(*args: Any, function: Wrapper = attention_pytorch, **kwargs: Any) -> Tensor:
+    """The engine's, which hands its `function` to the override of the options, if there is one."""
     override = (kwargs.get("transformer_options") or {}).get("optimized_attention_override")
     if override is None:
-        return attention_pytorch(*args, **kwargs)
-    result: Tensor = override(attention_pytorch, *args, **kwargs)
+        result: Tensor = function(*args, **kwargs)
+    else:
+        result = override(function, *args, **kwargs, _inside_attn_wrapper=True)
     return result
 
 
@@ -138,23 +138,6 @@ class ErnieAttention(nn.Module):
 
     def forward(self, x: Tensor, *, attention_mask: Tensor | None = None) -> Tensor:
         return optimized_attention(x, x, x, 2, mask=attention_mask)
-
-
-class ErnieImageModel(nn.Module):
-    """Its blocks, of tokens [B, L, C], the image's first."""
-
-    patch_size = 2
-
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Module() for _ in range(layers))
-        for layer in self.layers:
-            layer.self_attention = ErnieAttention()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer.self_attention(x)
-        return x
 
 
 class Sampling:
@@ -167,20 +150,19 @@ class Sampling:
         return 1.0 - percent
 
 
+@dataclass
 class Executor:
     """A chain of wrappers around a call."""
 
-    def __init__(self, call: Wrapper, class_obj: Any, wrappers: list[Wrapper]) -> None:
-        self.call = call
-        self.class_obj = class_obj
-        self.wrappers = wrappers
+    call: Wrapper
+    class_obj: Any
+    wrappers: list[Wrapper]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.wrappers:
             return self.call(*args, **kwargs)
-        return self.wrappers[0](
-            Executor(self.call, self.class_obj, self.wrappers[1:]), *args, **kwargs
-        )
+        first, *rest = self.wrappers
+        return first(Executor(self.call, self.class_obj, rest), *args, **kwargs)
 
 
 class Model:
@@ -188,17 +170,14 @@ class Model:
 
     def __init__(self, network: nn.Module) -> None:
         self.network = network
-        self.wrappers: dict[str, dict[str, list[Wrapper]]] = {}
+        self.wrappers: dict[tuple[str, str], list[Wrapper]] = {}
         self.model_options: dict[str, Any] = {"transformer_options": {}}
         self.model_sampling = Sampling()
         self.object_patches: dict[str, Any] = {}
 
     def clone(self) -> Model:
         twin = Model(self.network)
-        twin.wrappers = {
-            kind: {key: list(value) for key, value in keys.items()}
-            for kind, keys in self.wrappers.items()
-        }
+        twin.wrappers = {key: list(found) for key, found in self.wrappers.items()}
         options = self.model_options["transformer_options"]
         twin.model_options = {"transformer_options": dict(options)}
         twin.object_patches = dict(self.object_patches)
@@ -210,51 +189,40 @@ class Model:
     @contextmanager
     def patched(self) -> Iterator[None]:
         """The model with its object patches in place, as the engine loads it for a run."""
-        places = {}
+        places = []
         for name, value in self.object_patches.items():
             path, _, last = name.removeprefix("diffusion_model.").rpartition(".")
             module = self.network.get_submodule(path)
-            places[name] = module, last, getattr(module, last)
+            places.append((module, last, getattr(module, last)))
             setattr(module, last, value)
         try:
             yield
         finally:
-            for module, last, before in places.values():
-                setattr(module, last, before)
+            for place in places:
+                setattr(*place)
 
     def get_model_object(self, name: str) -> nn.Module:
         assert name == "diffusion_model"
         return self.network
 
     def add_wrapper_with_key(self, kind: str, key: str, wrapper: Wrapper) -> None:
-        self.wrappers.setdefault(kind, {}).setdefault(key, []).append(wrapper)
+        self.wrappers.setdefault((kind, key), []).append(wrapper)
 
     def remove_wrappers_with_key(self, kind: str, key: str) -> None:
-        self.wrappers.get(kind, {}).pop(key, None)
+        self.wrappers.pop((kind, key), None)
 
     def _through(self, kind: str, call: Wrapper) -> Executor:
-        return Executor(
-            call,
-            self,
-            [wrapper for found in self.wrappers.get(kind, {}).values() for wrapper in found],
-        )
+        found = [wrapper for key, own in self.wrappers.items() if key[0] == kind for wrapper in own]
+        return Executor(call, self, found)
 
     def apply_model(
         self, latent: Tensor, sigma: float, call: Callable[[dict[str, Any]], Tensor], **kwargs: Any
     ) -> Any:
         """A call of the model, which is `call` of the options that arrive there."""
-
-        def last(
-            x: Tensor, t: Tensor, c_concat: Any, context: Any, control: Any, options: Any, **_: Any
-        ) -> Any:
-            return call(options)
-
+        times, context = torch.full((latent.shape[0],), sigma), kwargs.pop("context", None)
         options = dict(self.model_options["transformer_options"])
-        times = torch.full((latent.shape[0],), sigma)
-        context = kwargs.pop("context", None)
-        return self._through("apply_model", last)(
-            latent, times, None, context, None, options, **kwargs
-        )
+        through = self._through("apply_model", lambda *args, **_: call(args[5]))
+        return through(latent, times, None, context, None, options, **kwargs)
 
     def self_attention(self, n: Tensor, size: tuple[int, int], sigma: float = 0.5) -> Tensor:
         """One call whose only layer is this UNet's, on n [B, h * w, C]."""

@@ -30,16 +30,12 @@ from tests.comfyui.engine import (
     sampled,
     skip_other,
 )
+from tests.comfyui.interface import applied
 from tests.comfyui.recorded import CALLS
 
 pytestmark = needs_engine
 KEEP, TAU = {"keep": 0.25}, {"mode": "tau", "tau": 0.5}
 UNETS = ("SD 1.5", "SDXL")
-
-
-def applied(node: Any, model: Any, **changes: Any) -> Any:
-    values = {"mode": "keep", "keep": 0.25, "tau": 0.8, "min_tokens": 64} | changes
-    return node.patch(model, **values)[0]
 
 
 def of_engine(name: str) -> Any:
@@ -217,27 +213,27 @@ def test_beside_the_engines_own_nodes_in_both_orders(
     assert not torch.equal(first, run(patcher("SD 1.5")))
 
 
-def test_a_run_tells_what_merged_or_why_nothing_did(node: Any, caplog: Any) -> None:
-    with caplog.at_level("INFO", logger="mame-sd"):
-        sampled(applied(node, patcher("SD 1.5")))
-        sampled(applied(node, patcher("SD 1.5"), min_tokens=4096))
-    ours = [record.getMessage() for record in caplog.records if record.name == "mame-sd"]
-    assert ours == [
-        "MaMe merged 384 -> 96 keys at 16 x 24, 96 -> 24 keys at 8 x 12",
-        (
-            "MaMe merged nothing: 384 tokens are fewer than min_tokens=4096; 96 tokens are fewer"
-            " than min_tokens=4096"
-        ),
-    ]
-
-
-def test_start_and_end_percent(node: Any, caplog: Any) -> None:
-    plain = sampled(patcher("SD 1.5"), steps=4)
-    assert torch.equal(sampled(applied(node, patcher("SD 1.5"), start_percent=1.0), steps=4), plain)
-    part = sampled(applied(node, patcher("SD 1.5"), start_percent=0.5), steps=4)
-    whole = sampled(applied(node, patcher("SD 1.5")), steps=4)
+def test_a_part_of_the_steps_merges_and_a_run_tells_what(node: Any, caplog: Any) -> None:
+    caplog.set_level("INFO", logger="mame-sd")
+    plain, whole, part, none = (
+        sampled(
+            patcher("SD 1.5")
+            if start is None
+            else applied(node, patcher("SD 1.5"), start_percent=start),
+            steps=4,
+        )
+        for start in (None, 0.0, 0.5, 1.0)
+    )
+    assert torch.equal(none, plain)
     assert not torch.equal(part, plain)
     assert not torch.equal(part, whole)
+    ours = [record.getMessage() for record in caplog.records if record.name == "mame-sd"]
+    said = "MaMe merged 384 -> 96 keys at 16 x 24, 96 -> 24 keys at 8 x 12"
+    assert ours == [
+        said,
+        said,
+        "MaMe merged nothing: no step was between start_percent and end_percent",
+    ]
 
 
 def compiled(model: Any) -> Any:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -13,80 +17,66 @@ from torch import Tensor, nn
 
 from mame_sd import apply_mame
 from tests.comfyui.engine import engine, needs_engine
-from tests.comfyui.interface import Model, SpatialTransformer, attention_pytorch
+from tests.comfyui.interface import (
+    Model,
+    SpatialTransformer,
+    applied,
+    attention_pytorch,
+    network,
+    optimized_attention,
+)
 
-VALUES = {"mode": "default", "keep": 0.25, "tau": 0.8, "min_tokens": 64}
 # By model: what the engine's detection gives of it, and diffusers' config.
-LEVELS = ["CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"]
-SD = {
-    "num_res_blocks": [2] * 4,
-    "depths": [1] * 6 + [0] * 2,
-    "out": [1] * 9 + [0] * 3,
-    "middle": 1,
-}
+SD = {"res": [2] * 4, "depths": [1] * 6 + [0] * 2, "out": [1] * 9 + [0] * 3, "middle": 1}
 XL = {
+    "res": [2] * 3,
+    "depths": [0, 0, 2, 2, 10, 10],
+    "out": [0] * 3 + [2] * 3 + [10] * 3,
+    "middle": 10,
+}
+OF_XL = {
     "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
     "block_out_channels": [320, 640, 1280],
     "transformer_layers_per_block": [1, 2, 10],
     "cross_attention_dim": 2048,
 }
+ONE = {"res": [1] * 4, "depths": [1] * 3 + [0], "out": [1] * 6 + [0] * 2, "middle": 1}
 UNETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "SD 1.5": (SD, {}),
-    "SDXL": (
-        {
-            "num_res_blocks": [2] * 3,
-            "depths": [0, 0, 2, 2, 10, 10],
-            "out": [0] * 3 + [2] * 3 + [10] * 3,
-            "middle": 10,
-        },
-        XL,
-    ),
-    "one ResNet each": (
-        {"num_res_blocks": [1] * 4, "depths": [1] * 3 + [0], "out": [1] * 6 + [0] * 2, "middle": 1},
-        {"layers_per_block": 1},
-    ),
+    "SDXL": (XL, OF_XL),
+    "one ResNet each": (ONE, {"layers_per_block": 1}),
 }
 # By diffusers' class: the engine's class, the numbers of its blocks by attribute, and the config.
 TWO = {"double_blocks": 2, "single_blocks": 3}
 OF_TWO = {"num_layers": 2, "num_single_layers": 3}
+OF_ONE = {"num_layers": 2}
+QWEN, WAN, SD3 = "QwenImageTransformer2DModel", "WanModel", "OpenAISignatureMMDITWrapper"
+OF_SD3 = {"num_layers": 3, "dual_attention_layers": (0, 1)}
+OF_AURAFLOW = {"num_mmdit_layers": 2, "num_single_dit_layers": 3}
 TRANSFORMERS: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "FluxTransformer2DModel": ("Flux", TWO, OF_TWO),
     "Flux2Transformer2DModel": ("Flux", TWO, OF_TWO),
     "LongCatImageTransformer2DModel": ("Flux", TWO, OF_TWO),
     "ChromaTransformer2DModel": ("Chroma", TWO, OF_TWO),
     "HunyuanVideoTransformer3DModel": ("HunyuanVideo", TWO, OF_TWO),
-    "HunyuanVideo15Transformer3DModel": ("HunyuanVideo", {"double_blocks": 2}, {"num_layers": 2}),
+    "HunyuanVideo15Transformer3DModel": ("HunyuanVideo", {"double_blocks": 2}, OF_ONE),
     "HunyuanImageTransformer2DModel": ("HunyuanVideo", TWO, OF_TWO),
-    "QwenImageTransformer2DModel": (
-        "QwenImageTransformer2DModel",
-        {"transformer_blocks": 2},
-        {"num_layers": 2},
-    ),
-    "WanTransformer3DModel": ("WanModel", {"blocks": 2}, {"num_layers": 2}),
-    "SD3Transformer2DModel": (
-        "OpenAISignatureMMDITWrapper",
-        {"joint_blocks": 3},
-        {"num_layers": 3, "dual_attention_layers": (0, 1)},
-    ),
-    "AuraFlowTransformer2DModel": (
-        "MMDiT",
-        {"double_layers": 2, "single_layers": 3},
-        {"num_mmdit_layers": 2, "num_single_dit_layers": 3},
-    ),
+    "QwenImageTransformer2DModel": (QWEN, {"transformer_blocks": 2}, OF_ONE),
+    "WanTransformer3DModel": (WAN, {"blocks": 2}, OF_ONE),
+    "SD3Transformer2DModel": (SD3, {"joint_blocks": 3}, OF_SD3),
+    "AuraFlowTransformer2DModel": ("MMDiT", {"double_layers": 2, "single_layers": 3}, OF_AURAFLOW),
 }
 
 
 class UNetModel(nn.Module):
     """The engine's UNet, as it builds one of these numbers: where it has transformer layers."""
 
-    def __init__(
-        self, num_res_blocks: list[int], depths: list[int], out: list[int], middle: int
-    ) -> None:
+    def __init__(self, res: list[int], depths: list[int], out: list[int], middle: int) -> None:
         super().__init__()
-        left, self.num_res_blocks = list(depths), num_res_blocks
+        left, self.num_res_blocks = list(depths), res
         self.input_blocks = nn.ModuleList([nn.Identity()])
-        for resnets in num_res_blocks:
+        for resnets in res:
             self.input_blocks.extend(layers(left.pop(0)) for _ in range(resnets))
             self.input_blocks.append(nn.Identity())  # a downsampler
         self.input_blocks = self.input_blocks[:-1]
@@ -99,15 +89,14 @@ def layers(count: int) -> nn.Module:
 
 
 def engine_model(kind: str, counts: dict[str, int], twice: int = 0) -> nn.Module:
-    model: Any = type(kind, (nn.Module,), {"patch_size": 2})()
-    for name, count in counts.items():
-        blocks = [nn.Identity() for _ in range(count)]
-        for i, block in enumerate(blocks):
-            half: Any = nn.Identity()
-            half.x_block_self_attn = i < twice
-            block.x_block = half
-        setattr(model, name, nn.ModuleList(blocks))
-    return model
+    """A transformer's blocks; in `twice` of them a second attention over the image alone."""
+    blocks = {
+        name: [
+            SimpleNamespace(x_block=SimpleNamespace(x_block_self_attn=i < twice)) for i in range(n)
+        ]
+        for name, n in counts.items()
+    }
+    return network(kind, patch_size=2, **blocks)
 
 
 def of_diffusers(kind: str, config: dict[str, Any]) -> Any:
@@ -116,10 +105,8 @@ def of_diffusers(kind: str, config: dict[str, Any]) -> Any:
 
 
 def named(package: Any, model: nn.Module) -> Any:
-    import importlib
-
     models = importlib.import_module(f"{package.__name__}.comfyui.models")
-    return models.layout_of(model).layers
+    return models.layout_of(model)[1]
 
 
 @pytest.mark.parametrize("name", [*UNETS, *TRANSFORMERS])
@@ -145,8 +132,8 @@ def test_the_engines_own_table_agrees(package: Any, name: str) -> None:
     numbers, _ = UNETS[name]
     table = engine().utils.unet_to_diffusers(
         {
-            "num_res_blocks": numbers["num_res_blocks"],
-            "channel_mult": [1] * len(numbers["num_res_blocks"]),
+            "num_res_blocks": numbers["res"],
+            "channel_mult": [1] * len(numbers["res"]),
             "transformer_depth": list(numbers["depths"]),
             "transformer_depth_output": list(numbers["out"]),
             "transformer_depth_middle": numbers["middle"],
@@ -178,9 +165,8 @@ def lengths(model: Model, blocks: list[dict[str, Any]]) -> list[int]:
 
     def attend(given: dict[str, Any]) -> None:
         for block in blocks:
-            options = {**given, **block}
-            override = options["optimized_attention_override"]
-            override(noted, q, k, v, 2, skip_reshape=True, transformer_options=options)
+            how: Any = {"skip_reshape": True, "transformer_options": {**given, **block}}
+            optimized_attention(q, k, v, 2, function=noted, **how)
 
     model.sample(
         lambda run: run.apply_model(
@@ -203,20 +189,19 @@ def test_each_layer_merges_as_the_file_says(node: Any, tmp_path: Path, caplog: A
         made_for="FluxTransformer2DModel with 5 self-attentions",
         about={"model": "a tiny one"},
     )
-    network = engine_model("Flux", TWO)
-    (model,) = node.patch(Model(network), **VALUES, settings=path)
+    model = applied(node, Model(engine_model("Flux", TWO)), settings=path)
     every = [("double", 0), ("double", 1), ("single", 0), ("single", 1), ("single", 2)]
     kept = dict(zip(every, (103, 7 + 48, 7 + 48, 7 + 24, 7 + 24), strict=True))
     for order in (every, every[::-1], every[2:]):
         blocks = [{"block_type": kind, "block_index": i} for kind, i in order]
         assert lengths(model, blocks) == [kept[key] for key in order]
     assert caplog.messages[0] == ("MaMe merged 96 -> 24 keys at 8 x 12, 96 -> 48 keys at 8 x 12")
-    assert lengths(node.patch(model, **VALUES)[0], [{}]) == [7 + 24]  # the file is off again
+    assert lengths(applied(node, model), [{}]) == [7 + 24]  # the file is off again
 
 
 def test_an_engine_that_names_no_block_is_a_warning(node: Any, tmp_path: Path, caplog: Any) -> None:
     path = written(tmp_path, min_tokens=64, layers={"transformer_blocks.0.attn": {"keep": 0.5}})
-    (model,) = node.patch(Model(engine_model("Flux", TWO)), **VALUES, settings=path)
+    model = applied(node, Model(engine_model("Flux", TWO)), settings=path)
     assert lengths(model, [{}, {}]) == [103, 103]
     assert caplog.messages == [
         "MaMe merged nothing: the engine does not say which of its blocks attends; update ComfyUI"
@@ -262,27 +247,22 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line(
     path = tmp_path / "settings.json"
     if text is not None:
         path.write_text(text, encoding="utf-8")
-    network = engine_model("Flux", TWO)
-    if kind != "Flux":
-        network = type(kind, (nn.Module,), {"patch_size": 2})()
+    model = Model(engine_model(kind, TWO))
     with pytest.raises(ValueError, match=message) as raised:
-        node.patch(Model(network), **VALUES, settings=str(path))
+        applied(node, model, settings=str(path))
     assert "\n" not in str(raised.value)
 
 
 def test_a_file_without_settings_of_layers_is_for_every_model(node: Any, tmp_path: Path) -> None:
     path = written(tmp_path, keep=0.5, min_tokens=64)
-    network = type("SingleStreamDiT", (nn.Module,), {"patch": 2})()
-    assert lengths(node.patch(Model(network), **VALUES, settings=path)[0], [{}]) == [7 + 48]
+    model = applied(node, Model(network("SingleStreamDiT", patch=2)), settings=path)
+    assert lengths(model, [{}]) == [7 + 48]
 
 
 def test_the_editor_says_what_is_wrong_with_a_file(
     package: Any, node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything runs; a path is one in ComfyUI's input folder, or absolute."""
-    import sys
-    from types import SimpleNamespace
-
     kind = type(node)
     folder = SimpleNamespace(get_input_directory=lambda: str(tmp_path))
     monkeypatch.setitem(sys.modules, "folder_paths", folder)
@@ -293,8 +273,6 @@ def test_the_editor_says_what_is_wrong_with_a_file(
     said = kind.VALIDATE_INPUTS(settings="other.json")
     assert said.startswith(f"settings: {tmp_path / 'other.json'}: expected a .json file")
     before = kind.IS_CHANGED(settings="settings.json", keep=0.25)
-    import os
-
     os.utime(path, (1, 1))
     assert before != kind.IS_CHANGED(settings="settings.json", keep=0.25) == 1.0
     assert kind.IS_CHANGED() == kind.IS_CHANGED(settings="")

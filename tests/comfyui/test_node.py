@@ -10,6 +10,7 @@ import json
 import math
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,14 @@ from torch import Tensor, nn
 from mame_sd import MaMeConfig, apply_mame
 from mame_sd.core.merge import draw_at
 from tests.builders.tiny import LATENT, TEXT_DIM, seeded, tiny_unet
-from tests.comfyui.interface import Model, UNetModel, attention_pytorch
+from tests.comfyui.interface import (
+    Model,
+    UNetModel,
+    applied,
+    attention_pytorch,
+    network,
+    optimized_attention,
+)
 
 H, W = 8, 12
 FIRST = next(t for t in range(1, 999) if int(draw_at(t)) == 0) / 1000  # sigma of the first draw
@@ -44,11 +52,6 @@ def block() -> BasicTransformerBlock:
 @pytest.fixture
 def model(block: BasicTransformerBlock) -> Model:
     return Model(UNetModel(block))
-
-
-def applied(node: Any, model: Model, **changes: Any) -> Any:
-    values = {"mode": "keep", "keep": 0.5, "tau": 0.1, "min_tokens": 16} | changes
-    return node.patch(model, **values)[0]
 
 
 def tokens(length: int = H * W, seed: int = 1) -> Tensor:
@@ -304,31 +307,25 @@ def test_attention_that_never_reaches_the_node_is_a_warning(
 
 
 @torch.no_grad()
-def test_another_nodes_attention_is_called_with_merged_keys_alone(node: Any, model: Model) -> None:
-    """With no mask, which its kernel may not take; cross-attention passes through as it is."""
-    shapes: list[Any] = []
+def test_cross_attention_passes_through_as_it_is(node: Any, model: Model) -> None:
+    """Through another node's attention, too."""
+    patched, seen = applied(node, model), []
 
-    def other(function: Any, q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
-        shapes.append((k.shape[1], v.shape[1], kwargs.get("mask") is not None))
-        result: Tensor = function(q, k, v, heads, **kwargs)
+    def other(function: Any, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append([t.shape[1] for t in args[:3]])
+        result: Tensor = function(*args, **kwargs)
         return result
 
-    patched = applied(node, model, keep=0.4)
-    plain = model.self_attention(tokens(), (H, W))
     patched.model_options["transformer_options"]["optimized_attention_override"] = other
-    got = patched.self_attention(tokens(), (H, W))
-    assert 1e-4 < (got - plain).norm() / plain.norm() < 0.1
-    kept = round(0.4 * H * W)
-    assert shapes == [(kept, kept, False)]
+    patched.self_attention(tokens(), (H, W))
+    given = tokens(), tokens(7), tokens(7)
     cross = patched.apply_model(
         torch.zeros(2, 4, H, W),
         0.5,
-        lambda given: given["optimized_attention_override"](
-            attention_pytorch, tokens(), tokens(7), tokens(7), 2, transformer_options=given
-        ),
+        lambda options: optimized_attention(*given, 2, transformer_options=options),
     )
-    assert torch.equal(cross, attention_pytorch(tokens(), tokens(7), tokens(7), 2))
-    assert shapes[1] == (7, 7, False)
+    assert torch.equal(cross, attention_pytorch(*given, 2))
+    assert seen == [[96, 24, 24], [96, 7, 7]]
 
 
 @torch.no_grad()
@@ -351,62 +348,55 @@ def test_a_compiled_model_is_one_graph_for_every_step(node: Any, block: Any, cap
         torch.testing.assert_close(patched.sample(steps), expected)
     assert counter.frame_count == 1
     ours = [record.getMessage() for record in caplog.records if record.name == "mame-sd"]
-    assert ours == ["MaMe merged 96 -> 48 keys at 8 x 12"] * 2
-
-
-class Flux(nn.Module):
-    patch_size = 2
-
-
-class HunyuanVideo(nn.Module):
-    """Of an older engine: the image before the text."""
-
-    patch_size = (1, 2, 2)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.double_blocks = [type("Block", (), {"flipped_img_txt": True})()]
+    assert ours == ["MaMe merged 96 -> 24 keys at 8 x 12"] * 2
 
 
 @pytest.mark.parametrize(
-    ("network", "changes", "message"),
+    ("changes", "message"),
     [
-        (Flux(), {"keep": 0.0}, "keep: expected a share above 0"),
-        (Flux(), {"mode": "tau", "tau": 1.5}, "tau: expected"),
-        (Flux(), {"start_percent": 0.8, "end_percent": 0.2}, "got 0.8 and 0.2"),
-        (Flux(), {"end_percent": 1.5}, "got 0.0 and 1.5"),
-        (Flux(), {"mode": "tau"}, "tau: expected mode keep for Flux, whose keys alone merge"),
-        (
-            HunyuanVideo(),
-            {},
-            "expected HunyuanVideo with its text before its image, got the older order; update",
-        ),
+        ({"keep": 0.0}, "keep: expected a share above 0"),
+        ({"mode": "tau", "tau": 1.5}, "tau: expected"),
+        ({"start_percent": 0.8, "end_percent": 0.2}, "got 0.8 and 0.2"),
+        ({"end_percent": 1.5}, "got 0.0 and 1.5"),
+        ({"mode": "tau"}, "tau: expected mode keep for Flux, whose keys alone merge"),
     ],
 )
 def test_what_cannot_be_is_refused_when_applied(
-    node: Any, network: Any, changes: dict[str, Any], message: str
+    node: Any, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        applied(node, Model(network), **changes)
+        applied(node, Model(network("Flux", patch_size=2)), **changes)
 
 
-def refused(package: Any) -> dict[str, tuple[str, str]]:
-    """By the engine's class: the name by which people know the model, and why it can't merge."""
-    kinds = importlib.import_module(f"{package.__name__}.comfyui.models").FAMILIES
-    return {kind: why for kind, why in kinds.items() if isinstance(why, tuple)}
+def test_an_older_engines_order_of_text_and_image_is_refused(node: Any) -> None:
+    older = network("HunyuanVideo", double_blocks=[SimpleNamespace(flipped_img_txt=True)])
+    with pytest.raises(ValueError, match="expected HunyuanVideo with its text before its image, g"):
+        applied(node, Model(older))
+
+
+def test_a_part_of_the_steps_is_refused_beside_a_compiled_model(node: Any, model: Model) -> None:
+    """As TorchCompileModel makes one: its graph would do at each step what it did at the first."""
+    compiled = {"wrappers": {"apply_model": {"torch.compile": [None]}}}
+    for changes in ({"start_percent": 0.5}, {"end_percent": 0.5}):
+        patched = applied(node, model, **changes)
+        patched.model_options["transformer_options"] |= compiled
+        with pytest.raises(ValueError, match="expected 0 and 1 beside TorchCompileModel"):
+            patched.sample(lambda run: run.self_attention(tokens(), (H, W)))
 
 
 def test_a_refusal_names_the_model_as_people_know_it(package: Any, node: Any) -> None:
     """Its own class, not that of its base: Wan's own merges. One that the node does not know goes
     by diffusers' name.
     """
+    kinds = importlib.import_module(f"{package.__name__}.comfyui.models").FAMILIES
+    refused = {kind: why for kind, why in kinds.items() if isinstance(why, tuple)}
+    refused["LensTransformer2DModel"] = "Lens", "the node does not know yet where its"
     base = type("WanModel", (nn.Module,), {"patch_size": (1, 2, 2)})
-    unknown = {"LensTransformer2DModel": ("Lens", "the node does not know yet where its")}
-    for kind, (name, why) in (refused(package) | unknown).items():
-        network = type(kind, (base,) if "Wan" in kind else (nn.Module,), {})()
+    for kind, (name, why) in refused.items():
+        model = type(kind, (base,) if "Wan" in kind else (nn.Module,), {})()
         message = f"^MaMe token merging: {name} does not merge, since {why}.*; take the node"
         with pytest.raises(ValueError, match=message):
-            applied(node, Model(network))
+            applied(node, Model(model))
 
 
 def test_inputs_are_what_comfyui_reads(package: Any, node: Any) -> None:

@@ -11,24 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mame_sd.core.keys import Grid, KeyMerging, merge_keys
 from mame_sd.core.merge import DRAWS, draw_at
 from tests import oracle
-from tests.comfyui.interface import ErnieImageModel, Model, attention_pytorch
+from tests.comfyui.interface import (
+    ErnieAttention,
+    Model,
+    applied,
+    attention_pytorch,
+    network,
+    optimized_attention,
+)
 from tests.comfyui.recorded import CALLS, Recorded
 
-VALUES = {"mode": "keep", "keep": 0.25, "tau": 0.8, "min_tokens": 64}
 MERGING = {name: call for name, call in CALLS.items() if call.start is not None}
 ALONE = {name: call for name, call in CALLS.items() if call.start is None}
-
-
-def network(call: Recorded) -> nn.Module:
-    module = type(call.model, (nn.Module,), {})()
-    for name, value in call.attributes.items():
-        setattr(module, name, value)
-    return module
 
 
 def tensors(call: Recorded) -> list[Tensor]:
@@ -49,14 +48,10 @@ def mask_of(shape: Any) -> Any:
 def given(call: Recorded) -> dict[str, Any]:
     """The further arguments of a recorded call, as tensors."""
 
-    def made(name: str, value: Any) -> Any:
-        if name == "latent_shapes":
-            return value
-        if isinstance(value, list):
-            return [torch.zeros(shape) for shape in value]
-        return torch.zeros(value)
+    def made(value: Any) -> Any:
+        return [*map(torch.zeros, value)] if isinstance(value, list) else torch.zeros(value)
 
-    return {name: made(name, value) for name, value in call.given.items()}
+    return {n: value if n == "latent_shapes" else made(value) for n, value in call.given.items()}
 
 
 def through(
@@ -78,18 +73,15 @@ def run(
     """The call in the engine, with the node applied (or not, with `node` None); the last layer's
     output.
     """
-    model = Model(network(call))
+    model = Model(network(call.model, **call.attributes))
     model.model_options["transformer_options"] |= options or {}
-    model = model if node is None else node.patch(model, **VALUES)[0]
+    model = model if node is None else applied(node, model)
     args = tuple(mask_of(value) for value in call.args)
     kwargs = {name: mask_of(value) for name, value in call.kwargs.items()}
 
     def attend(given: dict[str, Any]) -> Tensor:
-        override = given.get("optimized_attention_override")
-        if override is None:
-            return function(*qkv, *args, **kwargs)
-        kwargs.update(transformer_options=given, _inside_attn_wrapper=True)
-        return [override(function, *qkv, *args, **kwargs) for _ in range(layers)][-1]
+        how = {**kwargs, "transformer_options": given, "function": function}
+        return [optimized_attention(*qkv, *args, **how) for _ in range(layers)][-1]
 
     result: Tensor = model.sample(lambda run: through(run, call, attend))
     return result.transpose(1, 2).flatten(2) if call.kwargs.get("skip_output_reshape") else result
@@ -169,11 +161,10 @@ def test_any_mask_follows_the_keys(node: Any, shape: tuple[int, ...], kind: torc
     )
 
 
-@pytest.mark.parametrize("scale", [0.05, 0.5])
-def test_another_scale_and_heads_apart(node: Any, scale: float) -> None:
+def test_another_scale_and_heads_apart(node: Any) -> None:
     """As newer engines may ask for; the output is [B, H, L, D]."""
     call = CALLS["Flux"]
-    call = replace(call, kwargs=call.kwargs | {"scale": scale, "skip_output_reshape": True})
+    call = replace(call, kwargs=call.kwargs | {"scale": 0.05, "skip_output_reshape": True})
     qkv = tensors(call)
     torch.testing.assert_close(run(node, call, *qkv), loops(call, *qkv), rtol=1e-4, atol=1e-4)
 
@@ -256,11 +247,9 @@ def test_why_an_image_is_left_alone(
         if mask == "replaced":
             given["optimized_attention_override"] = lambda f, *a, **named: f(*a, **named)
         options = named | {"mask": mask_of(mask) if isinstance(mask, tuple) else None}
-        override = given["optimized_attention_override"]
-        result: Tensor = override(attention_pytorch, *qkv, 2, **options, transformer_options=given)
-        return result
+        return optimized_attention(*qkv, 2, **options, transformer_options=given)
 
-    model = node.patch(Model(network(call)), **VALUES)[0]
+    model = applied(node, Model(network(call.model, **call.attributes)))
     got = model.sample(lambda run: through(run, call, attend, text))
     if not isinstance(mask, tuple):
         assert torch.equal(got, attention_pytorch(*qkv, 2, **named))
@@ -272,26 +261,16 @@ def test_attention_that_the_engine_hands_to_no_node_merges_too(node: Any, caplog
     """ERNIE-Image: the engine's own forward, with the options of the call; nothing after it."""
     caplog.set_level("INFO")
     call = CALLS["ERNIE-Image"]
-    x = tensors(call)[0]
-    model = Model(ErnieImageModel(1))
-    plain = model.network(x)
-    (patched,) = node.patch(model, **VALUES)
-
-    def once() -> Tensor:
-        result: Tensor = patched.sample(
-            lambda run: run.apply_model(
-                torch.zeros(call.latent),
-                0.5,
-                lambda given: run.network(x),
-                context=torch.zeros(2, 7, 24),
-            )
-        )
-        return result
-
+    x, layer = tensors(call)[0], torch.nn.Module()
+    layer.self_attention = ErnieAttention()
+    layers = torch.nn.ModuleList([layer])
+    model = Model(network("ErnieImageModel", patch_size=2, layers=layers))
+    plain = layer.self_attention(x)
+    patched = applied(node, model)
     with patched.patched():
-        got = once()
-        assert torch.equal(model.network(x), plain)  # outside of a call
+        got = patched.sample(lambda run: through(run, call, lambda given: layer.self_attention(x)))
+        assert torch.equal(layer.self_attention(x), plain)  # outside of a call
     assert caplog.messages == ["MaMe merged 96 -> 24 keys at 8 x 12"]
     assert torch.equal(got, run(node, call, x, x, x))
     assert not torch.equal(got, plain)
-    assert torch.equal(model.network(x), plain)
+    assert torch.equal(layer.self_attention(x), plain)

@@ -5,7 +5,7 @@ settings; bookkeeping.
 from __future__ import annotations
 
 import copy
-import warnings
+from types import SimpleNamespace as Pipe
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.hooks import StepHook
 from tests.builders.layers import CONFIGS
+from tests.builders.plans import latest_plans
 from tests.builders.tiny import (
     run_unet,
     seeded,
@@ -89,13 +90,12 @@ def test_each_timestep_has_destinations_of_its_own_whatever_ran_before() -> None
 def test_neighbouring_layers_take_different_draws() -> None:
     unet = tiny_unet()
     inputs = unet_inputs(unet)
-    with torch.no_grad(), mame(unet, keep=0.25, min_tokens=40) as handle:
-        handle.capture()
+    handle = apply_mame(unet, keep=0.25, min_tokens=40)
+    with torch.no_grad(), latest_plans() as plans:
         unet(**inputs)
-        plans: Any = list(handle.plans().values())
     assert len(plans) == 7
-    for number, plan in enumerate(plans):
-        draw = int((draw_at(inputs["timestep"]) + number) % DRAWS)
+    for number, (_, hook) in enumerate(handle.layers):
+        plan, draw = plans[hook.stats.name], int((draw_at(inputs["timestep"]) + number) % DRAWS)
         assert torch.equal(plan.dst, plan.cells.dst[draw])
 
 
@@ -285,13 +285,6 @@ def test_settings_of_a_thread_may_end_in_any_order() -> None:
     assert handle.config.keep == 0.7
 
 
-class Pipe:
-    """What a pipeline is to merging: something that has denoisers."""
-
-    def __init__(self, **models: Any) -> None:
-        self.__dict__.update(models)
-
-
 @pytest.mark.parametrize("name", ["unet", "transformer_2", "transformer_ref"])
 def test_a_denoiser_that_was_replaced_or_came_later_is_told(name: str) -> None:
     pipe = Pipe(transformer=tiny_unet(), unet=tiny_unet())
@@ -358,24 +351,6 @@ def test_deepcopy_merges_with_its_own_weights_and_counters() -> None:
     assert torch.equal(run_unet(twin), run_unet(fresh))
 
 
-def test_capture_keeps_the_latest_plans() -> None:
-    unet = tiny_unet()
-    handle = apply_mame(unet, **MERGING)
-    run_unet(unet)
-    assert handle.plans() == {}
-    handle.capture()
-    run_unet(unet, height=8, width=24)
-    plans = handle.plans()
-    assert len(plans) == 7
-    sizes = {layer.name: layer.size for layer in handle.report().layers}
-    for name, plan in plans.items():
-        size = sizes[name]
-        assert size is not None
-        assert plan.groups.shape == (2, size[0] * size[1])
-    handle.capture(False)
-    assert handle.plans() == {}
-
-
 def test_processor_and_hooks_do_not_merge_twice() -> None:
     unet = tiny_unet()
     unet.set_attn_processor(MaMeAttnProcessor(**MERGING))
@@ -416,18 +391,6 @@ def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
     images = video.squeeze(axis)  # held, as by the call of a model
     hook(unet, (images, 5, None), {})
     assert shared.step.value.step().leader.tolist() == [1, 1]
-
-
-def test_images_too_small_to_merge_are_told_once() -> None:
-    unet = tiny_unet()
-    apply_mame(unet, min_tokens=10**6)
-    with pytest.warns(
-        UserWarning, match=r"no layer merges: each of \d+ was .* the largest has 256 tokens"
-    ):
-        run_unet(unet)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_unet(unet)
 
 
 def test_a_handle_that_is_off_the_model_says_so_when_it_is_switched() -> None:

@@ -138,6 +138,7 @@ def test_errors_are_those_of_the_layers_own_merged_outputs(
     names = {layer.name for layer in handle.report().layers}
     assert set(found.layers) <= names
     name = next(reversed(found.layers))
+    rows = {row[0]: row for row in found.layers[name]}
     module, outputs = unet.get_submodule(name), []
     module.register_forward_hook(lambda _, args, output: outputs.append(output))
 
@@ -151,10 +152,10 @@ def test_errors_are_those_of_the_layers_own_merged_outputs(
         for rule in (False, FORMS[number]):
             with mame(unet, **SMALL, layers={**dict.fromkeys(names, False), name: rule}):
                 made.append(run_unet(unet))
-        assert found.layers[name].errors[number] == [pytest.approx(apart(outputs), rel=1e-4)]
-    assert found.layers[name].effect == [pytest.approx(apart(made), rel=1e-4)], (
-        "of the model's output"
-    )
+        assert rows[number][2] == pytest.approx(apart(outputs), rel=1e-4)
+    assert found.effects[name] == [
+        (pytest.approx(apart(made), rel=1e-4), rows[cal.REFERENCE][2])
+    ], "of the model's output"
     option = next(o for o in cal.options(found)[name] if o.rule == FORMS[cal.REFERENCE])
     assert option.error == pytest.approx(apart(made), rel=1e-4), (
         "what counts is what the model's output loses"
@@ -164,9 +165,8 @@ def test_errors_are_those_of_the_layers_own_merged_outputs(
     shares = [
         form["keep"] + min(form["fit_queries"], tokens) / tokens for form in map(dict, FORMS[:6])
     ]
-    assert [
-        found.layers[name].seconds[n][0] / found.layers[name].unmerged[0] for n in range(6)
-    ] == pytest.approx(shares, abs=0.07)
+    seconds = [rows[number][1] / rows[None][1] for number in range(6)]
+    assert seconds == pytest.approx(shares, abs=0.07)
 
 
 def test_a_call_is_kept_as_it_was() -> None:
@@ -255,15 +255,15 @@ def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allow
     for _ in range(images):
         measure(handle, partial(generate, pipe, num_inference_steps=steps), found, images)
     layers, calls = len(found.layers), images * at
-    each = {len(layer.effect) for layer in found.layers.values()}
-    assert each == {len(layer.own) for layer in found.layers.values()}
+    assert found.effects.keys() == found.layers.keys()
+    each = {len(effects) for effects in found.effects.values()}
     assert len(each) == 1
     assert min(each) >= 2
     rest = images * steps + 2 * calls + images
     assert forwards == rest + layers * each.pop()
     assert forwards <= max(allowed, rest + 2 * layers), "two for each layer at least"
     if allowed == 200:
-        assert all(len(layer.effect) == calls for layer in found.layers.values())
+        assert min(map(len, found.effects.values())) == calls
 
 
 def test_what_can_not_be_calibrated_is_refused_before_anything_runs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace as Pipe
 from typing import Any
 
 import diffusers
@@ -63,13 +64,6 @@ def test_every_component_that_denoises_is_in_a_list() -> None:
     known = {*DENOISERS, *OTHER_NAMES, *LEFT_OUT}
     assert {name: files for name, files in found.items() if name not in known} == {}
     assert known - found.keys() == set(), "a name that no pipeline has any more"
-
-
-class Pipe:
-    """What a pipeline is to merging."""
-
-    def __init__(self, **models: Any) -> None:
-        self.__dict__.update(models)
 
 
 def test_every_denoiser_of_a_pipeline_merges() -> None:

@@ -4,7 +4,6 @@ their own.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from mame_sd import MaMeConfig, apply_mame, plan_tokens, remove_mame
 from mame_sd.diffusion.families.layouts import packed
 from mame_sd.diffusion.families.sequence import SequenceAttention
-from mame_sd.diffusion.families.transformers import BUILT_IN, family_of
+from mame_sd.diffusion.families.transformers import BUILT_IN
 from mame_sd.diffusion.layer import NO_SIZE, UNSEEN, merged_call
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
@@ -102,15 +101,14 @@ def test_flux_positions_are_read_whatever_the_default_device_is() -> None:
         assert packed(model, inputs) == Tokens((H, W), before=TEXT)
 
 
-def test_flux_tokens_that_lie_in_no_grid_merge_without_one() -> None:
+@pytest.mark.parametrize(("fields", "note"), [({"keep": 0.5}, NO_SIZE), ({"tau": 0.1}, "")])
+def test_tokens_that_lie_in_no_grid_merge_without_one(fields: dict[str, Any], note: str) -> None:
     model, inputs = flux()
     inputs["img_ids"] = inputs["img_ids"].roll(1, 0)
-    handle = apply_mame(model, keep=0.5, min_tokens=1)
+    handle = apply_mame(model, min_tokens=60, **fields)
     run(inputs, model)
     for layer in handle.report().layers:
-        assert layer.merged
-        assert layer.size is None
-        assert layer.tokens_kept == layer.tokens_in // 2
+        assert (layer.merged, layer.size, layer.reason) == (True, None, note)
 
 
 @torch.no_grad()
@@ -188,26 +186,6 @@ def test_attention_that_hides_its_keys_is_left_alone_by_keep_and_merges_by_tau()
     plan = plan_tokens(x, TAU)
     got = merged(attn, family, Tokens((H, W)), x=x)
     torch.testing.assert_close(got, plan.restore(attn(plan.merge(x))))
-
-
-@pytest.mark.parametrize(("fields", "note"), [({"keep": 0.5}, NO_SIZE), ({"tau": 0.1}, "")])
-def test_a_sequence_without_rows_and_columns_merges_by_keep_and_says_so(
-    fields: dict[str, Any], note: str
-) -> None:
-    model, inputs = flux()
-    known = family_of(model)
-    assert known is not None
-    register_family(
-        replace(known, tokens=lambda model, call: Tokens((N,), before=TEXT), eager=False)
-    )
-    try:
-        handle = apply_mame(model, min_tokens=60, **fields)
-        run(inputs, model)
-    finally:
-        register_family(known)
-    for layer in handle.report().layers:
-        assert layer.merged
-        assert layer.reason == note
 
 
 def test_inputs_of_unequal_length_are_left_alone() -> None:

@@ -74,21 +74,15 @@ def test_nothing_is_told_while_merging_is_off() -> None:
         once(pipe)
 
 
-def test_a_wrapped_denoiser_goes_on() -> None:
-    pipe = tiny_pipeline()
-    apply_mame(pipe, **MERGING)
-    merged = once(pipe)
-    pipe.unet = torch.compile(pipe.unet, backend="eager")
-    with torch.compiler.set_stance("force_eager"):
-        torch.testing.assert_close(once(pipe), merged)
-
-
-def test_a_copy_that_merges_may_take_the_place() -> None:
+def test_a_copy_that_merges_and_a_wrapper_may_take_the_place() -> None:
     pipe = tiny_pipeline()
     apply_mame(pipe, **MERGING)
     merged = once(pipe)
     pipe.unet = copy.deepcopy(pipe.unet)
     assert torch.equal(once(pipe), merged)
+    pipe.unet = torch.compile(pipe.unet, backend="eager")
+    with torch.compiler.set_stance("force_eager"):
+        torch.testing.assert_close(once(pipe), merged)
 
 
 @pytest.mark.parametrize("copied", ["deepcopy", "saved whole"])

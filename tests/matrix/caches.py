@@ -32,6 +32,7 @@ from tests.builders.caches import (
     taylorseer,
 )
 from tests.builders.pipelines import once
+from tests.builders.plans import latest_plans
 from tests.builders.tiny import tiny_pipeline
 from tests.matrix import transformers
 from tests.matrix.models.registry import MODELS as TINY
@@ -275,14 +276,12 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
     """
     counts: dict[str, int] = {}
     draws: list[Tensor] = []
-    handle.capture()
 
     def after(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         named = next((name for name in ("timestep", "t") if name in kwargs), None)
         draws.append(draw_at(args[1] if named is None else kwargs[named]))
-        plans = handle.plans()
         for number, layer in enumerate(handle.report().layers):
             if layer.calls > counts.get(layer.name, 0):
                 counts[layer.name] = layer.calls
@@ -294,10 +293,10 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
 
     hook = denoiser_of(subject).register_forward_hook(after, with_kwargs=True)
     try:
-        yield draws
+        with latest_plans() as plans:
+            yield draws
     finally:
         hook.remove()
-        handle.capture(False)
 
 
 def check_alone(pair: Pair) -> None:

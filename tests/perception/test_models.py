@@ -5,7 +5,6 @@ checkpointed, taken off again.
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,20 @@ from mame_sd.perception.known_encoders import find_encoder, is_encoder
 from tests.builders.perception import AROUND, DEPTH, EVERY, PATCHES, ROWS, SHALLOW, Row
 from tests.perception.oracle import blocks_of, merged_oracle
 
-every = pytest.mark.parametrize("row", EVERY)
 
-
-def paired(settings: list[Any], each: int) -> list[Any]:
-    """Every class of models with `each` of the settings, dealt out in turn: each setting meets
-    classes of several kinds.
-    """
+def paired(settings: list[Any]) -> list[Any]:
+    """Every class of models with one of the settings, dealt out in turn."""
     return [
-        pytest.param(
-            *row.values,
-            settings[(number * each + k) % len(settings)],
-            id=f"{row.id}-{number * each + k}",
-            marks=row.marks,
-        )
+        pytest.param(*row.values, settings[number % len(settings)], id=row.id, marks=row.marks)
         for number, row in enumerate(EVERY)
-        for k in range(each)
     ]
 
 
-KINDS = ("ViTForImageClassification", "VideoMAEForVideoClassification", "timm ViT")
-few = pytest.mark.parametrize("row", [row for row in EVERY if row.id in KINDS])
+VIT, DINO = (
+    next(row for row in ROWS if row.name == f"{name}ForImageClassification")
+    for name in ("ViT", "Dinov2")
+)
+few = pytest.mark.parametrize("row", [pytest.param(VIT, id=VIT.name), EVERY[-1]])
 TOKENS = {"ViTMAEModel": 27}  # a quarter is masked
 
 
@@ -74,7 +66,7 @@ SETTINGS: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "setting"), paired(SETTINGS, 1))
+@pytest.mark.parametrize(("row", "setting"), paired(SETTINGS))
 def test_output_and_gradients_are_the_oracle_s(
     row: Row, setting: tuple[dict[str, Any], Any]
 ) -> None:
@@ -95,65 +87,52 @@ def test_output_and_gradients_are_the_oracle_s(
     same(results[0][1], results[1][1], rtol=1e-7, atol=1e-7)
 
 
-@every
-@torch.no_grad()
-def test_reports_what_merged_and_leaves_no_trace(row: Row) -> None:
-    model, inputs = row.build(), row.batch()
-    before, names, state = row.call(model, inputs), dir(model), list(model.state_dict())
-    assert is_encoder(model)
-    handle = apply_encoder(model, keep=(0.5, 0.5), blocks=(0, -1))
-    assert not handle.report().calls
-    row.call(model, inputs)
-    report = handle.report()
-    patches = TOKENS.get(row.name, PATCHES)
-    half, quarter = -(-patches // 2), -(-patches // 2) // 2 + (-(-patches // 2) % 2)
-    assert [block.tokens_in for block in report.blocks] == [
-        patches + row.prefix,
-        *[half + row.prefix] * (DEPTH - 1),
+def counted(row: Row, model: Any, inputs: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
+    """What a model gives, and the multiply-adds of its vision transformer."""
+    encoder, counter = find_encoder(model)[0], FlopCounterMode(display=False)
+    hooks = [
+        encoder.register_forward_pre_hook(lambda *_: counter.__enter__() and None),
+        encoder.register_forward_hook(lambda *_: counter.__exit__(None, None, None)),
     ]
-    assert report.blocks[-1].tokens_kept == quarter + row.prefix
-    assert [block.merged for block in report.blocks] == [True, False, False, True]
-    assert report.calls == 1
-    assert report.flops < report.flops_before
-    assert "GFLOPs" in str(report)
-    assert report.to_dict()["blocks"][0]["share"] == report.blocks[0].share
-    assert list(model.state_dict()) == state
-    handle.active = False
-    same(row.call(model, inputs), before, rtol=0, atol=0)
-    handle.active = True
-    handle.remove()
-    assert not handle.installed
-    assert not has_encoder_hooks(model)
-    same(row.call(model, inputs), before, rtol=0, atol=0)
-    assert dir(model) == names
+    with sdpa_kernel(SDPBackend.MATH):  # the counter knows no kernel of the CPU
+        output = row.call(model, inputs)
+    for hook in hooks:
+        hook.remove()
+    return output, counter.get_total_flops() / 2
 
 
 OPTIONS = [{}, {"restore": True}, {"prop_attn": False}]
 
 
-@pytest.mark.parametrize(("row", "options"), paired(OPTIONS, 1))
+@pytest.mark.parametrize(("row", "options"), paired(OPTIONS))
 @torch.no_grad()
-def test_flops_are_those_of_the_operations_that_run(row: Row, options: dict) -> None:
+def test_reports_the_operations_that_run_and_leaves_no_trace(row: Row, options: Any) -> None:
     model, inputs = row.build().requires_grad_(False), row.batch(1)
-    encoder = find_encoder(model)[0]
-    handle = apply_encoder(model, keep=(0.5, 0.8), blocks=(0, 2), **options)
-    counted = []
-    for active in (True, False):
-        handle.active = active
-        counter = FlopCounterMode(display=False)
-        enter, leave = counter.__enter__, partial(counter.__exit__, None, None, None)
-        hooks = [
-            encoder.register_forward_pre_hook(lambda *_, enter=enter: enter() and None),
-            encoder.register_forward_hook(lambda *_, leave=leave: leave()),
-        ]
-        with sdpa_kernel(SDPBackend.MATH):  # the counter knows no kernel of the CPU
-            row.call(model, inputs)
-        counted.append(counter.get_total_flops() / 2)
-        for hook in hooks:
-            hook.remove()
+    before, whole = counted(row, model, inputs)
+    names, state = dir(model), list(model.state_dict())
+    assert is_encoder(model)
+    handle = apply_encoder(model, keep=(0.5, 0.5), blocks=(0, -1), **options)
+    assert not handle.report().calls
+    _, left = counted(row, model, inputs)
     report = handle.report()
-    assert report.flops == counted[0]
-    assert report.flops_before == counted[1]
+    assert (report.calls, report.flops, report.flops_before) == (1, left, whole)
+    patches = TOKENS.get(row.name, PATCHES)
+    half = -(-patches // 2)
+    tokens = [patches, *[half] * (DEPTH - 1), half // 2 + half % 2]
+    seen = [block.tokens_in for block in report.blocks] + [report.blocks[-1].tokens_kept]
+    assert seen == [row.prefix + count for count in tokens]
+    assert [block.merged for block in report.blocks] == [True, False, False, True]
+    assert "GFLOPs" in str(report)
+    assert report.to_dict()["blocks"][0]["share"] == report.blocks[0].share
+    assert list(model.state_dict()) == state
+    handle.active = False
+    same(counted(row, model, inputs)[0], before, rtol=0, atol=0)
+    handle.active = True
+    handle.remove()
+    assert not handle.installed
+    assert not has_encoder_hooks(model)
+    same(counted(row, model, inputs)[0], before, rtol=0, atol=0)
+    assert dir(model) == names
 
 
 @few
@@ -174,16 +153,16 @@ def test_a_copy_merges_with_its_own_weights(row: Row) -> None:
 
 @torch.no_grad()
 def test_saves_as_if_nothing_merged(tmp_path: Path) -> None:
-    row = ROWS[1]
-    model, inputs = row.build(), row.batch()
-    before = row.call(model, inputs)
+    model: Any = VIT.build()
+    inputs = VIT.batch()
+    before = VIT.call(model, inputs)
     apply_encoder(model, keep=0.5)
-    merged = row.call(model, inputs)
+    merged = VIT.call(model, inputs)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
-    same(row.call(loaded, inputs), before, rtol=0, atol=0)
+    same(VIT.call(loaded, inputs), before, rtol=0, atol=0)
     apply_encoder(loaded, keep=0.5)
-    same(row.call(loaded, inputs), merged, rtol=0, atol=0)
+    same(VIT.call(loaded, inputs), merged, rtol=0, atol=0)
 
 
 @few
@@ -199,7 +178,7 @@ def test_trains_under_autocast(row: Row) -> None:
 
 @pytest.mark.parametrize(
     ("reentrant", "fields", "row"),
-    [(False, {"tau": 0.3}, ROWS[1]), (True, {"keep": 0.5}, ROWS[6])],
+    [(False, {"tau": 0.3}, VIT), (True, {"keep": 0.5}, DINO)],
     ids=["tau", "keep, reentrant"],
 )
 def test_checkpointing_changes_no_gradient(

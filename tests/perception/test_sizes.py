@@ -6,18 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from mame_sd import MaMeConfig
 from mame_sd.perception.apply_encoder import apply_encoder
-from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.perception.merged_block import weighted
 from mame_sd.perception.plans import plan_block
-from tests.builders.perception import ROWS, SIDE, Row
+from tests.builders.perception import ROWS
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
-MEAN = next(row for row in ROWS if row.name == "SiglipForImageClassification")
-POOLED = next(row for row in ROWS if row.name == "SiglipVisionModel")
 
 
 @torch.no_grad()
@@ -78,32 +74,3 @@ def test_a_large_value_times_its_size_stays_in_range(fields: Any) -> None:
     x = torch.full((1, 8, 4), 2000.0, dtype=torch.float16)
     plan = plan_block(x, MaMeConfig(**fields), None, 0)
     assert torch.equal(weighted(plan, x, torch.full((1, 8), 60.0))[0], x[:, :4])
-
-
-def twins(row: Row, model: nn.Module) -> dict[str, Any]:
-    """Images whose patches come in pairs of equals, to a model that does not see where they are."""
-    encoder = find_encoder(model)[0]
-    for name, part in encoder.named_parameters():
-        if "position_embedding" in name:
-            part.data.zero_()
-    inputs = row.batch()
-    values = inputs["pixel_values"].unflatten(-1, (SIDE // 8, 2, 4))
-    return {**inputs, "pixel_values": values[:, :, :, :, :1].expand_as(values).flatten(-3)}
-
-
-@pytest.mark.parametrize("row", [VIT, MEAN, POOLED], ids=lambda row: row.name)
-@torch.no_grad()
-def test_counting_sizes_makes_merging_of_equals_exact(row: Row) -> None:
-    model = row.build()
-    inputs = twins(row, model)
-    key = "pooler_output" if row is POOLED else "logits"
-    want = row.call(model, inputs)[key]
-    # half of the tokens: the class token takes no part, and a plain mean of what every pair became
-    # is the pairs' mean
-    pairs: dict[str, Any] = {"prop_attn": True, "restore": True}
-    handle = apply_encoder(model, tau=0.9999, blocks=(0, 2), **pairs)
-    torch.testing.assert_close(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)
-    assert handle.report().blocks[0].share < 0.6
-    if row is VIT:  # without counting, the class token weighs twice as much beside pairs
-        apply_encoder(model, tau=0.9999, blocks=(0,), prop_attn=False)
-        assert not torch.allclose(row.call(model, inputs)[key], want, rtol=1e-4, atol=1e-4)

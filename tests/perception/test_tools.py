@@ -134,22 +134,17 @@ def test_an_exported_graph_merges() -> None:
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @torch.no_grad()
-def test_tracing_is_refused() -> None:
-    model = _First(VIT.build())
+def test_tracing_and_replicas_of_data_parallel_are_refused() -> None:
+    vit, x = VIT.build(), VIT.batch()["pixel_values"]
+    model = _First(vit)
     apply_encoder(model)
     with pytest.raises(RuntimeError, match=r"expected torch.export of a merged model, got torch"):
-        torch.jit.trace(model, VIT.batch()["pixel_values"], check_trace=False)
-    assert model(VIT.batch()["pixel_values"]).isfinite().all(), "nothing is left of it"
-
-
-@torch.no_grad()
-def test_replicas_of_data_parallel_are_refused() -> None:
-    model = VIT.build()
-    apply_encoder(model)
-    replica = model.vit._replicate_for_data_parallel()
-    replica._modules = dict(model.vit._modules)
+        torch.jit.trace(model, x, check_trace=False)
+    assert model(x).isfinite().all(), "nothing is left of it"
+    replica = vit.vit._replicate_for_data_parallel()
+    replica._modules = dict(vit.vit._modules)
     with pytest.raises(RuntimeError, match=r"got a replica of torch\.nn\.DataParallel"):
-        replica(**VIT.batch())
+        replica(x)
 
 
 @pytest.mark.parametrize("fields", [{"tau": 0.4}, {"restore": True}], ids=str)
@@ -276,15 +271,15 @@ def new_convolution(model: Any) -> Any:
 
 
 @NEEDS_TIMM
-@pytest.mark.parametrize("tool", [lora, new_convolution])
 @pytest.mark.parametrize(
-    "features",
+    ("tool", "features"),
     [
-        lambda model: model.forward_features(IMAGE),
-        lambda model: model.get_intermediate_layers(IMAGE, n=[3])[0],
-        lambda model: model.forward_intermediates(IMAGE, [3])[1][0],
+        (lora, lambda model: model.forward_features(IMAGE)),
+        (new_convolution, lambda model: model.forward_features(IMAGE)),
+        (lora, lambda model: model.get_intermediate_layers(IMAGE, n=[3])[0]),
+        (new_convolution, lambda model: model.forward_intermediates(IMAGE, [3])[1][0]),
     ],
-    ids=["features", "layers", "intermediates"],
+    ids=["LoRA", "convolution", "layers", "intermediates"],
 )
 @torch.no_grad()
 def test_tools_go_before_merging_or_after_it_when_parts_of_the_model_are_called(

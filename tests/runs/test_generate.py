@@ -90,7 +90,7 @@ def test_noise_depends_on_seed_id_and_repeat_alone() -> None:
         return torch.randn(4, generator=generator_of(jobs_of(prompts, settings)[index])).tolist()
 
     base = noise(FAST, PROMPTS, 1)
-    assert noise(GenerateSettings(steps=9, batch_size=3, height=64), PROMPTS[1:], 0) == base
+    assert noise(GenerateSettings(steps=9, batch_size=3, guidance=2), PROMPTS[1:], 0) == base
     assert noise(FAST, [Prompt(id="p00002", text="other words")], 0) == base
     assert noise(GenerateSettings(seed=1), PROMPTS, 1) != base
     assert noise(FAST, [Prompt(id="x", text="ant")], 0) != base
@@ -100,14 +100,11 @@ def test_noise_depends_on_seed_id_and_repeat_alone() -> None:
     )
 
 
-def test_batches_are_cut_from_the_whole_list_and_hold_one_size() -> None:
-    prompts = [Prompt(id=str(i), text="x", width=64 if i in (3, 4) else None) for i in range(7)]
-    batches = [[job.name for job in batch] for batch in cut_batches(jobs_of(prompts, FAST), 2)]
-    assert batches == [["0_0", "1_0"], ["2_0"], ["3_0", "4_0"], ["5_0", "6_0"]]
-    negative = [None, "red", "", None]  # some models take none to mean zeros, not an empty text
+def test_batches_are_cut_from_the_whole_list_and_are_steered_or_not() -> None:
+    negative = [None, None, None, "red", "", None]  # to some models none is zeros, no empty text
     prompts = [Prompt(id=str(i), text="x", negative_prompt=text) for i, text in enumerate(negative)]
-    names = [[job.prompt.id for job in batch] for batch in cut_batches(jobs_of(prompts, FAST), 4)]
-    assert names == [["0"], ["1", "2"], ["3"]]
+    names = [[job.name for job in batch] for batch in cut_batches(jobs_of(prompts, FAST), 2)]
+    assert names == [["0_0", "1_0"], ["2_0"], ["3_0", "4_0"], ["5_0"]]
 
 
 def test_a_batch_with_one_image_missing_writes_only_that_one(
@@ -254,37 +251,15 @@ def test_a_run_in_which_nothing_can_merge_is_refused_and_its_folder_takes_other_
     assert run(model, tmp_path, config=None).levels == []
 
 
-def test_a_size_at_which_nothing_merges_is_noted_and_the_run_goes_on(
+def test_images_of_a_given_size_and_their_own_negative_prompt(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    prompts = [Prompt(id="small", text="key", width=16, height=16), Prompt(id="plain", text="key")]
-    config = MaMeConfig(keep=0.5, min_tokens=128)
-    notes: list[str] = []
-    assert (
-        run(model, tmp_path / "run", config=config, prompts=prompts, on_note=notes.append).made == 2
-    )
-    rows = rows_of(tmp_path / "run")
-    assert [bool(row["levels"]) for row in rows] == [False, True]
-    assert ["without merging" in row.get("note", "") for row in rows] == [True, False]
-    assert len(notes) == 1
-    (tmp_path / "run" / "images" / "small_0.png").unlink()
-    assert run(model, tmp_path / "run", config=config, prompts=prompts).made == 1
-    none = [prompts[0], Prompt(id="flat", text="key", width=32, height=8)]
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"at least one (layer to merge|image)"):
-            run(model, tmp_path / "none", config=config, prompts=none)
-
-
-def test_images_of_their_own_size_seed_and_negative_prompt(
-    model: LoadedModel, tmp_path: Path
-) -> None:
-    own = {"width": 48, "height": 24, "negative_prompt": "red", "extra": {"challenge": "x"}}
-    prompts = [Prompt(id="wide", text="key", **own), Prompt(id="plain", text="key")]  # type: ignore[arg-type]
-    run(model, tmp_path, GenerateSettings(steps=1, batch_size=2), prompts=prompts)
+    own = Prompt(id="own", text="key", negative_prompt="red", extra={"challenge": "x"})
+    settings = GenerateSettings(steps=1, batch_size=2, width=48, height=24)
+    run(model, tmp_path, settings, prompts=[own, Prompt(id="plain", text="key")])
     rows = rows_of(tmp_path)
-    assert [(row["width"], row["height"]) for row in rows] == [(48, 24), (32, 32)]
-    assert rows[0]["extra"] == {"challenge": "x"}
-    assert rows[0]["negative_prompt"] == "red"
+    assert [(row["width"], row["height"]) for row in rows] == [(48, 24)] * 2
+    assert (rows[0]["extra"], rows[0]["negative_prompt"]) == ({"challenge": "x"}, "red")
 
 
 @posix

@@ -10,8 +10,9 @@ Such a model is added by:
 
     from mame_sd.families import Family, along, patches, register_family
 
-    register_family(Family("mine", ("MyTransformer",), ("MyAttention",), patches, along(("rotary",
-    0))))
+    register_family(
+        Family("mine", ("MyTransformer",), ("MyAttention",), patches, along(rotary=0))
+    )
 
 Where none of the layouts fits, `tokens` and `select` are functions of your own:
 

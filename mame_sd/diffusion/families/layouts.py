@@ -21,6 +21,7 @@ from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Rows
 
 Layout = Callable[[Any, Call], Tokens | str | None]
+Dims = int | tuple[int, ...] | list[int | None]
 Read = TypeVar("Read", bound=Callable[..., Any])
 UNLIKE = "samples of a batch have their image's tokens at other positions"
 
@@ -53,8 +54,9 @@ def read_once(read: Read) -> Read:
 
 
 def patches(model: Any, call: Call) -> Tokens:
-    """An image [B, C, H, W] in patches of the model's size."""
-    return Tokens(_cut(call["hidden_states"].shape[-2:], model.config))
+    """An image [B, C, H, W] or a video [B, C, T, H, W] in patches of the model's size."""
+    given = next(call[name] for name in ("hidden_states", "controls_latents") if name in call)
+    return Tokens(_cut(given.shape[2:], model.config))
 
 
 def pixels(name: str) -> Layout:
@@ -67,12 +69,6 @@ def of_levels(model: Any, call: Call) -> None:
     columns.
     """
     return
-
-
-def video_patches(model: Any, call: Call) -> Tokens:
-    """A video [B, C, T, H, W] or an image [B, C, H, W], in patches of the model's size."""
-    video = next(call[name] for name in ("hidden_states", "controls_latents") if name in call)
-    return Tokens(_cut(video.shape[2:], model.config))
 
 
 def sides_at(*axes: int) -> Layout:
@@ -406,28 +402,22 @@ def _grid(places: Tensor) -> tuple[int, ...]:
     return (len(places),)
 
 
-def along(
-    pair: tuple[str, int] | None = None, **dims: int | tuple[int, ...] | list[int | None]
-) -> Callable[[Call, Rows], dict[str, Any]]:
+def along(**dims: Dims) -> Callable[[Call, Rows], dict[str, Any]]:
     """A `select` of arguments that hold one row per token along these dimensions: a tensor, or
-    tuples, lists and dicts of them. A dimension of size 1 holds for all tokens.
+    tuples, lists and dicts of them, as (cos, sin) is.
 
-    Args:
-        pair: one that holds (cos, sin), stacked or not, and the dimension of each.
-        dims: the others; a list has the dimension of each part of a tuple, None where it stays.
+    A dimension of size 1 holds for all tokens. A list has the dimension of each part of a tuple,
+    None where it stays.
     """
 
     def select(call: Call, rows: Rows) -> dict[str, Any]:
         found = {name: dim for name, dim in dims.items() if call.get(name) is not None}
-        changed = {name: _picked(call[name], rows, dim) for name, dim in found.items()}
-        if pair is not None and call.get(pair[0]) is not None:
-            changed[pair[0]] = tuple(_picked(part, rows, pair[1]) for part in call[pair[0]])
-        return changed
+        return {name: _picked(call[name], rows, dim) for name, dim in found.items()}
 
     return select
 
 
-def _picked(value: Any, rows: Rows, dims: int | tuple[int, ...] | list[int | None]) -> Any:
+def _picked(value: Any, rows: Rows, dims: Dims) -> Any:
     if isinstance(dims, list):
         parts = zip(value, dims, strict=True)
         return tuple(p if dim is None else _picked(p, rows, dim) for p, dim in parts)

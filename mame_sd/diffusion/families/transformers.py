@@ -17,8 +17,9 @@ from mame_sd.diffusion.families.layouts import along
 
 # Processors that are given the same tokens for queries and keys.
 TWICE = ("hidden_states", "encoder_hidden_states")
-ROTARY = along(("image_rotary_emb", 0))
-MASKED = along(("image_rotary_emb", 0), attention_mask=(-2, -1))
+# (cos, sin), each [L, D], or one tensor of both [2, L, D].
+ROTARY = along(image_rotary_emb=-2)
+MASKED = along(image_rotary_emb=-2, attention_mask=(-2, -1))
 
 
 def _from_cache(call: Call) -> bool:
@@ -79,25 +80,25 @@ BUILT_IN = (
     Family("CogVideoX", ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
            ("Attention.attn1",), at.sides_at(1, 3, 4), ROTARY, joint="first"),
     Family("EasyAnimate", ("EasyAnimateTransformer3DModel",), ("Attention.attn1",),
-           at.video_patches, ROTARY, joint="first"),
+           at.patches, ROTARY, joint="first"),
     Family("PRX", ("PRXTransformer2DModel",), ("PRXAttention.attention",), at.patches,
            along(image_rotary_emb=2), mask=True, joint="first"),
     # Joint attention, the text's keys last.
     Family("HunyuanVideo", ("HunyuanVideoTransformer3DModel",), ("Attention.attn",),
-           at.in_sequence(at.video_patches, after=None), MASKED, outside=("context_embedder",),
+           at.in_sequence(at.patches, after=None), MASKED, outside=("context_embedder",),
            mask=True, joint="last"),
     Family("FramePack", ("HunyuanVideoFramepackTransformer3DModel",), ("Attention.attn",),
-           at.in_sequence(at.video_patches, before=None), ROTARY, outside=("context_embedder",),
+           at.in_sequence(at.patches, before=None), ROTARY, outside=("context_embedder",),
            mask=True, queries=False, joint="last"),  # the mask counts history and text too
     Family("HunyuanVideo 1.5", ("HunyuanVideo15Transformer3DModel",), ("Attention.attn",),
-           at.video_patches, ROTARY, outside=("context_embedder",), mask=True, joint="last"),
+           at.patches, ROTARY, outside=("context_embedder",), mask=True, joint="last"),
     Family("HunyuanImage", ("HunyuanImageTransformer2DModel",), ("Attention.attn",),
-           at.in_sequence(at.video_patches, after=None), MASKED, outside=("context_embedder",),
+           at.in_sequence(at.patches, after=None), MASKED, outside=("context_embedder",),
            mask=True, joint="last"),
     Family("Motif Video", ("MotifVideoTransformer3DModel",), ("MotifVideoAttention.attn",),
-           at.in_sequence(at.video_patches, after=None), MASKED, mask=True, joint="last"),
-    Family("Mochi", ("MochiTransformer3DModel",), ("MochiAttention.attn1",), at.video_patches,
-           ROTARY, mask=True, by_sample=True, joint="last"),
+           at.in_sequence(at.patches, after=None), MASKED, mask=True, joint="last"),
+    Family("Mochi", ("MochiTransformer3DModel",), ("MochiAttention.attn1",), at.patches,
+           along(image_rotary_emb=0), mask=True, by_sample=True, joint="last"),
     Family("JoyImage", ("JoyImageEditTransformer3DModel",), ("JoyImageAttention.attn",),
            at.joyimage, along(image_rotary_emb=[0, None]), references=True, joint="last"),
     Family("JoyImage Edit Plus", ("JoyImageEditPlusTransformer3DModel",),
@@ -133,19 +134,19 @@ BUILT_IN = (
     Family("Wan",
            ("WanTransformer3DModel", "WanVACETransformer3DModel", "WanAnimateTransformer3DModel",
             "ChronoEditTransformer3DModel"),
-           ("WanAttention.attn1",), at.video_patches, along(("rotary_emb", 1))),
+           ("WanAttention.attn1",), at.patches, along(rotary_emb=1)),
     Family("SkyReels V2", ("SkyReelsV2Transformer3DModel",), ("SkyReelsV2Attention.attn1",),
-           at.video_patches, along(rotary_emb=1)),
+           at.patches, along(rotary_emb=1)),
     Family("AnyFlow", ("AnyFlowTransformer3DModel",), ("AnyFlowAttention.attn1",),
            at.sides_at(1, 3, 4), along(rotary_emb=-2)),
     Family("Helios", ("HeliosTransformer3DModel",), ("HeliosAttention.attn1",),
-           at.in_sequence(at.video_patches, before=None), along(rotary_emb=1)),
-    Family("Allegro", ("AllegroTransformer3DModel",), ("Attention.attn1",), at.video_patches,
+           at.in_sequence(at.patches, before=None), along(rotary_emb=1)),
+    Family("Allegro", ("AllegroTransformer3DModel",), ("Attention.attn1",), at.patches,
            along(image_rotary_emb=[None, -1], attention_mask=-1), mask=True),
     Family("Cosmos", ("CosmosTransformer3DModel", "CosmosControlNetModel"),
-           ("Attention.attn1", "CosmosAttention.attn1"), at.video_patches, ROTARY),
+           ("Attention.attn1", "CosmosAttention.attn1"), at.patches, ROTARY),
     Family("LTX", ("LTXVideoTransformer3DModel",), ("LTXAttention.attn1",), at.ltx,
-           along(("image_rotary_emb", 1))),
+           along(image_rotary_emb=1)),
     Family("LTX-2", ("LTX2VideoTransformer3DModel",), ("LTX2Attention.attn1",), at.ltx2,
            along(query_rotary_emb=-2, attention_mask=(-2, -1)), mask=True,
            leaves=("perturbation_mask",)),
@@ -195,8 +196,3 @@ def family_of(model: nn.Module) -> Family | None:
             if kind.__name__ in known:
                 return known[kind.__name__]
     return None
-
-
-def family_names() -> list[str]:
-    """Class names of all models that are known."""
-    return sorted({*REGISTERED, *_MODELS})

@@ -8,33 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from mame_sd.config import MaMeConfig
-from mame_sd.eval.benchmark.gates import ceiling_gate, repeat_gates, unrelated_pairs
+from mame_sd.eval.benchmark.gates import ceiling_gate, unrelated_pairs
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.cli.benchmark import command_again
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.metrics.lpips import Lpips
 from mame_sd.eval.results.schema import Value
 from mame_sd.eval.scoring.per_image import pair_values
-from mame_sd.eval.scoring.retrieval import subjects_by_caption
 from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.tools import Tools
-from mame_sd.runs.generate import generate
-from mame_sd.runs.jobs import jobs_of
-from mame_sd.runs.loading import LoadedModel
 from tests.builders import seeded
-from tests.builders.benchmarks import PROMPTS, SETTINGS, results_of
+from tests.builders.benchmarks import results_of
 from tests.builders.metrics import oracle
 from tests.builders.run_folders import forget_hashes, write_run
-
-
-def test_a_gate_fails_when_the_baseline_is_not_repeated(model: LoadedModel, tmp_path: Path) -> None:
-    far = MaMeConfig(tau=0.0, min_tokens=16)  # seen in images of random weights
-    generate(model, PROMPTS, SETTINGS, far, tmp_path / "merged")
-    jobs = jobs_of(PROMPTS, SETTINGS)[:1]
-    gates = repeat_gates(model, SETTINGS, [jobs], Run.open(tmp_path / "merged"), far)
-    assert [gate.passed for gate in gates] == [False, False]
-    assert all(module.__class__.__name__ != "ToMeBlock" for module in model.pipe.unet.modules())
 
 
 def test_the_ceiling_gate_fails_when_any_method_is_as_far_as_another_prompt(tmp_path: Path) -> None:
@@ -70,14 +56,10 @@ def test_a_report_names_its_command_and_every_gate_can_fail(
     given = [*words.split(), "--width", "64", "--model", str(model_folder), "--device", "cpu"]
     assert cli.run([*given, "--out", str(out)]) == 0, capsys.readouterr().err
     results = results_of(out)
-    assert all(one["prompt"] in subjects_by_caption() for one in results["pictures"])
-    assert not {"retrieval", "background"} & {one["name"] for one in results["metrics"]}, (
-        "it is another model"
-    )
     assert "reference" not in results
     command = shlex.join(["mame-sd-eval", *given])
     assert results["manifest"]["command"] == command
-    assert command in (out / "report.md").read_text(encoding="utf-8")
+    assert command in (out / "report.html").read_text(encoding="utf-8")
     assert "2 prompts (drawn with seed 0), 1 step, seed 0, model tiny" in results["notes"][0]
     assert (
         command_again(["benchmark", "--out=x", "--prompts", "a b"])

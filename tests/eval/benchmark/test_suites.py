@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 
 from mame_sd.cli.groups import PromptOptions
+from mame_sd.embedded.scenes import scenes_by_caption
 from mame_sd.errors import UserError
-from mame_sd.eval.benchmark.rows import chosen_rows, paper_rows
+from mame_sd.eval.benchmark.prompts import drawn, subjects_by_caption
+from mame_sd.eval.benchmark.rows import ROWS, chosen_rows
 from mame_sd.eval.benchmark.suites import SUITES, suite_named
 from mame_sd.eval.cli.benchmark import suite_prompts
 from mame_sd.eval.metric_list import METRICS
-from mame_sd.eval.scoring.retrieval import subjects_by_caption
 from mame_sd.runs.jobs import GenerateSettings
 
 
 def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
-    labels = [row.label for row in paper_rows()]
+    labels = [row.label for row in ROWS.values()][:6]
     assert labels == [
         "baseline",
         "ToMeSD 25 %",
@@ -26,18 +27,17 @@ def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
         "MaMe+MaRe τ 0.8",
         "MaMe default",
     ]
-    config = paper_rows()[3].config["mame"]
+    config = ROWS["mame-0.7"].config["mame"]
     assert (config["tau"], config["keep"]) == (0.7, None)
     assert [row.name for row in chosen_rows("mame-default")] == ["baseline", "mame-default"]
     default = [row.label for row in chosen_rows(None)]
     assert default == [*labels, "means of 2 × 2 keys", "one random key of 2 × 2", "mean attention"]
-    rows = chosen_rows("todo-2,default-0.5,toma-50")
+    rows = chosen_rows("todo-2,default-0.5")
     assert [(row.name, row.family) for row in rows[1:]] == [
         ("todo-2", "rival"),
-        ("toma-50", "rival"),
         ("default-0.5", "mame"),
     ]
-    assert rows[3].config["mame"]["keep"] == 0.5
+    assert rows[2].config["mame"]["keep"] == 0.5
     assert [row.name for row in chosen_rows("default-.5, default-5e-1,default-0.50")] == [
         "baseline",
         "default-0.5",
@@ -63,20 +63,14 @@ def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
         chosen_rows("mame-default,tomesd-99")
 
 
-def test_suites_hold_what_the_paper_and_the_issue_say() -> None:
+def test_what_is_given_stands_over_the_suite() -> None:
     paper = SUITES["paper"]
-    assert (paper.steps, paper.guidance, paper.seed, paper.height, paper.width) == (
-        50,
-        7.5,
-        42,
-        768,
-        768,
-    )
-    assert (paper.dtype, paper.scheduler, paper.num) == ("float32", "dpm++", 2000)
+    assert (paper.scheduler, paper.dtype, paper.num, paper.seed) == ("dpm++", "float32", 2000, 42)
     for suite in SUITES.values():
         assert set(suite.metrics) <= set(METRICS)
         GenerateSettings(**suite.sampling({"steps": 3, "guidance": None}))
-    assert paper.sampling({"steps": 3, "guidance": None})["guidance"] == 7.5
+    sampling = paper.sampling({"steps": 3, "guidance": None})
+    assert (sampling["steps"], sampling["guidance"], sampling["height"]) == (3, 7.5, 768)
     with pytest.raises(UserError, match="--suite: expected one of quick, embedded, paper"):
         suite_named("huge")
 
@@ -99,3 +93,20 @@ def test_suites_find_their_prompts(tmp_path: Path) -> None:
         suite_prompts(SUITES["paper"], every)
     with pytest.raises(UserError, match="--held-out: expected prompts that are drawn"):
         suite_prompts(SUITES["paper"], own, held_out=True)
+
+
+def test_drawn_prompts_are_half_unseen_always_the_same_and_none_of_the_first() -> None:
+    captions = subjects_by_caption()
+    prompts = drawn(captions, 128)
+    assert prompts == drawn(captions, 128)
+    assert len({prompt.text for prompt in prompts}) == 128
+    assert sum(prompt.extra["held_out"] for prompt in prompts) == 64
+    assert len({prompt.text for prompt in drawn(captions, 651)}) == 651
+    with pytest.raises(UserError, match="--num: expected at most 651 drawn prompts, got 652"):
+        drawn(captions, 652)
+    scenes = suite_prompts(SUITES["embedded"], PromptOptions(num=64), "transformer")[0]
+    first = {prompt.text for prompt in scenes}
+    second = drawn(scenes_by_caption(), 64, 1, without=first)
+    assert first < set(scenes_by_caption())
+    assert len({prompt.text for prompt in second} - first) == 64
+    assert sum(prompt.extra["held_out"] for prompt in second) == 32

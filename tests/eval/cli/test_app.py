@@ -44,6 +44,10 @@ BAD: dict[str, tuple[str, str]] = {
         "benchmark --suite paper",
         "--suite paper: expected --prompts FILE, got none",
     ),
+    "reference": (
+        "benchmark --model ./none --reference nope",
+        "--reference: expected a folder of images, but nope is not one",
+    ),
     "model": ("benchmark --model ./none", "--model ./none: expected a folder"),
     "weights-dir": (  # before the model
         "benchmark --model ./none --weights-dir none",
@@ -111,11 +115,15 @@ def test_the_suites_are_documented_as_they_are() -> None:
 def test_every_option_has_help() -> None:
     command = get_command(cli.app)
     assert isinstance(command, typer.core.TyperGroup)
-    commands = "score benchmark classify caption token-maps cache cache-cost report weights doctor"
+    commands = "score benchmark classify caption cache cache-cost report weights doctor"
     assert set(command.commands) == set(commands.split())
     for name, sub in command.commands.items():
         for parameter in sub.params:
             assert getattr(parameter, "help", None), f"{name} {parameter.name}"
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_help_and_usage_errors_import_no_torch() -> None:
@@ -123,5 +131,10 @@ def test_help_and_usage_errors_import_no_torch() -> None:
         "import sys; from mame_sd.eval.cli import app; app.run(['benchmark', '--suite', 'x']);"
         " print('torch' in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout == "False\n"
+    assert python(code).stdout == "False\n"
+
+
+def test_the_folders_own_name_is_refused_so_that_no_module_is_loaded_twice() -> None:
+    assert python("from eval.scoring import runs").stderr.splitlines()[-1] == (
+        "ImportError: expected the name mame_sd.eval, got eval; import mame_sd.eval"
+    )

@@ -101,12 +101,11 @@ def test_clip_comes_from_weights_dir_checked(
     clip: Clip, clip_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry = REGISTRY["clip-vit-b-32"]
-    (source,) = entry.sources
-    assert source.file == "clip-vit-base-patch32/pytorch_model.bin"
+    assert entry.file == "clip-vit-base-patch32/pytorch_model.bin"
     with pytest.raises(UserError, match="with the sha256 a63082132ba4"):
         load_clip("clip-vit-b-32", weights_dir=clip_folder.parent, offline=True)
-    trusted = replace(source, sha256=file_sha256(clip_folder / "pytorch_model.bin"))
-    monkeypatch.setitem(REGISTRY, "clip-vit-b-32", replace(entry, sources=(trusted,)))
+    trusted = replace(entry, sha256=file_sha256(clip_folder / "pytorch_model.bin"))
+    monkeypatch.setitem(REGISTRY, "clip-vit-b-32", trusted)
     loaded = load_clip("clip-vit-b-32", weights_dir=clip_folder.parent, offline=True)
     assert (loaded.name, loaded.weights_hash) == ("CLIP clip-vit-b-32", clip.weights_hash)
     both = tmp_path / clip_folder.name

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,21 +18,15 @@ from mame_sd.eval.networks.extractors import Extractor, load_inception, resize
 from mame_sd.eval.weights.files import file_sha256
 from mame_sd.eval.weights.registry import REGISTRY
 from tests.builders import seeded
+from tests.builders.metrics import ORACLES, oracle
 
-ORACLES = Path(__file__).parents[2] / "oracles"
 TAPS = slice(None, None, 97)  # of a long vector, these are recorded
-
-
-@cache
-def oracle(part: str) -> Any:
-    return json.loads((ORACLES / "eval.json").read_text())[part]
 
 
 @pytest.fixture(scope="module")
 def inception_state() -> dict[str, Tensor]:
-    return seeded.inception_weights(
-        json.loads((ORACLES / "inception_convolutions.json").read_text())
-    )
+    file = ORACLES.with_name("inception_convolutions.json")
+    return seeded.inception_weights(json.loads(file.read_text()))
 
 
 def same(found: Tensor, expected: list[list[float]]) -> bool:
@@ -47,14 +39,13 @@ def published(
 ) -> Path:
     """A folder with weights that pass for the published ones."""
     entry = REGISTRY["inception-fid"]
-    file = tmp_path / "weights" / entry.sources[1].file
+    file = tmp_path / "weights" / entry.others[0]
     file.parent.mkdir()
     torch.save(inception_state, file)
     with pytest.raises(UserError, match="with the sha256 6726825d"):
         load_inception(file.parent, offline=True)
     digest = file_sha256(file)
-    sources = tuple(replace(source, sha256=digest) for source in entry.sources)
-    monkeypatch.setitem(REGISTRY, "inception-fid", replace(entry, sources=sources))
+    monkeypatch.setitem(REGISTRY, "inception-fid", replace(entry, sha256=digest))
     return file.parent
 
 

@@ -60,6 +60,4 @@ def test_networks_run_in_whole_precision_whatever_the_user_allows(choice: str) -
         assert [place.fp32_precision for place in PLACES] == ["ieee"] * 4
         assert (BACKENDS.cudnn.deterministic, BACKENDS.cudnn.benchmark) == (True, False)
         assert not torch.is_grad_enabled()
-        made = torch.nn.functional.conv2d(torch.ones(1, 3, 8, 8), torch.ones(2, 3, 3, 3))
-        assert (made @ torch.ones(6, 2)).isfinite().all()
     assert precisions() == before

@@ -92,7 +92,7 @@ def test_every_row_has_every_value(finished: Path) -> None:
     assert "ToMe, FLOPs of MaMe τ 0.3 (paper)" in page
     assert "McNemar" in page
     assert "prompt" not in page.split("</style>")[1].split("<script>")[0]
-    assert "Ahead of ToMe" in (finished / "report.md").read_text(encoding="utf-8")
+    assert "Ahead of ToMe" in (finished / "report.html").read_text(encoding="utf-8")
 
 
 @torch.no_grad()
@@ -266,7 +266,7 @@ def test_a_model_of_features_alone_answers_by_the_nearest_image_of_a_gallery(
     assert rows["mame-0.3"]["values"]["agreement"]["n"] == len(expected)
     if images.labels is None:
         assert rows["mame-0.3"]["values"]["top1"]["withheld"] == "the images have no labels"
-        assert "no labels" in (out / "report.md").read_text(encoding="utf-8")
+        assert "no labels" in (out / "report.html").read_text(encoding="utf-8")
     else:
         right = sum(a == b for a, b in zip(expected, images.labels[middle:], strict=True))
         assert rows["baseline"]["values"]["top1"]["mean"] == pytest.approx(100 * right / middle)

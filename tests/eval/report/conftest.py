@@ -8,8 +8,7 @@ import pytest
 
 from mame_sd.eval.report import render
 from mame_sd.eval.results.read import parse
-from tests.builders.report_example import example
-from tests.builders.report_page import Results
+from tests.builders.report_example import Results, example
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from PIL import ExifTags, Image
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.scoring import clean_fid
 from mame_sd.eval.weights.files import file_sha256
-from tests.builders.scored_runs import noise
+from tests.builders.metrics import noise
 
 
 class RecordingStandIn:

@@ -14,11 +14,12 @@ from PIL import Image
 
 from mame_sd.errors import UserError
 from mame_sd.eval.metric_list import METRICS
-from mame_sd.eval.scoring.reference import open_reference
+from mame_sd.eval.scoring.reference import check_foreign, open_reference
 from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.sets import set_value
 from mame_sd.eval.scoring.tools import Tools
 from mame_sd.eval.scoring.withheld import withheld, withheld_by
+from tests.builders.metrics import noise
 from tests.builders.run_folders import write_run
 
 
@@ -38,7 +39,7 @@ class MeanColourStandIn:
 
 
 def tools_with_stand_ins() -> Tools:
-    return Tools(networks={"inception": MeanColourStandIn()})
+    return Tools(networks={"inception-fid": MeanColourStandIn()})
 
 
 def coloured(count: int, brighter: int) -> dict[str, np.ndarray]:
@@ -111,3 +112,23 @@ def test_what_images_and_references_cannot_serve_is_withheld(tmp_path: Path, cou
         ("ssim", "images of 8 x 8, needs 11 x 11"),
     ):
         assert withheld(METRICS[name], run, None) == reason
+
+
+def test_the_reference_is_known_by_what_it_holds(tmp_path: Path) -> None:
+    for name, order in (("one", 1), ("other", -1)):
+        (tmp_path / name).mkdir()
+        for place, pixels in zip("ab", [noise(1), noise(2)][::order], strict=True):
+            Image.fromarray(pixels).save(tmp_path / name / f"{place}.png")
+    (tmp_path / "one" / "below").mkdir()
+    Image.fromarray(noise(4)).save(tmp_path / "one" / "below" / "c.png")
+    one, other = open_reference(tmp_path / "one"), open_reference(tmp_path / "other")
+    assert one.digest == other.digest
+    assert one.about() == {"name": "one", "n": 2, "sha256": one.digest}
+    Image.fromarray(noise(3)).save(tmp_path / "other" / "b.png")
+    assert open_reference(tmp_path / "other").digest != one.digest
+    shared = Run.open(write_run(tmp_path / "run", {"x_0": noise(2), "y_0": noise(5)}))
+    with pytest.raises(
+        UserError, match=r"got 1 that are also in .*run \(x_0\); ask for fid_to_baseline"
+    ):
+        check_foreign(one, shared)
+    check_foreign(None, shared)

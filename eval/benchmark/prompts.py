@@ -1,0 +1,58 @@
+"""Prompts drawn of those that an embedded model was made for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Mapping
+
+from mame_sd.embedded import model as subjects
+from mame_sd.embedded.scenes import scenes_by_caption
+from mame_sd.errors import UserError
+from mame_sd.runs.prompt_files import Prompt
+
+Captions = Mapping[str, tuple[str, str]]  # (subject, background) of each prompt
+
+
+def subjects_by_caption() -> Captions:
+    """Every prompt that the embedded UNet was made for."""
+    pairs = (
+        (name, background) for name in subjects.glyph_names() for background in subjects.BACKGROUNDS
+    )
+    return {subjects.caption(*pair): pair for pair in pairs}
+
+
+CAPTIONS: dict[str, Callable[[], Captions]] = {
+    "unet": subjects_by_caption,
+    "transformer": scenes_by_caption,
+}  # by the embedded model's name
+
+
+def drawn(
+    captions: Captions, count: int, seed: int = 0, without: Collection[str] = ()
+) -> list[Prompt]:
+    """`count` prompts other than those of `without`, half of them pairs that training never saw.
+
+    Raises UserError for more than there are: twice as many as it was not trained on.
+    """
+    rng = random.Random(seed)
+    left = {caption: pair for caption, pair in captions.items() if caption not in without}
+    held = [caption for caption, pair in left.items() if subjects.is_held_out(*pair)]
+    seen = [caption for caption, pair in left.items() if not subjects.is_held_out(*pair)]
+    if count // 2 > len(held):
+        raise UserError(
+            f"--num: expected at most {2 * len(held) + 1} drawn prompts, got {count}; lower it,"
+            " or give --prompts"
+        )
+    chosen = rng.sample(held, count // 2) + rng.sample(seen, count - count // 2)
+    return [
+        Prompt(
+            id=f"{number:03}",
+            text=text,
+            extra={
+                "glyph": left[text][0],
+                "background": left[text][1],
+                "held_out": number < count // 2,
+            },
+        )
+        for number, text in enumerate(chosen)
+    ]
