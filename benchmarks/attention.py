@@ -12,7 +12,6 @@ output is compared with float64: where the fast path computes something else, th
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from typing import Any
 
@@ -23,14 +22,13 @@ from torch import Tensor
 from mame_sd import attention
 from mame_sd.eval.tables import markdown_table
 from mame_sd.eval.timing import interleaved, quartiles, seconds_of
-from mame_sd.runs.generate import environment_on
 
 SHAPES = ((1024, 8), (4096, 20), (9216, 10), (36864, 2))  # tokens, heads of 64
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
 
 
 def without_bias(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Attention by a kernel that takes no bias, as FlashAttention and SageAttention take none."""
+    """Compute attention by a kernel that takes no bias, as FlashAttention and SageAttention do."""
     return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
 
@@ -42,8 +40,14 @@ def inputs(tokens: int, heads: int, device: torch.device, dtype: torch.dtype) ->
 
 
 @torch.no_grad()
-def row(tokens: int, heads: int, device: torch.device, dtype: torch.dtype, rounds: int) -> Any:
-    """Times as fast by share of keys, (first quartile, median, third), and the unmerged seconds."""
+def row(
+    tokens: int, heads: int, device: torch.device, dtype: torch.dtype, rounds: int
+) -> tuple[float, list[float]]:
+    """Time one layer: its unmerged seconds, and how many times as fast each share of keys is.
+
+    Raises:
+        SystemExit: the merged layer computes something else than in float64.
+    """
     q, k, v = inputs(tokens, heads, device, dtype)
     side = int(tokens**0.5)
     every: dict[str, Any] = {"all": partial(F.scaled_dot_product_attention, q, k, v)}
@@ -54,25 +58,13 @@ def row(tokens: int, heads: int, device: torch.device, dtype: torch.dtype, round
         far = (every["0.25"]().double() - exact).abs().max() / exact.abs().max()
         if far > {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}[dtype]:
             raise SystemExit(f"error: expected float64's output to {dtype}, got {far:.1e} off")
-    rounds_found = [
-        found
-        for _, found in interleaved(
-            list(every),
-            rounds,
-            lambda name, number: seconds_of(every[name], device)[1],
-            warm_up=lambda name: every[name](),
-        )
-    ]
-    return {
-        "tokens": tokens,
-        "heads": heads,
-        "seconds": quartiles([found["all"] for found in rounds_found])[1],
-        **{
-            name: quartiles([found["all"] / found[name] for found in rounds_found])
-            for name in every
-            if name != "all"
-        },
-    }
+
+    def seconds(name: str, number: int = 0) -> float:
+        return seconds_of(every[name], device)[1]
+
+    found = [one for _, one in interleaved(list(every), rounds, seconds, warm_up=seconds)]
+    times = [quartiles([one["all"] / one[str(keep)] for one in found])[1] for keep in KEEPS]
+    return quartiles([one["all"] for one in found])[1], times
 
 
 def main() -> None:
@@ -87,22 +79,13 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="1,024 and 4,096 tokens alone")
     args = parser.parse_args()
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    rows = [
-        row(tokens, heads, device, dtype, args.rounds)
-        for tokens, heads in SHAPES[: 2 if args.short else None]
-    ]
-    cells = [
-        [
-            f"{one['tokens']:,}",
-            str(one["heads"]),
-            f"{one['seconds']:.3f}",
-            *(f"{one[str(keep)][1]:.2f}" for keep in KEEPS),
-        ]
-        for one in rows
-    ]
-    heads = ["tokens", "heads", "seconds", *(f"keep {keep}" for keep in KEEPS)]
-    print(markdown_table(heads, cells))
-    print(json.dumps({"benchmark": "attention", "machine": environment_on(device), "rows": rows}))
+    cells = []
+    for tokens, heads in SHAPES[: 2 if args.short else None]:
+        seconds, times = row(tokens, heads, device, dtype, args.rounds)
+        shown = (f"{one:.2f}" for one in times)
+        cells.append([f"{tokens:,}", str(heads), f"{seconds:.3f}", *shown])
+    names = ["tokens", "heads", "all keys, s", *(f"keep {keep}" for keep in KEEPS)]
+    print(markdown_table(names, cells))
 
 
 if __name__ == "__main__":

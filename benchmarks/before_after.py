@@ -36,17 +36,12 @@ PROMPTS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="the picture, .webp or .png")
-    parser.add_argument("--model", default="embedded-unet", help="the model (default: %(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=4, help="denoising steps (default: %(default)s)"
-    )
-    parser.add_argument("--prompts", nargs="+", default=PROMPTS, help="the prompts")
-    given = parser.parse_args()
-    model = load_model(ModelChoice(model=given.model))
-    settings = GenerateSettings(steps=given.steps)
-    jobs = jobs_of(prompts_from_texts(given.prompts), settings)
+    out = parser.parse_args().out
+    model = load_model(ModelChoice(model="embedded-unet"))
+    settings = GenerateSettings(steps=4)
+    jobs = jobs_of(prompts_from_texts(PROMPTS), settings)
     sample(model, GenerateSettings(steps=1), jobs[:1])  # starting up is in nobody's seconds
-    fewer = replace(settings, steps=given.steps - 1)
+    fewer = replace(settings, steps=3)
     ways: dict[str, tuple[GenerateSettings, MaMeConfig | None]] = {
         "unmerged": (settings, None),
         "merged": (settings, MaMeConfig()),
@@ -67,7 +62,7 @@ def main() -> None:
             unmerged = unmerged or image
             seconds[way] += taken
             rows[way].append(Cell(enlarge(image, 256), (f"{way}{near}, {taken:.1f} s",)))
-    draw_sheet(tuple(rows.values())).save(given.out, quality=88, method=6)
+    draw_sheet(tuple(rows.values())).save(out, quality=88, method=6)
     times = {way: round(seconds["unmerged"] / total, 3) for way, total in seconds.items()}
     rounded = {way: round(total, 2) for way, total in seconds.items()}
     print(json.dumps({"seconds": rounded, "times as fast": times}))

@@ -9,41 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
+from benchmarks.launches import Work
 from mame_sd.core.merge import MIN_TOKENS
 
 SMALLEST = 2.5e-6  # seconds: no kernel takes less
 LAUNCH = 6e-6  # seconds in which PyTorch launches one kernel from Python, at best
 SLOW_LAUNCH = 27e-6  # and where its dispatcher is slow
 MEMORY = 0.8  # share of the printed bandwidth that a kernel sees
-SINGLE = 0.65  # share of the peak that products and convolutions of fp32 reach
-THIRDS = 0.7  # and attention of fp32, of a third of TF32's peak
+SINGLE = 0.65  # share of the peak that products of fp32 reach
 MASKED = 0.65  # of the speed of attention: that of attention with a mask
-
-
-class Work(NamedTuple):
-    """One operation of a graphics card.
-
-    Attributes:
-        name: of the operation.
-        kind: "product", "convolution", "attention", "masked attention", or "other".
-        dtype: of its inputs.
-        bytes: read and written.
-        flops: two for each multiplication and addition.
-        launches: kernels that it is made of.
-        width: of a head, with attention.
-    """
-
-    name: str
-    kind: str
-    dtype: torch.dtype
-    bytes: float
-    flops: float
-    launches: int = 1
-    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,7 +32,6 @@ class Card:
         name: as PyTorch names the card.
         bandwidth: bytes of its memory.
         half: products of fp16 and bf16 with sums in fp32, FLOPs.
-        tf32: products of fp32 rounded to TF32, FLOPs; 0: it has none.
         single: products in fp32, FLOPs.
         products: the share of `half` that products and convolutions reach.
         attention: that which attention reaches.
@@ -64,7 +40,6 @@ class Card:
     name: str
     bandwidth: float
     half: float
-    tf32: float
     single: float
     products: float
     attention: float
@@ -87,10 +62,6 @@ class Card:
         least = work.launches * SMALLEST
         return max(least, work.bytes / (MEMORY * self.bandwidth), work.flops / self.speed(work))
 
-    def busy(self, work: Iterable[Work]) -> float:
-        """How long it is busy with all of them, one after the other."""
-        return sum(map(self.seconds, work))
-
     def eager(self, work: Iterable[Work], launch: float = LAUNCH) -> float:
         """How long they take where each kernel is launched from Python, which may run ahead of the
         card.
@@ -105,33 +76,32 @@ class Card:
         return done
 
     def speed(self, work: Work) -> float:
-        """FLOPs in a second that an operation of this kind reaches."""
-        halves, attends = work.dtype in (torch.float16, torch.bfloat16), "attention" in work.kind
-        if not attends:
-            # PyTorch lets cuDNN round fp32 to TF32, and other products not.
-            full = self.tf32 if work.kind == "convolution" and self.tf32 else self.single
-            return self.products * self.half if halves else SINGLE * full
-        # Attention of fp32 is three products in TF32 (`OpMultiplyAddFastF32` in PyTorch's
-        # mem_eff_attention).
-        full = (
-            self.attention * self.half if halves else THIRDS * self.tf32 / 3 or SINGLE * self.single
-        )
+        """FLOPs in a second that an operation of this kind reaches.
+
+        Raises:
+            ValueError: attention or a convolution in fp32, which no model here has.
+        """
+        halves = work.dtype in (torch.float16, torch.bfloat16)
+        if not halves and work.kind not in ("product", "other"):
+            raise ValueError(f"expected {work.kind} in 16 bits, got {work.dtype}; cast the model")
+        if "attention" not in work.kind:
+            return self.products * self.half if halves else SINGLE * self.single
         used = work.width / (-(-work.width // 32) * 32)  # heads are padded to multiples of 32
-        return full * used * (MASKED if work.kind == "masked attention" else 1)
+        return self.attention * self.half * used * (MASKED if "masked" in work.kind else 1)
 
 
 # Peaks are their makers', for sums in fp32. Shares of them are assumed to fit published times.
 # Those of Stable Diffusion 1.5 are what diffusers' documentation measured on the 3090, the 4090 and
 # the A100. Those of SDXL lie between what NVIDIA measured of PyTorch and of TensorRT on the H100. A
-# 3060 is taken for a smaller 3090. `benchmarks.gpu` prints how far off.
+# 3060 is taken for a smaller 3090.
 _GEFORCE = {"products": 0.77, "attention": 0.8}
 CARDS = {
     card.name: card
     for card in (
-        Card("GeForce RTX 3060", 0.36e12, 25.5e12, 12.7e12, 12.7e12, **_GEFORCE),
-        Card("GeForce RTX 3090", 0.936e12, 71e12, 35.6e12, 35.6e12, **_GEFORCE),
-        Card("GeForce RTX 4090", 1.008e12, 165e12, 82.6e12, 82.6e12, **_GEFORCE),
-        Card("A100", 1.555e12, 312e12, 156e12, 19.5e12, products=0.38, attention=0.55),
-        Card("H100", 3.35e12, 989e12, 494e12, 67e12, products=0.3, attention=0.4),
+        Card("GeForce RTX 3060", 0.36e12, 25.5e12, 12.7e12, **_GEFORCE),
+        Card("GeForce RTX 3090", 0.936e12, 71e12, 35.6e12, **_GEFORCE),
+        Card("GeForce RTX 4090", 1.008e12, 165e12, 82.6e12, **_GEFORCE),
+        Card("A100", 1.555e12, 312e12, 19.5e12, products=0.38, attention=0.55),
+        Card("H100", 3.35e12, 989e12, 67e12, products=0.3, attention=0.4),
     )
 }

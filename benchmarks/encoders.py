@@ -1,17 +1,15 @@
 """FLOPs of vision transformers at real size, beside those that the paper prints.
 
-    python -m benchmarks.encoders --flops  # no weights, no images: on the meta device
+    python -m benchmarks.encoders  # no weights, no images: on the meta device
 
 FLOPs are multiply-adds for one image of 224 x 224, as `handle.report()` counts them.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
 from mame_sd.eval.tables import markdown_table
@@ -45,10 +43,13 @@ ARCHITECTURES = {
 }
 
 
-def vit(name: str, side: int = 224) -> nn.Module:
-    """The architecture `name` with 1000 classes for images of `side` pixels, on the default
-    device.
-    """
+@torch.no_grad()
+def counted(
+    name: str,
+    blocks: tuple[int, ...] | None = HALVED,
+    keep: float | list[float] | None = 0.5,
+) -> EncoderReport:
+    """Report one image of 224 x 224 through the architecture `name`, merged in `blocks`."""
     one = ARCHITECTURES[name]
     config = ViTConfig(
         hidden_size=one.width,
@@ -56,25 +57,14 @@ def vit(name: str, side: int = 224) -> nn.Module:
         num_hidden_layers=one.depth,
         num_attention_heads=one.heads,
         patch_size=one.patch,
-        image_size=side,
+        image_size=224,
         num_labels=1000,
     )
-    return ViTForImageClassification(config).eval()
-
-
-@torch.no_grad()
-def counted(
-    name: str,
-    blocks: tuple[int, ...] | None = HALVED,
-    keep: float | list[float] | None = 0.5,
-    side: int = 224,
-) -> EncoderReport:
-    """The report of one image through the architecture `name`, merged in `blocks`."""
     with torch.device("meta"):
-        model = vit(name, side)
+        model = ViTForImageClassification(config).eval()
         each = [keep] * len(blocks) if isinstance(keep, float) and blocks else keep
         handle = apply_encoder(model, keep=each, blocks=blocks)
-        model(torch.empty(1, 3, side, side))
+        model(torch.empty(1, 3, 224, 224))
     return handle.report()
 
 
@@ -105,14 +95,5 @@ def flops_table() -> str:
     return markdown_table(heads.split(" | "), rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--flops", action="store_true", help="the table of FLOPs, the default")
-    parser.parse_args()
-    print(flops_table())
-
-
 if __name__ == "__main__":
-    main()
+    print(flops_table())

@@ -14,126 +14,86 @@ launch take 27 us. Cells say how many times as fast as unmerged.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
-from benchmarks.cards import CARDS, LAUNCH, SLOW_LAUNCH, Card, Work
+from benchmarks.cards import CARDS, LAUNCH, SLOW_LAUNCH, Card
 from benchmarks.gpu_models import CASES, Case, On, rows_of
-from benchmarks.launches import META, counted, on_card, pretended
+from benchmarks.launches import META, Work, counted, on_card, pretended
 from mame_sd.eval.tables import markdown_table
 
-RECKONED = "Reckoned from counted kernels, not measured on a card."
+Seconds = tuple[float, float, float]  # likely, harsh, attention twice as fast
+Rows = dict[str, dict[str, tuple[int, Seconds]]]  # launches and seconds by row and card
 
 
 def count(case: Case, on: On) -> list[Work]:
-    """The kernels of one forward of a case within `on`."""
+    """Count the kernels of one forward of a case within `on`."""
     model = on_card(case.build(META))
     with on(model):
         with pretended():
-            args, kwargs, known = case.inputs(model)
-        repeats = {model.get_submodule(path): times for path, times in case.repeats}
+            named, known = case.inputs(model)
+        repeats = {model.get_submodule(path): times for path, times in case.repeats.items()}
         with pretended(known):
-            return counted(lambda: model(*args, **kwargs), repeats)
+            return counted(lambda: model(**named), repeats)
 
 
-def seconds(work: Sequence[Work], card: Card) -> tuple[float, float]:
-    """Of one forward: likely, and at harsh assumptions."""
-    return card.eager(work, LAUNCH), card.harsh.eager(work, SLOW_LAUNCH)
+def seconds(work: Sequence[Work], card: Card) -> Seconds:
+    """Reckon one forward: likely, harsh, and with attention in half of its time, as Flash 3 or Sage
+    may have it.
+    """
+    faster = [one._replace(flops=one.flops / 2) if "attention" in one.kind else one for one in work]
+    harsh = card.harsh.eager(work, SLOW_LAUNCH)
+    return card.eager(work, LAUNCH), harsh, card.eager(faster, LAUNCH)
 
 
-def twice_as_fast(work: Sequence[Work]) -> list[Work]:
-    """The same work where attention takes half of its time, as Flash 3 or Sage may."""
-    return [one._replace(flops=one.flops / 2) if "attention" in one.kind else one for one in work]
-
-
-def reckon(case: Case, cards: Sequence[Card]) -> dict[str, dict[str, Any]]:
-    """Kernels, and by card the seconds (likely, harsh, attention twice as fast), of each row."""
-    found: dict[str, dict[str, Any]] = {}
+def reckon(case: Case, cards: Sequence[Card]) -> Rows:
+    """Reckon launches and seconds of each row, by card."""
+    found: Rows = {}
     works: dict[tuple[str, int], list[Work]] = {}
     for card in cards:
-        for row, on in rows_of(case, card.min_tokens).items():
+        for row, on in rows_of(card.min_tokens).items():
             key = row, card.min_tokens if row.startswith("default") else 0
             if key not in works:
                 works[key] = count(case, on)
-            work = works[key]
-            entry = found.setdefault(row, {"launches": [], "seconds": {}})
-            entry["launches"].append(sum(one.launches for one in work))
-            entry["seconds"][card.name] = (
-                *seconds(work, card),
-                card.eager(twice_as_fast(work), LAUNCH),
-            )
+            launches = sum(one.launches for one in works[key])
+            found.setdefault(row, {})[card.name] = launches, seconds(works[key], card)
     return found
 
 
-def table(row: str, found: Mapping[str, Mapping[str, Any]], cards: Sequence[Card]) -> str:
-    """One row of all cases as Markdown: times as fast as unmerged, likely / harsh / faster
+def table(row: str, found: Mapping[str, Rows]) -> str:
+    """Show one row of all cases as Markdown: times as fast as unmerged, likely / harsh / faster
     attention; of the unmerged models the milliseconds, likely.
     """
-    lines = []
+    lines, cards = [], []
     for name, rows in found.items():
-        if row not in rows:
-            continue
-        least, most = min(rows[row]["launches"]), max(rows[row]["launches"])
-        cells = [name, f"{least:,}" if least == most else f"{least:,} to {most:,}"]
-        for card in cards:
-            plain, own = (rows[r]["seconds"][card.name] for r in ("unmerged", row))
-            cells.append(
-                f"{1e3 * own[0]:,.1f} ms"
-                if row == "unmerged"
-                else "/".join(f"{a / b:.2f}" for a, b in zip(plain, own, strict=True))
-            )
+        counts = sorted({count for count, _ in rows[row].values()})
+        cells = [name, " to ".join(f"{count:,}" for count in counts)]
+        for card, (_, own) in rows[row].items():
+            pairs = zip(rows["unmerged"][card][1], own, strict=True)
+            gains = "/".join(f"{plain / took:.2f}" for plain, took in pairs)
+            cells.append(f"{1e3 * own[0]:,.1f} ms" if row == "unmerged" else gains)
         lines.append(cells)
-    names = [card.name.removeprefix("GeForce RTX ") for card in cards]
-    return markdown_table([row, "launches", *names], lines) + "\n"
+        cards = [card.removeprefix("GeForce RTX ") for card in rows[row]]
+    return markdown_table([row, "launches", *cards], lines) + "\n"
 
 
 @torch.no_grad()
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--model", nargs="+", metavar="TEXT", help="cases whose names hold the text; default all"
-    )
-    parser.add_argument(
-        "--card", nargs="+", metavar="TEXT", help="cards whose names hold the text; default all"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, no tables")
-    args = parser.parse_args(argv)
-    cases = _chosen(parser, "--model", args.model, CASES)
-    cards = [CARDS[name] for name in _chosen(parser, "--card", args.card, CARDS)]
+    parser.add_argument("--model", nargs="+", choices=CASES, default=CASES, metavar="NAME")
+    parser.add_argument("--card", nargs="+", choices=CARDS, default=CARDS, metavar="NAME")
+    args = parser.parse_args()
     found = {}
-    for name in cases:
+    for name in args.model:
         print(f"counting {name}", file=sys.stderr)
-        found[name] = reckon(CASES[name], cards)
-    if args.json:
-        print(json.dumps({"benchmark": "gpu", "measured": False, "note": RECKONED, "cases": found}))
-        return
-    for row in dict.fromkeys(row for rows in found.values() for row in rows):
-        print(table(row, found, cards))
-    print(RECKONED)
-
-
-def _chosen(
-    parser: argparse.ArgumentParser,
-    option: str,
-    texts: Sequence[str] | None,
-    names: Mapping[str, Any],
-) -> list[str]:
-    """Names that are one of `texts`, or hold it where none is; without texts all."""
-    found: list[str] = []
-    for text in texts or ():
-        own = [text] if text in names else [name for name in names if text in name]
-        if not own:
-            parser.error(f"{option}: expected a part of one of {', '.join(names)}; got {text!r}")
-        found += own
-    return list(dict.fromkeys(found)) if texts else list(names)
+        found[name] = reckon(CASES[name](), [CARDS[card] for card in args.card])
+    for row in rows_of(0):
+        print(table(row, found))
+    print("Reckoned from counted kernels, not measured on a card.")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ What this can't tell: how fast a kernel is. `benchmarks.cards` reckons that.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -28,8 +29,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
-
-from benchmarks.cards import Work
 
 CARD = torch.device(
     "cuda", 99
@@ -52,39 +51,52 @@ _FREE = {
 # sources have them.
 _LAUNCHES = {
     "sort": 6,  # a radix sort: histograms, scans and scatters of several digits
-    "argsort": 6,
     "topk": 4,
     "cumsum": 2,
     "native_group_norm": 3,  # moments, their product with the weights, the result
-    "_linalg_solve_ex": 4,
     "linalg_cholesky_ex": 3,
     "linalg_solve_triangular": 2,
-    "nonzero": 3,
-    "_embedding_bag_forward_only": 2,  # offsets to bags, then the sums
     "convolution": 2,  # the bias is added by a kernel of its own
-    "unique_dim": 8,
-    "_unique2": 8,
 }
 # Those that read of their first argument what they return, and no more.
-_GATHERS = {"index_select", "gather", "index", "embedding", "take"}
-_FILLS = {
-    "zero_",
-    "fill_",
-    "zeros",
-    "ones",
-    "full",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "new_zeros",
-    "new_ones",
-}
+_GATHERS = {"index_select", "gather", "index", "embedding"}
+_FILLS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|zero_|fill_")
 # Those that read and write what they move, and no more of their first argument.
-_MOVES = {"scatter_", "index_copy_", "index_put_", "index_add_", "scatter_add_", "scatter_reduce_"}
+_MOVES = {
+    "scatter_",
+    "index_copy_",
+    "index_fill_",
+    "index_put_",
+    "index_add_",
+    "scatter_add_",
+    "scatter_reduce_",
+}
 _ADDED = {"addmm", "addmm_", "baddbmm", "baddbmm_"}  # the first argument is added to the product
 _PRODUCTS = {"mm", "bmm", "linear", "convolution", "linalg_solve_triangular", *_ADDED}
 _ATTENTION = aten.scaled_dot_product_attention.default
 _AS_ONE = {aten.linear.default, _ATTENTION}  # taken as one, though PyTorch would take them apart
+
+
+class Work(NamedTuple):
+    """One operation of a graphics card.
+
+    Attributes:
+        name: of the operation.
+        kind: "product", "convolution", "attention", "masked attention", or "other".
+        dtype: of its inputs.
+        bytes: read and written.
+        flops: two for each multiplication and addition.
+        launches: kernels that it is made of.
+        width: of a head, with attention.
+    """
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    bytes: float
+    flops: float
+    launches: int = 1
+    width: int = 0
 
 
 class _Pretended(TorchFunctionMode):
@@ -231,7 +243,7 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
     read, written = sum(map(_bytes, given)), sum(map(_bytes, made))
     if name in _GATHERS:
         read = written + sum(map(_bytes, given[1:]))
-    elif name in _FILLS:
+    elif _FILLS.fullmatch(name):
         read = 0
     elif name == "copy_":
         read = _bytes(given[1]) if len(given) > 1 else 0

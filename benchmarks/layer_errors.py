@@ -110,7 +110,7 @@ def random_keys(q: Tensor, k: Tensor, v: Tensor, case: Case, fitted: bool, seed:
     if fitted:
         queries = min(max(count // 32, 64), 256)
         some = torch.randperm(count, generator=generator)[:queries]
-        value = fitted_to(q, some, (k, v), (key, value), None, None, None, (0, len(drawn)))
+        value = fitted_to(q[:, :, some], (k, v), (key, value), None, None, None, (0, len(drawn)))
     return F.scaled_dot_product_attention(q, key, value)
 
 

@@ -17,11 +17,9 @@ each beside the unmerged one.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -34,8 +32,10 @@ from mame_sd import MaMeConfig, mame
 from mame_sd.eval.networks.terrain import Terrain, load_terrain, roughness, slope
 from mame_sd.eval.rivals.method import Rival
 from mame_sd.eval.rivals.plans import means, random_cells, random_keys, strided, todo
+from mame_sd.eval.timing import interleaved, seconds_of
 
 On = Callable[[Terrain, int], AbstractContextManager[object]]  # (model, seed of the draw)
+CPU = torch.device("cpu")
 SHARES = {"1/2": 1 / 2, "1/4": 1 / 4, "1/8": 1 / 8, "1/16": 1 / 16}
 
 
@@ -96,38 +96,25 @@ def drawn_inputs(
 
 
 def compared(got: Tensor, want: Tensor) -> list[float]:
-    """PSNR, and relative errors of slope and roughness, means over maps."""
+    """PSNR, and relative errors of slope and roughness in per cent, means over maps."""
     psnr = 10 * torch.log10(4 / (got - want).square().flatten(1).mean(1))
-    errors = [(of(got) / of(want) - 1).abs().mean().item() for of in (slope, roughness)]
+    errors = [100 * (of(got) / of(want) - 1).abs().mean().item() for of in (slope, roughness)]
     return [psnr.mean().item(), *errors]
-
-
-def row(
-    model: Terrain, on: On, inputs: list[tuple[Tensor, Tensor]], wanted: list[Tensor], sigma: float
-) -> list[list[float]]:
-    """PSNR, slope and roughness of each draw."""
-    found = []
-    for seed, ((noisy, difficulty), want) in enumerate(zip(inputs, wanted, strict=True)):
-        with on(model, seed):
-            found.append(compared(model.denoise(noisy, sigma, difficulty), want))
-    return found
 
 
 def ratios(model: Terrain, on: On, inputs: tuple[Tensor, Tensor], rounds: int) -> list[float]:
     """Seconds of the unmerged model over those of the row, of interleaved rounds."""
-    found = []
-    for number in range(rounds + 1):
-        taken = []
-        for one in (unmerged, on):
-            with one(model, number):
-                began = time.process_time()
-                model.denoise(inputs[0], 80, inputs[1])
-                taken.append(time.process_time() - began)
-        found.append(taken[0] / taken[1])
-    return found[1:]  # the first one warmed up
+    both = {"unmerged": unmerged, "row": on}
+
+    def seconds(name: str, number: int = 0) -> float:
+        with both[name](model, number):
+            return seconds_of(lambda: model.denoise(inputs[0], 80, inputs[1]), CPU)[1]
+
+    found = interleaved(list(both), rounds, seconds, warm_up=seconds)
+    return [one["unmerged"] / one["row"] for _, one in found]
 
 
-def said(values: list[float]) -> str:
+def said(values: Sequence[float]) -> str:
     mean = statistics.fmean(values)
     if not math.isfinite(mean) or len(values) == 1:
         return f"{mean:.1f}"
@@ -151,7 +138,6 @@ def main() -> None:
         drawn_inputs(model, seed, args.maps, args.side, args.sigma) for seed in range(args.draws)
     ]
     wanted = [model.denoise(noisy, args.sigma, difficulty) for noisy, difficulty in inputs]
-    results: dict[str, Mapping[str, object]] = {}
     print(
         "| keys | PSNR, dB | lowest, highest draw | slope, % | roughness, % | times as fast |\n"
         "|---|---|---|---|---|---|"
@@ -159,18 +145,18 @@ def main() -> None:
     for name, on in rows().items():
         if args.only and not any(part in name for part in args.only):
             continue
-        found = row(model, on, inputs, wanted, args.sigma)
-        psnr, steep, rough = ([one[part] for one in found] for part in range(3))
+        found = []
+        for seed, ((noisy, difficulty), want) in enumerate(zip(inputs, wanted, strict=True)):
+            with on(model, seed):
+                found.append(compared(model.denoise(noisy, args.sigma, difficulty), want))
+        psnr, *errors = zip(*found, strict=True)
         speed = ratios(model, on, inputs[0], args.time) if args.time else []
         fast = f"{statistics.median(speed):.2f}" if speed else ""
-        errors = (f"{100 * statistics.fmean(part):.3f}" for part in (steep, rough))
         print(
             f"| {name} | {said(psnr)} | {min(psnr):.0f}, {max(psnr):.0f} |"
-            f" {' | '.join(errors)} | {fast} |",
+            f" {' | '.join(f'{statistics.fmean(part):.3f}' for part in errors)} | {fast} |",
             flush=True,
         )
-        results[name] = {"psnr": psnr, "slope": steep, "roughness": rough, "speed": speed}
-    print(json.dumps({"torch": torch.__version__, **vars(args), "results": results}))
 
 
 if __name__ == "__main__":

@@ -105,9 +105,8 @@ def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
     """`image` in RGB and upright, if that is the same picture."""
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a photograph and its preview
         raise _wrong_mode(path, f"{image.n_frames} frames")  # type: ignore[attr-defined]
-    if (
-        data.startswith(_PNG_SIGNATURE) and data[_PNG_DEPTH_AT] == 16
-    ):  # Pillow drops the low byte without a word
+    # Pillow drops the low byte without a word
+    if data.startswith(_PNG_SIGNATURE) and data[_PNG_DEPTH_AT] == 16:
         raise _wrong_mode(path, "16 bits per channel")
     if image.has_transparency_data:
         image = image.convert("RGBA")

@@ -13,13 +13,11 @@ from typing import Any, Literal
 from .results.schema import Better, Block, Column
 from .tables import named
 
-MIN_IMAGES = (
-    100  # below, a distance between sets says more about the number of images than about them
-)
+# below, a distance between sets says more about the number of images than about them
+MIN_IMAGES = 100
 EMBEDDED_CLIP = "embedded-clip"  # it knows the subjects of the embedded models and nothing else
 FID_BACKENDS = ("mame-sd", "clean-fid")  # whose code may compute FID
 FEW_IMAGES = 2048  # below, a Frechet distance is biased upward enough to mislead
-
 
 Needs = Literal["pair", "image", "set", "sets", "alone", "time"]
 

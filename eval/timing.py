@@ -47,9 +47,8 @@ def interleaved(
         turn = number // 2 % len(rows)
         order = [*rows[turn:], *rows[:turn]]
         found: dict[str, T] = {}
-        for row in order[
-            :: -1 if number % 2 else 1
-        ]:  # so that a row does not always come after the same one
+        # so that a row does not always come after the same one
+        for row in order[:: -1 if number % 2 else 1]:
             found[row] = call(row, number)
             calls += 1
             on_progress(calls, total)

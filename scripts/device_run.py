@@ -12,7 +12,6 @@ budget or breaks the card's context costs no more than its own time: the run goe
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import gc
 import json
@@ -25,9 +24,9 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,15 +195,14 @@ def layers_are_near(run: Run) -> None:
     are nearly as near.)
     """
     size, heads = ((8, 12), 2) if run.tiny else ((48, 40), 8)
-    shape = replace(gpu_models.SHAPES["sd3.5-large"], heads=heads, size=size, text=20)
-    block = Case(replace(shape, config={**shape.config, "num_layers": 1}), dtype=torch.float64)
+    block = gpu_models.sd3(size, heads, text=20, layers=1, dtype=torch.float64)
     torch.manual_seed(0)
     attn = Attention(query_dim=40 * heads, heads=heads, dim_head=40).double().eval()
     hidden = torch.randn(2, size[0] * size[1], 40 * heads, dtype=torch.float64)
     model = block.build(torch.device("cpu"))
     for kind, module, (args, named), how in (
         ("UNet layer", attn, ((hidden,), {}), {"size": size}),
-        ("SD3 block", model, random_inputs(block, model), {}),
+        ("SD3 block", model, ((), random_inputs(block, model)), {}),
     ):
 
         def of(
@@ -241,14 +239,14 @@ def _apart(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def random_inputs(case: Case, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def random_inputs(case: Case, model: nn.Module) -> dict[str, Any]:
     """Arguments of a call with random numbers: products of zeros are faster."""
-    args, named, _ = case.inputs(model)
+    named, _ = case.inputs(model)
     generator = torch.Generator().manual_seed(1)
     for name, value in named.items():
         if isinstance(value, Tensor) and "ids" not in name and "timestep" not in name:
             named[name] = torch.randn(value.shape, generator=generator).to(value)
-    return args, named
+    return named
 
 
 SIDES = (32, 64, 128, 256)  # of images with 1k to 64k tokens
@@ -290,11 +288,10 @@ def _by(backend: Any, q: Tensor, k: Tensor, v: Tensor, side: int, keep: float) -
 def block_alone(run: Run) -> None:
     """Milliseconds of FLUX's double block, unmerged and merged, by diffusers' backends."""
     for side in (8,) if run.tiny else SIDES:
-        shape = replace(gpu_models.SHAPES["flux"], size=(side, side))
-        shape = replace(shape, heads=2, text=7) if run.tiny else shape
-        case = Case(shape, batch=1, dtype=torch.float32 if run.tiny else torch.bfloat16)
+        tiny = {"heads": 2, "text": 7, "dtype": torch.float32} if run.tiny else {}
+        case = gpu_models.flux((side, side), layers=(1, 0), **tiny)
         model = case.build(run.device)
-        args, named = random_inputs(case, model)
+        named = random_inputs(case, model)
         found: dict[str, Any] = {}
         for name, (backend, _) in BACKENDS.items():
             try:
@@ -302,7 +299,7 @@ def block_alone(run: Run) -> None:
                     found[name] = []
                     for keep in (1, 0.25, 0.125):
                         with _merging(run, model, keep):
-                            found[name].append(run.milli(partial(model, *args, **named)))
+                            found[name].append(run.milli(partial(model, **named)))
             except (RuntimeError, ValueError, ImportError) as error:
                 found[name] = first_line(error)
         run.note("block", case="FLUX", tokens=side * side, ms=found)
@@ -348,13 +345,13 @@ def model(run: Run, name: str) -> None:
     """Milliseconds of a forward, eager and as a CUDA graph, interleaved, and its peak of memory."""
     case = case_of(run, name)
     built = case.build(run.device).requires_grad_(False)
-    args, named = random_inputs(case, built)
+    named = random_inputs(case, built)
     rows = rows_of(run)
     found: dict[str, dict[str, Any]] = {row: {"eager": [], "graph": []} for row in rows}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
 
     def call() -> Any:
-        return built(*args, **named)
+        return built(**named)
 
     for row, on in rows.items():
         with on(built) as handle, warnings.catch_warnings(record=True) as said:
@@ -410,16 +407,16 @@ def compiled(run: Run, name: str) -> None:
     for row in ("unmerged", "keep .25"):
         torch._dynamo.reset()
         built = case.build(run.device).requires_grad_(False)
-        args, named = random_inputs(case, built)
+        named = random_inputs(case, built)
         with rows_of(run)[row](built):
             for block in built.modules():
                 if type(block).__name__.endswith("TransformerBlock"):
                     block.compile(dynamic=False, backend="eager" if run.tiny else "inductor")
             start = time.time()
-            built(*args, **named)
+            built(**named)
             run.wait()
             took = round(time.time() - start, 1)
-            times = run.milliseconds(partial(built, *args, **named), 15)
+            times = run.milliseconds(partial(built, **named), 15)
         found[row] = summary({"compiled": times, "first_s": took})
         del built
     run.note("compiled", case=name, rows=found)
@@ -436,36 +433,26 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
     return others
 
 
-def case_of(run: Run, name: str) -> Case:
-    """The case of that name; in a rehearsal one of its kind."""
-    case = gpu_models.CASES[name]
-    if not run.tiny:
-        return case
-    if isinstance(case.model, str):
-        return replace(case, side=64, dtype=torch.float32)
-    size = (2, 4, 8) if len(case.model.size) == 3 else (6, 8)
-    config = {**case.model.config, **({"ffn_dim": 64} if "ffn_dim" in case.model.config else {})}
-    shape = replace(case.model, heads=2, size=size, text=7, config=config)
-    return replace(case, model=shape, dtype=torch.float32)
-
-
-@contextlib.contextmanager
-def tiny_unets() -> Iterator[None]:
-    """UNets of a few channels under the names of the published ones."""
-    before = dict(gpu_models.UNETS)
-    small = {
+TINY: dict[Any, dict[str, Any]] = {  # what makes a case of each kind small, for a rehearsal
+    gpu_models.unet: {
+        "side": 64,
         "block_out_channels": (32, 64),
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
         "layers_per_block": 1,
         "attention_head_dim": 2,
         "transformer_layers_per_block": 1,
-    }
-    gpu_models.UNETS.update({name: {**had, **small} for name, had in before.items()})
-    try:
-        yield
-    finally:
-        gpu_models.UNETS.update(before)
+    },
+    gpu_models.flux: {"size": (6, 8), "heads": 2, "text": 7},
+    gpu_models.sd3: {"size": (6, 8), "heads": 2, "text": 7},
+    gpu_models.wan: {"size": (2, 4, 8), "heads": 2, "text": 7, "ffn_dim": 64},
+}
+
+
+def case_of(run: Run, name: str) -> Case:
+    """The case of that name; in a rehearsal one of its kind."""
+    make = gpu_models.CASES[name]
+    return make(**TINY[make.func], dtype=torch.float32) if run.tiny else make()
 
 
 def tests(run: Run) -> None:
@@ -605,8 +592,7 @@ def main(argv: Sequence[str] | None = None, restarts: bool = False) -> int:
         own = [sys.executable, "-m", "scripts.device_run"]
         os.execv(sys.executable, [*own, *given, "--behind", step, str(run.begun)])
 
-    with tiny_unets() if args.tiny else nullcontext():
-        go(run, steps, restart if restarts else None)
+    go(run, steps, restart if restarts else None)
     failed = [line for line in run.lines if line["what"] == "failed" or line.get("right") is False]
     found = {"seconds": round(time.time() - run.begun), "failed": failed, "lines": run.lines}
     (args.out / "results.json").write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -17,13 +17,13 @@ from mame_sd import apply_mame, mame, remove_mame
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.perception.apply_encoder import has_encoder_hooks
 from mame_sd.perception.handle import EncoderHandle
-from tests.builders.perception import ROWS
+from tests.builders.perception import NAMED, VIT
 from tests.builders.tiny import run_unet, tiny_unet
 
 
 @torch.no_grad()
 def test_the_target_decides() -> None:
-    row = next(row for row in ROWS if row.name == "ViTForImageClassification")
+    row = VIT
     encoder, unet = row.build(), tiny_unet()
     before, image = encoder(**row.batch()).logits, run_unet(unet)
     assert isinstance(apply_mame(encoder, keep=0.5), EncoderHandle)
@@ -65,7 +65,7 @@ def test_a_unet_beside_an_image_encoder_is_what_merges() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.unet = tiny_unet()
-            self.image_encoder = next(row for row in ROWS if row.name == "CLIPVisionModel").build()
+            self.image_encoder = NAMED["CLIPVisionModel"].build()
 
     both = Both()
     image = run_unet(both.unet)
@@ -82,7 +82,7 @@ def test_a_unet_beside_an_image_encoder_is_what_merges() -> None:
 
 @torch.no_grad()
 def test_a_whole_module_is_saved_with_its_merging() -> None:
-    row = next(row for row in ROWS if row.name == "ViTForImageClassification")
+    row = VIT
     encoder, unet = row.build(), tiny_unet()
     for model, call in (
         (encoder, lambda one: one(**row.batch()).logits),
@@ -117,7 +117,7 @@ def test_what_is_no_denoiser_is_told_how_a_vision_transformer_is_described(
 
 @torch.no_grad()
 def test_blocks_left_in_any_order_leave_nothing() -> None:
-    row = next(row for row in ROWS if row.name == "ViTForImageClassification")
+    row = VIT
     model, inputs = row.build(), row.batch()
     plain = model(**inputs).logits
     one, two, three = (mame(target, keep=0.6) for target in (model, model.vit, model))

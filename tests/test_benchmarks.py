@@ -1,4 +1,4 @@
-"""The benchmarks measure what they say: gates that can fail, published architectures."""
+"""The benchmark of attention measures what it says: a gate that can fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks import attention, layer_errors
-from benchmarks.gpu_models import Case
 
 CPU = torch.device("cpu")
 
@@ -14,10 +13,10 @@ CPU = torch.device("cpu")
 def test_attention_is_timed_beside_all_keys_and_what_computes_otherwise_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = attention.row(64, 1, CPU, torch.float32, 2)
-    for keep in attention.KEEPS:
-        low, median, high = found[str(keep)]
-        assert 0 < low <= median <= high
+    seconds, times = attention.row(64, 1, CPU, torch.float32, 2)
+    assert seconds > 0
+    assert len(times) == len(attention.KEEPS)
+    assert min(times) > 0
     fault = torch.float32  # computes nothing in it
     monkeypatch.setattr(attention, "attention", lambda q, *rest, keep: q * (q.dtype != fault))
     with pytest.raises(SystemExit, match="expected float64's output"):
@@ -31,9 +30,3 @@ def test_errors_of_a_layer_tell_merged_keys_from_random_ones_and_from_the_mean_o
     assert layer_errors.error(exact, exact) == 0
     mean = exact.mean(2, keepdim=True).expand_as(exact)
     assert layer_errors.error(mean, exact) == pytest.approx(1)
-
-
-@pytest.mark.parametrize(("name", "millions"), [("sd1.5", 859.5), ("sdxl", 2567.5)])
-def test_the_architectures_are_the_published_ones(name: str, millions: float) -> None:
-    unet = Case(name, dtype=torch.float32).build(torch.device("meta"))
-    assert sum(p.numel() for p in unet.parameters()) == pytest.approx(millions * 1e6, rel=1e-4)

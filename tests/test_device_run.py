@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scripts import device_run
-from scripts.device_run import STEPS, Run, go, table
+from scripts.device_run import STEPS, Run, go
 
 CPU = torch.device("cpu")
 
@@ -78,12 +78,3 @@ def test_a_step_over_its_budget_begins_a_process_behind_it(
     assert went == ["hangs"]
     assert run.lines[0]["what"] == "failed"
     assert run.lines[0]["why"].startswith("stopped after 0 s")
-
-
-def test_the_table_says_times_as_fast_as_unmerged_of_the_same_way() -> None:
-    rows = {
-        "unmerged": {"eager_ms": [3.0], "graph_ms": [2.0]},
-        "keep .25": {"eager_ms": [2.0], "graph_ms": [1.0]},
-    }
-    text = table([{"what": "model", "case": "A", "rows": rows}, {"what": "done"}])
-    assert text.splitlines()[2].startswith("| A | 3.00 ms |  | 1.500 |  | 2.00 ms |  | 2.000 |")

@@ -49,9 +49,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def test_only_mame_sd_lands_at_top_level(wheel: Path) -> None:
+@pytest.fixture(scope="module")
+def texts(wheel: Path) -> dict[str, str]:
+    """What the wheel holds, by the name of each file."""
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
+        return {n: archive.read(n).decode(errors="replace") for n in archive.namelist()}
+
+
+def test_only_mame_sd_lands_at_top_level_with_both_commands(texts: dict[str, str]) -> None:
+    names = set(texts)
     assert {n.split("/")[0] for n in names if ".dist-info/" not in n} == {"mame_sd"}
     for needed in (
         "py.typed",
@@ -68,7 +74,15 @@ def test_only_mame_sd_lands_at_top_level(wheel: Path) -> None:
         if path.is_file() and "__pycache__" not in path.parts
     ]
     assert evaluation
-    assert {f"mame_sd/{path.relative_to(ROOT).as_posix()}" for path in evaluation} <= set(names)
+    assert {f"mame_sd/{path.relative_to(ROOT).as_posix()}" for path in evaluation} <= names
+    (points,) = (text for name, text in texts.items() if name.endswith("entry_points.txt"))
+    assert points.splitlines()[1:] == [
+        "mame-sd = mame_sd.__main__:main",
+        "mame-sd-eval = mame_sd.eval.__main__:main",
+        "",
+        "[vllm_omni.general_plugins]",
+        "mame_sd = mame_sd.engines.vllm_omni:register",
+    ]
 
 
 def test_the_wheel_is_light_and_the_models_are_a_distribution_of_their_own(wheel: Path) -> None:
@@ -80,12 +94,10 @@ def test_the_wheel_is_light_and_the_models_are_a_distribution_of_their_own(wheel
     assert packages == set(models["tool"]["setuptools"]["packages"])
 
 
-def test_links_of_the_description_lead_somewhere_from_anywhere(wheel: Path) -> None:
+def test_links_of_the_description_lead_somewhere_from_anywhere(texts: dict[str, str]) -> None:
     """A package index shows README.md without the files beside it."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = next(n for n in archive.namelist() if n.endswith("dist-info/METADATA"))
-        text = archive.read(metadata).decode()
+    (text,) = (text for name, text in texts.items() if name.endswith("dist-info/METADATA"))
     assert "Description-Content-Type: text/markdown" in text
     targets = re.findall(r"\]\(([^)]+)\)", text)
     assert [t for t in targets if not t.startswith(("https://", "#"))] == []
@@ -96,19 +108,6 @@ def test_links_of_the_description_lead_somewhere_from_anywhere(wheel: Path) -> N
     for name, kind in files.items():
         assert (ROOT / name).exists(), name
         assert (kind == "raw") == name.endswith(".webp"), name
-
-
-def test_both_commands_are_installed(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        points = next(n for n in archive.namelist() if n.endswith("entry_points.txt"))
-        lines = archive.read(points).decode().splitlines()
-    assert lines[1:] == [
-        "mame-sd = mame_sd.__main__:main",
-        "mame-sd-eval = mame_sd.eval.__main__:main",
-        "",
-        "[vllm_omni.general_plugins]",
-        "mame_sd = mame_sd.engines.vllm_omni:register",
-    ]
 
 
 def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mame_sd.diffusion.apply_denoiser import denoiser_of
+from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches
 from mame_sd.runs.loading import LoadedModel

@@ -60,14 +60,12 @@ def repeat_gates(
         finally:
             if handle is not None:
                 handle.remove()
-        values = [
-            psnr(
-                to_float([load_image(baseline.items[job.name].path)]), to_float([np.asarray(image)])
-            ).item()
-            for job, image in made
-        ]
-        lowest = min(values)
-        got = f"{lowest:.4g} dB, lowest of {len(values)}"
+        files = [load_image(baseline.items[job.name].path) for job, _ in made]
+        again = [np.asarray(image) for _, image in made]
+        lowest = min(
+            psnr(to_float([a]), to_float([b])).item() for a, b in zip(files, again, strict=True)
+        )
+        got = f"{lowest:.4g} dB, lowest of {len(files)}"
         gates.append(Gate(name, expected, got, lowest > NOISE_FLOOR))
     return gates
 

@@ -32,9 +32,8 @@ def check_out(out: Path) -> None:
     if check_place(out, out) != out:
         return
     with writing(out):
-        entries = sorted(
-            name for name in os.listdir(out) if not name.startswith(".mame-sd.")
-        )  # writes under way
+        # but for writes under way
+        entries = sorted(name for name in os.listdir(out) if not name.startswith(".mame-sd."))
     begun = {"runs", "answers"}.intersection(entries)
     if entries and NAME not in entries and not (begun and OWN.issuperset(entries)):
         raise UserError(

@@ -12,25 +12,33 @@ share the images; the main one does all else.
 
 from __future__ import annotations
 
+import datetime
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.generate import generate
-from mame_sd.runs.jobs import cut_batches, jobs_of
+from mame_sd.runs.generate import environment, generate
+from mame_sd.runs.jobs import GenerateSettings, cut_batches, jobs_of
+from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.processes import Process
+from mame_sd.runs.prompt_files import Prompt, prompts_digest
 
 from ..metric_list import METRICS, Metric
-from ..results.schema import Results, Value
-from ..scoring.reference import check_foreign
+from ..results.schema import NOT_YET, Picture, Results, Value
+from ..results.schema import Row as Line
+from ..scoring.reference import Reference, check_foreign
 from ..scoring.runs import Run, pair
 from ..scoring.score import cut_prompts, measured
+from ..scoring.tools import Tools
 from ..scoring.withheld import withheld, withheld_by
 from ..stats import paired_difference
 from .bench import alike_batches, bench
@@ -38,7 +46,7 @@ from .gates import ceiling_gate, repeat_gates
 from .results import BUSY, TIMINGS, resumed, write_results
 from .rows import BASELINE, FLOOR, RIVAL, Row
 from .sensitivity import sensitivity
-from .setup import Setup
+from .suites import Suite
 from .timings import summary, timing_gate
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
@@ -47,17 +55,38 @@ CEILING = ("psnr", "lpips")
 
 
 @dataclass(kw_only=True)
-class Benchmark(Setup):
-    """One benchmark; `run` does it.
+class Benchmark:
+    """One benchmark, of everything that decides its figures; `run` does it.
 
     Attributes:
+        rows: the first is the baseline.
+        reference: what quality is measured against; None: distances are withheld.
         stage: opens a step of that name and gives its progress callback.
+        prompt_file: name and digest of the prompt file, for the manifest.
+        command: what makes it again, for the report.
+        process: this process among several, which must have joined one another.
         results: what is known so far.
     """
 
+    suite: Suite
+    model: LoadedModel
+    prompts: Sequence[Prompt]
+    settings: GenerateSettings
+    rows: Sequence[Row]
+    metrics: Sequence[Metric]
+    reference: Reference | None
+    out: Path
+    tools: Tools
+    rounds: int
     stage: Stage
     on_note: Callable[[str], None] = lambda note: None
+    prompt_file: dict[str, Any] | None = None
+    command: str = ""
+    process: Process = field(default_factory=Process)
     results: Results = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = [row.on(self.model) for row in self.rows]
 
     def run(self) -> Results:
         """Everything, in order; returns the results, on the main process those of results.json.
@@ -65,7 +94,7 @@ class Benchmark(Setup):
         Raises:
             UserError, MachineError: what was done before is kept; the same call continues.
         """
-        self.results = resumed(self.results_before(), self.out)
+        self.results = resumed(self._before(), self.out)
         self._save()
         for row in self.rows:
             self._generate(row)
@@ -81,6 +110,70 @@ class Benchmark(Setup):
             self._check(runs[BASELINE])
         self.process.wait()
         return self.results
+
+    def _before(self) -> Results:
+        """What is known before anything is measured."""
+        rows = [
+            Line(
+                name=row.name,
+                label=row.label,
+                family=row.family,
+                default=row.default,
+                config=row.config,
+                run=f"runs/{row.name}",
+                reason=row.lacking or NOT_YET,
+            )
+            for row in self.rows
+        ]
+        jobs, settings = jobs_of(self.prompts, self.settings), self.settings
+        about = {} if self.reference is None else self.reference.about()
+        file = (self.prompt_file or {}).get("name")
+        here = (
+            f"{len(self.prompts)} prompts{f' ({file})' if file else ''}, {settings.steps}"
+            f" step{'s' * (settings.steps != 1)}, seed {settings.seed}, model"
+            f" {self.model.identity['name']}"
+        )
+        return Results(
+            suite=self.suite.name,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            manifest=self._manifest(),
+            metrics=list(self.metrics),
+            rows=rows,
+            pictures=[Picture(job.name, job.prompt.text, job.seed) for job in jobs],
+            reference=about.get("name"),
+            reference_n=about.get("n"),
+            notes=[f"{self.suite.about} Here: {here}."],
+        )
+
+    def _manifest(self) -> dict[str, Any]:
+        """What the figures depend on."""
+        processors = getattr(denoiser_of(self.model.pipe), "attn_processors", {})
+        return {
+            "suite": self.suite.name,
+            "command": self.command,
+            "model": dict(self.model.identity),
+            "sampling": {
+                **asdict(self.settings),
+                "guidance": self.model.guidance
+                if self.settings.guidance is None
+                else self.settings.guidance,
+            },
+            "prompts": {
+                "count": len(self.prompts),
+                "sha256": prompts_digest(self.prompts),
+                "file": self.prompt_file or {},
+            },
+            "environment": {**environment(self.model), "processes": self.process.count},
+            "attention": sorted({type(processor).__name__ for processor in processors.values()}),
+            "latency": {
+                "rounds": self.rounds,
+                "batch": self.settings.batch_size,
+                "prompts": "another batch each round",
+            },
+            "methods": {row.name: row.config for row in self.rows},
+            "reference": None if self.reference is None else self.reference.about(),
+            "networks": {},
+        }
 
     def _generate(self, row: Row) -> None:
         line = self.results.row(row.name)
@@ -194,7 +287,9 @@ class Benchmark(Setup):
             timings = bench(
                 self.model, self.settings, batches, rows, self.rounds, record, on_progress
             )
-        gate = timing_gate(timings, BASELINE, min(torch.get_num_threads(), _cores()))
+        here = getattr(os, "sched_getaffinity", None)
+        cores = len(here(0)) if here else os.cpu_count() or 1
+        gate = timing_gate(timings, BASELINE, min(torch.get_num_threads(), cores))
         self.results.gates = [gate]
         if not gate.passed:
             record.replace(self.out / BUSY)
@@ -212,9 +307,3 @@ class Benchmark(Setup):
     def _save(self) -> None:
         if self.process.is_main:
             write_results(self.out, self.results)
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -53,7 +53,7 @@ def sensitivity(rows: Sequence[Row], floor: str, rival: str) -> str:
         parts[-1] += ", MISSED" * wide
     if few:
         verdict = "FAILS: it can't tell these methods apart"
-        verdict += f" by so few prompts; {MORE}" * any(few)
+        verdict += f" by so few prompts; {MORE}" * all(few)
     elif wide:
         verdict = f"can tell large differences, and has too few prompts for small ones; {MORE}"
     else:

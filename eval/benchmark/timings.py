@@ -130,12 +130,8 @@ def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: i
     """
     own = [timing.seconds for timing in timings[baseline]]
     spread = (max(own) - min(own)) / quartiles(own)[1]
-    shares = [
-        t.cpu / (t.seconds * cores)
-        for found in timings.values()
-        for t in found
-        if t.cpu is not None
-    ]
+    every = [timing for found in timings.values() for timing in found]
+    shares = [t.cpu / (t.seconds * cores) for t in every if t.cpu is not None]
     share = quartiles(shares)[1] if shares else None
     expected = f"at least 2 rounds, the baseline's within {LARGEST_SPREAD:.0%}"
     got = f"{len(own)} round{'s' * (len(own) != 1)}, {spread:.0%} apart"

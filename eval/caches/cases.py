@@ -19,6 +19,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice, zip_longest
 from pathlib import Path
 
 from mame_sd.errors import UserError
@@ -127,14 +128,8 @@ def passages(
         UserError: fewer texts than that.
     """
     sources = [_of_source(tokens, name, own, half, length, rest) for name, own in files.items()]
-    found: list[Case] = []
-    while sources and len(found) < num:
-        for source in list(sources):
-            passage = next(source, None)
-            if passage is None:
-                sources.remove(source)
-            elif len(found) < num:
-                found.append(passage)
+    turns = (one for turn in zip_longest(*sources) for one in turn if one is not None)
+    found = list(islice(turns, num))
     if len(found) < num:
         raise UserError(
             f"--num: expected at most {len(found)} passages of {length + rest} tokens, got {num}"

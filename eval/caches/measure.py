@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from mame_sd.upstream import with_cache
 
 from ..tables import Row
 from .cases import Case
-from .rows import KVzip, scores_of
+from .methods import KVzip
 
 
 class Recorder:
@@ -73,28 +74,17 @@ class Meter:
         logits: Tensor = self._call(ids, cache_of(kept, seen)).logits[0]
         return logits.float().log_softmax(-1)
 
-    def kept_by(
-        self, row: Row, share: float, start: Sequence[CacheView], prompt: Sequence[int]
-    ) -> list[Kept]:
-        """What a row keeps of all layers after the `prompt` that `start` saw."""
-        scores = scores_of(row)
-        if isinstance(scores, KVzip) and scores.views is not start:
-            scores.views, scores.found = start, self.repeated(start, prompt)
-        with torch.no_grad():
-            kept: list[Kept] = row.method.compress_all(start, share)
-        return kept
-
     @torch.no_grad()
-    def repeated(self, start: Sequence[CacheView], prompt: Sequence[int]) -> dict[int, Tensor]:
-        """KVzip's scores [1, h, L] of each layer: the prompt is repeated once after itself."""
-        length, found = start[0].seen, {}
+    def repeated(self, prompt: Sequence[int], start: Sequence[CacheView]) -> list[Tensor]:
+        """KVzip's scores [1, h, L] of each layer of `start`: the prompt is read again behind it."""
+        length, found = start[0].seen, []
         for view in self.prefill([*self.repeat, *prompt], cache_of(every_key(start), length)):
             queries, slots = view.newest()
             parts = [
                 view.attention(queries[:, :, at], slots[at])[..., :length].amax((2, 3))
                 for at in view.blocks(queries)
             ]
-            found[view.layer] = torch.stack(parts).amax(0)
+            found.append(torch.stack(parts).amax(0))
         return found
 
 
@@ -130,6 +120,9 @@ def measure(
     todo = [(row, s) for row in rows for s in shares if not done(row.name, s)]
     if not todo and done("full", 1.0):
         return
+    for row in rows:
+        if isinstance(row.method, KVzip):
+            row.method.repeated = partial(meter.repeated, case.prompt)
     start = meter.prefill(case.prompt)
     full, seen, read = every_key(start), start[0].seen, case.rest[:-1]
     want = meter.rest(full, seen, read)
@@ -157,5 +150,6 @@ def measure(
     if not done("full", 1.0):
         yield {"row": "full", "share": 1.0, **figures(full)}
     for row, share in todo if not case.answer or right(want) else ():
-        kept = meter.kept_by(row, share, start, case.prompt)
+        with torch.no_grad():
+            kept = row.method.compress_all(start, share)
         yield {"row": row.name, "share": share, **figures(kept)}

@@ -44,8 +44,8 @@ def run_cache(
         None if given is None else Path(given) for given in (settings.texts, settings.weights_dir)
     )
     files = text_files(folder) if settings.num else {}
-    how = {name: getattr(choice, name) for name in ("device", "dtype", "revision")}
-    how = {"rest": settings.rest, **how}
+    how: dict[str, Any] = {"rest": settings.rest}
+    how |= {name: getattr(choice, name) for name in ("device", "dtype", "revision")}
     store = Store(out / "results.jsonl", FORMAT, "results of caches", how, KEYS)
     model, tokenizer = load_language_model(choice, weights)
 
@@ -71,11 +71,8 @@ def run_cache(
                 store.add({**about, **result})
             on_progress(number, len(cases))
     names, of = {row.name for row in rows} | {"full"}, {case.name for case in cases}
-    return [
-        line
-        for line in store.found.values()
-        if line["case"] in of and line["row"] in names and line["length"] == length
-    ]
+    own = (line for line in store.found.values() if run.items() <= line.items())
+    return [line for line in own if line["case"] in of and line["row"] in names]
 
 
 def load_language_model(choice: ModelChoice, weights_dir: Path | None = None) -> tuple[Any, Any]:

@@ -20,27 +20,22 @@ def summary(results: Results) -> dict[str, Any]:
     """All figures of the table, for JSON."""
     found: dict[str, Any] = {"texts": [], "ratios": [], "full_nll": None, "retrieval": []}
     for kind in sorted({r["kind"] for r in results}, key=lambda kind: (kind != TEXT, kind)):
-        own = [r for r in results if r["kind"] == kind]
-        full = {r["case"]: r for r in own if r["row"] == "full"}
-        if kind != TEXT:
-            right = {"task": kind, "row": "full", "share": 1.0, **_right(list(full.values()))}
-            found["retrieval"].append(right)
-        elif full:
-            found["full_nll"] = _mean(full.values(), "nll")
-        for share in sorted({r["share"] for r in own if r["row"] != "full"}, reverse=True):
-            lines = {
-                row: [r for r in own if r["row"] == row and r["share"] == share]
-                for row in all_rows()
-            }
-            lines = {row: one for row, one in lines.items() if one}
-            if kind == TEXT:
-                found["texts"] += [_text(row, share, one) for row, one in lines.items()]
-                found["ratios"] += _ratios(lines, share)
-            else:
+        by_share: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
+        for row in ("full", *all_rows()):
+            for line in results:
+                if (line["kind"], line["row"]) == (kind, row):
+                    by_share.setdefault(line["share"], {}).setdefault(row, []).append(line)
+        for share, rows in sorted(by_share.items(), reverse=True):
+            if kind != TEXT:
                 found["retrieval"] += [
-                    {"task": kind, "row": row, "share": share, **_right(one)}
-                    for row, one in lines.items()
+                    {"task": kind, "row": row, "share": share, **_right(lines)}
+                    for row, lines in rows.items()
                 ]
+            elif "full" in rows:
+                found["full_nll"] = _mean(rows["full"], "nll")
+            else:
+                found["texts"] += [_text(row, share, lines) for row, lines in rows.items()]
+                found["ratios"] += _ratios(rows, share)
     return found
 
 
@@ -69,7 +64,7 @@ def _by_case(lines: Results) -> dict[str, float]:
     return {line["case"]: line["kl"] for line in lines}
 
 
-def _mean(lines: Any, name: str) -> float:
+def _mean(lines: Results, name: str) -> float:
     values = [line[name] for line in lines]
     return math.fsum(values) / len(values)
 

@@ -58,21 +58,6 @@ class Captioner:
         }
 
 
-def check_prompt(choice: ModelChoice, prompt: str | None) -> None:
-    """Raise UserError, before anything is loaded, for a prompt that the model can't be given."""
-    if prompt is None:
-        return
-    if _mini_of(choice) is not None:
-        raise UserError(
-            f"--prompt: expected none for {choice.model or EMBEDDED}, which was trained on its own,"
-            f" got {prompt!r}; leave it out"
-        )
-    if prompt.count(MARK) != 1:
-        raise UserError(
-            f"--prompt: expected {MARK} once, where the picture stands, got {prompt!r}; put it in"
-        )
-
-
 def load_captioner(
     choice: ModelChoice, prompt: str | None, weights_dir: Path | None = None
 ) -> Captioner:
@@ -84,12 +69,21 @@ def load_captioner(
         weights_dir: looked into first for weights of the mini LLaVA's parts.
 
     Raises:
-        UserError: it isn't there, or is no LLaVA, or no such device.
+        UserError: it isn't there, or is no LLaVA, or no such device, or a prompt that it can't be
+            given.
     """
-    check_prompt(choice, prompt)
+    mini = _mini_of(choice)
+    if prompt is not None and mini is not None:
+        raise UserError(
+            f"--prompt: expected none for {choice.model or EMBEDDED}, which was trained on its own,"
+            f" got {prompt!r}; leave it out"
+        )
+    if prompt is not None and prompt.count(MARK) != 1:
+        raise UserError(
+            f"--prompt: expected {MARK} once, where the picture stands, got {prompt!r}; put it in"
+        )
     device = pick_device(choice.device)
     dtype = pick_dtype(choice.dtype, device)
-    mini = _mini_of(choice)
     found = _published(choice, prompt, dtype) if mini is None else _mini(mini, weights_dir, choice)
     return replace(found, model=found.model.eval().requires_grad_(False).to(device, dtype))
 

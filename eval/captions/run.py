@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from ..stats import mean_interval, paired_difference
 from ..store import Lines, Store
 from ..tables import markdown_table
 from ..timing import seconds_of
-from .model import EMBEDDED, Captioner, check_prompt, load_captioner
+from .model import EMBEDDED, Captioner, load_captioner
 from .references import Pictures, read_references
 from .rows import ROWS, chosen_rows
 from .scores import SCORES, language_scores
@@ -51,7 +50,7 @@ def run_caption(
     out: Path,
     on_note: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Captions what `out` does not hold yet and gives the table's figures.
+    """Caption what `out` does not hold yet, and return the table's figures.
 
     Raises:
         UserError: bad options, no model, no references, an `out` of another run, or a row that
@@ -59,7 +58,6 @@ def run_caption(
     """
     check_place(out, out)
     rows = chosen_rows(settings.rows)
-    check_prompt(choice, settings.prompt)
     places = Path(settings.references or ""), Path(settings.data or "")
     pictures = read_references(*places, settings.num)
     device = pick_device(choice.device)
@@ -70,89 +68,78 @@ def run_caption(
         "dtype": str(pick_dtype(choice.dtype, device)).removeprefix("torch."),
         "prompt": settings.prompt,
         "tokens": settings.tokens,
-        "longer": settings.longer,
     }
     store = Store(out / "captions.jsonl", FORMAT, "captions", identity, ("row", "picture"))
     weights = None if settings.weights_dir is None else Path(settings.weights_dir)
     captioner = load_captioner(choice, settings.prompt, weights)
-    CaptionRun(captioner, pictures, rows, settings, store, on_note).run()
+    caption_pictures(captioner, pictures, rows, settings.tokens, store, on_note)
     found = {"identity": identity, "rows": figures_of(store.found, pictures, rows)}
     write_atomically(out / "captions.json", f"{json.dumps(found, indent=1)}\n".encode())
     return found
 
 
-@dataclass(frozen=True)
-class CaptionRun:
-    """What is run.
+def caption_pictures(
+    captioner: Captioner,
+    pictures: Pictures,
+    rows: Sequence[str],
+    tokens: int,
+    store: Store,
+    on_note: Callable[[str], object],
+) -> None:
+    """Caption every picture by every row that `store` does not hold yet.
 
-    Attributes:
-        rows: their names.
-        on_note: is told what is done.
+    Args:
+        tokens: of a caption, at most.
     """
+    done = store.found
+    for number, (name, path) in enumerate(pictures.files.items(), 1):
+        missing = [row for row in rows if (row, name) not in done]
+        if not missing:
+            continue
+        pixels = load_image(path, convert=True)
+        check_size(pixels, str(path))
+        inputs = captioner.call(Image.fromarray(pixels))
+        whole: Tensor | None = None
+        for row in missing:
+            record = {"row": row, "picture": name, **_caption(captioner, row, inputs, tokens)}
+            if row != BASELINE and (BASELINE, name) in done:
+                ids = done[BASELINE, name]["ids"]
+                whole = _read(captioner, BASELINE, inputs, ids) if whole is None else whole
+                own = _read(captioner, row, inputs, ids)
+                record["kl"] = float((whole.exp() * (whole - own)).sum(-1).mean())
+            store.add(record)
+        on_note(f"{number} of {len(pictures.files)} pictures")
 
-    captioner: Captioner
-    pictures: Pictures
-    rows: Sequence[str]
-    settings: CaptionSettings
-    store: Store
-    on_note: Callable[[str], object]
 
-    def run(self) -> None:
-        """Captions what the store does not hold yet."""
-        done = self.store.found
-        for number, (name, path) in enumerate(self.pictures.files.items(), 1):
-            missing = [row for row in self.rows if (row, name) not in done]
-            if not missing:
-                continue
-            pixels = load_image(path, convert=True)
-            check_size(pixels, str(path))
-            inputs = self.captioner.call(Image.fromarray(pixels))
-            whole: Tensor | None = None
-            for row in missing:
-                record = {"row": row, "picture": name, **self._caption(row, inputs)}
-                if row != BASELINE and (BASELINE, name) in done:
-                    ids = done[BASELINE, name]["ids"]
-                    whole = self._read(BASELINE, inputs, ids) if whole is None else whole
-                    own = self._read(row, inputs, ids)
-                    record["kl"] = float((whole.exp() * (whole - own)).sum(-1).mean())
-                self.store.add(record)
-            self.on_note(f"{number} of {len(self.pictures.files)} pictures")
+@torch.inference_mode()
+def _caption(captioner: Captioner, row: str, inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """One caption, its visual tokens, and seconds until its first token and its last."""
+    with ROWS[row].method(captioner.model) as calls:
+        write = partial(captioner.model.generate, **inputs, do_sample=False)  # the row's
+        _, first = seconds_of(partial(write, max_new_tokens=1), captioner.device)
+        ids, whole = seconds_of(partial(write, max_new_tokens=tokens), captioner.device)
+        visual = calls.counts.kept / 2  # both calls
+    written = ids[0, inputs["input_ids"].shape[1] :]
+    return {
+        "caption": captioner.text(written),
+        "ids": written.tolist(),
+        "visual": visual,
+        "first": first,
+        "whole": whole,
+    }
 
-    @torch.inference_mode()
-    def _caption(self, row: str, inputs: dict[str, Any]) -> dict[str, Any]:
-        """One caption, its visual tokens, and seconds until its first token and its last."""
-        model, device = self.captioner.model, self.captioner.device
-        lengths = {
-            "max_new_tokens": self.settings.tokens,
-            "min_new_tokens": self.settings.longer or None,
-        }
-        with ROWS[row].method(model) as calls:
-            write = partial(model.generate, **inputs, do_sample=False)
-            _, first = seconds_of(partial(write, max_new_tokens=1), device)
-            ids, whole = seconds_of(partial(write, **lengths), device)
-            visual = calls.counts.kept / 2  # both calls
-        written = ids[0, inputs["input_ids"].shape[1] :]
-        return {
-            "caption": self.captioner.text(written),
-            "ids": written.tolist(),
-            "visual": visual,
-            "first": first,
-            "whole": whole,
-        }
 
-    @torch.inference_mode()
-    def _read(self, row: str, inputs: dict[str, Any], ids: list[int]) -> Tensor:
-        """Log-probabilities [T, words] of each word of a caption `ids`, where it is read behind the
-        prompt.
-        """
-        caption = torch.tensor([ids], device=inputs["input_ids"].device)
-        call = {**inputs, "input_ids": torch.cat([inputs["input_ids"], caption], 1)}
-        if call.get("attention_mask") is not None:
-            seen = torch.ones_like(caption)
-            call["attention_mask"] = torch.cat([call["attention_mask"], seen], 1)
-        with ROWS[row].method(self.captioner.model):
-            logits = self.captioner.model(**call).logits[0, -len(ids) - 1 : -1]
-        return logits.float().log_softmax(-1)
+@torch.inference_mode()
+def _read(captioner: Captioner, row: str, inputs: dict[str, Any], ids: list[int]) -> Tensor:
+    """Log-probabilities [T, words] of each word of a caption `ids`, read behind the prompt."""
+    caption = torch.tensor([ids], device=inputs["input_ids"].device)
+    call = {**inputs, "input_ids": torch.cat([inputs["input_ids"], caption], 1)}
+    if call.get("attention_mask") is not None:
+        seen = torch.ones_like(caption)
+        call["attention_mask"] = torch.cat([call["attention_mask"], seen], 1)
+    with ROWS[row].method(captioner.model):
+        logits = captioner.model(**call).logits[0, -len(ids) - 1 : -1]
+    return logits.float().log_softmax(-1)
 
 
 def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dict[str, Any]]:

@@ -28,7 +28,6 @@ class CaptionSettings:
     num: int | None = option(None, "So many pictures.")
     prompt: str | None = option(None, "What is asked, with <image> in it.", metavar="TEXT")
     tokens: int = option(48, "Tokens of a caption at most.")
-    longer: int = option(0, "Tokens of a caption at least.")
     weights_dir: str | None = option(
         None, "Folder with weights of metrics, looked into first.", metavar="DIR"
     )
@@ -37,10 +36,6 @@ class CaptionSettings:
         for name, value in (("data", self.data), ("references", self.references)):
             if value is None:
                 raise UserError(f"--{name}: expected a path, got none; give it")
-        if self.num is not None and self.num < 1:
-            raise UserError(f"--num: expected at least 1, got {self.num}; correct it")
-        if self.tokens < 1 or not 0 <= self.longer <= self.tokens:
-            raise UserError(
-                "--tokens, --longer: expected 1 or more, and from 0 to as many, got"
-                f" {self.tokens} and {self.longer}; correct them"
-            )
+        for name, count in (("num", self.num), ("tokens", self.tokens)):
+            if count is not None and count < 1:
+                raise UserError(f"--{name}: expected at least 1, got {count}; correct it")

@@ -223,21 +223,6 @@ def cache_command(
     print(json_text(found, indent=1) if form == "json" else format_table(found))
 
 
-@app.command("cache-cost")
-def cache_cost_command(
-    *,
-    lengths: Annotated[
-        str, typer.Option(help="Tokens of the prompt, with commas between.", metavar="NUMBERS")
-    ] = "1024,2048",
-    keep: Annotated[float, typer.Option(help="Share of the cache that stays.")] = 0.25,
-    model: Annotated[str, typer.Option(help="smollm2, a folder or hub id.")] = "smollm2",
-) -> None:
-    """Measure what a short cache adds to a prefill on the CPU: time, bytes, most bytes at once."""
-    from ..caches.cost import cost_table
-
-    print(cost_table(lengths, keep, model))
-
-
 @app.command("report")
 def report_command(
     out: Annotated[

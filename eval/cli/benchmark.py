@@ -78,7 +78,7 @@ def run_benchmark(
         device=pick_device(choice.device, process.local_rank),
         clip=clip or CLIPS[0],
     )
-    loaded = load_model(choice, process.local_rank)
+    loaded, cuda = load_model(choice, process.local_rank), tools.device.type == "cuda"
     with joined(process):
         benchmark = Benchmark(
             suite=suite,
@@ -86,7 +86,12 @@ def run_benchmark(
             prompts=chosen,
             settings=settings,
             rows=wanted,
-            metrics=[metric for name, metric in METRICS.items() if name in suite.metrics],
+            metrics=[
+                metric
+                for name, metric in METRICS.items()
+                # only CUDA counts memory while it is timed
+                if name in suite.metrics and (cuda or not name.startswith("memory"))
+            ],
             reference=against,
             out=out,
             tools=tools,

@@ -13,7 +13,8 @@ from mame_sd.runs.processes import joined, this_process
 
 from ..benchmark.results import check_out
 from ..images import turned_note
-from ..perception.data import ImageSet, class_numbers, open_images
+from ..perception.answers import Asked
+from ..perception.data import ImageSet, labelled, open_images
 from ..perception.encoders import LoadedEncoder, load_encoder
 from ..perception.heads import Head, class_names, nearest_head, prompt_templates, text_head
 from ..perception.rows import VIDEO, Row
@@ -59,16 +60,13 @@ def run_classify(
     if process.is_main and (said := turned_note(images.folder / name for name in images.files)):
         note(said)
     stage = stages(process)
-    head, images, numbers, about = make_head(encoder, images, options, stage)
+    head, images, about = make_head(encoder, images, options, stage)
     with joined(process):
         results = Classification(
             suite=suite,
-            head=head,
-            images=images,
-            numbers=numbers,
-            head_about=about,
+            asked=Asked(head, images, options.batch_size),
+            about=about,
             rows=rows,
-            size=options.batch_size,
             rounds=options.rounds,
             out=out,
             process=process,
@@ -83,9 +81,9 @@ def run_classify(
 
 def make_head(
     encoder: LoadedEncoder, images: ImageSet, options: ClassifyOptions, stage: Stage
-) -> tuple[Head, ImageSet, tuple[int, ...] | None, dict[str, Any]]:
-    """How the model answers, the images that it is asked, its number of each class folder (None: no
-    labels), and JSON values that say so.
+) -> tuple[Head, ImageSet, dict[str, Any]]:
+    """How the model answers, the images that it is asked, with its numbers of their classes, and
+    JSON values that say so.
 
     Raises UserError for options or folders that do not fit the model.
     """
@@ -97,15 +95,13 @@ def make_head(
             " leave it out"
         )
     if encoder.classifies:
-        numbers, how = (
-            (None, None) if images.labels is None else class_numbers(images, encoder.labels)
-        )
-        return Head(encoder), images, numbers, {"head": "the model's classifier", "labels": how}
-    own = None if images.labels is None else tuple(range(len(images.classes)))
+        how = None
+        if images.labels is not None:
+            images, how = labelled(images, encoder.labels)
+        return Head(encoder), images, {"head": "the model's classifier", "labels": how}
     if not encoder.compares_text:
         with stage("gallery: features") as on_progress:
-            head, asked, about = nearest_head(encoder, images, options.batch_size, on_progress)
-        return head, asked, own, about
+            return nearest_head(encoder, images, options.batch_size, on_progress)
     classes, prompts = class_names(names, images.classes), prompt_templates(templates, encoder)
     about = {"head": "zero-shot", "classes": classes, "templates": prompts}
-    return text_head(encoder, classes, prompts), images, own, about
+    return text_head(encoder, classes, prompts), images, about

@@ -18,7 +18,7 @@ from ..images import size_of, turned_note
 from ..json_text import json_text
 from ..metric_list import METRICS, Metric
 from ..results.schema import Value
-from ..scoring.per_image import image_values
+from ..scoring.per_image import Values, image_values
 from ..scoring.reference import check_foreign, check_reference, open_reference
 from ..scoring.runs import Run, differing_settings, pair
 from ..scoring.score import cut_prompts, measured
@@ -67,9 +67,7 @@ def score_runs(
     for name, (value, own) in measured(a, b, pairs, against, metrics, tools).items():
         metric = METRICS[name]
         if metric.needs == "image":
-            keys = {item.key: item.prompt_id for item in a.items.values()}
-            difference = paired_difference(own, image_values(metric, a, tools), keys)
-            value = replace(value, difference=difference)
+            value = replace(value, difference=_difference(metric, own, a, b, tools))
         found[name] = value
     cut, prompts = cut_prompts(metrics, b, tools)
     if cut:
@@ -92,6 +90,15 @@ def score_runs(
             "versions": versions(),
         },
     }
+
+
+def _difference(metric: Metric, own: Values, a: Run, b: Run, tools: Tools) -> dict[str, Any]:
+    """How far the values `own` of `b` are from those of the images of `a`, by the prompts of `b`: a
+    plain folder of images knows none.
+    """
+    items = {key: replace(b.items[key], path=item.path) for key, item in a.items.items()}
+    others = image_values(metric, replace(a, items=items), tools)
+    return paired_difference(own, others, {key: item.prompt_id for key, item in items.items()})
 
 
 def format_scores(found: Mapping[str, Any], form: str) -> str:

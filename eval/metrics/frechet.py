@@ -103,10 +103,8 @@ def load_statistics(path: Path) -> Statistics:
             mean, covariance = (
                 torch.from_numpy(np.asarray(file[key], np.float64)) for key in ("mu", "sigma")
             )
-            n, source = (
-                (int(file["n"]) if "n" in file else 0),
-                (str(file["source"]) if "source" in file else ""),
-            )
+            n = int(file["n"]) if "n" in file else 0
+            source = str(file["source"]) if "source" in file else ""
     except (OSError, EOFError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
         raise _bad_statistics(path, str(error)) from error
     if covariance.shape != (mean.numel(), mean.numel()) or mean.ndim != 1:

@@ -4,31 +4,16 @@ its answers are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class InceptionScore:
-    """Mean and standard deviation over `splits` parts of `n` images.
-
-    No part can score above `cap`, its number of images.
-    """
-
-    mean: float
-    std: float
-    splits: int
-    n: int
-    cap: float
-
-
 @torch.no_grad()
-def inception_score(logits: Tensor, splits: int = 10, seed: int | None = 0) -> InceptionScore:
-    """exp of the mean KL divergence between each image's class probabilities and their mean, over
-    `splits` parts.
+def inception_score(logits: Tensor, splits: int = 10, seed: int | None = 0) -> tuple[float, float]:
+    """Mean and standard deviation, over `splits` parts, of exp of the mean KL divergence between
+    each image's class probabilities and their mean. No part can score above its number of images.
 
     Args:
         logits: [N, classes].
@@ -53,13 +38,10 @@ def inception_score(logits: Tensor, splits: int = 10, seed: int | None = 0) -> I
     log_p = rows.log_softmax(1)
     bounds = [i * n // splits for i in range(splits + 1)]
     scores = torch.stack([_score(log_p[start:stop]) for start, stop in pairwise(bounds)])
-    return InceptionScore(
-        scores.mean().item(), scores.std(correction=0).item(), splits, n, n / splits
-    )
+    return scores.mean().item(), scores.std(correction=0).item()
 
 
 def _score(log_p: Tensor) -> Tensor:
     mean = log_p.exp().mean(0)
-    return (
-        (log_p.exp() * (log_p - mean.log())).nansum(1).mean().exp()
-    )  # a class of probability 0 adds 0, not 0 * -inf
+    # a class of probability 0 adds 0, not 0 * -inf
+    return (log_p.exp() * (log_p - mean.log())).nansum(1).mean().exp()

@@ -22,10 +22,8 @@ from ..weights.files import Tensors, tensors_sha256
 from ..weights.load import load
 
 MIN_SIDE = 32  # the smallest that every backbone can pool
-SHIFT, SCALE = (
-    (-0.030, -0.088, -0.188),
-    (0.458, 0.448, 0.450),
-)  # of inputs in [-1, 1], from the authors' code
+# of inputs in [-1, 1], from the authors' code
+SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 _PIXELS_AT_ONCE = 4 * 512 * 512
 Layer = Callable[..., Tensor]  # (x, stride=1, padding=0): the next convolution and its ReLU
 

@@ -22,10 +22,8 @@ from mame_sd.runs.model_files import ModelChoice
 from ..weights.load import find, load
 
 SALIENCY = "dinov2-saliency"  # its name, for --model too
-MEAN, DEVIATION = (
-    (0.485, 0.456, 0.406),
-    (0.229, 0.224, 0.225),
-)  # of ImageNet, as the saliency head was trained
+# of ImageNet, as the saliency head was trained
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def load_dinov2(weights_dir: Path | None = None, offline: bool = False) -> Any:

@@ -10,7 +10,7 @@ Both are kept as they are made, so that a stopped run continues. Batches are sha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..memory import allocations, most, weight_bytes
 from ..store import Store, another_file, read_store
 from ..timing import timed
 from .data import ImageSet
-from .heads import Head, inputs_of
+from .heads import Head
 from .methods import Method
 
 FORMAT = "mame-sd answers 4"
@@ -51,29 +51,44 @@ class Batch:
 Batches = dict[int, Batch]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What is measured: a model that answers, images, and how many of them are a batch."""
+
+    head: Head
+    images: ImageSet
+    size: int
+
+    @property
+    def batches(self) -> list[range]:
+        """Places of the images of each batch."""
+        return self.images.batches(self.size)
+
+    def inputs(self, places: Sequence[int]) -> dict[str, Tensor]:
+        """What the model is called with for the images or clips at these places."""
+        return self.head.encoder.inputs(self.images.load(places))
+
+
 @torch.no_grad()
 def answers_of(
-    head: Head,
+    asked: Asked,
     method: Method,
-    images: ImageSet,
-    size: int,
     file: Path,
     about: Mapping[str, Any],
     process: Process,
     on_progress: Progress,
 ) -> Batches:
-    """Every batch of `images` under `method`, by number, on every process; what `file` holds of
-    just `about` is not made again.
+    """Answer every batch under `method`, by number, on every process; what `file` holds of just
+    `about` is not made again.
 
     Args:
-        size: of a batch.
         file: without the rank, which is put before its suffix.
         about: all that decides the answers, as JSON values.
 
     Raises:
         UserError: an image that can't be read; what was done before is kept.
     """
-    batches = images.batches(size)
+    batches, images = asked.batches, asked.images
     files = [images.digest(images.files[place] for place in batch) for batch in batches]
     done = read_batches(file, about, files)
     process.wait()  # everyone has read before anyone writes
@@ -81,26 +96,26 @@ def answers_of(
     path = file.with_name(f"{file.stem}.{process.rank}{file.suffix}")
     store = Store(path, FORMAT, "answers", about, ("batch",), fresh=True)
     own: Batches = {}
-    count, total = sum(len(batches[number]) for number in done), len(images.files)
-    on_progress(count, total)
+    count = sum(len(batches[number]) for number in done)
+    on_progress(count, len(images.files))
     for number in mine[process.rank :: process.count]:
-        inputs = inputs_of(head.encoder, images, batches[number])
-        with method.counted(head.encoder.model) as handle:
-            answers = head.logits(inputs).argmax(-1).tolist()
+        inputs = asked.inputs(batches[number])
+        with method.counted(asked.head.encoder.model) as handle:
+            answers = asked.head.logits(inputs).argmax(-1).tolist()
             report = handle.report()
         tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
         own[number] = Batch(answers, report.flops, tokens, files[number])
         store.add({"batch": number, **asdict(own[number])})
         count += len(answers)
-        on_progress(count, total)
+        on_progress(count, len(images.files))
     for found in process.all_gather(own):
         done.update(found)
     return dict(sorted(done.items()))
 
 
 def read_batches(file: Path, about: Mapping[str, Any], files: Sequence[str]) -> Batches:
-    """The batches that the files of all processes hold of just `about`, and of images as they are
-    now, whose digests `files` has by batch.
+    """Read the batches that the files of all processes hold of just `about`, and of images as they
+    are now, whose digests `files` has by batch.
 
     Raises UserError for a file that is none of this version.
     """
@@ -120,17 +135,15 @@ def read_batches(file: Path, about: Mapping[str, Any], files: Sequence[str]) -> 
 
 @torch.no_grad()
 def speed_of(
-    head: Head,
+    asked: Asked,
     methods: Mapping[str, Method],
-    images: ImageSet,
-    size: int,
     rounds: int,
     record: Path,
     about: Mapping[str, Any],
     on_progress: Progress,
 ) -> dict[str, list[Timing]]:
-    """Time one batch with every method, `rounds` times over, each round on the next batch of this
-    size; by name, in order of rounds.
+    """Time one batch with every method, `rounds` times over, each round on the next whole batch; by
+    name, in order of rounds.
 
     What is timed is the model from prepared images to logits.
 
@@ -138,16 +151,17 @@ def speed_of(
         record: see `timed_rounds`.
         about: all that timings depend on, as JSON values; "methods" by name.
     """
-    alike = [batch for batch in images.batches(size) if len(batch) == min(size, len(images.files))]
+    head, model = asked.head, asked.head.encoder.model
+    alike = [batch for batch in asked.batches if len(batch) == len(asked.batches[0])]
+    device, on_cuda = head.encoder.device, head.encoder.device.type == "cuda"
     ready: dict[int, Mapping[str, Tensor]] = {}
-    device, model = head.encoder.device, head.encoder.model
     peaks: dict[str, int] = {}
 
     def inputs(number: int) -> Mapping[str, Tensor]:
         place = number % len(alike)
         if place not in ready:
             ready.clear()
-            ready[place] = inputs_of(head.encoder, images, alike[place])
+            ready[place] = asked.inputs(alike[place])
         return ready[place]
 
     def warm_up(name: str) -> None:
@@ -160,14 +174,12 @@ def speed_of(
     def call(name: str, number: int) -> Timing:
         given = inputs(number)
         with methods[name].on(model):
-            if device.type == "cuda":
+            if on_cuda:
                 head.logits(given)  # the first after a change of rows fills caches
                 torch.cuda.reset_peak_memory_stats(device)
             logits, seconds = timed(lambda: head.logits(given), device)
-            timing = Timing(seconds / len(logits))
-            if device.type == "cuda":
-                return replace(timing, allocated=torch.cuda.max_memory_allocated(device))
-            return replace(timing, allocated=peaks.get(name))
+            peak = torch.cuda.max_memory_allocated(device) if on_cuda else peaks.get(name)
+        return Timing(seconds / len(logits), allocated=peak)
 
     return timed_rounds(
         list(methods), rounds, call, record, about, warm_up=warm_up, on_progress=on_progress

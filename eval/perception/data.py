@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from mame_sd.runs.files import shown
 
 from ..frames import SUFFIXES, evenly, frames_in
 from ..images import image_files, load_image
+from .encoders import check_size
 
 VIDEOS = (".mp4", ".webm", ".mkv", ".avi", ".mov", ".mpg", ".mpeg", ".m4v")
 
@@ -31,7 +32,7 @@ class ImageSet:
     Attributes:
         folder: where they lie.
         files: relative to `folder`.
-        labels: number of the class folder of each; None: no labels.
+        labels: number of the class of each, by its folder; None: no labels.
         classes: names of the class folders, sorted.
         frames: how many of each clip the model sees, evenly spaced; None: they are images.
     """
@@ -42,22 +43,24 @@ class ImageSet:
     classes: tuple[str, ...]
     frames: int | None = None
 
-    def load(self, place: int) -> np.ndarray:
-        """The pixels of one image, uint8 [H, W, 3], or of one clip [frames, H, W, 3].
+    def load(self, places: Iterable[int]) -> list[np.ndarray]:
+        """The pixels of images, uint8 [H, W, 3], or of clips [frames, H, W, 3].
 
-        Raises UserError, naming it, for one that can't be read, or a clip whose frames differ in
-        size.
+        Raises UserError, naming it, for one that can't be read or is too small, or a clip whose
+        frames differ in size.
         """
-        path = self.folder / self.files[place]
+        paths = [self.folder / self.files[place] for place in places]
+        loaded = [self._pixels(path) for path in paths]
+        for path, one in zip(paths, loaded, strict=True):
+            check_size(one, str(path))
+        return loaded
+
+    def _pixels(self, path: Path) -> np.ndarray:
         if self.frames is None:
             return load_image(path, convert=True)
-        if path.is_dir():
-            files = _frames_of(path)
-            chosen = [files[number] for number in evenly(len(files), self.frames)]
-            made = [load_image(file, convert=True) for file in chosen]
-        else:
-            made = _decoded(path)
-            made = [made[number] for number in evenly(len(made), self.frames)]
+        every: list[Any] = _frames_of(path) if path.is_dir() else _decoded(path)
+        chosen = [every[number] for number in evenly(len(every), self.frames)]
+        made = [load_image(one, convert=True) if isinstance(one, Path) else one for one in chosen]
         sizes = sorted({frame.shape[1::-1] for frame in made})
         if len(sizes) > 1:
             names = " and ".join(f"{width} x {height}" for width, height in sizes[:2])
@@ -67,11 +70,10 @@ class ImageSet:
             )
         return np.stack(made)
 
-    def bytes_of(self, name: str) -> int:
-        """Size of an image's file, or of a clip's files."""
-        path = self.folder / name
-        files = _frames_of(path) if path.is_dir() else [path]
-        return sum(file.stat().st_size for file in files)
+    def part(self, places: slice) -> ImageSet:
+        """Take some of them."""
+        labels = None if self.labels is None else self.labels[places]
+        return replace(self, files=self.files[places], labels=labels)
 
     def batches(self, size: int) -> list[range]:
         """Places in `files` of the images of each batch."""
@@ -79,10 +81,13 @@ class ImageSet:
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def digest(self, files: Iterable[str] | None = None) -> str:
-        """The sha256 of names and sizes of some of its files, or of all."""
+        """The sha256 of names and sizes of some of its images or clips, or of all."""
         digest = hashlib.sha256()
         for name in self.files if files is None else files:
-            digest.update(f"{name}\0{self.bytes_of(name)}\0".encode())
+            path = self.folder / name
+            parts = _frames_of(path) if path.is_dir() else [path]
+            size = sum(part.stat().st_size for part in parts)
+            digest.update(f"{name}\0{size}\0".encode())
         return digest.hexdigest()
 
     def about(self) -> dict[str, Any]:
@@ -122,11 +127,10 @@ def open_images(folder: Path, num: int | None = None, frames: int | None = None)
         raise UserError(
             f"--data {folder}: expected {wanted}, found no folder in it; give the folder above"
         )
-    files_of = _images_in if frames is None else _clips_in
     found = [
-        (f"{name}/{path.name}", number)
+        (f"{name}/{one}", number)
         for number, name in enumerate(classes)
-        for path in files_of(folder / name)
+        for one in _in_class(folder / name, frames is not None)
     ]
     if not classes:
         found = [(path.name, -1) for path in image_files(folder)]
@@ -140,26 +144,21 @@ def _entries(folder: Path) -> list[Path]:
     return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
-def _images_in(folder: Path) -> list[Path]:
-    try:
-        return image_files(folder)
-    except UserError:
-        raise UserError(
-            f"--data: expected images ({', '.join(SUFFIXES)}) in each class folder, found none in"
-            f" {folder}; take the folder out or put its images in"
-        ) from None
-
-
-def _clips_in(folder: Path) -> list[Path]:
+def _in_class(folder: Path, clips: bool) -> list[str]:
+    """Names of the images, or the clips, of one class folder."""
     entries = _entries(folder)
-    clips = [one for one in entries if one.is_dir() or one.suffix.lower() in VIDEOS]
-    if not clips:
-        got = f", got {entries[0].name!r}" if entries else ", found none"
+    if clips:
+        kind, suffixes = "folders of frames or video files", ", ".join(VIDEOS)
+        found = [one for one in entries if one.is_dir() or one.suffix.lower() in VIDEOS]
+    else:
+        kind, suffixes = "images", ", ".join(SUFFIXES)
+        found = [one for one in entries if one.is_file() and one.suffix.lower() in SUFFIXES]
+    if not found:
         raise UserError(
-            f"--data: expected folders of frames or video files ({', '.join(VIDEOS)}) in"
-            f" {folder}{got}; put each clip's frames into a folder of its own"
+            f"--data: expected {kind} ({suffixes}) in each class folder, found none in"
+            f" {folder}; take the folder out or put them in"
         )
-    return clips
+    return [one.name for one in found]
 
 
 def _frames_of(folder: Path) -> list[Path]:
@@ -194,9 +193,9 @@ def _decoded(path: Path) -> list[np.ndarray]:
     return frames
 
 
-def class_numbers(images: ImageSet, labels: dict[str, int]) -> tuple[tuple[int, ...], str]:
-    """The model's number of each class folder, and how it was found: by the folders' names, or else
-    by their order.
+def labelled(images: ImageSet, labels: dict[str, int]) -> tuple[ImageSet, str]:
+    """Label images with the model's numbers of classes, and say how these were found: by the class
+    folders' names, or else by their order.
 
     Args:
         images: with labels.
@@ -206,13 +205,14 @@ def class_numbers(images: ImageSet, labels: dict[str, int]) -> tuple[tuple[int, 
         UserError: folders that are neither named as the model's classes nor as many.
     """
     known = [name in labels for name in images.classes]
-    if all(known):
-        return tuple(labels[name] for name in images.classes), "class folders by name"
     if not any(known) and len(images.classes) == len(labels):
-        return tuple(range(len(labels))), "class folders in sorted order"
-    missing = images.classes[known.index(False)]
-    raise UserError(
-        f"--data {images.folder}: expected class folders named as the model's {len(labels)}"
-        f" classes, or just as many in their order, got {len(images.classes)} with {missing!r},"
-        " which the model has not; rename the folders, or give another model"
-    )
+        return images, "class folders in sorted order"
+    if not all(known):
+        missing = images.classes[known.index(False)]
+        raise UserError(
+            f"--data {images.folder}: expected class folders named as the model's {len(labels)}"
+            f" classes, or just as many in their order, got {len(images.classes)} with {missing!r},"
+            " which the model has not; rename the folders, or give another model"
+        )
+    numbers = (labels[images.classes[label]] for label in images.labels or ())
+    return replace(images, labels=tuple(numbers)), "class folders by name"

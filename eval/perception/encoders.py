@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,11 +51,6 @@ class LoadedEncoder:
     processor: Any
     tokenizer: Any
     identity: dict[str, Any]
-
-    @property
-    def embedded(self) -> bool:
-        """Whether it is the embedded one."""
-        return bool(self.identity["name"] == EMBEDDED_ENCODER)
 
     @property
     def device(self) -> torch.device:
@@ -126,7 +122,8 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     """Load a model with a vision transformer that can merge.
 
     Args:
-        choice: of it model, dtype, device, revision and offline count.
+        choice: of it model, dtype, device, revision and offline count. A name of timm, with its
+            tag, means the hub's model of that name.
         local_rank: which CUDA device "auto" and "cuda" mean, among several processes on this
             machine.
 
@@ -137,28 +134,32 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     """
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
-    tokenizer = None
     if choice.model == SALIENCY:
         name, digest = SALIENCY, REGISTRY[SALIENCY].sha256
-        model: Any = load_dinov2(offline=choice.offline)
-        processor: Any = _processor(224, 224, MEAN, DEVIATION)
+        found: tuple[Any, Any, Any]
+        found = load_dinov2(offline=choice.offline), _processor(224, 224, MEAN, DEVIATION), None
     else:
-        folder, name = find_encoder_folder(choice)
+        name = choice.model or EMBEDDED_ENCODER
+        if _TIMM_NAME.fullmatch(name) and not Path(name).exists():
+            name = f"timm/{name}"
+        folder, name = find_folder(name, partial(_downloaded, choice)), name_of(name)
         digest = digest_of(folder)
-        config = _config_in(folder)
         try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             if "architecture" in config:
-                model, processor = _of_timm(folder)
+                found = _of_timm(folder)
             else:
-                model, processor, tokenizer = _of_transformers(folder, config, dtype)
+                found = _of_transformers(folder, config["architectures"][0], dtype)
         except UserError:
             raise
         except Exception as error:  # a missing file raises OSError, a broken one nearly anything
             raise UserError(
-                f"--model {name}: expected a model of transformers with preprocessor_config.json"
-                " (and a tokenizer where it has a text half), or one of timm, but"
+                f"--model {name}: expected a model of transformers with config.json that names its"
+                " class in architectures, and preprocessor_config.json (and a tokenizer where it"
+                f" has a text half), or one of timm, got {type(error).__name__}:"
                 f" {first_line(error)}; copy the whole folder from the hub"
             ) from error
+    model, processor, tokenizer = found
     try:
         find_encoder(model)
     except ValueError as error:
@@ -174,63 +175,28 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     return LoadedEncoder(model=model, processor=processor, tokenizer=tokenizer, identity=identity)
 
 
-def find_encoder_folder(choice: ModelChoice) -> tuple[Path, str]:
-    """The folder that `choice.model` means, downloaded if need be, and a name for it without its
-    place. A name of timm, with its tag, means the hub's model of that name.
+def _downloaded(choice: ModelChoice, name: str) -> str:
+    from huggingface_hub import snapshot_download
 
-    Raises UserError when there is none.
-    """
-
-    def download(name: str) -> str:
-        from huggingface_hub import snapshot_download
-
-        return snapshot_download(
-            name,
-            revision=choice.revision,
-            local_files_only=choice.offline,
-            allow_patterns=list(_FILES),
-        )
-
-    name = choice.model or EMBEDDED_ENCODER
-    if _TIMM_NAME.fullmatch(name) and not Path(name).exists():
-        name = f"timm/{name}"
-    return find_folder(name, download), name_of(name)
+    return snapshot_download(
+        name,
+        revision=choice.revision,
+        local_files_only=choice.offline,
+        allow_patterns=list(_FILES),
+    )
 
 
-def _config_in(folder: Path) -> dict[str, Any]:
-    """config.json of a model, which names its class for transformers or its architecture for
-    timm.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        if "architecture" not in config:
-            config["architectures"][0]
-        return dict(config)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise UserError(
-            f"--model {folder}: expected config.json of a model of transformers that names its"
-            f" class in architectures, or of timm, got {type(error).__name__}: {first_line(error)};"
-            " give the folder of a vision transformer, CLIP or SigLIP"
-        ) from None
-
-
-def _of_transformers(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype
-) -> tuple[Any, Any, Any]:
+def _of_transformers(folder: Path, kind: str, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     """Model, image processor and tokenizer (None without a text half) of transformers."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    kind = getattr(transformers, config["architectures"][0])
-    model = kind.from_pretrained(folder, local_files_only=True, dtype=dtype)
-    processor = transformers.AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    where: dict[str, Any] = {"local_files_only": True}
+    model = getattr(transformers, kind).from_pretrained(folder, dtype=dtype, **where)
+    processor = transformers.AutoImageProcessor.from_pretrained(folder, **where)
     if not hasattr(model, "get_text_features"):
         return model, processor, None
-    return (
-        model,
-        processor,
-        transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True),
-    )
+    return model, processor, transformers.AutoTokenizer.from_pretrained(folder, **where)
 
 
 class TimmForImageClassification(nn.Module):
@@ -250,7 +216,7 @@ class TimmForImageClassification(nn.Module):
         return SimpleNamespace(logits=self.timm(pixel_values))
 
 
-def _of_timm(folder: Path) -> tuple[Any, Any]:
+def _of_timm(folder: Path) -> tuple[Any, Any, None]:
     """Model and image processor of timm. Classes without names are called by their numbers."""
     try:
         import timm
@@ -267,23 +233,14 @@ def _of_timm(folder: Path) -> tuple[Any, Any]:
         )
     given = model.pretrained_cfg
     labels = given.get("label_names") or range(model.num_classes)
-    side = given["input_size"][-1]
-    processor = _processor(
-        math.floor(side / given.get("crop_pct", 0.875)),
-        side,
-        given["mean"],
-        given["std"],
-        given.get("interpolation", "bicubic"),
-    )
-    return TimmForImageClassification(model, [str(one) for one in labels]), processor
+    side, how = given["input_size"][-1], given.get("interpolation", "bicubic")
+    edge = math.floor(side / given.get("crop_pct", 0.875))
+    processor = _processor(edge, side, given["mean"], given["std"], how)
+    return TimmForImageClassification(model, [str(one) for one in labels]), processor, None
 
 
 def _processor(
-    edge: int,
-    side: int,
-    mean: Sequence[float],
-    deviation: Sequence[float],
-    interpolation: str = "bicubic",
+    edge: int, side: int, mean: Sequence[float], std: Sequence[float], how: str = "bicubic"
 ) -> Any:
     """An image processor: the shorter edge is resized to `edge` pixels, the middle is cropped to
     `side` x `side`, pixels are normalised.
@@ -294,7 +251,7 @@ def _processor(
     return BitImageProcessor(
         size={"shortest_edge": edge},
         crop_size={"height": side, "width": side},
-        resample=Image.Resampling[interpolation.upper()],
+        resample=Image.Resampling[how.upper()],
         image_mean=list(mean),
-        image_std=list(deviation),
+        image_std=list(std),
     )

@@ -9,7 +9,7 @@ nearest-neighbour classification by which papers compare features without a clas
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mame_sd.errors import UserError
 from mame_sd.perception.known_encoders import find_encoder
 
 from .data import ImageSet
-from .encoders import LoadedEncoder, check_size
+from .encoders import EMBEDDED_ENCODER, LoadedEncoder
 
 TEMPLATES = ("a photo of a {}.",)
 PROMPTS_AT_ONCE = 64
@@ -34,35 +34,27 @@ class Head:
 
     Attributes:
         encoder: the model.
-        text: unit vectors of the classes [classes, d]; None: the model has its own classifier.
+        vectors: unit vectors [N, d] of prompts or of a gallery, which images are compared with;
+            None: the model has its own classifier.
+        answers: which answer each vector of a gallery stands for [N]; None: vectors are of the
+            classes' prompts.
     """
 
     encoder: LoadedEncoder
-    text: Tensor | None = None
+    vectors: Tensor | None = None
+    answers: Tensor | None = None
 
     def logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Of what `LoadedEncoder.inputs` gives; for zero-shot cosines."""
-        if self.text is None:
-            logits: Tensor = self.encoder.model(**inputs).logits
+        """Of what `LoadedEncoder.inputs` gives; cosines where there are vectors, -2 for an answer
+        without an image in the gallery.
+        """
+        model = self.encoder.model
+        if self.vectors is None:
+            logits: Tensor = model(**inputs).logits
             return logits
-        return unit(self.encoder.model.get_image_features(**inputs)) @ self.text.T
-
-
-@dataclass(frozen=True, kw_only=True)
-class NearestHead(Head):
-    """Logits are cosines to the nearest image of the gallery of each answer.
-
-    Attributes:
-        gallery: unit vectors [N, d].
-        answers: the answer that each of them stands for [N].
-    """
-
-    gallery: Tensor
-    answers: Tensor
-
-    def logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """See `Head`; an answer without an image in the gallery is never given."""
-        cosines = summary(self.encoder.model, inputs) @ self.gallery.T
+        if self.answers is None:
+            return unit(model.get_image_features(**inputs)) @ self.vectors.T
+        cosines = summary(model, inputs) @ self.vectors.T
         found = cosines.new_full((len(cosines), int(self.answers.max()) + 1), -2.0)
         return found.scatter_reduce(1, self.answers.expand_as(cosines), cosines, "amax")
 
@@ -95,17 +87,6 @@ def unit(features: Any) -> Tensor:
     return F.normalize(rows.float(), dim=-1)
 
 
-def inputs_of(encoder: LoadedEncoder, images: ImageSet, places: Sequence[int]) -> dict[str, Tensor]:
-    """What the model is called with for the images or clips at these places.
-
-    Raises UserError, naming it, for one that can't be read or is too small.
-    """
-    loaded = [images.load(place) for place in places]
-    for place, one in zip(places, loaded, strict=True):
-        check_size(one, str(images.folder / images.files[place]))
-    return encoder.inputs(loaded)
-
-
 @torch.no_grad()
 def nearest_head(
     encoder: LoadedEncoder,
@@ -130,22 +111,15 @@ def nearest_head(
             f"--data {images.folder}: expected 2 images or more for a model that gives features"
             f" alone, got {len(images.files)}; add some"
         )
-    first, second = (
-        replace(
-            images,
-            files=images.files[part],
-            labels=None if images.labels is None else images.labels[part],
-        )
-        for part in (slice(middle), slice(middle, None))
-    )
+    first, second = images.part(slice(middle)), images.part(slice(middle, None))
     rows = []
     for places in first.batches(size):
-        rows.append(summary(encoder.model, inputs_of(encoder, first, places)))
+        rows.append(summary(encoder.model, encoder.inputs(first.load(places))))
         on_progress(places.stop, middle)
     answers = range(middle) if first.labels is None else first.labels
     numbers = torch.tensor([*answers], device=encoder.device)
     about = {"head": "the nearest image of a gallery", "gallery": first.about()}
-    return NearestHead(encoder, gallery=torch.cat(rows), answers=numbers), second, about
+    return Head(encoder, torch.cat(rows), numbers), second, about
 
 
 @torch.no_grad()
@@ -179,7 +153,7 @@ def text_head(encoder: LoadedEncoder, names: Sequence[str], templates: Sequence[
 
 
 def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
-    """Names of the classes, in the order of their folders.
+    """Read the names of the classes, in the order of their folders.
 
     Args:
         file: a line for each class in the order of the folders, or lines of folder, tab, name;
@@ -189,12 +163,12 @@ def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
     Raises:
         UserError: a file that can't be read or does not fit the folders.
     """
+    if file is None and not folders:
+        raise UserError(
+            "--classes: expected a file of class names for images without class folders, got none;"
+            " give it"
+        )
     if file is None:
-        if not folders:
-            raise UserError(
-                "--classes: expected a file of class names for images without class folders, got"
-                " none; give it"
-            )
         return [folder.replace("_", " ") for folder in folders]
     lines = read_lines(file, "--classes")
     if all("\t" in line for line in lines):
@@ -205,7 +179,7 @@ def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
                 f"--classes {file}: expected a name for each class folder, got none for"
                 f" {missing[0]!r}; add it"
             )
-        return [named[folder] for folder in folders] if folders else list(named.values())
+        return [named[folder] for folder in folders or named]
     if folders and len(lines) != len(folders):
         raise UserError(
             f"--classes {file}: expected a line for each of {len(folders)} class folders, got"
@@ -215,18 +189,17 @@ def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
 
 
 def prompt_templates(file: Path | None, encoder: LoadedEncoder) -> list[str]:
-    """Prompt templates of `file`, one a line; None: the captions that the embedded model was
-    trained on, CLIP's plain one elsewhere.
+    """Read the prompt templates of `file`, one a line; None: the captions that the embedded model
+    was trained on, CLIP's plain one elsewhere.
 
     Raises UserError for a file that can't be read, or a line without {}.
     """
     if file is None:
-        return (
-            [caption("{}", color) for color in BACKGROUNDS] if encoder.embedded else list(TEMPLATES)
-        )
+        embedded = encoder.identity["name"] == EMBEDDED_ENCODER
+        return [caption("{}", color) for color in BACKGROUNDS] if embedded else list(TEMPLATES)
     lines = read_lines(file, "--templates")
     for line in lines:
-        if line.count("{}") != 1 or line.count("{") != 1 or line.count("}") != 1:
+        if not line.count("{}") == line.count("{") == line.count("}") == 1:
             raise UserError(
                 f"--templates {file}: expected {{}} once in each line, got {line!r}; write where"
                 " the name goes"
@@ -235,18 +208,16 @@ def prompt_templates(file: Path | None, encoder: LoadedEncoder) -> list[str]:
 
 
 def read_lines(file: Path, flag: str) -> list[str]:
-    """The lines of a text file that are not empty.
+    """Read the lines of a text file that are not empty.
 
     Raises UserError, naming `flag`, where there are none.
     """
     try:
-        lines = [
-            line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
-        ]
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{flag} {file}: expected a text file, but it can't be read ({error}); check the path"
         ) from None
-    if not lines:
+    if not any(lines):
         raise UserError(f"{flag} {file}: expected lines of text, got none; write one for each")
-    return lines
+    return [line for line in lines if line]

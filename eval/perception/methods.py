@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 from mame_sd.perception.handle import EncoderHandle
@@ -23,7 +23,7 @@ from mame_sd.perception.settings import EVERY, LEFT
 from mame_sd.runs.methods import NotApplicable
 
 from ..results.schema import Family
-from .rivals import counted, embedding_of, on_smaller_images, rival_on
+from .rivals import embedding_of, on_smaller_images, rival_on
 from .rules import EViT, RandomDrop, Rule, ToMe, quarters
 
 HALVINGS = 16  # of the knob's range
@@ -36,22 +36,18 @@ BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {
 }
 
 
-On = Callable[[nn.Module], AbstractContextManager[Any]]
-
-
 @dataclass(frozen=True)
 class Method:
     """What a row does to a model; without arguments it leaves it as it is.
 
     Attributes:
         config: all that decides its answers, as JSON values.
-        on: the method on a model for a `with` block, as it is timed.
-        counts: `on` gives a handle that counts tokens and FLOPs.
+        on: the method on a model for a `with` block, as it is timed; it gives the handle that
+            counts tokens and FLOPs, or None.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
-    on: On = nullcontext
-    counts: bool = False
+    on: Callable[[nn.Module], AbstractContextManager[Any]] = lambda model: nullcontext()
 
     @property
     def merges(self) -> bool:
@@ -60,17 +56,17 @@ class Method:
 
     @contextmanager
     def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
-        """The method on `model` for a `with` block, counting tokens and FLOPs."""
+        """Put the method on `model` for a `with` block, counting tokens and FLOPs."""
         with self.on(model) as handle:
-            if self.counts:
+            if handle is not None:
                 yield handle
             else:
-                with counted(model) as handle:
+                with rival_on(model, Rule()) as handle:
                     yield handle
 
 
 def merged(blocks: int | tuple[int, ...] | str | None, **fields: Any) -> Method:
-    """Merging, by arguments of `apply_encoder`; `blocks` may be a name of `BLOCKS`."""
+    """Merge by arguments of `apply_encoder`; `blocks` may be a name of `BLOCKS`."""
     config = {**fields, "blocks": blocks}
     if "tau" not in fields:
         every = {"every": EVERY} if blocks is None else {}
@@ -87,18 +83,30 @@ def merged(blocks: int | tuple[int, ...] | str | None, **fields: Any) -> Method:
                 raise NotApplicable(f"this model can't merge so: {error}") from None
             yield handle
 
-    return Method({"mame": config}, on, True)
+    return Method({"mame": config}, on)
 
 
 def rival(rule: Rule) -> Method:
-    """A rival's rule."""
+    """Reduce tokens by a rival's rule."""
     config = {"name": type(rule).__name__, **vars(rule)}
-    return Method({"rival": config}, partial(rival_on, rule=rule), True)
+    return Method({"rival": config}, partial(rival_on, rule=rule))
 
 
 def smaller(side: float) -> Method:
-    """The unmerged model on images of `side` x `side` pixels."""
+    """Show the unmerged model images of `side` x `side` pixels."""
     return Method({"side": int(side)}, partial(on_smaller_images, side=int(side)))
+
+
+def _share(part: float, tokens: float, patches: int, patch: int) -> float:
+    return max(part, 1e-6)
+
+
+def _fewer(part: float, tokens: float, patches: int, patch: int) -> float:
+    return (1 - part) * tokens / 2
+
+
+def _side(part: float, tokens: float, patches: int, patch: int) -> float:
+    return float(patch * max(1, min(patches, round(0.5 + part * patches))))
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,8 @@ class Knob:
     Attributes:
         label: for tables, {} for the value; `short` without it.
         make: gives the method at a value.
+        at: gives the value at a part of its range, in which FLOPs grow from 0 to 1, of a model's
+            tokens, patches along a side and their side in pixels.
         most: of the knob; None: any number above 0.
         whole: the knob takes whole numbers alone.
         family: of its rows.
@@ -116,6 +126,7 @@ class Knob:
     label: str
     short: str
     make: Callable[[float], Method]
+    at: Callable[[float, float, int, int], float] = _share
     most: float | None = 1.0
     whole: bool = False
     family: Family = "rival"
@@ -128,9 +139,9 @@ RIVALS: dict[str, Knob] = {
         lambda keep: merged(None, keep=keep),
         family="mame",
     ),
-    "tome": Knob("ToMe r {}", "ToMe", lambda r: rival(ToMe(r)), None, family="tome"),
+    "tome": Knob("ToMe r {}", "ToMe", lambda r: rival(ToMe(r)), _fewer, None, family="tome"),
     "tome-decreasing": Knob(
-        "ToMe decreasing r {}", "ToMe, decreasing", lambda r: rival(ToMe(r, True)), None
+        "ToMe decreasing r {}", "ToMe, decreasing", lambda r: rival(ToMe(r, True)), _fewer, None
     ),
     "evit": Knob("EViT keep {}", "EViT", lambda keep: rival(EViT(keep))),
     "random-all": Knob(
@@ -138,7 +149,7 @@ RIVALS: dict[str, Knob] = {
         "random dropping in all blocks",
         lambda keep: rival(RandomDrop(keep)),
     ),
-    "smaller": Knob("images of {} pixels", "smaller images", smaller, None, whole=True),
+    "smaller": Knob("images of {} pixels", "smaller images", smaller, _side, None, whole=True),
 }
 
 
@@ -146,8 +157,8 @@ RIVALS: dict[str, Knob] = {
 def at_flops(
     model: nn.Module, name: str, flops: float, call: Callable[[], Any], side: int
 ) -> tuple[float, float]:
-    """The value of the knob of the rival `name` whose counted FLOPs are nearest to `flops`, and
-    these.
+    """Find the value of the knob of the rival `name` whose counted FLOPs are nearest to `flops`,
+    and these.
 
     Args:
         model: what `call` calls.
@@ -159,46 +170,31 @@ def at_flops(
     Raises:
         NotApplicable: it can do nothing with this model.
     """
+    knob = RIVALS[name]
     seen: dict[float, float] = {}
+    embed = embedding_of(find_encoder(model)[0])
+    patch = 1 if embed is None else embed.kernel_size[-1]
+    with rival_on(model, Rule()) as handle:
+        call()
+        tokens = handle.report().blocks[0].tokens_in
 
-    def of(knob: float) -> float:
-        if knob not in seen:
-            with RIVALS[name].make(knob).counted(model) as handle:
+    def of(part: float) -> float:
+        value = knob.at(part, tokens, side // patch, patch)
+        if value not in seen:
+            with knob.make(value).counted(model) as handle:
                 handle.reset()
                 call()
-                seen[knob] = handle.report().flops
-        return seen[knob]
+                seen[value] = handle.report().flops
+        return seen[value]
 
-    low, high, knob_of = _range(model, name, call, side)
+    low, high = 0.0, 1.0
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        if of(knob_of(middle)) > flops:
+        if of(middle) > flops:
             high = middle
         else:
             low = middle
     for end in (low, high):
-        of(knob_of(end))
-    knob = min(seen, key=lambda one: (abs(seen[one] - flops), one))
-    return knob, seen[knob]
-
-
-def _range(
-    model: nn.Module, name: str, call: Callable[[], Any], side: int
-) -> tuple[float, float, Callable[[float], float]]:
-    """Two ends between which FLOPs grow, and the knob of what lies there."""
-    if name.startswith("tome"):
-        with counted(model) as handle:
-            call()
-            return -handle.report().blocks[0].tokens_in / 2, 0.0, lambda r: -r
-    if name == "smaller":
-        embed = embedding_of(find_encoder(model)[0])
-        patch = 1 if embed is None else embed.kernel_size[-1]
-        most = side // patch
-        return 0.5, most + 0.5, lambda count: float(patch * max(1, min(most, round(count))))
-    return 0.0, 1.0, lambda keep: max(keep, 1e-6)
-
-
-def side_of(inputs: Mapping[str, Tensor]) -> int:
-    """Side of the images in pixels, as the model sees them; 0 where they come as patches."""
-    pixels = inputs["pixel_values"]
-    return int(pixels.shape[-1]) if pixels.dim() in (4, 5) else 0
+        of(end)
+    value = min(seen, key=lambda one: (abs(seen[one] - flops), one))
+    return value, seen[value]

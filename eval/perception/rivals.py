@@ -7,18 +7,15 @@ becomes of the tokens.
     with rival_on(model, ToMe(r=8)) as handle:
         logits = model(pixel_values).logits
         print(handle.report())
-    with on_smaller_images(model, 160):
-        logits = model(pixel_values).logits      # the same pixel_values, made smaller inside
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,22 +71,9 @@ class RivalBlock(MergedBlock):
         given = Given(x, prefix, self._place, sizes, places=self._places, **self._heard)
         self._heard = {}
         reduced = self.rule(given)
-        if self.shared.capture and reduced.rows is not None:
-            self.shared.keep(self.number, cast(Any, Traced(reduced.rows)))
         if self.shared.now.counting:
             self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
         return reduced.x, reduced.sizes
-
-
-@dataclass(frozen=True)
-class Traced:
-    """Puts tokens [B, L', C] back at [B, L, C]: each takes its row."""
-
-    rows: Tensor
-
-    def restore(self, y: Tensor) -> Tensor:
-        """All tokens."""
-        return y.gather(1, self.rows.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
 
 @contextmanager
@@ -102,7 +86,7 @@ def rival_on(model: nn.Module, rule: Rule) -> Iterator[EncoderHandle]:
         NotApplicable: it lacks what the rule works by (a class token, keys).
     """
     encoder, blocks, known = find_encoder(model)
-    if rule.class_token and known.prefix_tokens_of(encoder) == 0:
+    if "queries" in rule.hears and known.prefix_tokens_of(encoder) == 0:
         raise NotApplicable(
             f"expected a class token to prune by, but {type(encoder).__name__} has none; choose"
             " another method"
@@ -128,11 +112,6 @@ def projection_of(known: Encoder, what: str) -> str:
     if what == "queries":
         name = _QUERIES.get(name, "")
     return f"{path}.{name}" if name else ""
-
-
-def counted(model: nn.Module) -> AbstractContextManager[EncoderHandle]:
-    """`model` as it is, its tokens and FLOPs counted, for a `with` block; not for timing."""
-    return rival_on(model, Rule())
 
 
 @contextmanager

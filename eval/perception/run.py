@@ -31,10 +31,8 @@ from ..results.schema import NOT_YET, Gate, Results, Value
 from ..results.schema import Row as Line
 from ..stats import share_difference, wilson
 from ..timing import quartiles
-from .answers import Batch, Batches, answers_of, speed_of
-from .data import ImageSet
-from .heads import Head, inputs_of
-from .methods import RIVALS, Method, at_flops, side_of
+from .answers import Asked, Batch, answers_of, speed_of
+from .methods import RIVALS, Method, at_flops
 from .rows import BASELINE, SUITES, Row
 
 Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
@@ -75,14 +73,9 @@ class Classification:
     """One benchmark; `run` does it.
 
     Attributes:
-        suite: name of the suite.
-        head: the model and how it answers.
-        images: what it answers.
-        numbers: the model's number of each class folder; None: no labels.
-        head_about: how it answers, as JSON values: class names and templates, or where labels come
-            from.
+        asked: the model, the images that it answers, and the size of a batch.
+        about: how it answers, as JSON values: class names and templates, or where labels come from.
         rows: the first is the baseline, and each rival comes after the row whose FLOPs it takes.
-        size: of a batch.
         rounds: of timing.
         stage: opens a step of that name and gives its progress callback.
         command: what makes it again, for the report.
@@ -90,12 +83,9 @@ class Classification:
     """
 
     suite: str
-    head: Head
-    images: ImageSet
-    numbers: Sequence[int] | None
-    head_about: Mapping[str, Any]
+    asked: Asked
+    about: Mapping[str, Any]
     rows: Sequence[Row]
-    size: int
     rounds: int
     out: Path
     process: Process
@@ -103,7 +93,7 @@ class Classification:
     command: str = ""
     results: Results = field(init=False)
     _methods: dict[str, Method] = field(default_factory=dict)
-    _found: dict[str, Batches] = field(default_factory=dict)
+    _found: dict[str, list[Batch]] = field(default_factory=dict)
 
     def run(self) -> Results:
         """Everything, in order; returns the results, on the main process those of results.json.
@@ -133,7 +123,8 @@ class Classification:
 
     def _before(self) -> Results:
         """What is known before anything is measured."""
-        encoder, about = self.head.encoder, self.images.about()
+        encoder, images = self.asked.head.encoder, self.asked.images
+        about, labelled = images.about(), images.labels is not None
         rows = [
             Line(
                 name=row.name,
@@ -145,29 +136,29 @@ class Classification:
             )
             for row in self.rows
         ]
-        labelled = self.numbers is not None
+        manifest = {
+            "suite": self.suite,
+            "command": self.command,
+            "model": dict(encoder.identity),
+            "images": about,
+            "answers": dict(self.about),
+            "batch": self.asked.size,
+            "timing": {
+                "rounds": self.rounds,
+                "batch": len(self.asked.batches[0]),
+                "images": "another batch each round",
+            },
+            "environment": {
+                **environment_on(encoder.device),
+                "processes": self.process.count,
+                "attention": getattr(encoder.model.config, "_attn_implementation", None),
+            },
+        }
         return Results(
             kind="classification",
             suite=self.suite,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            manifest={
-                "suite": self.suite,
-                "command": self.command,
-                "model": dict(encoder.identity),
-                "images": about,
-                "answers": dict(self.head_about),
-                "batch": self.size,
-                "timing": {
-                    "rounds": self.rounds,
-                    "batch": min(self.size, len(self.images.files)),
-                    "images": "another batch each round",
-                },
-                "environment": {
-                    **environment_on(encoder.device),
-                    "processes": self.process.count,
-                    "attention": getattr(encoder.model.config, "_attn_implementation", None),
-                },
-            },
+            manifest=manifest,
             metrics=[one for one in COLUMNS if self._meets_tome or one.name != "ahead"],
             rows=rows,
             reference=f"the labels of {about['name']}" if labelled else None,
@@ -183,11 +174,9 @@ class Classification:
         try:
             method = self._solved(row, line) if row.at else row.method
             with self.stage(f"{row.label}: answers") as on_progress:
-                self._found[row.name] = answers_of(
-                    self.head,
+                found = answers_of(
+                    self.asked,
                     method,
-                    self.images,
-                    self.size,
                     self.out / "answers" / f"{row.name}.jsonl",
                     {**settings_of(self.results.manifest), "method": method.config},
                     self.process,
@@ -196,7 +185,7 @@ class Classification:
         except NotApplicable as error:
             line.measured, line.reason = False, str(error)
         else:
-            self._methods[row.name] = method
+            self._methods[row.name], self._found[row.name] = method, list(found.values())
             line.measured, line.reason = True, None
             line.values.update(self._values(row.name))
         self._save()
@@ -211,10 +200,12 @@ class Classification:
         target = self._flops(row.at) * 1e9
         solved = line.solved
         if solved is None or solved["target"] != target:
-            inputs = inputs_of(self.head.encoder, self.images, [0])
-            model, call = self.head.encoder.model, partial(self.head.logits, inputs)
+            head, inputs = self.asked.head, self.asked.inputs([0])
+            pixels = inputs["pixel_values"]
+            side = int(pixels.shape[-1]) if pixels.dim() in (4, 5) else 0  # 0: they are patches
             with self.stage(f"{row.label}: to {target / 1e9:.3g} GFLOPs"):
-                knob, flops = at_flops(model, row.rival, target, call, side_of(inputs))
+                call = partial(head.logits, inputs)
+                knob, flops = at_flops(head.encoder.model, row.rival, target, call, side)
             solved = line.solved = {"target": target, "knob": knob, "flops": flops}
         if abs(solved["flops"] / target - 1) > NEAR:
             note = (
@@ -226,30 +217,27 @@ class Classification:
 
     def _values(self, name: str) -> dict[str, Value]:
         """What answers, tokens and FLOPs of a row come to."""
-        batches = self._batches(name)
         answers, plain = self._answers(name), self._answers(BASELINE)
         count = len(answers)
 
         def mean(value: Callable[[Batch], float]) -> Value:
             """Over images, of what is known of batches."""
-            total = sum(value(batch) * len(batch.answers) for batch in batches)
+            total = sum(value(batch) * len(batch.answers) for batch in self._found[name])
             return Value(mean=total / count, n=count)
 
         values = {
             "flops": mean(lambda batch: batch.flops / 1e9),
             "tokens": mean(lambda batch: batch.tokens[-1]),
+            "top1": UNLABELLED,
         }
         if name != BASELINE:
             same = sum(a == b for a, b in zip(answers, plain, strict=True))
             values["agreement"] = Value(**wilson(same, count))
-        right = self._right(name)
-        if right is None:
-            values["top1"] = UNLABELLED
-            return values
-        values["top1"] = Value(**wilson(sum(right), count))
-        if name != BASELINE:
-            p = share_difference(right, self._right(BASELINE) or [])["p"]
-            values["top1"] = replace(values["top1"], p=p, against=BASELINE)
+        if (right := self._right(name)) is not None:
+            values["top1"] = Value(**wilson(sum(right), count))
+            if name != BASELINE:
+                p = share_difference(right, self._right(BASELINE) or [])["p"]
+                values["top1"] = replace(values["top1"], p=p, against=BASELINE)
         return values
 
     def _ahead(self, row: Row) -> Value:
@@ -269,19 +257,15 @@ class Classification:
             note=note if abs(its / mine - 1) > NEAR else None,
         )
 
-    def _batches(self, name: str) -> list[Batch]:
-        return [batch for _, batch in sorted(self._found[name].items())]
-
     def _answers(self, name: str) -> list[int]:
-        return [answer for batch in self._batches(name) for answer in batch.answers]
+        return [answer for batch in self._found[name] for answer in batch.answers]
 
     def _right(self, name: str) -> list[bool] | None:
         """Whether each answer is its image's label; None without labels."""
-        labels, numbers = self.images.labels, self.numbers
-        if labels is None or numbers is None:
+        labels = self.asked.images.labels
+        if labels is None:
             return None
-        pairs = zip(self._answers(name), labels, strict=True)
-        return [answer == numbers[label] for answer, label in pairs]
+        return [a == label for a, label in zip(self._answers(name), labels, strict=True)]
 
     def _flops(self, name: str) -> float:
         """GFLOPs of a row that was measured."""
@@ -295,16 +279,8 @@ class Classification:
             "methods": {name: method.config for name, method in self._methods.items()},
         }
         with self.stage("speed and memory") as on_progress:
-            timings = speed_of(
-                self.head,
-                self._methods,
-                self.images,
-                self.size,
-                self.rounds,
-                self.out / TIMINGS,
-                about,
-                on_progress,
-            )
+            record = self.out / TIMINGS
+            timings = speed_of(self.asked, self._methods, self.rounds, record, about, on_progress)
         for name, found in timings.items():
             values = self.results.row(name).values
             low, median, high = quartiles([1 / timing.seconds for timing in found])
@@ -320,9 +296,8 @@ class Classification:
         """The sanity gates: rows leave the model as it was, and merging that is switched off
         changes nothing.
         """
-        encoder = self.head.encoder
-        inputs = inputs_of(encoder, self.images, self.images.batches(self.size)[0])
-        plain = self.head.logits(inputs)
+        head, inputs = self.asked.head, self.asked.inputs(self.asked.batches[0])
+        plain = head.logits(inputs)
 
         def gate(name: str, got: torch.Tensor) -> Gate:
             largest = (got - plain).abs().max().item()
@@ -330,14 +305,14 @@ class Classification:
 
         gates = []
         for name, method in self._methods.items():
-            with method.counted(encoder.model) as handle:
+            with method.counted(head.encoder.model) as handle:
                 handle.active = not method.merges
-                logits = self.head.logits(inputs)
+                logits = head.logits(inputs)
             if name == BASELINE:
                 gates.append(gate(f"{name}, counted", logits))
             elif method.merges:
                 gates.append(gate(f"{name}, switched off", logits))
-        self.results.gates = [*gates, gate("the model after all rows", self.head.logits(inputs))]
+        self.results.gates = [*gates, gate("the model after all rows", head.logits(inputs))]
         self._save()
 
     def _save(self) -> None:

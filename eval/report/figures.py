@@ -61,19 +61,13 @@ def to_svg(figure: Figure, name: str, description: str) -> Markup:
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
-        figure.savefig(
-            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
-        )
+        unnamed = {"Date": None, "Creator": None}
+        figure.savefig(buffer, format="svg", transparent=True, metadata=unnamed)
     svg = buffer.getvalue()
-    svg = re.sub(
-        r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>",
-        "",
-        svg[svg.index("<svg") :],
-        flags=re.S,
-    )
-    svg = re.sub(
-        r'<g id="[^"]*"', "<g", svg
-    )  # the same in every figure, and nothing refers to them
+    unwanted = r"^.*?(?=<svg)|<metadata>.*?</metadata>|<style[^>]*>.*?</style>"
+    svg = re.sub(unwanted, "", svg, flags=re.S)
+    # the same in every figure, and nothing refers to them
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)
     for variable, color in COLORS.items():
         svg = svg.replace(color, f"var(--{variable})")

@@ -87,15 +87,16 @@ class RivalJob(MergeJob):
             kept = torch.cat([tokens[:, :start], plan.merge(image), tokens[:, end:]], 1)
             parts.append(kept.unflatten(2, (t.shape[1], -1)).transpose(1, 2))
         mask = call.get("attn_mask")
-        if mask is not None and mask.shape[-1] > 1:
+        if mask is not None:
             raise ValueError("attn_mask: expected none, a rival's keys have no place in it")
         if self.how.fit_queries:
             drawn = cells_of(size, 0.5, device=image.device).queries
             at = drawn[0 if self.draw is None else int(self.draw)][: self.how.fit_queries] + first
             no_bias = parts[0].new_zeros(1, 1, 1, parts[0].shape[2])
             parts[1] = fitted_to(
-                call["query"], at, (call["key"], call["value"]), (parts[0], parts[1]), no_bias,
-                mask, call.get("scale"), (start, parts[0].shape[2] - tokens.shape[1] + end),
+                call["query"].index_select(2, at), (call["key"], call["value"]),
+                (parts[0], parts[1]), no_bias, None, call.get("scale"),
+                (start, parts[0].shape[2] - tokens.shape[1] + end),
             )  # fmt: skip
         self.merged = Merged(parts[0], parts[1], parts[0].new_zeros(0), (plan,))
         return {**call, "key": parts[0], "value": parts[1]}

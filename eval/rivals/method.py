@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mame_sd.diffusion.apply_denoiser import denoiser_of, mame
+from mame_sd.diffusion.apply_denoiser import mame
+from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
 from mame_sd.diffusion.layer import MergeHook

@@ -45,10 +45,11 @@ def set_value(
         return Value(n=count, withheld=reason)
     if metric.needs == "alone":
         logits = _features(metric, run.files, tools).logits
+        splits = 10 if count >= SPLIT_FROM else 1
         with _named(metric):
-            score = inception_score(logits, splits=10 if count >= SPLIT_FROM else 1)
-        std = score.std if score.splits > 1 else None
-        return Value(mean=score.mean, n=count, std=std, splits=score.splits, cap=score.cap)
+            mean, std = inception_score(logits, splits)
+        spread = std if splits > 1 else None
+        return Value(mean=mean, n=count, std=spread, splits=splits, cap=count / splits)
     if metric.needs == "set":
         check_reference([metric], reference)
     other = baseline if metric.needs == "sets" or reference is None else reference

@@ -33,13 +33,9 @@ def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | Non
     if metric.needs == "set" and reference is None:
         return "no --reference to measure against"
     needed = MIN_SIDES.get(metric.name, 0)
-    width, height = min(
-        (
-            (item.row.get("width", needed), item.row.get("height", needed))
-            for item in run.items.values()
-        ),
-        key=min,
-    )
+    rows = [item.row for item in run.items.values()]
+    sizes = ((row.get("width", needed), row.get("height", needed)) for row in rows)
+    width, height = min(sizes, key=min)
     if min(width, height) >= needed:
         return None
     return f"images of {width} x {height}, needs {needed} x {needed}"

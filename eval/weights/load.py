@@ -80,7 +80,8 @@ def get(name: str, weights_dir: Path | None = None) -> Path:
     Raises MachineError when no source answers.
     """
     folder = weights_dir or default_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    if REGISTRY[name].hub is None:
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         return _checked(name, REGISTRY[name].fetch(folder))
     except (MachineError, UserError) as error:

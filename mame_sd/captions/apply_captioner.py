@@ -40,9 +40,8 @@ def apply_captioner(
 
     Args:
         target: a model that holds one LLaVA, LLaVA-NeXT, Qwen2-VL or Qwen2.5-VL.
-        config: the settings, of which `keep` or `tau` may be given.
-        fields: `keep`, the share of the visual tokens that the language model gets, .25 by default;
-            or `tau`, by which each image keeps its own number.
+        config: the settings, of which `keep` may be given.
+        fields: `keep`, the share of the visual tokens that the language model gets, .25 by default.
 
     Raises:
         TypeError: `config` is no MaMeConfig.

@@ -93,13 +93,11 @@ class Lost:
         length: L, their tokens as the processor wrote them.
         real: bool [B, L'], False at padding among those that stay; None: all tokens stayed.
         after: LongTensor [B], the position of the first token that follows.
-        shift: [B], what is added to positions that later calls are given; None: nothing.
     """
 
     length: int
     real: Tensor | None
     after: Tensor
-    shift: Tensor | None = None
 
 
 class Calls:
@@ -236,12 +234,9 @@ def after_images(call: dict[str, Any]) -> dict[str, Any]:
     prompt = lost.length if lost.real is None else lost.real.shape[1]
     later = start - prompt + new  # tokens since the prompt, these among them
     call = {name: value for name, value in call.items() if name != "cache_position"}
-    positions = call.get("position_ids")
-    if positions is None:
+    if call.get("position_ids") is None:
         places = torch.arange(later - new, later, device=tokens.device)
         call["position_ids"] = lost.after.repeat_interleave(times)[:, None].to(places) + places
-    elif lost.shift is not None:
-        call["position_ids"] = positions + lost.shift.repeat_interleave(times)[:, None]
     if lost.real is not None:
         mask, real = call.get("attention_mask"), lost.real.repeat_interleave(times, 0)
         if mask is None:

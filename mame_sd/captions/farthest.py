@@ -15,65 +15,53 @@ from torch.nn import functional as F
 from mame_sd.core.merge import no_autocast
 
 
-def farthest_first(similarity: Tensor, count: int, tau: float | None = None) -> list[Tensor]:
-    """Choose the tokens of each sample that stay, LongTensor [k] in the order of their places.
+def farthest_first(similarity: Tensor, count: int) -> Tensor:
+    """Choose the tokens of each sample that stay, LongTensor [B, count] in the order of their
+    places.
 
     The first is the one whose nearest neighbour is farthest. Each next one is farthest from the
     nearest of those before.
 
     Args:
         similarity: of all pairs [B, L, L].
-        count: how many stay, from 1 to L; with `tau` at most.
-        tau: no more stay once every token is more similar than this to one that does.
+        count: how many stay, from 1 to L.
     """
     diagonal = torch.eye(similarity.shape[1], dtype=torch.bool, device=similarity.device)
     place = similarity.masked_fill(diagonal, -torch.inf).amax(-1).argmin(-1, keepdim=True)  # [B, 1]
-    places, reached = [place], []
+    places = [place]
     nearest = torch.full_like(similarity[:, 0], -torch.inf)  # [B, L] to those that stay
     for _ in range(count - 1):
         row = similarity.gather(1, place[..., None].expand(-1, 1, similarity.shape[2]))[:, 0]
         nearest = torch.maximum(nearest, row).scatter(1, place, torch.inf)
-        near, place = nearest.min(-1, keepdim=True)
-        if tau is not None and bool((near > tau).all()):
-            break
+        place = nearest.argmin(-1, keepdim=True)
         places.append(place)
-        reached.append(near)
-    found = torch.cat(places, 1)
-    if tau is None:
-        return list(found.sort(1).values)
-    stays = torch.cat(
-        [torch.ones_like(found[:, :1], dtype=torch.bool), *(n <= tau for n in reached)], 1
-    )
-    return [own[stay].sort().values for own, stay in zip(found, stays, strict=True)]
+    return torch.cat(places, 1).sort(1).values
 
 
-def merged(
-    x: Tensor, like: Tensor | None, keep: float | None, tau: float | None
-) -> list[tuple[Tensor, Tensor]]:
-    """Merge visual tokens x [B, L, C] into those that stay: of each sample features [k, C] and
-    their places, LongTensor [k].
+def merged(x: Tensor, like: Tensor | None, keep: float) -> tuple[Tensor, Tensor]:
+    """Merge visual tokens x [B, L, C] into those that stay: features [B, k, C] and their places,
+    LongTensor [B, k].
 
     Args:
         x: vectors as wide as the language model. By these tokens are chosen that stay.
         like: [B, L, d], by which others find the nearest of these: the tower's tokens. None: by x.
-        keep: share of them that stays, to the next whole number and at least one; None: by `tau`.
-        tau: similarity above which a token merges.
+        keep: share of them that stays, to the next whole number and at least one.
     """
-    length = x.shape[1]
-    count = length if keep is None else max(1, round(keep * length))
-    if keep is not None and count == length:
-        return [(one, torch.arange(length, device=x.device)) for one in x]
-    found = []
+    samples, length, channels = x.shape
+    count = max(1, round(keep * length))
+    every = torch.arange(length, device=x.device).expand(samples, -1)
+    if count == length:
+        return x, every
     similarity = cosines(x)
-    chosen = farthest_first(similarity, count, tau)
+    places = farthest_first(similarity, count)
     nearness = similarity if like is None else cosines(like)
-    for one, near, places in zip(x, nearness, chosen, strict=True):
-        if len(places) < length:
-            owner = near[:, places].argmax(1)
-            owner[places] = torch.arange(len(places), device=x.device)
-            one = _means(one, owner, len(places))
-        found.append((one, places))
-    return found
+    owner = nearness.gather(2, places[:, None].expand(-1, length, -1)).argmax(2)  # [B, L]
+    owner = owner.scatter(1, places, every[:, :count])
+    owner = (owner + count * torch.arange(samples, device=x.device)[:, None]).flatten()
+    exact = x.to(torch.promote_types(x.dtype, torch.float32)).flatten(0, 1)
+    summed = exact.new_zeros(samples * count, channels).index_add(0, owner, exact)
+    sizes = torch.bincount(owner, minlength=samples * count).unsqueeze(-1)
+    return (summed / sizes).to(x.dtype).unflatten(0, (samples, count)), places
 
 
 def cosines(x: Tensor) -> Tensor:
@@ -82,11 +70,3 @@ def cosines(x: Tensor) -> Tensor:
     with no_autocast(exact):
         unit = F.normalize(exact, dim=-1)
         return (unit @ unit.mT).nan_to_num(nan=-1.0).clamp(-1, 1)
-
-
-def _means(x: Tensor, owner: Tensor, count: int) -> Tensor:
-    """Average the tokens x [L, C] of each owner, LongTensor [L], as [k, C]."""
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))
-    summed = exact.new_zeros(count, x.shape[1]).index_add(0, owner, exact)
-    sizes = torch.bincount(owner, minlength=count).unsqueeze(-1)
-    return (summed / sizes).to(x.dtype)

@@ -20,7 +20,7 @@ class CaptionHandle(Calls):
 
     Attributes:
         model: the model.
-        config: the settings now in force, of which `keep` and `tau` count.
+        config: the settings now in force, of which `keep` counts.
     """
 
     config: MaMeConfig
@@ -30,7 +30,8 @@ class CaptionHandle(Calls):
         self.set(MaMeConfig() if config is None else config, **fields)
 
     def _images(self, call: dict[str, Any]) -> list[Image]:
-        return images_of(self.model, call, self.config.keep, self.config.tau)
+        assert self.config.keep is not None
+        return images_of(self.model, call, self.config.keep)
 
     @property
     def installed(self) -> bool:
@@ -39,7 +40,7 @@ class CaptionHandle(Calls):
         return on is not None and any(one.calls is self for one in on.slots)
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Changes `keep` or `tau` from the next call on; `config` replaces both.
+        """Changes `keep` from the next call on.
 
         Raises:
             TypeError: `config` is no MaMeConfig.
@@ -51,10 +52,10 @@ class CaptionHandle(Calls):
                 " keep=0.25"
             )
         new = (self.config if config is None else config).replace(**fields)
-        other = next((name for name in new.given if name not in ("keep", "tau")), None)
+        other = next((name for name in new.given if name != "keep"), None)
         if other is not None:
             raise ValueError(
-                f"{other}: expected keep or tau alone for the visual tokens of a language model,"
+                f"{other}: expected keep alone for the visual tokens of a language model,"
                 f" got {new.given[other]!r}; leave it out"
             )
         self.config = new

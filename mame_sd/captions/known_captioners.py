@@ -84,22 +84,20 @@ def layer_of(model: Any) -> int:
     return layer if layer >= 0 else depth + 1 + layer
 
 
-def images_of(
-    model: Any, inputs: dict[str, Any], keep: float | None, tau: float | None
-) -> list[Image]:
+def images_of(model: Any, inputs: dict[str, Any], keep: float) -> list[Image]:
     """Merge the tokens of a call's images, as its tower gives them.
 
     Args:
         model: of a known class.
         inputs: `pixel_values`; with Qwen-VL also `image_grid_thw`, with LLaVA-NeXT `image_sizes`.
         keep: share of an image's tokens that stays; LLaVA-NeXT's tokens for new lines all do.
-        tau: similarity above which a token merges, where `keep` is None.
     """
     if name_of(model) in QWEN:
         seen = model.model.get_image_features(
             inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
         ).pooler_output
-        return [Image(*merged(one[None], None, keep, tau)[0], len(one)) for one in seen]
+        alone = [(merged(one[None], None, keep), len(one)) for one in seen]
+        return [Image(own[0], stay[0], length) for (own, stay), length in alone]
     single = name_of(model) == LLAVA[0]
     tiles = [inputs["pixel_values"]] if single else _tiles(model, inputs)
     output = model.model.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True)
@@ -117,7 +115,8 @@ def images_of(
     images: dict[int, Image] = {}
     for some in _alike([int((own != LINE).sum()) for own in spots]):
         free = torch.stack([spots[n][spots[n] != LINE] for n in some])  # [B, L]
-        for n, (own, stay) in zip(some, merged(flat[free], like[free], keep, tau), strict=True):
+        joined = merged(flat[free], like[free], keep)
+        for n, own, stay in zip(some, *joined, strict=True):
             images[n] = _with_lines(model, spots[n], own, stay)
     return [images[n] for n in range(len(spots))]
 

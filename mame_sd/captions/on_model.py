@@ -183,12 +183,6 @@ def on_model(module: nn.Module) -> OnModel | None:
     return there.on if isinstance(there, Call) else None
 
 
-def calls_on(module: nn.Module) -> Calls | None:
-    """Return what merges there for this thread."""
-    on = on_model(module)
-    return None if on is None else on.slot.calls
-
-
 def put(calls: Calls) -> None:
     """Merges by `calls` from now on: for the block that this thread is in, else for all.
 

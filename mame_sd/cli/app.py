@@ -26,7 +26,6 @@ from mame_sd.cli.groups import (
 )
 from mame_sd.cli.options import takes
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice
 
@@ -82,27 +81,21 @@ def generate_command(
 
 
 @app.command("compare")
-@takes(model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions(without=("tau", "keep", *PAPERS)))
+@takes(model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions())
 def compare_command(
     *,
     prompt: Annotated[
         str, typer.Argument(help="The prompt.", metavar="PROMPT", show_default=False)
     ],
-    tau: Annotated[str | None, typer.Option(help="Taus to show, with commas between.")] = None,
-    keep: Annotated[
-        str | None,
-        typer.Option(help="Shares to keep, with commas. Default: the model's own, 0.5, 0.125."),
-    ] = None,
     out: SheetOption = Path("compare.png"),
     model: ModelChoice,
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Write one sheet: the baseline and each setting, with seconds and nearness (PSNR)."""
+    """Write one sheet: unmerged, your setting and two shares, with seconds and PSNR."""
     from mame_sd.cli.compare import run_compare
 
-    taus, keeps = _numbers("--tau", tau), _numbers("--keep", keep)
-    run_compare(prompt, taus, keeps, out, model, sampling, merging)
+    run_compare(prompt, out, model, sampling, merging)
 
 
 @app.command("calibrate")
@@ -178,14 +171,3 @@ def invoke(arguments: Sequence[str] | None = None) -> Any:
     return app(
         list(sys.argv[1:] if arguments is None else arguments), "mame-sd", standalone_mode=False
     )
-
-
-def _numbers(flag: str, text: str | None) -> list[float]:
-    """`"0.6,0.7"` as numbers; none for None."""
-    try:
-        return [] if text is None else [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UserError(
-            f"{flag}: expected numbers with commas between, such as 0.6,0.8, got {text!r};"
-            " correct it"
-        ) from None

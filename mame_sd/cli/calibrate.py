@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from mame_sd.cli.compare import Panel, compare, psnr, remark_on_seconds
+from mame_sd.cli.compare import Panel, compare, psnr
 from mame_sd.cli.console import note, progress
 from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.groups import PAPERS
@@ -74,7 +74,6 @@ def run_calibrate(
             f"{label}: {row['times_faster']:.2f} times as fast, PSNR {row['psnr']:.1f} dB"
             f" (of whole images, {len(checked)} other prompts)"
         )
-    remark_on_seconds([panel for row in panels for panel in row])
     about = {**found.about, "speed": speed, "checked_on_prompts": len(checked)}
     values = config.to_dict().items()  # all of them, so that no later version's defaults count
     concrete = {name: v for name, v in values if v is not None and name not in PAPERS}

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
-from mame_sd.cli.console import note, progress
+from mame_sd.cli.console import progress
 from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.sheet import Cell, check_sheet_path, draw_sheet, enlarge, write_sheet
 from mame_sd.config import MaMeConfig
@@ -29,59 +28,45 @@ from mame_sd.runs.sampling import levels_of, merge_in, sample
 
 PANEL_SIDE = 512
 COLUMNS = 6  # images side by side
-SMALLEST_SHARE = 0.6  # of the cores' time; below it a process waited for others
 
 
 @dataclass(frozen=True)
 class Panel:
     """One setting's image: seconds, and levels (empty for the baseline) of `things`, which merge.
 
-    `share` is how much of the cores' time it had; 1 where a device other than the CPU computes.
+    On a CPU these are seconds of the CPU, which others on the machine do not lengthen.
     """
 
     label: str
     image: Image.Image
     seconds: float
     levels: list[dict[str, Any]]
-    share: float = 1.0
     things: str = "keys"
+    unit: str = "s"
 
     def lines(self, baseline: Panel) -> tuple[str, ...]:
         """What stands under the image."""
         if self is baseline:
-            return (self.label, f"{self.seconds:.2f} s", "unmerged")
+            return (self.label, f"{self.seconds:.2f} {self.unit}", "unmerged")
         kept = [
             f"level {v['level']}: {v['tokens_kept']:.0f} of {v['tokens_in']:.0f} {self.things} kept"
             for v in self.levels
         ]
         speed = baseline.seconds / max(self.seconds, 1e-9)
         near = nearness(baseline.image, self.image)
-        return (self.label, f"{self.seconds:.2f} s ({speed:.2f} x as fast)", near, *kept)
+        took = f"{self.seconds:.2f} {self.unit} ({speed:.2f} x as fast)"
+        return (self.label, took, near, *kept)
 
 
 def run_compare(
-    text: str,
-    taus: Sequence[float],
-    keeps: Sequence[float],
-    out: Path,
-    choice: ModelChoice,
-    settings: GenerateSettings,
-    merging: MaMeConfig,
+    text: str, out: Path, choice: ModelChoice, settings: GenerateSettings, merging: MaMeConfig
 ) -> None:
-    """Write the sheet of a prompt, without `taus` and `keeps` of the default's neighbours, and
-    print what stands under each image.
-    """
-    neither = not taus and not keeps
-    if neither:
-        taus, keeps = ([], [0.5, 0.125]) if merging.tau is None else ([0.6, 0.7, 0.8, 0.9], [])
-    variants_of(merging, taus, keeps)  # refuses bad numbers before anything is loaded
+    """Write the sheet of a prompt, and print what stands under each image."""
     (prompt,) = prompts_from_texts([text])
     check_sheet_path(out)
     prompt = replace(prompt, id="compare")
     model, merging = load_to_merge(choice, merging, [prompt])
-    variants = variants_of(merging, taus, keeps)
-    if neither and keeps:
-        variants.insert(0, ("as given" if merging.given else "default", merging))
+    variants = variants_of(merging)
     with progress("images") as on_progress:
         panels = compare(model, prompt, settings, variants, on_progress, on_progress.step)
     rows = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
@@ -90,21 +75,19 @@ def run_compare(
     for panel in panels:
         print("  ".join(panel.lines(panels[0])))
     print(out)
-    remark_on_seconds(panels)
 
 
-def variants_of(
-    config: MaMeConfig, taus: Sequence[float], keeps: Sequence[float]
-) -> list[tuple[str, MaMeConfig]]:
-    """A labelled config for each tau and keep, all else as in `config`.
+def variants_of(config: MaMeConfig) -> list[tuple[str, MaMeConfig]]:
+    """The labelled `config`, and beside it other shares of the keys, all else the same.
 
-    Raises UserError for a bad number.
+    Raises UserError for settings of single layers that a share does not go with.
     """
+    given = "as given" if config.given else "default"
     try:
-        by_tau = [(f"tau {tau:g}", config.replace(tau=tau)) for tau in taus]
-        return by_tau + [(f"keep {keep:g}", config.replace(keep=keep)) for keep in keeps]
+        others = {f"keep {keep:g}": config.replace(keep=keep) for keep in (0.5, 0.125)}
     except ValueError as error:
         raise UserError(f"merging: {error}") from None
+    return [(given, config), *((name, o) for name, o in others.items() if o.keep != config.keep)]
 
 
 def compare(
@@ -123,6 +106,8 @@ def compare(
         UserError: a variant in which nothing could merge, or that the model refuses.
     """
     (job,) = jobs_of([prompt], settings)
+    on_cpu = model.identity["device"] == "cpu"
+    clock, unit = (time.process_time, "CPU s") if on_cpu else (time.perf_counter, "s")
     total = 1 + len(variants)
     on_progress(0, total)
     sample(model, replace(settings, steps=1), [job])
@@ -130,29 +115,17 @@ def compare(
     for label, config in [("baseline", None), *variants]:
         handle = None if config is None else merge_in(model, config)
         try:
-            start, cpu = time.perf_counter(), time.process_time()
+            start = clock()
             (image,) = sample(model, settings, [job], on_step=on_step)
-            seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-            on_cpu = model.identity["device"] == "cpu"
-            share = cpu / (seconds * torch.get_num_threads()) if on_cpu else 1.0
+            seconds = clock() - start
             levels = [] if handle is None else levels_of(handle)
             things = "keys" if config is None else config.method
-            panels.append(Panel(label, image, seconds, levels, share, things))
+            panels.append(Panel(label, image, seconds, levels, things, unit))
         finally:
             if handle is not None:
                 handle.remove()
         on_progress(len(panels), total)
     return panels
-
-
-def remark_on_seconds(panels: Sequence[Panel]) -> None:
-    """Note that the panels' seconds say little, where the process had to wait for others."""
-    least = min(panel.share for panel in panels)
-    if least < SMALLEST_SHARE:
-        note(
-            f"the machine was busy (this process had {least:.0%} of its cores), so the seconds say"
-            " little; run again when it is quiet"
-        )
 
 
 def compare_sheet(prompt: str, panels: Sequence[Panel]) -> Image.Image:

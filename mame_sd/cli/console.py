@@ -4,61 +4,53 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 _LONGEST_LINE = 2000  # characters, of a line that may name a prompt or a cell of any length
 
 
 class Bar:
-    """A bar on stderr: images done, the step of the one under way, images per second, time left."""
+    """A bar on stderr: what is done, the step of what is under way, the time left."""
 
     def __init__(self, bar: Any, unit: str) -> None:
-        self._bar, self._unit = bar, unit
-        self._task = bar.add_task(unit, total=None, rate="", step="")
-        self._done = self._total = 0
+        self._bar, self._done = bar, 0
+        self._task = bar.add_task(unit, total=None, step="")
 
     def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` images are finished."""
-        elapsed = self._bar.tasks[0].elapsed or 0.0
-        rate = f"{done / elapsed:.2f} {self._unit}/s" if done and elapsed else ""
-        self._done, self._total = done, total
-        self._bar.update(self._task, completed=done, total=total, rate=rate, step="")
+        """`done` of `total` are finished."""
+        self._done = done
+        self._bar.update(self._task, completed=done, total=total, step="")
 
     def step(self, step: int, steps: int) -> None:
-        """`step` of `steps` of the image under way is done."""
+        """`step` of `steps` of the one under way is done."""
         said = f"step {step} of {steps}"
         self._bar.update(self._task, completed=self._done + step / steps, step=said)
 
 
 @contextmanager
 def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
-    """A bar on stderr, where that is a terminal; gives what to tell of images and steps."""
+    """A bar on stderr, where that is a terminal; gives what to tell of those done and of steps."""
     from rich import progress as rich
 
-    fields = (rich.TextColumn("{task.fields[step]}"), rich.TextColumn("{task.fields[rate]}"))
-    columns = (rich.BarColumn(), rich.MofNCompleteColumn(), *fields, rich.TimeRemainingColumn())
-    console = _stderr()
-    off = not (shown and console.is_terminal)
-    with rich.Progress(*columns, console=console, disable=off, transient=True) as bar:
+    texts = (rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[step]}"))
+    columns = (rich.BarColumn(), rich.MofNCompleteColumn(), *texts, rich.TimeRemainingColumn())
+    with rich.Progress(*columns, console=_stderr(shown), transient=True) as bar:
         yield Bar(bar, unit)
 
 
-@contextmanager
-def doing(what: str, shown: bool = True) -> Iterator[None]:
+def doing(what: str, shown: bool = True) -> AbstractContextManager[Any]:
     """Says on stderr, where that is a terminal, what takes a while."""
-    console = _stderr()
-    if not (shown and console.is_terminal):
-        yield
-        return
-    with console.status(f"{what} ..."):
-        yield
+    status: AbstractContextManager[Any] = _stderr(shown).status(f"{what} ...")
+    return status
 
 
-def _stderr() -> Any:
+def _stderr(shown: bool) -> Any:
     from rich.console import Console
 
-    return Console(stderr=True)
+    console = Console(stderr=True)
+    console.quiet = not (shown and console.is_terminal)
+    return console
 
 
 def say(message: str) -> None:

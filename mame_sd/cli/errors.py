@@ -26,7 +26,6 @@ EXTRAS = {
     "jinja2": "eval",
     "scipy": "eval",
     "tomesd": "rivals",
-    "peft": "lora",
 }
 USAGE, MACHINE, INTERRUPTED = 2, 1, 130
 _MEMORY = ("not enough memory", "can't allocate memory", "out of memory")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class MergingOptions(FieldOptions):
     TAKEN = ("seed",)
 
     def __init__(self, without: Iterable[str] = (), baseline: bool = False) -> None:
-        super().__init__(MaMeConfig, "Merging", without, otherwise="the default")
+        super().__init__(MaMeConfig, "Merging", without, otherwise="")
         self._baseline = baseline
 
     def parameters(self) -> list[inspect.Parameter]:
@@ -109,10 +109,6 @@ class MergingOptions(FieldOptions):
 
     def flag(self, name: str) -> str:
         return flag_of(f"merge_{name}" if name in self.TAKEN else name)
-
-    def help(self, f: Field[Any]) -> str:
-        help = f.metadata["help"]
-        return f"{help[:1].upper()}{help[1:]}."
 
 
 PROMPTS = FieldOptions(PromptOptions)

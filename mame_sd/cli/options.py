@@ -63,8 +63,9 @@ class FieldOptions:
         without: names of fields that are no options here; those whose metadata say `option` False
             are none anywhere.
         help: help texts, by field, in the place of the dataclass's own.
-        otherwise: whose value a field has that is not given, for the help text. With it no option
-            has a default, and the argument is a dict of those that were given.
+        otherwise: whose value a field has that is not given, for the help text ("": it says
+            nothing of that). With it no option has a default, and the argument is a dict of those
+            that were given.
     """
 
     def __init__(
@@ -117,6 +118,8 @@ class FieldOptions:
         help = str(self._help.get(f.name, f.metadata["help"]))
         if self._otherwise is None:
             return help
+        if not self._otherwise:
+            return f"{help[:1].upper()}{help[1:].removesuffix('.')}."
         return f"{help.partition('. ')[0].rstrip('.')}. Without it, {self._otherwise}."
 
 

@@ -19,7 +19,6 @@ from mame_sd.runs.files import check_place, nearest, write_atomically, writing
 FONT_SIZE = 15
 LINE = 20  # pixels from one line of text to the next
 MARGIN = 12
-MAX_WIDTH, MAX_SIDE = 16_000, 60_000
 _INK, _PAPER = (24, 24, 27), (255, 255, 255)
 
 
@@ -32,9 +31,8 @@ class Cell:
 
 
 def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
-    """All cells on white, each column as wide as its widest cell; long lines are shortened to fit.
-
-    Raises UserError when the sheet would be larger than image files may be.
+    """All cells on white, each column as wide as its widest cell; long lines are shortened to
+    fit.
     """
     columns = max(len(row) for row in rows)
     widths = [max(row[i].image.width for row in rows if i < len(row)) for i in range(columns)]
@@ -43,11 +41,6 @@ def draw_sheet(rows: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
     top = MARGIN + (LINE + MARGIN // 2 if title else 0)
     height = top + sum(images) + sum(texts) + MARGIN * len(rows)
     size = sum(widths) + MARGIN * (columns + 1), height
-    if size[0] > MAX_WIDTH or size[1] > MAX_SIDE:
-        raise UserError(
-            f"expected a sheet of at most {MAX_WIDTH} x {MAX_SIDE} pixels, got {size[0]} x"
-            f" {size[1]}; show fewer images"
-        )
     sheet = Image.new("RGB", size, _PAPER)
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(FONT_SIZE)
 

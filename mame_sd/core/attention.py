@@ -92,8 +92,7 @@ def attention(
     if keep < 1 and len(q):
         grids = [Grid(before, size, keep)]
         merged = merge_keys(q, k, v, grids, KeyMerging(**how), **call, counted=own.counts)
-        k, v = merged.key, merged.value
-        mask = merged.bias if own.counts or mask is not None else None
+        k, v, mask = merged.key, merged.value, merged.bias
     return own.attend(q, k, v, mask, call.get("scale"))
 
 

@@ -42,16 +42,16 @@ def fitted_values(
         V'' [.., K, D] in fp32 (fp64), differentiable in all three tensors.
     """
     dtype = torch.promote_types(values.dtype, torch.float32)
-    shape = values.shape
-    weights, values, exact = (t.to(dtype).flatten(0, -3) for t in (weights, values, exact))
+    shape, alone = values.shape, (first, last) == (0, values.shape[-2])
+    weights, values = (t.to(dtype).flatten(0, -3) for t in (weights, values))
     merged = weights[..., first:last]
-    lacking = torch.baddbmm(exact, weights, values, alpha=-1)
+    lacking = exact.flatten(0, -3) - torch.bmm(weights, values)
     gram = torch.bmm(merged, merged.transpose(1, 2))
-    factor = _ridged_cholesky(gram, ridge)
+    factor = _ridged_cholesky(gram, ridge, may_be_zero=not alone)  # weights sum to 1
     half = torch.linalg.solve_triangular(factor, lacking, upper=False)
     solved = torch.linalg.solve_triangular(factor.transpose(1, 2), half, upper=True)
     fitted = torch.baddbmm(values[:, first:last], merged.transpose(1, 2), solved)
-    if (first, last) != (0, values.shape[1]):
+    if not alone:
         fitted = torch.cat([values[:, :first], fitted, values[:, last:]], 1)
     return fitted.view(shape)
 
@@ -65,40 +65,36 @@ def sized_keys(
     q . w is about 1, so that the logit of each group is about log(size) above that of its mean.
 
     Args:
-        key: the kept keys [B, H', K, D], H' a divisor of H.
+        key: the kept keys [B, H', K, D], H' a divisor of H; changed in place.
         some: queries [B, H, m, D] of the image's tokens.
         beside: all other queries [B, H, n, D], such as the text's, which together weigh as much.
         log_sizes: [B, K], 0 for keys that stand for themselves.
         scale: of the logits, not 0.
 
     Returns:
-        [B, H', K, D] in the dtype of the keys.
+        `key`.
     """
     dtype = torch.promote_types(some.dtype, torch.float32)
-    if some.shape[1] > key.shape[1]:
-        some, beside = (of_kept_heads(t, key.shape[1]) for t in (some, beside))
-    some, beside = (t.to(dtype).flatten(0, 1) for t in (some, beside))
-    gram, ones = torch.bmm(some.transpose(1, 2), some), some.sum(1)
+    some, beside = (of_kept_heads(t, key.shape[1]).flatten(0, 1) for t in (some, beside))
+    gram, ones = product(some.transpose(1, 2), some), some.sum(1, dtype=dtype)
     if beside.shape[1]:
-        weight = some.shape[1] / beside.shape[1]
+        weight, beside = some.shape[1] / beside.shape[1], beside.to(dtype)
         gram = torch.baddbmm(gram, beside.transpose(1, 2), beside, alpha=weight)
         ones = torch.add(ones, beside.sum(1), alpha=weight)
     factor = _ridged_cholesky(gram, SIZE_RIDGE)
     w = torch.cholesky_solve(ones.unsqueeze(2), factor)  # [B * H, D, 1]
-    w = w.view(*key.shape[:2], 1, -1) / scale
-    sized = torch.addcmul(key, log_sizes[:, None, :, None], w)
-    if key.dtype == torch.float16:
-        sized = sized.clamp(-HALF_MAX, HALF_MAX)
-    return sized.to(key.dtype)
+    key.addcmul_(log_sizes[:, None, :, None], w.view(*key.shape[:2], 1, -1), value=1 / scale)
+    return key.clamp_(-HALF_MAX, HALF_MAX) if key.dtype == torch.float16 else key
 
 
-def _ridged_cholesky(gram: Tensor, ridge: float) -> Tensor:
+def _ridged_cholesky(gram: Tensor, ridge: float, may_be_zero: bool = True) -> Tensor:
     """The Cholesky factor of products [n, m, m] with `ridge` of their mean diagonal added, in
     place. Nothing is checked: that would wait for the device.
     """
     diagonal = gram.diagonal(dim1=1, dim2=2)
-    # The least number keeps what is all zeros away from 0 / 0.
-    mean = diagonal.mean(-1, keepdim=True).clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
+    mean = diagonal.mean(-1, keepdim=True)
+    if may_be_zero:  # the least number keeps what is all zeros away from 0 / 0
+        mean = mean.clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
     diagonal.add_(mean, alpha=ridge)
     return torch.linalg.cholesky_ex(gram)[0]
 
@@ -109,8 +105,7 @@ def of_kept_heads(some: Tensor, heads: int) -> Tensor:
 
 
 def fitted_to(
-    q: Tensor,
-    at: Tensor,
+    some: Tensor,
     full: tuple[Tensor, Tensor],
     kept: tuple[Tensor, Tensor],
     bias: Tensor | None,
@@ -118,40 +113,35 @@ def fitted_to(
     scale: float | None,
     merged: tuple[int, int],
 ) -> Tensor:
-    """Fit the values of kept keys to the exact attention of the queries at these places of q.
+    """Fit the values of kept keys to the exact attention of a few queries.
 
     Args:
-        q: queries [B, H, Q, D].
-        at: LongTensor [m], which of them.
+        some: the queries [B, H, m, D].
         full: all keys and values.
-        kept: the kept keys [B, H', K, D] and their values [B, H', K, D'], H' a divisor of H.
-        bias: what is added to the logits of the kept keys, broadcast to [B, H, Q, K].
-        attn_mask: of the attention over all keys.
+        kept: the kept keys [B, H', K, D] and their values [B, H', K, D'], H' a divisor of H; values
+            may be of a wider dtype.
+        bias: what is added to the logits of the kept keys, broadcast to [B, H, m, K].
+        attn_mask: of the attention of these queries over all keys.
         scale: of the logits; None: 1 / sqrt(D).
         merged: the first and last of the kept keys whose values may change, as in `fitted_values`.
 
     Returns:
-        [B, H', K, D'] in the dtype of the kept values.
+        [B, H', K, D'] in the dtype of all values.
     """
-    heads = kept[0].shape[1]
-    shared = q.shape[1] // heads
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    some, rows = q.index_select(2, at), attn_mask
-    if rows is not None and rows.dim() > 1 and rows.shape[-2] > 1:
-        rows = rows.index_select(-2, at)
+    heads, dtype = kept[0].shape[1], full[1].dtype
+    shared = some.shape[1] // heads
+    scale = some.shape[-1] ** -0.5 if scale is None else scale
     more: Any = {"enable_gqa": True} if shared > 1 else {}
-    exact = SDPA(some, *full, attn_mask=rows, scale=scale, **more)
-    if bias is not None and bias.shape[-2] > 1:
-        bias = bias.index_select(-2, at)
+    exact = SDPA(some, *full, attn_mask=attn_mask, scale=scale, **more)
     if shared > 1:
         if bias is not None and max(bias.shape[1:3]) > 1:  # of each head or query its own
-            bias = of_kept_heads(bias.expand(-1, q.shape[1], len(at), -1), heads)
+            bias = of_kept_heads(bias.expand(-1, *some.shape[1:3], -1), heads)
         some, exact = (of_kept_heads(t, heads) for t in (some, exact))
     some, key, value, exact = (t.flatten(0, 1) for t in (some, *kept, exact))
     logits = product(some, key.transpose(1, 2)).unflatten(0, kept[0].shape[:2])
     logits = scale * logits if bias is None else torch.add(bias, logits, alpha=scale)
     weights = torch.softmax(logits, -1).flatten(0, 1)
     fitted = fitted_values(weights, value, exact, *merged)
-    if kept[1].dtype == torch.float16:
+    if dtype == torch.float16:
         fitted = fitted.clamp(-HALF_MAX, HALF_MAX)
-    return fitted.view(kept[1].shape).to(kept[1].dtype)
+    return fitted.view(kept[1].shape).to(dtype)

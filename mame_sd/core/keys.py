@@ -63,13 +63,14 @@ class Merged(NamedTuple):
 
     Attributes:
         key, value: [B, H, K, D] and [B, H, K, D'].
-        bias: [B, 1, 1, K] (or [B, .., Q, K] with a mask), to be added to the logits.
+        bias: [B, 1, 1, K] (or [B, .., Q, K] with a mask), to be added to the logits; None where
+            nothing is.
         groups: of each grid, which key each of its tokens went to.
     """
 
     key: Tensor
     value: Tensor
-    bias: Tensor
+    bias: Tensor | None
     groups: tuple[Groups, ...]
 
 
@@ -107,6 +108,10 @@ def merge_keys(
     if first_query is None:
         first_query = grids[0].start if q.shape[2] == k.shape[2] else 0
     known = {} if known is None else known
+    tokens = torch.Size(grids[0].size).numel()
+    image, count = slice(first_query, first_query + tokens), how.fit_queries
+    if count is None:
+        count = min(max(tokens // 32, 64), 256)
     with no_autocast(q):
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -120,7 +125,7 @@ def merge_keys(
             if number not in known:
                 stay = max(0, round(keep * cells.tokens) - cells.kept)
                 known[number] = group_tokens(slots[0].flatten(2), cells, draw, leader, stay)
-            parts, counts = known[number].means(*slots)
+            parts, counts = known[number].means(*slots, fitted=count > 0)
             for merged, part, t in zip((keys, values), parts, (k, v), strict=True):
                 merged += [t[:, :, end:start], *(mean.transpose(1, 2) for mean in part)]
             rest = k.shape[2] - last if number == len(grids) - 1 else 0
@@ -132,29 +137,29 @@ def merge_keys(
             torch.cat([*of, t[:, :, end:]], 2) for of, t in ((keys, k), (values, v))
         )  # [B, H, K, D]
         log_sizes = torch.cat(logs, 1) if len(logs) > 1 else logs[0]
-        bias = (log_sizes if counted else torch.zeros_like(log_sizes))[:, None, None]
-        first = groups[0]
-        image = slice(first_query, first_query + first.tokens_in)
-        rows, own_bias = attn_mask, bias
+        own_bias = bias = log_sizes[:, None, None] if counted else None
+        at = groups[0].queries  # of the image
+        few = at[: max(1, count * k.shape[1] // q.shape[1])]
+        rows = attn_mask
         if attn_mask is not None:
-            own_bias = bias = _with_mask(bias, attn_mask, grids, groups, k.shape[2])
+            zero = log_sizes.new_zeros(()) if bias is None else bias
+            own_bias = bias = masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2])
             if attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
-                rows, own_bias = attn_mask[..., image, :], bias[..., image, :]
-        count = how.fit_queries
-        if count is None:
-            count = min(max(first.tokens_in // 32, 64), 256)
-        if not counted:
+                rows, own_bias = (
+                    t[..., image, :].index_select(-2, few) for t in (attn_mask, masked)
+                )
+        by = q.shape[-1] ** -0.5 if scale is None else scale
+        if count or not counted:
+            some = q[:, :, image].index_select(2, few if counted else at)
+        if not counted and by:
             beside = torch.cat([q[:, :, :first_query], q[:, :, image.stop :]], 2)
-            some = q[:, :, image].index_select(2, first.queries)
-            by = q.shape[-1] ** -0.5 if scale is None else scale
-            key = sized_keys(key, some, beside, log_sizes, by) if by else key
+            key = sized_keys(key, some, beside, log_sizes, by)
         if count:
-            at = first.queries[: max(1, count * k.shape[1] // q.shape[1])]
             value = fitted_to(
-                q[:, :, image], at, (k, v), (key, value), own_bias, rows, scale,
+                some[:, :, : len(few)], (k, v), (key, value), own_bias, rows, scale,
                 (grids[0].start, key.shape[2] - k.shape[2] + end),
             )  # fmt: skip
-    return Merged(key, value, bias.to(q.dtype), groups)
+    return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
 
 
 def _with_mask(
@@ -260,7 +265,7 @@ class MergeJob:
             call["query"], call["key"], call["value"], grids, self.how, given, scale, self.draw,
             self.leader, first, known, counted=bias,
         )  # fmt: skip
-        mask = self.merged.bias if bias or given is not None else None
+        mask = self.merged.bias
         if mask is not None and not bias and given is not None and given.dtype == torch.bool:
             mask = mask == 0  # as it came
         changes = {"key": self.merged.key, "value": self.merged.value, "attn_mask": mask}

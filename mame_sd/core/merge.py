@@ -82,8 +82,9 @@ class Cells:
             Tiles with fewer tokens repeat one of theirs.
         pad: bool [T * P], True where a slot repeats a token; None where no tile has such slots.
         slot: LongTensor [L], the slot of each token.
-        drawn: LongTensor [draws, M + n], of each draw `dst` and `queries`, in one table that a
-            layer reads once.
+        drawn: LongTensor [draws, 2 M + n], of each draw `dst`, `own` and `queries`, in one table
+            that a layer reads once. `own` is where the distances [T, m, P] of each destination to
+            itself lie.
         number: LongTensor [T * m], the number of each destination in its tile.
         tiles, width, m: T, P and m, the destinations of a tile.
         tokens: L, how many tokens the grid has.
@@ -109,7 +110,7 @@ class Cells:
     @property
     def queries(self) -> Tensor:
         """LongTensor [draws, n], positions of tokens, spread evenly and in random order."""
-        return self.drawn[:, self.kept :]
+        return self.drawn[:, 2 * self.kept :]
 
 
 def cells_of(
@@ -212,11 +213,12 @@ def _cut(size: tuple[int, ...], keep: float, tile_size: int, seed: int | None) -
     own = torch.arange(rows * columns)
     own = own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own
     queries = own[_spread(in_order, generator)]
+    first = (torch.arange(count * m) - torch.arange(count).repeat_interleave(m)) * width
     return Cells(
         order=own[order],
         pad=pad if bool(pad.any()) else None,
         slot=torch.empty_like(slot).index_copy(0, own, slot),
-        drawn=torch.cat([dst, queries[: len(dst)]], 1),
+        drawn=torch.cat([dst, dst + first, queries[: len(dst)]], 1),
         number=torch.arange(m).repeat(count),
         tiles=count,
         width=width,
@@ -301,11 +303,13 @@ class Groups:
     tokens_in: int
     tokens_kept: int
 
-    def means(self, *slots: Tensor) -> tuple[list[list[Tensor]], Tensor]:
+    def means(self, *slots: Tensor, fitted: bool = False) -> tuple[list[list[Tensor]], Tensor]:
         """Average the tokens of each group.
 
         Args:
             slots: tokens [B, T * P, ...] in the order of the slots, all of one dtype.
+            fitted: whether the last of them are computed with further, so that their means may be
+                fp32 where cards multiply 16 bits.
 
         Returns:
             Of each the means [B, M, ...] and the tokens that stay [B, r, ...], in its dtype, and
@@ -326,7 +330,12 @@ class Groups:
         for t in slots:
             flat = t.to(shares.dtype).flatten(2)
             flat = flat.view(batch * cells.tiles, cells.width, flat.shape[2])
-            mean = torch.bmm(shares, flat).to(own).view(batch, cells.kept, *t.shape[2:])
+            learns = torch.is_grad_enabled() and t.requires_grad
+            if fitted and t is slots[-1] and halves and _SUMS_IN_FP32 and not learns:
+                mean = torch.bmm(shares, flat, out_dtype=torch.float32)
+            else:
+                mean = torch.bmm(shares, flat).to(own)
+            mean = mean.view(batch, cells.kept, *t.shape[2:])
             at = self.stay.view(*self.stay.shape, *[1] * (t.dim() - 2))
             parts.append([mean, t.gather(1, at.expand(-1, -1, *t.shape[2:]))])
         return parts, counts.view(batch, cells.kept)
@@ -398,7 +407,7 @@ def group_tokens(
         stay: how many of the tokens stay as they are: those farthest from any destination.
     """
     drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
-    dst, queries = drawn[: cells.kept], drawn[cells.kept :]
+    dst, own, queries = drawn.split([cells.kept, cells.kept, len(drawn) - 2 * cells.kept])
     batch, dtype = slots.shape[0], torch.promote_types(slots.dtype, torch.float32)
     place = None
     if leader is not None and leader.shape[0] == batch and batch > 1:
@@ -407,22 +416,24 @@ def group_tokens(
             # Nothing waits here, and samples with one leader are compared once.
             leader, place = leader.unique(return_inverse=True)
             slots = slots if len(leader) == batch else slots.index_select(0, leader)
-    squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square()
+    norms = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype)
     chosen = slots.index_select(1, dst).view(-1, cells.m, slots.shape[2])
+    of_chosen = norms.index_select(1, dst).view(-1, cells.m, 1)
     # |x - d|^2 = |x|^2 - 2 (x . d - |d|^2 / 2), of which the last part tells the nearest.
     nearness = product(chosen, slots.view(-1, cells.width, slots.shape[2]).transpose(1, 2))
-    of_chosen = squares.index_select(1, dst).view(-1, cells.m, 1)
-    best, row = nearness.sub_(of_chosen, alpha=0.5).max(1)
-    row = row.view(len(slots), cells.tiles * cells.width)
-    row.index_copy_(1, dst, cells.number.expand(len(slots), -1))  # equal ones can't take each other
+    nearness.addcmul_(of_chosen, of_chosen, value=-0.5)
+    # Each destination takes itself: equal ones can't take each other.
+    nearness.view(len(slots), cells.kept * cells.width).index_fill_(1, own, torch.inf)
+    best, row = nearness.max(1)
+    row = row.view(norms.shape)
     if cells.pad is not None:
         row.masked_fill_(cells.pad, -1)
     staying = row[:, :0]
     if stay:
-        far = torch.sub(squares, best.view_as(row), alpha=2).index_fill_(1, dst, -torch.inf)
+        near = torch.addcmul(best.view(norms.shape), norms, norms, value=-0.5)
         if cells.pad is not None:
-            far.masked_fill_(cells.pad, -torch.inf)
-        staying = far.topk(stay).indices
+            near.masked_fill_(cells.pad, torch.inf)
+        staying = near.topk(stay, largest=False).indices
         row.scatter_(1, staying, -1)
     if place is not None:
         row, staying = row.index_select(0, place), staying.index_select(0, place)

@@ -1,13 +1,5 @@
 """apply_mame: merging as hooks on a model's self-attention modules.
 
-    handle = apply_mame(pipe)
-    image = pipe("a red key").images[0]
-    print(handle.report())
-    remove_mame(pipe)                      # bit-equal to before
-
-    with mame(pipe, keep=0.5):             # for one block; what was there before comes back
-        image = pipe("a red key").images[0]
-
 A hook on the module survives what replaces processors: slicing, `fuse_qkv_projections`, IP-Adapter,
 PAG. It also learns the true (h, w) of the tokens from the Transformer2DModel around it. Each module
 carries one merging hook at most: applying again replaces it. A `copy.deepcopy` of a hooked model
@@ -29,7 +21,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.attention import Kernel
 from mame_sd.core.kernels import own_kernel
 from mame_sd.diffusion.context import ResolvedConfig, Shared
-from mame_sd.diffusion.denoisers import denoisers_of, no_denoiser
+from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.families.refused import EXCLUDED, known_as
 from mame_sd.diffusion.families.sequence import SequenceAttention
@@ -119,7 +111,7 @@ def build_handle(
     root = denoiser_of(target)
     tops = {"", *(root if isinstance(root, nn.ModuleDict) else ())}  # paths of the denoisers
     own = None if kernel is None else own_kernel(kernel)
-    shared = Shared(ResolvedConfig(config, active), own)
+    shared = Shared(ResolvedConfig(config, active, config), own)
     hooks: list[Placed] = []
     steps: dict[str, StepHook] = {}  # by path of the denoiser
     images: dict[str, tuple[SizeHook, Family | None]] = {}  # by path of what tells how tokens lie
@@ -223,23 +215,6 @@ def has_hooks(target: Any) -> bool:
     """Whether any merging hook is on `target`, active or not."""
     modules = denoiser_of(target).modules()
     return any(hook_on(module, name) is not None for module in modules for name in _OURS)
-
-
-def denoiser_of(target: Any) -> nn.Module:
-    """The module that merging goes on: `target` itself, or a pipeline's UNet or transformer.
-
-    Where the pipeline has several (`transformer` and `transformer_2` of Wan 2.2), it is an
-    nn.ModuleDict of them by name.
-
-    Raises:
-        TypeError: neither a module nor a pipeline with a denoiser.
-    """
-    if isinstance(target, nn.Module):
-        return target
-    found = denoisers_of(target)
-    if not found:
-        raise TypeError(no_denoiser(target))
-    return next(iter(found.values())) if len(found) == 1 else nn.ModuleDict(found)
 
 
 def _layer_of(

@@ -1,14 +1,10 @@
 """What merging costs and changes in each layer of a model, and the choice for each layer that
 follows.
 
-`measure` records an image's calls of the denoiser without merging, and replays a few of them. In
-each self-attention that could merge it computes every form (fields of `MaMeConfig`) beside the
-unmerged attention, and notes the relative squared error of the output and the seconds on this
-device. How much a layer's error matters is seen at the denoiser's output, where one form merges in
-that layer alone.
-
-`choose` then gives each layer one form. Of all choices that save enough seconds it takes the one
-whose errors at the output have the least sum.
+`measure` replays a few of an image's calls of the denoiser. Each self-attention computes every form
+(fields of `MaMeConfig`) beside the unmerged output. How much a layer's error matters is seen at the
+denoiser's output, where one form merges in that layer alone. `choose` gives each layer the form
+with which enough seconds are saved and the sum of all errors at the output is the least.
 """
 
 from __future__ import annotations
@@ -182,16 +178,11 @@ def measure(
     handle: Merging, run: Callable[[], object], found: Measurement, images: int = 1
 ) -> None:
     """Add to `found` what each form changes and costs in each layer, in some calls of the denoiser
-    of the next of so many images, which `run` makes.
+    of the next of so many images, which `run` makes; the handle's settings decide on what forms
+    leave open.
 
     Each layer merges alone in as many of these calls as `FORWARDS` allows. At least these are the
     late and the middle one of one image: they tell nearly as much as all three do.
-
-    Args:
-        handle: of `apply_mame`; its settings decide on what forms leave open.
-        run: makes the image.
-        found: takes what is measured.
-        images: how many will be measured in all.
 
     Raises:
         ValueError: no layer could merge.
@@ -199,9 +190,9 @@ def measure(
     clock = clock_of(device_of(handle.root))
     base = handle.config.replace(layers=None)
     forms = [base.replace(**form) for form in FORMS]
-    with layers_run(handle, _unmerged), recorded(handle.root) as every:
+    with layers_run(handle), recorded(handle.root) as every:
         run()
-    calls = some(every)
+    calls = [every[n] for n in sorted({round(at * (len(every) - 1)) for at in AT})]
     left = FORWARDS - images * (len(every) + 2 * len(calls) + 1)  # 1: the warm-up
 
     def tried(call: int, layer: int, layers: int) -> bool:
@@ -228,7 +219,7 @@ def measure(
 
     for number, (args, kwargs) in enumerate(calls):
         again = partial(handle.root, *args, **kwargs)
-        with layers_run(handle, _unmerged):
+        with layers_run(handle):
             if number == 0:
                 again()  # warm-up
             output, seconds = _timed(again, clock)
@@ -253,9 +244,11 @@ def measure(
 
 
 @contextmanager
-def layers_run(handle: Merging, run: Callable[[MergeHook, LayerCall], Any]) -> Iterator[None]:
-    """While entered, `run` computes the calls of all layers, whatever the settings are, and nothing
-    is counted.
+def layers_run(
+    handle: Merging, run: Callable[[MergeHook, LayerCall], Any] = lambda _, call: call.run()
+) -> Iterator[None]:
+    """While entered, `run` computes the calls of all layers, unmerged unless it is given, whatever
+    the settings are, and nothing is counted.
     """
     hooks = [hook for _, hook in handle.layers]
     try:
@@ -265,10 +258,6 @@ def layers_run(handle: Merging, run: Callable[[MergeHook, LayerCall], Any]) -> I
     finally:
         for hook in hooks:
             hook.instead = None
-
-
-def _unmerged(hook: MergeHook, call: LayerCall) -> Any:
-    return call.run()
 
 
 def _merged(hook: MergeHook, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
@@ -365,11 +354,6 @@ def recorded(model: nn.Module) -> Iterator[list[Call]]:
         yield calls
     finally:
         hook.remove()
-
-
-def some(calls: Sequence[Call]) -> list[Call]:
-    """Those of an image's calls at which is measured."""
-    return [calls[number] for number in sorted({round(at * (len(calls) - 1)) for at in AT})]
 
 
 def options(found: Measurement) -> dict[str, list[Option]]:

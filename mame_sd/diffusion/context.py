@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -156,31 +156,23 @@ class Step(NamedTuple):
 NO_STEP = Step()  # of layers around which nothing tells of one
 
 
+@dataclass(frozen=True, eq=False)
 class ResolvedConfig:
     """Settings, and whether they merge.
 
     Attributes:
         config: the settings.
+        active: whether they merge.
         asked: as they were given, before those beside the model's weights filled what they leave
             open.
-        active: whether they merge.
         of_layer: by name those of self-attentions that have their own; None where one is left
             alone.
     """
 
-    def __init__(
-        self,
-        config: MaMeConfig,
-        active: bool,
-        asked: MaMeConfig | None = None,
-        layers: Iterable[str] = (),
-    ) -> None:
-        self.config = config
-        self.asked = config if asked is None else asked
-        self.active = active
-        self.of_layer = (
-            {} if config.layers is None else {name: config.of_layer(name) for name in layers}
-        )
+    config: MaMeConfig
+    active: bool
+    asked: MaMeConfig
+    of_layer: Mapping[str, MaMeConfig | None] = field(default_factory=dict)
 
 
 class Shared:

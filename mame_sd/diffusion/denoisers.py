@@ -36,15 +36,25 @@ def denoisers_of(pipe: Any) -> dict[str, nn.Module]:
     return {}
 
 
-def no_denoiser(target: Any) -> str:
-    """The error for what is no module and has no denoiser, or has not loaded it yet."""
+def denoiser_of(target: Any) -> nn.Module:
+    """The module that merging goes on: `target` itself, or a pipeline's UNet or transformer.
+
+    Where the pipeline has several (`transformer` and `transformer_2` of Wan 2.2), it is an
+    nn.ModuleDict of them by name.
+
+    Raises:
+        TypeError: neither a module nor a pipeline with a denoiser, or it has not loaded it yet.
+    """
+    found = {"": target} if isinstance(target, nn.Module) else denoisers_of(target)
+    if found:
+        return next(iter(found.values())) if len(found) == 1 else nn.ModuleDict(found)
     kind = type(target).__name__
     specified = getattr(target, "_component_specs", ())  # of diffusers' modular pipelines
     known = [n for n in (*DENOISERS, *OTHER_NAMES) if hasattr(target, n) or n in specified]
     if not known:
-        return (
+        raise TypeError(
             "expected a torch module or a diffusers pipeline with a unet or transformer, got"
             f" {kind}"
         )
     how = "call load_components() first" if specified else "give it one first"
-    return f"expected a pipeline with its {known[0]}, but {kind} has none yet: {how}"
+    raise TypeError(f"expected a pipeline with its {known[0]}, but {kind} has none yet: {how}")

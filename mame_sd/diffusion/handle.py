@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,7 +102,7 @@ class MaMeHandle:
             setting = self._shared.setting
             if value != setting.active:
                 check_idle(self.root, "active")
-            self._shared.setting = ResolvedConfig(setting.config, value, setting.asked, self._names)
+            self._shared.setting = replace(setting, active=value)
 
     @property
     def described(self) -> str:
@@ -295,7 +296,15 @@ class MaMeHandle:
         """Raises ValueError as `_check`."""
         config = resolved(self.root, asked)
         self._check(config)
-        return ResolvedConfig(config, active, asked, self._names)
+        names = () if config.layers is None else self._names
+        of_layer = {name: config.of_layer(name) for name in names}
+        every = (config, *of_layer.values())
+        if self._shared.kernel is not None and any(one and one.tau is not None for one in every):
+            raise ValueError(
+                "kernel: expected none with tau, whose whole tokens merge before attention is"
+                " called; give keep instead"
+            )
+        return ResolvedConfig(config, active, asked, of_layer)
 
     def _check_installed(self) -> None:
         """Raise RuntimeError where settings would have no effect; else the pipeline is checked from
@@ -319,13 +328,6 @@ class MaMeHandle:
                 f"made_for: expected settings that were found for {self.described}, got ones for"
                 f" {config.made_for}; calibrate this model, or take another file"
             )
-        if self._shared.kernel is not None:
-            rules = ResolvedConfig(config, True, layers=self._names).of_layer.values()
-            if any(one is not None and one.tau is not None for one in (config, *rules)):
-                raise ValueError(
-                    "kernel: expected none with tau, whose whole tokens merge before attention is"
-                    " called; give keep instead"
-                )
         if config.size is not None and any(isinstance(h, SizeHook) for _, h in self._hooks):
             raise ValueError(
                 f"size: expected none, for {self._kind} tells its height and width, got"
@@ -338,8 +340,8 @@ class MaMeHandle:
                 f" got {unknown[0]!r}, which is none of them; handle.report() names them all"
             )
         if config.references is not None:
-            families = [getattr(hook.layer, "family", None) for _, hook in self.layers]
-            if not any(family is not None and family.references for family in families):
+            families = (getattr(hook.layer, "family", None) for _, hook in self.layers)
+            if not any(family and family.references for family in families):
                 raise ValueError(NONE_HERE.format(known_as(self._kind)))
 
 

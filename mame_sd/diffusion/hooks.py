@@ -1,8 +1,5 @@
-"""The hooks that read a model's calls, and write what layers are told (`context.py`).
-
-A `StepHook` notes which step it is, and whether the call is the second of two of the same input; a
-`SizeHook` how the tokens lie. How hooks come on and off modules is `hook_registry.py`; the hook
-that merges around a layer is `layer.MergeHook`.
+"""The hooks that read a model's calls, and write what layers are told (`context.py`); the hook that
+merges around a layer is `layer.MergeHook`.
 """
 
 from __future__ import annotations
@@ -173,12 +170,7 @@ class StepHook(PreHook):
 
         The latents are the same where they are the same tensor, unchanged: nothing is compared. Of
         timesteps that are other tensors the values are, which waits for the device, where a second
-        call has plans to share.
-
-        Args:
-            latents: the call's first input.
-            timestep: its timestep.
-            others: its other tensors, such as the prompt's embeddings.
+        call has plans to share. `others` are the call's other tensors.
         """
         plans: Plans | None = self.latest.value
         # Changes of tensors of inference mode, and of subclasses, are not counted.

@@ -38,25 +38,15 @@ UNSEEN = "{} calls no attention over the layer's tokens that can be intercepted"
 
 
 class LayerCall(NamedTuple):
-    """One call of a module.
-
-    Attributes:
-        module: the module.
-        forward: what computes it.
-        arguments: by name.
-        by_place: names of the arguments that came without one.
-        rest: further arguments that have no name.
-        processor: the attention processor in it.
-        kind: what attends, by name: the processor, or the module where it has none.
-    """
+    """One call of a module, whose own forward is `forward`."""
 
     module: Any
     forward: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    by_place: tuple[str, ...] = ()
-    rest: tuple[Any, ...] = ()
+    arguments: Mapping[str, Any]  # by name
+    by_place: tuple[str, ...] = ()  # names of the arguments that came without one
+    rest: tuple[Any, ...] = ()  # further arguments that have no name
     processor: Any = None
-    kind: str = ""
+    kind: str = ""  # what attends: the processor's class, or the module's where it has none
 
     def run(self, **changes: Any) -> Any:
         """The module's own output, with `changes` of the arguments, each passed on as it came."""
@@ -127,10 +117,7 @@ class AttentionAdapter(ABC):
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """How this call merges, or why it is left alone: the one place where that is decided.
 
-        Args:
-            call: the call.
-            known: how the tokens lie, from the model around the layer; None where nothing says it.
-            config: the settings.
+        `known` is how the tokens lie, from the model around; None where nothing says it.
         """
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
@@ -287,16 +274,8 @@ def merged_call(
     step: Callable[[], Step] = lambda: NO_STEP,
     kernel: OwnKernel | None = None,
 ) -> Any:
-    """The output of `call`, merged where that is sound, and counted.
-
-    Args:
-        layer: the kind of module.
-        call: the call.
-        known: how the tokens lie, from the model around the layer; None where nothing says it.
-        config: the settings.
-        stats: counters of this layer.
-        step: gives what the model around says of this step; asked where keys merge.
-        kernel: computes attention over merged keys instead of the model's own.
+    """The output of `call`, merged where that is sound, and counted; `step` is asked where keys
+    merge, the other arguments are those of `route` and `Shared`.
     """
     route = layer.route(call, known, config)
     if isinstance(route, str):

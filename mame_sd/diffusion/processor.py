@@ -2,12 +2,10 @@
 
     pipe.unet.set_attn_processor(MaMeAttnProcessor(tau=0.8))
 
-It runs on every Attention of a model and merges only where that is sound. Cross-attention, masks,
-added keys and values and small layers pass through untouched. It sees tokens [B, L, C] and not
-their height and width: give `size` for images that are not square. Nor does it see what the tokens
-are. In a video model, attention over frames merges too where there are at least `min_tokens`
-frames. Keep `min_tokens` above their number. Slicing, `fuse_qkv_projections`, `load_ip_adapter` and
-PAG replace processors, this one included. `load_ip_adapter` makes new ones without arguments.
+It runs on every Attention of a model and merges only where that is sound. It sees tokens [B, L, C]
+and not their height and width: give `size` for images that are not square. Nor does it see what the
+tokens are: in a video model keep `min_tokens` above the number of frames. Slicing,
+`fuse_qkv_projections`, `load_ip_adapter` and PAG replace processors, this one included.
 `apply_mame` survives all of these, knows the true size and leaves attention over frames alone.
 """
 
@@ -66,12 +64,9 @@ class MaMeAttnProcessor:
 
     Args:
         config: a MaMeConfig; None is the measured default.
-        tau: similarity above which whole tokens merge. Lower merges more: faster, further from the
-            unmerged image.
-        keep: share of the keys to keep, instead of `tau`.
         inner: the processor that computes attention; None is what diffusers would install on each
             module.
-        fields: any other field of MaMeConfig but `references` and `layers`, over those of `config`.
+        fields: fields of MaMeConfig but `references` and `layers`, over those of `config`.
 
     Raises:
         TypeError: `config` is no MaMeConfig, or `inner` no processor.
@@ -79,20 +74,9 @@ class MaMeAttnProcessor:
     """
 
     def __init__(
-        self,
-        config: MaMeConfig | None = None,
-        *,
-        tau: float | None = None,
-        keep: float | None = None,
-        inner: Any = None,
-        **fields: Any,
+        self, config: MaMeConfig | None = None, *, inner: Any = None, **fields: Any
     ) -> None:
-        given = {
-            name: value
-            for name, value in {"tau": tau, "keep": keep, **fields}.items()
-            if value is not None
-        }
-        self.config = make_config(config, given)
+        self.config = make_config(config, fields)
         if self.config.references is not None:
             raise ValueError(
                 "references: expected none, got"
@@ -177,9 +161,7 @@ class MaMeAttnProcessor:
             NothingMergedError: a forward has run and no layer could merge.
         """
         if self._passed and not self._stats:
-            calls = ", ".join(
-                f"{reason} ({count} calls)" for reason, count in sorted(self._passed.items())
-            )
+            calls = ", ".join(f"{reason} ({n} calls)" for reason, n in sorted(self._passed.items()))
             raise NothingMergedError(
                 "expected self-attention over tokens [B, L, C], but every call was something else:"
                 f" {calls}. Set the processor on a UNet's self-attention, or remove it"

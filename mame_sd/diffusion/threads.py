@@ -54,11 +54,8 @@ class PerThread:
 
 
 def begin(model: nn.Module, call: str, held: Any) -> None:
-    """Notes that a call of `model` is under way in this thread, until `end`, or until nothing holds
-    `held` any more.
-
-    Args:
-        call: what kind of call it is; a thread has one of each kind at most.
+    """Notes that a call of `model`, of which a thread has one of a kind at most, is under way in
+    this thread, until `end`, or until nothing holds `held` any more.
     """
     _UNDER_WAY.setdefault(model, {})[threading.get_ident(), call] = weakref.ref(held)
 
@@ -70,10 +67,7 @@ def end(model: nn.Module, call: str) -> None:
 
 def check_idle(root: nn.Module, what: str) -> None:
     """Raise RuntimeError where a call of `root`, or of a model that `root` is part of, is under way
-    in another thread.
-
-    Args:
-        what: is to be done, as "set", for the message.
+    in another thread; `what` is to be done, for the message.
     """
     # A pipeline's denoisers come in a ModuleDict.
     roots = list(root.values()) if isinstance(root, nn.ModuleDict) else [root]

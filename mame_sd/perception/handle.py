@@ -282,9 +282,7 @@ class EncoderHandle:
                 " whose tokens merged otherwise; restore them before the next forward"
             )
         if block is None:
-            kept = {
-                number: getattr(plan, "tokens_kept", features.shape[1]) for number, plan in plans
-            }
+            kept = {number: plan.tokens_kept for number, plan in plans}
             fit = [number for number, tokens in kept.items() if tokens == features.shape[1]]
             if not fit:
                 raise ValueError(
@@ -299,7 +297,8 @@ class EncoderHandle:
         """Takes this handle's merging off the model; that of a later `apply_encoder` stays."""
         self._shared.check_idle("remove")
         ours = {*self._inner, *(method.__self__ for _, _, method in self._placed)}
-        for module in self.encoder.modules():
+        parts = (module for module, _, _ in self._placed)  # whether or not tools took them out
+        for module in {*self.encoder.modules(), *parts}:
             take(module, ours)
 
     def install(self) -> None:

@@ -52,9 +52,6 @@ class ForwardState:
     """What the blocks of one model share.
 
     Attributes:
-        model: the vision transformer.
-        known: what is known of it.
-        num_prefix_tokens: tokens before the patches.
         last: number of its last block.
         patches: path of the convolution that cuts patches; None: there is none.
         restore: the blocks' output has every token again.

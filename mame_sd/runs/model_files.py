@@ -45,12 +45,6 @@ class ModelChoice:
         "auto", f"{', '.join(DTYPES)}, or auto: float16 on CUDA, float32 elsewhere."
     )
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
-    loras: tuple[str, ...] = option(
-        (),
-        "LoRA to add: file, folder or hub id, with :SCALE at its end if not 1. Repeatable.",
-        "--lora",
-        metavar="PATH_OR_ID",
-    )
     variant: str | None = option(None, "Variant of the model's files, such as fp16.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     offline: bool = option(False, "Never ask the hub; take what is cached.")
@@ -139,11 +133,6 @@ def find_folder(name: str, download: Callable[[str], str], flag: str = "--model"
     path = Path(name)
     if os.path.isdir(path):  # unlike Path.is_dir, False also for names that are too long
         return path
-    if os.path.isfile(path):
-        raise UserError(
-            f"{flag} {name}: expected a folder or a hub id, got a file; give the folder that holds"
-            " it"
-        )
     if name.startswith(EMBEDDED):
         from mame_sd.embedded.model import embedded_model_path
 
@@ -151,10 +140,10 @@ def find_folder(name: str, download: Callable[[str], str], flag: str = "--model"
             return embedded_model_path(name.removeprefix(EMBEDDED))
         except FileNotFoundError as error:
             raise UserError(f"{flag} {name}: {error}") from None
-    if not HUB_ID.fullmatch(name):
+    if os.path.isfile(path) or not HUB_ID.fullmatch(name):
+        found = "got a file" if os.path.isfile(path) else "found nothing there"
         raise UserError(
-            f"{flag} {name}: expected a folder or a hub id (owner/name), found nothing there; check"
-            " the path"
+            f"{flag} {name}: expected a folder or a hub id (owner/name), {found}; check the path"
         )
     try:
         return Path(download(name))

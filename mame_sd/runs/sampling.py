@@ -42,7 +42,7 @@ def sample(
         "generator": [generator_of(job) for job in jobs],
         "output_type": "np",
     }
-    if jobs[0].steered:
+    if any(job.steered for job in jobs):
         call["negative_prompt"] = [job.negative_prompt or "" for job in jobs]
     guidance = model.guidance if settings.guidance is None else settings.guidance
     if guidance is not None:

@@ -138,14 +138,14 @@ def pictured(draw: Draw, seed: int, sides: tuple[int, int] = (0, 0)) -> dict[str
 
 def captioners(draw: Draw) -> None:
     model = llavas.llava()
-    apply_mame(model, **merging(draw))
+    apply_mame(model, keep=draw.choice(KEEPS))
 
     def ask(call: dict[str, Any], form: dict[str, Any] | None) -> Tensor:
         with nullcontext() if form is None else mame(model, **form):
             written = model.generate(**call, max_new_tokens=3, min_new_tokens=3, do_sample=False)
             return torch.cat([written.flatten(), model(**call).logits.flatten()])
 
-    forms = [draw.choice((None, merging(draw), {"keep": 0.4})) for _ in range(3)]
+    forms = [draw.choice((None, {"keep": draw.choice(KEEPS)})) for _ in range(3)]
     together(model, draw, [partial(ask, pictured(draw, i), form) for i, form in enumerate(forms)])
 
 
@@ -154,7 +154,7 @@ def padded_captioners(draw: Draw) -> None:
     tower, more = draw.choice(((llavas.CLIP, {}), (llavas.SIGLIP, whole)))
     model = llavas.llava(tower, **more)
     call = pictured(draw, draw.randrange(9), (draw.randint(0, 4), draw.randint(0, 4)))
-    apply_mame(model, **draw.choice((merging(draw), {"keep": 0.4})))
+    apply_mame(model, keep=draw.choice(KEEPS))
     got, start = model(**call).logits, 0
     for row, mask in enumerate(call["attention_mask"].bool()):
         ids = call["input_ids"][row][mask][None]

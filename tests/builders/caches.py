@@ -21,7 +21,7 @@ from diffusers.hooks import HookRegistry
 from diffusers.models.cache_utils import CacheMixin
 from torch import nn
 
-from mame_sd.diffusion.apply_denoiser import denoiser_of
+from mame_sd.diffusion.denoisers import denoiser_of
 
 # What of a denoiser's call holds both halves of a guided batch; diffusers' own list lacks the last.
 _GUIDED = (

@@ -32,7 +32,7 @@ def save_classifier(
     names = dict(enumerate(classes))
     config.update(id2label=names, label2id={text: n for n, text in names.items()})
     seeded(kind, seed, kind.config_class(**config)).save_pretrained(folder)
-    save_processor(folder)
+    save_processor(folder, config["image_size"], video="Video" in name)
     return folder
 
 
@@ -76,10 +76,14 @@ def save_text_model(folder: Path, name: str = "CLIPModel") -> Path:
     return folder
 
 
-def save_processor(folder: Path) -> None:
-    """An image processor to `SIDE` pixels."""
-    size = {"height": SIDE, "width": SIDE}
-    transformers.ViTImageProcessorPil(size=size).save_pretrained(folder)
+def save_processor(folder: Path, side: int = SIDE, video: bool = False) -> None:
+    """An image processor to `side` pixels, of frames where it is for a `video`."""
+    size: dict[str, Any] = {"size": {"height": side, "width": side}}
+    if video:
+        size |= {"crop_size": size["size"], "do_center_crop": False}
+        transformers.VideoMAEImageProcessorPil(**size).save_pretrained(folder)
+    else:
+        transformers.ViTImageProcessorPil(**size).save_pretrained(folder)
 
 
 def draw_classes(folder: Path, each: int = 4, classes: tuple[str, ...] = CLASSES) -> Path:

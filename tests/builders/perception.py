@@ -175,6 +175,8 @@ ROWS = [
         num_labels=5,
     ),
 ]
+NAMED = {row.name: row for row in ROWS}
+VIT = NAMED["ViTForImageClassification"]
 SHALLOW = _vit("ViTForImageClassification", 1, num_labels=5, num_hidden_layers=2)  # to compile
 _DEPTH: dict[str, Any] = {
     "neck_hidden_sizes": [8, 8, 8, 8],
@@ -201,14 +203,6 @@ DENSE = [  # every hidden state is read, each token at its place
     _dino("Dinov2Backbone", 1, out_features=STAGES),
     Row("DepthAnythingForDepthEstimation", _depth_anything, 1, "norm2", "attention", pixels),
     _vit("DPTForDepthEstimation", 1, is_hybrid=False, backbone_out_indices=[0, 1, 2, 3], **_DEPTH),
-    _vit(
-        "DPTForSemanticSegmentation",
-        1,
-        is_hybrid=False,
-        backbone_out_indices=[0, 1, 2, 3],
-        **_DEPTH,
-        num_labels=3,
-    ),
 ]
 
 

@@ -49,27 +49,6 @@ def causal_weights(x: Tensor, tau: float) -> Tensor:
     return found
 
 
-def strict_weights(s: Tensor, tau: float) -> Tensor:
-    """The same from S [M, N], where each destination's row knows of earlier destinations alone."""
-    s = s.double()
-    found = torch.zeros_like(s)
-    for j in range(s.shape[1]):
-        total = beyond = 0.0
-        seen: list[float] = []
-        for i in range(j, s.shape[0]):
-            above = max(0.0, float(s[i, j]) - tau)
-            if above == 0:
-                continue
-            seen.append(above)
-            refined = max(0.0, above - sum(seen) / len(seen))
-            beyond += refined
-            if beyond <= 1e-5 * sum(seen):
-                refined = above
-            total += refined
-            found[i, j] = refined / total
-    return found
-
-
 def merged(x: Tensor, weights: Tensor) -> list[Tensor]:
     """x''_dst of tokens x [n, ...] by W^F [n / 2, n / 2], (x_i + sum_j W_ij x_j) / (1 + sum_j
     W_ij).

@@ -77,7 +77,7 @@ def test_threads_write_what_they_write_alone(seed: int) -> None:
     drawn = random.Random(seed)
     model: Any = qwen() if seed == 2 else tiny.llava()
     base = {"keep": drawn.choice((0.2, 0.5))}
-    own = [None, {"tau": 0.6}, {"keep": 0.9}]  # None: what is there for all
+    own = [None, {"keep": 0.35}, {"keep": 0.9}]  # None: what is there for all
     asks = [
         ask([drawn.randint(1, 3)], seed=drawn.randint(0, 99), right=drawn.random() < 0.5)
         for _ in own
@@ -160,7 +160,7 @@ def test_blocks_end_in_any_order_and_copies_leave_them() -> None:
     with mame(model, **QUARTER):
         remove_mame(model)
         assert words(model, call) == plain
-        apply_mame(model, tau=0.6)
+        apply_mame(model, keep=0.6)
     assert words(model, call) == before
     fresh = tiny.llava()  # one that was called has hooks of transformers that can't be pickled
     with mame(fresh, **QUARTER):
@@ -178,11 +178,10 @@ def test_padding_on_any_side_changes_no_words(seed: int) -> None:
     call["attention_mask"] = torch.nn.functional.pad(call["attention_mask"], (1, 1))
     none = {"eos_token_id": None, "min_new_tokens": None, "streamer": None}
     before, written = model(**call, labels=None).logits, words(model, call, **none)
-    form = drawn.choice((HALF, {"tau": 0.6}))
-    apply_mame(model, tau=1.0)
+    apply_mame(model, keep=1.0)
     assert torch.equal(model(**call, labels=None).logits, before)
     assert words(model, call, **none) == written
-    apply_mame(model, **form)
+    apply_mame(model, **HALF)
     logits, start = model(**call).logits, 0
     for row, count in enumerate([*rows, 3]):
         real = call["attention_mask"][row].bool()

@@ -22,7 +22,6 @@ from tests.captions import tiny
 TOWERS = ("CLIPVisionModel", "SiglipVisionModel")
 PATCHES = tiny.GRID**2
 IMAGES = [[PATCHES, PATCHES], [PATCHES]]  # of two prompts, so that these are of unequal lengths
-FORMS: list[dict[str, Any]] = [{"tau": 0.7}, {"keep": 0.5}]
 
 
 def inputs(right: bool = False) -> dict[str, Tensor]:
@@ -34,7 +33,7 @@ def by_hand(
 ) -> list[tuple[Tensor, list[int], int]]:
     """Logits and `new` words of each prompt, and how many tokens stay of its images."""
     seen = [
-        tiny.joined_by_hand(*tiny.whole_by_hand(model, picture), handle.config)
+        tiny.joined_by_hand(*tiny.whole_by_hand(model, picture), handle.config.keep or 0)
         for picture in call["pixel_values"]
     ]
     slots = [[one.get(place) for place in range(PATCHES)] for one in seen]
@@ -50,7 +49,7 @@ def test_nothing_merged_is_equal_to_the_bit() -> None:
     model, call = tiny.llava(), inputs()
     few: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     before, written = model(**call).logits, model.generate(**call, **few)
-    for nothing in ({"tau": 1.0}, {"keep": 1.0}, {}):
+    for nothing in ({"keep": 1.0}, {}):
         handle = apply_mame(model, **nothing)
         handle.active = bool(nothing)
         assert torch.equal(model(**call).logits, before)
@@ -61,10 +60,9 @@ def test_nothing_merged_is_equal_to_the_bit() -> None:
     assert torch.equal(model(**call).logits, before)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_batch_of_unequal_lengths_and_its_words_equal_the_loop(form: dict[str, Any]) -> None:
+def test_a_batch_of_unequal_lengths_and_its_words_equal_the_loop() -> None:
     model, call = tiny.llava(), inputs()
-    handle: Any = apply_mame(model, **form)
+    handle: Any = apply_mame(model, keep=0.5)
     new = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     written = model.generate(**call, **new)
     left, right = (model(**one).logits for one in (call, inputs(right=True)))
@@ -82,9 +80,8 @@ def test_a_batch_of_unequal_lengths_and_its_words_equal_the_loop(form: dict[str,
     beams = model.generate(**call, **several)
     assert torch.equal(beams[:2], model.generate(**first, **several))
     held = model.generate(**call, **{**new, "max_new_tokens": 2}, return_dict_in_generate=True)
-    if "keep" in form:
-        longest = round(2 * handle.report().visual_after) + 7
-        assert held[tiny.CACHE].get_seq_length() == longest + 1
+    longest = round(2 * handle.report().visual_after) + 7
+    assert held[tiny.CACHE].get_seq_length() == longest + 1
     assert torch.equal(held.sequences[:, :whole], call["input_ids"])
 
 
@@ -111,20 +108,16 @@ def test_calls_in_a_row_write_what_generate_does() -> None:
 def test_copies_join_and_what_is_apart_stays() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, dtype=torch.float64).repeat_interleave(4, 1)
-    (own, places), _ = merged(x, x, None, 1.0)
-    assert len(places) == 12  # a copy is no more like than 1
-    for keep, tau in ((0.25, None), (None, 0.999)):
-        for (own, places), whole in zip(merged(x, x, keep, tau), x, strict=True):
-            assert sorted(place // 4 for place in places.tolist()) == [0, 1, 2]
-            torch.testing.assert_close(own, whole[places])
+    for own, places, whole in zip(*merged(x, x, 0.25), x, strict=True):
+        assert sorted(place // 4 for place in places.tolist()) == [0, 1, 2]
+        torch.testing.assert_close(own, whole[places])
     for dtype in (torch.float16, torch.bfloat16):
-        (own, places), _ = merged(x.to(dtype), x, 0.25, None)
-        assert own.dtype == dtype
-        torch.testing.assert_close(own, x[0].to(dtype)[places])
+        found, places = merged(x.to(dtype), x, 0.25)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found[0], x[0].to(dtype)[places[0]])
     grown = x.clone().requires_grad_()
-    merged(grown, x, 0.25, None)[0][0].sum().backward()
-    assert grown.grad is not None
-    torch.testing.assert_close(grown.grad[0], torch.full_like(grown[0], 0.25))
+    merged(grown, x, 0.25)[0].sum().backward()
+    torch.testing.assert_close(grown.grad, torch.full_like(grown, 0.25))
 
 
 def test_other_texts_in_a_generate_keep_their_own_positions() -> None:
@@ -148,16 +141,13 @@ def test_other_texts_in_a_generate_keep_their_own_positions() -> None:
 def test_a_token_that_is_not_finite_stays_alone_and_autocast_changes_nothing() -> None:
     torch.manual_seed(0)
     x = torch.randn(1, 12, 8)
-    ((_, clean),) = merged(x, x, 0.5, None)
+    clean = merged(x, x, 0.5)[1]
     with torch.autocast("cpu", torch.bfloat16):
-        ((_, cast),) = merged(x, x, 0.5, None)
-    assert torch.equal(cast, clean)
+        assert torch.equal(merged(x, x, 0.5)[1], clean)
     x[0, 3] = torch.nan
-    for keep, tau in ((0.5, None), (None, 0.3), (None, 1.0)):
-        ((own, places),) = merged(x, x, keep, tau)
-        assert 3 in places.tolist()
-        assert own.isfinite().all(1).sum() == len(places) - 1
-    assert len(places) == 12
+    own, places = merged(x, x, 0.5)
+    assert 3 in places.tolist()[0]
+    assert own.isfinite().all(2).sum() == places.shape[1] - 1
 
 
 def test_labels_of_image_tokens_go_with_them() -> None:
@@ -194,9 +184,9 @@ def test_tiles_equal_a_loop_over_rows() -> None:
     call = {**tiny.prompts([[length] for length in lengths]), "pixel_values": pixels}
     call["image_sizes"] = sizes
     before = model(**call).logits
-    apply_mame(model, tau=1.0)
+    apply_mame(model, keep=1.0)
     assert torch.equal(model(**call).logits, before)
-    handle: Any = apply_mame(model, keep=0.4)
+    apply_mame(model, keep=0.4)
     logits = model(**call).logits
     for number, rows in plane.items():
         flat = torch.tensor([spot for row in rows for spot in row])  # of tiles without padding
@@ -204,7 +194,7 @@ def test_tiles_equal_a_loop_over_rows() -> None:
         whole, states = (
             torch.cat([one[0], torch.cat(one[1:])[flat]]) for one in zip(*tiles, strict=True)
         )
-        joined = tiny.joined_by_hand(whole, states, handle.config)
+        joined = tiny.joined_by_hand(whole, states, 0.4)
         slots = [joined.get(place) for place in range(PATCHES)]
         shown = iter([joined.get(place) for place in range(PATCHES, len(whole))])
         for row in rows:
@@ -237,8 +227,8 @@ def test_refusals_are_one_line() -> None:
     handle: Any = apply_mame(model, keep=0.5)
     for bad, message in (
         ({"blocks": 2}, "unknown setting 'blocks'"),
-        ({"tau": 0.5, "metric": "dot"}, "metric: expected keep or tau alone"),
-        ({"keep": 0.5, "min_tokens": 5}, "min_tokens: expected keep or tau alone"),
+        ({"tau": 0.5}, "tau: expected keep alone for the visual tokens"),
+        ({"keep": 0.5, "min_tokens": 5}, "min_tokens: expected keep alone"),
         ({"keep": 1.5}, "keep: "),
         ({"keep": 0.5, "tau": 0.5}, "expected tau or keep, got both"),
     ):

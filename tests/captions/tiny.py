@@ -102,7 +102,7 @@ def whole_by_hand(model: Any, picture: Tensor) -> tuple[Tensor, Tensor]:
     return features, own[0]
 
 
-def joined_by_hand(features: Tensor, states: Tensor, config: Any) -> dict[int, Tensor]:
+def joined_by_hand(features: Tensor, states: Tensor, keep: float) -> dict[int, Tensor]:
     """Vectors by place: those farthest from one another, and the means of what is nearest to
     them.
     """
@@ -113,13 +113,9 @@ def joined_by_hand(features: Tensor, states: Tensor, config: Any) -> dict[int, T
     )
     alone = [max(like[i][j] for j in range(count) if j != i) for i in range(count)]
     stay = [min(range(count), key=alone.__getitem__)]
-    most = count if config.keep is None else max(1, round(config.keep * count))
-    while len(stay) < most:
+    while len(stay) < max(1, round(keep * count)):
         left = {i: max(like[i][j] for j in stay) for i in range(count) if i not in stay}
-        place = min(left, key=left.__getitem__)
-        if config.keep is None and left[place] > config.tau:
-            break
-        stay.append(place)
+        stay.append(min(left, key=left.__getitem__))
     groups: dict[int, list[int]] = {place: [place] for place in sorted(stay)}
     for i in range(count):
         if i not in groups:

@@ -11,7 +11,6 @@ from mame_sd.cli import app as cli
 from mame_sd.cli import calibrate as command
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, Option
-from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.console import error_of
 from tests.builders.tiny import save_tiny_pipeline
 
@@ -72,17 +71,6 @@ def test_it_writes_settings_that_generate_takes_and_goes_on_where_it_stopped(
     assert "--speed: expected at most 1.43" in error_of(capsys)
     run = ["generate", "--prompt", "key", "--config", str(file)]
     assert cli.run([*run, *words[:-1], str(tmp_path / "run")]) == 0
-
-
-def test_settings_saved_with_a_model_hold(
-    folder: Path, tmp_path: Path, made: list[Calibration]
-) -> None:
-    """With the default's min_tokens nothing could merge here."""
-    merging = StableDiffusionMaMePipeline.from_pretrained(folder, mame_config={"min_tokens": 16})
-    merging.save_pretrained(tmp_path / "saved")
-    given = ["--model", str(tmp_path / "saved"), "--prompt", "key", "--steps", "1"]
-    assert cli.run(["calibrate", *given, "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
-    assert MaMeConfig.from_file(tmp_path / "out" / "config.json").min_tokens == 16
 
 
 def test_bad_input_is_refused_before_anything_is_loaded(

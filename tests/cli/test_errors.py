@@ -49,9 +49,9 @@ def test_the_machine_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> N
     assert exit_status(lambda: {}["bug"]) == 1
     assert "unexpected KeyError: 'bug'; this is a bug" in error_of(capsys)
     assert exit_status(lambda: None) == 0
-    status, message = describe(ModuleNotFoundError("No module named 'peft'", name="peft"))
+    status, message = describe(ModuleNotFoundError("No module named 'scipy'", name="scipy"))
     assert status == MACHINE
-    assert message == "expected the package peft, found none; pip install 'mame-sd[lora]'"
+    assert message == "expected the package scipy, found none; pip install 'mame-sd[eval]'"
 
 
 @pytest.fixture

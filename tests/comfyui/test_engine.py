@@ -269,11 +269,3 @@ def test_compiled_it_adds_no_graph_and_no_break(node: Any, name: str) -> None:
         torch.testing.assert_close(sampled(order(model), name), expected, rtol=1e-3, atol=1e-3)
         counts.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
     assert counts == [counts[0]] * 3
-
-
-def test_compiled_it_merges_at_every_step_or_says_so(node: Any) -> None:
-    model = applied(node, compiled(patcher("SD 1.5")), start_percent=0.5)
-    with pytest.raises(
-        ValueError, match=r"expected 0 and 1 beside TorchCompileModel.*, got 0.5 and 1.0"
-    ):
-        sampled(model)

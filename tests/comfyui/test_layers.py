@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import apply_mame
-from tests.comfyui.engine import engine, needs_engine
 from tests.comfyui.interface import (
     Model,
     SpatialTransformer,
@@ -123,28 +122,6 @@ def test_layers_are_those_of_diffusers(package: Any, name: str) -> None:
     assert list(found.names.values()) == [stats.name for stats in handle.report().layers]
     assert kind in found.models
     assert f"{kind} with {len(found.names)} self-attentions" == handle.described
-
-
-@needs_engine
-@pytest.mark.parametrize("name", UNETS)
-def test_the_engines_own_table_agrees(package: Any, name: str) -> None:
-    """By which it loads diffusers' weights."""
-    numbers, _ = UNETS[name]
-    table = engine().utils.unet_to_diffusers(
-        {
-            "num_res_blocks": numbers["res"],
-            "channel_mult": [1] * len(numbers["res"]),
-            "transformer_depth": list(numbers["depths"]),
-            "transformer_depth_output": list(numbers["out"]),
-            "transformer_depth_middle": numbers["middle"],
-        }
-    )
-    found = named(package, UNetModel(**numbers)).names
-    for (part, place, layer), theirs in found.items():
-        block = "middle_block" if part == "middle" else f"{part}_blocks.{place}"
-        expected = f"{block}.1.transformer_blocks.{layer}.attn1.to_q.weight"
-        assert table[f"{theirs}.to_q.weight"] == expected
-    assert len(found) == sum(key.endswith("attn1.to_q.weight") for key in table)
 
 
 def written(folder: Path, **values: Any) -> str:

@@ -88,11 +88,11 @@ def test_keys_carry_sizes_to_queries_that_share_a_direction() -> None:
     q = 3 * mean + 0.3 * q
     log_sizes = torch.arange(1, 41, dtype=torch.float64).view(2, 20).log()
     log_sizes[:, 5] = 0
-    sized = sized_keys(key, q[:, :, ::2], q[:, :, :0], log_sizes, 0.4)
+    sized = sized_keys(key.clone(), q[:, :, ::2], q[:, :, :0], log_sizes, 0.4)
     assert torch.equal(sized[:, :, 5], key[:, :, 5])
     raised = 0.4 * q[:, :, 1::2] @ (sized - key).mT
     assert (raised - log_sizes[:, None, None]).norm() < 0.1 * raised.norm()
-    torch.testing.assert_close(sized_keys(key, 0 * q, q[:, :, :0], log_sizes, 0.4), key)
+    torch.testing.assert_close(sized_keys(key.clone(), 0 * q, q[:, :, :0], log_sizes, 0.4), key)
     half = sized_keys(key.half(), 1e-5 * q.half(), q[:, :, :0].half(), log_sizes.float(), 0.4)
     assert half.dtype == torch.float16
     assert half.isfinite().all()
@@ -106,6 +106,8 @@ def test_queries_beside_the_image_weigh_as_much_as_its_own() -> None:
     )
     every = torch.cat([image.repeat(1, 1, 10, 1), text.repeat(1, 1, 64, 1)], 2)
     key, log_sizes = torch.zeros(2, 3, 4, 8, dtype=torch.float64), torch.ones(2, 4).double()
-    found = sized_keys(key, image, text, log_sizes, 0.4)
-    torch.testing.assert_close(found, sized_keys(key, every, every[:, :, :0], log_sizes, 0.4))
-    assert not torch.allclose(found, sized_keys(key, image, text[:, :, :0], log_sizes, 0.4))
+    found = sized_keys(key.clone(), image, text, log_sizes, 0.4)
+    torch.testing.assert_close(
+        found, sized_keys(key.clone(), every, every[:, :, :0], log_sizes, 0.4)
+    )
+    assert not torch.allclose(found, sized_keys(key.clone(), image, text[:, :, :0], log_sizes, 0.4))

@@ -15,8 +15,8 @@ from diffusers.modular_pipelines import Flux2AutoBlocks, MiniMaxH3Blocks
 from torch import nn
 
 from mame_sd import apply_mame, remove_mame
-from mame_sd.diffusion.apply_denoiser import denoiser_of, has_hooks
-from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoisers_of
+from mame_sd.diffusion.apply_denoiser import has_hooks
+from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoiser_of, denoisers_of
 from tests.builders.tiny import tiny_unet
 from tests.matrix.two_denoisers import once, wan22
 

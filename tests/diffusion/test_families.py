@@ -25,7 +25,7 @@ from mame_sd import MaMeConfig, apply_mame, plan_tokens, remove_mame
 from mame_sd.diffusion.families.layouts import packed
 from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN
-from mame_sd.diffusion.layer import NO_SIZE, UNSEEN, merged_call
+from mame_sd.diffusion.layer import NO_SIZE, merged_call
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
 from tests.builders.tiny import seeded
@@ -168,24 +168,6 @@ def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why() -> Non
         "expected one position for each of 96 image tokens, got 97 along dimension 0 of [97, 16]"
     )
     assert (stats.tokens_in, stats.tokens_kept) == (N, N)
-
-
-class Eager(nn.Module):
-    """Attention without scaled_dot_product_attention."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(x @ x.transpose(1, 2), -1) @ x
-
-
-def test_attention_that_hides_its_keys_is_left_alone_by_keep_and_merges_by_tau() -> None:
-    attn, x = Eager(), normal(2, N, 8)
-    family = Family("eager", ("M",), ("Eager",), lambda model, call: None, inputs=("x",))
-    output, stats = counted(attn, family, Tokens((H, W)), HALF, x=x)
-    assert torch.equal(output, attn(x))
-    assert stats.last_reason == UNSEEN.format("Eager")
-    plan = plan_tokens(x, TAU)
-    got = merged(attn, family, Tokens((H, W)), x=x)
-    torch.testing.assert_close(got, plan.restore(attn(plan.merge(x))))
 
 
 def test_inputs_of_unequal_length_are_left_alone() -> None:

@@ -148,24 +148,6 @@ def test_a_backend_that_is_set_gets_merged_keys(
     assert seen() == {every}
 
 
-@torch.no_grad()
-def test_an_exported_model_merges_by_the_kernel_that_is_set(
-    register: Callable[[str], None],
-) -> None:
-    model = flux()
-    register("sage")
-    every = whole(model)
-    apply_mame(model, **MERGING)
-    model.set_attention_backend("sage")
-    expected = run(model)
-    (merged,) = seen()
-    assert merged < every
-    exported = torch.export.export(model, (), INPUTS, strict=False)
-    seen()
-    torch.testing.assert_close(exported.module()(**INPUTS)[0], expected)
-    assert seen() == {merged}
-
-
 def test_a_kernel_in_the_place_of_the_native_one_gets_merged_keys(
     register: Callable[[str], None],
 ) -> None:
@@ -249,9 +231,8 @@ def biased(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **more: Any) 
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("how", ["one graph", "blocks"])
 def test_a_kernel_of_the_user_computes_attention_over_merged_keys(
-    register: Callable[[str], None], how: str
+    register: Callable[[str], None],
 ) -> None:
     """In front of PyTorch's attention and of a backend of the dispatcher, with a bias or none."""
     register("sage")
@@ -273,7 +254,7 @@ def test_a_kernel_of_the_user_computes_attention_over_merged_keys(
     with attention_backend("sage"):
         assert torch.equal(run(model), expected)
     torch._dynamo.reset()
-    torch.testing.assert_close(run(COMPILED[how](model)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run(by_blocks(model)), expected, rtol=1e-4, atol=1e-4)
     remove_mame(model)
     SEEN.clear()
     run(model)
@@ -291,19 +272,16 @@ class Layer(nn.Module):
         return biased(q, k, v, attn_mask)
 
 
-@pytest.mark.parametrize("kind", ["module", "compiled function"])
-def test_kernels_that_are_modules_or_compiled(kind: str) -> None:
+def test_kernels_that_are_modules_or_compiled() -> None:
     torch._dynamo.reset()
-    kernels: dict[str, Any] = {
-        "module": Layer(),
-        "compiled function": torch.compile(flash, backend="eager"),
-    }
     unet = one_level_unet()
-    handle = apply_mame(unet, keep=0.5, min_tokens=40, kernel=kernels[kind])
+    handle = apply_mame(unet, keep=0.5, min_tokens=40, kernel=Layer())
+    run_unet(unet)
+    assert {layer.reason for layer in handle.report().layers} == {"attention by Layer"}
+    kernel = torch.compile(flash, backend="eager")
+    handle = apply_mame(unet, keep=0.5, min_tokens=40, kernel=kernel)
     wanted = run_unet(unet)
-    note = handle.report().layers[0].reason
-    assert ("no sizes of groups" in note) == (kind == "compiled function")
-    torch._dynamo.reset()
+    assert "no sizes of groups" in handle.report().layers[0].reason
     compiled = torch.compile(unet, backend="eager")
     torch.testing.assert_close(run_unet(compiled), wanted, rtol=1e-4, atol=1e-4)
 

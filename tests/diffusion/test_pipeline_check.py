@@ -23,14 +23,18 @@ def other() -> Any:
     return tiny_pipeline().unet
 
 
+def check_refused(pipe: Any) -> None:
+    with pytest.raises(NothingMergedError, match=TOLD):
+        once(pipe)
+
+
 def test_a_call_with_another_denoiser_is_refused_until_merging_is_applied_again() -> None:
     pipe = tiny_pipeline()
     plain = once(pipe)
     apply_mame(pipe, **MERGING)  # nobody holds the handle
     merged = once(pipe)
     pipe.unet = other()
-    with pytest.raises(NothingMergedError, match=TOLD):
-        once(pipe)
+    check_refused(pipe)
     apply_mame(pipe, **MERGING)
     assert torch.equal(once(pipe), merged)
     pipe.unet = other()
@@ -64,14 +68,12 @@ def test_nothing_is_told_while_merging_is_off() -> None:
     mine = pipe.unet
     with handle.using():
         pipe.unet = other()
-        with pytest.raises(NothingMergedError, match=TOLD):
-            once(pipe)
+        check_refused(pipe)
     assert torch.equal(once(pipe), plain)
     pipe.unet = mine
     handle.active = True
     pipe.unet = other()
-    with pytest.raises(NothingMergedError, match=TOLD):
-        once(pipe)
+    check_refused(pipe)
 
 
 def test_a_copy_that_merges_and_a_wrapper_may_take_the_place() -> None:
@@ -99,8 +101,7 @@ def test_a_copy_is_checked_by_itself(copied: str) -> None:
         twin = torch.load(file, weights_only=False)
     assert torch.equal(once(twin), merged)
     twin.unet = other()
-    with pytest.raises(NothingMergedError, match=TOLD):
-        once(twin)
+    check_refused(twin)
     assert torch.equal(once(pipe), merged)
     remove_mame(twin)
     once(twin)
@@ -112,8 +113,7 @@ def test_a_shallow_copy_has_denoisers_of_its_own() -> None:
     apply_mame(pipe, **MERGING)
     merged, twin = once(pipe), copy.copy(pipe)
     twin.unet = other()
-    with pytest.raises(NothingMergedError, match=TOLD):
-        once(twin)
+    check_refused(twin)
     assert torch.equal(once(pipe), merged)
     for denoising in (twin, pipe):  # in a loop of the user's own, which has no `self`
         told = pytest.raises(NothingMergedError, match=TOLD)
@@ -136,8 +136,7 @@ def test_another_blocks_hooks_leave_the_check_as_it_was() -> None:
         once(pipe)
     with handle.using():
         pipe.unet = other()
-        with pytest.raises(NothingMergedError, match=TOLD):
-            once(pipe)
+        check_refused(pipe)
 
 
 def test_a_progress_bar_of_the_users_stays() -> None:

@@ -210,24 +210,3 @@ def test_is_built_without_arguments_copied_and_pickled() -> None:
         assert twin.report().layers == ()
     assert len(processor.report().layers) == 1
     assert repr(processor) == "MaMeAttnProcessor(keep=0.5, min_tokens=16)"
-
-
-@pytest.mark.parametrize("fields", [{"keep": 0.4}, {"tau": 0.3, "feature": "k"}], ids=str)
-def test_gradients_reach_every_token(fields: dict[str, Any]) -> None:
-    attn, x = attention(), tokens().requires_grad_()
-    with_processor(attn, **fields)
-    attn(x).square().sum().backward()
-    assert x.grad is not None
-    assert torch.isfinite(x.grad).all()
-    assert (x.grad.abs().sum(-1) > 0).all()
-
-
-@pytest.mark.parametrize("inner", [AttnProcessor(), AttnProcessor2_0()])
-@pytest.mark.parametrize("fields", [{"keep": 0.4}, {"tau": 0.3}], ids=str)
-def test_half_precision(inner: Any, fields: dict[str, Any]) -> None:
-    dtype = torch.float16
-    attn, x = attention(upcast_attention=True).to(dtype), tokens().to(dtype)
-    with_processor(attn, inner=inner, **fields)
-    y = attn(x)
-    assert y.dtype == dtype
-    assert torch.isfinite(y).all()

@@ -69,19 +69,14 @@ def test_a_forward_keeps_its_step_and_size_while_another_one_runs() -> None:
 
     def run(timestep: int, height: int) -> Tensor:
         with torch.no_grad():
-            return unet(
-                **{
-                    **unet_inputs(unet, height=height, width=64 // (height // 4)),
-                    "timestep": torch.tensor(timestep),
-                }
-            )[0]
+            inputs = unet_inputs(unet, height=height, width=64 // (height // 4))
+            return unet(**{**inputs, "timestep": torch.tensor(timestep)})[0]
 
     expected = run(900, 16)
     other = run(100, 8)
     assert not torch.equal(run(100, 16), expected)  # the step matters
-    with standing(
-        unet.down_blocks[0].attentions[0].transformer_blocks[0], lambda: run(900, 16)
-    ) as future:
+    block = unet.down_blocks[0].attentions[0].transformer_blocks[0]
+    with standing(block, lambda: run(900, 16)) as future:
         assert torch.equal(run(100, 8), other)
     assert torch.equal(future.result(), expected)
 
@@ -178,11 +173,15 @@ def test_the_end_of_a_block_says_that_an_image_was_under_way() -> None:
     assert not any(module._forward_pre_hooks for module in pipe.unet.modules())
 
 
-def test_calls_of_one_pipeline_merge_each_by_itself() -> None:
-    pipe = StableDiffusionMaMePipeline(
-        **tiny_components(), keep=0.5, mame_config={"min_tokens": 16}
-    )
+def merging_pipeline(keep: float, **parts: Any) -> StableDiffusionMaMePipeline:
+    components = {**tiny_components(), **parts}
+    pipe = StableDiffusionMaMePipeline(**components, keep=keep, mame_config={"min_tokens": 16})
     pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_calls_of_one_pipeline_merge_each_by_itself() -> None:
+    pipe = merging_pipeline(0.5)
     half, quarter, plain = generate(pipe), generate(pipe, keep=0.25), generate(pipe, tau=None)
     assert not torch.equal(half, quarter)
     with standing(pipe.unet.mid_block, lambda: generate(pipe)) as future:
@@ -196,19 +195,10 @@ def test_calls_of_one_pipeline_merge_each_by_itself() -> None:
 
 
 def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
-    first = StableDiffusionMaMePipeline(
-        **tiny_components(), keep=0.5, mame_config={"min_tokens": 16}
-    )
-    second = StableDiffusionMaMePipeline(
-        **{**tiny_components(), "unet": first.unet}, keep=0.25, mame_config={"min_tokens": 16}
-    )
-    for pipe in (first, second):
-        pipe.set_progress_bar_config(disable=True)
+    first = merging_pipeline(0.5)
+    second = merging_pipeline(0.25, unet=first.unet)
     half, quarter = generate(first), generate(second)
-    for module in (
-        first.unet.mid_block,
-        first.vae.decoder,
-    ):  # in a forward of the UNet, and after it
+    for module in (first.unet.mid_block, first.vae.decoder):  # in a forward of the UNet, after it
         with (
             standing(module, lambda: generate(first)) as future,
             pytest.raises(RuntimeError, match=BUSY),
@@ -222,7 +212,10 @@ def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
 def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
     """As Z-Image has them."""
     unet = tiny_unet()
-    hook, latents = StepHook(unet, Shared(ResolvedConfig(MaMeConfig(), True))), [torch.zeros(4, 1)]
+    hook, latents = (
+        StepHook(unet, Shared(ResolvedConfig(MaMeConfig(), True, MaMeConfig()))),
+        [torch.zeros(4, 1)],
+    )
     in_thread(lambda: hook(unet, (latents, 5, None), {}))
     with pytest.raises(RuntimeError, match=BUSY):
         check_idle(unet, "set")

@@ -1,5 +1,7 @@
 """The embedded CLIP: small, documented, and able to tell what it was made to tell, merged too."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,8 +17,6 @@ from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 from mame_sd.runs.model_files import ModelChoice
 from scripts.training import pictures
 
-PICTURES = 36
-
 
 @pytest.fixture(scope="module")
 def head() -> Head:
@@ -26,13 +26,10 @@ def head() -> Head:
         return text_head(encoder, subjects.glyph_names(), prompt_templates(None, encoder))
 
 
-@pytest.fixture(scope="module")
-def seen() -> tuple[list[np.ndarray], np.ndarray]:
+def held_out(seed: int, count: int, **how: Any) -> tuple[list[np.ndarray], np.ndarray]:
     """Held-out pictures and the numbers of their glyphs."""
-    names = subjects.glyph_names()
-    made = [
-        pictures.draw(pictures.rng_of(1, "test", n), names, held_out=True) for n in range(PICTURES)
-    ]
+    names, rngs = subjects.glyph_names(), (pictures.rng_of(seed, "test", n) for n in range(count))
+    made = [pictures.draw(rng, names, held_out=True, **how) for rng in rngs]
     return [pixels for pixels, _ in made], np.array([scene.subject.glyph for _, scene in made])
 
 
@@ -46,39 +43,26 @@ def test_the_folder_is_documented_and_small() -> None:
 
 @torch.no_grad()
 @pytest.mark.training
-def test_it_tells_glyphs_apart_and_nothing_without_their_places(
-    head: Head, seen: tuple[list[np.ndarray], np.ndarray]
+@pytest.mark.parametrize("how", [{}, {"crowd": pictures.CROWD}], ids=["plain", "crowded"])
+def test_it_tells_glyphs_apart_merged_too_and_not_by_few_patches(
+    head: Head, how: dict[str, Any]
 ) -> None:
-    images, labels = seen
-    plain = head.logits(head.encoder.inputs(images)).argmax(1).numpy()
+    model, (images, labels) = head.encoder.model, held_out(2, 24, **how)
+
+    def told(images: list[np.ndarray]) -> np.ndarray:
+        return head.logits(head.encoder.inputs(images)).argmax(1).numpy()
+
+    plain = told(images)
     assert (plain == labels).mean() > 0.7
     rng = np.random.default_rng(0)
     shuffled = [rng.permutation(image.reshape(-1, 3)).reshape(image.shape) for image in images]
-    assert (head.logits(head.encoder.inputs(shuffled)).argmax(1).numpy() == labels).mean() < 0.2
-    with encoder_restored(head.encoder.model):
-        handle = apply_encoder(head.encoder.model)
-        merged = head.logits(head.encoder.inputs(images)).argmax(1).numpy()
+    assert (told(shuffled) == labels).mean() < 0.2
+    with rival_on(model, RandomDrop(0.67)):  # in twelve blocks: two patches are left
+        dropped = told(images)
+    with encoder_restored(model):
+        handle = apply_encoder(model)
+        merged = told(images)
         assert handle.report().share < 0.6
-    assert (merged == plain).mean() > 0.9
-
-
-@torch.no_grad()
-@pytest.mark.training
-def test_it_reads_crowded_pictures_and_few_random_patches_do_not_do(head: Head) -> None:
-    names = subjects.glyph_names()
-    made = [
-        pictures.draw(pictures.rng_of(2, "test", n), names, held_out=True, crowd=pictures.CROWD)
-        for n in range(24)
-    ]
-    inputs = head.encoder.inputs([pixels for pixels, _ in made])
-    labels = np.array([scene.subject.glyph for _, scene in made])
-    plain = head.logits(inputs).argmax(1).numpy()
-    assert (plain == labels).mean() > 0.7
-    with rival_on(head.encoder.model, RandomDrop(0.67)):  # in twelve blocks: two patches are left
-        dropped = head.logits(inputs).argmax(1).numpy()
-    with encoder_restored(head.encoder.model):
-        apply_encoder(head.encoder.model)
-        merged = head.logits(inputs).argmax(1).numpy()
     assert (dropped == plain).mean() < 0.6 < 0.85 < (merged == plain).mean()
 
 

@@ -1,16 +1,15 @@
-"""vLLM-Omni's plugin, in the interface that its diffusion backends have: the engine's own registry,
-abstract classes and SDPA backend where MAME_VLLM_OMNI names an unpacked wheel (0.30.0), else
-stand-ins of a few lines.
+"""vLLM-Omni's plugin, in the interface that the diffusion backends of 0.30.0 have, by stand-ins of
+a few lines.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
+import itertools
 import sys
+from collections.abc import Iterator
 from enum import Enum
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -19,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WHEEL = os.environ.get("MAME_VLLM_OMNI", "")
 BACKENDS = "vllm_omni.diffusion.attention.backends"
-T, H, W, TEXT, PADDING = 2, 3, 4, 5, 3
+T, H, W, TEXT = 2, 3, 4, 5
 
 
 class SDPABackend:
@@ -59,49 +57,27 @@ class Backend(Enum):
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Its modules, importable; `chosen` is what was registered, `config` the model's."""
     state = SimpleNamespace(config=SimpleNamespace(model_class_name="WanPipeline"), chosen={})
-    paths = {"vllm_omni": "vllm_omni", BACKENDS.rpartition(".")[0]: "vllm_omni/diffusion/attention"}
-    paths |= {"vllm_omni.diffusion": "vllm_omni/diffusion", BACKENDS: ""}
-    paths[BACKENDS] = "vllm_omni/diffusion/attention/backends"
-    made: dict[str, ModuleType] = {name: ModuleType(name) for name in paths}
-    for name, path in paths.items():
-        made[name].__path__ = [str(Path(WHEEL) / path)] if WHEEL else []
-    made["vllm_omni.diffusion.config"] = config = ModuleType("vllm_omni.diffusion.config")
-    config.get_current_diffusion_config_or_none = lambda: state.config  # type: ignore[attr-defined]
-    if WHEEL:
-        for name, values in {
-            "vllm": {},
-            "vllm.logger": {
-                "init_logger": lambda name: SimpleNamespace(debug=print, warning=print)
-            },
-            "vllm.utils": {},
-            "vllm.utils.import_utils": {"resolve_obj_by_qualname": None},
-            "vllm_omni.platforms": {
-                "current_omni_platform": SimpleNamespace(
-                    **dict.fromkeys(("is_rocm", "is_xpu", "is_musa"), lambda: False),
-                    is_cuda=lambda: True,
-                )
-            },
-        }.items():
-            made[name] = ModuleType(name)
-            made[name].__dict__.update(values)
-    else:
-        made[f"{BACKENDS}.sdpa"] = ModuleType("sdpa")
-        made[f"{BACKENDS}.sdpa"].__dict__.update(SDPABackend=SDPABackend, SDPAImpl=SDPAImpl)
-        made[f"{BACKENDS}.registry"] = ModuleType("registry")
-        made[f"{BACKENDS}.registry"].__dict__.update(
-            DiffusionAttentionBackendEnum=Backend,
-            register_diffusion_backend=state.chosen.__setitem__,
-        )
-    known = set(sys.modules)
-    for name, module in made.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    register = state.chosen.__setitem__
+    given = {
+        f"{BACKENDS}.sdpa": {"SDPABackend": SDPABackend, "SDPAImpl": SDPAImpl},
+        f"{BACKENDS}.registry": {
+            "DiffusionAttentionBackendEnum": Backend,
+            "register_diffusion_backend": register,
+        },
+        "vllm_omni.diffusion.config": {
+            "get_current_diffusion_config_or_none": lambda: state.config
+        },
+    }
+    for name, values in given.items():
+        for parent in itertools.accumulate(name.split("."), "{}.{}".format):
+            monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+        sys.modules[name].__dict__.update(values)
+    monkeypatch.delitem(sys.modules, "mame_sd.engines.vllm_omni", raising=False)
     yield state
-    for name in set(sys.modules) - known:
-        if name.startswith(("vllm", "mame_sd.engines.vllm")):
-            del sys.modules[name]
+    sys.modules.pop("mame_sd.engines.vllm_omni", None)
 
 
 @pytest.fixture
@@ -121,9 +97,6 @@ def registered(engine: Any) -> dict[str, str]:
     """What stands in for which backend, once the entry point was called."""
     entry = EntryPoint("mame_sd", "mame_sd.engines.vllm_omni:register", "vllm_omni.general_plugins")
     entry.load()()
-    if WHEEL:
-        registry = importlib.import_module(f"{BACKENDS}.registry")
-        return {key.name: path for key, path in registry._DIFFUSION_ATTN_OVERRIDES.items()}
     return {key.name: path for key, path in engine.chosen.items()}
 
 
@@ -148,21 +121,14 @@ def span(start: int, grid: tuple[int, int, int], role: str) -> Any:
 
 
 VIDEO = T * H * W
-H3 = {"used_len": TEXT + 6 + 4 + VIDEO}
+SPANS = span(TEXT, (1, 2, 3), "reference"), span(TEXT + 10, (T, H, W), "target")
 LAYOUTS = {
     "Wan": (VIDEO, layout(prefix_len=0, latent_grid=(T, H, W), used_len=VIDEO), 0),
-    "Wan, padded": (
-        VIDEO + PADDING,
-        layout(prefix_len=0, latent_grid=(T, H, W), used_len=VIDEO),
-        0,
-    ),
-    "H3": (TEXT + VIDEO + PADDING, layout(prefix_len=TEXT, latent_grid=(T, H, W)), TEXT),
+    "padded": (VIDEO + 3, layout(prefix_len=0, latent_grid=(T, H, W), used_len=VIDEO), 0),
+    "H3": (TEXT + VIDEO + 3, layout(prefix_len=TEXT, latent_grid=(T, H, W)), TEXT),
     "H3, a reference": (
-        TEXT + 6 + 4 + VIDEO,
-        layout(
-            video_spans=(span(TEXT, (1, 2, 3), "reference"), span(TEXT + 10, (T, H, W), "target")),
-            **H3,
-        ),
+        TEXT + 10 + VIDEO,
+        layout(video_spans=SPANS, used_len=TEXT + 10 + VIDEO),
         TEXT + 10,
     ),
 }
@@ -183,14 +149,8 @@ def test_a_video_merges_where_the_model_says_it_lies(
     heads = (t[:, :used].transpose(1, 2) for t in (q, k, v))
     want = F.scaled_dot_product_attention(*heads, scale=scale).transpose(1, 2)
     torch.testing.assert_close(got[:, :used], want)
-    (call,) = calls
-    assert call == {
-        "shape": (1, 2, used, 16),
-        "grid": (T, H, W),
-        "before": start,
-        "after": 0,
-        "keep": 0.25,
-    }
+    how = {"grid": (T, H, W), "before": start, "after": 0, "keep": 0.25}
+    assert calls == [{"shape": (1, 2, used, 16), **how}]
 
 
 def test_attention_to_text_is_the_engines(

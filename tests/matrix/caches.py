@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mame_sd import MaMeHandle, apply_mame, remove_mame
 from mame_sd.core.merge import DRAWS, draw_at
-from mame_sd.diffusion.apply_denoiser import denoiser_of
+from mame_sd.diffusion.denoisers import denoiser_of
 from tests.builders.caches import (
     FIRST,
     PYRAMID,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, MaMeHandle, apply_mame, remove_mame
-from mame_sd.diffusion.apply_denoiser import denoiser_of, has_hooks
+from mame_sd.diffusion.apply_denoiser import has_hooks
+from mame_sd.diffusion.denoisers import denoiser_of
 from tests.matrix.rows import Absent, Row, nothing
 
 Shapes = dict[str, list[Any]]

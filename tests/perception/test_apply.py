@@ -20,12 +20,10 @@ from mame_sd import apply_mame, mame
 from mame_sd.perception import shared
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
 from mame_sd.perception.known_encoders import Encoder, is_encoder, register_encoder
-from tests.builders.perception import DEPTH, PATCHES, ROWS, TIMM, WIDTH, Row, tokens
+from tests.builders.perception import DEPTH, NAMED, PATCHES, TIMM, VIT, WIDTH, Row, tokens
 from tests.builders.timm_models import NEEDS_TIMM
 from tests.builders.tiny import seeded, tiny_unet
 from tests.perception.oracle import blocks_of
-
-VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 
 
 @torch.no_grad()
@@ -133,7 +131,7 @@ def test_asked_for_too_much_merging_warns(fields: dict[str, Any], warns: bool) -
 
 @torch.no_grad()
 def test_of_clips_no_smaller_image_is_told() -> None:
-    row = next(row for row in ROWS if row.name.startswith("VideoMAE"))
+    row = NAMED["VideoMAEForVideoClassification"]
     handle = apply_encoder(row.build(), keep=0.1, blocks=DEPTH)
     row.call(handle.root, row.batch())
     assert handle.report().share < 0.37
@@ -228,7 +226,7 @@ def test_blocks_that_another_tool_has_wrapped_are_refused() -> None:
 
 
 def test_masks_are_refused() -> None:
-    siglip = next(row for row in ROWS if row.name == "Siglip2ForImageClassification")
+    siglip = NAMED["Siglip2ForImageClassification"]
     padded = {"pixel_attention_mask": torch.ones(2, PATCHES).tril()}
     asked = [(siglip, padded, r"pixel_attention_mask: expected none|without an attention mask")]
     if "attention_mask" in inspect.signature(transformers.ViTModel.forward).parameters:
@@ -243,7 +241,7 @@ def test_masks_are_refused() -> None:
 
 
 def test_a_block_without_its_projection_to_keys_is_refused() -> None:
-    row = next(row for row in ROWS if row.name == "Dinov2ForImageClassification")
+    row = NAMED["Dinov2ForImageClassification"]
     model = row.build()
     attention = blocks_of(model, row)[1].attention
     inner = getattr(attention, "attention", attention)  # before transformers 5.18

@@ -19,7 +19,7 @@ from mame_sd import apply_mame, remove_mame
 from mame_sd.cli.app import app
 from mame_sd.eval.cli.app import app as evaluation
 from mame_sd.perception.apply_encoder import apply_encoder
-from tests.builders.perception import ROWS
+from tests.builders.perception import NAMED
 from tests.builders.tiny import seeded
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -35,7 +35,7 @@ EXAMPLES = re.findall(r"<!-- test: python -->\n```python\n(.*?)```", PAGE, re.S)
 @pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[0][:40])
 @torch.no_grad()
 def test_examples_run(code: str) -> None:
-    row = next(row for row in ROWS if row.name == "DeiTForImageClassification")
+    row = NAMED["DeiTForImageClassification"]
     tiny = row.build()
     model = seeded(
         type(tiny), 0, type(tiny.config)(**{**tiny.config.to_dict(), "num_hidden_layers": 10})

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from mame_sd.perception.apply_encoder import apply_encoder, remove_encoder
-from tests.builders.perception import AROUND, PATCH, ROWS, SIDE
+from tests.builders.perception import AROUND, NAMED, PATCH, SIDE, VIT
 from tests.perception.oracle import merged_oracle
-
-VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 
 
 @torch.no_grad()
@@ -23,7 +21,7 @@ def test_a_grid_is_one_in_the_first_block_alone() -> None:
     # every other one of rows of 12
     assert handle.plans()[0].kept[0, 1:9].tolist() == [1, 3, 5, 7, 9, 11, 25, 27]
     assert (second.tokens_kept, second.note) == (1 + 5, "")
-    row = next(row for row in ROWS if row.name == "ViTMAEModel")
+    row = NAMED["ViTMAEModel"]
     handle = apply_encoder(row.build(), keep=0.5, blocks=2)
     row.call(handle.root, row.batch())
     first, second = handle.report().blocks[:2]

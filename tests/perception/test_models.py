@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mame_sd.perception import shared
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
 from mame_sd.perception.known_encoders import find_encoder, is_encoder
-from tests.builders.perception import AROUND, DEPTH, EVERY, PATCHES, ROWS, SHALLOW, Row
+from tests.builders.perception import AROUND, DEPTH, EVERY, NAMED, PATCHES, SHALLOW, VIT, Row
 from tests.perception.oracle import blocks_of, merged_oracle
 
 
@@ -29,11 +29,6 @@ def paired(settings: list[Any]) -> list[Any]:
     ]
 
 
-VIT, DINO = (
-    next(row for row in ROWS if row.name == f"{name}ForImageClassification")
-    for name in ("ViT", "Dinov2")
-)
-few = pytest.mark.parametrize("row", [pytest.param(VIT, id=VIT.name), EVERY[-1]])
 TOKENS = {"ViTMAEModel": 27}  # a quarter is masked
 
 
@@ -135,50 +130,36 @@ def test_reports_the_operations_that_run_and_leaves_no_trace(row: Row, options: 
     assert dir(model) == names
 
 
-@few
 @torch.no_grad()
-def test_a_copy_merges_with_its_own_weights(row: Row) -> None:
-    model, inputs = row.build(), row.batch()
-    plain = row.call(model, inputs)
-    handle = apply_encoder(model, keep=0.5, restore=True, prop_attn=True)
-    want = row.call(model, inputs)
-    twin = copy.deepcopy(model)
+def test_copies_merge_with_their_own_weights_and_saved_ones_do_not(tmp_path: Path) -> None:
+    model, inputs = cast(Any, VIT.build()), VIT.batch()
+    plain = VIT.call(model, inputs)
+    handle = apply_encoder(model, keep=0.5)
+    want = VIT.call(model, inputs)
+    model.save_pretrained(tmp_path)
+    twin, loaded = copy.deepcopy(model), type(model).from_pretrained(tmp_path).eval()
     for part in model.parameters():
         part.zero_()
-    same(row.call(twin, inputs), want, rtol=0, atol=0)
+    same(VIT.call(loaded, inputs), plain, rtol=0, atol=0)
+    same(VIT.call(twin, inputs), want, rtol=0, atol=0)
     remove_encoder(twin)
-    same(row.call(twin, inputs), plain, rtol=0, atol=0)
+    same(VIT.call(twin, inputs), plain, rtol=0, atol=0)
     assert handle.installed
 
 
-@torch.no_grad()
-def test_saves_as_if_nothing_merged(tmp_path: Path) -> None:
-    model: Any = VIT.build()
-    inputs = VIT.batch()
-    before = VIT.call(model, inputs)
-    apply_encoder(model, keep=0.5)
-    merged = VIT.call(model, inputs)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).eval()
-    same(VIT.call(loaded, inputs), before, rtol=0, atol=0)
-    apply_encoder(loaded, keep=0.5)
-    same(VIT.call(loaded, inputs), merged, rtol=0, atol=0)
-
-
-@few
-def test_trains_under_autocast(row: Row) -> None:
-    model, inputs = row.build().train(), row.batch()
+def test_trains_under_autocast() -> None:
+    model, inputs = VIT.build().train(), VIT.batch()
     apply_encoder(model, keep=0.5, blocks=2, prop_attn=True, restore=True)
     with torch.autocast("cpu", torch.bfloat16):
-        output = row.call(model, inputs)
+        output = VIT.call(model, inputs)
     squares(output).backward()
-    first = blocks_of(model, row)[0]
+    first = blocks_of(model, VIT)[0]
     assert all(part.grad is not None and part.grad.isfinite().all() for part in first.parameters())
 
 
 @pytest.mark.parametrize(
     ("reentrant", "fields", "row"),
-    [(False, {"tau": 0.3}, VIT), (True, {"keep": 0.5}, DINO)],
+    [(False, {"tau": 0.3}, VIT), (True, {"keep": 0.5}, NAMED["Dinov2ForImageClassification"])],
     ids=["tau", "keep, reentrant"],
 )
 def test_checkpointing_changes_no_gradient(

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
-from tests.builders.perception import DENSE, PATCHES, ROWS, TIMM, Row
+from tests.builders.perception import DENSE, NAMED, PATCHES, TIMM, VIT, Row
 
-VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 dense = pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in DENSE])
 
 
@@ -90,7 +89,7 @@ def test_dense_heads_find_every_token_at_its_place(row: Row) -> None:
 )
 @torch.no_grad()
 def test_heads_that_take_a_mean_count_what_tokens_stand_for(name: str, restored: bool) -> None:
-    row = next(row for row in ROWS if row.name == name)
+    row = NAMED[name]
     model, inputs = row.build(), row.batch()
 
     def logits(**fields: Any) -> Tensor:

@@ -11,9 +11,7 @@ import torch
 from mame_sd import MaMeConfig
 from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored, remove_encoder
 from mame_sd.perception.settings import EVERY, LEFT, chosen_blocks, configs_of
-from tests.builders.perception import DEPTH, PATCHES, ROWS, tokens
-
-VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
+from tests.builders.perception import DEPTH, PATCHES, VIT, tokens
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,7 @@ from mame_sd import MaMeConfig
 from mame_sd.perception.apply_encoder import apply_encoder
 from mame_sd.perception.merged_block import weighted
 from mame_sd.perception.plans import plan_block
-from tests.builders.perception import ROWS
-
-VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
+from tests.builders.perception import VIT
 
 
 @torch.no_grad()

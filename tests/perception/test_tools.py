@@ -21,12 +21,10 @@ from torch.ao.quantization import quantize_dynamic
 from torch.utils.flop_counter import FlopCounterMode
 
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
-from tests.builders.perception import ROWS, SHALLOW, SIDE, TIMM_MODELS
+from tests.builders.perception import SHALLOW, SIDE, TIMM_MODELS, VIT
 from tests.builders.timm_models import NEEDS_TIMM
 from tests.builders.tiny import seeded
 from tests.perception.oracle import blocks_of
-
-VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
 
 
 def lora(model: nn.Module, merged: bool = False) -> nn.Module:

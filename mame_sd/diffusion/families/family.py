@@ -4,9 +4,8 @@ goes with them.
 A UNet's self-attention is a function of its tokens alone. A transformer's is not. Text tokens share
 the call or the sequence. Rotary positions are given beside the tokens. A video's tokens lie in
 three dimensions. A `Family` says all of this for one kind of model, and `register_family` adds
-yours. Take a model of class MyTransformer whose forward takes `hidden_states` [B, C, H, W]. It cuts
-them into patches of its config's `patch_size`. Its `MyAttention` takes (cos, sin), each [L, D].
-Such a model is added by:
+yours. Take a model whose forward takes `hidden_states` [B, C, H, W], which it cuts into patches of
+its config's `patch_size`, and whose attention takes `rotary`, (cos, sin), each [L, D]:
 
     from mame_sd.families import Family, along, patches, register_family
 
@@ -14,14 +13,7 @@ Such a model is added by:
         Family("mine", ("MyTransformer",), ("MyAttention",), patches, along(rotary=0))
     )
 
-Where none of the layouts fits, `tokens` and `select` are functions of your own:
-
-    def tokens(model, call):
-        return Tokens((call["hidden_states"].shape[2] // 2, call["hidden_states"].shape[3] // 2))
-
-    def select(call, rows):
-        cos, sin = call["rotary"]
-        return {"rotary": (rows(cos, 0), rows(sin, 0))}
+Where none of the layouts fits, `tokens` and `select` are functions of your own (docs/usage.md).
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
         "MaMe+MaRe τ 0.8",
         "MaMe default",
     ]
+    assert [row.name for row in ROWS.values() if row.default] == ["mame-default"]
     config = ROWS["mame-0.7"].config["mame"]
     assert (config["tau"], config["keep"]) == (0.7, None)
     assert [row.name for row in chosen_rows("mame-default")] == ["baseline", "mame-default"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,10 @@ def test_the_command_measures_resumes_and_prints(
     halved = json.loads(capsys.readouterr().out)["texts"][0]["kl"]["mean"]
     assert halved != kl["random"]
     assert halved == pytest.approx(kl["random"], rel=0.2)
+    other = shutil.copytree(model_folder, tmp_path / "other")  # its results stand apart
+    line[line.index(str(model_folder))] = str(other)
+    assert cli.run([*line, "--rows", "random"]) == 0
+    assert [e["kl"]["n"] for e in json.loads(capsys.readouterr().out)["texts"]] == [3]
     assert cli.run([*line, "--revision", "main", "--out", f"{out}3"]) == 2
     assert "--revision: expected a hub id as --model" in capsys.readouterr().err
 

@@ -19,12 +19,18 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
-from mame_sd import mame
 from mame_sd.errors import UserError
 from mame_sd.eval.captions.model import Captioner, load_captioner
 from mame_sd.eval.captions.references import Pictures, read_references
 from mame_sd.eval.captions.rows import ROWS, chosen_rows, divprune
-from mame_sd.eval.captions.run import CHANCE, FORMAT, CaptionRun, figures_of, run_caption, table
+from mame_sd.eval.captions.run import (
+    CHANCE,
+    FORMAT,
+    caption_pictures,
+    figures_of,
+    run_caption,
+    table,
+)
 from mame_sd.eval.captions.scores import language_scores
 from mame_sd.eval.captions.settings import CaptionSettings
 from mame_sd.eval.store import Store
@@ -50,8 +56,9 @@ def test_every_row_writes_with_so_many_tokens_and_leaves_the_model_as_it_was() -
         if name == "baseline":
             assert torch.equal(logits, before)
         assert torch.equal(model(**inputs).logits, before), name
-    expected = {"baseline": 36, "tome": 6, "keep-0.5": 18, "random-0.25": 9, "divprune-0.11": 4}
-    assert {name: visual[name] for name in expected} == pytest.approx(expected, abs=1)
+    assert visual.pop("tau-0.8") < 36
+    shares = {name: float(name.rpartition("-")[2]) for name in visual if name != "baseline"}
+    assert visual == {"baseline": 36, **{name: round(36 * k) for name, k in shares.items()}}
 
 
 def test_divprune_takes_the_farthest_next() -> None:
@@ -95,8 +102,7 @@ def run_of(folder: Path, rows: list[str]) -> dict[str, Any]:
     captioner = Captioner(model, inputs, lambda ids: " ".join(map(str, ids.tolist())))
     pictures = read_references(folder / "references.json", folder)
     store = Store(folder / "out.jsonl", FORMAT, "captions", {}, ("row", "picture"))
-    settings = CaptionSettings(data="", references="", tokens=3)
-    CaptionRun(captioner, pictures, rows, settings, store, lambda text: None).run()
+    caption_pictures(captioner, pictures, rows, 3, store, lambda text: None)
     return {"rows": figures_of(store.found, pictures, rows)}
 
 
@@ -224,38 +230,8 @@ def test_dtype_acts_on_a_published_form(tmp_path: Path) -> None:
         call = captioner.call(Image.new("RGB", (40, 30)))
         found[dtype] = (captioner.model.dtype, call["pixel_values"].dtype)
         references, out = written(tmp_path, ONE), tmp_path / dtype
-        settings = settings_of(references, rows="keep-0.25,plain-0.8", tokens=3)
-        assert "paper's form" in table(run_caption(settings, choice, out, print))
+        settings = settings_of(references, rows="keep-0.25", tokens=3)
+        assert "MaMe, keep 0.25" in table(run_caption(settings, choice, out, print))
         head = json.loads((out / "captions.jsonl").read_text().splitlines()[0])
         assert head["about"]["dtype"] == str(captioner.model.dtype).removeprefix("torch.")
     assert found == {"auto": (torch.float32,) * 2, "bfloat16": (torch.bfloat16,) * 2}
-
-
-@torch.no_grad()
-def in_tower_by_hand(model: Any, picture: Tensor) -> dict[int, Tensor]:
-    """Projected features by place of their patch, where the four blocks that are read merge."""
-    tower: Any = model.model.vision_tower
-    with mame(tower, tau=0.8, blocks=4) as handle:
-        handle.capture()
-        states = tower(picture[None], output_hidden_states=True).hidden_states[4][0]
-        places = list(range(PATCHES + 1))
-        for _, plan in sorted(handle.plans().items()):
-            places = [places[row] for row in plan.kept.tolist()]
-    assert len(states) < PATCHES
-    project = model.model.multi_modal_projector
-    return {place - 1: project(one[None])[0] for place, one in zip(places, states, strict=True)}
-
-
-def test_the_papers_form_counts_what_is_left_from_zero() -> None:
-    model, inputs = tiny.llava(), call()
-    with ROWS["plain-0.8"].method(model):
-        found = model(**inputs).logits[0]
-        output = model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
-    seen = in_tower_by_hand(model, inputs["pixel_values"][0])
-    slots = [seen[place] for place in sorted(seen) if place >= 0]
-    ids = inputs["input_ids"][0].tolist()
-    start = ids.index(tiny.IMAGE)
-    short = [*ids[:start], *[tiny.IMAGE] * len(slots), *ids[start + PATCHES :]]
-    expected, words = tiny.logits_by_hand(model, short, [slots], 3)
-    torch.testing.assert_close(found, expected[: len(found)], rtol=1e-3, atol=1e-4)
-    assert output[0, -3:].tolist() == words

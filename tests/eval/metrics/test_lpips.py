@@ -9,6 +9,7 @@ import torch
 import torchmetrics
 
 from mame_sd.errors import UserError
+from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.metrics.lpips import Lpips, load_lpips
 from mame_sd.eval.weights.files import read_state_dict
 from tests.builders import seeded
@@ -29,6 +30,7 @@ def test_lpips_is_its_authors_on_seeded_weights(net: str) -> None:
     assert seeded_lpips(net)(*seeded.picture_pairs()).tolist() == pytest.approx(
         oracle("lpips")[net]["distances"], rel=1e-5
     )
+    assert METRICS[{"alex": "lpips", "vgg": "lpips_vgg"}[net]].network == seeded_lpips(net).name
 
 
 @pytest.mark.parametrize("net", ["alex", "vgg"])

@@ -16,7 +16,7 @@ from transformers import ViTModel
 
 from mame_sd.errors import UserError
 from mame_sd.eval.cli import app as cli
-from mame_sd.eval.perception import answers
+from mame_sd.eval.perception.answers import Asked
 from mame_sd.eval.perception.data import open_images
 from mame_sd.eval.perception.encoders import load_encoder
 from mame_sd.perception.apply_encoder import apply_encoder
@@ -106,7 +106,7 @@ def test_answers_flops_and_accuracy_are_those_of_the_model_called_by_hand(
     flops = []
     for batch in images.batches(5):
         handle.reset()
-        made = encoder.inputs([images.load(number) for number in batch])
+        made = encoder.inputs(images.load(batch))
         found += encoder.model(**made).logits.argmax(-1).tolist()
         flops += [handle.report().flops] * len(batch)
     given, values = answers_in(finished), rows_of(finished)["mame-0.3"]["values"]
@@ -140,7 +140,7 @@ def test_a_stopped_run_continues_to_the_same_results(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls = 0
-    inputs_of = answers.inputs_of
+    inputs_of = Asked.inputs
 
     def stops(*args: Any) -> Any:
         nonlocal calls
@@ -149,13 +149,14 @@ def test_a_stopped_run_continues_to_the_same_results(
             raise UserError("stopped")
         return inputs_of(*args)
 
-    monkeypatch.setattr(answers, "inputs_of", stops)
+    monkeypatch.setattr(Asked, "inputs", stops)
     assert cli.run(words(place, tmp_path / "out")) == 2
     kept = {name: sorted(found) for name, found in batches_in(tmp_path / "out").items()}
     assert kept == {"baseline": [0, 1, 2], "mame-0.3": [0]}
     calls = -100
     assert cli.run(words(place, tmp_path / "out")) == 0
-    assert calls + 100 == 2 + 3 * 3 + 2  # of the speed: a batch in each round
+    # two rivals are brought to FLOPs by an image each, speed takes a batch in each round, gates one
+    assert calls + 100 == 2 + 3 * 3 + 2 + 2 + 1
     assert batches_in(tmp_path / "out") == batches_in(finished)
     for name, row in rows_of(finished).items():
         again = rows_of(tmp_path / "out")[name]["values"]
@@ -253,7 +254,7 @@ def test_a_model_of_features_alone_answers_by_the_nearest_image_of_a_gallery(
     images = open_images(place / data)
     middle = len(images.files) // 2
     first = [
-        encoder.model(**encoder.inputs([images.load(number)])).last_hidden_state[0, 0]
+        encoder.model(**encoder.inputs(images.load([number]))).last_hidden_state[0, 0]
         for number in range(len(images.files))
     ]
     expected = []

@@ -9,7 +9,7 @@ from PIL import Image
 from mame_sd.errors import UserError
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.perception.data import ImageSet, open_images
-from tests.builders.tiny import seeded
+from tests.builders.classification import save_classifier
 
 
 def frame(value: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
@@ -37,7 +37,7 @@ def write_video(path: Path, values: list[int]) -> None:
 
 
 def of(clips: ImageSet, name: str) -> np.ndarray:
-    return clips.load(clips.files.index(name))
+    return clips.load([clips.files.index(name)])[0]
 
 
 def test_frames_are_evenly_spaced_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -58,13 +58,13 @@ def test_video_files_are_read(tmp_path: Path) -> None:
     assert shown.shape == (4, 64, 64, 3)
     assert np.abs(shown.mean((1, 2, 3)) - [20, 100, 180, 240]).max() < 6  # it was compressed
     with pytest.raises(UserError, match=r"expected a video in .*torn.mp4, but it can't be read"):
-        clips.load(clips.files.index("a/torn.mp4"))
+        of(clips, "a/torn.mp4")
 
 
 def test_clips_that_can_not_be_read_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save(tmp_path / "model")
+    save_classifier(tmp_path / "model", "VideoMAEForVideoClassification", tuple("abc"))
     clip = tmp_path / "data" / "a" / "one"
     write_frames(clip, [10, 50, 90, 130])
 
@@ -80,34 +80,7 @@ def test_clips_that_can_not_be_read_are_one_line(
     for one in clip.iterdir():
         one.unlink()
     with pytest.raises(UserError, match="expected frames"):
-        open_images(tmp_path / "data", frames=4).load(0)
-
-
-def save(model: Path) -> None:
-    from transformers import (
-        VideoMAEConfig,
-        VideoMAEForVideoClassification,
-        VideoMAEImageProcessorPil,
-    )
-
-    names = dict(enumerate("abc"))
-    config = VideoMAEConfig(
-        image_size=32,
-        patch_size=8,
-        num_frames=4,
-        tubelet_size=2,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        id2label=names,
-        label2id={name: n for n, name in names.items()},
-    )
-    seeded(VideoMAEForVideoClassification, 0, config).save_pretrained(model)
-    size = {"height": 32, "width": 32}
-    VideoMAEImageProcessorPil(size=size, crop_size=size, do_center_crop=False).save_pretrained(
-        model
-    )
+        open_images(tmp_path / "data", frames=4).load([0])
 
 
 def run(place: Path, *more: str, suite: str = "video") -> int:
@@ -117,7 +90,7 @@ def run(place: Path, *more: str, suite: str = "video") -> int:
 
 
 def test_the_suite_runs_and_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path / "model")
+    save_classifier(tmp_path / "model", "VideoMAEForVideoClassification", tuple("abc"))
     for name in "abc":
         write_frames(tmp_path / "data" / name / "one", [40, 80, 120, 160])
     assert run(tmp_path, suite="vit") == 2

@@ -5,6 +5,7 @@ what they run.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import pytest
@@ -13,11 +14,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mame_sd.eval.perception.methods import rival
-from mame_sd.eval.perception.rivals import counted, on_smaller_images, rival_on
+from mame_sd.eval.perception.methods import Method, smaller
+from mame_sd.eval.perception.rivals import on_smaller_images, rival_on
 from mame_sd.eval.perception.rules import (
-    RATES,
-    DiffRate,
     EViT,
     Given,
     RandomDrop,
@@ -31,7 +30,16 @@ from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.runs.methods import NotApplicable
 from tests.builders.perception import EVERY, PATCHES, ROWS, SIDE, Row
 
-every = pytest.mark.parametrize("row", EVERY)
+NAME = operator.attrgetter("name")
+# Of each way in which positions are interpolated, with a text half, and with noise for patches.
+SMALLER = (
+    "ViTModel",
+    "ViTMAE",
+    "DeiTForImageClassification",
+    "Dinov2Model",
+    "CLIPModel",
+    "SiglipV",
+)
 # Of each way in which blocks attend: apart and joined projections, without a class token, clips.
 SOME = ("ViTModel", "SiglipVisionModel", "Dinov2Model, SwiGLU", "timm", "VideoMAE")
 some = pytest.mark.parametrize("row", [one for one in EVERY if str(one.id).startswith(SOME)])
@@ -149,38 +157,6 @@ def test_pruning_by_the_class_tokens_attention_is_that_of_plain_loops(prefix: in
         torch.testing.assert_close(got[sample], torch.stack(want))
 
 
-def test_diffrate_is_that_of_plain_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RATES, "tiny", ("12 9", "12 5"))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 12, 8, generator=generator).double()
-    x[:, 0] = x[:, 1:].mean(1)  # the class token is like all, and yet nothing joins it
-    queries, keys = torch.randn(2, 2, 2, 12, 4, generator=generator).double()
-    sizes = 1 + torch.rand(2, 12, generator=generator)
-    rule = DiffRate("tiny")
-    got = rule(Given(x, 1, 1, sizes, keys, queries, places=2))
-    for sample in range(2):
-        weight = torch.zeros(12)
-        for query, key in zip(queries[sample], keys[sample], strict=True):
-            weight += (key @ query[0] / 2 + sizes[sample].log()).softmax(0) / 2
-        order = [0, *sorted(range(1, 12), key=lambda n: -float(weight[n]))][:9]
-        groups, held = [[n] for n in order[:5]], [float(sizes[sample, n]) for n in order[:5]]
-        for n in order[5:]:
-            alike = [
-                float(torch.cosine_similarity(x[sample, n], x[sample, m], 0)) for m in order[:5]
-            ]
-            best = max(range(1, 5), key=alike.__getitem__)
-            groups[best].append(n)
-            held[best] += max(0.0, alike[best]) * float(sizes[sample, n])
-        want = torch.stack([x[sample, group].mean(0) for group in groups])
-        torch.testing.assert_close(got.x[sample], want)
-        torch.testing.assert_close(got.sizes[sample], torch.tensor(held), rtol=1e-5, atol=1e-5)
-    for rates, places in (("deit-s", 2), ("deit-s", 12)):  # not its tokens, not its blocks
-        with pytest.raises(NotApplicable, match="expected 12 blocks and 197 tokens"):
-            DiffRate(rates)(Given(x, 1, 0, None, keys, queries, places=places))
-    for pruned, merged in (map(str.split, both) for name, both in RATES.items() if name != "tiny"):
-        assert len(pruned) == len(merged) in (12, 24, 32)
-
-
 @torch.no_grad()
 def test_queries_and_keys_are_those_of_the_attention() -> None:
     """EViT's weights are the probabilities that eager attention gives."""
@@ -251,7 +227,7 @@ def test_the_unmerged_model_is_counted_as_merging_counts_it(row: Row) -> None:
     before = row.call(model, inputs)
     handle = apply_encoder(model, keep=0.5)
     row.call(model, inputs)
-    with counted(model) as unmerged:
+    with Method().counted(model) as unmerged:
         after = row.call(model, inputs)
         assert unmerged.report().flops == handle.report().flops_before
     assert handle.installed
@@ -260,21 +236,14 @@ def test_the_unmerged_model_is_counted_as_merging_counts_it(row: Row) -> None:
         torch.testing.assert_close(after[name], value)
 
 
-@every
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name.startswith(SMALLER)], ids=NAME)
 @torch.no_grad()
 def test_smaller_images(row: Row) -> None:
     model, inputs = row.build(), row.batch(2)
-    if row.name.startswith(("Siglip2", "timm", "Vi")) and not row.name.startswith("ViT"):
-        with (
-            pytest.raises(NotApplicable, match="images of one size"),
-            on_smaller_images(model, SIDE // 2),
-        ):
-            pass
-        return
     before = row.call(model, inputs)
     if "noise" in inputs:
         inputs["noise"] = inputs["noise"][:, : PATCHES // 4]
-    with on_smaller_images(model, SIDE // 2), counted(model) as handle:
+    with smaller(SIDE // 2).counted(model) as handle:
         row.call(model, inputs)
         left = 6 if "noise" in inputs else PATCHES // 4
         assert handle.report().blocks[0].tokens_in == row.prefix + left
@@ -287,19 +256,9 @@ def test_smaller_images(row: Row) -> None:
             torch.testing.assert_close(same[name], value, rtol=1e-3, atol=1e-3)
 
 
-def test_tokens_of_tome_come_back_where_they_were() -> None:
-    row = next(row for row in ROWS if row.name == "Dinov2Model, SwiGLU")
-    pixels = row.batch(1)["pixel_values"]
-    with rival(ToMe(4)).counted(row.build()) as handle, torch.no_grad():
-        handle.capture()
-        tokens = handle.encoder(pixels).last_hidden_state
-        whole = handle.restore(tokens)
-    assert whole.shape[1] == PATCHES + 1 > tokens.shape[1]
-    rows = {tuple(row.tolist()) for row in tokens[0]}
-    assert {tuple(row.tolist()) for row in whole[0]} == rows
-    assert torch.equal(whole[:, 0], tokens[:, 0])
-    metric = torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(0))
-    merge = bipartite_soft_matching(metric, 4, 1)
-    members = merge(torch.eye(12).expand(2, -1, -1))  # [2, 8, 12]: which tokens are in each
-    assert torch.equal(members.argmax(1), merge.rows())
-    assert members.sum(1).eq(1).all()
+@pytest.mark.parametrize("name", ["Siglip2VisionModel", "VideoMAEForVideoClassification"])
+def test_models_of_one_size_are_refused_smaller_images(name: str) -> None:
+    model = next(row for row in ROWS if row.name == name).build()
+    refused = pytest.raises(NotApplicable, match="images of one size")
+    with refused, on_smaller_images(model, SIDE // 2):
+        pass
