@@ -46,6 +46,7 @@ BAD: dict[str, tuple[str, str]] = {
         "benchmark --model ./none --weights-dir none",
         "--weights-dir: expected a folder, but none is not one",
     ),
+    "classify-data": ("classify --rows mame-0.8", "--data: expected a folder of class folders"),
     "cache-texts": ("cache --texts none", "--texts: expected a folder, found none at none"),
     "cache-share": ("cache --shares 1.5", "--shares: expected shares above 0 and below 1, got 1.5"),
     "cache-tasks": ("cache --tasks sums", "--tasks: expected some of needles"),
