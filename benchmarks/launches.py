@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,9 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-CARD = torch.device(
-    "cuda", 99
-)  # no real one: tables that are kept by their device hold no values here
+CARD = torch.device("cuda", 99)  # none: tables that are kept by their device hold no values here
 META = torch.device("meta")
 aten = torch.ops.aten
 _IS_CUDA, _DEVICE = Tensor.is_cuda.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
@@ -159,27 +158,25 @@ def counted(call: Callable[[], Any], repeats: Mapping[nn.Module, int] | None = N
         repeats: modules that stand for as many of their kind, one after the other: models cut in
             depth.
     """
-    counter, parts, hooks = _Counter(), [], []
+    counter, hooks = _Counter(), []
+    begun: list[int] = []
+
+    def begin(*_: Any) -> None:
+        begun.append(len(counter.work))
+
+    def end(times: int, *_: Any) -> None:
+        counter.work += counter.work[begun.pop() :] * (times - 1)
+
     for module, times in (repeats or {}).items():
-        begun: list[int] = []
-
-        def begin(*_: Any, begun: list[int] = begun) -> None:
-            begun.append(len(counter.work))
-
-        def end(*_: Any, begun: list[int] = begun, times: int = times) -> None:
-            parts.append((begun.pop(), len(counter.work), times))
-
-        hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+        hooks.append(module.register_forward_pre_hook(begin))
+        hooks.append(module.register_forward_hook(partial(end, times)))
     try:
         with counter:
             call()
     finally:
         for hook in hooks:
             hook.remove()
-    work = counter.work
-    for first, last, times in sorted(parts, reverse=True):
-        work[last:last] = work[first:last] * (times - 1)
-    return work
+    return counter.work
 
 
 class _Counter(TorchDispatchMode):
@@ -203,10 +200,9 @@ class _Counter(TorchDispatchMode):
             if output is not NotImplemented:
                 return output
         output = func(*args, **kwargs)
-        on_card = any(
-            isinstance(t, Tensor) and t.is_meta for t in tree_leaves((args, kwargs, output))
-        )
-        if on_card and not _launches_nothing(func):
+        every = tree_leaves((args, kwargs, output))
+        on_meta = any(isinstance(t, Tensor) and t.is_meta for t in every)
+        if on_meta and not _launches_nothing(func):
             self.work.append(_work(func, args, kwargs, output))
         return output
 
@@ -273,16 +269,9 @@ def _flops(func: Any, name: str, args: Any, output: Any) -> int:
     return int(2 * output.numel() * args[name in _ADDED].shape[-1])
 
 
-def _attention(
-    output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any = None,
-    *_: Any,
-    **given: Any,
-) -> Work:
-    mask = given.get("attn_mask", mask)
+def _attention(output: Tensor, *args: Any, **kwargs: Any) -> Work:
+    query, key, value, *more = args
+    mask = kwargs.get("attn_mask", more[0] if more else None)
     pairs = math.prod(query.shape[:-2]) * query.shape[-2] * key.shape[-2]
     moved = sum(map(_bytes, (query, key, value, output, mask)))
     flops = 2 * pairs * (query.shape[-1] + value.shape[-1])

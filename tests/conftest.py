@@ -1,5 +1,8 @@
 """For the whole suite: nothing goes to a network, two-core machines are not oversubscribed, one
 tiny model for all.
+
+Libraries are imported where they are used: the process of `-n 2` that only hands tests out needs
+none.
 """
 
 from __future__ import annotations
@@ -7,22 +10,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from mame_sd.runs.loading import LoadedModel
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-
-import torch
-from diffusers.utils import logging
-
-from mame_sd.runs.loading import LoadedModel, load_model
-from mame_sd.runs.model_files import ModelChoice
-from mame_sd.upstream import COMPILES
-from tests.builders.tiny import save_tiny_pipeline
-
-torch.set_num_threads(1)
-logging.disable_progress_bar()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,6 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what compiles merging into one graph where torch is too old for that, and keep
     Hypothesis from reading the constants of every loaded module, which takes seconds.
     """
+    import torch
+    from diffusers.utils import logging
+
+    from mame_sd.upstream import COMPILES
+
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
     if not COMPILES:
         for item in items:
             if item.get_closest_marker("compiles"):
@@ -43,9 +47,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Stable Diffusion pipeline, saved. Whoever changes it works on a copy."""
+    from tests.builders.tiny import save_tiny_pipeline
+
     return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
 def model(model_folder: Path) -> LoadedModel:
+    from mame_sd.runs.loading import load_model
+    from mame_sd.runs.model_files import ModelChoice
+
     return load_model(ModelChoice(model=str(model_folder), device="cpu"))

@@ -21,14 +21,14 @@ from mame_sd.diffusion.families.layouts import UNLIKE
 from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.families import Family, Tokens, register_family
 from tests.builders.pipelines import kandinsky, run_kandinsky
-from tests.builders.transformers import TEXT, H, W, normal
+from tests.builders.transformers import TEXT, H, W, normal, run
 from tests.matrix.models import images, refusals
 from tests.matrix.models.case import WORDS, Case, T
 from tests.matrix.models.probe import check_probe
 from tests.matrix.models.registry import CASES, MODELS
 from tests.matrix.models.sweep import RECORD, classes, kernels_of, outcome, tensors_of
 from tests.matrix.models.watch import Attention, check_by_loop, merging
-from tests.matrix.rows import in_sweep
+from tests.matrix.rows import param
 
 RECORDED = json.loads(RECORD.read_text(encoding="utf-8"))
 # One of each way in which attention is called: by itself, through the dispatcher, with a mask, with
@@ -44,7 +44,7 @@ KERNELS = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_model(case: Case) -> None:
-    model: Any = case.build().eval()
+    model: Any = case.build()
     before = tensors_of(model, case)
     found = outcome(case, model)
     recorded = {key: value for key, value in RECORDED[case.name].items() if key != "kernels"}
@@ -65,10 +65,15 @@ def test_model(case: Case) -> None:
         check_probe(case, model)
 
 
-@pytest.mark.parametrize("name", [in_sweep(name, name not in KERNELS) for name in MODELS])
+@pytest.mark.parametrize("name", [param(name, sweep=name not in KERNELS) for name in MODELS])
 def test_kernels(name: str) -> None:
-    found = kernels_of(MODELS[name], MODELS[name].build().eval())
+    found = kernels_of(MODELS[name], MODELS[name].build())
     assert found == RECORDED[name]["kernels"]
+
+
+def tiny(name: str) -> tuple[Any, dict[str, Any]]:
+    """The tiny model of a class of diffusers, and what it is called with."""
+    return MODELS[name].build(), MODELS[name].inputs()
 
 
 def cached_calls(model: Any, inputs: dict[str, Any]) -> list[Any]:
@@ -86,12 +91,11 @@ def test_keys_of_a_cached_prompt_stand_before_the_image() -> None:
     """Qwen-Image 2.1 attends to keys of its first call: they stay whole, and the image behind them
     merges.
     """
-    case = MODELS["QwenImage21Transformer2DModel"]
-    model: Any = case.build().eval()
+    model, inputs = tiny("QwenImage21Transformer2DModel")
     cache = QwenImage21KVCache(2)
     with torch.no_grad():
-        model(**case.inputs(), kv_cache=cache, kv_cache_mode="extract")
-    calls = cached_calls(model, {**case.inputs(), "kv_cache": cache, "kv_cache_mode": "cached"})
+        model(**inputs, kv_cache=cache, kv_cache_mode="extract")
+    calls = cached_calls(model, {**inputs, "kv_cache": cache, "kv_cache_mode": "cached"})
     assert {(call.first, call.tokens) for call in calls} == {(TEXT, H * W)}
 
 
@@ -99,8 +103,7 @@ def test_keys_of_cached_references_stand_before_the_image() -> None:
     """Flux 2: text, references of an earlier call, the image; the call that fills the cache is left
     alone.
     """
-    case = MODELS["Flux2Transformer2DModel"]
-    model: Any = case.build().eval()
+    model, inputs = tiny("Flux2Transformer2DModel")
     for module in model.modules():
         kind = {
             "Flux2Attention": transformer_flux2.Flux2KVAttnProcessor,
@@ -108,7 +111,7 @@ def test_keys_of_cached_references_stand_before_the_image() -> None:
         }.get(type(module).__name__)
         if kind is not None:
             module.set_processor(kind())
-    inputs, references = case.inputs(), 20
+    references = 20
     ids = torch.cat([torch.ones(references, 4), inputs["img_ids"]])
     filled = {**inputs, "hidden_states": normal(2, references + H * W, 4), "img_ids": ids}
     handle = apply_mame(model, keep=0.5, min_tokens=1)
@@ -126,7 +129,7 @@ def test_the_last_of_several_images_merges() -> None:
     """Z-Image's omni mode: captions of 32 + 32 tokens, a reference of 32, the image, 64 of
     SigLIP's.
     """
-    model: Any = images.z_image(siglip_feat_dim=16).eval()
+    model: Any = images.z_image(siglip_feat_dim=16).build()
     inputs = images.omni()
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     changed = images.omni()
@@ -147,43 +150,38 @@ def test_the_last_of_several_images_merges() -> None:
     expected = torch.arange(96 + W, 96 + 2 * W)
     for was, now in zip(probed[:2], probed[2:], strict=True):
         assert torch.equal(moved(was.call["key"], now.call["key"])[0], expected)
+    remove_mame(model)
     inputs["cap_feats"][1] = [WORDS[1].repeat(5, 1), WORDS[1]]  # a longer caption
-    handle.reset()
-    with torch.no_grad():
-        model(**inputs)
-    with pytest.raises(RuntimeError, match=UNLIKE):
-        handle.report()
+    left_alone(model, inputs, UNLIKE)
 
 
-def test_a_refiner_of_images_is_not_the_whole_sequence() -> None:
-    """Z-Image's omni mode: a reference and what SigLIP sees of it fill 64 tokens each, so that the
-    refiner has as many tokens as image and SigLIP's together.
+def test_refiners_of_z_image_are_told_from_the_whole_sequence() -> None:
+    """In its omni mode a reference and what SigLIP sees of it fill 64 tokens each, so that the
+    refiner of images has as many tokens as image and SigLIP's together. Where captions are as long
+    as the image, the refiner of text is told by its path alone.
     """
-    model: Any = images.z_image(siglip_feat_dim=16).eval()
-    inputs = images.omni()
+    omni = images.omni()
     big = normal(4, 1, 10, 24)  # 5 x 12 tokens
-    inputs["x"] = [[big, inputs["x"][i][1]] for i in range(2)]
-    inputs["siglip_feats"] = [[normal(3, 4, 16), None] for _ in range(2)]
-    handle = apply_mame(model, keep=0.5, min_tokens=1)
-    with torch.no_grad():
-        model(**inputs)
-    assert {layer.name.partition(".")[0]: layer.merged for layer in handle.report().layers} == {
-        "layers": True,
-        "noise_refiner": False,
-    }
-
-
-def test_a_text_refiner_stays_whole_where_captions_are_as_long_as_the_image() -> None:
-    """Z-Image: its attention can be told from the image's by its path alone."""
-    case = MODELS["ZImageTransformer2DModel"]
-    model: Any = case.build().eval()
-    inputs = case.inputs()
+    omni["x"] = [[big, omni["x"][i][1]] for i in range(2)]
+    plain, inputs = tiny("ZImageTransformer2DModel")
     inputs["cap_feats"] = [text.new_ones(H * W, text.shape[1]) for text in inputs["cap_feats"]]
+    for model, given, merging_parts in (
+        (images.z_image(siglip_feat_dim=16).build(), omni, {"layers"}),
+        (plain, inputs, {"noise_refiner", "layers"}),
+    ):
+        handle = apply_mame(model, keep=0.5, min_tokens=1)
+        run(given, model)
+        layers = handle.report().layers
+        assert {one.name.partition(".")[0] for one in layers if one.merged} == merging_parts
+
+
+def left_alone(model: Any, inputs: dict[str, Any], why: str) -> None:
+    """Merging leaves each layer of this call as it is, and the report says why."""
+    before = run(inputs, model)
     handle = apply_mame(model, keep=0.5, min_tokens=1)
-    with torch.no_grad():
-        model(**inputs)
-    merged = {layer.name.partition(".")[0] for layer in handle.report().layers if layer.merged}
-    assert merged == {"noise_refiner", "layers"}
+    assert torch.equal(run(inputs, model), before)
+    with pytest.raises(RuntimeError, match=why):
+        handle.report()
 
 
 def moved(was: torch.Tensor, now: torch.Tensor) -> list[torch.Tensor]:
@@ -193,9 +191,7 @@ def moved(was: torch.Tensor, now: torch.Tensor) -> list[torch.Tensor]:
 
 def test_captions_of_unequal_length_put_images_elsewhere() -> None:
     """Lumina 2 puts each sample's image right behind its caption, so no plan holds for both."""
-    case = MODELS["Lumina2Transformer2DModel"]
-    model: Any = case.build().eval()
-    inputs = case.inputs()
+    model, inputs = tiny("Lumina2Transformer2DModel")
     inputs["encoder_attention_mask"] = torch.arange(TEXT) < torch.tensor([[TEXT], [4]])
     other = {**inputs, "hidden_states": inputs["hidden_states"] + 1}
     with torch.no_grad(), Attention(apart=True) as attention:
@@ -204,11 +200,7 @@ def test_captions_of_unequal_length_put_images_elsewhere() -> None:
     last = len(attention.keys) // 2 - 1
     places = moved(attention.keys[last], attention.keys[-1])
     assert [(int(place[0]), len(place)) for place in places] == [(TEXT, H * W), (4, H * W)]
-    handle = apply_mame(model, keep=0.5, min_tokens=1)
-    with torch.no_grad():
-        model(**inputs)
-    with pytest.raises(RuntimeError, match=UNLIKE):
-        handle.report()
+    left_alone(model, inputs, UNLIKE)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +211,7 @@ def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int)
     """Ideogram 4 fills captions up at their left, HiDream at their right behind the image. In both
     samples the image is at the same place, and it merges as the loop does.
     """
-    case = MODELS[name]
-    model: Any = case.build().eval()
-    inputs = case.inputs()
+    model, inputs = tiny(name)
     for text, value in inputs.items():  # what the second sample lacks: that of Ideogram is masked
         if text.startswith("encoder_hidden_states_"):
             value[..., 1, 4:, :] = 0
@@ -256,8 +246,7 @@ def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...])
     """The coordinates are those of diffusers' own pipeline, which puts frames of conditions before
     the video.
     """
-    case = MODELS["LTXVideoTransformer3DModel"]
-    model: Any = case.build().eval()
+    model, inputs = tiny("LTXVideoTransformer3DModel")
     pipe = LTXConditionPipeline
     ids = [
         pipe._scale_video_ids(pipe._prepare_video_ids(2, count, H, W), frame_index=index)
@@ -265,7 +254,6 @@ def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...])
     ]
     coordinates = torch.cat(ids, 2).float()
     coordinates[:, 0] /= 25  # frames of a second
-    inputs = case.inputs()
     for side in ("num_frames", "height", "width"):
         del inputs[side]
     inputs["hidden_states"] = normal(2, coordinates.shape[2], 4)
@@ -276,9 +264,7 @@ def test_ltx_with_conditions_merges_its_video_alone(conditions: tuple[int, ...])
 
 @pytest.mark.parametrize("behind", [0, 2 * H * W])
 def test_ltx2_leaves_what_conditions_add_behind_its_video(behind: int) -> None:
-    case = MODELS["LTX2VideoTransformer3DModel"]
-    model: Any = case.build().eval()
-    inputs = case.inputs()
+    model, inputs = tiny("LTX2VideoTransformer3DModel")
     coordinates = model.rope.prepare_video_coords(2, T, H, W, torch.device("cpu"))
     inputs["video_coords"] = torch.cat([coordinates, coordinates[:, :, :behind] + 1], 2)
     inputs["hidden_states"] = torch.cat([inputs["hidden_states"], normal(2, behind, 4)], 1)
@@ -306,34 +292,22 @@ def test_a_registered_family_comes_before_a_refusal() -> None:
         remove_mame(model)
 
 
-@pytest.mark.parametrize("name", ["HunyuanVideo", "Flux2"])
+@pytest.mark.parametrize("name", ["HunyuanVideoTransformer3DModel", "Flux2Transformer2DModel"])
 def test_a_model_that_no_family_knows_is_an_error_that_says_what_to_do(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """HunyuanVideo has a text refiner, whose attention alone is no reason to accept it."""
     monkeypatch.setattr(transformers, "_MODELS", {})
-    case = next(case for case in CASES if case.name.startswith(f"{name}Transformer"))
     with pytest.raises(ValueError, match=r"is not supported yet: .*with .*register_family"):
-        apply_mame(case.build())
-
-
-def left_alone(model: Any, inputs: dict[str, Any], why: str) -> None:
-    """Merging leaves each layer of this call as it is, and the report says why."""
-    with torch.no_grad():
-        before = model(**inputs, return_dict=False)[0]
-        handle = apply_mame(model, keep=0.5, min_tokens=1)
-        assert torch.equal(model(**inputs, return_dict=False)[0], before)
-    with pytest.raises(RuntimeError, match=why):
-        handle.report()
+        apply_mame(MODELS[name].build())
 
 
 def test_the_sparse_mode_of_kandinsky_5_is_left_alone() -> None:
     """Its nabla mode goes by blocks of keys that the model picks: no softmax over the image."""
-    case = MODELS["Kandinsky5Transformer3DModel"]
-    model: Any = case.build().eval()
+    model, inputs = tiny("Kandinsky5Transformer3DModel")
     window = {"attention_wT": 3, "attention_wH": 3, "attention_wW": 3, "attention_P": 0.9}
     model.register_to_config(attention_type="nabla", **window)
-    inputs = {name: value[:1] for name, value in case.inputs().items()}
+    inputs = {name: value[:1] for name, value in inputs.items()}
     inputs["hidden_states"] = normal(1, 2, 16, 16, 4)
     inputs["visual_rope_pos"] = [torch.arange(n) for n in (2, 8, 8)]
     inputs["text_rope_pos"] = torch.arange(TEXT)
@@ -347,10 +321,8 @@ def test_the_sparse_mode_of_kandinsky_5_is_left_alone() -> None:
 
 def test_the_causal_mode_of_skyreels_is_left_alone() -> None:
     """Frames see none of the blocks of frames behind them."""
-    case = MODELS["SkyReelsV2Transformer3DModel"]
-    model: Any = case.build().eval()
+    model, inputs = tiny("SkyReelsV2Transformer3DModel")
     model._set_ar_attention(1 + T // 2)
-    inputs = case.inputs()
     video = inputs["hidden_states"] = torch.cat([inputs["hidden_states"]] * 2, 2)[:, :, :4]
     other = torch.cat([video[:, :, :-1], video[:, :, -1:] + 1], 2)
     with torch.no_grad():
@@ -382,7 +354,7 @@ def test_no_softmax_goes_over_the_image(case: Case) -> None:
     """Linear attention, and flex attention over blocks of keys: what softmax there is has the
     text's keys.
     """
-    model: Any = case.build().eval()
+    model: Any = case.build()
     with torch.no_grad(), Attention() as attention:
         model(**case.inputs())
     assert {key.shape[-2] for key in attention.keys} <= {TEXT}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,19 +13,9 @@ from transformers import AutoModelForImageClassification, ViTConfig, ViTImagePro
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_classifier.py"
 
 
-def example() -> Any:
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("train_classifier", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def run(monkeypatch: pytest.MonkeyPatch, *given: str | Path) -> None:
-    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *map(str, given)])
-    example().main()
+    monkeypatch.setattr("sys.argv", [str(EXAMPLE), *map(str, given)])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
 @pytest.fixture
@@ -70,10 +58,10 @@ def test_it_trains_goes_on_and_fine_tunes(
 def test_merging_stands_where_the_form_says(form: str, blocks: set[int]) -> None:
     config = ViTConfig(num_hidden_layers=12, hidden_size=12, intermediate_size=24, image_size=64)
     model = AutoModelForImageClassification.from_config(config)
-    handle = example().merge(model, form, 0.5)
-    report = handle.report()
+    merge = runpy.run_path(str(EXAMPLE))["merge"]
+    report = merge(model, form, 0.5).report()
     assert {number for number, block in enumerate(report.blocks) if block.merged} == blocks
-    assert example().merge(model, "plain", 0.5) is None
+    assert merge(model, "plain", 0.5) is None
 
 
 def test_a_folder_without_classes_is_refused(

@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.runs.generate import environment
@@ -20,11 +22,13 @@ from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import InstalledMethod
 from mame_sd.runs.sampling import sample
 
+from ..memory import allocations, most, weight_bytes
 from ..timing import synchronize, timed
 from .rows import Row
 from .timings import Timing, timed_rounds
 
 WARM_UP_STEPS = 2
+_DECODING = "mame-sd: decoding"
 
 
 def bench(
@@ -40,6 +44,7 @@ def bench(
 
     Args:
         batches: alike (`alike_batches`); a round takes the next one, and after the last the first.
+            Peaks of memory on a CPU are those of the first.
         record: see `timed_rounds`.
     """
     about = {
@@ -50,14 +55,19 @@ def bench(
         "methods": {row.name: row.config for row in rows},
     }
     by_name = {row.name: row for row in rows}
+    peaks: dict[str, dict[str, Any]] = {}
 
     def warm_up(name: str) -> None:
         with installed(model, by_name[name], batches[0]):
             sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
+        # CUDA counts while it is timed, a CPU in a call of its own.
+        if model.pipe.device.type == "cpu":
+            peaks[name] = peak_call(model, replace(settings, steps=1), batches[0], by_name[name])
 
     def call(name: str, number: int) -> Timing:
-        row = by_name[name]
-        return timed_call(model, row.sampling(settings), batches[number % len(batches)], row)
+        row, batch = by_name[name], batches[number % len(batches)]
+        timing = timed_call(model, row.sampling(settings), batch, row)
+        return replace(timing, **peaks.get(name, {}))
 
     return timed_rounds(
         list(by_name), rounds, call, record, about, warm_up=warm_up, on_progress=on_progress
@@ -111,6 +121,27 @@ def timed_call(
         torch.cuda.max_memory_allocated(device),
         peak.get("denoising"),
     )
+
+
+def peak_call(
+    model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
+) -> dict[str, Any]:
+    """Peak bytes of one call on a CPU, from the profiler's record of every allocation: by the names
+    of `Timing`.
+    """
+
+    def at(name: str) -> None:
+        if name == "decoding":
+            with record_function(_DECODING):
+                pass
+
+    with installed(model, row, jobs), _marking(model, at):
+        steps = allocations(lambda: sample(model, settings, jobs))
+    parts = [part for part in model.pipe.components.values() if isinstance(part, nn.Module)]
+    weights = weight_bytes(parts)
+    before = next((number for number, (name, _) in enumerate(steps) if name == _DECODING), None)
+    denoising = None if before is None else weights + max(0, most(steps[:before]))
+    return {"allocated": weights + max(0, most(steps)), "allocated_denoising": denoising}
 
 
 @contextmanager

@@ -40,14 +40,11 @@ def run_cache(
     """
     check_place(out, out)
     rows = list(named(settings.rows, all_rows()).values())
-    folder, weights = (
-        None if given is None else Path(given) for given in (settings.texts, settings.weights_dir)
-    )
-    files = text_files(folder) if settings.num else {}
+    files = text_files(settings.texts) if settings.num else {}
     how: dict[str, Any] = {"rest": settings.rest}
     how |= {name: getattr(choice, name) for name in ("device", "dtype", "revision")}
     store = Store(out / "results.jsonl", FORMAT, "results of caches", how, KEYS)
-    model, tokenizer = load_language_model(choice, weights)
+    model, tokenizer = load_language_model(choice, settings.weights_dir)
 
     def tokens(text: str) -> list[int]:
         found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mame_sd.errors import UserError
 from mame_sd.runs.options import option
@@ -21,10 +22,8 @@ class CacheSettings:
         UserError: naming the option, its range and the value that came.
     """
 
-    texts: str | None = option(
-        None,
-        "Folder of HTML, Python or plain text. Without it, Python's own.",
-        metavar="DIR",
+    texts: Path | None = option(
+        None, "Folder of HTML, Python or plain text. Without it, Python's own.", metavar="DIR"
     )
     half: str = option("report", "Which half of the files: report, or development to tune on.")
     num: int = option(40, "Passages of text; 0: none.")
@@ -38,7 +37,9 @@ class CacheSettings:
     rows: str | None = option(
         None, "Methods, with commas between. Without it, all.", metavar="NAMES"
     )
-    weights_dir: str | None = option(None, "Folder with weights, looked into first.", metavar="DIR")
+    weights_dir: Path | None = option(
+        None, "Folder with weights, looked into first.", metavar="DIR"
+    )
 
     def __post_init__(self) -> None:
         limits = (("num", 0), ("prompts", 1), ("length", 64), ("rest", 2))

@@ -58,8 +58,9 @@ def run_caption(
     """
     check_place(out, out)
     rows = chosen_rows(settings.rows)
-    places = Path(settings.references or ""), Path(settings.data or "")
-    pictures = read_references(*places, settings.num)
+    assert settings.references is not None
+    assert settings.data is not None
+    pictures = read_references(settings.references, settings.data, settings.num)
     device = pick_device(choice.device)
     identity = {
         "model": choice.model or EMBEDDED,
@@ -70,8 +71,7 @@ def run_caption(
         "tokens": settings.tokens,
     }
     store = Store(out / "captions.jsonl", FORMAT, "captions", identity, ("row", "picture"))
-    weights = None if settings.weights_dir is None else Path(settings.weights_dir)
-    captioner = load_captioner(choice, settings.prompt, weights)
+    captioner = load_captioner(choice, settings.prompt, settings.weights_dir)
     caption_pictures(captioner, pictures, rows, settings.tokens, store, on_note)
     found = {"identity": identity, "rows": figures_of(store.found, pictures, rows)}
     write_atomically(out / "captions.json", f"{json.dumps(found, indent=1)}\n".encode())
@@ -86,7 +86,7 @@ def caption_pictures(
     store: Store,
     on_note: Callable[[str], object],
 ) -> None:
-    """Caption every picture by every row that `store` does not hold yet.
+    """Caption every picture by every row that `store` does not hold yet, the baseline first.
 
     Args:
         tokens: of a caption, at most.
@@ -102,7 +102,7 @@ def caption_pictures(
         whole: Tensor | None = None
         for row in missing:
             record = {"row": row, "picture": name, **_caption(captioner, row, inputs, tokens)}
-            if row != BASELINE and (BASELINE, name) in done:
+            if row != BASELINE:
                 ids = done[BASELINE, name]["ids"]
                 whole = _read(captioner, BASELINE, inputs, ids) if whole is None else whole
                 own = _read(captioner, row, inputs, ids)
@@ -143,34 +143,29 @@ def _read(captioner: Captioner, row: str, inputs: dict[str, Any], ids: list[int]
 
 
 def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dict[str, Any]]:
-    """The figures of each row, and of captions of other pictures."""
+    """The figures of each row, the baseline first, and of captions of other pictures."""
     names = list(pictures.files)
+    each = {name: name for name in names}
     every = {row: {name: done[row, name] for name in names} for row in rows}
-    kl = {
-        row: {name: one["kl"] for name, one in records.items()}
-        for row, records in every.items()
-        if all("kl" in one for one in records.values())
-    }
+    kl = {row: {name: own["kl"] for name, own in every[row].items()} for row in rows[1:]}
     found = []
     for row, records in every.items():
         figures = {"row": row, **scored(records, pictures)}
         if row in kl:
-            interval = mean_interval(kl[row], {one: one for one in names})
+            interval = mean_interval(kl[row], each)
             figures["kl"] = interval["mean"]
             figures["kl_interval"] = [interval["low"], interval["high"]]
         for name in ("visual", "first", "whole"):
             figures[name] = float(np.mean([one[name] for one in records.values()]))
-        for name in ("first", "whole") if BASELINE in every else ():
+        for name in ("first", "whole"):
             shares = [one[name] / every[BASELINE][key][name] for key, one in records.items()]
             figures[f"{name}_share"] = float(np.median(shares))
         other = row.replace("keep-", "divprune-")
         if other != row and {row, other} <= kl.keys():
-            figures["kl_over"] = paired_difference(kl[row], kl[other], {one: one for one in names})
+            figures["kl_over"] = paired_difference(kl[row], kl[other], each)
         found.append(figures)
-    turned = {
-        name: every[rows[0]][other]
-        for name, other in zip(names, [*names[1:], names[0]], strict=True)
-    }
+    others = [*names[1:], names[0]]
+    turned = {name: every[BASELINE][other] for name, other in zip(names, others, strict=True)}
     return [*found, {**found[0], "row": "chance", **scored(turned, pictures)}]
 
 
@@ -186,8 +181,7 @@ def table(found: Mapping[str, Any]) -> str:
     """The figures as a Markdown table."""
     columns = {"visual": ".1f", "kl": ".3f", **dict.fromkeys(SCORES, ".3f")}
     columns |= {"words": ".1f", "first_share": ".2f", "whole_share": ".2f"}
-    heads = {"kl": "KL", "first_share": "first token"}
-    heads["whole_share"] = "caption"
+    heads = {"kl": "KL", "first_share": "first token", "whole_share": "caption"}
     lines, notes = [], []
     for row in found["rows"]:
         label = ROWS[row["row"]].label if row["row"] in ROWS else CHANCE

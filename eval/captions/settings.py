@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from mame_sd.errors import UserError
 from mame_sd.runs.options import option
@@ -16,8 +17,8 @@ class CaptionSettings:
         UserError: naming the option, its range and the value that came.
     """
 
-    data: str | None = option(None, "Folder of pictures.", metavar="FOLDER")
-    references: str | None = option(
+    data: Path | None = option(None, "Folder of pictures.", metavar="FOLDER")
+    references: Path | None = option(
         None, "Captions of the pictures, in COCO's format.", metavar="FILE"
     )
     rows: str | None = option(
@@ -28,7 +29,7 @@ class CaptionSettings:
     num: int | None = option(None, "So many pictures.")
     prompt: str | None = option(None, "What is asked, with <image> in it.", metavar="TEXT")
     tokens: int = option(48, "Tokens of a caption at most.")
-    weights_dir: str | None = option(
+    weights_dir: Path | None = option(
         None, "Folder with weights of metrics, looked into first.", metavar="DIR"
     )
 

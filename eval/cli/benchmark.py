@@ -78,7 +78,8 @@ def run_benchmark(
         device=pick_device(choice.device, process.local_rank),
         clip=clip or CLIPS[0],
     )
-    loaded, cuda = load_model(choice, process.local_rank), tools.device.type == "cuda"
+    loaded = load_model(choice, process.local_rank)
+    counts_memory = tools.device.type in ("cuda", "cpu")
     with joined(process):
         benchmark = Benchmark(
             suite=suite,
@@ -89,8 +90,8 @@ def run_benchmark(
             metrics=[
                 metric
                 for name, metric in METRICS.items()
-                # only CUDA counts memory while it is timed
-                if name in suite.metrics and (cuda or not name.startswith("memory"))
+                # Other devices than these two count no memory.
+                if name in suite.metrics and (counts_memory or not name.startswith("memory"))
             ],
             reference=against,
             out=out,

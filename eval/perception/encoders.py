@@ -86,10 +86,8 @@ class LoadedEncoder:
 
         Images are uint8 [H, W, 3], or clips [frames, H, W, 3] where it sees these.
 
-        Raises UserError for an image that is too small, or images of which it makes several sizes.
+        Raises UserError for images of which it makes several sizes.
         """
-        for one in images:
-            check_size(one)
         given: Any = list(images) if self.frames is None else [list(clip) for clip in images]
         try:
             made = self.processor(given, return_tensors="pt", input_data_format="channels_last")
@@ -108,8 +106,8 @@ class LoadedEncoder:
         }
 
 
-def check_size(image: np.ndarray, name: str = "one") -> None:
-    """Raises UserError where an image or a clip, called `name`, has too few pixels to see."""
+def check_size(image: np.ndarray, name: str) -> None:
+    """Raise UserError where an image or a clip, called `name`, has too few pixels to see."""
     height, width = image.shape[-3:-1]
     if min(height, width) < SMALLEST:
         raise UserError(

@@ -15,7 +15,7 @@ from matplotlib.transforms import Bbox
 
 from ..results.schema import Results, Row, Value
 from .figures import COLORS, FAMILY_COLORS, MARKERS, SIZE, STYLE, WIDE, new_figure, to_svg
-from .numbers import number, times
+from .numbers import number
 from .select import Focus
 
 
@@ -85,7 +85,7 @@ def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
         figure.draw_without_rendering()
         _label(axes, found, best)
         words = [
-            f"{p.row.label} {times(p.at[0])} times as fast at"
+            f"{p.row.label} {number(p.at[0], 2)} times as fast at"
             f" {number(p.at[1], chosen.closeness.digits)}"
             for p in found
         ]

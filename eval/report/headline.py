@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..results.schema import Results, Row, Value
 from .frontier import points
-from .numbers import number, times
+from .numbers import number
 from .select import PUBLISHED, Focus
 
 SIGNIFICANT = 0.05
@@ -98,8 +98,8 @@ def _speed(chosen: Focus, row: Row) -> str:
     if speed is None or speed.mean is None:
         return ""
     by = " by CPU time" if chosen.latency is not None and chosen.latency.name == "cpu" else ""
-    between = " to ".join(map(times, speed.interval or ()))
-    as_fast = f"{times(speed.mean)} times as fast"
+    between = " to ".join(number(end, 2) for end in speed.interval or ())
+    as_fast = f"{number(speed.mean, 2)} times as fast"
     apart = f"{as_fast}, {between}" if between else as_fast
     if not _differs(chosen, row):
         return f"is not measurably faster or slower than the baseline{by} ({apart})"

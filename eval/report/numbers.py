@@ -31,8 +31,3 @@ def p_value(value: Value) -> str:
     if value.p is None:
         return ""
     return "p < 0.001" if value.p < 0.001 else f"p {value.p:.{3 if value.p < 0.1 else 2}f}"
-
-
-def times(ratio: float) -> str:
-    """A speed-up with two digits after the point."""
-    return number(ratio, 2)

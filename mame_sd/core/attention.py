@@ -18,8 +18,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.fit import SDPA
-from mame_sd.core.kernels import Kernel, own_kernel
-from mame_sd.core.keys import Grid, KeyMerging, merge_keys
+from mame_sd.core.keys import Grid, Kernel, KeyMerging, merge_keys, own_kernel
 
 
 def attention(
@@ -63,31 +62,31 @@ def attention(
         name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how
     }
     size = _checked(grid, before, after, keep, how)
-    count = before + torch.Size(size).numel() + after
-    if q.dim() != 4 or k.dim() != 4 or k.shape[2] != count or v.shape[:3] != k.shape[:3]:
+    tokens, mask = torch.Size(size).numel(), call.get("attn_mask")
+    count = before + tokens + after
+    if (
+        q.dim() != 4
+        or k.dim() != 4
+        or v.shape[:3] != k.shape[:3]
+        or k.shape[2] != count
+        or q.shape[2] not in (count, tokens)
+        or not k.shape[1] * q.shape[3]
+        or q.shape[1] % k.shape[1]
+        or not q.is_floating_point()
+        or {k.dtype, v.dtype} != {q.dtype}
+    ):
+        given = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in (q, k, v))
         raise ValueError(
-            f"k: expected keys and values [B, H, {count}, D] of {before} tokens, those of"
-            f" {' x '.join(map(str, size))} and {after} more, got {list(k.shape)} and"
-            f" {list(v.shape)}"
+            f"q, k, v: expected floating-point numbers of one dtype, [B, H, {count} or {tokens}, D]"
+            f" and twice [B, H', {count}, D], H a multiple of H', got {given}"
         )
-    if not q.is_floating_point() or {k.dtype, v.dtype} != {q.dtype} or not k.shape[1] * q.shape[3]:
-        raise ValueError(
-            "q, k, v: expected floating-point numbers of one dtype in one head or more, got"
-            f" {q.dtype}, {k.dtype}, {v.dtype} in {k.shape[1]} heads of {q.shape[3]} channels"
-        )
-    if q.shape[2] not in (count, count - before - after) or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"q: expected queries of all {count} tokens or of the image's {count - before - after},"
-            f" in a multiple of {k.shape[1]} heads, got {list(q.shape)}"
-        )
-    mask = call.get("attn_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape[-1:] in ((1,), (count,))):
         got = list(mask.shape) if isinstance(mask, Tensor) else repr(mask)
         raise ValueError(f"attn_mask: expected a tensor that ends in 1 or {count} keys, got {got}")
     for name, length in (("draw", 1), ("leader", len(q))):
-        given = call.get(name)
-        if given is not None and not (isinstance(given, Tensor) and given.shape == (length,)):
-            raise ValueError(f"{name}: expected a LongTensor [{length}], got {given!r}")
+        one = call.get(name)
+        if one is not None and not (isinstance(one, Tensor) and one.shape == (length,)):
+            raise ValueError(f"{name}: expected a LongTensor [{length}], got {one!r}")
     own = own_kernel(kernel)
     if keep < 1 and len(q):
         grids = [Grid(before, size, keep)]

@@ -13,6 +13,8 @@ is one stack for each thread, and `torch.compile` and `torch.export` follow it.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,21 +22,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.fit import SDPA, fitted_to, sized_keys
-from mame_sd.core.kernels import OwnKernel
 from mame_sd.core.merge import Groups, cells_of, group_tokens, no_autocast
 
 ALONE = 0.125  # of the kept keys, those that stay as they are: the farthest from all others
+Kernel = Callable[..., Tensor]
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 UNCOUNTED = ", which takes no sizes of groups: their keys carry them"
 
 
 class Grid(NamedTuple):
-    """An image or video among the keys of an attention: where it starts, (h, w) or (t, h, w) of its
-    tokens in row-major order, and the share of its keys to keep.
+    """An image among the keys of an attention: where it starts, (h, w) of its tokens in row-major
+    order, or (t, h, w) of a video's, and the share of its keys to keep.
     """
 
     start: int
@@ -112,10 +114,9 @@ def merge_keys(
     image, count = slice(first_query, first_query + tokens), how.fit_queries
     if count is None:
         count = min(max(tokens // 32, 64), 256)
+    parts: tuple[list[Tensor], list[Tensor]] = [], []  # of keys and of values [B, H, .., D]
+    logs, end = [], 0
     with no_autocast(q):
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        logs, end = [], 0
         for number, (start, size, keep) in enumerate(grids):
             cells = cells_of(size, (1 - ALONE) * keep, how.tile_size, how.seed, k.device)
             last = start + cells.tokens
@@ -125,22 +126,21 @@ def merge_keys(
             if number not in known:
                 stay = max(0, round(keep * cells.tokens) - cells.kept)
                 known[number] = group_tokens(slots[0].flatten(2), cells, draw, leader, stay)
-            parts, counts = known[number].means(*slots, fitted=count > 0)
-            for merged, part, t in zip((keys, values), parts, (k, v), strict=True):
-                merged += [t[:, :, end:start], *(mean.transpose(1, 2) for mean in part)]
+            means, counts = known[number].means(*slots, fitted=count > 0)
+            for of, t, mean in zip(parts, (k, v), means, strict=True):
+                of += [t[:, :, end:start], *(part.transpose(1, 2) for part in mean)]
             rest = k.shape[2] - last if number == len(grids) - 1 else 0
             alone = known[number].stay.shape[1] + rest
             logs.append(F.pad(counts.log(), (start - end, alone)))
             end = last
         groups = tuple(known[number] for number in range(len(grids)))
         key, value = (
-            torch.cat([*of, t[:, :, end:]], 2) for of, t in ((keys, k), (values, v))
+            torch.cat([*of, t[:, :, end:]], 2) for of, t in zip(parts, (k, v), strict=True)
         )  # [B, H, K, D]
         log_sizes = torch.cat(logs, 1) if len(logs) > 1 else logs[0]
         own_bias = bias = log_sizes[:, None, None] if counted else None
-        at = groups[0].queries  # of the image
+        at, rows = groups[0].queries, attn_mask
         few = at[: max(1, count * k.shape[1] // q.shape[1])]
-        rows = attn_mask
         if attn_mask is not None:
             zero = log_sizes.new_zeros(()) if bias is None else bias
             own_bias = bias = masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2])
@@ -148,17 +148,16 @@ def merge_keys(
                 rows, own_bias = (
                     t[..., image, :].index_select(-2, few) for t in (attn_mask, masked)
                 )
-        by = q.shape[-1] ** -0.5 if scale is None else scale
         if count or not counted:
             some = q[:, :, image].index_select(2, few if counted else at)
+        by = q.shape[-1] ** -0.5 if scale is None else scale
         if not counted and by:
             beside = torch.cat([q[:, :, :first_query], q[:, :, image.stop :]], 2)
             key = sized_keys(key, some, beside, log_sizes, by)
         if count:
-            value = fitted_to(
-                some[:, :, : len(few)], (k, v), (key, value), own_bias, rows, scale,
-                (grids[0].start, key.shape[2] - k.shape[2] + end),
-            )  # fmt: skip
+            merged = grids[0].start, key.shape[2] - k.shape[2] + end
+            some = some[:, :, : len(few)]
+            value = fitted_to(some, (k, v), (key, value), own_bias, rows, by, merged)
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
 
 
@@ -179,6 +178,72 @@ def _with_mask(
         at_key = torch.cat([*parts, every[:, end:]], 1)[:, None, None]  # [B, 1, 1, K]
         mask = torch.take_along_dim(mask, at_key.to(mask.device), -1)
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
+
+
+class OwnKernel(NamedTuple):
+    """A kernel and the names of its arguments."""
+
+    call: Kernel
+    names: frozenset[str]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it adds a bias to the logits."""
+        return "attn_mask" in self.names
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        """Attention [B, H, Q, D'], by a call with the arguments that are needed.
+
+        Raises ValueError where the kernel lacks one, or gives another shape.
+        """
+        usual = scale is None or math.isclose(scale, q.shape[-1] ** -0.5)
+        needed = {
+            "attn_mask": attn_mask,
+            "scale": None if usual else scale,
+            "dropout_p": dropout_p or None,
+            "enable_gqa": True if q.shape[1] != k.shape[1] else None,
+        }
+        given = {name: value for name, value in needed.items() if value is not None}
+        for name, value in given.items():
+            if name not in self.names:
+                shown = list(value.shape) if isinstance(value, Tensor) else value
+                message = f"kernel: expected one with an argument {name}, for it is {shown} here"
+                raise ValueError(message)
+        output = self.call(q, k, v, **given)
+        wanted = (*q.shape[:3], v.shape[3])
+        if not isinstance(output, Tensor) or output.shape != wanted:
+            got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            raise ValueError(f"kernel: expected it to give a tensor {list(wanted)}, got {got}")
+        return output
+
+
+def own_kernel(kernel: Kernel) -> OwnKernel:
+    """Read which arguments a kernel has, by name: SageAttention takes and ignores any other.
+
+    Raises:
+        TypeError: no function, or one whose arguments can't be read.
+    """
+    if kernel is SDPA:
+        return OwnKernel(kernel, frozenset((*_NAMES, "scale", "enable_gqa")))
+    if isinstance(kernel, type) or not callable(kernel):
+        raise TypeError(f"kernel: expected a function of (q, k, v), got {kernel!r}")
+    own = getattr(kernel, "_orig_mod", kernel)  # of a module that torch.compile wraps
+    try:
+        names = inspect.signature(own.forward if isinstance(own, nn.Module) else own).parameters
+    except ValueError:
+        raise TypeError(
+            f"kernel: expected a function whose arguments can be read, got {kernel!r}; wrap it in"
+            " one of (q, k, v)"
+        ) from None
+    return OwnKernel(kernel, frozenset(names))
 
 
 @dataclass
@@ -228,15 +293,13 @@ class MergeJob:
         """
         q, k = call["query"], call["key"]
         count = k.shape[-2]
-        shift = 0
-        if self.length is not None and count != self.length:
-            shift = count - self.length
-            if not self.prefixed or shift < 0:
-                return None
-        end = self.grids[-1].start + torch.Size(self.grids[-1].size).numel()
-        if k.dim() != 4 or count < end + shift or call.get("is_causal"):
+        shift = 0 if self.length is None else count - self.length
+        image, last = (torch.Size(self.grids[i].size).numel() for i in (0, -1))
+        end = self.grids[-1].start + last
+        if shift < 0 or (shift > 0 and not self.prefixed) or count < end + shift:
             return None
-        image = torch.Size(self.grids[0].size).numel()
+        if k.dim() != 4 or call.get("is_causal"):
+            return None
         grids = [grid._replace(start=grid.start + shift) for grid in self.grids]
         if q.shape[2] == count:
             return grids, grids[0].start
@@ -334,21 +397,18 @@ def attend_merged(
 ) -> Any:
     """A call of scaled_dot_product_attention, or of what stands in for it, with merged keys."""
     call = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    alone = call["key"].dim() == 3  # [B, n, D]: one head
-    if alone:
-        call |= {name: call[name].unsqueeze(1) for name in ("query", "key", "value")}
-        mask = call.get("attn_mask")
-        if mask is not None and mask.dim() == 3:
-            call["attn_mask"] = mask.unsqueeze(1)
-
     name = "" if kernel is SDPA else kernel_name(kernel)
-    if not alone:
-        return job.attend(call, name, kernel is SDPA, kernel, partial(kernel, *args, **kwargs))
+    unmerged = partial(kernel, *args, **kwargs)
+    if call["key"].dim() != 3:
+        return job.attend(call, name, kernel is SDPA, kernel, unmerged)
 
     def one_head(*args: Any, **kwargs: Any) -> Tensor:
         return kernel(*args, **kwargs).squeeze(1)
 
-    unmerged = partial(kernel, *args, **kwargs)
+    call |= {n: call[n].unsqueeze(1) for n in ("query", "key", "value")}  # from [B, n, D]
+    mask = call.get("attn_mask")
+    if mask is not None and mask.dim() == 3:
+        call["attn_mask"] = mask.unsqueeze(1)
     return job.attend(call, name, kernel is SDPA, one_head, unmerged, lambda t: t.squeeze(1))
 
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils._python_dispatch import _disable_current_modes
 
 DRAWS = 64  # partitions that steps and layers choose from
@@ -74,21 +75,18 @@ class Cells:
     """Slots of tokens, tile by tile, and which of them are destinations.
 
     Tiles and cells are balanced: where a side does not divide, some are one token longer, and none
-    is a narrow rest at the border. A group of tokens then stands for about as many tokens
-    everywhere, on odd, prime and oblong grids too.
+    is a narrow rest at the border, so that a group has about as many tokens everywhere.
 
     Attributes:
         order: LongTensor [T * P], the position of the token in each slot of T tiles of P slots.
             Tiles with fewer tokens repeat one of theirs.
         pad: bool [T * P], True where a slot repeats a token; None where no tile has such slots.
         slot: LongTensor [L], the slot of each token.
-        drawn: LongTensor [draws, 2 M + n], of each draw `dst`, `own` and `queries`, in one table
-            that a layer reads once. `own` is where the distances [T, m, P] of each destination to
-            itself lie.
-        number: LongTensor [T * m], the number of each destination in its tile.
+        drawn: LongTensor [draws, 2 M + n], of each draw `dst`, where the distances [T, m, P] of
+            destinations to themselves lie, and `queries`: one table, that a layer reads once.
+        number: LongTensor [m], 0 to m - 1.
         tiles, width, m: T, P and m, the destinations of a tile.
-        tokens: L, how many tokens the grid has.
-        kept: M = T * m, how many destinations there are.
+        tokens, kept: L and M = T * m, how many tokens and destinations there are.
     """
 
     order: Tensor
@@ -133,15 +131,11 @@ def cells_of(
     """
     how = float(keep), tile_size, seed, str(device)
     if torch.compiler.is_compiling():
-        return Cells(*getattr(_Compiled, _attribute(*how, *map(_known, size))))
-    return _made(tuple(int(side) for side in size), *how)
-
-
-def _known(side: int) -> int:
-    """`side` as a plain number of the graph that is compiled for it, where torch.compile has taken
-    it for one of many: a list so long makes dynamo look at the number itself.
-    """
-    return len([0] * side)
+        # A list so long makes dynamo look at a side that it has taken for one of many.
+        sides = tuple([len([0] * side) for side in size])
+        return Cells(*getattr(_Compiled, _attribute(sides, *how)))
+    made: Cells = _constant(_cut, tuple(size), *how)
+    return made
 
 
 def plane_of(size: tuple[int, ...]) -> tuple[int, int]:
@@ -161,85 +155,64 @@ class _Compiled:
 
 
 @torch.compiler.assume_constant_result
-def _attribute(keep: float, tile_size: int, seed: int | None, device: str, *size: int) -> str:
+def _attribute(size: tuple[int, ...], *how: Any) -> str:
     """The attribute of `_Compiled` that holds these cells."""
-    key = keep, tile_size, seed, device, *size
-    name = "_".join(["cells", *map(str, key)]).replace(".", "_")  # a dot would be a path to Dynamo
+    name = "_".join(["cells", *map(str, how + size)]).replace(".", "_")  # a dot would be a path
     if not hasattr(_Compiled, name):
-        made = _made(size, keep, tile_size, seed, device)
-        setattr(_Compiled, name, tuple(getattr(made, f.name) for f in fields(made)))
+        setattr(_Compiled, name, tuple(vars(_constant(_cut, size, *how)).values()))
     return name
 
 
-@lru_cache(maxsize=256)
-def _made(
+def _cut(
     size: tuple[int, ...], keep: float, tile_size: int, seed: int | None, device: str
 ) -> Cells:
-    # no inference tensors, and none that a mode traces
-    with torch.inference_mode(False), _disable_current_modes(), torch.device("cpu"):
-        made = _cut(size, keep, tile_size, seed)
-        values = (getattr(made, f.name) for f in fields(made))
-        moved: Any = [v.to(device) if isinstance(v, Tensor) else v for v in values]
-        return Cells(*moved)
-
-
-def _cut(size: tuple[int, ...], keep: float, tile_size: int, seed: int | None) -> Cells:
     rows, columns = plane_of(size)
-    high, wide = _tiles(rows, columns, tile_size)
+    high = wide = 1  # how many tiles there are down and across
+    if tile_size:
+        across = tile_size if rows > 1 else tile_size**2  # a sequence's have as many tokens
+        high, wide = max(1, round(rows / tile_size)), max(1, round(columns / across))
     cells_high, cells_wide = _counts(rows / high, columns / wide, keep)
-    m = cells_high * cells_wide
+    tiles, m = high * wide, cells_high * cells_wide
     # Of each row and column of the plane: its tile, and its cell in that tile.
     row_tile, row_cell = _places(rows, high, cells_high)
     column_tile, column_cell = _places(columns, wide, cells_wide)
     tile = (row_tile.unsqueeze(1) * wide + column_tile).flatten()
-    cell = (row_cell.unsqueeze(1) * cells_wide + column_cell).flatten()
-    count, width = high * wide, int(tile.bincount().max())
+    cell = tile * m + (row_cell.unsqueeze(1) * cells_wide + column_cell).flatten()
     in_order = tile.argsort(stable=True)
-    place = torch.arange(len(tile)) - (tile.bincount().cumsum(0) - tile.bincount())[tile[in_order]]
-    slots = tile[in_order] * width + place
-    first = in_order[torch.searchsorted(tile[in_order], torch.arange(count))]
-    order = first.repeat_interleave(width).index_copy(0, slots, in_order)
-    pad = torch.ones(count * width, dtype=torch.bool).index_fill(0, slots, False)
-    slot = torch.empty_like(tile).index_copy(0, in_order, slots)
+    of_slot = pad_sequence(in_order.split(tile.bincount().tolist()), True, -1)  # [T, P]
+    pad = of_slot < 0
+    slot = (~pad).flatten().nonzero().squeeze(1)[in_order.argsort()]
     # Draws: in each cell, one of its tokens.
-    of_cell = (tile * m + cell).argsort(stable=True)  # positions cell by cell
-    sizes = (tile * m + cell).bincount(minlength=count * m)
-    starts = sizes.cumsum(0) - sizes
+    sizes = cell.bincount(minlength=tiles * m)
     generator = torch.Generator().manual_seed((seed or 0) % 2**32)
-    drawn = torch.rand(DRAWS, count * m, generator=generator).double()
+    drawn = torch.rand(DRAWS, tiles * m, generator=generator).double()
     drawn = torch.zeros_like(drawn[:1]) if seed is None else drawn
-    dst = slot[of_cell[starts + (drawn * sizes).long()]]
+    at = sizes.cumsum(0) - sizes + (drawn * sizes).long()
+    dst = slot[cell.argsort(stable=True)[at]]
+    # Destination i of tile t lies i rows down in [m, P] of its tile, its slot P t before.
+    number, width = torch.arange(m), of_slot.shape[1]
+    further = (number + torch.arange(tiles).unsqueeze(1) * (m - 1)).flatten() * width
     # Where each position of the plane is in the tokens' own order.
     own = torch.arange(rows * columns)
     own = own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own
-    queries = own[_spread(in_order, generator)]
-    first = (torch.arange(count * m) - torch.arange(count).repeat_interleave(m)) * width
+    queries = own[_spread(in_order, generator)][: len(dst)]
     return Cells(
-        order=own[order],
-        pad=pad if bool(pad.any()) else None,
-        slot=torch.empty_like(slot).index_copy(0, own, slot),
-        drawn=torch.cat([dst, dst + first, queries[: len(dst)]], 1),
-        number=torch.arange(m).repeat(count),
-        tiles=count,
+        order=own[of_slot.where(~pad, of_slot[:, :1]).flatten()].to(device),
+        pad=pad.flatten().to(device) if bool(pad.any()) else None,
+        slot=slot[own.argsort()].to(device),
+        drawn=torch.cat([dst, dst + further, queries], 1).to(device),
+        number=number.to(device),
+        tiles=tiles,
         width=width,
         m=m,
         tokens=rows * columns,
-        kept=count * m,
+        kept=tiles * m,
     )
 
 
-def _tiles(rows: int, columns: int, tile_size: int) -> tuple[int, int]:
-    """How many tiles there are down and across; a sequence's have as many tokens as others."""
-    if not tile_size:
-        return 1, 1
-    across = tile_size if rows > 1 else tile_size**2
-    return max(1, round(rows / tile_size)), max(1, round(columns / across))
-
-
 def _counts(high: float, wide: float, keep: float) -> tuple[int, int]:
-    """How many cells a tile of this height and width has down and across, for a share `keep`.
-
-    The count is as near to the share as can be; of several, those whose cells are most square.
+    """How many cells a tile of this height and width has down and across: as near to a share `keep`
+    as can be, and of several such counts those whose cells are most square.
     """
     highest, widest = max(1, math.floor(high)), max(1, math.floor(wide))
     wanted = keep * high * wide
@@ -279,9 +252,7 @@ def _spread(in_order: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(eq=False)
 class Groups:
-    """Which group each token of a grid belongs to.
-
-    Each destination has a group, and so has each token that stays as it is.
+    """Which group each token of a grid belongs to: a destination's, or one of its own.
 
     Attributes:
         cells: the tiles and destinations of the grid.
@@ -321,7 +292,7 @@ class Groups:
         # Cards multiply 16 bits and sum in fp32, CPUs hardly do.
         halves = slots[0].is_cuda and own in (torch.float16, torch.bfloat16)
         rows = self.row.view(batch * cells.tiles, 1, cells.width)
-        belongs = rows == cells.number[: cells.m].view(-1, 1)  # 0, 1, ...
+        belongs = rows == cells.number.view(-1, 1)
         counted = own if halves and cells.width <= 256 else least
         counts = belongs.sum(-1, keepdim=True, dtype=counted)
         # Shares of the mean rather than sums, which leave fp16's range.
@@ -331,11 +302,10 @@ class Groups:
             flat = t.to(shares.dtype).flatten(2)
             flat = flat.view(batch * cells.tiles, cells.width, flat.shape[2])
             learns = torch.is_grad_enabled() and t.requires_grad
-            if fitted and t is slots[-1] and halves and _SUMS_IN_FP32 and not learns:
-                mean = torch.bmm(shares, flat, out_dtype=torch.float32)
-            else:
-                mean = torch.bmm(shares, flat).to(own)
-            mean = mean.view(batch, cells.kept, *t.shape[2:])
+            wide = fitted and t is slots[-1] and halves and _SUMS_IN_FP32 and not learns
+            more: Any = {"out_dtype": torch.float32} if wide else {}
+            mean = torch.bmm(shares, flat, **more).view(batch, cells.kept, *t.shape[2:])
+            mean = mean if wide else mean.to(own)
             at = self.stay.view(*self.stay.shape, *[1] * (t.dim() - 2))
             parts.append([mean, t.gather(1, at.expand(-1, -1, *t.shape[2:]))])
         return parts, counts.view(batch, cells.kept)
@@ -355,11 +325,11 @@ class Groups:
     @property
     def groups(self) -> Tensor:
         """LongTensor [B, L], the group of each token."""
-        cells, device = self.cells, self.row.device
-        first = torch.arange(cells.tiles, device=device).view(-1, 1) * cells.m
+        cells = self.cells
+        numbers = torch.arange(self.tokens_kept, device=self.row.device)
+        first = numbers[: cells.kept : cells.m].view(-1, 1)
         found = (self.row.view(-1, cells.tiles, cells.width) + first).flatten(1)
-        numbers = torch.arange(cells.kept, self.tokens_kept, device=device)
-        found = found.scatter(1, self.stay, numbers.expand(self.stay.shape))
+        found = found.scatter(1, self.stay, numbers[cells.kept :].expand(self.stay.shape))
         return found.index_select(1, cells.slot)
 
     def merge(self, t: Tensor) -> Tensor:
@@ -409,13 +379,11 @@ def group_tokens(
     drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
     dst, own, queries = drawn.split([cells.kept, cells.kept, len(drawn) - 2 * cells.kept])
     batch, dtype = slots.shape[0], torch.promote_types(slots.dtype, torch.float32)
-    place = None
-    if leader is not None and leader.shape[0] == batch and batch > 1:
-        place = leader
-        if slots.device.type == "cpu" and not torch.compiler.is_compiling():
-            # Nothing waits here, and samples with one leader are compared once.
-            leader, place = leader.unique(return_inverse=True)
-            slots = slots if len(leader) == batch else slots.index_select(0, leader)
+    place = leader if leader is not None and len(leader) == batch > 1 else None
+    if place is not None and slots.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Nothing waits here, and samples with one leader are compared once.
+        led, place = place.unique(return_inverse=True)
+        slots = slots if len(led) == batch else slots.index_select(0, led)
     norms = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype)
     chosen = slots.index_select(1, dst).view(-1, cells.m, slots.shape[2])
     of_chosen = norms.index_select(1, dst).view(-1, cells.m, 1)
@@ -455,20 +423,19 @@ def draw_at(timestep: Tensor | float) -> Tensor:
 
 def constant(make: Callable[..., Any], *args: Any) -> Any:
     """Tensors that `make` gives for these numbers and a device: made once, and changed by nobody.
-
-    A graph that is compiled or captured makes its own: it can't be trusted with one that others
-    read.
+    A graph that is compiled or captured can't be trusted with them, and makes its own.
     """
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if captured or torch.compiler.is_compiling():
         return make(*args)
-    return _constant(make, args)
+    return _constant(make, *args)
 
 
-@lru_cache(maxsize=512)
-def _constant(make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        return make(*args)  # autograd refuses inference tensors
+@lru_cache(maxsize=256)
+def _constant(make: Callable[..., Any], *args: Any) -> Any:
+    # no inference tensors, which autograd refuses, and none that a mode traces
+    with torch.inference_mode(False), _disable_current_modes(), torch.device("cpu"):
+        return make(*args)
 
 
 def counting(length: int, device: torch.device) -> Tensor:
@@ -493,10 +460,10 @@ def leaders(inputs: Tensor, unguided: Sequence[bool] = (True, False)) -> Tensor:
     own = torch.arange(inputs.shape[0], device=inputs.device)
     if not unguided or all(unguided) or inputs.shape[0] % len(unguided):
         return own
-    chunks, numbers = inputs.chunk(len(unguided)), own.chunk(len(unguided))
+    chunks, numbers = inputs.chunk(len(unguided)), list(own.chunk(len(unguided)))
     guide = unguided.index(False)
-    led = [
-        torch.where((x == chunks[guide]).all(), numbers[guide], number) if follows else number
-        for x, number, follows in zip(chunks, numbers, unguided, strict=True)
-    ]
-    return torch.cat(led)
+    for chunk, follows in enumerate(unguided):
+        if follows:
+            same = (chunks[chunk] == chunks[guide]).all()
+            numbers[chunk] = torch.where(same, numbers[guide], numbers[chunk])
+    return torch.cat(numbers)

@@ -19,6 +19,8 @@ True
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -30,27 +32,28 @@ from mame_sd.core.merge import constant, no_autocast
 REFINE_FLOOR = 1e-5
 
 
+@dataclass(eq=False)
 class Plan:
     """Which tokens merge, with which weights: a value that holds no tokens.
 
-    Args:
+    Attributes:
         weights: W^F [B, M, N]: the column of a source that merges sums to 1, others are all 0.
         preserved: LongTensor [r], the sources that stay, in all samples alike, as indices into
             `src`.
         dst, src: LongTensor [M] and [N], the positions of destinations and sources.
         prefix: leading tokens that take no part.
-
-    Attributes:
         tokens_in, tokens_kept: L and L', prefix tokens included.
     """
 
-    def __init__(
-        self, weights: Tensor, preserved: Tensor, dst: Tensor, src: Tensor, prefix: int = 0
-    ) -> None:
-        self.weights, self.preserved = weights, preserved
-        self.dst, self.src, self.prefix = dst, src, prefix
-        self.tokens_in = prefix + dst.shape[0] + src.shape[0]
-        self.tokens_kept = prefix + dst.shape[0] + preserved.shape[0]
+    weights: Tensor
+    preserved: Tensor
+    dst: Tensor
+    src: Tensor
+    prefix: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens_in = self.prefix + len(self.dst) + len(self.src)
+        self.tokens_kept = self.prefix + len(self.dst) + len(self.preserved)
 
     @property
     def counts(self) -> Tensor:
@@ -73,15 +76,21 @@ class Plan:
     @property
     def groups(self) -> Tensor:
         """LongTensor [B, L], which of the tokens that `merge` gives each token mainly went to."""
-        batch, device, prefix = self.weights.shape[0], self.dst.device, self.prefix
-        numbers = torch.arange(self.tokens_kept, device=device).expand(batch, -1)
-        found = numbers.new_empty(batch, self.tokens_in)
-        found[:, :prefix] = numbers[:, :prefix]
-        found[:, prefix + self.dst] = numbers[:, prefix : prefix + len(self.dst)]
-        mainly = self.weights.argmax(1) + prefix
-        mainly[:, self.preserved] = numbers[:, prefix + len(self.dst) :]
-        found[:, prefix + self.src] = mainly
-        return found
+        first = self.prefix + len(self.dst)
+        numbers = torch.arange(self.tokens_kept, device=self.dst.device).expand(
+            len(self.weights), -1
+        )
+        mainly = (self.weights.argmax(1) + self.prefix).index_copy(
+            1, self.preserved, numbers[:, first:]
+        )
+        return self._in_place(torch.cat([numbers[:, :first], mainly], 1))
+
+    def _in_place(self, t: Tensor) -> Tensor:
+        """Put prefix tokens, destinations and sources [B, L, ...] where they belong."""
+        order = torch.cat([self.dst, self.src]) + self.prefix
+        places = torch.arange(self.tokens_in, device=order.device)
+        back = places.index_copy(0, order, places[self.prefix :])
+        return t.index_select(1, back)
 
     def merge(self, t: Tensor) -> Tensor:
         """X' = concat(X_spec, X''_dst, X_pres) of t [B, L, C], as [B, L', C] in its dtype
@@ -105,21 +114,16 @@ class Plan:
         Raises ValueError where `y` has not the samples and tokens that `merge` gives.
         """
         self._check(y, self.tokens_kept, "restore")
-        m = self.dst.shape[0]
-        dst = y[:, self.prefix : self.prefix + m]
+        first = self.prefix + len(self.dst)
         with no_autocast(y):
+            dst = y[:, self.prefix : first]
             src = torch.bmm(self.weights.to(y.dtype).transpose(1, 2), dst)
-        src = src.index_copy(1, self.preserved, y[:, self.prefix + m :])
-        body = torch.cat([dst, src], 1)
-        order = torch.cat([self.dst, self.src])
-        back = torch.empty_like(order).index_copy(
-            0, order, torch.arange(len(order), device=order.device)
-        )
-        return torch.cat([y[:, : self.prefix], body.index_select(1, back)], 1)
+        src = src.index_copy(1, self.preserved, y[:, first:])
+        return self._in_place(torch.cat([y[:, :first], src], 1))
 
     def _check(self, t: Tensor, tokens: int, call: str) -> None:
         batch = self.weights.shape[0]
-        if t.dim() != 3 or t.shape[0] != batch or t.shape[1] != tokens:
+        if t.dim() != 3 or t.shape[:2] != (batch, tokens):
             raise ValueError(
                 f"{call}: expected tokens [{batch}, {tokens}, C] as planned, got {list(t.shape)};"
                 " plan again for another shape"
@@ -154,7 +158,7 @@ def plan_tokens(x: Tensor, config: MaMeConfig, num_prefix_tokens: int = 0) -> Pl
     if config.tau is None:
         raise ValueError(f"config: expected settings with a tau, got keep={config.keep}")
     body = x[:, prefix:]
-    dst, src = partition(body.shape[1], config.partition, config.seed, x.device)
+    dst, src = constant(partition, body.shape[1], config.partition, config.seed, x.device)
     with no_autocast(x):
         s = similarity(body.index_select(1, dst), body.index_select(1, src), config.metric)
         weights, merges = fusion_weights(s, config.tau, config.refine)
@@ -206,9 +210,7 @@ def fusion_weights(s: Tensor, tau: float, refine: bool = True) -> tuple[Tensor, 
     return above / torch.where(total == 0, 1.0, total), merges
 
 
-def partition(
-    tokens: int, kind: str, seed: int, device: torch.device | str
-) -> tuple[Tensor, Tensor]:
+def partition(tokens: int, kind: str, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Positions of destinations [ceil(L / 2)] and sources [L / 2] ("Token Partitioning").
 
     Args:
@@ -218,10 +220,6 @@ def partition(
         seed: of a generator of its own.
         device: where the positions live.
     """
-    return constant(_partition, tokens, kind, seed, torch.device(device))
-
-
-def _partition(tokens: int, kind: str, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
     every, m = torch.arange(tokens, device=device), (tokens + 1) // 2
     if kind == "alternating":
         return every[::2], every[1::2]

@@ -18,8 +18,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.attention import Kernel
-from mame_sd.core.kernels import own_kernel
+from mame_sd.core.keys import Kernel, own_kernel
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.diffusion.families.family import Family

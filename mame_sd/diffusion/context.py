@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.kernels import OwnKernel
+from mame_sd.core.keys import OwnKernel
 from mame_sd.core.merge import Groups
 from mame_sd.diffusion.threads import PerThread
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.kernels import OwnKernel
-from mame_sd.core.keys import Grid, KeyMerging, MergeJob, SDPAInterceptor
+from mame_sd.core.keys import Grid, KeyMerging, MergeJob, OwnKernel, SDPAInterceptor
 from mame_sd.core.merge import DRAWS
 from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.context import NO_STEP, Later, ResolvedConfig, Shared, Step, Tokens

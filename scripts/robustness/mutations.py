@@ -22,38 +22,38 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # FILE: TESTS, below mame_sd and tests, then faults of that file, OLD => NEW.
 FAULTS = """
-core/kernels.py: core
-    if name not in self.names: => if False:
 core/keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_models.py
+    if name not in self.names: => if False:
     stay = max(0, round(keep * cells.tokens) - cells.kept) => stay = 0
     grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
-    (log_sizes if counted => (torch.zeros_like(count) if counted
-    if not counted: => if False:
-    bias = _with_mask(bias, attn_mask, grids, groups, k.shape[2]) => bias = bias
+    log_sizes[:, None, None] if counted => log_sizes[:, None, None] * 0 if counted
+    if not counted and by: => if False:
+    bias = masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2]) => bias = masked = zero
     found.kept + grid.start] => found.kept]
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
     count * k.shape[1] // q.shape[1])] => count)]
-    (grids[0].start, key.shape[2] => (0, key.shape[2]
+    merged = grids[0].start, => merged = 0,
     self.known.setdefault(self.calls, {}) => self.known.setdefault(0, {})
     shift = count - self.length => shift = 0
     mask = mask == 0 => mask = mask
 core/merge.py: core
-    of_chosen, alpha=0.5) => of_chosen, alpha=1.0)
-    alpha=2).index_fill_(1, dst, -torch.inf) => alpha=2)
+    of_chosen, of_chosen, value=-0.5) => of_chosen, of_chosen, value=-1.0)
+    .index_fill_(1, own, torch.inf) => .index_fill_(1, own[:0], torch.inf)
     row.masked_fill_(cells.pad, -1) => pass
-    else slots.index_select(0, leader) => else slots[: len(leader)]
-    view(-1, 1) * cells.m => view(-1, 1)
+    else slots.index_select(0, led) => else slots[: len(led)]
+    numbers[: cells.kept : cells.m] => numbers[: cells.tiles]
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
     own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own
     with torch.inference_mode(False), _disable_current_modes(), => with _disable_current_modes(),
     times.float().amax() => times.float().amin()
     guide = unguided.index(False) => guide = 0
-    (x == chunks[guide]).all() => (x == chunks[guide]).any()
+    == chunks[guide]).all() => == chunks[guide]).any()
 core/fit.py: core
     mean = diagonal.mean(-1, keepdim=True) => mean = diagonal.amax(-1, keepdim=True)
-    values, alpha=-1) => values, alpha=1)
-    weight = some.shape[1] / beside.shape[1] => weight = 1
-    w.view(*key.shape[:2], 1, -1) / scale => w.view(*key.shape[:2], 1, -1)
+    flatten(0, -3) - torch.bmm => flatten(0, -3) + torch.bmm
+    if may_be_zero: => if False:
+    some.shape[1] / beside.shape[1], => 1,
+    value=1 / scale) => value=1)
     fitted = fitted.clamp(-HALF_MAX, HALF_MAX) => pass
 core/paper.py: core diffusion/test_processor.py
     src).transpose(1, 2)).clamp(-1, 1) => src).transpose(1, 2))

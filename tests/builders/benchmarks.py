@@ -85,6 +85,8 @@ TINY = Suite(
         "is",
         "latency",
         "denoising",
+        "memory",
+        "memory_denoising",
     ),
 )
 

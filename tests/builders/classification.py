@@ -18,20 +18,15 @@ CLASSES = ("ant", "bee_fly", "cat")
 COLORS = ((220, 40, 30), (30, 160, 60), (40, 60, 220))
 
 
-def save_classifier(
-    folder: Path,
-    name: str = "ViTForImageClassification",
-    classes: tuple[str, ...] = CLASSES,
-    seed: int = 0,
-) -> Path:
-    """The tiny model of that class in `tests.builders.perception`, with names of classes, saved
+def save_classifier(folder: Path, name: str = "ViTForImageClassification") -> Path:
+    """The tiny model of that class in `tests.builders.perception`, with names of CLASSES, saved
     with its image processor.
     """
     config = next(row for row in ROWS if row.name == name).build().config.to_dict()
     kind: Any = getattr(transformers, name)
-    names = dict(enumerate(classes))
+    names = dict(enumerate(CLASSES))
     config.update(id2label=names, label2id={text: n for n, text in names.items()})
-    seeded(kind, seed, kind.config_class(**config)).save_pretrained(folder)
+    seeded(kind, 0, kind.config_class(**config)).save_pretrained(folder)
     save_processor(folder, config["image_size"], video="Video" in name)
     return folder
 
@@ -86,12 +81,12 @@ def save_processor(folder: Path, side: int = SIDE, video: bool = False) -> None:
         transformers.ViTImageProcessorPil(**size).save_pretrained(folder)
 
 
-def draw_classes(folder: Path, each: int = 4, classes: tuple[str, ...] = CLASSES) -> Path:
-    """Class folders of `each` images: patches of noise around a colour of the class."""
+def draw_classes(folder: Path) -> Path:
+    """Class folders of four images: patches of noise around a colour of the class."""
     rng = np.random.default_rng(0)
-    for name, color in zip(classes, COLORS, strict=True):
+    for name, color in zip(CLASSES, COLORS, strict=True):
         (folder / name).mkdir(parents=True)
-        for number in range(each):
+        for number in range(4):
             noise = rng.integers(-40, 41, (8, 8, 1)).repeat(4, 0).repeat(4, 1)
             pixels = np.clip(np.array(color) + noise, 0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(folder / name / f"{number}.png")

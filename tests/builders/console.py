@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 
-def error_of(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one error line that stderr ends with."""
-    lines = capsys.readouterr().err.splitlines()
+def error_of(capsys: pytest.CaptureFixture[str], silent: bool = False) -> str:
+    """The one error line that stderr ends with; `silent`: nothing went to stdout."""
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert not (silent and out)
     assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
     assert not any("Traceback" in line for line in lines)
     return lines[-1]

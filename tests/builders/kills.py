@@ -40,26 +40,14 @@ def kill_at(number: int, folder: Path) -> None:
 
 def in_child(run: Callable[[], object]) -> int:
     """Run in a forked child; returns its exit status, negative for a signal."""
-    return ended(started(run))
-
-
-def started(run: Callable[[], object]) -> int:
-    """The process number of a forked child that runs `run`; it exits with the status that `run`
-    returns, if that is a number.
-    """
     pid = os.fork()
     if pid == 0:
         try:
-            status = run()
+            run()
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             os._exit(1)
-        os._exit(status if isinstance(status, int) else 0)
-    return pid
-
-
-def ended(pid: int) -> int:
-    """Waits for a child; returns its exit status, negative for a signal."""
+        os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 

@@ -23,7 +23,6 @@ from tests.builders.tiny import (
     generate,
     seeded,
     tiny_components,
-    tiny_motion_adapter,
     tiny_scheduler,
     tiny_sdxl_unet,
     tiny_text_encoder,
@@ -53,44 +52,34 @@ def sd(name: str, **changes: Any) -> Any:
     return quiet(getattr(diffusers, name)(**parts))
 
 
-def tiny_text_encoder_2(tokenizer: Any) -> CLIPTextModelWithProjection:
-    """SDXL's second text encoder, projecting to TEXT_DIM."""
-    config = CLIPTextConfig(
-        **{**tiny_text_encoder(tokenizer).config.to_dict(), "projection_dim": TEXT_DIM}
-    )
-    return seeded(CLIPTextModelWithProjection, 4, config)
-
-
-def sdxl(name: str, **changes: Any) -> Any:
-    """The SDXL pipeline class of that name."""
+def sdxl() -> Any:
+    """A StableDiffusionXLPipeline; its two text encoders give TEXT_DIM values each."""
     tokenizer = tiny_tokenizer()
-    unet = tiny_sdxl_unet(
-        cross_attention_dim=2 * TEXT_DIM,
-        projection_class_embeddings_input_dim=6 * 4 + TEXT_DIM,
-        **changes.pop("unet", {}),
+    text_encoder = tiny_text_encoder(tokenizer)
+    config = CLIPTextConfig(**{**text_encoder.config.to_dict(), "projection_dim": TEXT_DIM})
+    pipe = diffusers.StableDiffusionXLPipeline(
+        vae=tiny_vae(),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        text_encoder_2=seeded(CLIPTextModelWithProjection, 4, config),
+        tokenizer_2=tokenizer,
+        unet=tiny_sdxl_unet(cross_attention_dim=2 * TEXT_DIM),
+        scheduler=tiny_scheduler(),
+        add_watermarker=False,
     )
-    return quiet(
-        getattr(diffusers, name)(
-            vae=tiny_vae(),
-            text_encoder=tiny_text_encoder(tokenizer),
-            tokenizer=tokenizer,
-            text_encoder_2=tiny_text_encoder_2(tokenizer),
-            tokenizer_2=tokenizer,
-            unet=unet,
-            scheduler=tiny_scheduler("dpm++"),
-            add_watermarker=False,
-            **changes,
-        )
-    )
+    return quiet(pipe)
+
+
+def one_step(pipe: Any, *args: Any, **call: Any) -> Any:
+    """What a call of one step gives, seeded, of SIDE x SIDE pixels."""
+    generator = torch.Generator().manual_seed(0)
+    size = {"height": SIDE, "width": SIDE, "num_inference_steps": 1, "output_type": "pt"}
+    return pipe(*args, generator=generator, **size, **call)
 
 
 def once(pipe: Any, **kwargs: Any) -> Tensor:
     """Images [B, 3, H, W] of one step."""
     return torch.as_tensor(generate(pipe, **{"num_inference_steps": 1, **kwargs}))
-
-
-def image_to_image(pipe: Any, **kwargs: Any) -> Tensor:
-    return once(pipe, image=noise(1, 3, SIDE, SIDE), num_inference_steps=2, strength=0.6, **kwargs)
 
 
 def controlnet() -> ControlNetModel:
@@ -143,52 +132,33 @@ def kandinsky() -> Any:
 
 
 def run_kandinsky(pipe: Any) -> Tensor:
-    return pipe(
-        image_embeds=noise(1, TEXT_DIM),
-        negative_image_embeds=noise(1, TEXT_DIM, seed=8),
-        height=SIDE,
-        width=SIDE,
-        num_inference_steps=1,
-        output_type="pt",
-        generator=torch.Generator().manual_seed(0),
-    ).images
+    embeds = {
+        "image_embeds": noise(1, TEXT_DIM),
+        "negative_image_embeds": noise(1, TEXT_DIM, seed=8),
+    }
+    return one_step(pipe, **embeds).images
 
 
 def animatediff() -> Any:
-    parts = {
-        k: v
-        for k, v in tiny_components().items()
-        if k not in ("safety_checker", "requires_safety_checker")
-    }
-    return quiet(diffusers.AnimateDiffPipeline(**parts, motion_adapter=tiny_motion_adapter()))
+    parts = tiny_components()
+    del parts["safety_checker"], parts["requires_safety_checker"]
+    adapter = seeded(
+        diffusers.MotionAdapter,
+        5,
+        block_out_channels=(16, 32),
+        motion_layers_per_block=1,
+        motion_num_attention_heads=2,
+        motion_norm_num_groups=8,
+    )
+    return quiet(diffusers.AnimateDiffPipeline(**parts, motion_adapter=adapter))
 
 
 def run_animatediff(pipe: Any) -> Tensor:
-    call = {
-        "num_frames": 4,
-        "num_inference_steps": 1,
-        "output_type": "pt",
-        "height": SIDE,
-        "width": SIDE,
-    }
-    return pipe("a red key", generator=torch.Generator().manual_seed(0), **call).frames
+    return one_step(pipe, "a red key", num_frames=4).frames
 
 
-def stable_video() -> Any:
-    unet = seeded(
-        diffusers.UNetSpatioTemporalConditionModel,
-        0,
-        sample_size=LATENT,
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-        cross_attention_dim=TEXT_DIM,
-        num_attention_heads=(2, 4),
-        projection_class_embeddings_input_dim=96,
-        addition_time_embed_dim=32,
-        num_frames=4,
-    )
+def stable_video(unet: Any) -> Any:
+    """Stable Video Diffusion around a UNet that takes embeddings of 32 values."""
     vision = CLIPVisionConfig(
         hidden_size=16,
         intermediate_size=16,
@@ -196,40 +166,34 @@ def stable_video() -> Any:
         num_attention_heads=2,
         image_size=32,
         patch_size=16,
-        projection_dim=TEXT_DIM,
+        projection_dim=32,
     )
-    return quiet(
-        diffusers.StableVideoDiffusionPipeline(
-            vae=seeded(
-                AutoencoderKLTemporalDecoder,
-                1,
-                block_out_channels=(32, 32),
-                down_block_types=("DownEncoderBlock2D",) * 2,
-                latent_channels=4,
-                layers_per_block=1,
-                sample_size=SIDE,
-            ),
-            image_encoder=seeded(CLIPVisionModelWithProjection, 2, vision),
-            unet=unet,
-            scheduler=diffusers.EulerDiscreteScheduler(
-                prediction_type="v_prediction",
-                timestep_type="continuous",
-                sigma_min=0.1,
-                sigma_max=10.0,
-                use_karras_sigmas=True,
-                interpolation_type="linear",
-            ),
-            feature_extractor=CLIPImageProcessor(crop_size=32, size=32),
-        )
+    vae = seeded(
+        AutoencoderKLTemporalDecoder,
+        1,
+        block_out_channels=(32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        latent_channels=4,
+        layers_per_block=1,
+        sample_size=SIDE,
     )
+    scheduler = diffusers.EulerDiscreteScheduler(
+        prediction_type="v_prediction",
+        timestep_type="continuous",
+        sigma_min=0.1,
+        sigma_max=10.0,
+        use_karras_sigmas=True,
+        interpolation_type="linear",
+    )
+    pipe = diffusers.StableVideoDiffusionPipeline(
+        vae=vae,
+        image_encoder=seeded(CLIPVisionModelWithProjection, 2, vision),
+        unet=unet,
+        scheduler=scheduler,
+        feature_extractor=CLIPImageProcessor(crop_size=32, size=32),
+    )
+    return quiet(pipe)
 
 
 def run_stable_video(pipe: Any) -> Tensor:
-    call = {
-        "height": SIDE,
-        "width": SIDE,
-        "num_frames": 4,
-        "num_inference_steps": 1,
-        "output_type": "pt",
-    }
-    return pipe(noise(1, 3, SIDE, SIDE), generator=torch.Generator().manual_seed(0), **call).frames
+    return one_step(pipe, noise(1, 3, SIDE, SIDE), num_frames=3).frames

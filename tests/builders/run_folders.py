@@ -23,34 +23,15 @@ def write_run(
     rows = []
     for key, pixels in images.items():
         identity, _, repeat = key.rpartition("_")
-        Image.fromarray(pixels).save(folder / "images" / f"{key}.png")
-        row = {
-            "name": key,
-            "id": identity,
-            "repeat": int(repeat),
-            "file": f"images/{key}.png",
-            "seed": 0,
-        }
-        size = {"width": pixels.shape[1], "height": pixels.shape[0]}
-        rows.append(
-            {
-                **row,
-                **size,
-                "prompt": (prompts or {}).get(key, f"prompt {identity}"),
-                "seconds": 1.0,
-                "levels": [],
-            }
-        )
+        file = f"images/{key}.png"
+        Image.fromarray(pixels).save(folder / file)
+        row = {"name": key, "id": identity, "repeat": int(repeat), "file": file, "seed": 0}
+        row |= {"width": pixels.shape[1], "height": pixels.shape[0], "seconds": 1.0, "levels": []}
+        rows.append({**row, "prompt": (prompts or {}).get(key, f"prompt {identity}")})
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    known = {
-        "prompts": {"count": len(images), "sha256": "x"},
-        "images_per_prompt": 1,
-        "mame": None,
-        **settings,
-    }
-    (folder / "manifest.json").write_text(
-        json.dumps({"format": FORMAT, "settings": known, "environment": {}})
-    )
+    known = {"prompts": {"count": len(images), "sha256": "x"}, "images_per_prompt": 1, "mame": None}
+    manifest = {"format": FORMAT, "settings": {**known, **settings}, "environment": {}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
 
@@ -60,6 +41,6 @@ def forget_hashes(folder: Path) -> None:
     """
     path = folder / "samples.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text(
-        "".join(json.dumps({k: v for k, v in row.items() if k != "sha256"}) + "\n" for row in rows)
-    )
+    for row in rows:
+        row.pop("sha256", None)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -17,11 +17,8 @@ def uniform(name: str, shape: tuple[int, ...]) -> Tensor:
     between versions.
     """
     bits = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
-    return (
-        torch.from_numpy((bits >> np.uint64(40)).astype(np.float64) / 2**23 - 1)
-        .float()
-        .reshape(shape)
-    )
+    numbers = (bits >> np.uint64(40)).astype(np.float64) / 2**23 - 1
+    return torch.from_numpy(numbers).float().reshape(shape)
 
 
 def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
@@ -35,9 +32,7 @@ def weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
             values = torch.tensor(0)
         elif len(shape) > 1:
             values *= math.sqrt(6 / math.prod(shape[1:]))
-        elif name.endswith(
-            ("running_var", "bn.weight", "bn0.weight", "bn1.weight", "bn2.weight")
-        ) or name.startswith(("head", "lin")):
+        elif name.endswith(("running_var", "bn.weight")) or name.startswith(("head", "lin")):
             values = 1 + values / 4
         else:
             values /= 4

@@ -26,12 +26,16 @@ UNET_ENDS = {
     "conv_norm_out": "out.0",
     "conv_out": "out.2",
 }
-VAE_ATTENTION = {
-    "group_norm": "norm",
-    "to_q": "q",
-    "to_k": "k",
-    "to_v": "v",
-    "to_out.0": "proj_out",
+VAE = {
+    "conv_norm_out": "norm_out",
+    "conv_shortcut": "nin_shortcut",
+    "mid_block.attentions.0": "mid.attn_1",
+    "downsamplers.0": "downsample",
+    "upsamplers.0": "upsample",
+    "resnets.": "block.",
+    "attn_1.group_norm.": "attn_1.norm.",
+    "attn_1.to_out.0.": "attn_1.proj_out.",
+    "attn_1.to_": "attn_1.",
 }
 
 
@@ -40,39 +44,30 @@ def unet_key(key: str, layers: int) -> str:
     for ours, theirs in UNET_ENDS.items():
         if key.startswith(ours + "."):
             return theirs + key[len(ours) :]
-    match = re.match(
-        r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.*)",
-        key,
-    )
+    match = re.match(r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(\w+)\.(\d+)\.(.*)", key)
     assert match, key
     side, level, kind, index, rest = match[1], int(match[2] or 0), match[3], int(match[4]), match[5]
     if kind == "resnets":
         name, _, end = rest.partition(".")
         rest = f"{RESNET[name]}.{end}"
-    slot = {"resnets": "0", "attentions": "1", "downsamplers": "0", "upsamplers": "2"}[kind]
     if side == "mid":
         return f"middle_block.{1 if kind == 'attentions' else 2 * index}.{rest}"
+    slot = {"resnets": 0, "attentions": 1, "downsamplers": 0, "upsamplers": 2}[kind]
+    block = level * (layers + 1) + (layers if kind.endswith("samplers") else index)
+    if side == "up":
+        return f"output_blocks.{block}.{slot}.{rest}"
     if kind == "downsamplers":
-        return f"input_blocks.{(level + 1) * (layers + 1)}.0.op.{rest.removeprefix('conv.')}"
-    if kind == "upsamplers":
-        return f"output_blocks.{level * (layers + 1) + layers}.{slot}.{rest}"
-    if side == "down":
-        return f"input_blocks.{level * (layers + 1) + index + 1}.{slot}.{rest}"
-    return f"output_blocks.{level * (layers + 1) + index}.{slot}.{rest}"
+        rest = "op." + rest.removeprefix("conv.")
+    return f"input_blocks.{block + 1}.{slot}.{rest}"
 
 
 def vae_key(key: str, levels: int) -> str:
     """The original layout's name of an AutoencoderKL weight."""
-    key = key.replace("conv_norm_out", "norm_out").replace("conv_shortcut", "nin_shortcut")
     key = re.sub(r"down_blocks\.(\d+)\.", r"down.\1.", key)
     key = re.sub(r"up_blocks\.(\d+)\.", lambda m: f"up.{levels - 1 - int(m[1])}.", key)
     key = re.sub(r"mid_block\.resnets\.(\d)", lambda m: f"mid.block_{int(m[1]) + 1}", key)
-    key = key.replace("mid_block.attentions.0", "mid.attn_1").replace(
-        "downsamplers.0", "downsample"
-    )
-    key = key.replace("upsamplers.0", "upsample").replace("resnets.", "block.")
-    for ours, theirs in VAE_ATTENTION.items():
-        key = key.replace(f"attn_1.{ours}.", f"attn_1.{theirs}.")
+    for ours, theirs in VAE.items():
+        key = key.replace(ours, theirs)
     return key
 
 
@@ -88,12 +83,8 @@ def save_single_file(pipe: Any, path: Path) -> Path:
         name = vae_key(key, levels)
         square = "attn_1" in name and value.dim() == 2
         weights["first_stage_model." + name] = value[:, :, None, None] if square else value
-    for (
-        key,
-        value,
-    ) in pipe.text_encoder.state_dict().items():  # its text_model went with transformers 5.6
-        weights["cond_stage_model.transformer.text_model." + key.removeprefix("text_model.")] = (
-            value
-        )
+    for key, value in pipe.text_encoder.state_dict().items():
+        name = key.removeprefix("text_model.")  # which went with transformers 5.6
+        weights[f"cond_stage_model.transformer.text_model.{name}"] = value
     save_file({name: value.contiguous() for name, value in weights.items()}, path)
     return path

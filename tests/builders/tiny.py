@@ -14,21 +14,12 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
-    DPMSolverMultistepScheduler,
-    EulerAncestralDiscreteScheduler,
     HeunDiscreteScheduler,
-    MotionAdapter,
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-SCHEDULERS: dict[str, Any] = {
-    "ddim": DDIMScheduler,
-    "dpm++": DPMSolverMultistepScheduler,
-    "euler-a": EulerAncestralDiscreteScheduler,
-    "heun": HeunDiscreteScheduler,
-}
 LATENT = 16  # side of the default latent: 256 tokens at the first level, 64 at the second
 FACTOR = 2  # pixels per latent pixel
 TEXT_DIM = 16
@@ -91,18 +82,6 @@ def tiny_sdxl_unet(seed: int = 0, **overrides: Any) -> UNet2DConditionModel:
     return tiny_unet(seed, **{**config, **overrides})
 
 
-def tiny_motion_adapter(seed: int = 5) -> MotionAdapter:
-    """AnimateDiff's layers over frames, for `tiny_unet`."""
-    return seeded(
-        MotionAdapter,
-        seed,
-        block_out_channels=(16, 32),
-        motion_layers_per_block=1,
-        motion_num_attention_heads=2,
-        motion_norm_num_groups=8,
-    )
-
-
 def tiny_vae(seed: int = 1) -> AutoencoderKL:
     """An autoencoder of factor 2 (`FACTOR`); its middle block has a 4-D attention that must never
     be merged.
@@ -143,11 +122,11 @@ def tiny_text_encoder(tokenizer: CLIPTokenizer, seed: int = 2) -> CLIPTextModel:
 
 
 def tiny_scheduler(name: str = "ddim") -> Any:
-    """One of `SCHEDULERS` with Stable Diffusion's noise schedule."""
-    extra = {"clip_sample": False, "set_alpha_to_one": False} if name == "ddim" else {}
-    return SCHEDULERS[name](
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, **extra
-    )
+    """DDIM or "heun" with Stable Diffusion's noise schedule."""
+    schedule = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    if name == "heun":
+        return HeunDiscreteScheduler(**schedule, steps_offset=1)
+    return DDIMScheduler(**schedule, steps_offset=1, clip_sample=False, set_alpha_to_one=False)
 
 
 def tiny_components(scheduler: str = "ddim", **unet: Any) -> dict[str, Any]:
@@ -175,11 +154,9 @@ def tiny_pipeline(scheduler: str = "ddim", **unet: Any) -> StableDiffusionPipeli
     return pipe
 
 
-def save_tiny_pipeline(folder: Path, scheduler: str = "ddim", **unet: Any) -> Path:
-    """`tiny_pipeline` saved as a model folder, for `from_pretrained` and `--model`; returns the
-    folder.
-    """
-    tiny_pipeline(scheduler, **unet).save_pretrained(folder)
+def save_tiny_pipeline(folder: Path, **unet: Any) -> Path:
+    """`tiny_pipeline` saved as a model folder, for `from_pretrained` and `--model`."""
+    tiny_pipeline(**unet).save_pretrained(folder)
     return folder
 
 
@@ -231,29 +208,19 @@ def save_tiny_clip(folder: Path) -> Path:
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
     tokenizer = tiny_tokenizer()
-    small = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+    text = tiny_text_encoder(tokenizer).config.to_dict()
+    vision = {
+        **{key: text[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")},
+        "num_hidden_layers": 1,
+        "image_size": 32,
+        "patch_size": 8,
     }
-    ends = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": 1,
-    }
-    text = {**small, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": 77}
-    vision = {**small, "image_size": 32, "patch_size": 8}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = CLIPModel(
-            CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
-        ).eval()
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
+    model = seeded(CLIPModel, 0, config)
     model.save_pretrained(folder)
     (folder / "model.safetensors").unlink()
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     tokenizer.save_pretrained(folder)
-    CLIPImageProcessorPil(
-        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
-    ).save_pretrained(folder)
+    size = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    CLIPImageProcessorPil(**size).save_pretrained(folder)
     return folder

@@ -1,9 +1,11 @@
-"""Tokens to merge."""
+"""Tokens to merge, and a tokenizer of words."""
 
 from __future__ import annotations
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 
 def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -14,3 +16,10 @@ def tokens(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     centres = torch.randn(4, shape[-1], generator=generator)
     pick = torch.randint(0, 4, shape[:-1], generator=generator)
     return (centres[pick] + 0.7 * torch.randn(*shape, generator=generator)).to(dtype)
+
+
+def word_tokenizer(words: list[str], **special: object) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are these words with spaces between; "<unk>" must be one."""
+    made = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", **special)

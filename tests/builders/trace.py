@@ -1,69 +1,41 @@
-"""The way of one call through the library's own files, as the interpreter sees it."""
+"""The way of one call through the library's own files, as the interpreter sees it, and the
+operations that it runs.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 import mame_sd
 
 HOME = str(Path(mame_sd.__file__).parent)
-COMPREHENSIONS = {
-    "<genexpr>",
-    "<listcomp>",
-    "<dictcomp>",
-    "<setcomp>",
-}  # frames of their own, some only before Python 3.12
-NOT_OURS = COMPREHENSIONS | {"__torch_function__"}
+# Comprehensions are frames of their own before Python 3.12; PyTorch calls the last at each
+# operation.
+NOT_OURS = {"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "__torch_function__"}
 
 
-@dataclass
-class Trace:
-    """What one call entered of the library, in order.
-
-    Attributes:
-        calls: (file, function) of every call of a function of ours, properties among them;
-            comprehensions are none, nor is what PyTorch calls at each operation.
-    """
-
-    calls: list[tuple[str, str]] = field(default_factory=list)
-
-    @property
-    def files(self) -> set[str]:
-        """The files that were entered."""
-        return {file for file, _ in self.calls}
-
-    @property
-    def returns(self) -> int:
-        """How often a call is in another file than the one before it, and that file was left
-        before.
-        """
-        left: set[str] = set()
-        count, now = 0, None
-        for file, _ in self.calls:
-            if file != now:
-                count += file in left
-                left.add(file)
-                now = file
-        return count
+class Trace(list[tuple[str, str]]):
+    """(file, function) of every call of a function of ours, in order, properties among them."""
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Files, calls, returns to a file that was left before."""
-        return len(self.files), len(self.calls), self.returns
+        """Files, calls, and how often a call is in a file that was left before."""
+        files = [file for file, _ in groupby(file for file, _ in self)]
+        return len(set(files)), len(self), len(files) - len(set(files))
 
     def __str__(self) -> str:
         """The counts, and every function by how often it was called."""
         lines = ["{} files, {} calls, {} returns".format(*self.counts)]
-        lines += [
-            f"{count:4}  {file}: {name}"
-            for (file, name), count in Counter(self.calls).most_common()
-        ]
+        for (file, name), count in Counter(self).most_common():
+            lines.append(f"{count:4}  {file}: {name}")
         return "\n".join(lines)
 
 
@@ -74,7 +46,7 @@ def traced(run: Callable[[], Any]) -> Trace:
     def note(frame: FrameType, event: str, argument: Any) -> None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if event == "call" and file.startswith(HOME) and name not in NOT_OURS:
-            trace.calls.append((file[len(HOME) + 1 :], frame.f_code.co_qualname))
+            trace.append((file[len(HOME) + 1 :], frame.f_code.co_qualname))
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -83,3 +55,15 @@ def traced(run: Callable[[], Any]) -> Trace:
     finally:
         sys.setprofile(before)
     return trace
+
+
+class Operations(TorchDispatchMode):
+    """The operations of PyTorch that run inside of it, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -58,23 +58,13 @@ def flux_inputs() -> dict[str, Any]:
     }
 
 
-def reference_image() -> dict[str, Any]:
-    """Flux Kontext: the tokens of a second image, 4 x 6, behind those of the generated one."""
-    inputs = flux_inputs()
-    second = torch.cartesian_prod(torch.ones(1), torch.arange(4.0), torch.arange(6.0))
-    inputs["img_ids"] = torch.cat([inputs["img_ids"], second])
-    inputs["hidden_states"] = normal(2, H * W + 24, 4)
-    return inputs
-
-
-PATCHED: dict[str, Any] = {"sample_size": 32, "patch_size": 2, "in_channels": 4, "num_layers": 2}
-HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16}
 IMAGE = normal(2, 4, 2 * H, 2 * W)
 FLUX: dict[str, Any] = {
     "in_channels": 4,
     "num_layers": 2,
     "num_single_layers": 2,
-    **HEADS,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
     "joint_attention_dim": 16,
     "axes_dims_rope": (4, 4, 8),
 }

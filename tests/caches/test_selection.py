@@ -68,10 +68,9 @@ def test_the_share_is_one_of_bytes(keep: float) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 14])
-@pytest.mark.parametrize("keep", [0.9, 0.01])
-def test_a_few_tokens_leave_at_least_one(tokens: int, keep: float) -> None:
+def test_a_few_tokens_leave_at_least_one(tokens: int) -> None:
     views = [view_of(tokens, seed=i, samples=2, layer=i) for i in range(2)]
-    for one in shortened(views, keep):
+    for one in shortened(views, 0.9) + shortened(views, 0.01):
         assert 1 <= one.keys.shape[2] <= tokens
         assert one.values.isfinite().all()
 

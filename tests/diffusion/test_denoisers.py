@@ -18,7 +18,8 @@ from mame_sd import apply_mame, remove_mame
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoiser_of, denoisers_of
 from tests.builders.tiny import tiny_unet
-from tests.matrix.two_denoisers import once, wan22
+from tests.matrix.transformers import run_wan22 as once
+from tests.matrix.transformers import wan22
 
 # What looks like a denoiser and is none: a ControlNet has a call of its own, Versatile Diffusion's
 # `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention.

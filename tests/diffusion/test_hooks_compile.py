@@ -107,7 +107,7 @@ def test_an_exported_model_merges_at_every_step_and_counts_nothing(
     ]
     expected = [unet(**inputs)[0] for inputs in steps]
     before = handle.report().to_dict()
-    merge._made.cache_clear()  # as in a process that exports before it runs
+    merge._constant.cache_clear()  # as in a process that exports before it runs
     monkeypatch.setattr(merge, "_Compiled", type("None", (), {}))
     # As AOTInductor does: graphs that change a tensor are refused.
     exported = torch.export.export(unet, (), steps[0], strict=False).run_decompositions({})

@@ -25,6 +25,11 @@ def test_there_are_enough_subjects_and_the_promised_ones() -> None:
     assert (subjects.glyphs()[..., 3].reshape(len(subjects.glyphs()), -1).max(1) == 255).all()
 
 
+def test_an_unknown_subject_is_named() -> None:
+    with pytest.raises(ValueError, match="'unicorn horn'"):
+        subjects.render("unicorn horn", "white")
+
+
 def test_a_model_of_another_name_is_told_which_there_are() -> None:
     assert subjects.embedded_model_path("unet") == subjects.embedded_model_path()
     assert "unet" in subjects.embedded_models()

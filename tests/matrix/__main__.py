@@ -1,5 +1,5 @@
-"""`python -m tests.matrix > docs/compatibility.md` prints the page. `--sweep` instead runs every
-model and writes what happened, then runs every cell of the page as a test.
+"""`python -m tests.matrix` writes the tables of docs/compatibility.md. `--sweep` first runs every
+model and records what happened, and runs every cell of the page as a test in the end.
 """
 
 import sys
@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from tests.matrix.models.sweep import sweep
-from tests.matrix.table import page
+from tests.matrix.table import PAGE, page
 
 if "--sweep" in sys.argv:
     sweep()
+PAGE.write_text(page(), encoding="utf-8")
+if "--sweep" in sys.argv:
     sys.exit(pytest.main(["-m", "not training", "tests/test_matrix.py", "tests/test_models.py"]))
-else:
-    print(page(), end="")

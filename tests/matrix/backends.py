@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,20 +20,12 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from torch import Tensor
 
-from mame_sd import apply_mame, remove_mame
 from mame_sd.core.keys import UNCOUNTED
-from tests.builders.transformers import run as transformer_run
-from tests.matrix.models.case import Case
 from tests.matrix.models.watch import check_by_loop, merging
 
-BACKENDS = ("native", "flex", "sage", "flash", "xformers")
-# Models whose processors call scaled_dot_product_attention themselves, whatever backend is set.
-OWN_CALL = ("UNet", "Stable Diffusion 3")
+BACKENDS = ("flex", "sage", "flash", "xformers")
 TAKES_NO_MASK = ("sage", "flash")
 NO_MASK = "`attn_mask` is not supported for {}"
-
-
-MODELS = ("UNet", "Stable Diffusion 3", "Flux", "Wan (video)", "Qwen-Image")
 
 
 @contextmanager
@@ -90,35 +81,6 @@ def stand_ins() -> Iterator[list[str]]:
             Registry._active_backend = active
 
 
-def check_orders(case: Case, backend: str) -> None:
-    """A backend that is set before merging, after it or while it is on gives the same bits."""
-    first, second = case.build().eval(), case.build().eval()
-    run = partial(transformer_run, case.inputs())
-    with stand_ins() as called:
-        native = run(first)
-        first.set_attention_backend(backend)
-        plain = run(first)
-        torch.testing.assert_close(plain, native, rtol=1e-4, atol=1e-4)
-        called.clear()
-        merges = {"keep": 0.5, "min_tokens": 60}
-        handle = apply_mame(first, **merges)
-        merged = run(first)
-        layers = [layer for layer in handle.report().layers if layer.merged]
-        assert called.count(backend) >= len(layers) > 0
-        assert not torch.allclose(merged, plain, atol=1e-4)
-        Registry._active_backend = AttentionBackendName("native")
-        handle = apply_mame(second, **merges)
-        by_native = run(second)
-        assert {layer.reason for layer in handle.report().layers if layer.merged} == {""}
-        second.set_attention_backend(backend)
-        handle.reset()
-        assert torch.equal(run(second), merged), "set while merging is on"
-        second.set_attention_backend("native")
-        assert torch.equal(run(second), by_native), "set to native again"
-        remove_mame(first)
-        assert torch.equal(run(first), plain)
-
-
 def of_model(run: Callable[[], list[Tensor]], handle: Any) -> str:
     """Which kernels of the dispatcher get a model's merged keys, checked by the loop; for the
     sweep's table.
@@ -132,7 +94,7 @@ def of_model(run: Callable[[], list[Tensor]], handle: Any) -> str:
     refused: list[str] = []
     own = 0
     with stand_ins():
-        for backend in BACKENDS[1:]:
+        for backend in BACKENDS:
             handle.reset()
             counted = backend not in TAKES_NO_MASK
             with attention_backend(backend), merging() as calls:
@@ -162,6 +124,7 @@ def of_model(run: Callable[[], list[Tensor]], handle: Any) -> str:
                 for call in calls:
                     check_by_loop(call)
     handle.reset()
+    assert all(map(torch.equal, run(), native)), "native again"
     if own == len(plain):
         return "PyTorch's"
     all_of = f"all but {', '.join(refused)} (no mask)" if refused else "all"
@@ -181,19 +144,3 @@ def _whole(run: Callable[[], list[Tensor]], handle: Any) -> list[Tensor]:
         return run()
     finally:
         handle.active = True
-
-
-def table() -> list[str]:
-    """What stands in the page: which kernel computes merged attention, and what it is given."""
-    lines = [f"| model | {' | '.join(BACKENDS)} |", "|---" * (len(BACKENDS) + 1) + "|"]
-    for model in MODELS:
-        cells = [
-            "PyTorch's"
-            if model in OWN_CALL
-            else "keys"
-            if backend in TAKES_NO_MASK
-            else "keys and sizes"
-            for backend in BACKENDS
-        ]
-        lines.append(f"| {model} | {' | '.join(cells)} |")
-    return lines

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mame_sd import MaMeAttnProcessor, MaMeConfig, MaMeHandle, apply_mame, remove_mame
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.diffusion.denoisers import denoiser_of
-from tests.matrix.rows import Absent, Row, nothing
+from tests.matrix.rows import Row, nothing
 
 Shapes = dict[str, list[Any]]
 
@@ -199,12 +199,6 @@ def check_one_liner(row: Row) -> None:
         )
         row.switch(hooked)
         same(row, output, row.run(hooked), f"{mode}: the one-liner")
-
-
-def check_absent(row: Absent) -> None:
-    """The reason that a row gives still holds, without our code."""
-    with pytest.raises(row.error, match=row.match):
-        row.reproduce()
 
 
 def same(row: Row, got: Tensor, expected: Tensor, what: str) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import diffusers
 import gguf
 import torch
-from diffusers.quantizers.gguf.utils import GGUFParameter, _replace_with_gguf_linear
+from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
 from tests.builders.caches import DeepCache
-from tests.builders.pipelines import once, quiet, sd, sdxl
+from tests.builders.pipelines import once, one_step, quiet, sd, sdxl
 from tests.builders.tiny import TEXT_DIM, tiny_pipeline, tiny_unet, unet_inputs
-from tests.matrix.rows import Absent, Row
+from tests.matrix.rows import Row
 from tests.matrix.unets import LEVELS
 
 
@@ -34,6 +33,10 @@ def lora() -> dict[str, Tensor]:
 
 def load_lora(pipe: Any) -> None:
     pipe.load_lora_weights({name: value.clone() for name, value in lora().items()})
+
+
+def unload_lora(pipe: Any) -> None:
+    pipe.unload_lora_weights()
 
 
 def unfuse_lora(pipe: Any) -> None:
@@ -74,26 +77,6 @@ def with_image(pipe: Any) -> Tensor:
     return once(pipe, ip_adapter_image_embeds=[image])
 
 
-def call(path: str, *args: Any, **kwargs: Any) -> Callable[[Any], Any]:
-    """A switch that calls the method at `path` of the pipeline."""
-
-    def switch(pipe: Any) -> None:
-        target = pipe
-        *parts, method = path.split(".")
-        for part in parts:
-            target = getattr(target, part)
-        getattr(target, method)(*args, **kwargs)
-
-    return switch
-
-
-def scheduler(name: str, **extra: Any) -> Callable[[Any], Any]:
-    def switch(pipe: Any) -> None:
-        pipe.scheduler = getattr(diffusers, name).from_config(pipe.scheduler.config, **extra)
-
-    return switch
-
-
 def pag(**changes: Any) -> Any:
     return sd("StableDiffusionPAGPipeline", pag_applied_layers=["mid"], **changes)
 
@@ -102,23 +85,17 @@ def gguf_pipeline() -> Any:
     """The second level's linear layers in GGUF's Q8_0 (blocks of 32 weights)."""
     pipe = tiny_pipeline()
     kind = gguf.GGMLQuantizationType.Q8_0
-    weights: dict[str, Any] = {}
-    for name, module in pipe.unet.named_modules():
+    for name, linear in [*pipe.unet.named_modules()]:
         if (
-            isinstance(module, torch.nn.Linear)
-            and module.in_features % 32 == 0
+            isinstance(linear, torch.nn.Linear)
+            and linear.in_features % 32 == 0
             and ".attentions." in name
         ):
-            packed = torch.from_numpy(gguf.quantize(module.weight.detach().numpy(), kind))
-            weights[f"{name}.weight"] = GGUFParameter(packed, quant_type=kind)
-    state = pipe.unet.state_dict()
-    _replace_with_gguf_linear(pipe.unet, torch.float32, weights)
-    for name, module in pipe.unet.named_modules():
-        if f"{name}.weight" in weights:
-            module.weight = weights[f"{name}.weight"]
-            if module.bias is not None:
-                module.bias = torch.nn.Parameter(state[f"{name}.bias"], requires_grad=False)
-    assert weights
+            packed = torch.from_numpy(gguf.quantize(linear.weight.detach().numpy(), kind))
+            with_bias = linear.bias is not None
+            small = GGUFLinear(linear.in_features, linear.out_features, with_bias, torch.float32)
+            small.weight, small.bias = GGUFParameter(packed, quant_type=kind), linear.bias
+            pipe.unet.set_submodule(name, small)
     return pipe
 
 
@@ -144,43 +121,29 @@ def trained(pipe: Any) -> Tensor:
 
 def modular() -> Any:
     """The tiny SDXL as a Modular Diffusers pipeline."""
-    parts = sdxl("StableDiffusionXLPipeline").components
+    parts = sdxl().components
     pipe = diffusers.StableDiffusionXLAutoBlocks().init_pipeline()
     pipe.update_components(**{name: part for name, part in parts.items() if part is not None})
     return quiet(pipe)
 
 
 def run_modular(pipe: Any) -> Tensor:
-    return pipe(
-        prompt="a red key",
-        num_inference_steps=1,
-        height=32,
-        width=32,
-        generator=torch.Generator().manual_seed(0),
-        output_type="pt",
-        output="images",
-    )
-
-
-def sequential_offload() -> None:
-    pipe = tiny_pipeline()
-    pipe.enable_sequential_cpu_offload(device="cpu")
-    once(pipe)
+    return one_step(pipe, prompt="a red key", output="images")
 
 
 CPU, DEEP = torch.device("cpu"), DeepCache()
 BY_LAYER = {"by layer": {"keep": 0.5, "layers": {"up_blocks": {"tau": -1.0}}}}
 features = partial(Row, build=tiny_pipeline, run=once, merges=LEVELS)
 ROWS = [
-    features("LoRA: load", switch=load_lora, undo=call("unload_lora_weights"), processor="same"),
+    features("LoRA: load", switch=load_lora, undo=unload_lora, processor="same"),
     features(
-        "LoRA: fuse, then unfuse", switch=unfuse_lora, undo=call("unload_lora_weights"), exact=False
+        "LoRA: fuse, then unfuse", switch=unfuse_lora, undo=unload_lora, exact=False, sweep=True
     ),
     features(
         "IP-Adapter",
         run=with_image,
         switch=load_ip_adapter,
-        undo=call("unload_ip_adapter"),
+        undo=lambda pipe: pipe.unload_ip_adapter(),
         processor="reset",
     ),
     features(
@@ -196,54 +159,44 @@ ROWS = [
     ),
     features(
         "FreeU",
-        switch=call("enable_freeu", s1=0.9, s2=0.2, b1=1.2, b2=1.4),
-        undo=call("disable_freeu"),
+        switch=lambda pipe: pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4),
+        undo=lambda pipe: pipe.disable_freeu(),
     ),
     features(
         "attention slicing",
-        switch=call("enable_attention_slicing", 1),
-        undo=call("disable_attention_slicing"),
+        switch=lambda pipe: pipe.enable_attention_slicing(1),
+        undo=lambda pipe: pipe.disable_attention_slicing(),
         exact=False,
         processor="replaced",
     ),
     features(
         "fused QKV",
-        switch=call("fuse_qkv_projections"),
-        undo=call("unfuse_qkv_projections"),
+        switch=lambda pipe: pipe.fuse_qkv_projections(),
+        undo=lambda pipe: pipe.unfuse_qkv_projections(),
         exact=False,
         processor="replaced",
     ),
     features(
-        "xformers off",
-        switch=call("disable_xformers_memory_efficient_attention"),
-        processor="replaced",
-    ),
-    features(
-        "Turbo: one step, no guidance",
-        run=partial(once, guidance_scale=0.0),
-        switch=scheduler("EulerAncestralDiscreteScheduler", timestep_spacing="trailing"),
-    ),
-    features(
         "layerwise casting (fp8)",
-        switch=call(
-            "unet.enable_layerwise_casting",
-            storage_dtype=torch.float8_e4m3fn,
-            compute_dtype=torch.float32,
+        switch=lambda pipe: pipe.unet.enable_layerwise_casting(
+            storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32
         ),
     ),
     features(
         "group offload",
-        switch=call(
-            "unet.enable_group_offload",
-            onload_device=CPU,
-            offload_device=CPU,
-            offload_type="leaf_level",
+        switch=lambda pipe: pipe.unet.enable_group_offload(
+            onload_device=CPU, offload_device=CPU, offload_type="leaf_level"
         ),
+        sweep=True,
         since="0.42",
         note="on a CPU alone diffusers needs 0.42 for it",
     ),
-    features("model offload", switch=call("enable_model_cpu_offload", device="cpu")),
-    features("quanto int8", build=quanto_pipeline),
+    features(
+        "model offload",
+        switch=lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
+        sweep=True,
+    ),
+    features("quanto int8", build=quanto_pipeline, sweep=True),
     features("GGUF Q8_0", build=gguf_pipeline),
     features(
         "DeepCache",
@@ -261,25 +214,9 @@ ROWS = [
     features(
         "gradient checkpointing",
         run=trained,
-        switch=call("unet.enable_gradient_checkpointing"),
+        switch=lambda pipe: pipe.unet.enable_gradient_checkpointing(),
         exact=False,
         note="gradients of a training step",
     ),
     Row("Modular Diffusers (SDXL)", modular, run_modular, {64: 8}),
-]
-ABSENT = [
-    Absent(
-        "xformers on",
-        lambda: tiny_pipeline().enable_xformers_memory_efficient_attention(),
-        ModuleNotFoundError,
-        "xformers",
-        "xformers needs a CUDA device",
-    ),
-    Absent(
-        "sequential offload",
-        sequential_offload,
-        TypeError,
-        "requires_grad",
-        "on a CPU alone accelerate's `torch.Tensor(..., requires_grad=...)` fails for meta buffers",
-    ),
 ]

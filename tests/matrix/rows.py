@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import diffusers
 import pytest
+from packaging.version import Version
 from torch import Tensor
 
 Processor = Literal["", "same", "replaced", "reset", "error", "set", "none"]
@@ -16,12 +18,16 @@ def nothing(subject: Any) -> None:
     """The switch of a row whose feature is the pipeline itself."""
 
 
-def in_sweep(value: Any, alone: bool = True) -> Any:
-    """A parameter of a test. `make test` leaves it out, where `alone`, and
-    `python -m tests.matrix --sweep` runs it.
+def param(value: Any, sweep: bool = False, since: str = "0") -> Any:
+    """A parameter of a test, which `make test` leaves to `python -m tests.matrix --sweep` where
+    `sweep`, and which is skipped where diffusers is older than `since`.
     """
-    marks = pytest.mark.matrix if alone else ()
-    return pytest.param(value, id=getattr(value, "name", value), marks=marks)
+    name = getattr(value, "name", value)
+    old = Version(diffusers.__version__) < Version(since)
+    marks = [pytest.mark.skipif(old, reason=f"needs diffusers {since}")]
+    marks += [pytest.mark.matrix] if sweep else []
+    marks += [pytest.mark.compiles] if "compile" in name else []
+    return pytest.param(value, id=name, marks=marks)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Row:
         one_liner: the table's words where `processor` is "set".
         refused: part of the error when nothing can merge.
         since: the first version of diffusers in which this works here without our code.
+        sweep: `make test` leaves it out, for it takes the way of another row.
         note: for the table.
     """
 
@@ -75,34 +82,17 @@ class Row:
     one_liner: str = ""
     refused: str = ""
     since: str = "0"
+    sweep: bool = False
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Absent:
-    """Something that cannot be checked here: `reproduce` fails without any of our code.
-
-    Attributes:
-        name: as in the table.
-        reproduce: raises `error`, its message matching `match`. The day it no longer does, the row
-            must become a Row.
-        reason: for the table.
-    """
-
-    name: str
-    reproduce: Callable[[], Any]
-    error: type[Exception]
-    match: str
-    reason: str
 
 
 @dataclass(frozen=True)
 class Check:
     """Something with checks of its own: `check` asserts them; `note` says in the table what holds.
-    `since` is as a row's.
+    `sweep` is as a row's.
     """
 
     name: str
     check: Callable[[], Any]
     note: str
-    since: str = "0"
+    sweep: bool = False

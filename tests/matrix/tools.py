@@ -10,28 +10,26 @@ from typing import Any
 import pytest
 import tomesd
 import torch
-from peft import LoraConfig
 from torch import nn
 
-from mame_sd import NothingMergedError, apply_mame, remove_mame
+from mame_sd import apply_mame, remove_mame
 from tests.builders.pipelines import once
 from tests.builders.tiny import LATENT, one_level_unet, tiny_pipeline, unet_inputs
-from tests.builders.transformers import FLUX, model, run
-from tests.matrix.features import DEEP
+from tests.builders.transformers import run
+from tests.matrix.models.case import case
 from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Check
-from tests.matrix.transformers import NEWEST
 
 HALF: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 
 
-def compiled(whole: bool) -> None:
+def compiled() -> None:
     """`keep` compiles into one full graph for each size, which serves all later steps, guided pairs
     of the same latents too, also when the size returns.
     """
     torch.compiler.reset()
-    unet, larger = one_level_unet(), 24
-    steps = [(4, LATENT), (6, larger), (7, LATENT)] if whole else [(4, LATENT), (5, LATENT)]
+    unet, larger = one_level_unet(transformer_layers_per_block=1), 24
+    steps = [(4, LATENT), (6, larger), (7, LATENT)]
 
     def forward(step: int, side: int) -> torch.Tensor:
         inputs = unet_inputs(unet, height=side, width=side, seed=step)
@@ -44,30 +42,25 @@ def compiled(whole: bool) -> None:
     handle = apply_mame(unet, **HALF)
     expected = [forward(*step) for step in steps]
     handle.reset()
-    if whole:
-        unet.compile(backend="eager", fullgraph=True)
-    else:
-        unet.compile_repeated_blocks(backend="eager", fullgraph=True)
-    for side in (LATENT, larger)[: len(steps) - 1]:
+    unet.compile(backend="eager", fullgraph=True)
+    for side in (LATENT, larger):
         forward(1, side)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step, eager in zip(steps, expected, strict=True):
             torch.testing.assert_close(forward(*step), eager, rtol=1e-4, atol=1e-4)
-    merged = sum(layer.merged for layer in handle.report().layers)
-    assert merged == 2
+    assert [layer.merged for layer in handle.report().layers] == [True]
 
 
 def compiled_flux() -> None:
     """Flux compiles with its hooks as a whole in one graph."""
     torch.compiler.reset()
-    inputs = MODELS["FluxTransformer2DModel"].inputs()
-    sizes = FLUX | {"num_layers": 1, "num_single_layers": 1}
-    whole = model("FluxTransformer2DModel", **sizes, pooled_projection_dim=8)()
-    handle = apply_mame(whole, keep=0.5, min_tokens=60)
-    expected = run(inputs, whole)
+    flux = MODELS["FluxTransformer2DModel"]
+    model = case(flux.name, num_layers=1).build()
+    handle = apply_mame(model, **HALF)
+    expected = run(flux.inputs(), model)
     handle.reset()
-    whole.compile(backend="eager", fullgraph=True)
-    torch.testing.assert_close(run(inputs, whole), expected)
+    model.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(flux.inputs(), model), expected)
     assert {(layer.calls, layer.merged) for layer in handle.report().layers} == {(1, True)}
 
 
@@ -87,49 +80,6 @@ def tomesd_first() -> None:
         assert torch.equal(once(pipe), before)
 
 
-def removed_under_deepcache() -> None:
-    """Merging removed while DeepCache is on, which is switched off afterwards, or the other way
-    round.
-    """
-    pipe = tiny_pipeline()
-    before = once(pipe, num_inference_steps=3)
-    DEEP.enable(pipe)
-    alone = once(pipe, num_inference_steps=3)
-    DEEP.disable(pipe)
-    apply_mame(pipe, **HALF)
-    DEEP.enable(pipe)
-    both = once(pipe, num_inference_steps=3)
-    assert not torch.equal(both, alone)
-    remove_mame(pipe)
-    assert torch.equal(once(pipe, num_inference_steps=3), alone)
-    DEEP.disable(pipe)
-    assert torch.equal(once(pipe, num_inference_steps=3), before)
-
-
-def with_lora(name: str) -> None:
-    """A LoRA put on before merging, after it, and switched off again."""
-    case = MODELS[name]
-    before, after = case.build(), case.build()
-    apply_mame(after, **HALF)
-    plain = run(case.inputs(), after)
-    outputs = []
-    for one in (before, after):
-        add_lora(one, r".*(blocks|layers)\.\d+\.(attn1?|attention)\.to_[qkv]")
-        if one is before:
-            apply_mame(one, **HALF)
-        outputs.append(run(case.inputs(), one))
-    assert torch.equal(*outputs)
-    assert not torch.equal(outputs[0], plain)
-    after.disable_adapters()
-    again = run(case.inputs(), after)
-    torch.testing.assert_close(again, plain, rtol=1e-5, atol=1e-5)  # an idle LoRA rounds otherwise
-
-
-def add_lora(transformer: Any, targets: str) -> None:
-    torch.manual_seed(0)
-    transformer.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=targets))
-
-
 def unknown_model() -> None:
     class Mystery(nn.Module):
         def __init__(self) -> None:
@@ -142,24 +92,11 @@ def unknown_model() -> None:
         apply_mame(Mystery())
 
 
-def too_small() -> None:
-    pipe = tiny_pipeline()
-    handle = apply_mame(pipe)
-    once(pipe)
-    with pytest.raises(NothingMergedError, match="fewer than 1024 tokens, the min_tokens of cpu"):
-        handle.report()
-
-
 CHECKS = [
     Check(
         "torch.compile, whole UNet, fullgraph",
-        partial(compiled, True),
+        compiled,
         "one graph for each size; none over steps, none when a size returns",
-    ),
-    Check(
-        "torch.compile, regional, fullgraph",
-        partial(compiled, False),
-        "one graph for all blocks of a size",
     ),
     Check("torch.compile of Flux, fullgraph", compiled_flux, "one graph"),
     Check(
@@ -168,26 +105,8 @@ CHECKS = [
         "one error that says which to remove, in either order",
     ),
     Check(
-        "DeepCache, merging removed while it is on",
-        removed_under_deepcache,
-        "bit-equal to DeepCache alone",
-    ),
-    Check(
         "unknown model",
         unknown_model,
         "an error that says that it is not supported yet, what attention it has, and what to do",
-    ),
-    Check("images too small to merge", too_small, "`report()` raises: never a silent no-op"),
-    *(
-        Check(
-            f"LoRA on {name}",
-            partial(with_lora, model),
-            "before or after `apply_mame`, the same bits",
-            since=NEWEST,
-        )
-        for name, model in (
-            ("Flux 2", "Flux2Transformer2DModel"),
-            ("Z-Image", "ZImageTransformer2DModel"),
-        )
     ),
 ]

@@ -2,64 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tests.builders.transformers import HEADS, PATCHED, reference_image, run
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
+from peft import LoraConfig
+from torch import Tensor
+
+from tests.builders.caches import FIRST, PYRAMID
+from tests.builders.tiny import seeded
+from tests.builders.transformers import TEXT, H, W, flux_inputs, normal, run
 from tests.matrix.models import refusals
 from tests.matrix.models.case import Case, case
 from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Row
 
+# test_models.py merges all classes; of those that are rows here too `make test` runs one of a kind.
+TESTED = {
+    "PixArt",
+    "Stable Diffusion 3",
+    "Flux",
+    "Flux Kontext, `references=0.5`",
+    "Wan (video)",
+    "Sana",
+    "Flux 2 with a LoRA",
+    "Z-Image",
+}
 
-def row(name: str, model: str | Case, merges: dict[int, int], **kwargs: Any) -> Row:
+
+def row(name: str, model: str | Case, merges: dict[int, int], **fields: Any) -> Row:
     """A row of a model of the registry, by its class, or of another one."""
     known = MODELS[model] if isinstance(model, str) else model
     inputs = known.inputs()
-    call = partial(run, inputs)
-    return Row(name, known.build, call, merges, inputs, **{"processor": "error", **kwargs})
+    fields = {"processor": "error", "sweep": name not in TESTED, **fields}
+    return Row(name, known.build, partial(run, inputs), merges, inputs, **fields)
+
+
+def add_lora(transformer: Any) -> None:
+    torch.manual_seed(0)
+    targets = r".*(blocks|layers)\.\d+\.(attn1?|attention)\.to_[qkv]"
+    transformer.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=targets))
+
+
+def unload_lora(transformer: Any) -> None:
+    transformer.unload_lora()
+
+
+def wan22() -> Any:
+    """Wan 2.2: steps of much noise go to one transformer, steps of little noise to the other."""
+    vae = seeded(
+        AutoencoderKLWan,
+        0,
+        base_dim=3,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
+    pipe = WanPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=vae,
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        transformer=MODELS["WanTransformer3DModel"].build(),
+        transformer_2=MODELS["WanTransformer3DModel"].build(),
+        boundary_ratio=0.8,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def run_wan22(pipe: Any, steps: int = 4) -> Tensor:
+    """Latents of 2 x 4 x 4 tokens; each transformer takes half of the steps, of two calls."""
+    output: Tensor = pipe(
+        prompt_embeds=normal(1, TEXT, 16),
+        negative_prompt_embeds=normal(1, TEXT, 16, seed=1),
+        height=64,
+        width=64,
+        num_frames=5,
+        num_inference_steps=steps,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+        return_dict=False,
+    )[0]
+    return output
+
+
+def on_both(switch: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """A switch of a pipeline with two transformers."""
+
+    def switched(pipe: Any) -> None:
+        for transformer in (pipe.transformer, pipe.transformer_2):
+            switch(transformer)
+
+    return switched
+
+
+def compile_whole(transformer: Any) -> None:
+    transformer.compile(backend="eager", fullgraph=True)
+
+
+WAN22 = partial(Row, build=wan22, run=run_wan22, merges={32: 4}, min_tokens=16)
+
+
+def reference_image() -> dict[str, Any]:
+    """Flux Kontext: the tokens of a second image, 4 x 6, behind those of the generated one."""
+    second = torch.cartesian_prod(torch.ones(1), torch.arange(4.0), torch.arange(6.0))
+    ids = torch.cat([flux_inputs()["img_ids"], second])
+    return {"img_ids": ids, "hidden_states": normal(2, H * W + 24, 4)}
 
 
 FLUX, SD3 = MODELS["FluxTransformer2DModel"], MODELS["SD3Transformer2DModel"]
 KONTEXT = replace(FLUX, inputs=lambda: {**FLUX.inputs(), **reference_image()})
-SD35 = case(
-    SD3.name,
-    SD3.inputs,
-    **PATCHED,
-    **HEADS,
-    joint_attention_dim=16,
-    caption_projection_dim=32,
-    pooled_projection_dim=8,
-    out_channels=4,
-    dual_attention_layers=(0,),
-    qk_norm="rms_norm",
-)
-NEWEST = "0.42.0"  # the version of diffusers that has the rows at the end
-PASSES_MORE = {
-    "processor": "set",
-    "one_liner": "error: its attention passes arguments that other processors don't take",
-}
+SD35 = case(SD3.name, SD3.inputs, sample_size=32, dual_attention_layers=(0,), qk_norm="rms_norm")
+NEWEST = "0.42.0"  # the version of diffusers that has the rows of `new`
+new = partial(row, modes={"keep": {"keep": 0.5}}, since=NEWEST)
+PASSES_MORE = "error: its attention passes arguments that other processors don't take"
 ROWS = [
     row("PixArt", "PixArtTransformer2DModel", {96: 2}, processor="set", one_liner="needs `size`"),
     row("DiT", "DiTTransformer2DModel", {256: 2}, processor="none"),
-    row("HunyuanDiT", "HunyuanDiT2DModel", {96: 4}, note="keys merge after rotation"),
-    row(
-        "Lumina-Next",
-        "LuminaNextDiT2DModel",
-        {96: 2},
-        processor="none",
-        note="keys merge after rotation",
-    ),
-    row("Stable Diffusion 3", "SD3Transformer2DModel", {96: 2}, note="text never merges"),
+    row("HunyuanDiT", "HunyuanDiT2DModel", {96: 4}),
+    row("Lumina-Next", "LuminaNextDiT2DModel", {96: 2}, processor="none"),
+    row("Stable Diffusion 3", "SD3Transformer2DModel", {96: 2}),
     row("Stable Diffusion 3.5", SD35, {96: 3}, note="its second attention merges too"),
-    row(
-        "Flux",
-        "FluxTransformer2DModel",
-        {96: 4},
-        loads=True,
-        note="double and single blocks; text never merges; keys merge after rotation",
-    ),
+    row("Flux", FLUX, {96: 4}, loads=True, note="double and single blocks"),
     row("Flux Kontext", KONTEXT, {96: 4}, note="the reference image's tokens stay as they are"),
     row(
         "Flux Kontext, `references=0.5`",
@@ -71,37 +144,11 @@ ROWS = [
         note="the reference image merges on its own grid",
     ),
     row("Chroma", "ChromaTransformer2DModel", {96: 4}, note="its mask is selected too"),
-    row(
-        "Qwen-Image",
-        "QwenImageTransformer2DModel",
-        {96: 2},
-        note="text never merges; keys merge after rotation",
-    ),
-    row(
-        "AuraFlow",
-        "AuraFlowTransformer2DModel",
-        {96: 2},
-        note="text and register tokens never merge",
-    ),
-    row(
-        "Wan (video)",
-        "WanTransformer3DModel",
-        {288: 2},
-        loads=True,
-        note="tiles over time and space; keys merge after rotation",
-    ),
-    row(
-        "LTX-Video",
-        "LTXVideoTransformer3DModel",
-        {288: 2},
-        note="tiles over time and space; keys merge after rotation",
-    ),
-    row(
-        "CogVideoX",
-        "CogVideoXTransformer3DModel",
-        {288: 2},
-        note="tiles over time and space; text never merges; keys merge after rotation",
-    ),
+    row("Qwen-Image", "QwenImageTransformer2DModel", {96: 2}),
+    row("AuraFlow", "AuraFlowTransformer2DModel", {96: 2}, note="nor do register tokens merge"),
+    row("Wan (video)", "WanTransformer3DModel", {288: 2}, loads=True),
+    row("LTX-Video", "LTXVideoTransformer3DModel", {288: 2}),
+    row("CogVideoX", "CogVideoXTransformer3DModel", {288: 2}),
     row(
         "Sana",
         refusals.LINEAR[0],
@@ -111,15 +158,50 @@ ROWS = [
         refused="linear in the tokens already",
         note="refused: its attention is linear already",
     ),
+    new("Flux 2", "Flux2Transformer2DModel", {96: 2}),
+    new(
+        "Flux 2 with a LoRA",
+        "Flux2Transformer2DModel",
+        {96: 2},
+        switch=add_lora,
+        undo=unload_lora,
+    ),
+    new("Z-Image", "ZImageTransformer2DModel", {96: 3}, processor="none", loads=True),
+    new(
+        "Z-Image with a LoRA",
+        "ZImageTransformer2DModel",
+        {96: 3},
+        processor="none",
+        switch=add_lora,
+        undo=unload_lora,
+    ),
+    new("Krea 2", "Krea2Transformer2DModel", {96: 2}),
+    new(
+        "Qwen-Image 2.1",
+        "QwenImage21Transformer2DModel",
+        {96: 2},
+        processor="set",
+        one_liner=PASSES_MORE,
+    ),
+    new("HunyuanVideo 1.5", "HunyuanVideo15Transformer3DModel", {288: 1}),
+    new("LTX-2", "LTX2VideoTransformer3DModel", {288: 2}),
+    WAN22("Wan 2.2", sweep=True, note="both transformers merge"),
+    WAN22("Wan 2.2 with LoRAs", switch=on_both(add_lora), undo=on_both(unload_lora), sweep=True),
     *(
-        row(name, model, merges, modes={"keep": {"keep": 0.5}}, since=NEWEST, **told)
-        for name, model, merges, told in (
-            ("Flux 2", "Flux2Transformer2DModel", {96: 2}, {}),
-            ("Z-Image", "ZImageTransformer2DModel", {96: 3}, {"processor": "none", "loads": True}),
-            ("Krea 2", "Krea2Transformer2DModel", {96: 2}, {}),
-            ("Qwen-Image 2.1", "QwenImage21Transformer2DModel", {96: 2}, PASSES_MORE),
-            ("HunyuanVideo 1.5", "HunyuanVideo15Transformer3DModel", {288: 1}, {}),
-            ("LTX-2", "LTX2VideoTransformer3DModel", {288: 2}, {}),
+        WAN22(
+            f"Wan 2.2 with {cache.name}",
+            run=partial(run_wan22, steps=8),
+            switch=on_both(cache.enable),
+            undo=on_both(cache.disable),
+            sweep=cache is not PYRAMID,
         )
+        for cache in (PYRAMID, FIRST)
+    ),
+    WAN22(
+        "Wan 2.2 compiled",
+        switch=on_both(compile_whole),
+        exact=False,
+        traced=False,
+        sweep=True,
     ),
 ]

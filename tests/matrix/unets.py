@@ -9,7 +9,6 @@ from tests.builders.pipelines import (
     SIDE,
     animatediff,
     controlnet,
-    image_to_image,
     kandinsky,
     noise,
     once,
@@ -21,6 +20,7 @@ from tests.builders.pipelines import (
     stable_video,
 )
 from tests.builders.tiny import tiny_pipeline
+from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Row
 
 LEVELS = {256: 3, 64: 4}  # what tiny_unet merges at its own size
@@ -37,7 +37,6 @@ ROWS = [
         processor="set",
         one_liner="needs `size=(12, 20)`",
     ),
-    Row("image to image", partial(sd, "StableDiffusionImg2ImgPipeline"), image_to_image, LEVELS),
     Row(
         "ControlNet",
         lambda: sd("StableDiffusionControlNetPipeline", controlnet=controlnet()),
@@ -54,7 +53,7 @@ ROWS = [
         target=lambda pipe: pipe.controlnet,
         note="`apply_mame(pipe.controlnet)`",
     ),
-    Row("SDXL", partial(sdxl, "StableDiffusionXLPipeline"), once, {64: 8}, **SAME),
+    Row("SDXL", sdxl, once, {64: 8}, **SAME),
     Row(
         "Kandinsky 2.2 decoder",
         kandinsky,
@@ -75,7 +74,7 @@ ROWS = [
     ),
     Row(
         "Stable Video Diffusion",
-        stable_video,
+        lambda: stable_video(MODELS["UNetSpatioTemporalConditionModel"].build()),
         run_stable_video,
         {256: 3, 64: 1},
         note="attention over frames never merges",

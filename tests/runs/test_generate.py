@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +21,20 @@ from mame_sd.runs.jobs import GenerateSettings, cut_batches, generator_of, jobs_
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.run_folder import RunFolder
-from tests.builders.kills import ended, in_child, kill_at, snapshot, started
+from tests.builders.kills import in_child, kill_at, snapshot
 from tests.builders.processes import in_two_processes
 
 PROMPTS = prompts_from_texts(["key", "ant", "star"])
 MERGED = MaMeConfig(keep=0.5, min_tokens=16)
 FAST = GenerateSettings(steps=1)
-STRANGE = [
-    {"name": {}},
-    {"name": "p00001_0", "levels": 3},
-    {"name": "p00001_0", "levels": [{"tokens_in": 4, "tokens_kept": 2}]},
-    {"name": "p00001_0", "levels": [{"level": 0, "tokens_in": 0, "tokens_kept": 0}]},
-    {"name": "p00001_0", "seconds": "soon"},
-    {"name": "p00001_0", "seconds": 1e999},
+STRANGE: list[dict[str, Any]] = [
+    {"repeat": {}},
+    {"file": "../p00001_0.png"},
+    {"levels": 3},
+    {"levels": [{"tokens_in": 4, "tokens_kept": 2}]},
+    {"levels": [{"level": 0, "tokens_in": 0, "tokens_kept": 0}]},
+    {"seconds": 1e999},
+    {"seconds": "soon"},
 ]
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
@@ -126,8 +125,9 @@ def test_an_image_that_others_cut_or_put_there_is_made_again_and_strange_records
     before, images = snapshot(tmp_path), sorted((tmp_path / "images").iterdir())
     images[1].write_bytes(images[1].read_bytes()[:-5])
     images[2].write_bytes(images[0].read_bytes())
+    strange = [json.dumps({**rows_of(tmp_path)[0], **one}) for one in STRANGE]
     with open(tmp_path / "samples.jsonl", "a") as file:
-        file.write("\n".join([*map(json.dumps, STRANGE), "[" * 100_000, "{"]))
+        file.write("\n".join([*strange, "[" * 100_000, "{"]))
     assert run(model, tmp_path).made == 2
     assert snapshot(tmp_path) == before
 
@@ -265,29 +265,17 @@ def test_killed_at_any_file_operation_the_next_run_ends_with_the_same_bytes(
     assert number > 15
 
 
-@posix
-def test_an_interrupted_command_keeps_what_is_finished(model_folder: Path, tmp_path: Path) -> None:
-    given = f"generate --model {model_folder} --steps 2 --min-tokens 16 --device cpu".split()
-    given += [word for number in range(16) for word in ("--prompt", f"key {number}")]
-    images = tmp_path / "killed" / "images"
+def test_an_interrupted_run_keeps_what_is_finished(model: LoadedModel, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
 
-    def command() -> int:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
-        with open(tmp_path / "said", "w") as said, contextlib.redirect_stderr(said):
-            return cli.run([*given, "--out", str(tmp_path / "killed")])
-
-    pid = started(command)
-    until = time.monotonic() + 300
-    while time.monotonic() < until and (not images.exists() or len(os.listdir(images)) < 2):
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGINT)
-    assert ended(pid) == 130
-    said = (tmp_path / "said").read_text()
-    assert said == "interrupted; finished images are kept, and the same command continues\n"
-    assert 2 <= len(os.listdir(images)) < 16
-    for name in ("killed", "undisturbed"):
-        assert cli.run([*given, "--out", str(tmp_path / name)]) == 0
-    assert snapshot(tmp_path / "killed") == snapshot(tmp_path / "undisturbed")
+    with pytest.raises(KeyboardInterrupt):
+        run(model, tmp_path / "run", on_progress=interrupt)
+    assert len(os.listdir(tmp_path / "run" / "images")) == 2
+    assert run(model, tmp_path / "run").made == 1
+    run(model, tmp_path / "undisturbed")
+    assert snapshot(tmp_path / "run") == snapshot(tmp_path / "undisturbed")
 
 
 @posix

@@ -15,7 +15,7 @@ import pytest
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.benchmark import bench as bench_module
 from mame_sd.eval.benchmark import timings
-from mame_sd.eval.benchmark.bench import alike_batches, timed_call
+from mame_sd.eval.benchmark.bench import alike_batches, peak_call, timed_call
 from mame_sd.eval.benchmark.rows import Row
 from mame_sd.eval.benchmark.timings import Timing, summary
 from mame_sd.eval.results.schema import Value
@@ -70,11 +70,11 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(
     assert timed(1, [rows[0], changed], 2)[0] == [0, 1, 2]
 
 
-def test_batches_that_are_timed_are_of_one_size_and_length() -> None:
-    sizes = [64, 64, 64, 128, 64, 64]
+def test_batches_that_are_timed_are_of_one_kind_and_length() -> None:
+    negatives = [None, None, None, "red", None, None]
     prompts = [
-        replace(prompt, id=str(n), width=size)
-        for n, (prompt, size) in enumerate(zip(PROMPTS * 2, sizes, strict=True))
+        replace(prompt, id=str(n), negative_prompt=negative)
+        for n, (prompt, negative) in enumerate(zip(PROMPTS * 2, negatives, strict=True))
     ]
     batches = alike_batches(jobs_of(prompts, SETTINGS), 2)
     assert [[job.prompt.id for job in batch] for batch in batches] == [["0", "1"], ["4", "5"]]
@@ -94,6 +94,18 @@ def test_calls_measure_denoising_apart_and_peaks_are_the_highest(model: LoadedMo
     assert (once.low, once.high) == (None, None), "one round has no interval"
     peaks = summary([replace(timing, allocated=n * 2**20, allocated_denoising=n) for n in (3, 2)])
     assert (peaks["memory"].mean, peaks["memory_denoising"].mean) == (3, 3 / 2**20)
+
+
+def test_peaks_on_a_cpu_count_weights_and_grow_with_the_batch(model: LoadedModel) -> None:
+    one, three = (
+        peak_call(model, GenerateSettings(steps=1), jobs_of(PROMPTS[:n], SETTINGS), tiny_rows()[0])
+        for n in (1, 3)
+    )
+    parts = (model.pipe.unet, model.pipe.vae, model.pipe.text_encoder)
+    weights = sum(p.numel() * 4 for part in parts for p in part.parameters())
+    for peak in (one, three):
+        assert weights < (peak["allocated_denoising"] or 0) <= (peak["allocated"] or 0)
+    assert (three["allocated_denoising"] or 0) > (one["allocated_denoising"] or 0)
 
 
 def test_seconds_of_a_busy_machine_are_withheld(monkeypatch: pytest.MonkeyPatch) -> None:

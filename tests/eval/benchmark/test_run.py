@@ -52,6 +52,7 @@ def test_every_row_has_every_value_or_a_reason_and_gates_pass(finished: Path) ->
         latency = values["latency"]
         assert 0 < values["denoising"]["mean"] < latency["mean"]
         assert latency["low"] <= latency["mean"] <= latency["high"]
+        assert 0 < values["memory_denoising"]["mean"] <= values["memory"]["mean"]
     psnr = rows["mame-tau"]["values"]["psnr"]
     assert psnr["mean"] == pytest.approx(sum(rows["mame-tau"]["per_image"]["psnr"].values()) / 3)
     assert psnr["low"] < psnr["high"] < math.inf
@@ -89,7 +90,8 @@ def test_running_again_makes_nothing_again_and_mixes_no_figures_of_before(
     with pytest.raises(KeyboardInterrupt):
         benchmark(model, out, stage=interrupted).run()
     row = rows_of(out)["mame-default"]
-    assert set(row["values"]) == {"latency", "denoising"}, "scores are those of another start"
+    costs = {"latency", "denoising", "memory", "memory_denoising"}
+    assert set(row["values"]) == costs, "scores are those of another start"
     assert (row["measured"], row["per_image"]) == (True, {})
     benchmark(model, out).run()
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.png")} == times

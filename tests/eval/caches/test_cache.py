@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mame_sd.errors import UserError
 from mame_sd.eval.caches.cases import (
@@ -28,6 +27,7 @@ from mame_sd.eval.caches.rows import all_rows
 from mame_sd.eval.caches.settings import TASKS
 from mame_sd.eval.caches.table import format_table, summary
 from mame_sd.eval.cli import app as cli
+from tests.builders.tokens import word_tokenizer
 from tests.caches.tiny import SHAPE, prompt, tiny
 
 WORDS = [f"w{i}" for i in range(40)]
@@ -37,11 +37,7 @@ WORDS = [f"w{i}" for i in range(40)]
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer of words."""
     folder = tmp_path_factory.mktemp("model")
-    words = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(["<unk>", *WORDS])}, unk_token="<unk>")
-    )
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    word_tokenizer(["<unk>", *WORDS]).save_pretrained(folder)
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
     return folder

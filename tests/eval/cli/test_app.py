@@ -16,6 +16,7 @@ from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.eval.benchmark.suites import SUITES
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.cli.benchmark import note_lacking
+from tests.builders.console import error_of
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
@@ -27,14 +28,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path.parent / "no-weights"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def error_of(capsys: pytest.CaptureFixture[str]) -> str:
-    captured = capsys.readouterr()
-    lines = captured.err.splitlines()
-    assert captured.out == ""
-    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
-    return lines[-1]
 
 
 BAD: dict[str, tuple[str, str]] = {
@@ -53,6 +46,7 @@ BAD: dict[str, tuple[str, str]] = {
         "benchmark --model ./none --weights-dir none",
         "--weights-dir: expected a folder, but none is not one",
     ),
+    "classify-data": ("classify --rows mame-0.8", "--data: expected a folder of class folders"),
     "cache-texts": ("cache --texts none", "--texts: expected a folder, found none at none"),
     "cache-share": ("cache --shares 1.5", "--shares: expected shares above 0 and below 1, got 1.5"),
     "cache-tasks": ("cache --tasks sums", "--tasks: expected some of needles"),
@@ -72,7 +66,7 @@ def test_bad_input_is_one_line_and_status_2(
 ) -> None:
     line, message = BAD[case]
     assert cli.run(line.split()) == 2
-    assert message in error_of(capsys)
+    assert message in error_of(capsys, silent=True)
     assert list(here.iterdir()) == []
 
 

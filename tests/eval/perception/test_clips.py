@@ -9,7 +9,7 @@ from PIL import Image
 from mame_sd.errors import UserError
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.perception.data import ImageSet, open_images
-from tests.builders.classification import save_classifier
+from tests.builders.classification import CLASSES, save_classifier
 
 
 def frame(value: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
@@ -64,8 +64,8 @@ def test_video_files_are_read(tmp_path: Path) -> None:
 def test_clips_that_can_not_be_read_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_classifier(tmp_path / "model", "VideoMAEForVideoClassification", tuple("abc"))
-    clip = tmp_path / "data" / "a" / "one"
+    save_classifier(tmp_path / "model", "VideoMAEForVideoClassification")
+    clip = tmp_path / "data" / CLASSES[0] / "one"
     write_frames(clip, [10, 50, 90, 130])
 
     def said() -> str:
@@ -90,8 +90,8 @@ def run(place: Path, *more: str, suite: str = "video") -> int:
 
 
 def test_the_suite_runs_and_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_classifier(tmp_path / "model", "VideoMAEForVideoClassification", tuple("abc"))
-    for name in "abc":
+    save_classifier(tmp_path / "model", "VideoMAEForVideoClassification")
+    for name in CLASSES:
         write_frames(tmp_path / "data" / name / "one", [40, 80, 120, 160])
     assert run(tmp_path, suite="vit") == 2
     assert "sees clips; change it" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from PIL import ExifTags, Image
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.scoring import clean_fid
 from mame_sd.eval.weights.files import file_sha256
+from tests.builders.console import error_of
 from tests.builders.metrics import noise
 
 
@@ -111,35 +112,32 @@ def test_what_can_not_be_done_is_one_line_before_anything_is_computed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def error_of(status: int, asked: list[str]) -> str:
+    def refused(status: int, asked: list[str]) -> str:
         assert cli.run(asked) == status
-        out, err = capsys.readouterr()
-        errors = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert (out, errors) == ("", err.splitlines()[-1:])
-        return errors[0]
+        return error_of(capsys, silent=True)
 
     def unreachable(*_: Any, **__: Any) -> None:
         raise OSError("Name or service not known")
 
-    unknown = error_of(2, arguments(folders, "--fid-backend", "torch-fidelity"))
+    unknown = refused(2, arguments(folders, "--fid-backend", "torch-fidelity"))
     assert "--fid-backend: expected mame-sd or clean-fid, got 'torch-fidelity'" in unknown
     weights = clean_fid._WEIGHTS.rename(tmp_path / "away")
-    offline = error_of(2, arguments(folders, "--offline"))
+    offline = refused(2, arguments(folders, "--offline"))
     assert f"expected its Inception at {clean_fid._WEIGHTS}, found none" in offline
     with monkeypatch.context() as patch:
         patch.setattr(package, "build_feature_extractor", unreachable)
-        said = error_of(1, arguments(folders))
+        said = refused(1, arguments(folders))
         assert "Name or service not known; check the network" in said
         patch.setitem(sys.modules, "cleanfid.features", None)
-        said = error_of(2, arguments(folders))
+        said = refused(2, arguments(folders))
         assert "expected the package clean-fid and a torchvision that fits torch" in said
         assert "pip install 'mame-sd[clean-fid]'" in said
     assert package.calls == []
     weights.rename(clean_fid._WEIGHTS)
     statistics = tmp_path / "photos.npz"
     np.savez(statistics, mu=np.zeros(4), sigma=np.eye(4), n=200)
-    said = error_of(2, arguments([*folders[:2], str(statistics)]))
+    said = refused(2, arguments([*folders[:2], str(statistics)]))
     assert "photos.npz: expected images for --fid-backend clean-fid, got statistics" in said
     same = ["score", folders[1], folders[1], "--metrics", "fid_to_baseline"]
-    said = error_of(2, [*same, "--fid-backend", "clean-fid"])
+    said = refused(2, [*same, "--fid-backend", "clean-fid"])
     assert "clean-fid: Imaginary component 0.1; give more images" in said

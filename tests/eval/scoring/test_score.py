@@ -22,6 +22,7 @@ from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.score import mean_value
 from mame_sd.eval.scoring.sets import set_value
 from mame_sd.eval.scoring.tools import Tools
+from tests.builders.console import error_of
 from tests.builders.metrics import noise
 from tests.builders.run_folders import write_run
 from tests.builders.tiny import save_tiny_clip
@@ -48,13 +49,9 @@ def score_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dic
     return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")), err
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert cli.run(["score", *arguments]) == 2
-    out, err = capsys.readouterr()
-    lines = err.splitlines()
-    assert out == ""
-    assert [line for line in lines if line.startswith("error: ")] == lines[-1:]
-    return lines[-1]
+    return error_of(capsys, silent=True)
 
 
 def test_psnr_is_the_mean_of_per_image_values(
@@ -96,10 +93,10 @@ def test_plain_folders_of_images_pair_by_file_name(
     assert found["metrics"] == expected
     assert found["manifest"]["run_b"]["sizes"] == ["32x24"]
     assert score_json(capsys, runs[0], b)[0]["metrics"] == expected
-    line = error_of(capsys, a, b, "--metrics", "psnr,clip_score")
+    line = refused(capsys, a, b, "--metrics", "psnr,clip_score")
     assert "--metrics clip_score: expected a run folder, which knows its prompts" in line
     (folders[1] / "03_0.bmp").rename(folders[1] / "another.bmp")
-    line = error_of(capsys, a, b)
+    line = refused(capsys, a, b)
     assert "expected the image 03_0 as in" in line
     assert "compare folders of the same file names" in line
 
@@ -145,7 +142,7 @@ def test_bad_input_is_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path / "weights"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert BAD[options] in error_of(capsys, *runs, *options.split())
+    assert BAD[options] in refused(capsys, *runs, *options.split())
 
 
 def test_another_clip_is_named_beside_its_scores(
@@ -156,7 +153,11 @@ def test_another_clip_is_named_beside_its_scores(
     found, _ = score_json(capsys, *options)
     assert found["manifest"]["networks"]["clip"]["name"] == "CLIP my-clip"
     assert [value["note"] for value in found["metrics"].values()] == ["CLIP my-clip"] * 2
-    assert found["metrics"]["clip_score"]["difference"]["n"] == 5, "from the baseline's"
+    difference = found["metrics"]["clip_score"]["difference"]
+    assert difference["n"] == 5, "from the baseline's"
+    plain = [str(Path(runs[0], "images")), *options[1:]]
+    again = score_json(capsys, *plain)[0]["metrics"]["clip_score"]
+    assert again["difference"] == difference, "by the prompts of the run that knows them"
 
 
 def test_not_a_number_is_never_averaged(runs: tuple[str, str]) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from mame_sd.errors import UserError
 from mame_sd.eval.metric_list import METRICS
+from mame_sd.eval.scoring import sets
 from mame_sd.eval.scoring.reference import check_foreign, open_reference
 from mame_sd.eval.scoring.runs import Run
 from mame_sd.eval.scoring.sets import set_value
@@ -50,7 +51,9 @@ def coloured(count: int, brighter: int) -> dict[str, np.ndarray]:
     }
 
 
-def test_distances_follow_the_sets_and_state_their_size(tmp_path: Path) -> None:
+def test_distances_follow_the_sets_and_state_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     near, far = (Run.open(write_run(tmp_path / str(by), coloured(120, by))) for by in (5, 60))
     base = Run.open(write_run(tmp_path / "base", coloured(120, 0)))
     reference = open_reference(tmp_path / "base")
@@ -69,6 +72,9 @@ def test_distances_follow_the_sets_and_state_their_size(tmp_path: Path) -> None:
     score = set_value(METRICS["is"], near, base, None, tools)
     assert (score.splits, score.n) == (1, 120)
     assert 1 <= score.mean <= score.cap
+    monkeypatch.setattr(sets, "SPLIT_FROM", 120)
+    score = set_value(METRICS["is"], near, base, None, tools)
+    assert (score.splits, score.cap, score.std > 0) == (10, 12, True)
 
 
 def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:

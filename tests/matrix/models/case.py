@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from tests.builders.transformers import IMAGE, STEP, TEXT, H, W, model, normal
+from tests.builders.transformers import IMAGE, STEP, TEXT, H, W, flux_inputs, model, normal
 
 BLC = "hidden_states BLC"  # tokens of an image or a video
 PLAIN = "its attention has nothing beside its tokens: no family"
@@ -40,7 +41,9 @@ class Case:
     unprobed: str = ""
 
 
-# What transformers are built with where a case gives nothing else, as far as their classes take it.
+# What transformers are built with where a case gives nothing else, as far as their classes take it;
+# other arguments whose names end as those of `AT_MOST` are at most so large.
+AT_MOST = {"_dim": 16, "_channels": 16, "heads": 2, "layers": 1, "blocks": 1}
 SMALL: dict[str, Any] = {
     "attention_head_dim": 16,
     "axes_dims": (4, 4, 8),
@@ -78,8 +81,27 @@ T = 3  # frames
 WORDS = normal(2, TEXT, 16)
 VIDEO = normal(2, 4, T, 2 * H, 2 * W)
 # What models are called with where a case gives nothing else, as far as their classes take it.
-USUAL = {"encoder_hidden_states": WORDS, **STEP}
-LATENTS = {"BCHW": IMAGE, "BCTHW": VIDEO, "BLC": normal(2, H * W, 4)}
+USUAL = {
+    **flux_inputs(),
+    **STEP,
+    "controlnet_cond": IMAGE,
+    "height": H,
+    "num_frames": T,
+    "padding_mask": torch.zeros(1, 1, 2 * H, 2 * W),
+    "pooled_projections": normal(2, 8),
+    "width": W,
+}
+LATENTS = {
+    "BCHW": IMAGE,
+    "BCTHW": VIDEO,
+    "BLC": normal(2, H * W, 4),
+    "BTCHW": VIDEO.transpose(1, 2).contiguous(),
+}
+
+
+def rotations(tokens: int, width: int = 16) -> tuple[Tensor, Tensor]:
+    """Two of an argument `image_rotary_emb`."""
+    return normal(tokens, width), normal(tokens, width, seed=2)
 
 
 def case(
@@ -96,15 +118,27 @@ def case(
     """
 
     def build() -> Any:
-        return model(name, **{**_taken(small, getattr(diffusers, name)), **more})()
+        return model(name, **{**_sizes(small, getattr(diffusers, name)), **more})()
 
     def call() -> dict[str, Any]:
         latents, _, dims = image.partition(" ")
-        usual = {**USUAL, latents: LATENTS[dims]} if dims in LATENTS else USUAL
+        usual = {**USUAL, latents: LATENTS.get(dims)}
         kind = getattr(diffusers, name, None)  # the oldest that is supported lacks the newest ones
         return {**(_taken(usual, kind.forward) if kind else {}), **inputs()}
 
     return Case(name, build, call, image, text, unprobed)
+
+
+def _sizes(small: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """Small values for the arguments of a class."""
+    sizes = {}
+    for name, argument in inspect.signature(kind).parameters.items():
+        if name in small:
+            sizes[name] = small[name]
+        elif type(argument.default) is int:
+            limits = (most for end, most in AT_MOST.items() if name.endswith(end))
+            sizes[name] = min(argument.default, next(limits, argument.default))
+    return sizes
 
 
 def _taken(values: dict[str, Any], by: Callable[..., Any]) -> dict[str, Any]:

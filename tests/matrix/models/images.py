@@ -8,45 +8,46 @@ import torch
 from torch import nn
 
 from tests.builders.transformers import (
-    FLUX,
-    HEADS,
     IMAGE,
-    PATCHED,
     TEXT,
     H,
     W,
     flux_inputs,
-    model,
     normal,
 )
-from tests.matrix.models.case import BLC, PLAIN, WORDS, Case, case
+from tests.matrix.models.case import BLC, PLAIN, WORDS, Case, case, rotations
 
 HALF = {"timestep": torch.tensor([0.5, 0.5])}
 SIZES = {name: torch.full((2, 2), 64.0) for name in ("original_size", "target_size", "crop_coords")}
 HUNYUAN_DIT: dict[str, Any] = {  # of the model and of its ControlNet
-    **HEADS,
-    "hidden_size": 32,
+    "sample_size": 32,
+    "patch_size": 2,
     "cross_attention_dim": 16,
     "cross_attention_dim_t5": 16,
-    "pooled_projection_dim": 8,
     "text_len": TEXT,
     "text_len_t5": TEXT,
     "activation_fn": "gelu-approximate",
 }
 
 
-def flux_like(**more: Any) -> Any:
-    return lambda: {**flux_inputs(), **HALF, **more}
+def hunyuan_dit() -> dict[str, Any]:
+    return {
+        "text_embedding_mask": torch.ones(2, TEXT),
+        "encoder_hidden_states_t5": normal(2, TEXT, 16, seed=2),
+        "text_embedding_mask_t5": torch.ones(2, TEXT),
+        "image_meta_size": torch.ones(2, 6),
+        "style": torch.zeros(2, dtype=torch.long),
+        "image_rotary_emb": rotations(H * W),
+    }
 
 
 def four_ids(**more: Any) -> Any:
     """Ids of Flux 2: (image, row, column, word)."""
 
     def inputs() -> dict[str, Any]:
-        given = {**flux_inputs(), **HALF, **more}
-        given["img_ids"] = torch.cat([given["img_ids"], torch.zeros(H * W, 1)], 1)
-        given["txt_ids"] = torch.cat([torch.zeros(TEXT, 3), torch.arange(TEXT)[:, None]], 1)
-        return given
+        image = torch.cat([flux_inputs()["img_ids"], torch.zeros(H * W, 1)], 1)
+        text = torch.cat([torch.zeros(TEXT, 3), torch.arange(TEXT)[:, None]], 1)
+        return {"img_ids": image, "txt_ids": text, **HALF, **more}
 
     return inputs
 
@@ -120,21 +121,23 @@ def listed(**more: Any) -> Any:
     }
 
 
-Z_IMAGE: dict[str, Any] = {"dim": 32, "n_heads": 2, "n_refiner_layers": 1, "n_kv_heads": 2}
+def z_image(**more: Any) -> Case:
+    name, sides = "ZImageTransformer2DModel", (256, 64, 64)
+    latents = "x BCFHW"
+    return case(name, listed(), latents, "cap_feats", dim=32, n_layers=2, axes_lens=sides, **more)
 
 
 def z_control() -> nn.Module:
     """A ControlNet of Z-Image, with the parts that it borrows from its transformer."""
-    own = model(
+    own = case(
         "ZImageControlNetModel",
+        dim=32,
         control_layers_places=[0, 1],
         control_refiner_layers_places=[0],
         control_in_dim=4,
         add_control_noise_refiner="control_noise_refiner",
-        **{**Z_IMAGE},
-    )()
-    whole = z_image()
-    borrowed: nn.Module = type(own).from_transformer(own, whole)
+    ).build()
+    borrowed: nn.Module = type(own).from_transformer(own, z_image().build())
     return borrowed
 
 
@@ -150,19 +153,6 @@ def omni() -> dict[str, Any]:
         "siglip_feats": [[normal(3, 4, 16), None] for _ in range(2)],
         "image_noise_mask": [[0, 1]] * 2,
     }
-
-
-def z_image(**more: Any) -> nn.Module:
-    return model(
-        "ZImageTransformer2DModel",
-        in_channels=4,
-        n_layers=2,
-        cap_feat_dim=16,
-        axes_dims=[4, 4, 8],
-        axes_lens=[256, 64, 64],
-        **Z_IMAGE,
-        **more,
-    )()
 
 
 def hidream() -> dict[str, Any]:
@@ -185,8 +175,7 @@ CASES = [
         },
         "",
         unprobed=PLAIN,
-        **PATCHED,
-        out_channels=8,
+        sample_size=32,
     ),
     case(
         "DiTTransformer2DModel",
@@ -197,24 +186,9 @@ CASES = [
         },
         "",
         unprobed=PLAIN,
-        **PATCHED,
-        out_channels=8,
-        num_embeds_ada_norm=10,
-        norm_elementwise_affine=False,
+        sample_size=32,
     ),
-    case(
-        "HunyuanDiT2DModel",
-        lambda: {
-            "text_embedding_mask": torch.ones(2, TEXT),
-            "encoder_hidden_states_t5": normal(2, TEXT, 16, seed=2),
-            "text_embedding_mask_t5": torch.ones(2, TEXT),
-            "image_meta_size": torch.ones(2, 6),
-            "style": torch.zeros(2, dtype=torch.long),
-            "image_rotary_emb": (normal(H * W, 16), normal(H * W, 16, seed=2)),
-        },
-        **{**PATCHED, "num_layers": 4},
-        **HUNYUAN_DIT,
-    ),
+    case("HunyuanDiT2DModel", hunyuan_dit, **HUNYUAN_DIT, num_layers=4),
     case(
         "LuminaNextDiT2DModel",
         lambda: {
@@ -223,36 +197,20 @@ CASES = [
             "cross_attention_kwargs": {"base_sequence_length": 64},
             **HALF,
         },
-        **PATCHED,
+        sample_size=32,
         num_kv_heads=1,
-        multiple_of=16,
         cross_attention_dim=16,
     ),
-    case("SD3Transformer2DModel", lambda: {"pooled_projections": normal(2, 8)}, **PATCHED),
-    case(
-        "FluxTransformer2DModel",
-        lambda: {**flux_inputs(), "pooled_projections": normal(2, 8), **HALF},
-        BLC,
-        **FLUX,
-    ),
+    case("SD3Transformer2DModel", sample_size=32),
+    case("FluxTransformer2DModel", lambda: HALF, BLC, num_single_layers=2),
     case(
         "ChromaTransformer2DModel",
         lambda: {
-            **flux_inputs(),
-            "attention_mask": torch.cat(
-                [
-                    torch.tensor([[True] * 5 + [False] * 2] * 2),
-                    torch.ones(2, H * W, dtype=torch.bool),
-                ],
-                1,
-            ),
+            "attention_mask": torch.tensor([[True] * 5 + [False] * 2 + [True] * H * W] * 2),
             **HALF,
         },
         BLC,
-        **FLUX,
-        approximator_num_channels=64,
-        approximator_hidden_dim=16,
-        approximator_layers=1,
+        num_single_layers=2,
     ),
     case(
         "QwenImageTransformer2DModel",
@@ -263,26 +221,11 @@ CASES = [
             **HALF,
         },
         BLC,
-        patch_size=2,
         in_channels=16,
     ),
-    case(
-        "AuraFlowTransformer2DModel",
-        lambda: HALF,
-        sample_size=32,
-        patch_size=2,
-        num_mmdit_layers=1,
-        num_single_dit_layers=1,
-        pos_embed_max_size=256,
-    ),
-    case(
-        "CogView3PlusTransformer2DModel",
-        lambda: SIZES,
-        condition_dim=2,
-        pos_embed_max_size=16,
-        sample_size=16,
-    ),
-    case("CogView4Transformer2DModel", lambda: SIZES, condition_dim=4),
+    case("AuraFlowTransformer2DModel", lambda: HALF),
+    case("CogView3PlusTransformer2DModel", lambda: SIZES),
+    case("CogView4Transformer2DModel", lambda: SIZES),
     case(
         "GlmImageTransformer2DModel",
         lambda: {
@@ -291,25 +234,15 @@ CASES = [
             "target_size": torch.full((2, 2), 64.0),
             "crop_coords": torch.zeros(2, 2),
         },
-        time_embed_dim=16,
-        condition_dim=8,
         prior_vq_quantizer_codebook_size=16,
     ),
-    case(
-        "PRXTransformer2DModel",
-        lambda: HALF,
-        context_in_dim=16,
-        num_heads=2,
-        depth=2,
-        axes_dim=[8, 8],
-    ),
+    case("PRXTransformer2DModel", lambda: HALF, depth=2, axes_dim=[8, 8]),
     case(
         "Flux2Transformer2DModel",
         four_ids(),
         BLC,
         num_layers=1,
         axes_dims_rope=(4, 4, 4, 4),
-        timestep_guidance_channels=16,
         guidance_embeds=False,
     ),
     case(
@@ -319,66 +252,48 @@ CASES = [
         num_layers=1,
         axes_dims_rope=(4, 4, 4, 4),
         cond_in_channels=4,
-        timestep_channels=16,
     ),
-    case("BriaTransformer2DModel", flux_like(), BLC, num_layers=1, pooled_projection_dim=None),
+    case("BriaTransformer2DModel", lambda: HALF, BLC, num_layers=1),
     case(
         "BriaFiboTransformer2DModel",
-        flux_like(
-            text_encoder_layers=[normal(2, TEXT, 16)] * 2,
-            joint_attention_kwargs={
+        lambda: {
+            "text_encoder_layers": [normal(2, TEXT, 16)] * 2,
+            "joint_attention_kwargs": {
                 "attention_mask": torch.zeros(2, 1, TEXT + H * W, TEXT + H * W)
             },
-        ),
+            **HALF,
+        },
         BLC,
         num_layers=1,
-        text_encoder_dim=16,
-        pooled_projection_dim=None,
     ),
-    case("OvisImageTransformer2DModel", flux_like(), BLC, num_layers=1),
-    case(
-        "LongCatImageTransformer2DModel", flux_like(), BLC, num_layers=1, pooled_projection_dim=16
-    ),
+    case("OvisImageTransformer2DModel", lambda: HALF, BLC, num_layers=1),
+    case("LongCatImageTransformer2DModel", lambda: HALF, BLC, num_layers=1),
     case(
         "Krea2Transformer2DModel",
         krea,
         BLC,
-        timestep_embed_dim=8,
-        text_hidden_dim=16,
         num_text_layers=2,
-        text_num_attention_heads=2,
-        text_num_key_value_heads=1,
         text_intermediate_size=16,
-        num_layerwise_text_blocks=1,
-        num_refiner_text_blocks=1,
     ),
     case(
         "Ideogram4Transformer2DModel",
         ideogram,
         image="hidden_states B7LC",
-        adaln_dim=16,
-        llm_features_dim=16,
-        rope_theta=10000,
         mrope_section=(4, 2, 2),
     ),
-    case("QwenImage21Transformer2DModel", qwen21, BLC, context_in_dim=16),
+    case("QwenImage21Transformer2DModel", qwen21, BLC),
     case(
         "OmniGenTransformer2DModel",
         omnigen,
-        num_key_value_heads=2,
         pad_token_id=0,
         vocab_size=32,
-        time_step_dim=4,
         rope_scaling={"long_factor": list(range(1, 9)), "short_factor": list(range(1, 9))},
     ),
     case(
         "Lumina2Transformer2DModel",
         lambda: {"encoder_attention_mask": torch.ones(2, TEXT, dtype=torch.bool), **HALF},
-        sample_size=16,
         num_kv_heads=1,
-        multiple_of=2,
         axes_dim_rope=(4, 4, 8),
-        axes_lens=(64, 64, 64),
     ),
     case(
         "ErnieImageTransformer2DModel",
@@ -390,9 +305,8 @@ CASES = [
         },
         text="text_bth",
         ffn_hidden_size=32,
-        text_in_dim=16,
     ),
-    Case("ZImageTransformer2DModel", z_image, listed(), "x BCFHW", "cap_feats"),
+    z_image(),
     Case(
         "ZImageControlNetModel",
         z_control,
@@ -406,16 +320,9 @@ CASES = [
         text="",
         dim=32,
         n_layers=2,
-        n_refiner_layers=1,
-        n_heads=2,
         injection_layer_ids=(1,),
-        perceiver_num_layers=1,
         min_num_gist_tokens=4,
         max_num_gist_tokens=8,
-        gist_step=4,
-        gist_min_text_len=4,
-        gist_max_text_len=16,
-        axes_lens=(64, 64, 64),
     ),
     case(
         "HiDreamImageTransformer2DModel",
@@ -425,8 +332,6 @@ CASES = [
         num_layers=1,
         caption_channels=[16, 16],
         text_emb_dim=8,
-        num_routed_experts=2,
-        num_activated_experts=2,
         axes_dims_rope=(8, 4, 4),
         max_resolution=(24, 24),
         llama_layers=(0, 1),
@@ -440,7 +345,6 @@ CASES = [
             **HALF,
         },
         BLC,
-        out_channels=1,
         moe_enabled=False,
         capacity_factors=[8.0, 8.0],
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.builders.tiny import tiny_unet, unet_inputs
-from tests.builders.transformers import FLUX, IMAGE, TEXT, H, W, flux_inputs, model, normal
+from tests.builders.transformers import TEXT, H, W, normal
 from tests.matrix.models import images
 from tests.matrix.models.case import BLC, PLAIN, STEP, Case, T, case
 from tests.matrix.models.images import HALF
@@ -71,7 +71,6 @@ CASES = [
         "",
         unprobed=PLAIN,
         **BLOCKS,
-        caption_channels=None,
     ),
     case(
         "DreamLiteTransformer2DModel",
@@ -81,7 +80,7 @@ CASES = [
         **BLOCKS,
         num_kv_heads=2,
     ),
-    unet("DreamLiteUNetModel", attention_head_dim=2),
+    unet("DreamLiteUNetModel"),
     unet(
         "UNet2DModel",
         lambda: {"sample": normal(2, 3, H, W)},
@@ -96,13 +95,10 @@ CASES = [
             "encoder_hidden_states": normal(2, TEXT, 16),
             "timestep": torch.tensor(5),
         },
-        time_embedding_dim=32,
         groups=4,
         attention_head_dim=4,
         layers_per_block=2,
         block_out_channels=(8, 8, 8, 8),
-        cross_attention_dim=16,
-        encoder_hid_dim=16,
     ),
     unet(
         "StableCascadeUNet",
@@ -112,18 +108,10 @@ CASES = [
             "clip_text_pooled": normal(2, 1, 16),
         },
         in_channels=4,
-        out_channels=4,
-        conditioning_dim=16,
-        block_out_channels=(16, 16),
         num_attention_heads=(0, 2),
         down_num_layers_per_block=(1, 1),
         up_num_layers_per_block=(1, 1),
-        down_blocks_repeat_mappers=(1, 1),
-        up_blocks_repeat_mappers=(1, 1),
         block_types_per_layer=(("SDCascadeResBlock",), ("SDCascadeResBlock", "SDCascadeAttnBlock")),
-        clip_text_pooled_in_channels=16,
-        clip_seq=2,
-        patch_size=1,
         switch_level=(False,),
         dropout=(0.0, 0.0),
     ),
@@ -136,16 +124,11 @@ CASES = [
         },
         "",
         unprobed=UNET,
-        cond_embed_dim=16,
         micro_cond_encode_dim=4,
         micro_cond_embed_dim=20,
         encoder_hidden_size=16,
         vocab_size=17,
         codebook_size=16,
-        in_channels=32,
-        block_out_channels=32,
-        num_res_blocks=1,
-        block_num_heads=2,
         num_hidden_layers=2,
     ),
     unet("UNet3DConditionModel", video_unet(), "3D"),
@@ -157,15 +140,9 @@ CASES = [
             image_embeddings=normal(1, 32),
         ),
         "3D",
-        block_out_channels=(64, 64),
         num_attention_heads=2,
     ),
-    unet(
-        "UNetMotionModel",
-        video_unet(encoder_hidden_states=normal(T, TEXT, 32)),
-        "Motion",
-        num_attention_heads=2,
-    ),
+    unet("UNetMotionModel", video_unet(encoder_hidden_states=normal(T, TEXT, 32)), "Motion"),
     unet(
         "UNetSpatioTemporalConditionModel",
         lambda: {
@@ -183,11 +160,8 @@ CASES = [
     unet(
         "UNetControlNetXSModel",
         controlled(),
-        num_attention_heads=2,
         ctrl_conditioning_embedding_out_channels=(16, 16),
         ctrl_block_out_channels=(8, 16),
-        ctrl_num_attention_heads=2,
-        ctrl_max_norm_num_groups=4,
     ),
     unet(
         "AudioLDM2UNet2DConditionModel",
@@ -204,7 +178,6 @@ CASES = [
             conditioning_scale=[1.0],
         ),
         num_trans_channel=32,
-        num_trans_head=2,
         num_proj_channel=32,
         addition_time_embed_dim=8,
     ),
@@ -221,21 +194,11 @@ CASES = [
     ),
     case(
         "FluxControlNetModel",
-        lambda: {
-            **flux_inputs(),
-            "controlnet_cond": normal(2, H * W, 4),
-            "pooled_projections": normal(2, 8),
-            **HALF,
-        },
+        lambda: {"controlnet_cond": normal(2, H * W, 4), **HALF},
         BLC,
-        **{**FLUX, "num_layers": 1, "num_single_layers": 1},
+        num_layers=1,
     ),
-    case(
-        "SD3ControlNetModel",
-        lambda: {"controlnet_cond": IMAGE, "pooled_projections": normal(2, 8)},
-        sample_size=16,
-        pos_embed_max_size=16,
-    ),
+    case("SD3ControlNetModel"),
     case(
         "QwenImageControlNetModel",
         lambda: {
@@ -248,19 +211,10 @@ CASES = [
         patch_size=1,
         num_layers=1,
     ),
-    Case(
+    case(
         "HunyuanDiT2DControlNetModel",
-        model(
-            "HunyuanDiT2DControlNetModel",
-            sample_size=32,
-            patch_size=2,
-            in_channels=4,
-            transformer_num_layers=4,
-            **images.HUNYUAN_DIT,
-        ),
-        lambda: {
-            **next(case for case in images.CASES if case.name == "HunyuanDiT2DModel").inputs(),
-            "controlnet_cond": IMAGE,
-        },
+        images.hunyuan_dit,
+        transformer_num_layers=4,
+        **images.HUNYUAN_DIT,
     ),
 ]

@@ -4,49 +4,26 @@ from __future__ import annotations
 
 import torch
 
-from tests.builders.transformers import HEADS, IMAGE, normal
-from tests.matrix.models.case import VIDEO, T, case
-from tests.matrix.models.videos import WAN, frames_first
+from tests.builders.transformers import normal
+from tests.matrix.models.case import case
+from tests.matrix.models.videos import BCTHW, frame_times
 
-SANA = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_layers": 1,
-    **HEADS,
-    "num_cross_attention_heads": 2,
-    "cross_attention_head_dim": 16,
-    "cross_attention_dim": 32,
-    "caption_channels": 16,
-}
+SANA = {"num_layers": 1, "sample_size": 16}
 
 LINEAR = [
-    case("SanaTransformer2DModel", **SANA, sample_size=16),
-    case("SanaControlNetModel", lambda: {"controlnet_cond": IMAGE}, **SANA, sample_size=16),
-    case(
-        "SanaVideoTransformer3DModel",
-        lambda: {"hidden_states": VIDEO},
-        **SANA,
-        sample_size=16,
-        rope_max_seq_len=32,
-    ),
+    case("SanaTransformer2DModel", **SANA),
+    case("SanaControlNetModel", **SANA),
+    case("SanaVideoTransformer3DModel", image=BCTHW, **SANA, rope_max_seq_len=32),
 ]
 SPARSE = [
     case(
         "AnyFlowFARTransformer3DModel",
-        lambda: {
-            "hidden_states": frames_first(VIDEO),
-            "timestep": torch.full((2, T), 500.0),
-            "r_timestep": torch.full((2, T), 250.0),
-            "chunk_partition": [1, 2],
-        },
-        **WAN,
-        compressed_patch_size=(1, 4, 4),
-        full_chunk_limit=3,
+        lambda: {**frame_times(), "chunk_partition": [1, 2]},
+        "hidden_states BTCHW",
     ),
     case(
         "Kandinsky6SRTransformer3DModel",
         lambda: {"hidden_states": normal(1, 2, 16, 16, 9), "timestep": torch.tensor([500.0])},
-        num_visual_blocks=1,
         nabla_window=(3, 3, 3),
     ),
 ]

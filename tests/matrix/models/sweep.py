@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import NothingMergedError, apply_mame
-from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.diffusion.families.transformers import family_of
 from tests.matrix import backends
-from tests.matrix.markdown import layers, names_by_reason
 from tests.matrix.models.case import Case
 from tests.matrix.models.registry import CASES
 
@@ -91,48 +89,11 @@ def flat(value: Any) -> list[Tensor]:
     return [t for part in value for t in flat(part)] if isinstance(value, tuple | list) else []
 
 
-# Refused though softmax goes over a grid: over blocks of it, or in one layer of four.
-GRIDS = (
-    "AnyFlowFARTransformer3DModel",
-    "Kandinsky6SRTransformer3DModel",
-    "LTX2VideoDiffusionDecoderModel",
-    "SanaWMTransformer3DModel",
-    "WanAnimate2Transformer3DModel",
-)
-
-
 def sweep() -> None:
-    """Runs every case, writes the record, prints the table."""
+    """Runs every case and writes the record."""
     record = {}
     for case in CASES:
         model = case.build().eval()
         record[case.name] = outcome(case, model) | {"kernels": kernels_of(case, model)}
         print(f"{case.name}: {record[case.name]}", flush=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print("\n".join(["", *table()]))
-
-
-def table() -> list[str]:
-    """The record: a table of what merges, and a list of what is refused for which reason."""
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
-    lines = [
-        "| class | family | layers that merge | `tau` too | kernels |",
-        "|---|---|---|---|---|",
-    ]
-    for name, found in sorted(record.items()):
-        lines.append(
-            f"| {name} | {found['family']} | {layers(found['layers'])} |"
-            f" {'yes' if found['tau'] else 'no'} | {found['kernels']} |"
-        )
-    lines += ["", "These are refused:", ""]
-    lines += names_by_reason((reason, name) for name, reason in sorted(EXCLUDED.items()))
-    untried = sorted(classes() - record.keys() - EXCLUDED.keys())
-    lines += [
-        "",
-        (
-            f"{len(record) + len(EXCLUDED)} classes: {len(record)} merge, {len(EXCLUDED)} are"
-            f" refused, {len(untried)} untried. Of {len(record) + len(GRIDS)} with softmax"
-            f" attention over a grid of tokens {len(record)} merge."
-        ),
-    ]
-    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.builders.transformers import HEADS, TEXT, H, W, model, normal
-from tests.matrix.models.case import BLC, STEP, VIDEO, WORDS, Case, T, case
+from tests.builders.transformers import TEXT, H, W, normal
+from tests.matrix.models.case import BLC, VIDEO, WORDS, T, case, rotations
 
 BCTHW = "hidden_states BCTHW"
-WAN: dict[str, Any] = {"patch_size": (1, 2, 2), "rope_max_seq_len": 32}
 
 
 def masked(**more: Any) -> Any:
@@ -23,15 +23,15 @@ def masked(**more: Any) -> Any:
     return lambda: {"encoder_attention_mask": mask, **more}
 
 
-def frames_first(t: Tensor) -> Tensor:
-    return t.transpose(1, 2).contiguous()
+def frame_times() -> dict[str, Any]:
+    """AnyFlow: each frame has its timestep."""
+    return {"timestep": torch.full((2, T), 500.0), "r_timestep": torch.full((2, T), 250.0)}
 
 
 def history() -> dict[str, Any]:
     """FramePack: frames that are there already before those that are made."""
     return {
         **masked()(),
-        "pooled_projections": normal(2, 8),
         "guidance": torch.ones(2),
         "image_embeds": normal(2, 3, 16),
         "indices_latents": torch.arange(T).float(),
@@ -108,58 +108,47 @@ def cosmos_control() -> nn.Module:
         controlnet_cosmos.transforms = SimpleNamespace(
             functional=SimpleNamespace(resize=resize), InterpolationMode=nearest
         )
-    return model(
+    return case(
         "CosmosControlNetModel",
         n_controlnet_blocks=2,
         in_channels=6,
         latent_channels=6,
         model_channels=48,
-        num_attention_heads=2,
         attention_head_dim=24,
-        text_embed_dim=16,
-        adaln_lora_dim=4,
         max_size=(4, 32, 32),
-    )()
+    ).build()
 
 
 def kandinsky(**more: Any) -> Any:
     return lambda: {
         "hidden_states": normal(2, T, 2 * H, 2 * W, 4),
-        "pooled_projections": normal(2, 8),
         **more,
     }
 
 
 def allegro() -> dict[str, Any]:
     """With the table of rotations and each token's place in it, as the pipeline gives them."""
-    table = tuple((normal(n, 8), normal(n, 8, seed=2)) for n in (T, H, W))
+    table = tuple(rotations(n, 8) for n in (T, H, W))
     places = torch.cartesian_prod(*(torch.arange(n) for n in (T, H, W))).T
     return {"image_rotary_emb": (table, tuple(place[None] for place in places))}
 
 
 CASES = [
-    case("WanTransformer3DModel", image=BCTHW, **WAN),
+    case("WanTransformer3DModel", image=BCTHW),
     case(
         "LTXVideoTransformer3DModel",
         lambda: {
             "hidden_states": normal(2, 3 * H * W, 4),
             "encoder_attention_mask": torch.ones(2, TEXT),
-            "num_frames": 3,
-            "height": H,
-            "width": W,
         },
         BLC,
     ),
     case(
         "CogVideoXTransformer3DModel",
-        lambda: {
-            "hidden_states": normal(2, 3, 4, 2 * H, 2 * W),
-            "image_rotary_emb": (normal(3 * H * W, 16), normal(3 * H * W, 16, seed=2)),
-        },
+        lambda: {"image_rotary_emb": rotations(T * H * W)},
         "hidden_states BTCHW",
         sample_width=2 * W,
         sample_height=2 * H,
-        sample_frames=9,
         max_text_seq_length=TEXT,
         use_rotary_positional_embeddings=True,
     ),
@@ -167,7 +156,6 @@ CASES = [
         "WanVACETransformer3DModel",
         lambda: {"control_hidden_states": normal(2, 8, T, 2 * H, 2 * W)},
         BCTHW,
-        **WAN,
         vace_layers=[0],
         vace_in_channels=8,
     ),
@@ -181,70 +169,36 @@ CASES = [
             "encoder_hidden_states_image": normal(2, 4, 16),
         },
         BCTHW,
-        **{**WAN, "in_channels": 12},
+        in_channels=12,
         latent_channels=4,
-        image_dim=16,
         motion_encoder_channel_sizes={"4": 16, "8": 16, "16": 16},
         motion_encoder_size=16,
-        motion_style_dim=8,
-        motion_dim=4,
-        motion_encoder_dim=16,
-        face_encoder_hidden_dim=16,
-        face_encoder_num_heads=2,
         inject_face_latents_blocks=2,
     ),
-    case("ChronoEditTransformer3DModel", image=BCTHW, **WAN),
-    case("SkyReelsV2Transformer3DModel", image=BCTHW, **WAN),
-    case(
-        "AnyFlowTransformer3DModel",
-        lambda: {
-            "hidden_states": frames_first(VIDEO),
-            "timestep": torch.full((2, T), 500.0),
-            "r_timestep": torch.full((2, T), 250.0),
-        },
-        "hidden_states BTCHW",
-        **WAN,
-    ),
-    case(
-        "HeliosTransformer3DModel",
-        helios,
-        BCTHW,
-        patch_size=(1, 2, 2),
-        rope_dim=(4, 4, 8),
-        guidance_cross_attn=True,
-        has_multi_term_memory_patch=True,
-    ),
+    case("ChronoEditTransformer3DModel", image=BCTHW),
+    case("SkyReelsV2Transformer3DModel", image=BCTHW),
+    case("AnyFlowTransformer3DModel", frame_times, "hidden_states BTCHW"),
+    case("HeliosTransformer3DModel", helios, BCTHW, rope_dim=(4, 4, 8)),
     case(
         "AllegroTransformer3DModel",
         allegro,
         BCTHW,
         attention_head_dim=24,
         cross_attention_dim=48,
-        sample_width=24,
-        sample_height=16,
         sample_frames=T,
     ),
-    case(
-        "CosmosTransformer3DModel",
-        lambda: {"padding_mask": torch.zeros(1, 1, 2 * H, 2 * W)},
-        BCTHW,
-        **{**HEADS, "attention_head_dim": 24},
-        adaln_lora_dim=4,
-        max_size=(4, 32, 32),
-        concat_padding_mask=False,
-    ),
-    Case(
-        "CosmosControlNetModel",
-        cosmos_control,
-        lambda: {
-            "controls_latents": normal(2, 4, T, 2 * H, 2 * W),
-            "latents": VIDEO,
-            "encoder_hidden_states": WORDS,
-            "condition_mask": torch.ones(2, 1, T, 2 * H, 2 * W),
-            "padding_mask": torch.zeros(1, 1, 2 * H, 2 * W),
-            **STEP,
-        },
-        "controls_latents BCTHW",
+    case("CosmosTransformer3DModel", image=BCTHW, attention_head_dim=24, concat_padding_mask=False),
+    replace(
+        case(
+            "CosmosControlNetModel",
+            lambda: {
+                "controls_latents": VIDEO,
+                "latents": VIDEO,
+                "condition_mask": torch.ones(2, 1, T, 2 * H, 2 * W),
+            },
+            "controls_latents BCTHW",
+        ),
+        build=cosmos_control,
     ),
     case(
         "LTX2VideoTransformer3DModel",
@@ -253,45 +207,28 @@ CASES = [
             "audio_hidden_states": normal(2, 9, 4),
             "audio_encoder_hidden_states": WORDS,
             "encoder_attention_mask": torch.ones(2, TEXT, dtype=torch.bool),
-            "num_frames": T,
-            "height": H,
-            "width": W,
             "audio_num_frames": 9,
         },
         BLC,
         audio_in_channels=4,
-        audio_out_channels=4,
-        audio_num_attention_heads=2,
         audio_attention_head_dim=8,
-        audio_cross_attention_dim=16,
         rope_double_precision=False,
     ),
     case(
         "SanaWMLTX2RefinerTransformer3DModel",
         lambda: {
             "hidden_states": normal(2, T * H * W, 4),
-            "video_rotary_emb": (normal(2, T * H * W, 32), normal(2, T * H * W, 32, seed=2)),
+            "video_rotary_emb": [t.expand(2, -1, -1) for t in rotations(T * H * W, 32)],
         },
         BLC,
-        audio_in_channels=4,
-        audio_out_channels=4,
-        audio_num_attention_heads=2,
-        audio_attention_head_dim=8,
-        audio_cross_attention_dim=16,
     ),
-    case(
-        "HunyuanVideoTransformer3DModel",
-        masked(pooled_projections=normal(2, 8), guidance=torch.ones(2)),
-        BCTHW,
-        num_layers=1,
-    ),
+    case("HunyuanVideoTransformer3DModel", masked(guidance=torch.ones(2)), BCTHW, num_layers=1),
     case(
         "HunyuanVideoFramepackTransformer3DModel",
         history,
         BCTHW,
         num_layers=1,
         has_image_proj=True,
-        image_proj_dim=16,
         has_clean_x_embedder=True,
     ),
     case(
@@ -304,9 +241,6 @@ CASES = [
         ),
         BCTHW,
         num_layers=1,
-        text_embed_2_dim=16,
-        image_embed_dim=16,
-        target_size=16,
         task_type="t2v",
     ),
     case(
@@ -322,43 +256,24 @@ CASES = [
         num_layers=1,
         enable_text_cross_attention_dual=True,
     ),
-    case(
-        "MochiTransformer3DModel",
-        masked(),
-        BCTHW,
-        pooled_projection_dim=16,
-        time_embed_dim=4,
-        max_sequence_length=TEXT,
-    ),
-    case("EasyAnimateTransformer3DModel", image=BCTHW, mmdit_layers=1, patch_size=2),
+    case("MochiTransformer3DModel", masked(), BCTHW, max_sequence_length=TEXT),
+    case("EasyAnimateTransformer3DModel", image=BCTHW, patch_size=2),
     case(
         "ConsisIDTransformer3DModel",
         lambda: {
-            "hidden_states": frames_first(VIDEO),
-            "image_rotary_emb": (normal(T * H * W, 16), normal(T * H * W, 16, seed=2)),
+            "image_rotary_emb": rotations(T * H * W),
             "id_vit_hidden": [torch.ones(2, 5, 4)],
             "id_cond": torch.ones(2, 8),
         },
         "hidden_states BTCHW",
-        time_embed_dim=2,
         sample_width=2 * W,
         sample_height=2 * H,
-        sample_frames=9,
         max_text_seq_length=TEXT,
         use_rotary_positional_embeddings=True,
-        cross_attn_interval=1,
         is_train_face=True,
-        cross_attn_dim_head=1,
-        cross_attn_num_heads=1,
         LFE_id_dim=8,
         LFE_vit_dim=4,
-        LFE_depth=5,
-        LFE_dim_head=8,
-        LFE_num_heads=2,
-        LFE_num_id_token=1,
-        LFE_num_querie=1,
         LFE_output_dim=21,
-        LFE_ff_mult=1,
         LFE_num_scale=1,
     ),
     case(
@@ -374,22 +289,17 @@ CASES = [
             text_rope_pos=torch.arange(TEXT),
         ),
         "hidden_states BTHWC",
-        in_text_dim=16,
         in_text_dim2=8,
-        num_text_blocks=1,
         num_visual_blocks=2,
     ),
     case(
         "Kandinsky6Transformer3DModel",
         kandinsky(audio_hidden_states=normal(2, 6, 4)),
         "hidden_states BTHWC",
-        in_text_dim=16,
         in_text_dim2=8,
-        num_text_blocks=1,
         num_visual_blocks=2,
         visual_cond=False,
         in_audio_dim=4,
-        out_audio_dim=4,
     ),
     case(
         "LatteTransformer3DModel",
@@ -400,12 +310,9 @@ CASES = [
         },
         image="",
         unprobed="its frames are samples",
-        sample_size=16,
         patch_size=2,
-        out_channels=8,
         attention_bias=True,
         activation_fn="gelu-approximate",
-        num_embeds_ada_norm=1000,
         norm_type="ada_norm_single",
         norm_elementwise_affine=False,
         video_length=T,
@@ -415,16 +322,12 @@ CASES = [
         minimax,
         BLC,
         audio_in_channels=6,
-        freq_dim=8,
-        time_embed_hidden_dim=24,
-        time_embed_dim=16,
         rope_freq_dim=2,
     ),
     case(
         "Cosmos3OmniTransformer",
         cosmos3,
         "vision_tokens BCTHW",
-        head_dim=16,
         latent_channel=4,
         latent_patch_size=1,
         num_hidden_layers=2,
