@@ -1,16 +1,16 @@
 """Slow, plain float64 loops: what every fast path is tested against, outputs and gradients.
 
-* The paper's method (arXiv 2604.13432): `algorithm_1` and `algorithm_2` follow its pseudo-code line
-  by line, its last line `W / Mask` included, whose columns sum to more than 1. `TokenPlan` is the
-  settled form, which the library computes.
+* The paper's method (arXiv 2604.13432) in its settled form: `TokenPlan`.
 * Groups by the nearest destination of a tile, the farthest tokens alone: `grouped`.
-* Attention over kept keys, sizes counted and values fitted by an explicit inverse: `Attended`.
+* Attention over kept keys, sizes counted and values fitted by an explicit inverse:
+  `merged_attention`.
 
-One token, or one sample, is computed at a time. Everything is differentiable.
+One sample, and of it one source or head, is computed at a time. Everything is differentiable.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,21 +32,16 @@ def partition(tokens: int, kind: str) -> tuple[list[int], list[int]]:
     return list(range(half)), list(range(half, tokens))
 
 
-def similarity(x: Tensor, dst: list[int], src: list[int], metric: str) -> list[Tensor]:
-    """For each source of x [L, d] its column of S [M]."""
-    to, scale, columns = x[dst], math.sqrt(x.shape[1]), []
-    for q in src:
-        if metric == "euclidean":
-            column = -torch.linalg.vector_norm(to - x[q], dim=1) / scale
-        elif metric == "cosine":
-            zero = (to == 0).all(1) | (x[q] == 0).all()
-            norms = torch.linalg.vector_norm(to, dim=1) * torch.linalg.vector_norm(x[q])
-            column = ((to * x[q]).sum(1) / norms.masked_fill(zero, 1)).clamp(-1, 1)
-            column = column.masked_fill(zero, 0)
-        else:
-            column = (to * x[q]).sum(1) / scale
-        columns.append(torch.softmax(column, 0) if metric == "softmax" else column)
-    return columns
+def similarity(x: Tensor, dst: list[int], src: list[int], metric: str) -> Tensor:
+    """S [M, N] of x [L, d]."""
+    to, of, scale = x[dst].unsqueeze(1), x[src], math.sqrt(x.shape[1])
+    if metric == "euclidean":
+        return -torch.linalg.vector_norm(to - of, dim=2) / scale
+    s = (to * of).sum(2)
+    if metric == "cosine":
+        norms = torch.linalg.vector_norm(to, dim=2) * torch.linalg.vector_norm(of, dim=1)
+        return (s / norms.masked_fill(norms == 0, 1)).clamp(-1, 1)
+    return torch.softmax(s / scale, 0) if metric == "softmax" else s / scale
 
 
 def settled_column(excess: Tensor, refine: bool) -> Tensor:
@@ -82,27 +77,20 @@ class TokenPlan:
         out = []
         for w, sample in zip(self.weights, t.double(), strict=True):
             image = sample[self.prefix :]
-            rows = list(sample[: self.prefix])
-            for i, p in enumerate(self.dst):
-                fused = image[p] + sum(w[i, j] * image[q] for j, q in enumerate(self.src))
-                rows.append(fused / (1 + w[i].sum()))
-            rows += [image[self.src[j]] for j in self.preserved]
-            out.append(torch.stack(rows))
+            src = image[self.src]
+            fused = (image[self.dst] + w @ src) / (1 + w.sum(1, keepdim=True))
+            out.append(torch.cat([sample[: self.prefix], fused, src[self.preserved]]))
         return torch.stack(out)
 
     def restore(self, y: Tensor) -> Tensor:
         """[B, L', C] to [B, L, C], every token at its original position."""
         out = []
+        order = torch.tensor([*self.dst, *self.src]).argsort()
         for w, sample in zip(self.weights, y.double(), strict=True):
-            rows = dict(enumerate(sample[: self.prefix]))
-            merged = sample[self.prefix : self.prefix + len(self.dst)]
-            rest = iter(sample[self.prefix + len(self.dst) :])
-            for i, p in enumerate(self.dst):
-                rows[self.prefix + p] = merged[i]
-            for j, q in enumerate(self.src):
-                back = next(rest) if j in self.preserved else (w[:, j, None] * merged).sum(0)
-                rows[self.prefix + q] = back
-            out.append(torch.stack([rows[p] for p in range(len(rows))]))
+            image = sample[self.prefix :]
+            dst, stays = image[: len(self.dst)], image[len(self.dst) :]
+            src = (w.T @ dst).index_copy(0, torch.tensor(self.preserved).long(), stays)
+            out.append(torch.cat([sample[: self.prefix], torch.cat([dst, src])[order]]))
         return torch.stack(out)
 
 
@@ -119,59 +107,13 @@ def token_plan(
     """
     x = x.double()[:, prefix:]
     dst, src = partition(x.shape[1], kind)
-    found = [
-        [
-            settled_column((column - tau).relu(), refine)
-            for column in similarity(sample, dst, src, metric)
-        ]
-        for sample in x
-    ]
-    preserved = [
-        j for j in range(len(src)) if any(not bool(columns[j].sum() > 0) for columns in found)
-    ]
-    for columns in found:
-        for j in preserved:
-            columns[j] = torch.zeros_like(columns[j])
-    weights = [torch.stack(c, 1) if c else x.new_zeros(len(dst), 0) for c in found]
-    return TokenPlan(torch.stack(weights), preserved, dst, src, prefix)
-
-
-def algorithm_1(
-    x: Tensor, tau: float, dst: list[int], src: list[int], eps: float = 1e-6
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 1 as printed, for x [L, d]: X' [L', d], W^F [M, N] and Mask [N]."""
-    x = x.double()
-    m, n = len(dst), len(src)
-    s = similarity(x, dst, src, "cosine")
-    mask, final = x.new_zeros(n), x.new_zeros(m, n)
-    for j in range(n):
-        excess = [(s[j][i] - tau).relu() for i in range(m)]
-        w = [e / (sum(excess) + eps) for e in excess]
-        count = sum(int(one > 0) for one in w)
-        zeta = sum(w) / (count + eps)
-        mask[j] = sum((one - zeta).relu() for one in w)
-        for i in range(m):
-            final[i, j] = w[i] / (mask[j] + eps)
-    rows = [
-        (x[p] + sum(final[i, j] * x[q] for j, q in enumerate(src))) / (1 + final[i].sum())
-        for i, p in enumerate(dst)
-    ]
-    rows += [x[src[j]] for j in range(n) if mask[j] == 0]
-    return torch.stack(rows), final, mask
-
-
-def algorithm_2(y: Tensor, final: Tensor, mask: Tensor, dst: list[int], src: list[int]) -> Tensor:
-    """Algorithm 2 as printed, for y [L', C], to the original positions [L, C].
-
-    `mask` is Algorithm 1's: a source is preserved where it is 0 (Algorithm 2 writes that condition
-    the other way round).
-    """
-    rows = {p: y[i] / (final[i].sum() + 1) for i, p in enumerate(dst)}
-    preserved = iter(y[len(dst) :])
-    for j, q in enumerate(src):
-        kept = sum(final[i, j] * rows[p] for i, p in enumerate(dst))
-        rows[q] = next(preserved) if mask[j] == 0 else kept
-    return torch.stack([rows[p] for p in range(len(rows))])
+    weights = x.new_zeros(len(x), len(dst), len(src))
+    for b, sample in enumerate(x):
+        for j, column in enumerate(similarity(sample, dst, src, metric).T):
+            weights[b, :, j] = settled_column((column - tau).relu(), refine)
+    preserved = [j for j in range(len(src)) if not bool((weights[:, :, j].sum(1) > 0).all())]
+    weights[:, :, preserved] = 0
+    return TokenPlan(weights, preserved, dst, src, prefix)
 
 
 # -------------------------------------------------------------------- groups
@@ -273,81 +215,66 @@ def merged_attention(
     """
     q, k, v = q.double(), k.double(), v.double()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    shared, count, outputs, values = q.shape[1] // k.shape[1], k.shape[2], [], []
+    heads, count, shared = k.shape[1], k.shape[2], q.shape[1] // k.shape[1]
     if mask is not None:
-        mask = mask if mask.dtype == torch.bool else mask.double()
-        mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], count)
-    for b in range(q.shape[0]):
-        parts: list[tuple[Tensor, Tensor]] = []
-        sizes: list[Tensor] = []
-        columns: list[int] = []
-        end = 0
-        for image in images:
-            last = image.start + len(image.groups[b])
-            parts.append((k[b, :, end : image.start], v[b, :, end : image.start]))
-            sizes.append(k.new_ones(image.start - end))
-            of_keys, size = means(k[b, :, image.start : last], image.groups[b])
-            parts.append((of_keys, means(v[b, :, image.start : last], image.groups[b])[0]))
-            sizes.append(size)
-            columns += [*range(end, image.start), *(image.start + p for p in image.kept[b])]
-            end = last
-        parts.append((k[b, :, end:], v[b, :, end:]))
-        sizes.append(k.new_ones(count - end))
-        columns += range(end, count)
-        key, value = (torch.cat(of, 1) for of in zip(*parts, strict=True))
-        log_sizes = torch.cat(sizes).log()
+        mask = (mask if mask.dtype == torch.bool else mask.double()).expand(*q.shape[:3], count)
+    outputs, values = [], []
+    for b, h in itertools.product(range(len(q)), range(heads)):
+        members, columns, merged = _kept(images, b, count)
+        key, value = (torch.stack([t[b, h, at].mean(0) for at in members]) for t in (k, v))
+        log_sizes = key.new_tensor([len(at) for at in members]).log()
+        rows = slice(h * shared, (h + 1) * shared)  # heads of queries
+        own, seen = q[b, rows], None if mask is None else mask[b, rows]
         bias = torch.zeros_like(log_sizes) if len(sized) else log_sizes
-        own = None if mask is None else mask[b]
-        merged = slice(images[0].start, key.shape[1] - (count - end))
-        fitted, heads = [], []
-        for h in range(k.shape[1]):
-            rows = range(h * shared, (h + 1) * shared)
-            if len(sized):
-                gram, ones = torch.zeros(2, dtype=q.dtype)
-                for at in sized:
-                    some = torch.cat([q[b, row, list(at)] for row in rows])
-                    weight = len(sized[0]) / max(len(at), 1)
-                    gram, ones = gram + weight * some.T @ some, ones + weight * some.sum(0)
-                ridge = SIZE_RIDGE * gram.diagonal().mean()
-                one = torch.linalg.inv(gram + ridge * torch.eye(len(gram), dtype=q.dtype)) @ ones
-                key[h] += log_sizes[:, None] * one / scale
-            heads.append([])
-            exact, weights = [], []
-            for row in rows:
-                every = None if own is None else own[row]
-                some = _with_mask(bias, None if every is None else every[:, columns])
-                heads[-1].append((q[b, row], some))
-                if len(queries):
-                    at = list(queries)
-                    seen = None if every is None else every[at]
-                    exact.append(attend(q[b, row, at], k[b, h], v[b, h], scale, seen)[0])
-                    few = some if some.dim() == 1 else some[at]
-                    weights.append(attend(q[b, row, at], key[h], value[h], scale, few)[1])
-            new = value[h]
-            if len(queries):
-                a = torch.cat(weights)
-                lacking, a = torch.cat(exact) - a @ new, a[:, merged]
-                gram = a @ a.T
-                ridge = RIDGE * gram.diagonal().mean() + 1e-19
-                solved = torch.linalg.inv(gram + ridge * torch.eye(len(gram), dtype=a.dtype))
-                change = a.T @ (solved @ lacking)
-                new = torch.cat([new[: merged.start], new[merged] + change, new[merged.stop :]])
-            fitted.append(new)
-        values.append(torch.stack(fitted))
-        outputs.append(
-            torch.stack(
-                [
-                    attend(query, key[h], fitted[h], scale, some)[0]
-                    for h, of in enumerate(heads)
-                    for query, some in of
-                ]
-            )
-        )
-    return torch.stack(outputs), torch.stack(values)
+        bias = _with_mask(bias, None if seen is None else seen[..., columns])
+        if len(sized):
+            gram, ones = torch.zeros(2, dtype=q.dtype)
+            for at in sized:
+                some = own[:, list(at)].flatten(0, 1)
+                weight = len(sized[0]) / max(len(at), 1)
+                gram, ones = gram + weight * some.T @ some, ones + weight * some.sum(0)
+            one = _ridged_inverse(gram, SIZE_RIDGE) @ ones
+            key = key + log_sizes[:, None] * one / scale
+        if len(queries):
+            few = list(queries)
+            seen, near = (t if t is None or t.dim() == 1 else t[:, few] for t in (seen, bias))
+            exact = attend(own[:, few], k[b, h], v[b, h], scale, seen)[0].flatten(0, 1)
+            a = attend(own[:, few], key, value, scale, near)[1].flatten(0, 1)
+            lacking, a = exact - a @ value, a[:, merged]
+            change = a.T @ (_ridged_inverse(a @ a.T, RIDGE) @ lacking)
+            value = torch.cat([value[: merged.start], value[merged] + change, value[merged.stop :]])
+        values.append(value)
+        outputs.append(attend(own, key, value, scale, bias)[0])
+    return torch.stack(outputs).view(*q.shape[:3], -1), torch.stack(values).unflatten(
+        0, (-1, heads)
+    )
+
+
+def _kept(images: Sequence[Image], b: int, count: int) -> tuple[list[list[int]], list[int], slice]:
+    """Of each kept key of a sample its members, and the column that a mask has for it; which of the
+    kept keys are merged ones.
+    """
+    members: list[list[int]] = []
+    columns: list[int] = []
+    end = 0
+    for image in images:
+        alone, groups = range(end, image.start), image.groups[b]
+        members += [[p] for p in alone]
+        for number in range(max(groups) + 1):
+            members.append([image.start + p for p, group in enumerate(groups) if group == number])
+        columns += [*alone, *(image.start + p for p in image.kept[b])]
+        end = image.start + len(groups)
+    merged = slice(images[0].start, len(members))
+    return members + [[p] for p in range(end, count)], [*columns, *range(end, count)], merged
+
+
+def _ridged_inverse(gram: Tensor, ridge: float) -> Tensor:
+    added = ridge * gram.diagonal().mean() + 1e-19
+    return torch.linalg.inv(gram + added * torch.eye(len(gram), dtype=gram.dtype))
 
 
 def _with_mask(bias: Tensor, mask: Tensor | None) -> Tensor:
-    """What is added to the logits: the sizes' bias [K] and a mask [Q, K]."""
+    """What is added to the logits: the sizes' bias [K] and a mask [.., Q, K]."""
     if mask is None:
         return bias
     return torch.where(mask, bias, -math.inf) if mask.dtype == torch.bool else mask + bias

@@ -63,12 +63,8 @@ def score_runs(
     for metric in metrics:
         if too_few(metric, b, against) is None:
             tools.network(metric)  # missing weights are found before anything is computed
-    found = {}
-    for name, (value, own) in measured(a, b, pairs, against, metrics, tools).items():
-        metric = METRICS[name]
-        if metric.needs == "image":
-            value = replace(value, difference=_difference(metric, own, a, b, tools))
-        found[name] = value
+    values = measured(a, b, pairs, against, metrics, tools)
+    found = {name: _with_difference(name, *values[name], a, b, tools) for name in values}
     cut, prompts = cut_prompts(metrics, b, tools)
     if cut:
         on_note(f"CLIP read {cut} of {prompts} prompts only in part (77 tokens)")
@@ -92,13 +88,16 @@ def score_runs(
     }
 
 
-def _difference(metric: Metric, own: Values, a: Run, b: Run, tools: Tools) -> dict[str, Any]:
-    """How far the values `own` of `b` are from those of the images of `a`, by the prompts of `b`: a
-    plain folder of images knows none.
+def _with_difference(name: str, value: Value, own: Values, a: Run, b: Run, tools: Tools) -> Value:
+    """`value` of `b`, where it is a mean over images of the values `own` with its difference from
+    `a`, by the prompts of `b`: a plain folder of images knows none.
     """
+    if METRICS[name].needs != "image":
+        return value
     items = {key: replace(b.items[key], path=item.path) for key, item in a.items.items()}
-    others = image_values(metric, replace(a, items=items), tools)
-    return paired_difference(own, others, {key: item.prompt_id for key, item in items.items()})
+    others = image_values(METRICS[name], replace(a, items=items), tools)
+    prompts = {key: item.prompt_id for key, item in items.items()}
+    return replace(value, difference=paired_difference(own, others, prompts))
 
 
 def format_scores(found: Mapping[str, Any], form: str) -> str:

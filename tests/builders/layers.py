@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 
@@ -23,7 +22,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "k": {"tau": 0.3, "feature": "k"},
     "k-mean": {"tau": 0.3, "feature": "k-mean"},
 }
-every_config = pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS.keys())
 
 
 def attention(**kwargs: Any) -> Attention:

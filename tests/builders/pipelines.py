@@ -64,7 +64,7 @@ def sdxl() -> Any:
         text_encoder_2=seeded(CLIPTextModelWithProjection, 4, config),
         tokenizer_2=tokenizer,
         unet=tiny_sdxl_unet(cross_attention_dim=2 * TEXT_DIM),
-        scheduler=tiny_scheduler("dpm++"),
+        scheduler=tiny_scheduler(),
         add_watermarker=False,
     )
     return quiet(pipe)

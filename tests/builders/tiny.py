@@ -14,20 +14,12 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
-    DPMSolverMultistepScheduler,
-    EulerAncestralDiscreteScheduler,
     HeunDiscreteScheduler,
     StableDiffusionPipeline,
     UNet2DConditionModel,
 )
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-SCHEDULERS: dict[str, Any] = {
-    "ddim": DDIMScheduler,
-    "dpm++": DPMSolverMultistepScheduler,
-    "euler-a": EulerAncestralDiscreteScheduler,
-    "heun": HeunDiscreteScheduler,
-}
 LATENT = 16  # side of the default latent: 256 tokens at the first level, 64 at the second
 FACTOR = 2  # pixels per latent pixel
 TEXT_DIM = 16
@@ -130,11 +122,11 @@ def tiny_text_encoder(tokenizer: CLIPTokenizer, seed: int = 2) -> CLIPTextModel:
 
 
 def tiny_scheduler(name: str = "ddim") -> Any:
-    """One of `SCHEDULERS` with Stable Diffusion's noise schedule."""
-    extra = {"clip_sample": False, "set_alpha_to_one": False} if name == "ddim" else {}
-    return SCHEDULERS[name](
-        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", steps_offset=1, **extra
-    )
+    """DDIM or "heun" with Stable Diffusion's noise schedule."""
+    schedule = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+    if name == "heun":
+        return HeunDiscreteScheduler(**schedule, steps_offset=1)
+    return DDIMScheduler(**schedule, steps_offset=1, clip_sample=False, set_alpha_to_one=False)
 
 
 def tiny_components(scheduler: str = "ddim", **unet: Any) -> dict[str, Any]:
@@ -162,11 +154,9 @@ def tiny_pipeline(scheduler: str = "ddim", **unet: Any) -> StableDiffusionPipeli
     return pipe
 
 
-def save_tiny_pipeline(folder: Path, scheduler: str = "ddim", **unet: Any) -> Path:
-    """`tiny_pipeline` saved as a model folder, for `from_pretrained` and `--model`; returns the
-    folder.
-    """
-    tiny_pipeline(scheduler, **unet).save_pretrained(folder)
+def save_tiny_pipeline(folder: Path, **unet: Any) -> Path:
+    """`tiny_pipeline` saved as a model folder, for `from_pretrained` and `--model`."""
+    tiny_pipeline(**unet).save_pretrained(folder)
     return folder
 
 

@@ -1,4 +1,6 @@
-"""The way of one call through the library's own files, as the interpreter sees it."""
+"""The way of one call through the library's own files, as the interpreter sees it, and the
+operations that it runs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mame_sd
 
@@ -51,3 +55,15 @@ def traced(run: Callable[[], Any]) -> Trace:
     finally:
         sys.setprofile(before)
     return trace
+
+
+class Operations(TorchDispatchMode):
+    """The operations of PyTorch that run inside of it, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))

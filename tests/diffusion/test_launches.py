@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launches import META, counted, pretended
 from mame_sd import attention
 from mame_sd.diffusion.apply_denoiser import mame
 from tests.builders.tiny import tiny_unet, unet_inputs
+from tests.builders.trace import Operations
 
 
 def biased(q: Tensor, *others: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -55,24 +55,12 @@ def test_a_merging_layer_launches_few_kernels(
     assert sum(one.launches for one in work) <= budget, [one.name for one in work]
 
 
-class Names(TorchDispatchMode):
-    """The operations that run inside of it, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_model_whose_layers_are_all_left_whole_launches_nothing_more() -> None:
     unet, inputs = tiny_unet(), unet_inputs(tiny_unet())
     with torch.no_grad():
-        with Names() as alone:
+        with Operations() as alone:
             unet(**inputs)
         told = pytest.warns(UserWarning, match="no layer merges")
-        with mame(unet, min_tokens=10**6), told, Names() as left:
+        with mame(unet, min_tokens=10**6), told, Operations() as left:
             unet(**inputs)
     assert left.names == alone.names

@@ -5,6 +5,7 @@ file that was left.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,52 +16,25 @@ from mame_sd.diffusion.apply_denoiser import apply_mame
 from mame_sd.diffusion.processor import MaMeAttnProcessor
 from tests.builders.tiny import tiny_unet, unet_inputs
 from tests.builders.trace import Trace, traced
-from tests.builders.transformers import IMAGE, TEXT, normal
-from tests.builders.transformers import model as transformer
+from tests.matrix.models.registry import MODELS
 
 
 def unet() -> tuple[nn.Module, dict[str, Any], Callable[[nn.Module], nn.Module]]:
-    model = tiny_unet()
-    return (
-        model,
-        unet_inputs(model),
-        lambda m: m.up_blocks[-1].attentions[0].transformer_blocks[0].attn1,
-    )
+    model, last = tiny_unet(), "up_blocks.1.attentions.0.transformer_blocks.0.attn1"
+    return model, unet_inputs(model), lambda m: m.get_submodule(last)
 
 
 def sd3() -> tuple[nn.Module, dict[str, Any], Callable[[nn.Module], nn.Module]]:
-    model = transformer(
-        "SD3Transformer2DModel",
-        sample_size=32,
-        patch_size=2,
-        in_channels=4,
-        num_layers=2,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        joint_attention_dim=16,
-        caption_projection_dim=32,
-        pooled_projection_dim=16,
-        pos_embed_max_size=32,
-    )()
-    inputs = {
-        "hidden_states": IMAGE,
-        "encoder_hidden_states": normal(2, TEXT, 16),
-        "pooled_projections": normal(2, 16),
-        "timestep": torch.tensor([500.0, 500.0]),
-    }
-    return model, inputs, lambda m: m.transformer_blocks[1].attn
+    case = MODELS["SD3Transformer2DModel"]
+    return case.build(), case.inputs(), lambda m: m.transformer_blocks[1].attn
 
 
-def hooks(model: Any) -> None:
-    apply_mame(model, min_tokens=16)
+def by_hooks(model: Any, **how: Any) -> None:
+    apply_mame(model, min_tokens=16, **how)
 
 
 def one_liner(model: Any) -> None:
     model.set_attn_processor(MaMeAttnProcessor(min_tokens=16))
-
-
-def by_tau(model: Any) -> None:
-    apply_mame(model, min_tokens=16, tau=0.3)
 
 
 def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
@@ -88,10 +62,10 @@ def way(build: Callable[[], Any], merge: Callable[[Any], None]) -> Trace:
 # Of each way at most so many files of ours entered, calls of functions of ours, and returns to a
 # file that was left before.
 WAYS: dict[str, tuple[Any, Any, tuple[int, int, int]]] = {
-    "unet": (unet, hooks, (6, 30, 8)),
+    "unet": (unet, by_hooks, (6, 30, 8)),
     "one-liner": (unet, one_liner, (10, 35, 11)),
-    "unet-tau": (unet, by_tau, (6, 31, 13)),
-    "sd3": (sd3, hooks, (7, 30, 9)),
+    "unet-tau": (unet, partial(by_hooks, tau=0.3), (6, 31, 13)),
+    "sd3": (sd3, by_hooks, (7, 30, 9)),
 }
 
 

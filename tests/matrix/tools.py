@@ -28,7 +28,7 @@ def compiled() -> None:
     of the same latents too, also when the size returns.
     """
     torch.compiler.reset()
-    unet, larger = one_level_unet(), 24
+    unet, larger = one_level_unet(transformer_layers_per_block=1), 24
     steps = [(4, LATENT), (6, larger), (7, LATENT)]
 
     def forward(step: int, side: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ def compiled() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for step, eager in zip(steps, expected, strict=True):
             torch.testing.assert_close(forward(*step), eager, rtol=1e-4, atol=1e-4)
-    assert sum(layer.merged for layer in handle.report().layers) == 2
+    assert [layer.merged for layer in handle.report().layers] == [True]
 
 
 def compiled_flux() -> None:

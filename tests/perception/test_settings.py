@@ -51,15 +51,6 @@ def test_the_last_block_leaves_a_quarter() -> None:
     assert keeps[0] < keeps[-1]
 
 
-def test_applied_and_set_a_share_means_the_same() -> None:
-    applied, handle = apply_encoder(VIT.build(), keep=0.8), apply_encoder(VIT.build())
-    before = handle.configs
-    handle.set(keep=0.8)
-    assert handle.configs == applied.configs
-    handle.set(MaMeConfig())
-    assert handle.configs == before
-
-
 def test_the_paper_s_method_is_by_tau_and_counts_no_sizes() -> None:
     given = {"config": MaMeConfig(tau=0.8)}
     handle = apply_encoder(VIT.build(), **given)
@@ -78,6 +69,10 @@ def test_the_paper_s_method_is_by_tau_and_counts_no_sizes() -> None:
 def test_one_number_for_each_block() -> None:
     handle = apply_encoder(VIT.build(), keep=(0.5, 0.9), blocks=(0, 3))
     assert [config.keep for config in handle.configs.values()] == [0.5, 0.9]
+    handle.set(keep=0.8)  # a share means the same applied and set
+    assert handle.configs == apply_encoder(VIT.build(), keep=0.8, blocks=(0, 3)).configs
+    handle.set(MaMeConfig())
+    assert handle.configs == apply_encoder(VIT.build(), blocks=(0, 3)).configs
     handle.set(MaMeConfig(keep=1.0))
     assert {config.keep for config in handle.configs.values()} == {1.0}
     handle = apply_encoder(VIT.build(), tau=(0.8, 0.9), blocks=(0, 3))
