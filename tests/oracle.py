@@ -32,21 +32,16 @@ def partition(tokens: int, kind: str) -> tuple[list[int], list[int]]:
     return list(range(half)), list(range(half, tokens))
 
 
-def similarity(x: Tensor, dst: list[int], src: list[int], metric: str) -> list[Tensor]:
-    """For each source of x [L, d] its column of S [M]."""
-    to, scale, columns = x[dst], math.sqrt(x.shape[1]), []
-    for q in src:
-        if metric == "euclidean":
-            column = -torch.linalg.vector_norm(to - x[q], dim=1) / scale
-        elif metric == "cosine":
-            zero = (to == 0).all(1) | (x[q] == 0).all()
-            norms = torch.linalg.vector_norm(to, dim=1) * torch.linalg.vector_norm(x[q])
-            column = ((to * x[q]).sum(1) / norms.masked_fill(zero, 1)).clamp(-1, 1)
-            column = column.masked_fill(zero, 0)
-        else:
-            column = (to * x[q]).sum(1) / scale
-        columns.append(torch.softmax(column, 0) if metric == "softmax" else column)
-    return columns
+def similarity(x: Tensor, dst: list[int], src: list[int], metric: str) -> Tensor:
+    """S [M, N] of x [L, d]."""
+    to, of, scale = x[dst].unsqueeze(1), x[src], math.sqrt(x.shape[1])
+    if metric == "euclidean":
+        return -torch.linalg.vector_norm(to - of, dim=2) / scale
+    s = (to * of).sum(2)
+    if metric == "cosine":
+        norms = torch.linalg.vector_norm(to, dim=2) * torch.linalg.vector_norm(of, dim=1)
+        return (s / norms.masked_fill(norms == 0, 1)).clamp(-1, 1)
+    return torch.softmax(s / scale, 0) if metric == "softmax" else s / scale
 
 
 def settled_column(excess: Tensor, refine: bool) -> Tensor:
@@ -114,7 +109,7 @@ def token_plan(
     dst, src = partition(x.shape[1], kind)
     weights = x.new_zeros(len(x), len(dst), len(src))
     for b, sample in enumerate(x):
-        for j, column in enumerate(similarity(sample, dst, src, metric)):
+        for j, column in enumerate(similarity(sample, dst, src, metric).T):
             weights[b, :, j] = settled_column((column - tau).relu(), refine)
     preserved = [j for j in range(len(src)) if not bool((weights[:, :, j].sum(1) > 0).all())]
     weights[:, :, preserved] = 0

@@ -35,8 +35,8 @@ UNCOUNTED = ", which takes no sizes of groups: their keys carry them"
 
 
 class Grid(NamedTuple):
-    """An image or video among the keys of an attention: where it starts, (h, w) or (t, h, w) of its
-    tokens in row-major order, and the share of its keys to keep.
+    """An image among the keys of an attention: where it starts, (h, w) of its tokens in row-major
+    order, or (t, h, w) of a video's, and the share of its keys to keep.
     """
 
     start: int
@@ -204,21 +204,19 @@ class OwnKernel(NamedTuple):
 
         Raises ValueError where the kernel lacks one, or gives another shape.
         """
-        given: dict[str, Any] = {}
-        if attn_mask is not None:
-            given["attn_mask"] = attn_mask
-        if scale is not None and not math.isclose(scale, q.shape[-1] ** -0.5):
-            given["scale"] = scale
-        if dropout_p:
-            given["dropout_p"] = dropout_p
-        if q.shape[1] != k.shape[1]:
-            given["enable_gqa"] = True
+        usual = scale is None or math.isclose(scale, q.shape[-1] ** -0.5)
+        needed = {
+            "attn_mask": attn_mask,
+            "scale": None if usual else scale,
+            "dropout_p": dropout_p or None,
+            "enable_gqa": True if q.shape[1] != k.shape[1] else None,
+        }
+        given = {name: value for name, value in needed.items() if value is not None}
         for name, value in given.items():
             if name not in self.names:
                 shown = list(value.shape) if isinstance(value, Tensor) else value
-                raise ValueError(
-                    f"kernel: expected one with an argument {name}, for it is {shown} here"
-                )
+                message = f"kernel: expected one with an argument {name}, for it is {shown} here"
+                raise ValueError(message)
         output = self.call(q, k, v, **given)
         wanted = (*q.shape[:3], v.shape[3])
         if not isinstance(output, Tensor) or output.shape != wanted:
@@ -295,15 +293,13 @@ class MergeJob:
         """
         q, k = call["query"], call["key"]
         count = k.shape[-2]
-        shift = 0
-        if self.length is not None and count != self.length:
-            shift = count - self.length
-            if not self.prefixed or shift < 0:
-                return None
-        end = self.grids[-1].start + torch.Size(self.grids[-1].size).numel()
-        if k.dim() != 4 or count < end + shift or call.get("is_causal"):
+        shift = 0 if self.length is None else count - self.length
+        image, last = (torch.Size(self.grids[i].size).numel() for i in (0, -1))
+        end = self.grids[-1].start + last
+        if shift < 0 or (shift > 0 and not self.prefixed) or count < end + shift:
             return None
-        image = torch.Size(self.grids[0].size).numel()
+        if k.dim() != 4 or call.get("is_causal"):
+            return None
         grids = [grid._replace(start=grid.start + shift) for grid in self.grids]
         if q.shape[2] == count:
             return grids, grids[0].start
