@@ -62,7 +62,7 @@ generate x --height 100 | multiple of 8 pixels from 8 to 65536, got 100; try 96
 generate x --seed -1 | --seed: expected a whole number from 0
 generate x --keep 25% | --keep: expected a number, got '25%'
 generate x --guidance nan | --guidance: expected a finite number, got nan
-generate x --tau nan | tau: expected a number, got nan
+generate x --tau nan | tau: expected a finite number, got nan
 generate x --tau 0.8 --keep 0.5 | expected tau or keep, got both
 generate x --metric dot | metric: goes with tau, got metric='dot' beside keep
 generate x --merge-seed -1 | --merge-seed: expected a whole number from 0 to
