@@ -87,11 +87,8 @@ def _size(value: Any) -> tuple[int, int]:
 def _setting(default: Any, check: Check, method: Method | None = None, option: bool = True) -> Any:
     """A setting; what it does is told by the docstring of `MaMeConfig`.
 
-    Args:
-        default: its value where it is left out.
-        check: gives the value as it is kept, and refuses one that can't be.
-        method: the one method that has it; None: both.
-        option: whether commands have an option for it.
+    `check` gives the value as it is kept, and refuses one that can't be. `method` is the one method
+    that has it, None: both. `option` is whether commands have an option for it.
     """
     return field(default=default, metadata={"check": check, "method": method, "option": option})
 

@@ -64,12 +64,8 @@ class LayerStats:
         self._count(tokens, tokens)
 
     def merged(self, plans: Sequence[Plan | Groups], size: tuple[int, ...], note: str = "") -> None:
-        """A call merged.
-
-        Args:
-            plans: what merged: the generated image's tokens, then those of references.
-            size: (h, w) or (t, h, w) of the image's tokens; (n,) where it is unknown.
-            note: tells of a fallback.
+        """A call merged by these plans, the generated image's tokens first, then those of
+        references; `size` is that of the image's tokens, `note` tells of a fallback.
         """
         self.last_reason = None
         self.size = size if len(size) > 1 else None

@@ -11,7 +11,6 @@ of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -83,7 +82,7 @@ def ceiling_gate(
         found: values by metric name, one mapping a method.
 
     Returns:
-        the gate; None where there are no two prompts of one size.
+        the gate; None where there are no two prompts.
     """
     pairs = unrelated_pairs(baseline)
     if not pairs or not metrics:
@@ -103,18 +102,11 @@ def ceiling_gate(
 
 
 def unrelated_pairs(run: Run) -> list[Pair]:
-    """Every image beside the next one of its size that has another prompt (the last one beside the
-    first).
-    """
-    groups: dict[tuple[Any, Any], list[str]] = {}
-    for key, item in run.items.items():
-        groups.setdefault((item.row.get("width"), item.row.get("height")), []).append(key)
-    pairs = []
-    for keys in groups.values():
-        for number, key in enumerate(keys):
-            item = run.items[key]
-            others = [run.items[other] for other in [*keys[number + 1 :], *keys[:number]]]
-            other = next((other for other in others if other.prompt != item.prompt), None)
-            if other is not None:
-                pairs.append(Pair(key, item.prompt_id, item.path, other.path))
+    """Every image beside the next one that has another prompt (the last one beside the first)."""
+    pairs, items = [], list(run.items.values())
+    for number, item in enumerate(items):
+        others = [*items[number + 1 :], *items[:number]]
+        other = next((other for other in others if other.prompt != item.prompt), None)
+        if other is not None:
+            pairs.append(Pair(item.key, item.prompt_id, item.path, other.path))
     return pairs

@@ -162,17 +162,17 @@ def questions(task: str, tokens: Callable[[str], list[int]], num: int, length: i
 
     Raises UserError where so many do not hold one.
     """
-    return [_question(task, tokens, number, length) for number in range(num)]
-
-
-def _question(task: str, tokens: Callable[[str], list[int]], number: int, length: int) -> Case:
-    name = f"{task}-{number}"
-    for size in range(_MOST[task], 0, -1):
-        context, question, answer = _asked(task, random.Random(name), size)
-        ids, wanted = tokens(context), tokens(answer)
-        if len(ids) <= length:
-            return Case(name, task, ids, [*tokens(question), *wanted], len(wanted))
-    raise UserError(f"--length: expected room for the task {task}, got {length} tokens")
+    found: list[Case] = []
+    for name in (f"{task}-{number}" for number in range(num)):
+        for size in range(_MOST[task], 0, -1):
+            parts = _asked(task, random.Random(name), size)
+            ids, question, answer = (tokens(part) for part in parts)
+            if len(ids) <= length:
+                found.append(Case(name, task, ids, [*question, *answer], len(answer)))
+                break
+        else:
+            raise UserError(f"--length: expected room for the task {task}, got {length} tokens")
+    return found
 
 
 def _asked(task: str, rng: random.Random, size: int) -> tuple[str, str, str]:
@@ -181,7 +181,11 @@ def _asked(task: str, rng: random.Random, size: int) -> tuple[str, str, str]:
     names = rng.sample(_WORDS.split(), count)
     codes = [str(rng.randrange(1000, 9999)) for _ in names]
     facts = [_FACTS[task].format(name, code) for name, code in zip(names, codes, strict=True)]
-    lines = facts if task == "pairs" else _strewn(facts, rng, size)
+    lines = facts
+    if task == "needles":  # at random places in the filler
+        lines = [rng.choice(_FILLER) for _ in range(size)]
+        for fact in facts:
+            lines.insert(rng.randrange(len(lines) + 1), fact)
     last, *shown = rng.sample(range(count), _SHOWN[task] + 1)
 
     def turn(at: int, answer: str) -> str:
@@ -192,11 +196,3 @@ def _asked(task: str, rng: random.Random, size: int) -> tuple[str, str, str]:
     context += "<|im_end|>\n<|im_start|>assistant\nI remember them.<|im_end|>\n"
     context += "".join(turn(at, f" {codes[at]}.<|im_end|>\n") for at in shown)
     return context, turn(last, ""), f" {codes[last]}"
-
-
-def _strewn(facts: list[str], rng: random.Random, size: int) -> list[str]:
-    """The facts at random places among `size` lines of filler."""
-    lines = [rng.choice(_FILLER) for _ in range(size)]
-    for fact in facts:
-        lines.insert(rng.randrange(len(lines) + 1), fact)
-    return lines

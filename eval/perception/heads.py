@@ -76,7 +76,7 @@ def summary(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
     pooled = getattr(output, "pooler_output", None)
     if known.prefix_tokens_of(encoder):
         pooled = tokens[:, 0]
-    return F.normalize((tokens.mean(1) if pooled is None else pooled).float(), dim=-1)
+    return unit(tokens.mean(1) if pooled is None else pooled)
 
 
 def unit(features: Any) -> Tensor:
@@ -92,7 +92,7 @@ def nearest_head(
     encoder: LoadedEncoder,
     images: ImageSet,
     size: int,
-    on_progress: Callable[[int, int], object] = lambda done, total: None,
+    on_progress: Callable[[int, int], object],
 ) -> tuple[Head, ImageSet, dict[str, Any]]:
     """The head, the half of the images that it is asked, and JSON values that say how it answers.
 
@@ -148,8 +148,7 @@ def text_head(encoder: LoadedEncoder, names: Sequence[str], templates: Sequence[
         read = ["input_ids", *(["attention_mask"] if padding is True else [])]
         given = {name: ids.to(encoder.device) for name, ids in chunk.items() if name in read}
         rows.append(unit(encoder.model.get_text_features(**given)))
-    mean = torch.cat(rows).unflatten(0, (len(names), len(templates))).mean(1)
-    return Head(encoder, F.normalize(mean, dim=-1))
+    return Head(encoder, unit(torch.cat(rows).unflatten(0, (len(names), len(templates))).mean(1)))
 
 
 def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:

@@ -170,14 +170,9 @@ class MaMeHandle:
         """Finds which layers should merge and how much, and puts that in force: where merging
         changes a layer's output least, it merges most.
 
-            handle = apply_mame(pipe)
-            found = handle.calibrate(["a red key", "an owl"], speed=1.2, num_inference_steps=20)
-            found.save("settings.json", speed=1.2)
-            print(found.table(speed=1.2))
-
         The pipeline makes an image of each prompt without merging. At three of its steps each layer
         computes what every form of merging would give beside its own output, and is timed
-        (`mame_sd.diffusion.calibration`).
+        (`mame_sd.diffusion.calibration`, docs/calibration.md).
 
         Args:
             prompts: a few, like those that will be asked for.

@@ -114,23 +114,21 @@ def fitted(view: CacheView, count: int) -> tuple[Kept, Kept, Tensor]:
 
 
 def test_fit_solves_its_least_squares() -> None:
-    view = view_of(40, heads=2, groups=2)
+    view = view_of(40)
     kept, fit, queries = fitted(view, 16)
     assert fit.bias is not None
-    flat = queries[0].flatten(0, 1)
-    want = oracle.attended(flat, view.keys[0, 0], view.values[0, 0], view.scale)
-    before = oracle.attended(flat, kept.keys[0, 0], kept.values[0, 0], view.scale)
-    after = oracle.attended(flat, kept.keys[0, 0], fit.values[0, 0], view.scale, fit.bias[0, 0])
-    assert (after - want).square().mean() < 0.5 * (before - want).square().mean()
-    # The values are the ridge's minimum: its gradient is zero there.
-    logits = (flat @ kept.keys[0, 0].T * view.scale + fit.bias[0, 0]).double()
-    a = logits.softmax(-1)
-    ridge = 0.01 * (a.T @ a).diagonal().mean()
-    gradient = (
-        a.T @ (a @ fit.values[0, 0].double() - want)
-        + ridge * (fit.values - kept.values)[0, 0].double()
-    )
-    assert gradient.abs().max() < 1e-4
+    for head in range(2):
+        flat, bias = queries[0, 2 * head : 2 * head + 2].flatten(0, 1), fit.bias[0, head]
+        keys, old, new = kept.keys[0, head], kept.values[0, head], fit.values[0, head]
+        want = oracle.attended(flat, view.keys[0, head], view.values[0, head], view.scale)
+        before = oracle.attended(flat, keys, old, view.scale)
+        after = oracle.attended(flat, keys, new, view.scale, bias)
+        assert (after - want).square().mean() < 0.5 * (before - want).square().mean()
+        # The values are the ridge's minimum: its gradient is zero there.
+        a = (flat @ keys.T * view.scale + bias).double().softmax(-1)
+        ridge = 0.01 * (a.T @ a).diagonal().mean()
+        gradient = a.T @ (a @ new.double() - want) + ridge * (new - old).double()
+        assert gradient.abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 9), (9, 5), (1, 1)])

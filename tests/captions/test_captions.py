@@ -76,9 +76,11 @@ def test_a_batch_of_unequal_lengths_and_its_words_equal_the_loop() -> None:
         assert written[row, whole:].tolist() == words
     assert torch.equal(model.generate(**call, **new, use_cache=False), written)
     several: dict[str, Any] = {"max_new_tokens": 4, "num_beams": 2, "num_return_sequences": 2}
-    first = {"input_ids": call["input_ids"][:1], "pixel_values": call["pixel_values"][:2]}
     beams = model.generate(**call, **several)
-    assert torch.equal(beams[:2], model.generate(**first, **several))
+    for row, images in enumerate((slice(0, 2), slice(2, 3))):  # each prompt's are its own
+        alone = {name: call[name][row : row + 1] for name in ("input_ids", "attention_mask")}
+        alone["pixel_values"] = call["pixel_values"][images]
+        assert torch.equal(beams[2 * row : 2 * row + 2], model.generate(**alone, **several))
     held = model.generate(**call, **{**new, "max_new_tokens": 2}, return_dict_in_generate=True)
     longest = round(2 * handle.report().visual_after) + 7
     assert held[tiny.CACHE].get_seq_length() == longest + 1

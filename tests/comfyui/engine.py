@@ -52,7 +52,7 @@ class Tiny:
     base: str = ""
     latent: tuple[int, ...] = (16, 16, 24)
     context: tuple[int, int] = (7, 24)
-    extra: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    extra: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     batch: int = 2
 
@@ -134,10 +134,9 @@ def inputs(name: str, batch: int | None = None, seed: int = 1) -> dict[str, Any]
         "c_crossattn": torch.randn(batch, *tiny.context, generator=generator),
     }
     extra = {
-        key: torch.randn(batch, *shape, generator=generator) for key, shape in tiny.extra.items()
+        key: None if shape is None else torch.randn(batch, *shape, generator=generator)
+        for key, shape in tiny.extra.items()
     }
-    if tiny.extra.get("attention_mask") == ():
-        extra["attention_mask"] = None
     return values | extra | tiny.constants
 
 

@@ -130,8 +130,10 @@ def written(folder: Path, **values: Any) -> str:
     return str(path)
 
 
-def lengths(model: Model, blocks: list[dict[str, Any]]) -> list[int]:
-    """How many keys the attention of each of these blocks has, of 96 of an image behind 7."""
+def lengths(model: Model, blocks: list[dict[str, Any]], *counts: int) -> list[int]:
+    """How many keys the attention of each of these blocks has, of 96 of an image behind 7, or of
+    so many.
+    """
     seen: list[int] = []
 
     def noted(q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
@@ -141,9 +143,10 @@ def lengths(model: Model, blocks: list[dict[str, Any]]) -> list[int]:
     q, k, v = torch.randn(3, 2, 2, 103, 32, generator=torch.Generator().manual_seed(0)).unbind()
 
     def attend(given: dict[str, Any]) -> None:
-        for block in blocks:
+        for block, count in zip(blocks, counts or [103] * len(blocks), strict=True):
             how: Any = {"skip_reshape": True, "transformer_options": {**given, **block}}
-            optimized_attention(q, k, v, 2, function=noted, **how)
+            these = (t[:, :, -count:] for t in (q, k, v))
+            optimized_attention(*these, 2, function=noted, **how)
 
     model.sample(
         lambda run: run.apply_model(
@@ -174,6 +177,15 @@ def test_each_layer_merges_as_the_file_says(node: Any, tmp_path: Path, caplog: A
         assert lengths(model, blocks) == [kept[key] for key in order]
     assert caplog.messages[0] == ("MaMe merged 96 -> 24 keys at 8 x 12, 96 -> 48 keys at 8 x 12")
     assert lengths(applied(node, model), [{}]) == [7 + 24]  # the file is off again
+
+
+def test_the_second_attention_of_a_block_has_settings_of_its_own(node: Any, tmp_path: Path) -> None:
+    """SD3.5's, over the image alone."""
+    rules = {"transformer_blocks.0.attn": {"keep": 0.5}, "transformer_blocks.0.attn2": False}
+    network = engine_model(SD3, {"joint_blocks": 1}, twice=1)
+    model = applied(node, Model(network), settings=written(tmp_path, min_tokens=64, layers=rules))
+    block = {"block_type": "double", "block_index": 0}
+    assert lengths(model, [block, block], 103, 96) == [7 + 48, 96]
 
 
 def test_an_engine_that_names_no_block_is_a_warning(node: Any, tmp_path: Path, caplog: Any) -> None:

@@ -28,6 +28,8 @@ from tests.comfyui.recorded import CALLS, Recorded
 
 MERGING = {name: call for name, call in CALLS.items() if call.start is not None}
 ALONE = {name: call for name, call in CALLS.items() if call.start is None}
+OMNI = CALLS["Z-Image Omni, a reference"]  # and a sequence that holds more than all that is known
+ALONE["Z-Image Omni, another sequence"] = replace(OMNI, **dict.fromkeys("qkv", (2, 2, 320, 32)))
 
 
 def tensors(call: Recorded) -> list[Tensor]:

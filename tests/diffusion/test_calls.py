@@ -162,12 +162,17 @@ def test_blocks_called_by_themselves_plan_for_themselves(planned: list[Groups]) 
         once = len(planned)
         call_alone(block, **text)
         assert len(planned) == once + 1
-        hook = block.register_forward_hook(lambda *args: in_thread(lambda: call_alone(block.attn1)))
+        made = []
+
+        def beside(*_: Any) -> None:
+            in_thread(lambda: call_alone(block.attn1))
+            made.append(len(planned))
+
+        hook = block.register_forward_pre_hook(beside)
         model(**with_another_text(inputs))
         hook.remove()
-        assert len(planned) == once + 2, (
-            "a call beside the model's makes its own, the model's second none"
-        )
+        assert made == [once + 2], "a call beside the model's makes its own"
+        assert len(planned) == once + 2, "the model's second none"
     call_alone(block, **text)
     assert len(planned) == once + 3
 

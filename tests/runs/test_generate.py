@@ -27,13 +27,14 @@ from tests.builders.processes import in_two_processes
 PROMPTS = prompts_from_texts(["key", "ant", "star"])
 MERGED = MaMeConfig(keep=0.5, min_tokens=16)
 FAST = GenerateSettings(steps=1)
-STRANGE = [
-    {"name": {}},
-    {"name": "p00001_0", "levels": 3},
-    {"name": "p00001_0", "levels": [{"tokens_in": 4, "tokens_kept": 2}]},
-    {"name": "p00001_0", "levels": [{"level": 0, "tokens_in": 0, "tokens_kept": 0}]},
-    {"name": "p00001_0", "seconds": "soon"},
-    {"name": "p00001_0", "seconds": 1e999},
+STRANGE: list[dict[str, Any]] = [
+    {"repeat": {}},
+    {"file": "../p00001_0.png"},
+    {"levels": 3},
+    {"levels": [{"tokens_in": 4, "tokens_kept": 2}]},
+    {"levels": [{"level": 0, "tokens_in": 0, "tokens_kept": 0}]},
+    {"seconds": 1e999},
+    {"seconds": "soon"},
 ]
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals")
 
@@ -124,8 +125,9 @@ def test_an_image_that_others_cut_or_put_there_is_made_again_and_strange_records
     before, images = snapshot(tmp_path), sorted((tmp_path / "images").iterdir())
     images[1].write_bytes(images[1].read_bytes()[:-5])
     images[2].write_bytes(images[0].read_bytes())
+    strange = [json.dumps({**rows_of(tmp_path)[0], **one}) for one in STRANGE]
     with open(tmp_path / "samples.jsonl", "a") as file:
-        file.write("\n".join([*map(json.dumps, STRANGE), "[" * 100_000, "{"]))
+        file.write("\n".join([*strange, "[" * 100_000, "{"]))
     assert run(model, tmp_path).made == 2
     assert snapshot(tmp_path) == before
 

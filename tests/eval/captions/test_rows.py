@@ -16,10 +16,11 @@ from PIL import Image
 from torch import Tensor
 from transformers import CLIPImageProcessor, LlavaProcessor
 
+from mame_sd.captions.known_captioners import images_of
 from mame_sd.errors import UserError
 from mame_sd.eval.captions.model import Captioner, load_captioner
 from mame_sd.eval.captions.references import Pictures, read_references
-from mame_sd.eval.captions.rows import ROWS, chosen_rows, divprune
+from mame_sd.eval.captions.rows import ROWS, chosen, chosen_rows, divprune
 from mame_sd.eval.captions.run import (
     CHANCE,
     FORMAT,
@@ -56,6 +57,16 @@ def test_every_row_writes_with_so_many_tokens_and_leaves_the_model_as_it_was() -
         assert torch.equal(model(**inputs).logits, before), name
     shares = {name: float(name.rpartition("-")[2]) for name in visual if name != "baseline"}
     assert visual == {"baseline": 36, **{name: round(36 * k) for name, k in shares.items()}}
+
+
+def test_chosen_tokens_keep_their_places_and_their_order() -> None:
+    model, inputs = tiny.llava(), call()
+    (whole,) = images_of(model, inputs, 1.0)
+    with chosen(lambda features, count: torch.tensor([5, 2]), 0.06, model) as calls:
+        (image,) = calls.seen(inputs)
+    assert image.places.tolist() == [2, 5]
+    assert torch.equal(image.features, whole.features[[2, 5]])
+    assert image.unmerged == len(whole.features) == PATCHES
 
 
 def test_divprune_takes_the_farthest_next() -> None:

@@ -200,8 +200,9 @@ def test_processes_share_the_batches(place: Path, finished: Path, tmp_path: Path
     out, rows = tmp_path / "out", ("baseline", "mame-0.3", "tome@mame-0.3")
     command = words(place, out, rows=",".join(rows))
     in_two_processes(lambda: cli.run(command), tmp_path)
-    names = {path.name for path in (out / "answers").iterdir()}
-    assert {"mame-0.3.0.jsonl", "mame-0.3.1.jsonl"} <= names
+    files = (out / "answers" / f"mame-0.3.{rank}.jsonl" for rank in (0, 1))
+    lines = [map(json.loads, file.read_text().splitlines()[1:]) for file in files]
+    assert [[line["batch"] for line in own] for own in lines] == [[0, 2], [1]]
     want = batches_in(finished)
     assert batches_in(out) == {name: want[name] for name in rows}
     for column in ("flops", "top1"):
