@@ -34,6 +34,7 @@ OURS = {"left": LEFT, "schedule": "decreasing", "every": EVERY}
         ("tome-8", "tome", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": False}}),
         ("tome-decreasing-8", "rival", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": True}}),
         ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7}}),
+        ("diffrate-mae-h", "rival", {"rival": {"name": "DiffRate", "rates": "mae-h"}}),
         ("mame-0.8-random-3", "mame", {"mame": {**TAU, "partition": "random", "seed": 3}}),
         ("mame-third-0.7", "mame", {"mame": {"tau": 0.7, "blocks": "third"}}),
         ("random-all-0.9", "rival", {"rival": {"name": "RandomDrop", "keep": 0.9, "seed": 0}}),
@@ -45,7 +46,7 @@ def test_a_name_says_what_runs(name: str, family: str, config: dict[str, Any]) -
     assert (row.name, row.family, row.method.config) == (name, family, config)
 
 
-OTHERS = "mame-2 mame-quarters-x tome tome-0 evit-1.5 smaller-10.5 mame-0.8-x"
+OTHERS = "mame-2 mame-quarters-x tome tome-0 evit-1.5 smaller-10.5 diffrate-x mame-0.8-x"
 OTHERS += " tome@baseline tome@tome@mame-0.8"
 
 
