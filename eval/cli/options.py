@@ -29,7 +29,7 @@ class PretrainedOptions(FieldOptions):
     """
 
     def __init__(self, model: str, /, **defaults: str) -> None:
-        without = ("scheduler", "variant", "single_file_config")
+        without = ("scheduler", "loras", "variant", "single_file_config")
         super().__init__(ModelChoice, "Model", without, {"model": model})
         self._defaults = defaults
 

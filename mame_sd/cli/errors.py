@@ -25,6 +25,7 @@ EXTRAS = {
     "matplotlib": "eval",
     "jinja2": "eval",
     "scipy": "eval",
+    "peft": "lora",
     "tomesd": "rivals",
 }
 USAGE, MACHINE, INTERRUPTED = 2, 1, 130

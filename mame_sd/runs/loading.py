@@ -22,6 +22,7 @@ from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.report import NOTHING_MERGES
 from mame_sd.runs.devices import pick_device, pick_dtype
+from mame_sd.runs.loras import add_loras, lora_identity
 from mame_sd.runs.model_files import (
     ModelChoice,
     check_tokenizers,
@@ -45,7 +46,7 @@ class LoadedModel:
     Attributes:
         pipe: the pipeline, on its device, without progress bars.
         identity: JSON values that tell this model from others: name, pipeline class, a digest of
-            its files, variant, single-file configuration, scheduler, dtype and device type.
+            its files, variant, single-file configuration, scheduler, LoRAs, dtype and device type.
         guidance: the guidance scale that the model is called with when none is given; None: it
             takes none.
         saved_merging: the setting saved with a StableDiffusionMaMePipeline, which is loaded as the
@@ -99,6 +100,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     check_text_to_image(pipe, name)
     if choice.scheduler is not None:
         _set_scheduler(pipe, choice.scheduler)
+    add_loras(pipe, choice.loras, choice.offline)
     pipe.set_progress_bar_config(disable=True)
     with _loading(name):
         pipe.to(device)
@@ -115,13 +117,14 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
 def known_identity(choice: ModelChoice) -> dict[str, Any]:
     """What of a model's identity is known before it is loaded.
 
-    Raises UserError for an unknown device.
+    Raises UserError for an unknown device or a LoRA that is not there.
     """
     device, config = pick_device(choice.device), choice.single_file_config
     known = {
         "name": choice.name,
         "variant": choice.variant,
         "single_file_config": None if config is None else name_and_digest(config),
+        "loras": [lora_identity(given) for given in choice.loras],
         "dtype": str(pick_dtype(choice.dtype, device)).removeprefix("torch."),
         "device": device.type,
     }

@@ -45,6 +45,12 @@ class ModelChoice:
         "auto", f"{', '.join(DTYPES)}, or auto: float16 on CUDA, float32 elsewhere."
     )
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
+    loras: tuple[str, ...] = option(
+        (),
+        "LoRA to add: file, folder or hub id, with :SCALE at its end if not 1. Repeatable.",
+        "--lora",
+        metavar="PATH_OR_ID",
+    )
     variant: str | None = option(None, "Variant of the model's files, such as fp16.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     offline: bool = option(False, "Never ask the hub; take what is cached.")

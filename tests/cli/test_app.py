@@ -62,13 +62,15 @@ generate x --height 100 | multiple of 8 pixels from 8 to 65536, got 100; try 96
 generate x --seed -1 | --seed: expected a whole number from 0
 generate x --keep 25% | --keep: expected a number, got '25%'
 generate x --guidance nan | --guidance: expected a finite number, got nan
-generate x --tau nan | tau: expected a number, got nan
+generate x --tau nan | tau: expected a finite number, got nan
 generate x --tau 0.8 --keep 0.5 | expected tau or keep, got both
 generate x --metric dot | metric: goes with tau, got metric='dot' beside keep
 generate x --merge-seed -1 | --merge-seed: expected a whole number from 0 to
 generate x --config . | {"keep": 0.5}, got a folder; give a file
 generate x --baseline --merge-seed 1 | expected no merging options beside it, got --merge-seed
 generate x --config a.yaml | a.yaml: expected a .json file of settings such as
+generate x --model ./none --lora '' | --lora : expected a .safetensors file, a folder or a hub id
+generate x --model ./none --lora nobody/nothing:inf | expected a finite scale after the colon
 generate x --model '' | --model: expected a folder, file or hub id, got nothing; give one
 generate x --config none.json | none.json: expected a .json file
 generate x --dtype int8 | --dtype: expected auto, float32
@@ -184,6 +186,7 @@ def test_other_settings_are_one_short_line_before_the_model_where_they_can_be(
         ("empty/tiny --keep 0.5", "mame.keep: null there, 0.5 here"),
         ("empty/tiny --tau 0.9", "mame.tau: null there, 0.9 here"),
         ("empty/tiny --dtype float16", 'model.dtype: "float32" there, "float16" here'),
+        ("empty/tiny --lora a/b", 'model.loras: [] there, [{"name": "a/b", "sha256": ... here'),
         ("empty/tiny --scheduler X", 'model.scheduler: "DDIMScheduler" there, "X" here'),
         ("nobody/nothing", 'model.name: "tiny" there, "nobody/nothing" here'),
     ):

@@ -14,20 +14,24 @@ from diffusers import (
     TextToVideoSDPipeline,
     WanPipeline,
 )
+from diffusers.loaders import StableDiffusionLoraLoaderMixin
 from safetensors.torch import load_file, save_file
 
 from mame_sd.embedded import model as subjects
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.devices import pick_device
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, _loading, check_text_to_image, load_model
 from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
+from mame_sd.runs.prompt_files import prompts_from_texts
+from mame_sd.runs.sampling import sample
 from tests.builders.single_file import save_single_file
 from tests.builders.tiny import generate as images_of
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
 
 
-def choice(folder: Path, scheduler: str | None = None) -> ModelChoice:
-    return ModelChoice(model=str(folder), device="cpu", scheduler=scheduler)
+def choice(folder: Path, *loras: str, scheduler: str | None = None) -> ModelChoice:
+    return ModelChoice(model=str(folder), device="cpu", loras=loras, scheduler=scheduler)
 
 
 def test_identity_follows_the_files_not_their_place(
@@ -61,6 +65,39 @@ def test_a_scheduler_keeps_the_models_noise_schedule(model_folder: Path) -> None
     assert model.pipe.scheduler.config.beta_end == 0.012
     with pytest.raises(UserError, match=r"fits the model's \(.*DDIMScheduler, .*\), got magic;"):
         load_model(choice(model_folder, scheduler="magic"))
+
+
+def test_loras_change_images_and_identity(model_folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    pipe = tiny_pipeline()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        pipe.unet.add_adapter(
+            peft.LoraConfig(r=2, init_lora_weights="gaussian", target_modules=["to_q", "to_v"])
+        )
+        for name, parameter in pipe.unet.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+    layers = peft.get_peft_model_state_dict(pipe.unet)
+    StableDiffusionLoraLoaderMixin.save_lora_weights(
+        tmp_path, unet_lora_layers=layers, weight_name="style.safetensors"
+    )
+    file = str(tmp_path / "style.safetensors")
+    images = []
+    scales = {(): [], (file,): [1.0], (f"{file}:0.5",): [0.5], (file, f"{file}:0"): [1.0, 0.0]}
+    for loras, expected in scales.items():
+        model = load_model(choice(model_folder, *loras))
+        assert [lora["scale"] for lora in model.identity["loras"]] == expected
+        (job,) = jobs_of(prompts_from_texts(["key"]), GenerateSettings(steps=1))
+        (image,) = sample(model, GenerateSettings(steps=1), [job])
+        images.append(image.tobytes())
+    assert len(set(images[:3])) == 3
+    assert images[3] == images[1]
+    (tmp_path / "bad.safetensors").write_bytes(b"x" * 99)
+    with pytest.raises(UserError, match="expected a LoRA for StableDiffusionPipeline"):
+        load_model(choice(model_folder, str(tmp_path / "bad.safetensors")))
+    with pytest.raises(UserError, match="expected a finite scale"):
+        load_model(choice(model_folder, f"{file}:nan"))
 
 
 def test_devices_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,69 @@
+"""LoRAs on a loaded pipeline."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mame_sd.errors import UserError, first_line
+from mame_sd.runs.model_files import HUB_ID, name_and_digest
+
+
+def read_lora(given: str) -> tuple[str, float]:
+    """The file, folder or hub id of one --lora PATH_OR_ID[:SCALE], and its scale.
+
+    Raises UserError for a scale that is no finite number, or a path where nothing is.
+    """
+    source, mark, text = given.rpartition(":")
+    try:
+        scale = float(text)
+    except ValueError:
+        mark = ""
+    if not mark or os.path.exists(given):
+        source, scale = given, 1.0
+    if not math.isfinite(scale):
+        raise UserError(
+            f"--lora {given}: expected a finite scale after the colon, got {text}; give one such"
+            " as 0.8"
+        )
+    if not os.path.exists(source) and not HUB_ID.fullmatch(source):
+        raise UserError(
+            f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing;"
+            " check the path"
+        )
+    return source, scale
+
+
+def lora_identity(given: str) -> dict[str, Any]:
+    """JSON values that tell a LoRA and its scale from others."""
+    source, scale = read_lora(given)
+    return {**name_and_digest(source), "scale": scale}
+
+
+def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
+    """Load the LoRAs and switch all of them on.
+
+    Raises:
+        UserError: made for another model, PEFT missing.
+    """
+    scales = {}
+    for number, (source, scale) in enumerate(map(read_lora, loras)):
+        path, scales[f"lora{number}"] = Path(source), scale
+        where: dict[str, Any] = {"weight_name": path.name} if path.is_file() else {}
+        place = str(path.parent) if path.is_file() else source
+        try:
+            pipe.load_lora_weights(
+                place, adapter_name=f"lora{number}", local_files_only=offline, **where
+            )
+        except Exception as error:  # PEFT missing, foreign keys, wrong shapes, unreachable hub
+            peft = "PEFT" in str(error)
+            hint = "pip install peft" if peft else "check that it was made for this model"
+            raise UserError(
+                f"--lora {source}: expected a LoRA for {type(pipe).__name__}, but"
+                f" {first_line(error)}; {hint}"
+            ) from error
+    if scales:
+        pipe.set_adapters(list(scales), list(scales.values()))
