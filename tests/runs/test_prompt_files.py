@@ -117,6 +117,7 @@ def test_prompts_of_the_command_line_do_not_collide_with_a_files() -> None:
     with pytest.raises(UserError, match="expected ids that differ"):
         check_unique([*prompts, prompts[0]])
     one, same, other = (prompts_digest(prompts_from_texts([text])) for text in "aab")
+    assert one.startswith("97673c9dae21"), "as earlier run folders have it"
     assert one == same != other
 
 
