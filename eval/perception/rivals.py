@@ -69,6 +69,7 @@ class RivalBlock(MergedBlock):
         assert self.counts is not None
         prefix = self.shared.num_prefix_tokens
         given = Given(x, prefix, self._place, sizes, places=self._places, **self._heard)
+        given.told = self.shared.capturing
         self._heard = {}
         reduced = self.rule(given)
         if self.shared.capturing and reduced.kept is not None:
