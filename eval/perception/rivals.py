@@ -68,7 +68,9 @@ class RivalBlock(MergedBlock):
     ) -> tuple[Tensor, Tensor | None]:
         assert self.counts is not None
         prefix = self.shared.num_prefix_tokens
-        given = Given(x, prefix, self._place, sizes, places=self._places, **self._heard)
+        keys, queries = self._heard.get("keys"), self._heard.get("queries")
+        told = self.shared.capturing
+        given = Given(x, prefix, self._place, sizes, keys, queries, self._places, told)
         self._heard = {}
         reduced = self.rule(given)
         if self.shared.capturing and reduced.kept is not None:
