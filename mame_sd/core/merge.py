@@ -82,9 +82,9 @@ class Cells:
             Tiles with fewer tokens repeat one of theirs.
         pad: bool [T * P], True where a slot repeats a token; None where no tile has such slots.
         slot: LongTensor [L], the slot of each token.
-        drawn: LongTensor [draws, 2 M + n], of each draw `dst`, where the distances [T, m, P] of
-            destinations to themselves lie, and `queries`: one table, that a layer reads once.
-        number: LongTensor [m], 0 to m - 1.
+        drawn: LongTensor [draws, M + n], of each draw `dst` and `queries`: one table, that a layer
+            reads once.
+        number: LongTensor [T * m], the number of each destination in its tile.
         tiles, width, m: T, P and m, the destinations of a tile.
         tokens, kept: L and M = T * m, how many tokens and destinations there are.
     """
@@ -108,7 +108,7 @@ class Cells:
     @property
     def queries(self) -> Tensor:
         """LongTensor [draws, n], positions of tokens, spread evenly and in random order."""
-        return self.drawn[:, 2 * self.kept :]
+        return self.drawn[:, self.kept :]
 
 
 def cells_of(
@@ -189,9 +189,6 @@ def _cut(
     drawn = torch.zeros_like(drawn[:1]) if seed is None else drawn
     at = sizes.cumsum(0) - sizes + (drawn * sizes).long()
     dst = slot[cell.argsort(stable=True)[at]]
-    # Destination i of tile t lies i rows down in [m, P] of its tile, its slot P t before.
-    number, width = torch.arange(m), of_slot.shape[1]
-    further = (number + torch.arange(tiles).unsqueeze(1) * (m - 1)).flatten() * width
     # Where each position of the plane is in the tokens' own order.
     own = torch.arange(rows * columns)
     own = own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own
@@ -200,10 +197,10 @@ def _cut(
         order=own[of_slot.where(~pad, of_slot[:, :1]).flatten()].to(device),
         pad=pad.flatten().to(device) if bool(pad.any()) else None,
         slot=slot[own.argsort()].to(device),
-        drawn=torch.cat([dst, dst + further, queries], 1).to(device),
-        number=number.to(device),
+        drawn=torch.cat([dst, queries], 1).to(device),
+        number=torch.arange(m).repeat(tiles).to(device),
         tiles=tiles,
-        width=width,
+        width=of_slot.shape[1],
         m=m,
         tokens=rows * columns,
         kept=tiles * m,
@@ -292,7 +289,7 @@ class Groups:
         # Cards multiply 16 bits and sum in fp32, CPUs hardly do.
         halves = slots[0].is_cuda and own in (torch.float16, torch.bfloat16)
         rows = self.row.view(batch * cells.tiles, 1, cells.width)
-        belongs = rows == cells.number.view(-1, 1)
+        belongs = rows == cells.number[: cells.m].view(-1, 1)
         counted = own if halves and cells.width <= 256 else least
         counts = belongs.sum(-1, keepdim=True, dtype=counted)
         # Shares of the mean rather than sums, which leave fp16's range.
@@ -377,7 +374,7 @@ def group_tokens(
         stay: how many of the tokens stay as they are: those farthest from any destination.
     """
     drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
-    dst, own, queries = drawn.split([cells.kept, cells.kept, len(drawn) - 2 * cells.kept])
+    dst, queries = drawn.tensor_split([cells.kept])
     batch, dtype = slots.shape[0], torch.promote_types(slots.dtype, torch.float32)
     place = leader if leader is not None and len(leader) == batch > 1 else None
     if place is not None and slots.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -390,8 +387,6 @@ def group_tokens(
     # |x - d|^2 = |x|^2 - 2 (x . d - |d|^2 / 2), of which the last part tells the nearest.
     nearness = product(chosen, slots.view(-1, cells.width, slots.shape[2]).transpose(1, 2))
     nearness.addcmul_(of_chosen, of_chosen, value=-0.5)
-    # Each destination takes itself: equal ones can't take each other.
-    nearness.view(len(slots), cells.kept * cells.width).index_fill_(1, own, torch.inf)
     best, row = nearness.max(1)
     row = row.view(norms.shape)
     if cells.pad is not None:
@@ -399,10 +394,14 @@ def group_tokens(
     staying = row[:, :0]
     if stay:
         near = torch.addcmul(best.view(norms.shape), norms, norms, value=-0.5)
+        near.index_fill_(1, dst, torch.inf)
         if cells.pad is not None:
             near.masked_fill_(cells.pad, torch.inf)
         staying = near.topk(stay, largest=False).indices
         row.scatter_(1, staying, -1)
+    # Each destination keeps itself: no equal one takes it, nor one that is not finite, beside which
+    # no token is the farthest.
+    row.index_copy_(1, dst, cells.number.expand(len(slots), -1))
     if place is not None:
         row, staying = row.index_select(0, place), staying.index_select(0, place)
     return Groups(cells, dst, queries, row, staying, dtype, cells.tokens, cells.kept + stay)

@@ -38,7 +38,8 @@ core/keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_models
     mask = mask == 0 => mask = mask
 core/merge.py: core
     of_chosen, of_chosen, value=-0.5) => of_chosen, of_chosen, value=-1.0)
-    .index_fill_(1, own, torch.inf) => .index_fill_(1, own[:0], torch.inf)
+    near.index_fill_(1, dst, torch.inf) => near.index_fill_(1, dst[:0], torch.inf)
+    row.index_copy_(1, dst, cells.number.expand(len(slots), -1)) => pass
     row.masked_fill_(cells.pad, -1) => pass
     else slots.index_select(0, led) => else slots[: len(led)]
     numbers[: cells.kept : cells.m] => numbers[: cells.tiles]

@@ -171,6 +171,18 @@ def test_samples_are_their_own_and_nan_stays_within_one() -> None:
         assert found[0].isnan().any()
 
 
+@pytest.mark.parametrize("at", range(0, 64, 3))
+def test_nan_stays_within_its_head_and_reaches_no_sample_that_follows_another(at: int) -> None:
+    q, k, v = (
+        torch.randn(2, 2, 64, 8, generator=torch.Generator().manual_seed(n)) for n in range(3)
+    )
+    k[0, 0, at] = math.nan
+    found = attention(q, k, v, (8, 8), leader=torch.tensor([0, 0]))
+    assert found[0, 0].isnan().any()
+    assert found[0, 1].isfinite().all()
+    assert found[1].isfinite().all()
+
+
 def test_large_numbers_of_fp16_do_not_overflow() -> None:
     q, k, v = case(dtype=torch.float16)
     found = attention(q, 300 * k, 20000 * v.clamp(-3, 3), GRID, BEFORE, AFTER)
