@@ -40,7 +40,7 @@ class JointPatch:
         """The output of the engine's call; an `optimized_attention_override`."""
         options = kwargs["transformer_options"]
         call = options[KEY]
-        engine: EngineCall = call.of_engine(function, args, kwargs)
+        engine: EngineCall = call.of_engine(function, *args, **kwargs)
         queries, length = (engine.heads_last(t).shape[1] for t in (engine.q, engine.k))
         start = self._start(call, queries, length, engine.mask)
         if start is None:

@@ -82,11 +82,18 @@ class Call:
         self.note_merged(groups, size)
         return output
 
-    def of_engine(self, function: Callable[..., Tensor], args: Any, kwargs: Any) -> EngineCall:
+    def of_engine(
+        self,
+        function: Callable[..., Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> EngineCall:
         """The call of another node's attention, or else of the engine's `function`."""
         function = function if self.override is None else partial(self.override, function)
-        q, k, v, *args = args
-        return EngineCall(function, q, k, v, tuple(args), kwargs)
+        return EngineCall(function, q, k, v, args, kwargs)
 
 
 class Merging:

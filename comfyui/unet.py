@@ -69,7 +69,7 @@ class UNetPatch:
     def attend(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The output of the engine's call; an `optimized_attention_override`."""
         call = kwargs["transformer_options"][KEY]
-        engine: EngineCall = call.of_engine(function, args, kwargs)
+        engine: EngineCall = call.of_engine(function, *args, **kwargs)
         merge, call.merge = call.merge, None
         return engine.run() if merge is None else merge(engine)
 

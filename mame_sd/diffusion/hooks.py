@@ -18,7 +18,7 @@ from mame_sd.diffusion.families.unet import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import PreHook
 from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.threads import PerThread, begin, end
-from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, LayerStats
+from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
 from mame_sd.upstream import outside_old_graphs
 
 TokensOf = Callable[[Any, Call], Tokens | str | None]
@@ -199,6 +199,11 @@ class StepHook(PreHook):
             if not compiling:  # which happens once
                 self.warned = True
             text = f"{NOTHING_MERGES}: each of {len(reasons)} was left alone ({reasons[0]})"
+            if not compiling and any((reason or "").startswith(TOO_FEW) for reason in reasons):
+                counts = [stats.totals() for stats in self.layers]
+                most = max(tokens // max(calls, 1) for calls, tokens, _ in counts)
+                text += f", and the largest has {most} tokens: lower min_tokens or generate larger"
+                text += " images"
             _warn(type(module).__name__, f"{text}; report() says more")
 
     def forget(self) -> None:

@@ -37,6 +37,8 @@ _OF_OTHERS = (
     *("image", "mask_image", "video", "audio", "num_frames", "video_length"),
     *("audio_length_in_s", "audio_end_in_s", "audio_duration"),
 )
+# of LoRAs for few steps; they read any schedule of betas, and diffusers names them beside none
+_OF_FEW_STEPS = ("LCMScheduler", "TCDScheduler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +193,11 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
 
 def _set_scheduler(pipe: Any, name: str) -> None:
     """Replace the model's scheduler by that class of diffusers, with the model's noise schedule."""
+    import diffusers
+
     kinds = {kind.__name__: kind for kind in (*pipe.scheduler.compatibles, type(pipe.scheduler))}
+    if "DDIMScheduler" in kinds:  # a schedule of betas
+        kinds |= {few: getattr(diffusers, few) for few in _OF_FEW_STEPS}
     try:
         pipe.scheduler = kinds[name].from_config(pipe.scheduler.config)
     except (KeyError, ImportError, NotImplementedError, ValueError) as error:

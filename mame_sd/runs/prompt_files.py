@@ -121,7 +121,9 @@ def prompts_digest(prompts: Iterable[Prompt]) -> str:
     """SHA-256 over all that the prompts say, for telling two prompt lists apart."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        row = [prompt.id, prompt.text, prompt.seed, prompt.negative_prompt, prompt.extra]
+        # None for width and height, which prompts once had: folders that were begun then go on.
+        row: list[Any] = [prompt.id, prompt.text, prompt.seed, prompt.negative_prompt, None, None]
+        row.append(prompt.extra)
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 

@@ -31,13 +31,15 @@ def read_text(path: Path) -> str:
             f"{path}: the prompt file can't be read ({reason}); check the path and its permissions"
         ) from None
     try:
-        return data.decode("utf-8-sig")
+        text, bad = data.decode("utf-8-sig"), data.find(b"\0")  # of UTF-16, or no text at all
     except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
+        text, bad = "", error.start
+    if bad >= 0:
+        line = data[:bad].count(b"\n") + 1
         raise UserError(
-            f"{path}:{line}: expected UTF-8, got the byte 0x{data[error.start]:02x}; save it as"
-            " UTF-8"
-        ) from None
+            f"{path}:{line}: expected UTF-8, got the byte 0x{data[bad]:02x}; save it as UTF-8"
+        )
+    return text
 
 
 def _text_records(path: Path, text: str) -> Iterator[Record]:

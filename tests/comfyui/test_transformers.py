@@ -164,11 +164,15 @@ def test_any_mask_follows_the_keys(node: Any, shape: tuple[int, ...], kind: torc
 
 
 def test_another_scale_and_heads_apart(node: Any) -> None:
-    """As newer engines may ask for; the output is [B, H, L, D]."""
+    """As newer engines may ask for; the output is [B, H, L, D]. Nodes may give all by name."""
     call = CALLS["Flux"]
     call = replace(call, kwargs=call.kwargs | {"scale": 0.05, "skip_output_reshape": True})
     qkv = tensors(call)
-    torch.testing.assert_close(run(node, call, *qkv), loops(call, *qkv), rtol=1e-4, atol=1e-4)
+    expected = loops(call, *qkv)
+    torch.testing.assert_close(run(node, call, *qkv), expected, rtol=1e-4, atol=1e-4)
+    named = {"heads": call.args[0], **dict(zip("qkv", qkv, strict=True))}
+    call = replace(call, args=(), kwargs=call.kwargs | named)
+    torch.testing.assert_close(run(node, call), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["Flux", "Wan", "Flux, a mask"])

@@ -15,6 +15,7 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame
 from mame_sd.diffusion.saved_setting import resolve_setting
+from mame_sd.layer_rules import LayerRules
 from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.single_file import save_single_file
 from tests.builders.tiny import generate, one_level_unet, run_unet, tiny_components, tiny_pipeline
@@ -130,6 +131,14 @@ def test_saves_loads_and_overrides(saved: Path) -> None:
         load(saved, keep=0.5)
 
 
+def test_rules_of_layers_are_saved_in_their_order(tmp_path: Path) -> None:
+    rules = LayerRules({"up_blocks.*": {"tau": 0.5}, "*": {"min_tokens": 48}, "mid*": False})
+    pipe = mame_pipeline(mame_config={"layers": rules})
+    pipe.save_pretrained(tmp_path)
+    loaded = StableDiffusionMaMePipeline.from_pretrained(tmp_path)
+    assert loaded.mame_config == pipe.mame_config
+
+
 def test_diffusers_loads_what_is_saved_as_a_plain_pipeline(saved: Path) -> None:
     index = json.loads((saved / "model_index.json").read_text())
     assert index["_class_name"] == "StableDiffusionPipeline"
@@ -149,7 +158,9 @@ def test_every_way_of_loading_takes_every_field(saved: Path) -> None:
     made = StableDiffusionMaMePipeline.from_pipe(loaded, refine=False)
     assert made.mame_config == MaMeConfig(**fields, refine=False)
     with pytest.raises(ValueError, match="min_tokens: expected"):
-        load(saved, min_tokens=0)
+        load("no/such/folder", min_tokens=0)  # before anything is loaded
+    with pytest.raises(ValueError, match="tau: expected"):
+        StableDiffusionMaMePipeline.from_single_file("no/such/file", mame_config={"tau": "often"})
     with pytest.raises((OSError, ValueError), match="fp16"):  # of the weights, which is not there
         load(saved, variant="fp16")
 

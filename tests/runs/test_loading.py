@@ -59,10 +59,10 @@ def test_the_digest_sees_every_byte(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_keeps_the_models_noise_schedule(model_folder: Path) -> None:
-    name = "DPMSolverMultistepScheduler"
-    model = load_model(choice(model_folder, scheduler=name))
-    assert type(model.pipe.scheduler).__name__ == model.identity["scheduler"] == name
-    assert model.pipe.scheduler.config.beta_end == 0.012
+    for name in ("DPMSolverMultistepScheduler", "LCMScheduler"):
+        model = load_model(choice(model_folder, scheduler=name))
+        assert type(model.pipe.scheduler).__name__ == model.identity["scheduler"] == name
+        assert model.pipe.scheduler.config.beta_end == 0.012
     with pytest.raises(UserError, match=r"fits the model's \(.*DDIMScheduler, .*\), got magic;"):
         load_model(choice(model_folder, scheduler="magic"))
 

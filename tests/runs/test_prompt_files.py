@@ -40,8 +40,8 @@ def test_dashes_in_a_prompt_are_words_and_control_characters_are_data(tmp_path: 
     lines = ["an ant - a bat", "ant -- bat", "ant--bat", "- ant", "--- ant", "a --bright-- key"]
     path = write(tmp_path, "a.txt", "\n".join(lines))
     assert [p.text for p in load_prompts(path)] == lines
-    path = write(tmp_path, "a.csv", 'prompt\nant --seed 5\n"a\0\nb"\n')
-    assert [p.text for p in load_prompts(path)] == ["ant --seed 5", "a\0\nb"]
+    path = write(tmp_path, "a.csv", 'prompt\nant --seed 5\n"a\nb"\n')
+    assert [p.text for p in load_prompts(path)] == ["ant --seed 5", "a\nb"]
     path = write(tmp_path, "a.txt", "a\x1b[31m\x0b\x1cb\u2028c\n")
     assert [p.text for p in load_prompts(path)] == ["a\x1b[31m\x0b\x1cb\u2028c"]
 
@@ -65,6 +65,8 @@ a.txt | | a.txt: expected at least one prompt
 a.txt | # key | expected at least one prompt
 a.csv | prompt\n | expected at least one prompt
 a.txt | key\nna\xefve\n | a.txt:2: expected UTF-8, got the byte 0xef
+a.txt | k\0e\0y\0 | a.txt:1: expected UTF-8, got the byte 0x00
+a.csv | prompt\na\0b\n | a.csv:2: expected UTF-8, got the byte 0x00
 a.txt | \xff\xfek\0e\0y\0 | a.txt:1: expected UTF-8, got the byte 0xff
 a.csv | text,id\nkey,1\n | a.csv:1: expected a column named prompt or caption, got text, id
 a.csv | prompt,x,x\nkey,1,2\n | a.csv:1: expected columns that differ, got 'x' twice
@@ -92,7 +94,7 @@ def test_bad_files_name_file_and_line(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["../x", "a/b", "a\\b", "..", ".x", " a", "a\0", "a\nb", "c:x", "x" * 201]
+    "bad", ["../x", "a/b", "a\\b", "..", ".x", " a", "a\x1b", "a\nb", "c:x", "x" * 201]
 )
 def test_ids_stay_in_the_folder(tmp_path: Path, bad: str) -> None:
     with pytest.raises(UserError, match=r"a\.csv:2: id: expected"):
@@ -115,6 +117,7 @@ def test_prompts_of_the_command_line_do_not_collide_with_a_files() -> None:
     with pytest.raises(UserError, match="expected ids that differ"):
         check_unique([*prompts, prompts[0]])
     one, same, other = (prompts_digest(prompts_from_texts([text])) for text in "aab")
+    assert one.startswith("97673c9dae21"), "as earlier run folders have it"
     assert one == same != other
 
 

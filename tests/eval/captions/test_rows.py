@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import CLIPImageProcessor, LlavaProcessor
 
+from mame_sd import mame
 from mame_sd.captions.known_captioners import images_of
 from mame_sd.errors import UserError
 from mame_sd.eval.captions.model import Captioner, load_captioner
@@ -31,6 +32,8 @@ from mame_sd.eval.captions.run import (
 )
 from mame_sd.eval.captions.scores import SCORES
 from mame_sd.eval.captions.settings import CaptionSettings
+from mame_sd.eval.perception.rivals import rival_on
+from mame_sd.eval.perception.rules import ToMe
 from mame_sd.eval.store import Store
 from mame_sd.runs.model_files import ModelChoice
 from tests.builders.tokens import word_tokenizer
@@ -55,6 +58,9 @@ def test_every_row_writes_with_so_many_tokens_and_leaves_the_model_as_it_was() -
         if name == "baseline":
             assert torch.equal(logits, before)
         assert torch.equal(model(**inputs).logits, before), name
+        assert not model.model.language_model._forward_pre_hooks
+    assert visual.pop("tome") == 6
+    assert 1 < visual.pop("plain-0.8") < PATCHES
     shares = {name: float(name.rpartition("-")[2]) for name in visual if name != "baseline"}
     assert visual == {"baseline": 36, **{name: round(36 * k) for name, k in shares.items()}}
 
@@ -67,6 +73,46 @@ def test_chosen_tokens_keep_their_places_and_their_order() -> None:
     assert image.places.tolist() == [2, 5]
     assert torch.equal(image.features, whole.features[[2, 5]])
     assert image.unmerged == len(whole.features) == PATCHES
+
+
+@torch.no_grad()
+def in_tower_by_hand(model: Any, picture: Tensor, merging: Any) -> list[Tensor | None]:
+    """Projected features of each patch's place, where the four blocks that are read merge."""
+    with merging(model.model.vision_tower) as handle:
+        handle.capture()
+        states = model.model.vision_tower(picture[None], output_hidden_states=True).hidden_states[4]
+        places = list(range(PATCHES + 1))
+        for plan in [handle.plans()[number] for number in range(4)]:
+            places = [places[row] for row in plan.kept.flatten().tolist()]
+    assert states.shape[1] < PATCHES
+    found = dict(zip(places, model.model.multi_modal_projector(states)[0], strict=True))
+    return [found.get(place + 1) for place in range(PATCHES)]
+
+
+IN_TOWER = {
+    "tome": lambda tower: rival_on(tower, ToMe(8)),
+    "plain-0.8": lambda tower: mame(tower, tau=0.8, blocks=4),
+}
+
+
+@pytest.mark.parametrize("row", IN_TOWER)
+def test_what_the_tower_leaves_keeps_its_places_or_is_counted_anew(row: str) -> None:
+    model, inputs = (
+        tiny.llava(),
+        {**tiny.prompts([[PATCHES] * 2]), "pixel_values": tiny.pictures(2)},
+    )
+    with ROWS[row].method(model):
+        found = model(**inputs).logits[0]
+        output = model.generate(**inputs, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    seen = [in_tower_by_hand(model, one, IN_TOWER[row]) for one in inputs["pixel_values"]]
+    ids = inputs["input_ids"][0].tolist()
+    if row == "plain-0.8":  # as a prompt that never had more image tokens
+        given = iter([one for image in seen for one in image])
+        ids = [one for one in ids if one != tiny.IMAGE or next(given) is not None]
+        seen = [[one for one in image if one is not None] for image in seen]
+    expected, words = tiny.logits_by_hand(model, ids, seen, 3)
+    torch.testing.assert_close(found, expected[: len(found)], rtol=1e-3, atol=1e-4)
+    assert output[0, -3:].tolist() == words
 
 
 def test_divprune_takes_the_farthest_next() -> None:
@@ -217,8 +263,8 @@ def test_dtype_acts_on_a_published_form(tmp_path: Path) -> None:
         call = captioner.call(Image.new("RGB", (40, 30)))
         found[dtype] = (captioner.model.dtype, call["pixel_values"].dtype)
         references, out = written(tmp_path, ONE), tmp_path / dtype
-        settings = settings_of(references, rows="keep-0.25", tokens=3)
-        assert "MaMe, keep 0.25" in table(run_caption(settings, choice, out, print))
+        settings = settings_of(references, rows="keep-0.25,plain-0.8", tokens=3)
+        assert "paper's form" in table(run_caption(settings, choice, out, print))
         head = json.loads((out / "captions.jsonl").read_text().splitlines()[0])
         assert head["about"]["dtype"] == str(captioner.model.dtype).removeprefix("torch.")
     assert found == {"auto": (torch.float32,) * 2, "bfloat16": (torch.bfloat16,) * 2}
