@@ -90,7 +90,7 @@ def encoder_restored(target: nn.Module) -> Iterator[None]:
         del _OPENED[place]
         later = (one for one in _OPENED[place:] if one.keys() & before.keys())
         if (inner := next(later, None)) is not None:  # theirs is in force until it is left
-            inner.update(before)
+            inner.update({module: before.get(module, []) for module in target.modules()} | before)
         else:
             take_all(target, "mame")
             for placed in chain.from_iterable(before.values()):

@@ -19,6 +19,7 @@ from mame_sd.perception.hooks import (
     InnerHook,
     Placed,
     check_free,
+    left_by,
     ours_on,
     put,
     take,
@@ -298,7 +299,7 @@ class EncoderHandle:
         self._shared.check_idle("remove")
         ours = {*self._inner, *(method.__self__ for _, _, method in self._placed)}
         parts = (module for module, _, _ in self._placed)  # whether or not tools took them out
-        for module in {*self.encoder.modules(), *parts}:
+        for module in {*self.encoder.modules(), *parts, *left_by(self._inner)}:
             take(module, ours)
 
     def install(self) -> None:

@@ -192,5 +192,11 @@ def take_all(target: nn.Module, what: str = "remove_mame") -> None:
     owners: set[Any] = {method.__self__ for module in modules for _, _, method in _found(module)}
     for one in owners:
         (one if isinstance(one, ForwardState) else one.shared).check_idle(what)
-    for module in modules:
+    for module in modules + left_by(owners):
         take(module)
+
+
+def left_by(owners: Collection[Any]) -> list[nn.Module]:
+    """List inner modules that were heard, which another tool may have taken out of the model."""
+    inner = (one.child for one in owners if isinstance(one, InnerHook))
+    return [child for child in inner if child is not None]

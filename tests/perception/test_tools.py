@@ -4,6 +4,7 @@ replicated, offloaded or compiled, before merging is applied or after it.
 
 from __future__ import annotations
 
+import copy
 import pickle
 import threading
 import warnings
@@ -20,7 +21,12 @@ from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 from torch.utils.flop_counter import FlopCounterMode
 
-from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
+from mame_sd.perception.apply_encoder import (
+    apply_encoder,
+    encoder_restored,
+    has_encoder_hooks,
+    remove_encoder,
+)
 from tests.builders.perception import SHALLOW, SIDE, TIMM_MODELS, VIT
 from tests.builders.timm_models import NEEDS_TIMM
 from tests.builders.tiny import seeded
@@ -362,3 +368,38 @@ def test_a_model_that_lists_its_blocks_first_has_a_grid() -> None:
     handle = apply_encoder(model)
     VIT.call(model, VIT.batch())
     assert not handle.report().blocks[0].note
+
+
+@pytest.mark.parametrize("how", ["handle", "model", "block"])
+def test_a_part_that_was_taken_out_keeps_no_hook(how: str) -> None:
+    model: Any = VIT.build()
+    block = blocks_of(model, VIT)[0]
+    path = next(name for name, _ in block.named_modules() if name.endswith(("key", "k_proj")))
+    outer, _, name = path.rpartition(".")
+    old = block.get_submodule(path)
+    with encoder_restored(model):
+        handle = apply_encoder(model, keep=0.5)
+        VIT.call(model, VIT.batch())
+        setattr(block.get_submodule(outer), name, copy.deepcopy(old))
+        if how != "block":
+            handle.remove() if how == "handle" else remove_encoder(model)
+            assert not has_encoder_hooks(old)
+    assert not has_encoder_hooks(old)
+    assert not has_encoder_hooks(model)
+
+
+def test_blocks_that_end_out_of_order_leave_nothing_on_a_new_part() -> None:
+    model: Any = VIT.build()
+    block = blocks_of(model, VIT)[0]
+    path = next(name for name, _ in block.named_modules() if name.endswith(("key", "k_proj")))
+    outer, _, name = path.rpartition(".")
+    first, second = encoder_restored(model), encoder_restored(model)
+    first.__enter__()
+    apply_encoder(model, keep=0.5)
+    setattr(block.get_submodule(outer), name, copy.deepcopy(block.get_submodule(path)))
+    VIT.call(model, VIT.batch())
+    second.__enter__()
+    apply_encoder(model, keep=0.3)
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert not has_encoder_hooks(model)
