@@ -34,7 +34,7 @@ core/keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_models
     count * k.shape[1] // q.shape[1])] => count)]
     merged = grids[0].start, => merged = 0,
     self.known.setdefault(self.calls, {}) => self.known.setdefault(0, {})
-    shift = count - self.length => shift = 0
+    shift = 0 if self.length is None else count - self.length => shift = 0
     mask = mask == 0 => mask = mask
 core/merge.py: core
     of_chosen, of_chosen, value=-0.5) => of_chosen, of_chosen, value=-1.0)
