@@ -19,6 +19,9 @@ from mame_sd.core.merge import product
 SDPA = torch._C._nn.scaled_dot_product_attention
 RIDGE = 0.1  # of the mean diagonal of A A^T
 SIZE_RIDGE = 1e-3  # of the mean square of the queries
+# How exact outputs of attention are known, relative to the values. Where queries look at the text
+# alone, what lacks on merged keys is below that, and must not be divided by their small weights.
+NOISE = {torch.float64: 1e-14, torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 HALF_MAX = 65504  # where fp16 ends
 
 
@@ -28,7 +31,8 @@ def fitted_values(
     """Values V'' of merged keys, with which attention answers a few queries nearly exactly.
 
     V'' = V' + A^T (A A^T + ridge mean(diag(A A^T)) I)^-1 (O - A V'), where A is the part of the
-    attention weights that lies on the merged keys. Computed in fp32 (fp64 for fp64), by Cholesky:
+    attention weights that lies on the merged keys. What is added to the diagonal is at least the
+    square of the noise of O, as its dtype has it. Computed in fp32 (fp64 for fp64), by Cholesky:
     LU decompositions of this size are wrong on some processors.
 
     Args:
@@ -47,7 +51,9 @@ def fitted_values(
     merged = weights[..., first:last]
     lacking = exact.flatten(0, -3) - torch.bmm(weights, values)
     gram = torch.bmm(merged, merged.transpose(1, 2))
-    factor = _ridged_cholesky(gram, ridge, may_be_zero=not alone)  # weights sum to 1
+    # Where all kept keys are merged ones their weights sum to 1, and are no small numbers.
+    least = None if alone else NOISE[exact.dtype] ** 2 / ridge
+    factor = _ridged_cholesky(gram, ridge, least)
     half = torch.linalg.solve_triangular(factor, lacking, upper=False)
     solved = torch.linalg.solve_triangular(factor.transpose(1, 2), half, upper=True)
     fitted = torch.baddbmm(values[:, first:last], merged.transpose(1, 2), solved)
@@ -87,14 +93,14 @@ def sized_keys(
     return key.clamp_(-HALF_MAX, HALF_MAX) if key.dtype == torch.float16 else key
 
 
-def _ridged_cholesky(gram: Tensor, ridge: float, may_be_zero: bool = True) -> Tensor:
+def _ridged_cholesky(gram: Tensor, ridge: float, least: float | None = 1e-19) -> Tensor:
     """The Cholesky factor of products [n, m, m] with `ridge` of their mean diagonal added, in
-    place. Nothing is checked: that would wait for the device.
+    place, of `least` at least. Nothing is checked: that would wait for the device.
     """
     diagonal = gram.diagonal(dim1=1, dim2=2)
     mean = diagonal.mean(-1, keepdim=True)
-    if may_be_zero:  # the least number keeps what is all zeros away from 0 / 0
-        mean = mean.clamp_min(torch.finfo(gram.dtype).tiny ** 0.5)
+    if least is not None:
+        mean = mean.clamp_min(least)
     diagonal.add_(mean, alpha=ridge)
     return torch.linalg.cholesky_ex(gram)[0]
 
