@@ -20,7 +20,6 @@ a query gives its first key, the mean of queries.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -158,7 +157,6 @@ def main() -> None:
     heads = list(next(iter(rows.values())))
     cells = [[name, *(f"{one[head]:.3f}" for head in heads)] for name, one in rows.items()]
     print(markdown_table(["case", *heads], cells))
-    print(json.dumps({"benchmark": "layer_errors", "draws": args.draws, "rows": rows}))
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ def allocations(call: Callable[[], object]) -> list[tuple[str, int]]:
 
 
 def most(steps: list[tuple[str, int]]) -> int:
-    """Most bytes that were allocated at once."""
-    return max((alive for _, alive in steps), default=0)
+    """Most bytes that were allocated at once, 0 at least."""
+    return max([0, *(alive for _, alive in steps)])
 
 
 def weight_bytes(modules: list[nn.Module]) -> int:

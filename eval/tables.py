@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from mame_sd.errors import UserError
 
-from .results.schema import Family
+from .results.schema import NOT_YET, Family
+from .results.schema import Row as Line
 
 T = TypeVar("T")
 
@@ -30,6 +31,20 @@ class Row:
     family: Family = "rival"
     method: Any = None
     default: bool = False
+
+    def line(
+        self, config: Mapping[str, Any], reason: str = NOT_YET, run: str | None = None
+    ) -> Line:
+        """Its line of the results before anything is measured; arguments as `Line` has them."""
+        return Line(
+            name=self.name,
+            label=self.label,
+            family=self.family,
+            default=self.default,
+            config=config,
+            reason=reason,
+            run=run,
+        )
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

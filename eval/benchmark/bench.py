@@ -140,8 +140,8 @@ def peak_call(
     parts = [part for part in model.pipe.components.values() if isinstance(part, nn.Module)]
     weights = weight_bytes(parts)
     before = next((number for number, (name, _) in enumerate(steps) if name == _DECODING), None)
-    denoising = None if before is None else weights + max(0, most(steps[:before]))
-    return {"allocated": weights + max(0, most(steps)), "allocated_denoising": denoising}
+    denoising = None if before is None else weights + most(steps[:before])
+    return {"allocated": weights + most(steps), "allocated_denoising": denoising}
 
 
 @contextmanager

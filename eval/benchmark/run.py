@@ -34,7 +34,6 @@ from mame_sd.runs.prompt_files import Prompt, prompts_digest
 
 from ..metric_list import METRICS, Metric
 from ..results.schema import NOT_YET, Picture, Results, Value
-from ..results.schema import Row as Line
 from ..scoring.reference import Reference, check_foreign
 from ..scoring.runs import Run, pair
 from ..scoring.score import cut_prompts, measured
@@ -114,16 +113,7 @@ class Benchmark:
     def _before(self) -> Results:
         """What is known before anything is measured."""
         rows = [
-            Line(
-                name=row.name,
-                label=row.label,
-                family=row.family,
-                default=row.default,
-                config=row.config,
-                run=f"runs/{row.name}",
-                reason=row.lacking or NOT_YET,
-            )
-            for row in self.rows
+            row.line(row.config, row.lacking or NOT_YET, f"runs/{row.name}") for row in self.rows
         ]
         jobs, settings = jobs_of(self.prompts, self.settings), self.settings
         about = {} if self.reference is None else self.reference.about()

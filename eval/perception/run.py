@@ -27,7 +27,7 @@ from mame_sd.runs.processes import Process
 from ..benchmark.results import TIMINGS, resumed, write_results
 from ..benchmark.timings import summary
 from ..metric_list import METRICS, Metric, cost, fidelity, quality
-from ..results.schema import NOT_YET, Gate, Results, Value
+from ..results.schema import Gate, Results, Value
 from ..results.schema import Row as Line
 from ..stats import share_difference, wilson
 from ..timing import quartiles
@@ -126,14 +126,7 @@ class Classification:
         encoder, images = self.asked.head.encoder, self.asked.images
         about, labelled = images.about(), images.labels is not None
         rows = [
-            Line(
-                name=row.name,
-                label=row.label,
-                family=row.family,
-                default=row.default,
-                config={"rival": row.rival, "at": row.at} if row.at else row.method.config,
-                reason=NOT_YET,
-            )
+            row.line({"rival": row.rival, "at": row.at} if row.at else row.method.config)
             for row in self.rows
         ]
         manifest = {
