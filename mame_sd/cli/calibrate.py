@@ -16,7 +16,6 @@ from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.groups import PAPERS
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
-from mame_sd.diffusion.shipped import uniform
 from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.generate import environment
@@ -50,7 +49,7 @@ def run_calibrate(
     file = out / "config.json"
     _check(speed, base, out, file)
     model, base = load_to_merge(choice, base, prompts)
-    base = uniform(base)
+    base = base.replace(keep=base.keep, layers=None, made_for=None)  # uniform
     few = min(4, max(1, len(prompts) // 4))
     found = _measured(model, prompts[:few], settings, base, out)
     try:

@@ -56,7 +56,7 @@ NOTHING_BESIDE = Family(
 class SequenceAttention(AttentionAdapter):
     """One attention module of a family."""
 
-    def __init__(self, module: nn.Module, family: Family) -> None:
+    def __init__(self, module: nn.Module | None, family: Family) -> None:
         super().__init__(module)
         self.family = family
         self.hidden = family.inputs[0]
