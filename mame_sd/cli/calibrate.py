@@ -16,6 +16,7 @@ from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.groups import PAPERS
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
+from mame_sd.diffusion.saved_setting import uniform
 from mame_sd.errors import UserError
 from mame_sd.report import counted
 from mame_sd.runs.files import check_place, write_atomically
@@ -50,7 +51,7 @@ def run_calibrate(
     file = out / "config.json"
     _check(speed, base, out, file)
     model, base = load_to_merge(choice, base, prompts)
-    base = base.replace(keep=base.keep, layers=None, made_for=None)  # uniform
+    base = uniform(base)
     few = min(4, max(1, len(prompts) // 4))
     found = _measured(model, prompts[:few], settings, base, out)
     try:

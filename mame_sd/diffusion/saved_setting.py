@@ -45,6 +45,11 @@ def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
     return config
 
 
+def uniform(config: MaMeConfig) -> MaMeConfig:
+    """`config`, the same in all layers: without settings beside the model's weights."""
+    return config.replace(keep=config.keep, tau=config.tau, layers=None, made_for=None)
+
+
 @dataclass(frozen=True)
 class SavedMerging:
     """Merging as saved with a pipeline: `config` and whether it is on (off: what further fields
