@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from mame_sd.runs.generate import environment_on
+from mame_sd.runs.generate import environment
 from mame_sd.runs.methods import NotApplicable
 from mame_sd.runs.processes import Process
 
@@ -142,7 +142,7 @@ class Classification:
                 "images": "another batch each round",
             },
             "environment": {
-                **environment_on(encoder.device),
+                **environment(encoder.device),
                 "processes": self.process.count,
                 "attention": getattr(encoder.model.config, "_attn_implementation", None),
             },
