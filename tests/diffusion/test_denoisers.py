@@ -108,6 +108,11 @@ def test_both_transformers_of_wan_22_merge() -> None:
     assert torch.equal(once(pipe), before)
     handle.active = True
     assert torch.equal(once(pipe), merged)
+    assert handle.described == "WanTransformer3DModel with 4 self-attentions"
+    with pytest.raises(
+        ValueError, match="got one with transformer and transformer_2"
+    ):
+        handle.calibrate(["a key"], speed=1.2)
     remove_mame(pipe)
     assert not has_hooks(pipe)
     assert torch.equal(once(pipe), before)
