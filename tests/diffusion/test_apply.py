@@ -20,7 +20,6 @@ from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.hooks import StepHook
 from tests.builders.layers import CONFIGS
-from tests.builders.plans import latest_plans
 from tests.builders.tiny import (
     run_unet,
     seeded,
@@ -29,6 +28,7 @@ from tests.builders.tiny import (
     unet_inputs,
 )
 from tests.builders.transformers import normal
+from tests.matrix.models.watch import latest_plans
 
 SIZES = [(16, 16), (8, 24), (12, 20)]
 MERGING = {"tau": 0.2, "min_tokens": 40}

@@ -23,7 +23,7 @@ from mame_sd.core.merge import Groups
 from mame_sd.diffusion import hooks
 from mame_sd.diffusion.hook_registry import hook_on
 from tests.builders.pipelines import SIDE, controlnet, noise, quiet
-from tests.builders.threads import in_thread
+from tests.builders.processes import in_thread
 from tests.builders.tiny import LATENT, one_level_unet, run_unet, tiny_unet, unet_inputs
 from tests.builders.transformers import TEXT, halves, normal, run
 from tests.matrix.transformers import ROWS
