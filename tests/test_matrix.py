@@ -22,7 +22,7 @@ from tests.builders.tiny import LATENT, one_level_unet, tiny_pipeline, unet_inpu
 from tests.builders.transformers import H, W, normal, run
 from tests.matrix import caches, features, transformers, unets
 from tests.matrix.checks import check_row
-from tests.matrix.models.case import case
+from tests.matrix.models.case import BLC, case
 from tests.matrix.rows import Row, param
 from tests.matrix.table import PAGE, page
 
@@ -77,7 +77,7 @@ def test_every_cache_of_diffusers_is_tried() -> None:
     assert {pair.name for pair in caches.PAIRS} >= CACHED
 
 
-FLUX = case("FluxTransformer2DModel", num_layers=1)  # one block of each kind
+FLUX = case("FluxTransformer2DModel", image=BLC, num_layers=1)  # one block of each kind
 UNET = partial(one_level_unet, transformer_layers_per_block=1)
 
 

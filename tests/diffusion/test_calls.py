@@ -219,7 +219,7 @@ def test_control_images_of_one_input_merge_apart(planned: list[Groups]) -> None:
 @pytest.mark.compiles
 def test_a_compiled_model_and_its_calls_stand_alone() -> None:
     torch._dynamo.reset()
-    model = one_level_unet()
+    model = one_level_unet(transformer_layers_per_block=1)
     guided = {**unet_inputs(model, batch=1), "timestep": torch.tensor(500)}
     unguided = with_another_text(guided)
     apply_mame(model, keep=0.25, min_tokens=1)
