@@ -283,7 +283,7 @@ class Benchmark:
         if not gate.passed:
             record.replace(self.out / BUSY)
         for row in rows:
-            costs = summary(timings[row.name], withhold_seconds=not gate.passed)
+            costs = summary(timings[row.name], timings[BASELINE], not gate.passed)
             self.results.row(row.name).values.update(
                 {m.name: costs[m.name] for m in self.metrics if m.name in costs}
             )
