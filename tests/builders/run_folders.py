@@ -16,9 +16,12 @@ def write_run(
     folder: Path,
     images: dict[str, np.ndarray],
     prompts: dict[str, str] | None = None,
+    torch: str = "",
     **settings: Any,
 ) -> Path:
-    """A run folder as `generate` leaves it, of given pixels by key `<id>_<repeat>`."""
+    """A run folder as `generate` of that `torch` leaves it, of given pixels by key
+    `<id>_<repeat>`.
+    """
     (folder / "images").mkdir(parents=True)
     rows = []
     for key, pixels in images.items():
@@ -30,7 +33,11 @@ def write_run(
         rows.append({**row, "prompt": (prompts or {}).get(key, f"prompt {identity}")})
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     known = {"prompts": {"count": len(images), "sha256": "x"}, "images_per_prompt": 1, "mame": None}
-    manifest = {"format": FORMAT, "settings": {**known, **settings}, "environment": {}}
+    manifest = {
+        "format": FORMAT,
+        "settings": {**known, **settings},
+        "environment": {"torch": torch},
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
