@@ -16,7 +16,7 @@ from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.groups import PAPERS
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
-from mame_sd.diffusion.shipped import uniform
+from mame_sd.diffusion.saved_setting import uniform
 from mame_sd.errors import UserError
 from mame_sd.report import counted
 from mame_sd.runs.files import check_place, write_atomically

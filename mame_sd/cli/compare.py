@@ -18,7 +18,7 @@ from mame_sd.cli.console import progress
 from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.sheet import Cell, check_sheet_path, draw_sheet, enlarge, write_sheet
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.shipped import uniform
+from mame_sd.diffusion.saved_setting import uniform
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel

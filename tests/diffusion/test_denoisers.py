@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace as Pipe
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import ModularPipeline
+from diffusers import ModularPipeline, UNet2DConditionModel
 from diffusers.modular_pipelines import Flux2AutoBlocks, MiniMaxH3Blocks
 from torch import nn
 
@@ -111,3 +113,15 @@ def test_both_transformers_of_wan_22_merge() -> None:
     assert torch.equal(once(pipe), before)
     pipe.transformer_2 = None
     assert denoiser_of(pipe) is pipe.transformer  # taken as it is
+
+
+@pytest.mark.parametrize("names", [("unet",), ("transformer", "transformer_2")])
+def test_settings_in_the_pipelines_folder_are_taken_and_read_anew(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    tiny_unet().save_pretrained(tmp_path / "unet")
+    load = partial(UNet2DConditionModel.from_pretrained, tmp_path / "unet")
+    pipe = Pipe(**{name: load() for name in names})
+    for keep in (0.5, 0.125):
+        (tmp_path / "mame.json").write_text(json.dumps({"keep": keep}))
+        assert apply_mame(pipe).config.keep == keep

@@ -22,8 +22,8 @@ from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_tokens, remove_mame
+from mame_sd.diffusion.families.attention import SequenceAttention
 from mame_sd.diffusion.families.layouts import packed
-from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import BUILT_IN
 from mame_sd.diffusion.layer import NO_SIZE, merged_call
 from mame_sd.families import Family, Tokens, along, pixels, register_family

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.launches import META, counted, pretended
-from mame_sd import attention
-from mame_sd.diffusion.apply_denoiser import mame
+from mame_sd import attention, mame
 from tests.builders.tiny import tiny_unet, unet_inputs
 from tests.builders.trace import Operations
 
