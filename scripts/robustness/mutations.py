@@ -112,8 +112,8 @@ config.py: test_config.py diffusion/test_processor.py
 caches/view.py: caches
     self.slots[:, :, None, None] > slots.view(-1, 1) => self.slots[:, :, None, None] >= 9**9
 caches/layer.py: caches
-    self.seen += key_states.shape[-2] => self.seen += 1
-    first = (first + self.bias.unsqueeze(2).to(dtype)) => first = first
+    self.seen += new => self.seen += 1
+    (mask + bias.unsqueeze(2).to(dtype)).clamp => mask.clamp
 captions/farthest.py: captions
     torch.maximum(nearest, row) => torch.minimum(nearest, row)
 captions/calls.py: captions
