@@ -47,16 +47,18 @@ _FREE = {
     aten.lift_fresh.default,
 }
 # Those that are more than one launch on CUDA, by the name without the overload, as PyTorch's
-# sources have them.
+# sources have them (aten/src/ATen/native/cuda). What cuBLAS and cuSOLVER launch for one of their
+# batched calls is not known, and counts as one.
 _LAUNCHES = {
     "sort": 6,  # a radix sort: histograms, scans and scatters of several digits
-    "topk": 4,
     "cumsum": 2,
     "native_group_norm": 3,  # moments, their product with the weights, the result
-    "linalg_cholesky_ex": 3,
-    "linalg_solve_triangular": 2,
+    "linalg_cholesky_ex": 4,  # a copy, pointers to the matrices, the factors, their lower triangle
+    "linalg_solve_triangular": 4,  # a copy, pointers to the matrices of both, the solution
     "convolution": 2,  # the bias is added by a kernel of its own
 }
+_SORTED_AT_ONCE = 4096  # so many of the largest entries one kernel sorts
+_ONE_BLOCK = 20000  # so many entries one block looks through, of up to 20 rows
 # Those that read of their first argument what they return, and no more.
 _GATHERS = {"index_select", "gather", "index", "embedding"}
 _FILLS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|zero_|fill_")
@@ -252,11 +254,24 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
     launches = _LAUNCHES.get(name, 1)
     if name == "convolution" and args[2] is None:
         launches = 1
+    elif name == "topk":
+        launches = _topk(func, args, kwargs)
     kind = "other"
     if name in _PRODUCTS:
         kind = "convolution" if name == "convolution" else "product"
     dtype = next((t.dtype for t in given if t.is_floating_point()), torch.float32)
     return Work(name, kind, dtype, read + written, _flops(func, name, args, output), launches)
+
+
+def _topk(func: Any, args: Any, kwargs: Any) -> int:
+    """The launches of a top-k of up to 20 rows: what it finds, and what sorts that."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    # Long rows are counted by digit: three kernels for each byte, scans, and two memsets.
+    least = 1 if given["self"].shape[-1] < _ONE_BLOCK else 2 + 3 * given["self"].element_size() + 7
+    if not given.get("sorted", True):
+        return least
+    return least + (1 if given["k"] <= _SORTED_AT_ONCE else _LAUNCHES["sort"] + 3)
 
 
 def _flops(func: Any, name: str, args: Any, output: Any) -> int:

@@ -74,6 +74,10 @@ _FID = "Frechet Inception distance to the reference set."
 _IS = "Inception score; at most the number of images in a split."
 _CLIP = "100 x cosine of the CLIP embeddings of image and prompt (77 tokens)."
 _LATENCY = "Seconds per image from prompt to pixels: median and quartiles of interleaved rounds."
+_SPEEDUP = (
+    "Seconds of the baseline divided by the row's, both of one round: median of rounds, with its"
+    " 95 % interval, which below 6 rounds is their range. Of CPU time where seconds are withheld."
+)
 _DENOISING = "Of these, from the first call of the denoiser to the start of decoding."
 _CPU = "Seconds of all cores per image, which other programs hardly change; on a CPU alone."
 _MEMORY = "Most that tensors take at once, weights included."
@@ -89,6 +93,7 @@ _EVERY = (
     quality("is", "IS", "alone", _IS, **_INCEPTION),
     quality("clip_score", "CLIP score", "image", _CLIP, digits=2, network="clip"),
     cost("latency", "Latency", "s", 2, _LATENCY),
+    cost("speedup", "Times as fast", "", 2, _SPEEDUP, better="higher"),
     cost("denoising", "Denoising", "s", 2, _DENOISING),
     cost("cpu", "CPU time", "s", 2, _CPU),
     cost("memory", "Peak memory", "MiB", 0, _MEMORY),

@@ -1,5 +1,5 @@
 """Means with their uncertainty: a bootstrap over prompts, and a sign-flip test for paired
-differences.
+differences. The median of few timings with its uncertainty.
 
 Images of one prompt are not independent, so prompts, not images, are drawn (bootstrap) and flipped
 (test). Everything is seeded and sorted by key: the same values give the same figures, in whatever
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,12 @@ Floats = NDArray[np.float64]
 
 
 def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> dict[str, Any]:
-    """The mean of per-image `values` and its 95 % percentile bootstrap interval over prompts.
+    """The mean of per-image `values` and its 95 % bootstrap interval over prompts.
+
+    Percentiles of resampled means are too narrow for few prompts: 2.5 and 97.5 % hold the mean of 8
+    normal values in 87 % of cases. So they are taken further out, as far as Student's t is from a
+    normal variable (the expanded percentile, Hesterberg, arXiv 1411.5279): 93 %. Of two or three
+    prompts no percentile reaches far enough.
 
     Args:
         values: by image key. Infinite ones (PSNR of equal images) are counted as "equal" and left
@@ -57,8 +63,38 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
     for _ in range(RESAMPLES // _CHUNK):
         drawn = rng.integers(0, len(sums), (_CHUNK, len(sums)))
         means.append(sums[drawn].sum(1) / counts[drawn].sum(1))
-    low, high = np.quantile(np.concatenate(means), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(np.concatenate(means), _expanded(len(sums)))
     return {**found, "low": float(low), "high": float(high)}
+
+
+def _expanded(n: int) -> tuple[float, float]:
+    """Levels of the percentiles of `n` observations' resampled mean that make an interval of
+    LEVEL.
+    """
+    # t = sqrt(n - 1) tan(angle), of which the density is cos(angle)^(n - 2)
+    angle = np.linspace(0, np.pi / 2, 100_001)
+    share = np.cumsum(np.cos(angle) ** (n - 2))
+    t = math.sqrt(n - 1) * math.tan(angle[np.searchsorted(share, LEVEL * share[-1])])
+    tail = NormalDist().cdf(-t * math.sqrt(n / (n - 1)))
+    return tail, 1 - tail
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median of independent `values`, at least one, and the ends (low, high) of its 95 %
+    interval, whatever their distribution is (that of the sign test).
+
+    Below 6 values it is their range, which holds the median with less certainty: in 75 % of cases
+    for 3, in 94 % for 5.
+
+    >>> median_interval([3.0, 1.0, 2.0]), median_interval(range(1, 10))
+    ((2.0, 1.0, 3.0), (5.0, 2.0, 8.0))
+    """
+    ordered, n = sorted(map(float, values)), len(values)
+    cut, outside = 0, 1  # of 2^n sides on which the values may lie of it: those with at most `cut`
+    while 2 * (outside + math.comb(n, cut + 1)) <= (1 - LEVEL) * 2**n:
+        cut += 1
+        outside += math.comb(n, cut)
+    return float(np.median(ordered)), ordered[cut], ordered[n - 1 - cut]
 
 
 def paired_difference(

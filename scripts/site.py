@@ -6,10 +6,10 @@ mkdocs calls the functions `on_...` while it builds.
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import Any
@@ -26,7 +26,7 @@ OUTSIDE = {
     "comfyui/README.md": "comfyui.md",
     "mame_sd/embedded/video/README.md": "embedded-video.md",
 }
-# What users import: a module, and where its `__all__` stands in a checkout.
+# What users import: a module, and its file in a checkout.
 PUBLIC = {
     "mame_sd": "mame_sd/__init__.py",
     "mame_sd.caches": "mame_sd/caches/__init__.py",
@@ -80,12 +80,7 @@ def _api() -> Iterator[str]:
     """One heading for each module that users import, and below it what it gives."""
     yield "# API\n\n"
     for module, file in PUBLIC.items():
-        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
-        (names,) = (
-            ast.literal_eval(node.value)
-            for node in tree.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-        )
+        names = import_module(module).__all__
         place = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         yield f"## {module}\n\n"
         for name in names:

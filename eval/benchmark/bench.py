@@ -48,7 +48,7 @@ def bench(
         record: see `timed_rounds`.
     """
     about = {
-        "environment": environment(model),
+        "environment": environment(model.pipe.device),
         "model": model.identity,
         "settings": asdict(settings),
         "batches": [[asdict(job) for job in batch] for batch in batches],

@@ -153,7 +153,7 @@ class Benchmark:
                 "sha256": prompts_digest(self.prompts),
                 "file": self.prompt_file or {},
             },
-            "environment": {**environment(self.model), "processes": self.process.count},
+            "environment": {**environment(self.model.pipe.device), "processes": self.process.count},
             "attention": sorted({type(processor).__name__ for processor in processors.values()}),
             "latency": {
                 "rounds": self.rounds,
@@ -177,7 +177,6 @@ class Benchmark:
                     row.sampling(self.settings),
                     row.method,
                     self._run(row.name),
-                    prompt_file=self.prompt_file,
                     process=self.process,
                     on_progress=on_progress,
                     on_note=self.on_note,
@@ -284,7 +283,7 @@ class Benchmark:
         if not gate.passed:
             record.replace(self.out / BUSY)
         for row in rows:
-            costs = summary(timings[row.name], withhold_seconds=not gate.passed)
+            costs = summary(timings[row.name], timings[BASELINE], not gate.passed)
             self.results.row(row.name).values.update(
                 {m.name: costs[m.name] for m in self.metrics if m.name in costs}
             )

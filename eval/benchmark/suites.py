@@ -10,7 +10,7 @@ from typing import Any
 from mame_sd.errors import UserError
 
 _PAPER = ("fid", "is", "lpips", "psnr", "ssim", "clip_score")
-_COST = ("latency", "denoising", "cpu", "memory", "memory_denoising")
+_COST = ("latency", "speedup", "denoising", "cpu", "memory", "memory_denoising")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ..results.schema import Gate, Value
+from ..stats import median_interval
 from ..store import Store, another_file, read_store
 from ..timing import interleaved, quartiles
 
 FORMAT = "mame-sd timings 2"
 KEYS = ("round", "method")
 MEBIBYTE = 2**20
+BUSY = "the machine was busy"
 TIMING_GATE = "timing on a machine with nothing else to do"
 LARGEST_SPREAD = 0.25  # of the baseline's rounds: (longest - shortest) / median
 SMALLEST_SHARE = 0.6  # of the cores' time that the process had, at the median
@@ -89,12 +91,36 @@ def _timing(line: Mapping[str, Any]) -> Timing:
     return Timing(**{name: value for name, value in line.items() if name not in KEYS})
 
 
-def summary(timings: Sequence[Timing], withhold_seconds: bool = False) -> dict[str, Value]:
-    """The cost metrics of one method: median and quartiles of seconds, the highest peak of memory.
+def of_rounds(values: Sequence[float]) -> Value:
+    """Median and quartiles of what rounds measured. A single round has no quartiles."""
+    low, median, high = quartiles(values)
+    found = Value(mean=median, n=len(values), statistic="median, quartiles")
+    return replace(found, low=low, high=high) if len(values) > 1 else found
 
-    A single round has no quartiles.
+
+def speedup(timings: Sequence[Timing], baseline: Sequence[Timing], field: str) -> Value:
+    """How many times as fast as the baseline a method is by a `field` of timings.
+
+    Each round compares two calls on the same batch and in the same minutes of the machine, so that
+    the ratio tells what the times themselves are too noisy to tell.
+    """
+    pairs = zip(timings, baseline, strict=True)
+    ratios = [getattr(base, field) / getattr(own, field) for own, base in pairs]
+    median, low, high = median_interval(ratios)
+    found = Value(mean=median, n=len(ratios), statistic="median of the rounds' ratios")
+    if field == "cpu":
+        found = replace(found, note="of CPU time")
+    return replace(found, low=low, high=high) if len(ratios) > 1 else found
+
+
+def summary(
+    timings: Sequence[Timing], baseline: Sequence[Timing], withhold_seconds: bool = False
+) -> dict[str, Value]:
+    """The cost metrics of one method: median and quartiles of seconds, how many times as fast as
+    the baseline it is, the highest peak of memory.
 
     Args:
+        baseline: timings of the unmerged model in the same rounds.
         withhold_seconds: wall-clock seconds are no figures, for the machine was busy.
     """
     known = {
@@ -105,12 +131,15 @@ def summary(timings: Sequence[Timing], withhold_seconds: bool = False) -> dict[s
     for name, field in (("latency", "seconds"), ("denoising", "denoising"), ("cpu", "cpu")):
         values = known[field]
         if values and withhold_seconds and name != "cpu":
-            found[name] = Value(n=len(values), withheld="the machine was busy")
+            found[name] = Value(n=len(values), withheld=BUSY)
         elif values:
-            low, median, high = quartiles(values)
-            found[name] = Value(mean=median, n=len(values), statistic="median, quartiles")
-            if len(values) > 1:
-                found[name] = replace(found[name], low=low, high=high)
+            found[name] = of_rounds(values)
+    if not withhold_seconds:
+        found["speedup"] = speedup(timings, baseline, "seconds")
+    elif known["cpu"]:
+        found["speedup"] = speedup(timings, baseline, "cpu")
+    else:
+        found["speedup"] = Value(n=len(timings), withheld=BUSY)
     for name, field in (("memory", "allocated"), ("memory_denoising", "allocated_denoising")):
         if known[field]:
             found[name] = Value(mean=max(known[field]) / MEBIBYTE, n=len(known[field]))

@@ -31,7 +31,7 @@ from ..images import load_image
 from ..perception.encoders import check_size
 from ..stats import mean_interval, paired_difference
 from ..store import Lines, Store
-from ..tables import markdown_table
+from ..tables import interval_cell, markdown_table
 from ..timing import seconds_of
 from .model import EMBEDDED, Captioner, load_captioner
 from .references import Pictures, read_references
@@ -143,7 +143,9 @@ def _read(captioner: Captioner, row: str, inputs: dict[str, Any], ids: list[int]
 
 
 def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dict[str, Any]]:
-    """The figures of each row, the baseline first, and of captions of other pictures."""
+    """The figures of each row, the baseline first, and of captions of other pictures, where there
+    are some.
+    """
     names = list(pictures.files)
     each = {name: name for name in names}
     every = {row: {name: done[row, name] for name in names} for row in rows}
@@ -164,6 +166,8 @@ def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dic
         if other != row and {row, other} <= kl.keys():
             figures["kl_over"] = paired_difference(kl[row], kl[other], each)
         found.append(figures)
+    if len(names) == 1:  # there is no other picture
+        return found
     others = [*names[1:], names[0]]
     turned = {name: every[BASELINE][other] for name, other in zip(names, others, strict=True)}
     return [*found, {**found[0], "row": "chance", **scored(turned, pictures)}]
@@ -188,8 +192,5 @@ def table(found: Mapping[str, Any]) -> str:
         cells = (format(row[name], form) if name in row else "" for name, form in columns.items())
         lines.append([label, *cells])
         if "kl_over" in row:
-            notes.append(
-                f"\n{label}: KL less DivPrune's {row['kl_over']['mean']:+.3f}"
-                f" [{row['kl_over']['low']:+.3f}, {row['kl_over']['high']:+.3f}]"
-            )
+            notes.append(f"\n{label}: KL less DivPrune's {interval_cell(row['kl_over'])}")
     return "\n".join([markdown_table(["", *(heads.get(c, c) for c in columns)], lines), *notes])

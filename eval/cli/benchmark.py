@@ -146,7 +146,7 @@ def suite_prompts(
     if source != "drawn":
         if held_out:
             raise UserError(f"--held-out: expected prompts that are drawn, got {source}; drop one")
-        return load_prompts(source, count), prompt_file_identity(source)
+        return load_prompts(source)[:count], prompt_file_identity(source)
     captions, seed = CAPTIONS.get(embedded or "", CAPTIONS["unet"])(), suite.seed
     found = drawn(captions, count, seed)
     if held_out:

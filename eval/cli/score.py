@@ -1,4 +1,4 @@
-"""The body of ``mame-sd-eval score``: two runs in; JSON, CSV or a table out."""
+"""The body of ``mame-sd-eval score``: two runs in; JSON or a table out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mame_sd.errors import UserError
 from mame_sd.runs.files import shown
 from mame_sd.runs.generate import versions
 from mame_sd.runs.records import Sample
+from mame_sd.runs.run_folder import differences, in_short
 
 from ..images import size_of, turned_note
 from ..json_text import json_text
@@ -59,6 +60,11 @@ def score_runs(
     different = differing_settings(a, b)
     for text in different:
         on_note(f"the runs differ beside the method ({text})")
+    if not (a.plain or b.plain) and (elsewhere := differences(a.environment, b.environment)):
+        on_note(
+            "the runs were made in different environments, so images differ a little for that alone"
+            f" ({in_short(elsewhere)})"
+        )
     check_foreign(against, a, b)
     for metric in metrics:
         if too_few(metric, b, against) is None:

@@ -20,17 +20,16 @@ from typing import Any
 
 import torch
 
-from mame_sd.runs.generate import environment_on
+from mame_sd.runs.generate import environment
 from mame_sd.runs.methods import NotApplicable
 from mame_sd.runs.processes import Process
 
 from ..benchmark.results import TIMINGS, resumed, write_results
-from ..benchmark.timings import summary
+from ..benchmark.timings import of_rounds, summary
 from ..metric_list import METRICS, Metric, cost, fidelity, quality
 from ..results.schema import Gate, Results, Value
 from ..results.schema import Row as Line
 from ..stats import share_difference, wilson
-from ..timing import quartiles
 from .answers import Asked, Batch, answers_of, speed_of
 from .methods import RIVALS, Method, at_flops
 from .rows import BASELINE, SUITES, Row
@@ -60,6 +59,7 @@ _AHEAD = (
 COLUMNS: tuple[Metric, ...] = (
     cost("flops", "FLOPs", "G", 2, _FLOPS, needs="alone"),
     cost("throughput", "Throughput", "images/s", 1, _THROUGHPUT, better="higher"),
+    METRICS["speedup"],
     METRICS["memory"],
     cost("tokens", "Tokens left", "", 1, _TOKENS, needs="alone"),
     fidelity("agreement", "Agreement", "higher", _AGREEMENT, unit="%", digits=2),
@@ -142,7 +142,7 @@ class Classification:
                 "images": "another batch each round",
             },
             "environment": {
-                **environment_on(encoder.device),
+                **environment(encoder.device),
                 "processes": self.process.count,
                 "attention": getattr(encoder.model.config, "_attn_implementation", None),
             },
@@ -276,12 +276,9 @@ class Classification:
             timings = speed_of(self.asked, self._methods, self.rounds, record, about, on_progress)
         for name, found in timings.items():
             values = self.results.row(name).values
-            low, median, high = quartiles([1 / timing.seconds for timing in found])
-            said = "median, quartiles"
-            values["throughput"] = Value(
-                mean=median, low=low, high=high, n=len(found), statistic=said
-            )
-            values.update({key: value for key, value in summary(found).items() if key == "memory"})
+            values["throughput"] = of_rounds([1 / timing.seconds for timing in found])
+            costs = summary(found, timings[BASELINE])
+            values.update({key: costs[key] for key in ("speedup", "memory") if key in costs})
         self._save()
 
     @torch.no_grad()

@@ -41,11 +41,9 @@ def points(results: Results, chosen: Focus) -> list[Point]:
     """
     found = []
     for row in results.measured:
-        speed, near = chosen.speed(row), row.value(chosen.closeness)
-        if row is chosen.baseline and speed is not None:
-            speed = Value(mean=1.0)
-            if chosen.closeness is not None and chosen.closeness.better == "lower":
-                near = Value(mean=0.0)
+        speed, near = row.value(chosen.speed), row.value(chosen.closeness)
+        if row is chosen.baseline and chosen.closeness is not None:
+            near = Value(mean=0.0) if chosen.closeness.better == "lower" else None
         if row.family == "floor" or speed is None or near is None:
             continue
         if near.mean is not None and math.isfinite(near.mean):

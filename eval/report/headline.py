@@ -10,8 +10,6 @@ from .frontier import points
 from .numbers import number
 from .select import PUBLISHED, Focus
 
-SIGNIFICANT = 0.05
-
 
 def headline(chosen: Focus) -> str:
     """How fast the headline's row is, and how close to the baseline."""
@@ -55,7 +53,7 @@ def _surpassed(results: Results, chosen: Focus) -> str:
 
     def surpasses(speed: Value, near: Value) -> bool:
         closer = _above(near, ours.near) if not lower else _above(ours.near, near)
-        return closer and speed.n != 1 and _above(speed, ours.speed)  # a round tells nothing
+        return closer and _above(speed, ours.speed)
 
     names = [
         point.row.label
@@ -68,15 +66,12 @@ def _surpassed(results: Results, chosen: Focus) -> str:
 
 
 def _above(high: Value, low: Value) -> bool:
-    """Whether `high` is above `low`, and their intervals, where both have one, do not meet."""
-    return (high.mean or 0) > (low.mean or 0) and not _meet(high, low)
-
-
-def _meet(one: Value, other: Value) -> bool:
-    """Whether the intervals of both overlap; False where one has none."""
-    if one.interval is None or other.interval is None:
+    """Whether the interval of `high` lies above that of `low`: a single round or prompt has none,
+    and tells nothing.
+    """
+    if high.interval is None or low.interval is None:
         return False
-    return max(one.interval[0], other.interval[0]) <= min(one.interval[1], other.interval[1])
+    return high.interval[0] > low.interval[1]
 
 
 def _closeness(chosen: Focus, row: Row) -> str:
@@ -94,30 +89,16 @@ def _closeness(chosen: Focus, row: Row) -> str:
 
 def _speed(chosen: Focus, row: Row) -> str:
     """How fast a row is; empty where that was not measured."""
-    speed = chosen.speed(row)
+    speed = row.value(chosen.speed)
     if speed is None or speed.mean is None:
         return ""
     by = " by CPU time" if chosen.latency is not None and chosen.latency.name == "cpu" else ""
     between = " to ".join(number(end, 2) for end in speed.interval or ())
     as_fast = f"{number(speed.mean, 2)} times as fast"
     apart = f"{as_fast}, {between}" if between else as_fast
-    if not _differs(chosen, row):
+    low, high = speed.interval or (1.0, 1.0)  # a single round tells nothing
+    if low <= 1 <= high:
         return f"is not measurably faster or slower than the baseline{by} ({apart})"
     if speed.mean < 1:
         return f"is slower than the baseline{by} ({apart})"
     return f"is {as_fast} as the baseline{by}" + (f" ({between})" if between else "")
-
-
-def _differs(chosen: Focus, row: Row) -> bool:
-    """Whether the row's latency differs from the baseline's. It is told by a paired test of the two
-    where there is one, else by intervals that do not overlap.
-    """
-    one = row.value(chosen.latency)
-    other = chosen.baseline.value(chosen.latency) if chosen.baseline else None
-    if one is None or other is None or chosen.baseline is None:
-        return False
-    if one.p is not None and one.against == chosen.baseline.name:
-        return one.p < SIGNIFICANT
-    if one.interval is None or other.interval is None:
-        return one.n != 1  # a single round tells nothing
-    return not _meet(one, other)

@@ -14,13 +14,13 @@ from markupsafe import Markup
 
 from mame_sd.runs.files import write_atomically
 
-from ..results.schema import Results, Row
+from ..results.schema import Results, Value
 from . import frontier
 from .figures import NARROW, WIDE
 from .headline import comparison, headline
 from .pictures import gradient, load_pictures
 from .select import Focus, focus
-from .tables import cost_metrics, every_table
+from .tables import every_table
 
 HTML, CSV = "report.html", "table.csv"
 PAPER = (
@@ -85,21 +85,17 @@ def render(results: Results, out: Path) -> Path:
     """
     chosen = focus(results)
     page = _PAGES.get_template("report.html.j2").render(_context(results, chosen, out))
-    for name, text in ((HTML, page), (CSV, table_csv(results, chosen))):
+    for name, text in ((HTML, page), (CSV, table_csv(results))):
         # half a surrogate pair is no UTF-8
         write_atomically(out / name, text.encode(errors="replace"))
     return out / HTML
 
 
-def table_csv(results: Results, chosen: Focus) -> str:
+def table_csv(results: Results) -> str:
     """One line for each row; for each metric m the columns m, m_low, m_high, m_n, m_p, m_withheld
     and m_remark.
     """
-    metrics = [
-        *cost_metrics(results, chosen),
-        *results.block("fidelity"),
-        *results.block("quality"),
-    ]
+    metrics = [m for block in ("cost", "fidelity", "quality") for m in results.block(block)]
     parts = ("", "_low", "_high", "_n", "_p", "_withheld", "_remark")
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -107,16 +103,14 @@ def table_csv(results: Results, chosen: Focus) -> str:
     writer.writerow([*heads, *(m.name + part for m in metrics for part in parts)])
     for row in results.rows:
         status = "measured" if row.measured else "not measured"
-        cells = [cell for metric in metrics for cell in _csv_cells(row, metric.name, chosen)]
+        cells = [
+            cell for metric in metrics for cell in _csv_cells(row.values.get(metric.name, Value()))
+        ]
         writer.writerow([row.name, row.label, row.family, status, row.reason or "", *cells])
     return buffer.getvalue()
 
 
-def _csv_cells(row: Row, key: str, chosen: Focus) -> list[Any]:
-    value = row.values.get(key)
-    if value is None:
-        speed = chosen.speed(row) if key == "speedup" else None
-        return ["" if speed is None else speed.mean, *[""] * 6]
+def _csv_cells(value: Value) -> list[Any]:
     remarks = "; ".join(filter(None, (value.equal_note, value.remark)))
     mean = value.mean if value.known else None
     cells = [mean, value.low, value.high, value.n, value.p, value.withheld, remarks]

@@ -19,31 +19,17 @@ class Focus:
     """The choices that headline, plot and pictures share; None where the results have nothing of
     the kind.
 
-    `latency` is the cost metric of speed, in seconds or per second. `closeness` is the fidelity
-    metric that orders the images: LPIPS, or the first one that was measured where LPIPS was not.
+    `speed` is how many times as fast as the baseline a row is, `latency` the cost metric that it
+    stands beside, in seconds or per second. `closeness` is the fidelity metric that orders the
+    images: LPIPS, or the first one that was measured where LPIPS was not.
     """
 
     baseline: Row | None
     mame: Row | None
     rival: Row | None
+    speed: Column | None
     latency: Column | None
     closeness: Column | None
-
-    def speed(self, row: Row | None) -> Value | None:
-        """How many times as fast as the baseline `row` is, by mean or median, with the interval of
-        its own metric: the baseline's is taken as exact. None where not measured.
-        """
-        if row is None or self.baseline is None or self.latency is None:
-            return None
-        ours, base = row.value(self.latency), self.baseline.value(self.latency)
-        if ours is None or base is None or not ours.mean or not base.mean:
-            return None
-        low, high = ours.interval if ours.interval and all(ours.interval) else (None, None)
-        if self.latency.better == "higher":
-            ends = [end and end / base.mean for end in (low, high)]
-            return Value(mean=ours.mean / base.mean, low=ends[0], high=ends[1], n=ours.n)
-        ends = [end and base.mean / end for end in (high, low)]
-        return Value(mean=base.mean / ours.mean, low=ends[0], high=ends[1], n=ours.n)
 
 
 def focus(results: Results) -> Focus:
@@ -54,14 +40,15 @@ def focus(results: Results) -> Focus:
     baseline = next((row for row in rows if row.family == "baseline"), None)
     ours = [row for row in rows if row.family == "mame"]
     mame = next((row for row in ours if row.default), ours[0] if ours else None)
-    latency = _latency(results, baseline)
+    speed = next((metric for metric in results.block("cost") if metric.name == "speedup"), None)
     rivals = [row for row in rows if row.family in PUBLISHED] or [
         row for row in rows if row.family == "rival"
     ]
-    target = mame.value(latency) if mame else None
-    if target is not None and target.mean is not None:
-        rivals.sort(key=lambda row: abs(_mean(row.value(latency)) - _mean(target)))
-    return Focus(baseline, mame, rivals[0] if rivals else None, latency, _closeness(results))
+    target = mame.value(speed) if mame else None
+    if target is not None:
+        rivals.sort(key=lambda row: abs(_mean(row.value(speed)) - _mean(target)))
+    latency, closeness = _latency(results, baseline), _closeness(results)
+    return Focus(baseline, mame, rivals[0] if rivals else None, speed, latency, closeness)
 
 
 def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:

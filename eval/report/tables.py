@@ -14,14 +14,6 @@ from ..results.schema import Column, Results, Row
 from .numbers import interval, number, p_value
 from .select import Focus
 
-SPEEDUP = Column(
-    name="speedup",
-    label="Times as fast",
-    better="higher",
-    block="cost",
-    digits=2,
-    about="Speed of the row divided by the baseline's; above 1 is faster.",
-)
 NOT_MEASURED = "not measured"
 SHORT = 32  # characters of a reason that a cell holds
 
@@ -92,11 +84,10 @@ def every_table(results: Results, chosen: Focus) -> list[Table]:
     desktop; quality against the reference set, which its title names; parts of the seconds, CPU
     time, memory.
     """
-    # the metric of speed, and the speed-up made of it
-    names = ("flops", SPEEDUP.name, chosen.latency.name if chosen.latency else "")
-    costs = cost_metrics(results, chosen)
+    names = ("flops", "speedup", chosen.latency.name if chosen.latency else "")
+    costs = results.block("cost")
     speed = [metric for metric in costs if metric.name in names]
-    rest = [metric for metric in costs if metric.name not in names]
+    rest = [metric for metric in costs if metric not in speed]
     quality = (
         f"Quality against {results.reference}"
         if results.reference
@@ -108,20 +99,7 @@ def every_table(results: Results, chosen: Focus) -> list[Table]:
         ("quality", quality, [(quality, results.block("quality"))]),
         ("cost", "Other costs", [("Other costs", rest)]),
     )
-    return [_table(name, title, groups, results, chosen) for name, title, groups in made]
-
-
-def cost_metrics(results: Results, chosen: Focus) -> list[Column]:
-    """The cost metrics, with the speed-up after the latency it is made of."""
-    metrics = results.block("cost")
-    if (
-        chosen.latency is None
-        or chosen.baseline is None
-        or any(metric.name == SPEEDUP.name for metric in metrics)
-    ):
-        return metrics
-    at = metrics.index(chosen.latency) + 1
-    return [*metrics[:at], SPEEDUP, *metrics[at:]]
+    return [_table(name, title, groups, results) for name, title, groups in made]
 
 
 def _table(
@@ -129,25 +107,18 @@ def _table(
     title: str,
     groups: Sequence[tuple[str, Sequence[Column]]],
     results: Results,
-    chosen: Focus,
 ) -> Table:
     filled = [(head, metrics) for head, metrics in groups if metrics]
     columns = [metric for _, metrics in filled for metric in metrics]
     lines = [
-        Line(row, [_cell(row, m, chosen) for m in columns] if row.measured else ())
-        for row in results.rows
+        Line(row, [_cell(row, m) for m in columns] if row.measured else ()) for row in results.rows
     ]
     for index, metric in enumerate(columns):
         _mark_best(metric, index, [line for line in lines if line.cells])
     return Table(name, title, filled, lines)
 
 
-def _cell(row: Row, metric: Column, chosen: Focus) -> Cell:
-    if metric.name == SPEEDUP.name and metric.name not in row.values:
-        speed = chosen.speed(row)
-        if speed is None or speed.mean is None:
-            return Cell("absent", NOT_MEASURED)
-        return Cell("value", number(speed.mean, metric.digits), speed.mean)
+def _cell(row: Row, metric: Column) -> Cell:
     if metric.block == "fidelity" and row.family == "baseline":
         return Cell("self", "–", note="the baseline itself")
     value = row.values.get(metric.name)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mame_sd.diffusion.apply_denoiser import mame
+from mame_sd.diffusion.apply_denoiser import apply_mame, hooks_restored
 from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.diffusion.hook_registry import hook_on
@@ -67,7 +67,8 @@ class Rival:
         keys: dict[str, Any] = {"keep": 0.5, "fit_queries": self.fit_queries}
         how: dict[str, Any] = keys if self.merge == "kv" else {"tau": 0.0}
         make = partial(self.make, draw=draw, **self.settings)
-        with mame(target, min_tokens=self.min_tokens, **how) as handle:
+        with hooks_restored(target):
+            handle = apply_mame(target, min_tokens=self.min_tokens, **how)
             for module in denoiser_of(target).modules():
                 hook = hook_on(module, MergeHook.name)
                 if isinstance(hook, MergeHook):

@@ -16,8 +16,9 @@ from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.groups import PAPERS
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
-from mame_sd.diffusion.shipped import uniform
+from mame_sd.diffusion.saved_setting import uniform
 from mame_sd.errors import UserError
+from mame_sd.report import counted
 from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
@@ -58,10 +59,10 @@ def run_calibrate(
     except ValueError as error:
         raise UserError(f"--{error}; ask for less") from None
     print(found.table(speed))
-    checked = prompts[few:]
+    checked, which = prompts[few:], "other prompt"
     if not checked:
         note("one prompt calibrates and checks, which flatters the settings; give more")
-        checked = prompts
+        checked, which = prompts, "prompt"
     rows = [("uniform", base), ("by layer", config)]
     with progress("prompts") as on_progress:
         panels = []
@@ -72,7 +73,7 @@ def run_calibrate(
     for label, row in measured.items():
         print(
             f"{label}: {row['times_faster']:.2f} times as fast, PSNR {row['psnr']:.1f} dB"
-            f" (of whole images, {len(checked)} other prompts)"
+            f" (of whole images, {counted(len(checked), which)})"
         )
     about = {**found.about, "speed": speed, "checked_on_prompts": len(checked)}
     values = config.to_dict().items()  # all of them, so that no later version's defaults count
@@ -109,7 +110,7 @@ def _measured(
 ) -> Calibration:
     about: dict[str, Any] = {
         "model": model.identity,
-        "library": environment(model),
+        "library": environment(model.pipe.device),
         "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)},
         **asdict(settings),
     }

@@ -18,6 +18,7 @@ from mame_sd.cli.console import progress
 from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.sheet import Cell, check_sheet_path, draw_sheet, enlarge, write_sheet
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.saved_setting import uniform
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
@@ -78,16 +79,10 @@ def run_compare(
 
 
 def variants_of(config: MaMeConfig) -> list[tuple[str, MaMeConfig]]:
-    """The labelled `config`, and beside it other shares of the keys, all else the same.
-
-    Raises UserError for settings of single layers that a share does not go with.
-    """
-    given = "as given" if config.given else "default"
-    try:
-        others = {f"keep {keep:g}": config.replace(keep=keep) for keep in (0.5, 0.125)}
-    except ValueError as error:
-        raise UserError(f"merging: {error}") from None
-    return [(given, config), *((name, o) for name, o in others.items() if o.keep != config.keep)]
+    """The labelled `config`, and beside it other shares of the keys, the same in all layers."""
+    shares = {f"keep {keep:g}": uniform(config).replace(keep=keep) for keep in (0.5, 0.125)}
+    others = [(label, other) for label, other in shares.items() if other != config]
+    return [("as given" if config.given else "default", config), *others]
 
 
 def compare(
@@ -149,7 +144,8 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
     Each run tells its PSNR to the first one.
 
     Raises:
-        UserError: a folder that holds no run, or lacks an image that the first one has.
+        UserError: a folder that holds no run, or lacks an image that the first one has or has it
+            of another prompt.
     """
     runs = [read_samples(folder, "run generate into a new folder") for folder in folders]
     columns = []  # one an image: its cell of each run
@@ -160,6 +156,12 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
                 raise UserError(
                     f"{folder}: expected the image {name}, which {folders[0]} has, found none;"
                     " finish that run first"
+                )
+            if samples[name].prompt != first.prompt:
+                raise UserError(
+                    f"{folder}: expected {name} of the prompt {first.prompt[:80]!r}, as"
+                    f" {folders[0]} has it, got {samples[name].prompt[:80]!r}; give runs of the"
+                    " same prompts"
                 )
             image = _open(samples[name].path)
             lines = [_about(folder, samples[name].row)]

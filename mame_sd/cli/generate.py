@@ -16,7 +16,7 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import Process, joined, this_process
-from mame_sd.runs.prompt_files import Prompt, prompt_file_identity
+from mame_sd.runs.prompt_files import Prompt
 from mame_sd.runs.run_folder import RunFolder
 
 
@@ -29,7 +29,6 @@ def run_generate(
 ) -> None:
     """Load the model, make what `out` lacks, and print how it went."""
     chosen, process = prompts.read(), this_process()
-    prompt_file = None if prompts.file is None else prompt_file_identity(prompts.file)
     RunFolder(out).check(known_settings(chosen, settings, choice, config))
     model, merging = load_to_merge(choice, config, chosen, process)
     saved = model.saved_merging
@@ -42,7 +41,6 @@ def run_generate(
             settings,
             config,
             out,
-            prompt_file=prompt_file,
             process=process,
             on_progress=on_progress,
             on_step=on_progress.step,

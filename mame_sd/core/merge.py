@@ -397,7 +397,7 @@ def group_tokens(
         near.index_fill_(1, dst, torch.inf)
         if cells.pad is not None:
             near.masked_fill_(cells.pad, torch.inf)
-        staying = near.topk(stay, largest=False).indices
+        staying = near.topk(stay, largest=False, sorted=False).indices
         row.scatter_(1, staying, -1)
     # Each destination keeps itself: no equal one takes it, nor one that is not finite, beside which
     # no token is the farthest.

@@ -21,18 +21,12 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.keys import Kernel, own_kernel
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.denoisers import denoiser_of
+from mame_sd.diffusion.families.attention import PlainAttention, SequenceAttention, fixed_reason
 from mame_sd.diffusion.families.family import Family
+from mame_sd.diffusion.families.layouts import IMAGE_MODULES, image_or_patches
+from mame_sd.diffusion.families.processors import PLAIN_PROCESSORS, default_processor
 from mame_sd.diffusion.families.refused import EXCLUDED, known_as
-from mame_sd.diffusion.families.sequence import SequenceAttention
 from mame_sd.diffusion.families.transformers import ADDED_KEYS, adds_keys, family_of
-from mame_sd.diffusion.families.unet import (
-    IMAGE_MODULES,
-    PLAIN_PROCESSORS,
-    PlainAttention,
-    default_processor,
-    fixed_reason,
-    image_tokens,
-)
 from mame_sd.diffusion.handle import MaMeHandle, Placed
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import (
@@ -127,7 +121,7 @@ def build_handle(
             raise ValueError(f"{known_as(kind)} does not merge: {EXCLUDED[kind]}")
         if family is not None or kind in IMAGE_MODULES:
             reader = EagerSizeHook if family is not None and family.eager else SizeHook
-            tokens_of = image_tokens if family is None else family.tokens
+            tokens_of = image_or_patches if family is None else family.tokens
             images[path] = reader(module, shared, tokens_of), family
             hooks.append((module, images[path][0]))
         image, family = _around(path, images) or (None, None)
@@ -161,18 +155,6 @@ def remove_mame(target: Any, processors: bool = True) -> None:
             if processors and isinstance(processor, MaMeAttnProcessor):
                 attn: Any = module
                 attn.processor = processor.inner or default_processor(attn)
-
-
-@contextmanager
-def mame(
-    target: Any,
-    config: MaMeConfig | str | PathLike[str] | None = None,
-    kernel: Kernel | None = None,
-    **fields: Any,
-) -> Iterator[MaMeHandle]:
-    """See `mame_sd.mame`."""
-    with hooks_restored(target):
-        yield apply_mame(target, config, kernel, **fields)
 
 
 @contextmanager

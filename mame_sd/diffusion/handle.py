@@ -22,7 +22,7 @@ from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import make_config
-from mame_sd.diffusion.shipped import resolved
+from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
 

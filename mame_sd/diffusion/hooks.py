@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mame_sd.core.merge import DRAWS, constant, counting, draw_at, leaders
 from mame_sd.diffusion.context import NO_STEP, Call, Later, Plans, Shared, Step, Tokens
-from mame_sd.diffusion.families.unet import IMAGE_MODULES
+from mame_sd.diffusion.families.layouts import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import PreHook
 from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.threads import PerThread, begin, end

@@ -5,8 +5,7 @@ processor), so they give the same numbers. A call is looked at once, by `Attenti
 gives the `Route` that all else takes, or says why the call is left alone. With `keep` the keys
 merge within the call, where the processor calls attention (`mame_sd.core.keys`). With `tau` whole
 tokens merge before it and are restored after it (`mame_sd.core.paper`). What differs between layers
-is said by a `AttentionAdapter`: a UNet's self-attention (`families/unet.py`) or a transformer's
-(`families/sequence.py`).
+is said by an `AttentionAdapter` (`families/attention.py`).
 """
 
 from __future__ import annotations

@@ -1,21 +1,53 @@
-"""The merging that is saved with a StableDiffusionMaMePipeline: what (tau, keep, further fields)
-mean, and reading it.
+"""Settings that are saved with a model.
 
-model_index.json names StableDiffusionPipeline, so that diffusers alone can load the folder, and
-holds the merging in an entry that diffusers passes over.
+A pipeline's folder may hold `mame.json` (`config.SETTINGS_FILE`), a file of settings such as
+calibration writes: merging takes it where nothing else is given. That of a
+StableDiffusionMaMePipeline holds its merging in model_index.json, in an entry that diffusers passes
+over. The file names StableDiffusionPipeline, so that diffusers alone can load the folder.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mame_sd.config import MaMeConfig, check_names
+from torch import nn
+
+from mame_sd.config import SETTINGS_FILE, MaMeConfig, check_names
 
 DEFAULT = "default"
 ENTRY = "_mame"  # of model_index.json: diffusers passes over names with a leading underscore
+
+
+def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
+    """`config`; where it gives no tau, keep or layers, over settings beside the weights that
+    `model`, or the denoisers in an nn.ModuleDict, were loaded from, if there are some.
+
+    Raises:
+        ValueError: a file that can't be used.
+    """
+    if config.layers is not None or not config.is_open:
+        return config
+    parts = list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
+    folders: list[Path] = []
+    for part in parts:
+        own: Any = getattr(part, "config", None)
+        place = own.get("_name_or_path") if isinstance(own, dict) else None
+        if isinstance(place, (str, PathLike)) and place:
+            folders += [Path(place)] if len(parts) == 1 else []  # the denoiser's own
+            folders.append(Path(place).parent)  # the pipeline's
+    for folder in folders:
+        if (folder / SETTINGS_FILE).is_file():
+            return MaMeConfig.from_file(folder / SETTINGS_FILE).replace(**config.given)
+    return config
+
+
+def uniform(config: MaMeConfig) -> MaMeConfig:
+    """`config`, the same in all layers: without settings beside the model's weights."""
+    return config.replace(keep=config.keep, tau=config.tau, layers=None, made_for=None)
 
 
 @dataclass(frozen=True)
@@ -56,9 +88,7 @@ def resolve_setting(
             f"expected tau or keep, got both (tau={tau!r}, keep={keep!r}). Drop one; where one of"
             " them was saved with the pipeline, give it as None"
         )
-    if (
-        tau is None and keep is None
-    ):  # off: what the fields need of tau or keep is not there to be checked
+    if tau is None and keep is None:  # off: what goes with neither can't be checked
         check_names(fields or {})
         return None
     return MaMeConfig.from_dict({**(fields or {}), "tau": tau, "keep": keep})

@@ -33,7 +33,7 @@ def embedded_pipeline(name: str = "unet", kind: Any = None, **options: Any) -> A
             embedded_model_path(name), **options
         )
     own = {"num_inference_steps": DEFAULT_STEPS, "guidance_scale": DEFAULT_GUIDANCE[name]}
-    pipe.__class__ = _with_defaults(type(pipe), tuple(own.items()))
+    pipe.__class__ = _with_defaults(type(pipe), own)
     return pipe
 
 
@@ -56,23 +56,19 @@ def _quiet() -> Iterator[None]:
             logging.set_verbosity(level)
 
 
-def _with_defaults(base: type[Any], own: tuple[tuple[str, Any], ...]) -> type[Any]:
+def _with_defaults(base: type[Any], own: dict[str, Any]) -> type[Any]:
     """A class of the same name as `base`, whose call has the defaults `own`."""
-    call: Any = base.__call__
-    signature = inspect.signature(call)
-    values = dict(own)
+    signature = inspect.signature(base.__call__)
+    parameters = signature.parameters.values()
+    signature = signature.replace(
+        parameters=[p.replace(default=own.get(p.name, p.default)) for p in parameters]
+    )
 
-    @functools.wraps(call)
-    def with_defaults(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = list(signature.parameters)[1 : len(args) + 1]
-        return call(
-            self,
-            *args,
-            **{**{name: v for name, v in values.items() if name not in given}, **kwargs},
-        )
+    @functools.wraps(base.__call__)
+    def with_defaults(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return base.__call__(*given.args, **given.kwargs)
 
-    parameters = [
-        p.replace(default=values.get(p.name, p.default)) for p in signature.parameters.values()
-    ]
-    with_defaults.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_defaults.__signature__ = signature  # type: ignore[attr-defined]
     return type(base.__name__, (base,), {"__call__": with_defaults, "__module__": base.__module__})

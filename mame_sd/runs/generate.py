@@ -52,7 +52,6 @@ def generate(
     method: MaMeConfig | Method | None,
     out: Path,
     *,
-    prompt_file: dict[str, Any] | None = None,
     process: Process | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_step: Callable[[int, int], None] = lambda step, steps: None,
@@ -63,8 +62,6 @@ def generate(
     Args:
         method: a config merges; None is the baseline; a `Method` is anything else that is compared
             with merging.
-        prompt_file: name and digest of the file the prompts came from, for the manifest; nothing is
-            compared with it.
         process: this process among several, which must have joined one another
             (`mame_sd.runs.processes.joined`).
         on_progress: told (images done, images of this process) at the start and after each batch.
@@ -89,7 +86,7 @@ def generate(
         **({} if method is None else method.describe()),
     }
     run = _Run(model, settings, method, jobs, described, folder, process, on_progress, on_step)
-    about = {"settings": described, "environment": environment(model), "prompt_file": prompt_file}
+    about = {"settings": described, "environment": environment(model.pipe.device)}
     rows: list[dict[str, Any]] = []
     complete = False
     try:
@@ -205,21 +202,18 @@ def _given(prompts: Sequence[Prompt], settings: GenerateSettings) -> dict[str, A
     return {**given, "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)}}
 
 
-def environment(model: LoadedModel) -> dict[str, Any]:
+def environment(device: torch.device) -> dict[str, Any]:
     """What may change the last bit of a pixel without being a setting: versions, threads, the
     device's name.
     """
-    return environment_on(model.pipe.device)
-
-
-def environment_on(device: torch.device) -> dict[str, Any]:
-    """The same of a device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {**versions(), "threads": torch.get_num_threads(), "device": name}
 
 
 def versions() -> dict[str, Any]:
-    """Of Python and the packages that images and scores depend on; None for one from a folder."""
+    """Versions of Python and of the packages that images and scores depend on; None: not
+    installed.
+    """
     found: dict[str, Any] = {"python": platform.python_version()}
     for package in ("mame-sd", "torch", "diffusers", "transformers", "numpy", "pillow"):
         found[package] = None
@@ -236,6 +230,5 @@ def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int)
     for number in sorted({level["level"] for level in every}):
         those = [level for level in every if level["level"] == number]
         tokens_in, kept = (fmean(one[key] for one in those) for key in ("tokens_in", "tokens_kept"))
-        level = {"level": number, "tokens_in": tokens_in, "tokens_kept": kept}
-        levels.append({**level, "share": kept / tokens_in})
+        levels.append({"level": number, "tokens_in": tokens_in, "tokens_kept": kept})
     return Summary(images, made, found, fmean(seconds) if seconds else None, levels)

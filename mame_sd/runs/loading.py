@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging
+from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging, resolved
 from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.report import NOTHING_MERGES
@@ -68,7 +68,6 @@ class LoadedModel:
     def resolved(self, config: MaMeConfig) -> MaMeConfig:
         """`config` as it merges on this model, which decides on what it leaves open."""
         from mame_sd.diffusion.denoisers import denoiser_of
-        from mame_sd.diffusion.shipped import resolved
 
         try:
             return resolved(denoiser_of(self.pipe), config)

@@ -50,16 +50,10 @@ def demo_file() -> Path:
     return next(file for place in places if (file := place / "demo.txt").is_file())
 
 
-def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
-    """Read the prompts of a file, the first `limit` of them when given.
+def load_prompts(source: str | Path) -> list[Prompt]:
+    """Read the prompts of a .txt, .csv or .tsv file, or of ``"demo"``.
 
-    Args:
-        source: a .txt, .csv or .tsv file, or ``"demo"``.
-        limit: at least 1.
-
-    Raises:
-        UserError: the file is missing, empty, binary, badly encoded or malformed; all of it is
-            checked, also what lies beyond `limit`.
+    Raises UserError for a file that is missing, empty, binary, badly encoded or malformed.
     """
     path = demo_file() if str(source) == "demo" else Path(source)
     reader = READERS.get(path.suffix.lower())
@@ -78,7 +72,7 @@ def load_prompts(source: str | Path, limit: int | None = None) -> list[Prompt]:
             f"{path}: expected at least one prompt, found none; write one prompt a line"
         )
     check_unique(prompts, places)
-    return prompts[:limit]
+    return prompts
 
 
 def prompts_from_texts(texts: Sequence[str]) -> list[Prompt]:

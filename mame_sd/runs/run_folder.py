@@ -73,9 +73,7 @@ class RunFolder:
                 " another"
             )
         if foreign:
-            there = read_manifest(self.manifest, OTHER_OUT)["settings"]
-            if settings is not None and self._has_images():
-                self._compare(there, settings, partly=True)
+            self._begun_with(settings or {}, partly=True)
 
     def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
         """Create or take up the folder. Returns notes about another environment.
@@ -93,17 +91,14 @@ class RunFolder:
         with writing(self.path):
             self.work.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-        notes: list[str] = []
-        if self.manifest.exists() and self._has_images():
-            there = read_manifest(self.manifest, OTHER_OUT)
-            self._compare(there["settings"], manifest["settings"])
-            notes = differences(there.get("environment", {}), manifest.get("environment", {}))
-        else:
+        there = self._begun_with(manifest["settings"]) if self.manifest.exists() else None
+        if there is None:
             text = json.dumps({"format": FORMAT, **manifest}, indent=2, sort_keys=True) + "\n"
             write_atomically(self.manifest, text.encode(), self.work / "manifest.tmp")
+            there = manifest
         with writing(self.images):
             self.images.mkdir(exist_ok=True)
-        return notes
+        return differences(there.get("environment", {}), manifest.get("environment", {}))
 
     def finished(self, names: Iterable[str]) -> set[str]:
         """Those of `names` whose image is there, whole, and the one that its record tells of."""
@@ -159,12 +154,10 @@ class RunFolder:
         Raises UserError for what is there and no file.
         """
         found: dict[str, Mapping[str, Any]] = {}
-        for source in (self.samples, *sorted(self.work.glob("samples-*.jsonl"))):
-            lines: list[bytes] = []
+        parts = self.samples, *sorted(self.work.glob("samples-*.jsonl"))
+        for source in filter(os.path.exists, parts):
             try:
                 lines = source.read_bytes().split(b"\n")
-            except FileNotFoundError:
-                pass
             except OSError as error:
                 raise UserError(
                     f"{source}: can't be read ({error.strerror}); take it away and run the same"
@@ -210,19 +203,23 @@ class RunFolder:
         except OSError:  # a file system without locks
             pass
 
-    def _has_images(self) -> bool:
-        """A folder without images may be begun again with other settings."""
-        return any(self.images.glob("*.png"))
+    def _begun_with(
+        self, settings: Mapping[str, Any], partly: bool = False
+    ) -> Mapping[str, Any] | None:
+        """The folder's manifest; None where no image is there yet, so that other settings may take
+        its place.
 
-    def _compare(
-        self, there: Mapping[str, Any], here: Mapping[str, Any], partly: bool = False
-    ) -> None:
-        """Refuse other settings than those of the folder, see `differences`."""
-        if different := differences(there, here, partly):
+        Raises UserError for no manifest, and for images of other settings, see `differences`.
+        """
+        there = read_manifest(self.manifest, OTHER_OUT)
+        if not any(self.images.glob("*.png")):
+            return None
+        if different := differences(there["settings"], settings, partly):
             raise UserError(
                 f"--out {self.path}: the folder was begun with other settings"
                 f" ({in_short(different)}); choose another, or give the same settings"
             )
+        return there
 
 
 def differences(there: Any, here: Any, partly: bool = False, name: str = "") -> list[str]:
@@ -242,17 +239,10 @@ def differences(there: Any, here: Any, partly: bool = False, name: str = "") -> 
     return [f"{name}: {_shortened(there)} there, {_shortened(here)} here"]
 
 
-def in_short(different: Sequence[str], room: int = 150) -> str:
-    """The first differences as one line of about `room` characters, and how many there are beside
-    them.
-    """
-    shown = [different[0]]
-    for one in different[1:]:
-        if len("; ".join([*shown, one])) > room:
-            break
-        shown.append(one)
-    left = len(different) - len(shown)
-    return "; ".join(shown) + (f"; and {left} more" if left else "")
+def in_short(different: Sequence[str], most: int = 3) -> str:
+    """The first differences as one line, and how many there are beside them."""
+    left = len(different) - most
+    return "; ".join(different[:most]) + (f"; and {left} more" if left > 0 else "")
 
 
 def _shortened(value: Any) -> str:

@@ -98,12 +98,12 @@ diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families
     if not (image == image[:1]).all(): => if False:
     return found.pop() if len(found) == 1 else UNLIKE => return found.pop()
     found() is t and version == t._version => found() is t
-diffusion/families/sequence.py: diffusion/test_families.py test_models.py
+diffusion/families/attention.py: diffusion/test_families.py test_models.py
     after + text) if family.joint == "last" else => after + text) if family.joint == "first" else
     mask is not None and not family.mask: => False:
     kept.to(t.device) + start => kept.to(t.device)
-diffusion/families/unet.py: diffusion/test_processor.py diffusion/test_apply.py test_models.py
-    if not call.module.scale_qk: => if False:
+diffusion/families/attention.py: diffusion/test_processor.py diffusion/test_apply.py test_models.py
+    {} if call.module.scale_qk else => {} if True else
     if attn.residual_connection: => if False:
 config.py: test_config.py diffusion/test_processor.py
     lambda n: 0 < n <= 1) => lambda n: 0 < n)
@@ -112,8 +112,8 @@ config.py: test_config.py diffusion/test_processor.py
 caches/view.py: caches
     self.slots[:, :, None, None] > slots.view(-1, 1) => self.slots[:, :, None, None] >= 9**9
 caches/layer.py: caches
-    self.seen += key_states.shape[-2] => self.seen += 1
-    first = (first + self.bias.unsqueeze(2).to(dtype)) => first = first
+    self.seen += new => self.seen += 1
+    (mask + bias.unsqueeze(2).to(dtype)).clamp => mask.clamp
 captions/farthest.py: captions
     torch.maximum(nearest, row) => torch.minimum(nearest, row)
 captions/calls.py: captions

@@ -16,9 +16,12 @@ def write_run(
     folder: Path,
     images: dict[str, np.ndarray],
     prompts: dict[str, str] | None = None,
+    torch: str = "",
     **settings: Any,
 ) -> Path:
-    """A run folder as `generate` leaves it, of given pixels by key `<id>_<repeat>`."""
+    """A run folder as `generate` of that `torch` leaves it, of given pixels by key
+    `<id>_<repeat>`.
+    """
     (folder / "images").mkdir(parents=True)
     rows = []
     for key, pixels in images.items():
@@ -30,7 +33,11 @@ def write_run(
         rows.append({**row, "prompt": (prompts or {}).get(key, f"prompt {identity}")})
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     known = {"prompts": {"count": len(images), "sha256": "x"}, "images_per_prompt": 1, "mame": None}
-    manifest = {"format": FORMAT, "settings": {**known, **settings}, "environment": {}}
+    manifest = {
+        "format": FORMAT,
+        "settings": {**known, **settings},
+        "environment": {"torch": torch},
+    }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
 
@@ -44,3 +51,16 @@ def forget_hashes(folder: Path) -> None:
     for row in rows:
         row.pop("sha256", None)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Every file below `folder` as hex, samples.jsonl without its seconds."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        if path.name == "samples.jsonl":
+            rows = [json.loads(line) for line in data.decode().splitlines()]
+            assert all(row.pop("seconds") > 0 for row in rows)
+            data = json.dumps(rows).encode()
+        found[path.relative_to(folder).as_posix()] = data.hex()
+    return found

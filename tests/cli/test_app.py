@@ -227,8 +227,6 @@ def test_prompts_of_a_file_and_of_the_command_go_together(run_cli: Any, tmp_path
     assert run_cli(*given, "--num", "3", "--out", "run", quick=True) == 0
     rows = map(json.loads, (tmp_path / "run/samples.jsonl").read_text().splitlines())
     assert [row["prompt"] for row in rows] == ["key", "ant", "\x07key"]
-    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
-    assert manifest["prompt_file"]["name"] == "a.txt"
 
 
 def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) -> None:

@@ -42,6 +42,13 @@ def test_panels_are_the_baseline_and_then_each_setting(model: LoadedModel) -> No
         compare(model, KEY, TWO_STEPS, variants_of(MaMeConfig()))
 
 
+def test_other_shares_are_those_of_all_layers() -> None:
+    """Rules of single layers would keep what they say in every panel."""
+    config = SMALL.replace(layers={"*": {"keep": 0.3}})
+    uniform = [(f"keep {keep:g}", SMALL.replace(keep=keep)) for keep in (0.5, 0.125)]
+    assert variants_of(config) == [("as given", config), *uniform]
+
+
 def test_finished_runs_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grey = np.full((8, 8, 3), 100, np.uint8)
     write_run(tmp_path / "a", {"p_0": grey, "q_0": grey})
@@ -51,6 +58,9 @@ def test_finished_runs_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert folders_sheet(runs[:1], limit=1).height < folders_sheet(runs[:2], limit=2).height
     with pytest.raises(UserError, match=r"expected the image q_0, which .*a has, found none"):
         folders_sheet(runs, limit=2)
+    write_run(tmp_path / "other", {"p_0": grey}, {"p_0": "an ant"})
+    with pytest.raises(UserError, match=r"p_0 of the prompt 'prompt p', as .*a has it, got 'an a"):
+        folders_sheet([runs[0], tmp_path / "other"], limit=1)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 4)
     with pytest.raises(UserError, match="can't be read as an image"):  # a bomb
         folders_sheet(runs, limit=1)

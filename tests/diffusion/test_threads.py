@@ -18,13 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd import MaMeConfig
-from mame_sd.diffusion.apply_denoiser import apply_mame, mame, remove_mame
+from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.hooks import StepHook
 from mame_sd.diffusion.threads import check_idle
 from mame_sd.pipelines import StableDiffusionMaMePipeline
-from tests.builders.threads import in_thread
+from tests.builders.processes import in_thread
 from tests.builders.tiny import (
     generate,
     run_unet,

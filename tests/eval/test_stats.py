@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from mame_sd.eval.json_text import json_text
 from mame_sd.eval.stats import (
     mean_interval,
+    median_interval,
     paired_difference,
     share_difference,
     sign_flip_p,
@@ -37,6 +39,19 @@ def test_the_interval_is_that_of_the_mean_in_any_order() -> None:
     assert mean_interval(dict(reversed(keyed(values).items())), ONE_EACH) == found
     uneven = {"a_0": 1.0, "a_1": 1.0, "b_0": 4.0}
     assert mean_interval(uneven, {key: key[0] for key in uneven})["mean"] == 2.0
+
+
+def test_intervals_of_few_prompts_are_as_wide_as_students_t() -> None:
+    values = np.array([NormalDist().inv_cdf((n + 0.5) / 8) for n in range(8)])
+    found = mean_interval(keyed(values), ONE_EACH)
+    half = 2.3646 * values.std(ddof=1) / math.sqrt(8)  # plain percentiles reach 0.78 of it
+    assert (found["low"], found["high"]) == pytest.approx((-half, half), rel=0.1)
+
+
+def test_the_interval_of_a_median_is_that_of_the_sign_test() -> None:
+    for n, ends in ((1, (0, 0)), (5, (0, 4)), (6, (0, 5)), (8, (0, 7)), (9, (1, 7)), (20, (5, 14))):
+        values = [float(value) for value in range(n)]
+        assert median_interval(values[::-1]) == ((n - 1) / 2, *ends)
 
 
 def test_repeats_of_a_prompt_are_no_new_evidence() -> None:

@@ -21,8 +21,8 @@ from mame_sd.runs.jobs import GenerateSettings, cut_batches, generator_of, jobs_
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.run_folder import RunFolder
-from tests.builders.kills import in_child, kill_at, snapshot
-from tests.builders.processes import in_two_processes
+from tests.builders.processes import in_child, in_two_processes, kill_at
+from tests.builders.run_folders import snapshot
 
 PROMPTS = prompts_from_texts(["key", "ant", "star"])
 MERGED = MaMeConfig(keep=0.5, min_tokens=16)
@@ -61,7 +61,7 @@ def test_a_run_leaves_images_samples_and_a_manifest_and_is_not_made_again(
     prompts = prompts_from_texts(["key", odd])
     summary = run(model, folder, settings, prompts=prompts)
     assert (summary.images, summary.made) == (4, 4)
-    assert summary.levels[0] == {"level": 0, "tokens_in": 256.0, "tokens_kept": 128.0, "share": 0.5}
+    assert summary.levels[0] == {"level": 0, "tokens_in": 256.0, "tokens_kept": 128.0}
     assert sorted(os.listdir(folder)) == ["images", "manifest.json", "samples.jsonl"]
     names = ["p00001_0", "p00001_1", "p00002_0", "p00002_1"]
     assert sorted(path.stem for path in (folder / "images").iterdir()) == names

@@ -101,13 +101,6 @@ def test_ids_stay_in_the_folder(tmp_path: Path, bad: str) -> None:
         load_prompts(write(tmp_path, "a.csv", f'prompt,id\nkey,"{bad}"\n'))
 
 
-def test_limit_checks_the_whole_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "a.txt", "a\nb\nc\n")
-    assert [p.text for p in load_prompts(path, limit=2)] == ["a", "b"]
-    with pytest.raises(UserError):
-        load_prompts(write(tmp_path, "a.csv", "prompt\na\nb,c\n"), limit=1)
-
-
 def test_prompts_of_the_command_line_do_not_collide_with_a_files() -> None:
     prompts = prompts_from_texts(["a", "b"])
     assert [p.id for p in prompts] == ["p00001", "p00002"]

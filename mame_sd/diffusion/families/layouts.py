@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,10 @@ from mame_sd.diffusion.families.family import Rows
 Layout = Callable[[Any, Call], Tokens | str | None]
 Dims = int | tuple[int, ...] | list[int | None]
 Read = TypeVar("Read", bound=Callable[..., Any])
+# Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as
+# tokens. KAttentionBlock is that of the latent upscaler's UNet.
+UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel", "KAttentionBlock"}
+IMAGE_MODULES = UNET_TRANSFORMERS | {"DiTTransformer2DModel", "PixArtTransformer2DModel"}
 UNLIKE = "samples of a batch have their image's tokens at other positions"
 
 
@@ -57,6 +62,19 @@ def patches(model: Any, call: Call) -> Tokens:
     """An image [B, C, H, W] or a video [B, C, T, H, W] in patches of the model's size."""
     given = next(call[name] for name in ("hidden_states", "controls_latents") if name in call)
     return Tokens(_cut(given.shape[2:], model.config))
+
+
+def image_or_patches(module: Any, call: Call) -> Tokens | None:
+    """UNets, DiT and PixArt: an image [B, C, H, W], of which a UNet's Transformer2DModel sees the
+    pixels, the others patches.
+    """
+    image = call.get("hidden_states")
+    if not isinstance(image, Tensor) or image.dim() != 4:
+        return None
+    by_pixel = type(module).__name__ in UNET_TRANSFORMERS
+    by_pixel = by_pixel and not getattr(module, "is_input_patches", False)
+    patch = 1 if by_pixel else int(module.config["patch_size"])
+    return Tokens((index(image.shape[-2]) // patch, index(image.shape[-1]) // patch))
 
 
 def pixels(name: str) -> Layout:

@@ -1,9 +1,10 @@
 """The families of diffusers' transformers: which attention there is over an image's or a video's
 tokens, and where they stand.
 
-UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens (`unet.py`). A
-row of the table reads: name, classes of the model, classes of the attention, where the image lies,
-what holds a row per token. Classes of the attention come with the last part of their path.
+UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens
+(`attention.PlainAttention`). A row of the table reads: name, classes of the model, classes of the
+attention, where the image lies, what holds a row per token. Classes of the attention come with the
+last part of their path.
 """
 
 from __future__ import annotations

@@ -85,14 +85,15 @@ def test_calls_measure_denoising_apart_and_peaks_are_the_highest(model: LoadedMo
     timing = timed_call(model, settings, jobs_of(PROMPTS[:2], SETTINGS), row)
     assert timing.denoising is not None
     assert 0 < timing.denoising < timing.seconds
-    costs, once = summary([timing] * 3), summary([timing])["latency"]
+    costs, once = summary([timing] * 3, [timing] * 3), summary([timing], [timing])["latency"]
     second = timing.seconds
     assert costs["latency"] == Value(
         mean=second, low=second, high=second, n=3, statistic="median, quartiles"
     )
     assert costs["cpu"].mean == timing.cpu
     assert (once.low, once.high) == (None, None), "one round has no interval"
-    peaks = summary([replace(timing, allocated=n * 2**20, allocated_denoising=n) for n in (3, 2)])
+    high = [replace(timing, allocated=n * 2**20, allocated_denoising=n) for n in (3, 2)]
+    peaks = summary(high, high)
     assert (peaks["memory"].mean, peaks["memory_denoising"].mean) == (3, 3 / 2**20)
 
 
@@ -120,7 +121,24 @@ def test_seconds_of_a_busy_machine_are_withheld(monkeypatch: pytest.MonkeyPatch)
     assert not gate((1.0, 1.9)), "one round tells nothing"
     assert not gate((1.0, 1.9), (1.5, 1.9)), "rounds that differ"
     assert not gate((1.0, 0.9), (1.0, 0.9)), "a process that waits for its cores"
-    costs = summary([Timing(1.0, 0.5, cpu=2.0)] * 2, withhold_seconds=True)
-    assert costs["latency"] == Value(n=2, withheld="the machine was busy")
-    assert costs["denoising"].mean is None
+    baseline, found = [Timing(9.0, cpu=6.0)] * 2, [Timing(1.0, 0.5, cpu=2.0)] * 2
+    costs = summary(found, baseline, withhold_seconds=True)
+    busy = Value(n=2, withheld="the machine was busy")
+    assert costs["latency"] == costs["denoising"] == busy
     assert costs["cpu"].mean == 2.0
+    assert (costs["speedup"].mean, costs["speedup"].remark) == (3.0, "of CPU time")
+    assert summary([Timing(1.0)] * 2, baseline, withhold_seconds=True)["speedup"] == busy
+
+
+def test_a_row_is_compared_with_the_baseline_of_its_own_round() -> None:
+    rounds = [
+        Timing(seconds) for seconds in (1.0, 4.0, 2.0, 8.0, 16.0)
+    ]  # other prompts, other load
+    half = [Timing(timing.seconds / 2) for timing in rounds]
+    fast = summary(half, rounds)["speedup"]
+    assert (fast.mean, fast.low, fast.high, fast.n) == (2.0, 2.0, 2.0, 5)
+    half[0] = Timing(0.25)
+    fast = summary(half, rounds)["speedup"]
+    assert (fast.mean, fast.low, fast.high) == (2.0, 2.0, 4.0)
+    once = summary(half[:1], rounds[:1])["speedup"]
+    assert (once.mean, once.interval) == (4.0, None)

@@ -263,8 +263,11 @@ def test_dtype_acts_on_a_published_form(tmp_path: Path) -> None:
         call = captioner.call(Image.new("RGB", (40, 30)))
         found[dtype] = (captioner.model.dtype, call["pixel_values"].dtype)
         references, out = written(tmp_path, ONE), tmp_path / dtype
-        settings = settings_of(references, rows="keep-0.25,plain-0.8", tokens=3)
-        assert "paper's form" in table(run_caption(settings, choice, out, print))
+        settings = settings_of(references, rows="keep-0.25,divprune-0.25,plain-0.8", tokens=3)
+        said = table(run_caption(settings, choice, out, print))
+        assert "paper's form" in said
+        assert "KL less DivPrune's" in said
+        assert CHANCE not in said, "one picture has no next one"
         head = json.loads((out / "captions.jsonl").read_text().splitlines()[0])
         assert head["about"]["dtype"] == str(captioner.model.dtype).removeprefix("torch.")
     assert found == {"auto": (torch.float32,) * 2, "bfloat16": (torch.bfloat16,) * 2}

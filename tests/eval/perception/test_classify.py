@@ -75,7 +75,7 @@ def answers_in(out: Path) -> dict[str, list[int]]:
 def test_every_row_has_every_value(finished: Path) -> None:
     rows, results = rows_of(finished), results_of(finished)
     assert list(rows) == ["baseline", *ROWS.split(",")]
-    expected = {"flops", "throughput", "memory", "tokens", "top1", "ahead"}
+    expected = {"flops", "throughput", "speedup", "memory", "tokens", "top1", "ahead"}
     for name, row in rows.items():
         assert row["measured"]
         assert set(row["values"]) == expected | ({"agreement"} if name != "baseline" else set())

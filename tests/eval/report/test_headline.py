@@ -16,7 +16,7 @@ from mame_sd.eval.report.headline import comparison, headline
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.results.read import parse
 from mame_sd.eval.results.schema import Row, Value
-from tests.builders.report_example import NO_TOMESD, Results, row
+from tests.builders.report_example import NO_TOMESD, Results, row, speed
 
 
 def says(results: Results) -> str:
@@ -32,16 +32,14 @@ def test_headline_of_faster_slower_and_equal_rows(results: Results) -> None:
         "ToMeSD 50 % is 1.25 times as fast as the baseline ("
     )
     ours = row(results, "mame-default")["values"]
-    ours["latency"] = {"mean": 8.0, "low": 7.9, "high": 8.1}
+    ours |= speed(8.0, 7.9, 8.1)
     slower = "is slower than the baseline (0.50 times as fast, 0.49 to 0.51), at an LPIPS"
     assert slower in says(results)
-    ours["latency"] = {"mean": 3.8, "low": 3.0, "high": 4.5}
-    noise = "is not measurably faster or slower than the baseline (1.05 times as fast,"
-    assert noise in says(results)
-    ours["latency"] |= {"p": 0.01, "against": "baseline"}
-    assert "is 1.05 times as fast" in says(results)
-    ours["latency"] |= {"against": "tomesd-50"}  # says nothing about the baseline
-    assert noise in says(results)
+    ours |= speed(3.8, 3.0, 4.5)
+    noise = "is not measurably faster or slower than the baseline (1.05 times as fast"
+    assert f"{noise}, 0.89 to 1.33)" in says(results)
+    ours["speedup"] = {"mean": 1.05, "n": 1}
+    assert f"{noise})" in says(results), "one round tells nothing"
 
 
 def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results: Results) -> None:
@@ -51,22 +49,25 @@ def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results
 
     ours, rival = row(results, "mame-default")["values"], row(results, "tomesd-50")["values"]
     assert not says_so()
-    for name in ("latency", "lpips"):
+    for name in ("speedup", "lpips"):
         rival[name] = {**ours[name]}
     assert not says_so(), "a tie"
-    rival["latency"] = {"mean": 1.0, "low": 0.9, "high": 1.1}
+    rival |= speed(1.0, 0.9, 1.1)
     assert not says_so(), "as close"
     rival["lpips"] = {"mean": ours["lpips"]["mean"] / 2, "low": 0.0, "high": ours["lpips"]["mean"]}
     assert not says_so(), "within the intervals"
     rival["lpips"] = {"mean": 1e-6, "low": 0.0, "high": 2e-6}
     assert says_so()
-    rival["latency"] = {"mean": 1.0, "n": 1}
+    rival["lpips"] = {"mean": 1e-6, "n": 1}
+    assert not says_so(), "one prompt"
+    rival["lpips"] = {"mean": 1e-6, "low": 0.0, "high": 2e-6}
+    rival["speedup"] = {"mean": 4.0, "n": 1}
     assert not says_so(), "one round"
 
 
 def test_headline_without_speed_without_lpips_and_without_mame(results: Results) -> None:
     for entry in results["rows"]:
-        entry["values"].pop("latency", None)
+        entry["values"].pop("speedup", None)
     assert says(results).startswith("MaMe (default): speed was not measured; at an LPIPS of ")
     for entry in results["rows"]:
         entry["values"].pop("lpips", None)
@@ -78,7 +79,8 @@ def test_headline_without_speed_without_lpips_and_without_mame(results: Results)
     assert says(results) == "No run with MaMe has been measured yet."
 
 
-def test_tomesd_that_was_not_measured_is_named(tmp_path: Path, results: Results) -> None:
+def test_tomesd_that_was_not_measured_is_named(tmp_path: Path, unplotted: Results) -> None:
+    results = unplotted
     row(results, "tomesd-50").update(measured=False, values={}, per_image={}, reason="no <tomesd>")
     text = render(parse(results), tmp_path).read_text(encoding="utf-8")
     assert f"ToMeSD was not measured: {NO_TOMESD}." in unescape(text)
@@ -92,17 +94,15 @@ def test_withheld_seconds_leave_cpu_time_to_speak(results: Results) -> None:
     for entry in results["rows"]:
         if "latency" in entry["values"]:
             entry["values"]["cpu"] = entry["values"]["latency"]
+            entry["values"]["speedup"]["note"] = "of CPU time"
             entry["values"]["latency"] = {"mean": None, "n": 3, "withheld": "the machine was busy"}
     assert "1.60 times as fast as the baseline by CPU time (1." in says(results)
     results["gates"].append(
         {"name": "timing", "expected": "quiet", "got": "busy", "passed": False, "withholds": True}
     )
-    results["sensitivity"] = "Sensitivity of this instrument: FAILS: it can't tell. far: LPIPS 0."
     parsed = parse(results)
     assert parsed.failed == []
-    unable, busy = parsed.warnings
-    assert unable.endswith("can't tell methods apart, so distances in this report rank no method. "
-                           "far: LPIPS 0.")  # fmt: skip
+    (busy,) = parsed.warnings
     assert busy.startswith("Seconds are withheld")
 
 

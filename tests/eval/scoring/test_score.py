@@ -37,8 +37,8 @@ def runs(tmp_path: Path) -> tuple[str, str]:
     """Five images, and the same ones a little off, each by another amount."""
     a = {f"{i:02}_0": noise(i) for i in range(5)}
     b = {key: shifted(pixels, n + 1) for n, (key, pixels) in enumerate(a.items())}
-    write_run(tmp_path / "a", a)
-    write_run(tmp_path / "b", b, mame={"tau": 0.8})
+    write_run(tmp_path / "a", a, torch="1")
+    write_run(tmp_path / "b", b, torch="2", mame={"tau": 0.8})
     return str(tmp_path / "a"), str(tmp_path / "b")
 
 
@@ -57,7 +57,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_psnr_is_the_mean_of_per_image_values(
     runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found, _ = score_json(capsys, *runs, "--metrics", "psnr,ssim,fid_to_baseline")
+    found, err = score_json(capsys, *runs, "--metrics", "psnr,ssim,fid_to_baseline")
     expected = []
     for key in Run.open(Path(runs[0])).items:
         one, other = (
@@ -70,6 +70,7 @@ def test_psnr_is_the_mean_of_per_image_values(
     assert value["n"] == 5
     assert list(found["metrics"]) == ["psnr", "ssim", "fid_to_baseline"]
     assert found["metrics"]["fid_to_baseline"]["withheld"] == "N = 5, needs 100"
+    assert 'images differ a little for that alone (torch: "1" there, "2" here)' in err
     manifest = found["manifest"]
     assert manifest["run_b"]["settings"]["mame"] == {"tau": 0.8}
     assert manifest["run_a"]["sizes"] == ["32x24"]

@@ -1,5 +1,8 @@
-"""A transformer's self-attention: text may share the sequence or the call, rotary positions come
-one for each token, a video has frames. A `Family` tells which.
+"""How calls of self-attention merge.
+
+In a transformer text may share the sequence or the call, rotary positions come one for each token,
+and a video has frames: a `Family` tells (`SequenceAttention`). In UNets, DiT and PixArt nothing
+stands beside the tokens of one image (`PlainAttention`).
 
 Text takes no part in merging. With `keep` the image's keys and values merge within the attention
 call, and all else is the processor's own. With `tau` tokens merge before the call, and a merged
@@ -8,9 +11,14 @@ token has the rotary position of its destination.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from functools import partial
+from operator import index
 from typing import Any
 
 import torch
+from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
@@ -18,7 +26,7 @@ from mame_sd.core.merge import least_tokens, too_few
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Family, Rows
-from mame_sd.diffusion.families.unet import LAYER_SKIP
+from mame_sd.diffusion.families.processors import PLAIN, STOOD_IN_FOR, processed
 from mame_sd.diffusion.layer import (
     NO_SIZE,
     AttentionAdapter,
@@ -29,12 +37,26 @@ from mame_sd.diffusion.layer import (
 )
 
 KEYS_ONLY = "in {} only keys merge: give keep instead of tau"
+LAYER_SKIP = (
+    "diffusers' layer skip puts values instead of attention only where there are as many as"
+    " queries; tau goes with it"
+)
+STOOD_IN = "computed by AttnProcessor2_0 in place of {}"
+# Self-attention with nothing beside its tokens. A processor may put further keys behind them.
+NOTHING_BESIDE = Family(
+    "UNet",
+    (),
+    (),
+    lambda model, call: None,
+    leaves=("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb"),
+    by_sample=True,
+)
 
 
 class SequenceAttention(AttentionAdapter):
     """One attention module of a family."""
 
-    def __init__(self, module: nn.Module, family: Family) -> None:
+    def __init__(self, module: nn.Module | None, family: Family) -> None:
         super().__init__(module)
         self.family = family
         self.hidden = family.inputs[0]
@@ -52,23 +74,32 @@ class SequenceAttention(AttentionAdapter):
         if known is None or known.unknown:
             return "height and width unknown" if known is None else known.unknown
         hidden = hidden if hidden.dim() == 3 else _sequence(hidden)
-        first = known.start(hidden.shape[1])
-        reason = _skip_reason(family, given, known, config, first, hidden.device)
-        if reason is None and config.tau is not None:
-            reason = self._refusal(call, known, config)
+        alone = hidden.shape[1] == known.count and not (known.before or known.after)
+        start = 0 if alone else known.start(hidden.shape[1])
+        reason = _skip_reason(family, given, known, config, start, hidden.device)
         if reason is not None:
             return reason
-        first = first or 0
+        first = start or 0
         if config.tau is not None:
-            feature = hidden[:, first : first + known.count]
-            feature = compared(call.module, feature, config.feature)
+            if not family.queries:
+                return KEYS_ONLY.format(type(call.module).__name__)
+            if config.feature != "x" and not hasattr(call.module, "to_k"):
+                return (
+                    f"feature={config.feature!r} asks for the layer's to_k,"
+                    f" {type(call.module).__name__} has none"
+                )
+            unlike = _unlike(given, family.select, known) if family.select else None
+            if unlike is not None:
+                return unlike
+            image = hidden[:, first : first + known.count]
+            feature = compared(call.module, image, config.feature)
             return Route(
                 call, config, known, first, merge_tokens=self._tokens_merged, feature=feature
             )
         if skips_scores(call.module):
             return LAYER_SKIP
         before, after = first, hidden.shape[1] - first - known.count
-        text = _text_length(family, given, known)
+        text = _text_length(family, given, known) if family.joint or family.keys else 0
         before, after = (before, after + text) if family.joint == "last" else (before + text, after)
         cached = family.cached is not None and family.cached(given)
         job = {"queries": hidden.shape[1], "prefixed": cached}
@@ -82,19 +113,6 @@ class SequenceAttention(AttentionAdapter):
         if isinstance(hidden, Tensor) and hidden.dim() == 4:
             return int(hidden.shape[2] * hidden.shape[3])
         return 0 if known is None or known.unknown else known.count
-
-    def _refusal(self, call: LayerCall, tokens: Tokens, config: MaMeConfig) -> str | None:
-        """Why whole tokens can't merge before this call; None if they can."""
-        if not self.family.queries:
-            return KEYS_ONLY.format(type(call.module).__name__)
-        if config.feature != "x" and not hasattr(call.module, "to_k"):
-            return (
-                f"feature={config.feature!r} asks for the layer's to_k,"
-                f" {type(call.module).__name__} has none"
-            )
-        if self.family.select is not None:
-            return _unlike(call.arguments, self.family.select, tokens)
-        return None
 
     def _tokens_merged(self, route: Route, plan: Plan) -> Any:
         """The attention's output of merged tokens, restored; all others as computed beside them."""
@@ -112,6 +130,85 @@ class SequenceAttention(AttentionAdapter):
                 y = image.unflatten(2, y.shape[2:])
             restored.append(y)
         return restored[0] if alone else tuple(restored)
+
+
+class PlainAttention(SequenceAttention):
+    """A diffusers Attention over the tokens of one image, with nothing beside them.
+
+    The installed processor computes the attention, also what it does before and after it. One that
+    calls no attention that can be intercepted is stood in for by diffusers' `AttnProcessor2_0`.
+    """
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        super().__init__(module, NOTHING_BESIDE)
+
+    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
+        """See `AttentionAdapter`. Where `known` is None, `guessed` says how the tokens lie."""
+        reason = fixed_reason(call.module)
+        if reason is not None:
+            return reason
+        if call.kind == "MaMeAttnProcessor":
+            return f"a {call.kind} on the module merges already"
+        hidden = call.arguments.get(self.hidden)
+        if known is None and isinstance(hidden, Tensor) and hidden.dim() == 3:
+            known = guessed(hidden.shape[1], config.size)
+        route = super().route(call, known, config)
+        if (
+            isinstance(route, str)
+            or config.tau is not None
+            or type(call.processor) not in STOOD_IN_FOR  # nor the user's own that derive from them
+        ):
+            return route
+        notes = filter(None, (route.note, STOOD_IN.format(call.kind)))
+        run = partial(processed, PLAIN, call.module, **call.arguments)
+        scale = {} if call.module.scale_qk else {"scale": call.module.scale}
+        return replace(route, note=". ".join(notes), run=run, job={**route.job, **scale})
+
+    def count(self, call: LayerCall, known: Tokens | None) -> int:
+        """Its tokens, whether they lie as is known or not."""
+        return AttentionAdapter.count(self, call, known)
+
+    def _tokens_merged(self, route: Route, plan: Plan) -> Tensor:
+        """The attention's output [B, L, C] of merged tokens, restored (MaMe, then MaRe)."""
+        merged = plan.merge(route.call.arguments[self.hidden])
+        return plan.restore(route.call.run(hidden_states=merged))
+
+
+def guessed(length: int, size: tuple[int, int] | None) -> Tokens:
+    """How `length` tokens of an image lie: in a level of the latent's `size`, whose sides halve,
+    rounded up, from level to level; where that is not given in a square, or else unknown.
+    """
+    count = index(length)  # a plain number under torch.compile too, where sizes may be symbols
+    if size is None:
+        side = math.isqrt(count)
+        return Tokens((side, side) if side * side == count else (count,))
+    h, w = size
+    while h * w > count and h * w > 1:
+        h, w = math.ceil(h / 2), math.ceil(w / 2)
+    return Tokens(
+        (h, w), unknown="" if h * w == count else f"{count} tokens are no level of {size=}"
+    )
+
+
+def fixed_reason(attn: Any) -> str | None:
+    """Why `PlainAttention` may never merge this module, whatever it is called with; None if it
+    may.
+    """
+    if not isinstance(attn, Attention):
+        return f"{type(attn).__name__} is no diffusers Attention"
+    if attn.is_cross_attention or attn.only_cross_attention:
+        return "cross-attention"
+    if attn.added_kv_proj_dim is not None:
+        return "added keys and values"
+    if attn.group_norm is not None or attn.spatial_norm is not None:
+        return "normalises over space"
+    if attn.residual_connection:
+        return "adds its own input to its output"
+    if attn.norm_cross:
+        return "normalises encoder states"
+    if "Linear" in type(attn.processor).__name__:
+        return "linear attention"
+    return None
 
 
 def _skip_reason(
