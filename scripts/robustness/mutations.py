@@ -128,7 +128,7 @@ caches/handle.py: caches
 perception/hooks.py: perception/test_tools.py
     elif child is not self.child: => elif self.child is None:
 perception/handle.py: perception/test_tools.py perception/test_restore.py
-    placed.append((parent, "before", hook.follow)) => placed.append((encoder, "before", hook.follow))
+    placed.append((parent, "before", hook.follow)) => pass
     if self._shared.is_earlier(features): => if False:
 perception/known_encoders.py: perception/test_apply.py
     [*parts, self.keys] => parts
