@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,16 +19,10 @@ PLACES = (
 )
 
 
-def precisions() -> list[Any]:
-    """What the user has allowed, by the new settings and, where it does not contradict these, by
-    the old one.
-    """
-    try:
-        old = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        old = "contradicts"
+def allowed() -> list[Any]:
+    """What the user has allowed."""
     found = [place.fp32_precision for place in (*PLACES, BACKENDS.cudnn.rnn)]
-    return [*found, BACKENDS.cudnn.deterministic, BACKENDS.cudnn.benchmark, old]
+    return [*found, BACKENDS.cudnn.deterministic, BACKENDS.cudnn.benchmark]
 
 
 USERS_CHOICES: dict[str, Callable[[], None]] = {
@@ -38,26 +32,21 @@ USERS_CHOICES: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.fixture
-def own_precisions() -> Iterator[None]:
-    """What the test allows is taken back."""
-    places = (BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn)
-    before = [place.fp32_precision for place in places]
-    yield
-    BACKENDS.fp32_precision = "none"
-    BACKENDS.cudnn.benchmark = False
-    torch.set_float32_matmul_precision("highest")
-    for place, value in zip(places, before, strict=True):
-        place.fp32_precision = value
-
-
-@pytest.mark.usefixtures("own_precisions")
 @pytest.mark.parametrize("choice", USERS_CHOICES)
 def test_networks_run_in_whole_precision_whatever_the_user_allows(choice: str) -> None:
-    USERS_CHOICES[choice]()
-    before = precisions()
-    with full_precision():
-        assert [place.fp32_precision for place in PLACES] == ["ieee"] * 4
-        assert (BACKENDS.cudnn.deterministic, BACKENDS.cudnn.benchmark) == (True, False)
-        assert not torch.is_grad_enabled()
-    assert precisions() == before
+    places = (BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn)
+    at_first = [place.fp32_precision for place in places]
+    try:
+        USERS_CHOICES[choice]()
+        before = allowed()
+        with full_precision():
+            assert [place.fp32_precision for place in PLACES] == ["ieee"] * 4
+            assert (BACKENDS.cudnn.deterministic, BACKENDS.cudnn.benchmark) == (True, False)
+            assert not torch.is_grad_enabled()
+        assert allowed() == before
+    finally:
+        BACKENDS.fp32_precision = "none"
+        BACKENDS.cudnn.benchmark = False
+        torch.set_float32_matmul_precision("highest")
+        for place, value in zip(places, at_first, strict=True):
+            place.fp32_precision = value
