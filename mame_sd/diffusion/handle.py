@@ -113,8 +113,10 @@ class MaMeHandle:
 
     @property
     def _kind(self) -> str:
-        """The model's class, not torch.compile's wrapper."""
-        return type(getattr(self.root, "_orig_mod", self.root)).__name__
+        """The model's class, not torch.compile's wrapper; those of several denoisers."""
+        models = self.root.values() if isinstance(self.root, nn.ModuleDict) else [self.root]
+        kinds = (type(getattr(model, "_orig_mod", model)).__name__ for model in models)
+        return " and ".join(dict.fromkeys(kinds))
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Changes live settings from the next forward on: `handle.set(tau=0.9)`; `config` replaces
@@ -184,8 +186,8 @@ class MaMeHandle:
         Raises:
             RuntimeError: merging was removed or replaced, or another thread makes an image with the
                 model.
-            ValueError: no pipeline or no prompts, nothing that could merge, or more speed than
-                merging gives; the settings are as before then.
+            ValueError: no pipeline or no prompts, several denoisers, nothing that could merge, or
+                more speed than merging gives; the settings are as before then.
         """
         self._check_installed()
         check_speed(speed)

@@ -112,8 +112,8 @@ config.py: test_config.py diffusion/test_processor.py
 caches/view.py: caches
     self.slots[:, :, None, None] > slots.view(-1, 1) => self.slots[:, :, None, None] >= 9**9
 caches/layer.py: caches
-    self.seen += key_states.shape[-2] => self.seen += 1
-    first = (first + self.bias.unsqueeze(2).to(dtype)) => first = first
+    self.seen += new => self.seen += 1
+    (mask + bias.unsqueeze(2).to(dtype)).clamp => mask.clamp
 captions/farthest.py: captions
     torch.maximum(nearest, row) => torch.minimum(nearest, row)
 captions/calls.py: captions
@@ -126,9 +126,9 @@ captions/on_model.py: captions
 caches/handle.py: caches
     if self.live and tokens > 1 and not others: => if False:
 perception/hooks.py: perception/test_tools.py
-    if child is self.child: => if self.child is not None:
+    elif child is not self.child: => elif self.child is None:
 perception/handle.py: perception/test_tools.py perception/test_restore.py
-    for module in {one.owner, parent}] => for module in {one.owner}]
+    placed.append((parent, "before", hook.follow)) => pass
     if self._shared.is_earlier(features): => if False:
 perception/known_encoders.py: perception/test_apply.py
     [*parts, self.keys] => parts

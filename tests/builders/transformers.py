@@ -59,15 +59,6 @@ def flux_inputs() -> dict[str, Any]:
 
 
 IMAGE = normal(2, 4, 2 * H, 2 * W)
-FLUX: dict[str, Any] = {
-    "in_channels": 4,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "joint_attention_dim": 16,
-    "axes_dims_rope": (4, 4, 8),
-}
 
 
 def halves(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

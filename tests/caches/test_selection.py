@@ -12,8 +12,7 @@ from torch import Tensor
 from mame_sd.caches import CacheView, Kept, Selection
 from mame_sd.caches.fit import _ridge, with_fitted_values
 from mame_sd.caches.layer import CompressedLayer
-from mame_sd.caches.scores import future_attention
-from mame_sd.caches.selection import full_price_of, gathered, marked
+from mame_sd.caches.selection import full_price_of, future_attention, gathered, marked
 from tests.caches import oracle
 from tests.caches.views import view_of, with_padding
 

@@ -23,7 +23,7 @@ from mame_sd.core.merge import Groups
 from mame_sd.diffusion import hooks
 from mame_sd.diffusion.hook_registry import hook_on
 from tests.builders.pipelines import SIDE, controlnet, noise, quiet
-from tests.builders.threads import in_thread
+from tests.builders.processes import in_thread
 from tests.builders.tiny import LATENT, one_level_unet, run_unet, tiny_unet, unet_inputs
 from tests.builders.transformers import TEXT, halves, normal, run
 from tests.matrix.transformers import ROWS
@@ -219,7 +219,7 @@ def test_control_images_of_one_input_merge_apart(planned: list[Groups]) -> None:
 @pytest.mark.compiles
 def test_a_compiled_model_and_its_calls_stand_alone() -> None:
     torch._dynamo.reset()
-    model = one_level_unet()
+    model = one_level_unet(transformer_layers_per_block=1)
     guided = {**unet_inputs(model, batch=1), "timestep": torch.tensor(500)}
     unguided = with_another_text(guided)
     apply_mame(model, keep=0.25, min_tokens=1)

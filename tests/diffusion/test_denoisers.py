@@ -11,17 +11,14 @@ from typing import Any
 
 import diffusers
 import pytest
-import torch
 from diffusers import ModularPipeline, UNet2DConditionModel
 from diffusers.modular_pipelines import Flux2AutoBlocks, MiniMaxH3Blocks
 from torch import nn
 
-from mame_sd import apply_mame, remove_mame
-from mame_sd.diffusion.apply_denoiser import has_hooks
+from mame_sd import apply_mame
+from mame_sd.diffusion.calibration import measure_images
 from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoiser_of, denoisers_of
 from tests.builders.tiny import tiny_unet
-from tests.matrix.transformers import run_wan22 as once
-from tests.matrix.transformers import wan22
 
 # What looks like a denoiser and is none: a ControlNet has a call of its own, Versatile Diffusion's
 # `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention.
@@ -77,6 +74,7 @@ def test_every_denoiser_of_a_pipeline_merges() -> None:
         assert tuple(denoisers_of(Pipe(**dict.fromkeys(names, unet)))) == names
     for name in ("unet", "decoder"):
         assert denoiser_of(Pipe(**{name: unet, "prior_prior": prior})) is unet
+    assert denoiser_of(Pipe(transformer=unet, transformer_2=None)) is unet  # taken as it is
     with pytest.raises(ValueError, match=r"^Prior does not merge: its tokens are no image's"):
         apply_mame(Pipe(prior=prior))
 
@@ -94,25 +92,12 @@ def test_what_has_no_denoiser_is_refused(target: Any, message: str) -> None:
         apply_mame(target)
 
 
-def test_both_transformers_of_wan_22_merge() -> None:
-    pipe = wan22()
-    before = once(pipe)
-    handle = apply_mame(pipe, keep=0.5, min_tokens=1)
-    merged = once(pipe)
-    assert not torch.equal(merged, before)
-    report = handle.report()
-    names = {layer.name.partition(".")[0] for layer in report.layers if layer.merged}
-    assert names == {"transformer", "transformer_2"}
-    assert {layer.calls for layer in report.layers} == {4}  # each has two steps, of two calls
-    handle.active = False
-    assert torch.equal(once(pipe), before)
-    handle.active = True
-    assert torch.equal(once(pipe), merged)
-    remove_mame(pipe)
-    assert not has_hooks(pipe)
-    assert torch.equal(once(pipe), before)
-    pipe.transformer_2 = None
-    assert denoiser_of(pipe) is pipe.transformer  # taken as it is
+def test_a_pipeline_of_two_denoisers_is_named_and_not_calibrated() -> None:
+    pipe = Pipe(transformer=tiny_unet(), transformer_2=tiny_unet())
+    handle = apply_mame(pipe, keep=0.5, min_tokens=16)
+    assert handle.described == "UNet2DConditionModel with 14 self-attentions"
+    with pytest.raises(ValueError, match="got one with transformer and transformer_2; give"):
+        measure_images(handle, [], {})
 
 
 @pytest.mark.parametrize("names", [("unet",), ("transformer", "transformer_2")])

@@ -23,7 +23,7 @@ from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.hooks import StepHook
 from mame_sd.diffusion.threads import check_idle
 from mame_sd.pipelines import StableDiffusionMaMePipeline
-from tests.builders.threads import in_thread
+from tests.builders.processes import in_thread
 from tests.builders.tiny import (
     generate,
     run_unet,

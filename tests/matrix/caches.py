@@ -32,10 +32,10 @@ from tests.builders.caches import (
     taylorseer,
 )
 from tests.builders.pipelines import once
-from tests.builders.plans import latest_plans
 from tests.builders.tiny import tiny_pipeline
 from tests.matrix import transformers
 from tests.matrix.models.registry import MODELS as TINY
+from tests.matrix.models.watch import latest_plans
 from tests.matrix.rows import Row
 from tests.matrix.unets import LEVELS
 

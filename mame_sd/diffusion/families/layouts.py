@@ -26,8 +26,8 @@ Dims = int | tuple[int, ...] | list[int | None]
 Read = TypeVar("Read", bound=Callable[..., Any])
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as
 # tokens. KAttentionBlock is that of the latent upscaler's UNet.
-UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel", "KAttentionBlock"}
-IMAGE_MODULES = UNET_TRANSFORMERS | {"DiTTransformer2DModel", "PixArtTransformer2DModel"}
+UNET_TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "KAttentionBlock")
+IMAGE_MODULES = (*UNET_TRANSFORMERS, "DiTTransformer2DModel", "PixArtTransformer2DModel")
 UNLIKE = "samples of a batch have their image's tokens at other positions"
 
 

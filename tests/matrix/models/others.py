@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from tests.builders.tiny import tiny_unet, unet_inputs
+from tests.builders.tiny import TEXT_DIM, tiny_unet, unet_inputs
 from tests.builders.transformers import TEXT, H, W, normal
 from tests.matrix.models import images
 from tests.matrix.models.case import BLC, PLAIN, STEP, Case, T, case
@@ -38,8 +39,25 @@ def unet(
     return case(name, inputs, "", unprobed=UNET, small={**SMALL, **blocks}, **more)
 
 
-def of_unet(name: str = "UNet2DConditionModel") -> Case:
-    return Case(name, tiny_unet, lambda: unet_inputs(tiny_unet()), "", unprobed=UNET)
+def tiny(more: dict[str, Any], **config: Any) -> Case:
+    """A case of `tiny_unet`, called with `more` than its usual inputs."""
+    build = partial(tiny_unet, **config)
+    inputs = {**unet_inputs(tiny_unet()), **more}
+    return Case("UNet2DConditionModel", build, lambda: inputs, "", unprobed=UNET)
+
+
+# The UNet of Kandinsky 2.2's decoder: the text's keys stand before the image's.
+KANDINSKY = tiny(
+    {"encoder_hidden_states": None, "added_cond_kwargs": {"image_embeds": normal(2, TEXT_DIM)}},
+    down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+    up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+    mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+    addition_embed_type="image",
+    encoder_hid_dim=TEXT_DIM,
+    encoder_hid_dim_type="image_proj",
+    resnet_time_scale_shift="scale_shift",
+    attention_head_dim=8,
+)
 
 
 def controlled(**more: Any) -> Any:
@@ -64,7 +82,7 @@ BLOCKS: dict[str, Any] = {  # of Transformer2DModel and DreamLite's
 }
 
 CASES = [
-    of_unet(),
+    tiny({}),
     case(
         "Transformer2DModel",
         lambda: {"hidden_states": normal(2, 32, H, W)},
