@@ -33,11 +33,10 @@ from tests.builders.tiny import seeded
 from tests.perception.oracle import blocks_of
 
 
-def lora(model: nn.Module, merged: bool = False) -> nn.Module:
+def lora(model: nn.Module, merged: bool = False, more: tuple[str, ...] = ()) -> nn.Module:
     torch.manual_seed(1)
-    config = LoraConfig(
-        target_modules=["k_proj", "q_proj", "qkv", "key", "query"], r=3, init_lora_weights=False
-    )
+    layers = ["k_proj", "q_proj", "qkv", "key", "query", *more]
+    config = LoraConfig(target_modules=layers, r=3, init_lora_weights=False)
     adapted: Any = get_peft_model(model, config)
     return (adapted.merge_and_unload() if merged else adapted).eval()
 
@@ -339,7 +338,7 @@ def test_what_changes_tokens_between_blocks_of_a_backbone_is_refused() -> None:
 @NEEDS_TIMM
 @torch.no_grad()
 def test_convolutions_count_at_the_places_where_they_compute() -> None:
-    """What cuts patches by more than one convolution: timm's hybrids."""
+    """What cuts patches by more than one convolution: timm's hybrids; and what adapters add."""
     hybrid = __import__("timm.models.vision_transformer_hybrid", fromlist=["x"])
     layers = __import__("timm.layers", fromlist=["x"])
     backbone = hybrid.ConvStem(depth=2, channels=(8, 16), kernel_size=3, stride=(2, 2))
@@ -347,7 +346,7 @@ def test_convolutions_count_at_the_places_where_they_compute() -> None:
     model = timm_vit(img_size=32, patch_size=1, embed_layer=stem)
     image = torch.randn(1, 3, 32, 32)
     handle = apply_encoder(model, keep=0.6)
-    for active in (True, False):
+    for active in (True, False, True):
         handle.active = active
         with (
             torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
@@ -356,7 +355,9 @@ def test_convolutions_count_at_the_places_where_they_compute() -> None:
             model(image)
         report = handle.report()
         assert counter.get_total_flops() / 2 == (report.flops if active else report.flops_before)
-    handle.active = True
+        if not active:
+            lora(model, more=("proj",))
+            handle.reset()
     assert not handle.report().blocks[0].note, "the last convolution's grid is the patches'"
 
 
