@@ -371,17 +371,23 @@ def test_a_model_that_lists_its_blocks_first_has_a_grid() -> None:
     assert not handle.report().blocks[0].note
 
 
-@pytest.mark.parametrize("how", ["handle", "model", "block"])
-def test_a_part_that_was_taken_out_keeps_no_hook(how: str) -> None:
-    model: Any = VIT.build()
+def put_anew(model: nn.Module) -> nn.Module:
+    """Put another projection to keys into the first block, and return the one that was there."""
     block = blocks_of(model, VIT)[0]
     path = next(name for name, _ in block.named_modules() if name.endswith(("key", "k_proj")))
     outer, _, name = path.rpartition(".")
     old = block.get_submodule(path)
+    setattr(block.get_submodule(outer), name, copy.deepcopy(old))
+    return old
+
+
+@pytest.mark.parametrize("how", ["handle", "model", "block"])
+def test_a_part_that_was_taken_out_keeps_no_hook(how: str) -> None:
+    model = VIT.build()
     with encoder_restored(model):
         handle = apply_encoder(model, keep=0.5)
         VIT.call(model, VIT.batch())
-        setattr(block.get_submodule(outer), name, copy.deepcopy(old))
+        old = put_anew(model)
         if how != "block":
             handle.remove() if how == "handle" else remove_encoder(model)
             assert not has_encoder_hooks(old)
@@ -390,14 +396,11 @@ def test_a_part_that_was_taken_out_keeps_no_hook(how: str) -> None:
 
 
 def test_blocks_that_end_out_of_order_leave_nothing_on_a_new_part() -> None:
-    model: Any = VIT.build()
-    block = blocks_of(model, VIT)[0]
-    path = next(name for name, _ in block.named_modules() if name.endswith(("key", "k_proj")))
-    outer, _, name = path.rpartition(".")
+    model = VIT.build()
     first, second = encoder_restored(model), encoder_restored(model)
     first.__enter__()
     apply_encoder(model, keep=0.5)
-    setattr(block.get_submodule(outer), name, copy.deepcopy(block.get_submodule(path)))
+    put_anew(model)
     VIT.call(model, VIT.batch())
     second.__enter__()
     apply_encoder(model, keep=0.3)
