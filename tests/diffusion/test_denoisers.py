@@ -16,34 +16,21 @@ from diffusers.modular_pipelines import Flux2AutoBlocks, MiniMaxH3Blocks
 from torch import nn
 
 from mame_sd import apply_mame
+from mame_sd.diffusion.calibration import measure_images
 from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoiser_of, denoisers_of
 from tests.builders.tiny import tiny_unet
+from tests.matrix.models.sweep import classes
 
 # What looks like a denoiser and is none: a ControlNet has a call of its own, Versatile Diffusion's
-# `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention.
-LEFT_OUT = ("controlnet", "text_unet", "super_res_first", "super_res_last")
+# `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention, an RVQ
+# decoder makes sound.
+LEFT_OUT = ("controlnet", "text_unet", "super_res_first", "super_res_last", "rvq_depth_decoder")
 HOME = Path(diffusers.__file__).parent
-TIMES = {"timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps"}
-
-
-def denoising() -> set[str]:
-    """Classes of diffusers' models whose forward takes a timestep, or that are named for it."""
-    found = set()
-    for file in (HOME / "models").rglob("*.py"):
-        for body in re.split(r"^(?=class )", file.read_text(), flags=re.M)[1:]:
-            head = re.match(r"class (\w+)\(([^)]*)\)", body)
-            forward = re.search(r"def forward\((.*?)\)\s*(?:->|:)", body, re.S)
-            if head is None or forward is None or "ModelMixin" not in head[2]:
-                continue
-            names = set(re.findall(r"(\w+)\s*(?=[:,=)])", forward[1] + ")"))
-            if names & TIMES or "Diffusion" in head[1]:
-                found.add(head[1])
-    return found
 
 
 def components() -> dict[str, set[str]]:
     """Where components stand that are of such a class: in which files, by their names."""
-    kinds = denoising()
+    kinds = classes()
     found: dict[str, set[str]] = {}
     assert {"FluxTransformer2DModel", "StableCascadeUNet", "UNet2DConditionModel"} <= kinds
     for room in ("pipelines", "modular_pipelines"):
@@ -53,7 +40,7 @@ def components() -> dict[str, set[str]]:
             pairs += re.findall(r'ComponentSpec\(\s*"(\w+)",\s*(\w+)', text)
             named = {name for name, kind in pairs if kinds & set(re.findall(r"\w+", kind))}
             named.update(re.findall(r'transformer_name="(\w+)"', text))
-            for name in named - {"type_hint"}:
+            for name in named - {"else", "type_hint"}:
                 found.setdefault(name, set()).add(file.stem)
     return found
 
@@ -89,6 +76,14 @@ def test_a_modular_pipeline_is_asked_to_load_first(blocks: Any) -> None:
 def test_what_has_no_denoiser_is_refused(target: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         apply_mame(target)
+
+
+def test_a_pipeline_of_two_denoisers_is_named_and_not_calibrated() -> None:
+    pipe = Pipe(transformer=tiny_unet(), transformer_2=tiny_unet())
+    handle = apply_mame(pipe, keep=0.5, min_tokens=16)
+    assert handle.described == "UNet2DConditionModel with 14 self-attentions"
+    with pytest.raises(ValueError, match="got one with transformer and transformer_2; give"):
+        measure_images(handle, [], {})
 
 
 @pytest.mark.parametrize("names", [("unet",), ("transformer", "transformer_2")])
