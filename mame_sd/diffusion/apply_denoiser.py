@@ -233,7 +233,7 @@ def _layer_of(
 
 
 def _around(path: str, outer: dict[str, Outer]) -> Outer | None:
-    """Of what stands at paths, the nearest around the module at `path` ("" is the root)."""
+    """Find what stands nearest around the module at `path`, by paths ("" is the root)."""
     around = [other for other in outer if not other or path.startswith(f"{other}.")]
     return outer[max(around, key=len)] if around else None
 

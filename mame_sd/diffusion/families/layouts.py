@@ -136,8 +136,8 @@ def packed(model: Any, call: Call) -> Tokens | str:
 
 @read_once
 def _packed(ids: Tensor) -> tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]]:
-    """By `ids` [L, 3 or more] or of a batch: the first image's size, how many tokens follow it, and
-    the sizes of the images that these are; of none where one of them is no grid.
+    """Read `ids` [L, 3 or more], or those of a batch: the first image's size, how many tokens
+    follow it, and the sizes of the images that these are (none where one of them is no grid).
     """
     ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()
     same = ids[:, 0] == ids[0, 0]
