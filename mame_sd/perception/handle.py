@@ -216,17 +216,17 @@ class EncoderHandle:
         A token that is kept has itself.
 
         Args:
-            block: only up to this block, counted from 0.
+            block: only up to this block, counted from 0 (-1 is the last).
 
         Raises:
             RuntimeError: no forward has run since `capture`.
+            ValueError: there is no such block.
         """
-        captured = self._captured()
-        first = captured[0][1]
+        plans, first = self._captured(block)
         samples, device = first.sizes.shape[0], first.sizes.device
         here = torch.arange(first.tokens_in, device=device).expand(samples, -1)
         holder, place = here, here  # [B, L] each token's row; [B, L'] each row's position
-        for plan in (plan for number, plan in captured if block is None or number <= block):
+        for plan in plans.values():
             kept = plan.kept.expand(samples, -1)
             holder = plan.groups.gather(1, holder)
             place = place.gather(1, kept)
@@ -245,29 +245,32 @@ class EncoderHandle:
 
         Args:
             features: the model's output, or a hidden state: what a block gave.
-            block: which block gave them, counted from 0. None: the last that left so many tokens.
+            block: which block gave them, counted from 0 (-1 is the last). None: the last that left
+                so many tokens.
 
         Raises:
             RuntimeError: no forward has run since `capture`.
-            ValueError: features of another shape, or of a forward before the latest.
+            ValueError: features of another shape, or of a forward before the latest, or there is no
+                such block.
         """
-        plans = self._captured()
+        plans, first = self._captured(block)
         if self._shared.is_earlier(features):
             raise ValueError(
                 "restore: expected features of the latest forward, got those of an earlier one,"
                 " whose tokens merged otherwise; restore them before the next forward"
             )
-        if block is None:
-            kept = {number: plan.tokens_kept for number, plan in plans}
-            fit = [number for number, tokens in kept.items() if tokens == features.shape[1]]
-            if not fit:
-                raise ValueError(
-                    "restore: expected a tensor of shape [B, L', C] with one of"
-                    f" {sorted({*kept.values()})} tokens, as blocks left them in the latest"
-                    f" forward, got {list(features.shape)}"
-                )
-            block = fit[-1]
-        return self._shared.restored(features, block + 1)
+        left = {number: plan.tokens_kept for number, plan in plans.items()}
+        if block is not None:
+            left = dict([*left.items()][-1:]) or {-1: first.tokens_in}
+        shapes = {number: [first.sizes.shape[0], tokens] for number, tokens in left.items()}
+        fit = [number for number, shape in shapes.items() if shape == [*features.shape[:-1]]]
+        if not fit:
+            raise ValueError(
+                f"restore: expected a tensor of shape [{first.sizes.shape[0]}, L', C] with one of"
+                f" {sorted({*left.values()})} tokens, as blocks left them in the latest forward,"
+                f" got {list(features.shape)}"
+            )
+        return self._shared.restored(features, fit[-1] + 1)
 
     def remove(self) -> None:
         """Takes this handle's merging off the model; that of a later `apply_encoder` stays."""
@@ -291,13 +294,19 @@ class EncoderHandle:
         for inner in self._inner:
             inner.place()
 
-    def _captured(self) -> list[tuple[int, Plan | GroupPlan]]:
-        if not self._shared.now.plans:
+    def _captured(self, block: int | None) -> tuple[dict[int, Plan | GroupPlan], Plan | GroupPlan]:
+        """Return the plans kept up to `block`, by its number, and the first of all."""
+        plans = dict(sorted(self._shared.now.plans.items()))
+        if not plans:
             raise RuntimeError(
                 "expected the plans of a forward, but none were kept: call handle.capture() before"
                 " it (outside of torch.compile)"
             )
-        return sorted(self._shared.now.plans.items())
+        depth, last = len(self._blocks), -1 if block is None else block
+        if not -depth <= last < depth:
+            raise ValueError(f"block: expected one from 0 to {depth - 1}, or -1, got {block!r}")
+        some = {number: plan for number, plan in plans.items() if number <= last % depth}
+        return some, next(iter(plans.values()))
 
 
 def _check_parts(

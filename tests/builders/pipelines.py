@@ -10,6 +10,7 @@ from diffusers import ControlNetModel
 from torch import Tensor
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
+from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import (
     FACTOR,
     LATENT,
@@ -44,6 +45,15 @@ def sd(name: str, **changes: Any) -> Any:
     """
     parts = {**tiny_components(), **changes}
     return quiet(getattr(diffusers, name)(**parts))
+
+
+def mame_pipeline(scheduler: str = "ddim", **changes: Any) -> StableDiffusionMaMePipeline:
+    """The tiny Stable Diffusion as one that merges, `changes` over its parts and settings."""
+    settings = {"tau": 0.2, "mame_config": {"min_tokens": 40}}
+    pipe: StableDiffusionMaMePipeline = quiet(
+        StableDiffusionMaMePipeline(**{**tiny_components(scheduler), **settings, **changes})
+    )
+    return pipe
 
 
 def sdxl() -> Any:

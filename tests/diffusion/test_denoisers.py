@@ -19,32 +19,18 @@ from mame_sd import apply_mame
 from mame_sd.diffusion.calibration import measure_images
 from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoiser_of, denoisers_of
 from tests.builders.tiny import tiny_unet
+from tests.matrix.models.sweep import classes
 
 # What looks like a denoiser and is none: a ControlNet has a call of its own, Versatile Diffusion's
-# `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention.
-LEFT_OUT = ("controlnet", "text_unet", "super_res_first", "super_res_last")
+# `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention, an RVQ
+# decoder makes sound.
+LEFT_OUT = ("controlnet", "text_unet", "super_res_first", "super_res_last", "rvq_depth_decoder")
 HOME = Path(diffusers.__file__).parent
-TIMES = {"timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps"}
-
-
-def denoising() -> set[str]:
-    """Classes of diffusers' models whose forward takes a timestep, or that are named for it."""
-    found = set()
-    for file in (HOME / "models").rglob("*.py"):
-        for body in re.split(r"^(?=class )", file.read_text(), flags=re.M)[1:]:
-            head = re.match(r"class (\w+)\(([^)]*)\)", body)
-            forward = re.search(r"def forward\((.*?)\)\s*(?:->|:)", body, re.S)
-            if head is None or forward is None or "ModelMixin" not in head[2]:
-                continue
-            names = set(re.findall(r"(\w+)\s*(?=[:,=)])", forward[1] + ")"))
-            if names & TIMES or "Diffusion" in head[1]:
-                found.add(head[1])
-    return found
 
 
 def components() -> dict[str, set[str]]:
     """Where components stand that are of such a class: in which files, by their names."""
-    kinds = denoising()
+    kinds = classes()
     found: dict[str, set[str]] = {}
     assert {"FluxTransformer2DModel", "StableCascadeUNet", "UNet2DConditionModel"} <= kinds
     for room in ("pipelines", "modular_pipelines"):
@@ -54,7 +40,7 @@ def components() -> dict[str, set[str]]:
             pairs += re.findall(r'ComponentSpec\(\s*"(\w+)",\s*(\w+)', text)
             named = {name for name, kind in pairs if kinds & set(re.findall(r"\w+", kind))}
             named.update(re.findall(r'transformer_name="(\w+)"', text))
-            for name in named - {"type_hint"}:
+            for name in named - {"else", "type_hint"}:
                 found.setdefault(name, set()).add(file.stem)
     return found
 

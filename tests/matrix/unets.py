@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.builders.pipelines import SIDE, controlnet, noise, once, sd, sdxl
 from tests.builders.tiny import LATENT, tiny_pipeline
-from tests.matrix.models.others import KANDINSKY
+from tests.matrix.models.others import KANDINSKY, LATENT_UPSCALER
 from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Row
 from tests.matrix.transformers import row
@@ -58,6 +58,7 @@ ROWS = [
         sweep=False,
         note="by `keep` alone: the text's (added) keys stand first",
     ),
+    row("Latent upscaler", LATENT_UPSCALER, {24: 4}, processor="", sweep=False, min_tokens=16),
     row("AnimateDiff", MOTION, {256: 3, 64: 1}, processor="same", sweep=False, note=FRAMES),
     row(
         "Stable Video Diffusion",
