@@ -22,9 +22,11 @@ from mame_sd.report import counted
 from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
-from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.loading import LoadedModel, known_identity
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
+from mame_sd.runs.records import STRANGE
+from mame_sd.runs.run_folder import differences, in_short
 from mame_sd.runs.sampling import merge_in, sample
 
 MEASURED = "measured.json"
@@ -49,7 +51,7 @@ def run_calibrate(
             merging gives.
     """
     file = out / "config.json"
-    _check(speed, base, out, file)
+    _check(speed, base, choice, out, file)
     model, base = load_to_merge(choice, base, prompts)
     base = uniform(base)
     few = min(4, max(1, len(prompts) // 4))
@@ -83,9 +85,10 @@ def run_calibrate(
     print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
 
 
-def _check(speed: float, base: MaMeConfig, out: Path, file: Path) -> None:
+def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file: Path) -> None:
     """Raise UserError for a speed or settings that can't be calibrated, or a folder that can't take
-    the results, such as a model's, which has a config.json of its own.
+    the results: one that can't be written, one with settings of another model, or a model's, which
+    has a config.json of its own.
     """
     try:
         check_speed(speed)
@@ -94,11 +97,17 @@ def _check(speed: float, base: MaMeConfig, out: Path, file: Path) -> None:
     if base.method != "keys":
         raise UserError("merging: expected no tau, for calibration tries shares to keep; drop it")
     check_place(out, out)
-    if file.exists() and not (out / MEASURED).exists():
-        raise UserError(
-            f"--out {out}: expected a new folder, or one of an earlier calibration, got one with"
-            " another config.json; choose another"
-        )
+    if file.exists():
+        try:
+            there = json.loads(file.read_bytes())["about"]["model"]
+            different = differences(there, known_identity(choice), partly=True, name="model")
+        except (OSError, *STRANGE):
+            different = ["one with another config.json"]
+        if different:
+            raise UserError(
+                f"--out {out}: expected a new folder, or one of an earlier calibration of this"
+                f" model, got {in_short(different)}; choose another"
+            )
 
 
 def _measured(
