@@ -23,11 +23,12 @@ from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, known_identity
+from mame_sd.runs.methods import Merging
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 from mame_sd.runs.records import STRANGE
 from mame_sd.runs.run_folder import differences, in_short
-from mame_sd.runs.sampling import merge_in, sample
+from mame_sd.runs.sampling import sample
 
 MEASURED = "measured.json"
 LARGEST = 80.0  # dB, of images that are equal
@@ -123,7 +124,7 @@ def _measured(
         "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)},
         **asdict(settings),
     }
-    handle = merge_in(model, base)
+    handle = Merging(base).install(model).handle
     out.mkdir(parents=True, exist_ok=True)
     try:
         runs = [partial(sample, model, settings, [job]) for job in jobs_of(prompts, settings)]
