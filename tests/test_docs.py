@@ -42,11 +42,11 @@ CELLS = [
     for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     if cell["cell_type"] == "code"
 ]
-PAPER = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+PAGES = ("paper", "perception", "perception-classify", "kv-cache")
 COMMANDS = [
-    line.split("  #")[0]
-    for page in (README, PAPER)
-    for line in re.findall(r"^mame-sd(?:-eval)? .*$", page, re.M)
+    line
+    for text in (README, *((ROOT / f"docs/{page}.md").read_text("utf-8") for page in PAGES))
+    for line in re.findall(r"^(?:    )?(mame-sd(?:-eval)? .*?)(?:  #.*)?$", text, re.M)
 ]
 ROWS = {
     "benchmark": lambda names, suite: benchmark_rows.chosen_rows(names),

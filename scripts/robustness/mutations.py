@@ -126,9 +126,9 @@ captions/on_model.py: captions
 caches/handle.py: caches
     if self.live and tokens > 1 and not others: => if False:
 perception/hooks.py: perception/test_tools.py
-    if child is self.child: => if self.child is not None:
+    elif child is not self.child: => elif self.child is None:
 perception/handle.py: perception/test_tools.py perception/test_restore.py
-    for module in {one.owner, parent}] => for module in {one.owner}]
+    placed.append((parent, "before", hook.follow)) => pass
     if self._shared.is_earlier(features): => if False:
 perception/known_encoders.py: perception/test_apply.py
     [*parts, self.keys] => parts

@@ -23,9 +23,9 @@ from mame_sd.core.merge import Groups
 from mame_sd.diffusion import hooks
 from mame_sd.diffusion.hook_registry import hook_on
 from tests.builders.pipelines import SIDE, controlnet, noise, quiet
-from tests.builders.threads import in_thread
+from tests.builders.processes import in_thread
 from tests.builders.tiny import LATENT, one_level_unet, run_unet, tiny_unet, unet_inputs
-from tests.builders.transformers import TEXT, halves, normal, run
+from tests.builders.transformers import TEXT, normal, run
 from tests.matrix.transformers import ROWS
 
 
@@ -219,7 +219,7 @@ def test_control_images_of_one_input_merge_apart(planned: list[Groups]) -> None:
 @pytest.mark.compiles
 def test_a_compiled_model_and_its_calls_stand_alone() -> None:
     torch._dynamo.reset()
-    model = one_level_unet()
+    model = one_level_unet(transformer_layers_per_block=1)
     guided = {**unet_inputs(model, batch=1), "timestep": torch.tensor(500)}
     unguided = with_another_text(guided)
     apply_mame(model, keep=0.25, min_tokens=1)
@@ -338,11 +338,22 @@ def test_removal_leaves_no_hook(cleared: bool) -> None:
 MODELS = {row.name: row for row in ROWS}
 
 
+def halves(inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """The guided call of two samples of one input, and the unguided one."""
+    inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
+    pair = {key for key, value in inputs.items() if len(value) == 2}
+    parts = [
+        {key: value[i : i + 1] if key in pair else value for key, value in inputs.items()}
+        for i in (1, 0)
+    ]
+    parts[1]["hidden_states"] = parts[0]["hidden_states"]
+    return parts
+
+
 @pytest.mark.parametrize("name", ["Flux", "Wan (video)", "Stable Diffusion 3.5"])
 def test_two_calls_give_what_a_batch_of_both_gives(name: str, planned: list[Groups]) -> None:
     row = MODELS[name]
     model, inputs = row.build(), dict(row.inputs)
-    inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
     guided, unguided = halves(inputs)
     rules = {"*0*": {"keep": 0.4, "fit_queries": 0}}
     handle = apply_mame(model, min_tokens=1, keep=0.25, layers=rules)
@@ -364,7 +375,6 @@ def test_a_layer_that_a_model_calls_twice_merges_anew_each_time(planned: list[Gr
     model, inputs = row.build(), dict(row.inputs)
     first, *others = model.transformer_blocks
     model.transformer_blocks = torch.nn.ModuleList([first, first, *others])
-    inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
     handle = apply_mame(model, min_tokens=1, keep=0.25)
     for number, half in enumerate(halves(inputs), 1):
         run(half, model)

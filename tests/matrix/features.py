@@ -14,7 +14,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
 from tests.builders.caches import DeepCache
-from tests.builders.pipelines import once, one_step, quiet, sd, sdxl
+from tests.builders.pipelines import SIDE, once, quiet, sd, sdxl
 from tests.builders.tiny import TEXT_DIM, tiny_pipeline, tiny_unet, unet_inputs
 from tests.matrix.rows import Row
 from tests.matrix.unets import LEVELS
@@ -128,7 +128,10 @@ def modular() -> Any:
 
 
 def run_modular(pipe: Any) -> Tensor:
-    return one_step(pipe, prompt="a red key", output="images")
+    call = {"prompt": "a red key", "height": SIDE, "width": SIDE, "num_inference_steps": 1}
+    generator = torch.Generator().manual_seed(0)
+    images: Tensor = pipe(**call, generator=generator, output_type="pt", output="images")
+    return images
 
 
 CPU, DEEP = torch.device("cpu"), DeepCache()

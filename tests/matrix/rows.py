@@ -84,15 +84,3 @@ class Row:
     since: str = "0"
     sweep: bool = False
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Check:
-    """Something with checks of its own: `check` asserts them; `note` says in the table what holds.
-    `sweep` is as a row's.
-    """
-
-    name: str
-    check: Callable[[], Any]
-    note: str
-    sweep: bool = False

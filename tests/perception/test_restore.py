@@ -27,8 +27,23 @@ def test_a_hidden_state_is_restored_by_the_blocks_before_it() -> None:
     assert torch.equal(handle.restore(states[2]), plans[0].restore(states[2]))
     assert torch.equal(handle.restore(states[4]), plans[0].restore(plans[2].restore(states[4])))
     assert torch.equal(handle.restore(states[2], block=1), handle.restore(states[2]))
-    with pytest.raises(ValueError, match="restore: expected a tensor of shape"):
-        handle.restore(states[0])
+    assert torch.equal(handle.restore(states[4], block=-1), handle.restore(states[4]))
+    for features, block in (
+        (states[0], None),
+        (states[0], 1),
+        (states[1], 3),
+        (states[4][:1], None),
+        (states[4].repeat(2, 1, 1), 3),
+    ):
+        with pytest.raises(ValueError, match=r"restore: expected a tensor of shape \[2, L', C\]"):
+            handle.restore(features, block)
+    assert torch.equal(handle.owners(-1), handle.owners())
+    with pytest.raises(ValueError, match="block: expected one from 0 to 3, or -1, got 4"):
+        handle.owners(4)
+    handle = apply_encoder(model, keep=0.6, blocks=(2,))
+    handle.capture()
+    first = model(**inputs, output_hidden_states=True).hidden_states[1]
+    assert handle.restore(first, block=0) is first, "nothing has merged before it"
 
 
 @pytest.mark.parametrize("row", [pytest.param(VIT, id=VIT.name), TIMM[0]])

@@ -26,8 +26,8 @@ Dims = int | tuple[int, ...] | list[int | None]
 Read = TypeVar("Read", bound=Callable[..., Any])
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as
 # tokens. KAttentionBlock is that of the latent upscaler's UNet.
-UNET_TRANSFORMERS = {"Transformer2DModel", "TransformerSpatioTemporalModel", "KAttentionBlock"}
-IMAGE_MODULES = UNET_TRANSFORMERS | {"DiTTransformer2DModel", "PixArtTransformer2DModel"}
+UNET_TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "KAttentionBlock")
+IMAGE_MODULES = (*UNET_TRANSFORMERS, "DiTTransformer2DModel", "PixArtTransformer2DModel")
 UNLIKE = "samples of a batch have their image's tokens at other positions"
 
 
@@ -136,8 +136,8 @@ def packed(model: Any, call: Call) -> Tokens | str:
 
 @read_once
 def _packed(ids: Tensor) -> tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]]:
-    """By `ids` [L, 3 or more] or of a batch: the first image's size, how many tokens follow it, and
-    the sizes of the images that these are; of none where one of them is no grid.
+    """Read `ids` [L, 3 or more], or those of a batch: the first image's size, how many tokens
+    follow it, and the sizes of the images that these are (none where one of them is no grid).
     """
     ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()
     same = ids[:, 0] == ids[0, 0]

@@ -33,11 +33,12 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(
     record = tmp_path / "bench.jsonl"
     seen: list[tuple[str, str]] = []
 
-    def watched(model: LoadedModel, settings: Any, jobs: Any, row: Row) -> Any:
+    def watched(model: LoadedModel, settings: Any, jobs: Any, row: Row) -> Timing:
         seen.append((jobs[0].name, row.name))
-        return timed_call(model, settings, jobs, row)
+        return Timing(float(len(seen)))
 
     monkeypatch.setattr(bench_module, "timed_call", watched)
+    monkeypatch.setattr(bench_module, "peak_call", lambda *_: {"allocated": 7})
 
     def timed(rounds: int, rows: Sequence[Row] = rows, steps: int = 1) -> tuple[list[int], Any]:
         counts: list[int] = []
@@ -49,7 +50,10 @@ def test_timings_continue_and_start_over_when_anything_else_is_timed(
 
     counts, found = timed(2)
     assert counts == list(range(5))
-    assert {name: len(timings) for name, timings in found.items()} == {row.name: 2 for row in rows}
+    assert found == {
+        "baseline": [Timing(1.0, allocated=7), Timing(4.0, allocated=7)],
+        "mame-default": [Timing(2.0, allocated=7), Timing(3.0, allocated=7)],
+    }
     names = [row.name for row in rows]
     assert seen == [
         *(("p00001_0", name) for name in names),

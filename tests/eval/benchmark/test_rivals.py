@@ -35,8 +35,8 @@ from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.methods import NotApplicable
 from mame_sd.runs.model_files import ModelChoice
 from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, rivals, tiny
-from tests.builders.kills import snapshot
 from tests.builders.layers import attention
+from tests.builders.run_folders import snapshot
 from tests.builders.tiny import run_unet, save_tiny_pipeline, tiny_unet
 from tests.matrix import transformers
 

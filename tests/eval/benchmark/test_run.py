@@ -34,9 +34,8 @@ from tests.builders.benchmarks import (
     rows_of,
     tiny_rows,
 )
-from tests.builders.kills import snapshot
 from tests.builders.processes import in_two_processes
-from tests.builders.run_folders import forget_hashes
+from tests.builders.run_folders import forget_hashes, snapshot
 from tests.builders.tiny import save_tiny_pipeline
 
 

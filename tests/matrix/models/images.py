@@ -15,7 +15,7 @@ from tests.builders.transformers import (
     flux_inputs,
     normal,
 )
-from tests.matrix.models.case import BLC, PLAIN, WORDS, Case, case, rotations
+from tests.matrix.models.case import BLC, WORDS, Case, case, rotations
 
 HALF = {"timestep": torch.tensor([0.5, 0.5])}
 SIZES = {name: torch.full((2, 2), 64.0) for name in ("original_size", "target_size", "crop_coords")}
@@ -174,7 +174,6 @@ CASES = [
             "timestep": torch.tensor([5, 5]),
         },
         "",
-        unprobed=PLAIN,
         sample_size=32,
     ),
     case(
@@ -185,7 +184,6 @@ CASES = [
             "class_labels": torch.tensor([1, 2]),
         },
         "",
-        unprobed=PLAIN,
         sample_size=32,
     ),
     case("HunyuanDiT2DModel", hunyuan_dit, **HUNYUAN_DIT, num_layers=4),

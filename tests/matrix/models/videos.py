@@ -309,7 +309,6 @@ CASES = [
             "enable_temporal_attentions": True,
         },
         image="",
-        unprobed="its frames are samples",
         patch_size=2,
         attention_bias=True,
         activation_fn="gelu-approximate",
