@@ -143,7 +143,10 @@ def _only_encoder(target: Any) -> bool:
 
 
 def _has_denoiser(target: Any) -> bool:
-    return any(
-        type(module).__module__.startswith("diffusers.") or type(module).__name__ in REGISTERED
-        for module in target.modules()
-    )
+    """Whether a part of diffusers stands in `target`, or a model of the user's own, which may hold
+    parts of timm and transformers.
+    """
+    kinds = {type(module) for module in target.modules()}
+    known = {base.__name__ for kind in kinds for base in kind.__mro__}
+    diffused = any(kind.__module__.startswith("diffusers.") for kind in kinds)
+    return diffused or not known.isdisjoint(REGISTERED)

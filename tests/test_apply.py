@@ -12,9 +12,12 @@ import sys
 import pytest
 import torch
 from transformers import BertConfig, BertModel, LevitConfig, LevitModel, ResNetConfig, ResNetModel
+from transformers.activations import GELUActivation
 
 from mame_sd import apply_mame, mame, remove_mame
+from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.diffusion.handle import MaMeHandle
+from mame_sd.families import Family, pixels, register_family
 from mame_sd.perception.apply_encoder import has_encoder_hooks
 from mame_sd.perception.handle import EncoderHandle
 from tests.builders.perception import NAMED, VIT
@@ -135,3 +138,21 @@ def test_blocks_left_in_any_order_leave_nothing() -> None:
     assert torch.equal(copied(**inputs).logits, merged), "a copy merges until remove_mame"
     remove_mame(copied)
     assert torch.equal(copied(**inputs).logits, plain)
+
+
+class Mine(torch.nn.Module):
+    """A model that is no library's, with a part of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.Identity()
+        self.act = GELUActivation()
+
+
+def test_a_model_that_derives_from_a_registered_one_is_no_encoder() -> None:
+    register_family(Family("mine", ("Mine",), ("Identity",), pixels("hidden_states")))
+    try:
+        handle = apply_mame(type("Finetuned", (Mine,), {})(), keep=0.5)
+        assert isinstance(handle, MaMeHandle)
+    finally:
+        del REGISTERED["Mine"]

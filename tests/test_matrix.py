@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import pytest
+import tomesd
+import torch
 from diffusers import hooks
 from diffusers.models.cache_utils import CacheMixin
 from packaging.version import Version
 
+from mame_sd import apply_mame, remove_mame
+from tests.builders.pipelines import once
+from tests.builders.tiny import LATENT, one_level_unet, tiny_pipeline, unet_inputs
+from tests.builders.transformers import H, W, normal, run
 from tests.matrix import caches, features, transformers, unets
 from tests.matrix.checks import check_row
-from tests.matrix.rows import Check, Row, param
+from tests.matrix.models.case import BLC, case
+from tests.matrix.rows import Row, param
 from tests.matrix.table import PAGE, page
-from tests.matrix.tools import CHECKS
 
 ROWS = [*unets.ROWS, *features.ROWS, *transformers.ROWS]
 # The pairs of a cache and a model that `make test` tries: each cache once.
@@ -36,11 +45,6 @@ CACHED = {
 @pytest.mark.parametrize("row", [param(row, row.sweep, row.since) for row in ROWS])
 def test_row(row: Row, tmp_path: Path) -> None:
     check_row(row, tmp_path)
-
-
-@pytest.mark.parametrize("row", [param(row, row.sweep) for row in CHECKS])
-def test_check(row: Check) -> None:
-    row.check()
 
 
 @pytest.mark.parametrize(
@@ -71,3 +75,63 @@ def test_every_cache_of_diffusers_is_tried() -> None:
     assert len(configs) >= 5
     assert {name for name in configs if not any(map(name.startswith, tried))} == set()
     assert {pair.name for pair in caches.PAIRS} >= CACHED
+
+
+FLUX = case("FluxTransformer2DModel", image=BLC, num_layers=1)  # one block of each kind
+UNET = partial(one_level_unet, transformer_layers_per_block=1)
+
+
+def unet_call(step: int, size: int) -> dict[str, Any]:
+    side = (LATENT, 24)[size]
+    inputs = unet_inputs(UNET(), height=side, width=side, seed=step)
+    return {**inputs, "timestep": torch.tensor(100 * step)}
+
+
+def flux_call(step: int, size: int) -> dict[str, Any]:
+    inputs, tokens = FLUX.inputs(), (H * W, 5 * W)[size]
+    changed = {
+        "hidden_states": normal(2, tokens, 4, seed=step),
+        "img_ids": inputs["img_ids"][:tokens],
+    }
+    return {**inputs, **changed, "timestep": torch.full((2,), step / 10)}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("build", "call"),
+    [(FLUX.build, flux_call), pytest.param(UNET, unet_call, marks=pytest.mark.matrix)],
+    ids=["Flux", "UNet"],
+)
+def test_one_graph_for_each_size(
+    build: Callable[[], Any], call: Callable[[int, int], dict[str, Any]]
+) -> None:
+    """It serves all later steps, guided pairs of the same latents too, also when a size returns."""
+    torch.compiler.reset()
+    model, steps = build(), [call(4, 0), call(6, 1), call(7, 0)]
+    latents = steps[2].get("sample", steps[2].get("hidden_states"))
+    latents[:1] = latents[1:]
+    handle = apply_mame(model, keep=0.5, min_tokens=60)
+    expected = [run(step, model) for step in steps]
+    handle.reset()
+    model.compile(backend="eager", fullgraph=True)
+    for size in range(2):
+        run(call(1, size), model)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step, eager in zip(steps, expected, strict=True):
+            torch.testing.assert_close(run(step, model), eager, rtol=1e-4, atol=1e-4)
+    assert {(layer.calls, layer.merged) for layer in handle.report().layers} == {(5, True)}
+
+
+@pytest.mark.parametrize("tomesd_first", [True, False])
+def test_tomesd_on_the_same_pipe_is_one_error_that_says_which_to_remove(tomesd_first: bool) -> None:
+    pipe = tiny_pipeline()
+    before = once(pipe)
+    steps = [partial(tomesd.apply_patch, ratio=0.5), partial(apply_mame, keep=0.5, min_tokens=60)]
+    for step in steps if tomesd_first else reversed(steps):
+        step(pipe)
+    with pytest.raises(ValueError, match=r"tomesd\.remove_patch"):
+        once(pipe)
+    tomesd.remove_patch(pipe)
+    assert not torch.equal(once(pipe), before)
+    remove_mame(pipe)
+    assert torch.equal(once(pipe), before)

@@ -20,9 +20,8 @@ from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.diffusion.families.layouts import UNLIKE
 from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.families import Family, Tokens, register_family
-from tests.builders.pipelines import kandinsky, run_kandinsky
 from tests.builders.transformers import TEXT, H, W, normal, run
-from tests.matrix.models import images, refusals
+from tests.matrix.models import images, others, refusals
 from tests.matrix.models.case import WORDS, Case, T
 from tests.matrix.models.probe import check_probe
 from tests.matrix.models.registry import CASES, MODELS
@@ -231,10 +230,10 @@ def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int)
 
 def test_keys_that_unets_add_stay_whole() -> None:
     """Kandinsky 2.2: the text's keys stand before the image's."""
-    pipe = kandinsky()
-    handle = apply_mame(pipe, keep=0.5, min_tokens=1)
+    model = others.KANDINSKY.build()
+    handle = apply_mame(model, keep=0.5, min_tokens=1)
     with merging() as calls:
-        run_kandinsky(pipe)
+        run(others.KANDINSKY.inputs(), model)
     assert len(calls) == len(handle.report().layers)
     for call in calls:
         assert call.first == call.call["key"].shape[-2] - call.tokens > 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mame_sd.caches import CacheHandle, CacheView, Kept, compress_cache
+from mame_sd.caches import CacheHandle, CacheView, Kept, Selection, compress_cache
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.upstream import with_cache
 
@@ -19,26 +19,23 @@ from .cases import Case
 from .methods import KVzip
 
 
-class Recorder:
+class Recorder(Selection):
     """A method that keeps every key and remembers what it saw."""
 
-    def __init__(self) -> None:
-        self.views: list[CacheView] = []
+    views: Sequence[CacheView] = ()
 
-    def look(self, view: CacheView, keep: float) -> CacheView:
-        """The whole view, the layer's input too."""
+    def look(self, view: CacheView, keep: float) -> Any:
+        """Return the whole view, the layer's input too."""
         return view
 
-    def lengths(
-        self, views: Sequence[CacheView], looks: Sequence[CacheView], keep: float
-    ) -> list[Tensor]:
-        """Every key."""
-        self.views = list(looks)
-        return [view.counts() for view in views]
+    def lengths(self, views: Sequence[CacheView], looks: Sequence[Any], keep: float) -> Tensor:
+        """Keep every key."""
+        self.views = looks
+        return torch.stack([view.counts() for view in views])
 
-    def shorten(self, view: CacheView, look: CacheView, length: Tensor) -> Kept:
-        """The cache as it is."""
-        return every_key([view])[0]
+    def shorten(self, view: CacheView, look: Any, length: Tensor) -> Kept:
+        """Leave the cache as it is."""
+        return view
 
 
 class Meter:
@@ -61,7 +58,9 @@ class Meter:
         return self.model(tokens, **with_cache(self.model, cache), use_cache=True, **more)
 
     @torch.no_grad()
-    def prefill(self, prompt: Sequence[int], cache: DynamicCache | None = None) -> list[CacheView]:
+    def prefill(
+        self, prompt: Sequence[int], cache: DynamicCache | None = None
+    ) -> Sequence[CacheView]:
         """Runs a prompt once, behind what a cache holds; gives the caches of all layers."""
         self.handle.compressing = True
         self._call(prompt, DynamicCache() if cache is None else cache, logits_to_keep=1)
@@ -78,7 +77,7 @@ class Meter:
     def repeated(self, prompt: Sequence[int], start: Sequence[CacheView]) -> list[Tensor]:
         """KVzip's scores [1, h, L] of each layer of `start`: the prompt is read again behind it."""
         length, found = start[0].seen, []
-        for view in self.prefill([*self.repeat, *prompt], cache_of(every_key(start), length)):
+        for view in self.prefill([*self.repeat, *prompt], cache_of(start, length)):
             queries, slots = view.newest()
             parts = [
                 view.attention(queries[:, :, at], slots[at])[..., :length].amax((2, 3))
@@ -86,11 +85,6 @@ class Meter:
             ]
             found.append(torch.stack(parts).amax(0))
         return found
-
-
-def every_key(views: Sequence[CacheView]) -> list[Kept]:
-    """Every key of every layer."""
-    return [Kept(v.keys, v.values, v.slots, v.bias, v.real) for v in views]
 
 
 def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
@@ -124,31 +118,31 @@ def measure(
         if isinstance(row.method, KVzip):
             row.method.repeated = partial(meter.repeated, case.prompt)
     start = meter.prefill(case.prompt)
-    full, seen, read = every_key(start), start[0].seen, case.rest[:-1]
-    want = meter.rest(full, seen, read)
+    seen, read = start[0].seen, case.rest[:-1]
+    want = meter.rest(start, seen, read)
     target = torch.tensor(case.rest[1:], device=want.device)
 
     def right(got: Tensor) -> bool:
         return torch.equal(got[-case.answer :].argmax(-1), target[-case.answer :])
 
     def figures(kept: Sequence[Kept]) -> dict[str, Any]:
-        got = want if kept is full else meter.rest(kept, seen, read)
+        got = want if kept is start else meter.rest(kept, seen, read)
         if case.answer:
             return {"right": right(got)}
         counts = [float(one.real_keys().sum(-1).float().mean()) for one in kept]
         sizes = [
             sum(CompressedLayer(one, seen).nbytes for one in kept),
-            sum(one.keys.nbytes + one.values.nbytes for one in full),
+            sum(one.keys.nbytes + one.values.nbytes for one in start),
         ]
         return {
             "kl": float((want.exp() * (want - got)).sum(-1).mean()),
             "nll": -float(got.gather(1, target.unsqueeze(1)).mean()),
             "kept": sum(counts) / len(counts) / seen,
-            "bytes": 1.0 if kept is full else sizes[0] / sizes[1],
+            "bytes": 1.0 if kept is start else sizes[0] / sizes[1],
         }
 
     if not done("full", 1.0):
-        yield {"row": "full", "share": 1.0, **figures(full)}
+        yield {"row": "full", "share": 1.0, **figures(start)}
     for row, share in todo if not case.answer or right(want) else ():
         with torch.no_grad():
             kept = row.method.compress_all(start, share)

@@ -1,12 +1,11 @@
-"""What is read off a transformers model: its attention layers, their queries, and its rotary
-positions.
-"""
+"""Read attention layers, their queries and rotary positions off a transformers model."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from mame_sd import upstream
 
 IMPLEMENTATIONS = ("sdpa", "eager")
-_PARTS = ("layer_idx", "q_proj", "k_proj", "v_proj", "head_dim", "config")
 _NEAR = 1e-2  # of the norm: how far keys may be from the model's own, for 16-bit kernels
 
 
@@ -28,36 +26,8 @@ class Attention:
     index: int
     sliding: bool  # sees a window alone, whose cache is short as it is
 
-    def project(self, hidden_states: Tensor) -> Tensor:
-        """Queries [B, H, N, D] before the rotation, of the layer's input [B, N, C]."""
-        return self._heads("q", hidden_states)
-
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [B, H, N, D] at positions [B, N], by the model's own functions."""
-        if self.rotary is None:
-            return x
-        cos, sin = self._turn(x, positions)
-        turned = cos.shape[-1]  # of the features; Phi and StableLM leave others as they are
-        apply = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
-        part = x[..., :turned]
-        part = apply(part, part[:, :1], cos, sin)[0]  # queries and keys: of keys one head will do
-        return part if turned == x.shape[-1] else torch.cat([part, x[..., turned:]], -1)
-
-    def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        """Cosine and sine of positions [B, N], as x has them.
-
-        The rotary embedding's forward is called without what transformers wraps around it, which
-        changes the model where frequencies depend on the length (dynamic NTK, longrope).
-        """
-        forward = inspect.unwrap(type(self.rotary).forward)
-        device = next((b.device for b in self.rotary.buffers()), x.device)
-        types = getattr(self.module.config, "layer_types", None)
-        takes = "layer_type" in inspect.signature(forward).parameters
-        kind = (types[self.index],) if takes and types else ()
-        turn = forward(self.rotary, x[:1].to(device), positions.to(device), *kind)
-        return tuple(t.to(x) for t in turn)
-
-    def _heads(self, which: str, hidden_states: Tensor) -> Tensor:
+    def project(self, hidden_states: Tensor, which: str = "q") -> Tensor:
+        """Make queries [B, H, N, D] (or "k": keys), not rotated, of the layer's input [B, N, C]."""
         b, n = hidden_states.shape[:2]
         x = getattr(self.module, f"{which}_proj")(hidden_states)
         norm = getattr(self.module, f"{which}_norm", None)
@@ -70,9 +40,34 @@ class Attention:
             x = norm(x)
         return x.transpose(1, 2)
 
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x [B, H, N, D] to positions [B, N], by the model's own functions."""
+        if self.rotary is None:
+            return x
+        cos, sin = self._turn(x, positions)
+        turned = cos.shape[-1]  # of the features; Phi and StableLM leave others as they are
+        apply = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
+        part = x[..., :turned]
+        part = apply(part, part[:, :1], cos, sin)[0]  # queries and keys: of keys one head will do
+        return part if turned == x.shape[-1] else torch.cat([part, x[..., turned:]], -1)
+
+    def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return cosine and sine of positions [B, N] in the dtype and on the device of x.
+
+        The rotary embedding's forward is called without what transformers wraps around it, which
+        changes the model where frequencies depend on the length (dynamic NTK, longrope).
+        """
+        forward = inspect.unwrap(type(self.rotary).forward)
+        device = next((b.device for b in self.rotary.buffers()), x.device)
+        types = getattr(self.module.config, "layer_types", None)
+        takes = "layer_type" in inspect.signature(forward).parameters
+        kind = (types[self.index],) if takes and types else ()
+        turn = forward(self.rotary, x[:1].to(device), positions.to(device), *kind)
+        return tuple(t.to(x) for t in turn)
+
     @torch.no_grad()
     def checked(self) -> Attention:
-        """This layer, with no rotation where it has none.
+        """Return this layer, with no rotation where it has none.
 
         The layer is run on three tokens, and the keys that it hands to its cache are compared with
         those that this class makes.
@@ -80,49 +75,40 @@ class Attention:
         Raises:
             ValueError: they differ.
         """
-        weight = next(self.module.k_proj.parameters())
-        width = self.module.config.hidden_size
-        dtype = weight.dtype if weight.dtype.is_floating_point else torch.get_default_dtype()
-        device = "cpu" if weight.device.type == "meta" else weight.device
-        hidden = torch.arange(3 * width, device=device).float().mul(0.7).sin().view(1, 3, width)
-        hidden = hidden.to(dtype)
-        places = torch.tensor([[0, 3, 11]], device=device)
-        probe, name = _Probe(), upstream.cache_argument(self.module.forward)
+        keys: list[Tensor] = []
+        places = torch.tensor([[0, 3, 11]])
+        name = upstream.cache_argument(self.module.forward) or upstream.CACHE_NAMES[0]
+        why, cause = "its keys are other ones", None
+
+        def update(own: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+            keys.append(own)
+            return own, values
+
         try:
+            weight = next(self.module.k_proj.parameters())
+            width = self.module.config.hidden_size
+            dtype = weight.dtype if weight.dtype.is_floating_point else torch.get_default_dtype()
+            device = "cpu" if weight.device.type == "meta" else weight.device
+            hidden = torch.arange(3 * width, device=device).float().mul(0.7).sin()
+            hidden, places = hidden.view(1, 3, width).to(dtype), places.to(device)
             self.module.forward(
                 hidden_states=hidden,
                 position_embeddings=self._turn(hidden, places),
                 attention_mask=None,
-                **{name or upstream.CACHE_NAMES[0]: probe},
+                **{name: SimpleNamespace(update=update)},
             )
-            assert probe.keys is not None
-            plain = self._heads("k", hidden)
-            for rotary in (self.rotary, None):
-                layer = Attention(self.module, rotary, self.index, self.sliding)
-                gap = (layer.rotate(plain, places) - probe.keys).float().norm()
-                if gap <= _NEAR * probe.keys.float().norm():
+            plain = self.project(hidden, "k")
+            for layer in (self, replace(self, rotary=None)):
+                gap = (layer.rotate(plain, places) - keys[0]).float().norm()
+                if gap <= _NEAR * keys[0].float().norm():
                     return layer
         except Exception as error:
-            raise ValueError(self._unknown(f"it raised {type(error).__name__}")) from error
-        raise ValueError(self._unknown("its keys are other ones"))
-
-    def _unknown(self, why: str) -> str:
-        return (
+            why, cause = f"it raised {type(error).__name__}", error
+        raise ValueError(
             f"model: unknown attention {type(self.module).__name__}; expected one that projects,"
             " norms and rotates keys as Llama, Qwen, Mistral or Gemma do, but on a trial of three"
             f" tokens {why}"
-        )
-
-
-class _Probe:
-    """Stands in for a cache: keeps the keys of one layer's forward."""
-
-    keys: Tensor | None = None
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Remembers the keys, and gives back what came."""
-        self.keys = keys
-        return keys, values
+        ) from cause
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
@@ -148,12 +134,6 @@ def attention_layers(model: nn.Module) -> list[Attention]:
         for path, module in model.named_modules()
         if hasattr(module, "layer_idx") and "Attention" in type(module).__name__
     }
-    unknown = {type(module).__name__ for module in found.values() if not _known(module)}
-    if unknown:
-        raise ValueError(
-            f"model: unknown attention {', '.join(sorted(unknown))} in {name}; expected q_proj,"
-            " k_proj, v_proj and rotary positions, as in Llama, Qwen, Mistral and Gemma"
-        )
     if not found:
         raise ValueError(
             "model: expected a decoder with a KV cache, found no attention layer that has one in"
@@ -163,7 +143,7 @@ def attention_layers(model: nn.Module) -> list[Attention]:
 
 
 def _layer(model: nn.Module, path: str, module: Any) -> Attention:
-    config, name = module.config, type(model).__name__
+    config, name = getattr(module, "config", model.config), type(model).__name__
     used = upstream.implementation_of(config)
     if used not in IMPLEMENTATIONS:
         raise ValueError(
@@ -178,26 +158,26 @@ def _layer(model: nn.Module, path: str, module: Any) -> Attention:
     if getattr(module, "sinks", None) is not None:
         raise ValueError(f"model: expected attention without learned sinks, got {name}")
     parts = path.split(".")
-    around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1))
+    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1)]
+    if any(map(upstream.is_compiled, around)):
+        raise ValueError(
+            f"model: expected one that isn't compiled, got a compiled {name}, whose graphs may lack"
+            " what shortens its cache; give the model without torch.compile"
+        )
     beside = (child for outer in around for child in outer.children())  # the nearest first
     rotary = next((m for m in beside if type(m).__name__.endswith("RotaryEmbedding")), None)
     if rotary is None:
         raise ValueError(
             f"model: expected a rotary embedding beside {type(module).__name__}, found none"
         )
-    layer = Attention(module, rotary, module.layer_idx, _is_sliding(module))
+    layer = Attention(module, rotary, module.layer_idx, _is_sliding(config, module.layer_idx))
     return layer if layer.sliding else layer.checked()
 
 
-def _known(module: Any) -> bool:
-    file = sys.modules[type(module).__module__]
-    return all(hasattr(module, n) for n in _PARTS) and hasattr(file, "apply_rotary_pos_emb")
-
-
-def _is_sliding(module: Any) -> bool:
-    config, types = module.config, getattr(module.config, "layer_types", None)
+def _is_sliding(config: Any, index: int) -> bool:
+    types = getattr(config, "layer_types", None)
     if types:
-        return "sliding" in types[module.layer_idx] or "chunked" in types[module.layer_idx]
+        return "sliding" in types[index] or "chunked" in types[index]
     return getattr(config, "sliding_window", None) is not None and getattr(
         config, "use_sliding_window", True
     )

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from mame_sd import upstream
 from mame_sd.caches.attention import Attention, attention_layers
 from mame_sd.caches.layer import CompressedLayer
-from mame_sd.caches.selection import Method, full_price_of, method_of
+from mame_sd.caches.selection import Look, Selection, full_price_of
 from mame_sd.caches.view import CacheView
 from mame_sd.report import NothingMergedError, counted
 
@@ -73,7 +73,7 @@ class CacheHandle:
 def compress_cache(
     model: nn.Module, keep: float = 0.25, method: Any = None
 ) -> Iterator[CacheHandle]:
-    """Compresses the KV cache of a transformers model while the block runs.
+    """Compress the KV cache of a transformers model while the block runs.
 
     Caches that were made inside can be used inside alone.
 
@@ -83,7 +83,8 @@ def compress_cache(
         keep: share of the bytes that stays, above 0, at most 1; with 1 nothing is touched. At least
             one key of each layer stays. Lower saves more memory and time, and moves the model's
             answers further from those of the full cache.
-        method: an object with `score` (`mame_sd.caches.scores`) or a `Method`; None: the default.
+        method: an object with `score` (`mame_sd.caches.selection`) or a `Selection`; None: the
+            default.
 
     Raises:
         TypeError: no transformers model, or no method.
@@ -97,23 +98,27 @@ def compress_cache(
     upstream.require("transformers")
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
-    chosen, layers = method_of(method), attention_layers(model)
+    chosen = method if isinstance(method, Selection) else Selection(method)
+    every = attention_layers(model)
     config = getattr(model, "generation_config", None)
     cache = getattr(config, "cache_implementation", None)
     if cache not in (None, "dynamic"):
         raise ValueError(f"cache_implementation: expected a dynamic cache, got {cache!r}")
     if getattr(config, "prompt_lookup_num_tokens", None):
         raise ValueError(_ASSISTED)
-    passed = tuple(layer.index for layer in layers if layer.sliding)
-    layers = [layer for layer in layers if not layer.sliding]
+    layers = {id(layer.module): layer for layer in every if not layer.sliding}
     if not layers:
         raise ValueError(
             "model: every layer sees a sliding window alone, whose cache is short as it is"
         )
     running = _RUNNING.get()
-    if any(work.live and work.layers.keys() & {id(x.module) for x in layers} for work in running):
+    if any(work.live and work.layers.keys() & layers.keys() for work in running):
         raise ValueError("model: its cache is compressed already; leave that compress_cache first")
-    handle = CacheHandle(float(keep), layers=tuple(x.index for x in layers), passed_by=passed)
+    handle = CacheHandle(
+        float(keep),
+        layers=tuple(layer.index for layer in layers.values()),
+        passed_by=tuple(layer.index for layer in every if layer.sliding),
+    )
     if keep == 1:
         yield handle
         return
@@ -122,7 +127,12 @@ def compress_cache(
     try:
         work.install()
         yield handle
-        work.check()
+        if work.ran and not handle.tokens:
+            raise NothingMergedError(
+                f"expected forwards to compress the cache, but {work.ran} of several tokens ran and"
+                " no layer was: give them use_cache=True and a DynamicCache, or leave out"
+                " compress_cache"
+            )
     finally:
         work.remove()
         _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not work))
@@ -138,9 +148,9 @@ _ASSISTED = (
 class _Forward:
     """One forward of a model on one cache."""
 
-    mask: Tensor | None = None  # the model's own, over all tokens seen
-    views: dict[int, CacheView] = field(default_factory=dict)  # of layers that wait for the others
-    looks: dict[int, Any] = field(default_factory=dict)
+    mask: Tensor | None  # the model's own, over all tokens seen
+    # of layers that wait for the others, by their numbers
+    waiting: dict[int, tuple[CacheView, Look]] = field(default_factory=dict)
 
 
 class _Hook:
@@ -161,20 +171,22 @@ class _Hook:
         return _Hook, ()
 
 
+@dataclass(eq=False)
 class _Work:
     """The hooks of one `compress_cache`."""
 
-    def __init__(
-        self, name: str, layers: list[Attention], method: Method, handle: CacheHandle
-    ) -> None:
-        self.name = name
-        self.layers = {id(layer.module): layer for layer in layers}
-        self.first, self.last = layers[0].module, layers[-1].module
-        self.method, self.handle = method, handle
-        self.forwards: WeakKeyDictionary[Cache, _Forward] = WeakKeyDictionary()
-        self.hooks: list[Any] = []
-        self.live = True
-        self.ran = 0  # forwards of several tokens
+    name: str  # of the model
+    layers: dict[int, Attention]  # by the identity of their modules
+    method: Selection
+    handle: CacheHandle
+    forwards: WeakKeyDictionary[Cache, _Forward] = field(default_factory=WeakKeyDictionary)
+    hooks: list[Any] = field(default_factory=list)
+    live: bool = True
+    ran: int = 0  # forwards of several tokens
+
+    def __post_init__(self) -> None:
+        modules = list(self.layers)
+        self.first, self.last = modules[0], modules[-1]
 
     def install(self) -> None:
         for layer in self.layers.values():
@@ -186,15 +198,6 @@ class _Work:
         self.live = False
         for hook in self.hooks:
             hook.remove()
-
-    def check(self) -> None:
-        """Raise NothingMergedError where nothing was compressed and something should have been."""
-        if self.ran and not self.handle.tokens:
-            raise NothingMergedError(
-                f"expected forwards to compress the cache, but {self.ran} of several tokens ran and"
-                " no layer was: give them use_cache=True and a DynamicCache, or leave out"
-                " compress_cache"
-            )
 
     def _acts(self) -> bool:
         return self.live and any(work is self for work in _RUNNING.get())
@@ -212,7 +215,7 @@ class _Work:
     def _before(
         self, module: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Gives a layer that was compressed the mask of what it still holds."""
+        """Give a layer that was compressed the mask of what it still holds."""
         cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
         if cache is None:
             return None
@@ -220,108 +223,105 @@ class _Work:
             self._refuse(module, hidden.shape[1])
             return None
         mask = kwargs.get("attention_mask")
-        if module is self.first:
+        if id(module) == self.first:
             if hidden.shape[1] > 1 and upstream.assisted():
                 raise ValueError(_ASSISTED)
             self.forwards[cache] = _Forward(mask)
         layer = _layer_of(cache, module.layer_idx)
-        if isinstance(layer, CompressedLayer) and layer.seen:
+        if isinstance(layer, CompressedLayer) and layer.compressed:
             heads = module.config.num_attention_heads
             kwargs["attention_mask"] = layer.mask(mask, hidden.shape[1], heads, hidden.dtype)
         return args, kwargs
 
     @torch.no_grad()
     def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Looks at a layer after several tokens; compresses all layers after the last."""
+        """Look at a layer after several tokens; compress all layers after the last."""
         cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
-        if not self._acts() or not self.handle.compressing:
+        if not self._acts() or not self.handle.compressing or hidden.shape[1] == 1:
             return
-        layer = None if cache is None else _checked(cache, module.layer_idx)
-        self.ran += module is self.first and hidden.shape[1] > 1
-        if layer is None or hidden.shape[1] == 1:
+        self.ran += id(module) == self.first
+        layer = None if cache is None else _layer_of(cache, module.layer_idx)
+        if layer is None:
             return
-        forward, attention = self.forwards[cache], self.layers[id(module)]
-        view = self._view(attention, layer, hidden, forward.mask, kwargs.get("position_ids"))
-        forward.looks[view.layer] = self.method.look(view, self.handle.keep)
+        forward = self.forwards[cache]
+        view = _view(self.layers[id(module)], layer, hidden, forward.mask, kwargs)
+        look = self.method.look(view, self.handle.keep)
         # The layer's input may go now, which a slice of it would hold.
         none = hidden.new_empty(hidden.shape[0], 0, hidden.shape[2])
-        forward.views[view.layer] = replace(view, hidden_states=none)
-        if module is self.last:
-            self._shorten(cache, self.forwards.pop(cache))
+        forward.waiting[view.layer] = replace(view, hidden_states=none), look
+        if id(module) == self.last:
+            self._shorten(cache, self.forwards.pop(cache).waiting)
 
-    def _shorten(self, cache: Cache, forward: _Forward) -> None:
-        """Compresses all layers, one after the other."""
-        views, looks = forward.views, forward.looks
-        lengths = self.method.lengths(list(views.values()), list(looks.values()), self.handle.keep)
+    def _shorten(self, cache: Cache, waiting: dict[int, tuple[CacheView, Look]]) -> None:
+        """Compress all layers, one after the other, and let go of each."""
+        views, looks = zip(*waiting.values(), strict=True)
+        lengths = self.method.lengths(views, looks, self.handle.keep)
+        del views, looks
         tokens, held = {}, {}
-        for index, length in zip(list(views), lengths, strict=True):
-            view = views.pop(index)
-            kept = self.method.shorten(view, looks.pop(index), length.to(view.keys.device))
+        for index, length in zip(list(waiting), lengths, strict=True):
+            view, look = waiting.pop(index)
+            kept = self.method.shorten(view, look, length.to(view.keys.device))
             layer = cache.layers[index] = CompressedLayer(kept, view.seen)
             tokens[index] = view.seen, float(kept.real_keys().sum() / kept.slots[..., 0].numel())
             full = full_price_of(view) * view.seen * view.keys.shape[0]
             held[index] = full, layer.nbytes
         self.handle.tokens, self.handle.bytes = tokens, held
 
-    def _view(
-        self,
-        attention: Attention,
-        layer: DynamicLayer,
-        hidden: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-    ) -> CacheView:
-        keys, module, seen = layer.keys, attention.module, layer.get_seq_length()
-        b, h, n, _ = keys.shape
-        if isinstance(layer, CompressedLayer):
-            slots, bias, real = layer.keys_now()
-        else:
-            slots, bias, real = torch.arange(n, device=keys.device).expand(b, h, n), None, None
-        tokens = _real_tokens(mask, b)
-        if tokens is not None:
-            seen_keys = tokens.unsqueeze(1).expand(-1, h, -1).gather(2, slots)
-            real = seen_keys if real is None else real & seen_keys
-        return CacheView(
-            keys=keys,
-            values=layer.values,
-            hidden_states=hidden,
-            slots=slots,
-            seen=seen,
-            scale=float(module.scaling),
-            project=attention.project,
-            rotate=attention.rotate,
-            next=_next(positions, tokens, seen, b).to(keys.device),
-            tokens=tokens,
-            bias=bias,
-            real=real,
-            softcap=getattr(module, "attn_logit_softcapping", None),
-            layer=attention.index,
-        )
+
+def _view(
+    attention: Attention,
+    layer: DynamicLayer,
+    hidden: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> CacheView:
+    module, (b, h, n, _) = attention.module, layer.keys.shape
+    if isinstance(layer, CompressedLayer) and layer.compressed:
+        slots, bias, real = layer.slots.long(), layer.bias, layer.real
+    else:
+        slots = torch.arange(n, device=layer.keys.device).expand(b, h, n)
+        bias = real = None
+    seen = layer.get_seq_length()
+    tokens = _real_tokens(mask, b, seen).to(slots.device)
+    if not bool(tokens.all()):
+        seen_keys = tokens.unsqueeze(1).expand(-1, h, -1).gather(2, slots)
+        real = seen_keys if real is None else real & seen_keys
+    return CacheView(
+        keys=layer.keys,
+        values=layer.values,
+        hidden_states=hidden,
+        slots=slots,
+        seen=seen,
+        scale=float(module.scaling),
+        project=attention.project,
+        rotate=attention.rotate,
+        next=_next(kwargs.get("position_ids"), tokens),
+        tokens=tokens,
+        bias=bias,
+        real=real,
+        softcap=getattr(module, "attn_logit_softcapping", None),
+        layer=attention.index,
+    )
 
 
-def _real_tokens(mask: Tensor | None, samples: int) -> Tensor | None:
-    """Read off a layer's mask [B, 1, Q, N] which tokens the newest one sees, bool [B, N]; None:
-    all.
+def _real_tokens(mask: Tensor | None, samples: int, tokens: int) -> Tensor:
+    """Read off a layer's mask [B, 1, Q, N] which tokens the newest one sees, bool [B, N].
 
     A sample of padding alone counts as one of tokens, so that what is kept of it is finite.
     """
     if mask is None:
-        return None
+        return torch.ones(samples, tokens, dtype=torch.bool)
     last = mask[:, 0, -1]
     seen = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
-    if bool(seen.all()):
-        return None
     return (seen | ~seen.any(1, keepdim=True)).expand(samples, -1)
 
 
-def _next(positions: Tensor | None, tokens: Tensor | None, seen: int, samples: int) -> Tensor:
+def _next(positions: Tensor | None, tokens: Tensor) -> Tensor:
     """Return the position after that of the newest token that is no padding, LongTensor [B]."""
     if positions is None or positions.dim() != 2:
-        return torch.full((samples,), seen) if tokens is None else tokens.sum(1)
-    positions = positions.expand(samples, -1)
-    if tokens is not None:
-        positions = positions.masked_fill(~tokens[:, -positions.shape[1] :], -1)
-    return positions.amax(1) + 1
+        return tokens.sum(1)
+    positions = positions.to(tokens.device).expand(len(tokens), -1)
+    return positions.masked_fill(~tokens[:, -positions.shape[1] :], -1).amax(1) + 1
 
 
 def _input_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -329,18 +329,19 @@ def _input_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _layer_of(cache: Cache, index: int) -> Any:
-    layers = getattr(cache, "layers", None)
+    """Return a layer of a cache, None where none is yet; refuse one that can't be compressed."""
+    layers, name = getattr(cache, "layers", None), type(cache).__name__
     if layers is None:
-        raise ValueError(f"cache: expected a DynamicCache, got {type(cache).__name__}")
-    return layers[index] if index < len(layers) else None
-
-
-def _checked(cache: Cache, index: int) -> DynamicLayer:
-    """Return a layer of a cache, and refuse one that can't be compressed."""
-    layer = _layer_of(cache, index)
-    if type(layer) not in (DynamicLayer, CompressedLayer):
+        raise ValueError(f"cache: expected a DynamicCache, got {name}")
+    if getattr(cache, "offloading", False):
         raise ValueError(
-            f"cache: expected a DynamicCache, got {type(cache).__name__} with a"
-            f" {type(layer).__name__}; leave cache_implementation out"
+            f"cache: expected one that stays on its device, got {name}(offloading=True); leave"
+            " offloading out"
+        )
+    layer = layers[index] if index < len(layers) else None
+    if layer is not None and type(layer) not in (DynamicLayer, CompressedLayer):
+        raise ValueError(
+            f"cache: expected a DynamicCache, got {name} with a {type(layer).__name__}; leave"
+            " cache_implementation out"
         )
     return layer

@@ -5,20 +5,20 @@ fewer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-_BY_SAMPLE = ("keys", "values", "slots", "bias", "real")
+_PARTS = ("keys", "values", "slots", "bias", "real")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A shorter cache of one attention layer.
+    """The keys and values that one attention layer holds.
 
     Samples, and heads of a method of one's own, may keep different numbers of keys: they are padded
     to the largest one, and `real` says which slots hold a key.
@@ -28,12 +28,12 @@ class Kept:
     values: Tensor  # [B, H, K, D]
     slots: Tensor  # LongTensor [B, H, K]: the token of the sequence at which each key stands
     bias: Tensor | None = None  # [B, H, K], added to every query's logits; None: 0
-    real: Tensor | None = None  # bool [B, H, K]; None: every slot holds a key
+    real: Tensor | None = None  # bool [B, H, K]: which are keys of tokens that count; None: all
 
     def __post_init__(self) -> None:
         shape = self.keys.shape[:3]
-        parts = {"values": self.values, "slots": self.slots, "bias": self.bias, "real": self.real}
-        for name, part in parts.items():
+        for name in _PARTS:
+            part = getattr(self, name)
             if part is not None and part.shape[:3] != shape:
                 raise ValueError(
                     f"{name}: expected [B, H, K] = {list(shape)} as keys have, got"
@@ -43,6 +43,12 @@ class Kept:
     def real_keys(self) -> Tensor:
         """Return which slots hold a key, bool [B, H, K]."""
         return torch.ones_like(self.slots, dtype=torch.bool) if self.real is None else self.real
+
+    def head(self, index: int) -> Self:
+        """Return one head of keys by itself, [B, 1, K]."""
+        parts = {name: getattr(self, name) for name in _PARTS}
+        own: Any = {n: t if t is None else t[:, index, None] for n, t in parts.items()}
+        return replace(self, **own)
 
 
 class CompressedLayer(DynamicLayer):
@@ -65,21 +71,35 @@ class CompressedLayer(DynamicLayer):
         self.slots = kept.slots.to(torch.int32)  # half the bytes
         self.bias, self.real = kept.bias, kept.real
         self.compressed = self.seen = seen
-        self.masked = False  # whether the mask of what comes next was made from `mask`
+        self.masked = False  # whether the mask of what comes next was made by `mask`
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Appends keys and values [B, H, n, D]; returns all that the layer holds.
+        """Append keys and values [B, H, n, D]; return all that the layer holds.
 
         Raises:
             ValueError: outside of compress_cache, where nothing masks what was dropped.
         """
-        if self.seen and not self.masked:
-            raise ValueError("cache: this cache was compressed by compress_cache; use it inside")
-        self.masked = False
-        self.seen += key_states.shape[-2]
+        new = key_states.shape[-2]
+        if self.compressed:
+            if not self.masked:
+                raise ValueError(
+                    "cache: this cache was compressed by compress_cache; use it inside"
+                )
+            self.masked = False
+            self.slots, self.bias, self.real = self._longer(new)
+        self.seen += new
         return super().update(key_states, value_states, *args, **kwargs)
+
+    def _longer(self, new: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return slots, biases and real keys, with those of `new` tokens behind them."""
+        coming = torch.arange(self.seen, self.seen + new, device=self.slots.device)
+        slots = torch.cat(
+            [self.slots, coming.to(torch.int32).expand(*self.slots.shape[:2], -1)], -1
+        )
+        bias = None if self.bias is None else F.pad(self.bias, (0, new))
+        return slots, bias, None if self.real is None else F.pad(self.real, (0, new), value=True)
 
     def get_seq_length(self, *args: Any) -> int:
         """Tokens seen, not tokens stored."""
@@ -93,8 +113,8 @@ class CompressedLayer(DynamicLayer):
         return self.seen + new, 0
 
     def mask(self, full: Tensor | None, new: int, heads: int, dtype: torch.dtype) -> Tensor | None:
-        """Make the additive mask [B, heads, new, K + n] of `new` tokens that are about to come, or
-        None where none is needed.
+        """Make the additive mask [B, heads, new, K + new] of `new` tokens that are about to come,
+        or None where none is needed.
 
         Args:
             full: the model's own, bool or additive, over all tokens [B, 1, new, seen + new]; None:
@@ -102,45 +122,30 @@ class CompressedLayer(DynamicLayer):
             heads: of queries.
         """
         self.masked = True
-        later = self.seen - self.compressed + new
         if full is None and new == 1 and self.bias is None and self.real is None:
             return None
-        b, h, held = self.slots.shape
+        slots, bias, real = self._longer(new)
+        slots = slots.long().unsqueeze(2)
         if full is None:
-            first = torch.zeros(b, h, new, held, dtype=dtype, device=self.slots.device)
-            rows = torch.arange(later - new, later, device=self.slots.device).unsqueeze(1)
-            seen = torch.arange(later, device=self.slots.device) <= rows
-            rest = _additive(seen.view(1, 1, new, -1), dtype)
+            mask = _additive(slots <= slots[:, :, :, -new:].transpose(2, 3), dtype)
         else:
-            full = _additive(full, dtype).expand(b, -1, -1, -1)
-            at = self.slots.long().unsqueeze(2).expand(-1, -1, new, -1)
-            first = full.expand(-1, h, -1, -1).gather(3, at)
-            rest = full[..., self.compressed :][..., :later]
-        if self.bias is not None:
-            first = (first + self.bias.unsqueeze(2).to(dtype)).clamp(min=torch.finfo(dtype).min)
-        if self.real is not None:
-            first = first.masked_fill(~self.real.unsqueeze(2), torch.finfo(dtype).min)
-        return torch.cat([first, rest.expand(b, h, -1, -1)], -1).repeat_interleave(heads // h, 1)
+            full = _additive(full, dtype).expand(*slots.shape[:2], -1, -1)
+            mask = full.gather(3, slots.expand(-1, -1, new, -1))
+        if bias is not None:
+            mask = (mask + bias.unsqueeze(2).to(dtype)).clamp(min=torch.finfo(dtype).min)
+        if real is not None:
+            mask = mask.masked_fill(~real.unsqueeze(2), torch.finfo(dtype).min)
+        return mask.repeat_interleave(heads // slots.shape[1], 1)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that the layer holds."""
-        parts = (getattr(self, name) for name in _BY_SAMPLE)
+        parts = (getattr(self, name) for name in _PARTS)
         return sum(p.untyped_storage().nbytes() for p in parts if p is not None)
 
-    def keys_now(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return each key's token [B, H, K + n], its bias, and whether it is real."""
-        b, h, _ = self.slots.shape
-        later = torch.arange(self.compressed, self.seen, device=self.slots.device)
-        slots = torch.cat([self.slots.long(), later.expand(b, h, -1)], -1)
-        sides = (0, len(later))
-        bias = None if self.bias is None else F.pad(self.bias, sides)
-        real = None if self.real is None else F.pad(self.real, sides, value=True)
-        return slots, bias, real
-
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the newest tokens (a negative number), of those that came after the compression;
-        a positive number is how many of the sequence stay.
+        """Remove the newest tokens (a negative number), of those that came after the compression; a
+        positive number is how many of the sequence stay.
 
         Raises:
             ValueError: some were compressed, which can't be brought back.
@@ -153,16 +158,14 @@ class CompressedLayer(DynamicLayer):
                 f" {count}"
             )
         if count > 0:
-            self.keys, self.values = self.keys[:, :, :-count], self.values[:, :, :-count]
+            self._each(lambda t: t[:, :, :-count])
             self.seen -= count
 
     def reset(self) -> None:
         """Empty the layer, which is compressed anew after the next prompt."""
-        super().reset()
-        self.keys = self.values = None  # type: ignore[assignment]
-        self.is_initialized = False
-        self.slots = self.slots[..., :0]
+        self.keys = self.values = self.slots = None  # type: ignore[assignment]
         self.bias = self.real = None
+        self.is_initialized = False
         self.compressed = self.seen = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -178,16 +181,10 @@ class CompressedLayer(DynamicLayer):
         self._each(lambda t: t[indices])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        for name in _BY_SAMPLE:
+        for name in _PARTS:
             part = getattr(self, name)
             if part is not None:
                 setattr(self, name, change(part))
-
-    def offload(self) -> None:
-        """Stay where it is: the mask is made from it at each step."""
-
-    def prefetch(self) -> None:
-        """Do nothing, for nothing was offloaded."""
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,19 +1,25 @@
-"""From scores to a shorter cache: how long each layer stays, which keys, and what becomes of the
-rest.
+"""Which keys stay: their scores, how long each layer stays, and what becomes of the rest.
+
+Scores of your own need one function:
+
+    class Newest:
+        def score(self, view):
+            return view.slots.float()            # [B, h, L], one number for each key
+
+    with compress_cache(model, keep=0.5, method=Newest()): ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mame_sd.caches.fit import with_fitted_values
 from mame_sd.caches.layer import Kept
-from mame_sd.caches.scores import Scores, future_attention
 from mame_sd.caches.view import CacheView
 
 SINKS, RECENT = 4, 32  # first and newest tokens that stay in every head
@@ -25,6 +31,13 @@ SLOT = 4
 MOST = 1e30  # a score beyond it counts as it, so that sums over heads are finite
 
 
+class Scores(Protocol):
+    """Scores keys."""
+
+    def score(self, view: CacheView) -> Tensor:
+        """Return a number for each key of one layer, [B, h, L]; the highest stay."""
+
+
 class Look(NamedTuple):
     """What stays of a layer's forward until all layers have run."""
 
@@ -33,26 +46,13 @@ class Look(NamedTuple):
     counted: Tensor  # bool [B, N]: which of them count
 
 
-class Method(Protocol):
-    """Shortens all layers after each was looked at once, while its input was there."""
-
-    def look(self, view: CacheView, keep: float) -> Any:
-        """Return what must be remembered of a layer's forward."""
-
-    def lengths(self, views: Sequence[CacheView], looks: Sequence[Any], keep: float) -> Tensor:
-        """Return how many keys each head of a layer keeps, LongTensor [layers, B]."""
-
-    def shorten(self, view: CacheView, look: Any, length: Tensor) -> Kept:
-        """Cut one layer to `length` [B] keys."""
-
-
 @dataclass(frozen=True)
 class Selection:
     """Keeps the keys of the highest scores, with fitted values.
 
     All layers share a budget of bytes. A layer's heads keep equally many keys, so that nothing is
     padded; its length is how far its heads' scores reach. None keeps less than `FLOOR` of an equal
-    share.
+    share. A subclass may shorten caches by steps of its own.
 
     Attributes:
         method: scores the keys; None: attention of the prompt's own queries, moved to positions to
@@ -62,9 +62,14 @@ class Selection:
     method: Scores | None = None
 
     def __post_init__(self) -> None:
-        if self.method is not None and not callable(getattr(self.method, "score", None)):
+        own = self.method
+        if isinstance(own, type):
             raise TypeError(
-                f"method: expected an object with score(view), got {type(self.method).__name__}"
+                f"method: expected an object, got the class {own.__name__}; write {own.__name__}()"
+            )
+        if own is not None and not callable(getattr(own, "score", None)):
+            raise TypeError(
+                f"method: expected an object with score(view), got {type(own).__name__}"
             )
 
     def look(self, view: CacheView, keep: float) -> Look:
@@ -115,6 +120,25 @@ class Selection:
         return with_fitted_values(view, kept, place, look.queries, look.counted)
 
 
+def future_attention(view: CacheView, moved: Tensor, counted: Tensor) -> Tensor:
+    """Score keys by the attention of queries at positions to come: sqrt(mean of attention squared
+    over queries and grouped heads) |v|, [B, h, L].
+
+    Args:
+        view: of the layer.
+        moved: the prompt's own queries [B, H, N, D], moved there.
+        counted: bool [B, N], which of them count.
+    """
+    power = torch.zeros(view.slots.shape, device=moved.device)
+    weigh = not bool(counted.all())
+    for at in view.blocks(moved):
+        found = view.attention(moved[:, :, at]).square_()
+        if weigh:
+            found = found * counted[:, None, None, at, None]
+        power += found.sum((2, 3))
+    return power.sqrt_() * view.values.to(power.dtype).norm(dim=-1)
+
+
 def _fewer(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     """Take at most `COUNT` of the queries [B, H, N, D], evenly spaced over those that count, bool
     [B, N], which come first: a sample has the same ones whatever stands beside it.
@@ -157,7 +181,7 @@ def marked(scores: Tensor, view: CacheView, keep: float) -> Tensor:
     ranks = view.ranks()
     first = ranks < (count // 4).clamp(max=SINKS)
     last = ranks >= view.counts().view(-1, 1, 1) - (count // 2).clamp(max=RECENT)
-    return scores.masked_fill(first | last, torch.inf).masked_fill(~view.real_keys, -torch.inf)
+    return scores.masked_fill(first | last, torch.inf).masked_fill(~view.real_keys(), -torch.inf)
 
 
 def gathered(view: CacheView, scores: Tensor, length: Tensor) -> tuple[Kept, Tensor]:
@@ -179,17 +203,3 @@ def gathered(view: CacheView, scores: Tensor, length: Tensor) -> tuple[Kept, Ten
         None if bool(real.all()) else real.expand(place.shape),
     )
     return kept, place
-
-
-def method_of(method: Any) -> Method:
-    """Return the default for None, a method as it is, or one made of an object that scores keys.
-
-    Raises:
-        TypeError: an object with neither `look` nor `score`.
-    """
-    if isinstance(method, type):
-        raise TypeError(
-            f"method: expected an object, got the class {method.__name__}; write"
-            f" {method.__name__}()"
-        )
-    return method if callable(getattr(method, "look", None)) else Selection(method)

@@ -10,60 +10,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mame_sd.caches.layer import Kept
+
 BLOCK = 2**19  # logits that are looked at at once: 2 MiB of fp32, which caches of CPUs hold
 
 
-@dataclass(frozen=True)
-class CacheView:
+@dataclass(frozen=True, kw_only=True)
+class CacheView(Kept):
     """One attention layer's cache when it is compressed.
 
     B samples, H heads of queries, h heads of keys, L keys, Q queries, D features of a head. Nothing
     here may be written to. Tokens count from the start of the sequence, padding included ("slots");
-    rotary positions need not count padding.
+    rotary positions need not count padding. Keys [B, h, L, D], values, slots, biases of keys that
+    were fitted before, and which keys are real (none of padding is) stand as in `Kept`.
     """
 
-    keys: Tensor  # [B, h, L, D], rotated
-    values: Tensor  # [B, h, L, D]
     hidden_states: Tensor  # [B, Q, C]: the layer's input at the newest Q tokens
-    slots: Tensor  # LongTensor [B, h, L]: the token at which each key stands
     seen: int  # tokens of the sequence so far, padding included
     scale: float  # of the logits
     project: Callable[[Tensor], Tensor]  # inputs [B, N, C] to queries [B, H, N, D], not rotated
     rotate: Callable[[Tensor, Tensor], Tensor]  # x [B, H, N, D] to positions [B, N]
+    tokens: Tensor  # bool [B, seen]: which are no padding
     next: Tensor  # LongTensor [B]: the position of the token to come
-    tokens: Tensor | None = None  # bool [B, seen]: which are no padding; None: all
-    bias: Tensor | None = None  # [B, h, L], of keys that were fitted before
-    real: Tensor | None = None  # bool [B, h, L]: False where there is no key, or one of padding
     softcap: float | None = None
     layer: int = 0  # its number in the model
 
-    @property
-    def real_keys(self) -> Tensor:
-        """Bool [B, h, L]: which keys are of tokens and not of padding."""
-        return torch.ones_like(self.slots, dtype=torch.bool) if self.real is None else self.real
-
-    @property
-    def real_tokens(self) -> Tensor:
-        """Bool [B, seen]: which tokens are no padding."""
-        b, device = self.keys.shape[0], self.keys.device
-        if self.tokens is None:
-            return torch.ones(b, self.seen, dtype=torch.bool, device=device)
-        return self.tokens
-
     def counts(self) -> Tensor:
         """Count the tokens seen without padding, LongTensor [B]."""
-        return self.real_tokens.sum(1)
+        return self.tokens.sum(1)
 
     def ranks(self) -> Tensor:
         """Count the tokens before each key's that are no padding, LongTensor [B, h, L]."""
-        ranks = self.real_tokens.long().cumsum(1) - 1
+        ranks = self.tokens.long().cumsum(1) - 1
         return ranks.unsqueeze(1).expand(-1, self.slots.shape[1], -1).gather(2, self.slots)
 
     def newest(self, count: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the newest `count` queries (None: all), rotated [B, H, N, D], and tokens [N]."""
         hidden = self.hidden_states if count is None else self.hidden_states[:, -count:]
         n = hidden.shape[1]
-        later = self.real_tokens[:, -n:].long().flip(1).cumsum(1).flip(1)
+        later = self.tokens[:, -n:].long().flip(1).cumsum(1).flip(1)
         slots = torch.arange(self.seen - n, self.seen, device=self.keys.device)
         return self.rotate(self.project(hidden), self.next.unsqueeze(1) - later), slots
 
@@ -78,7 +63,7 @@ class CacheView:
             rotated queries [B, H, N, D], and bool [B, N], False where one is of padding.
         """
         most, device = self.hidden_states.shape[1], self.keys.device
-        real = self.real_tokens[:, -most:]
+        real = self.tokens[:, -most:]
         at_hand = real.sum(1, keepdim=True)
         n = at_hand.clamp(min=1, max=count)
         each = torch.arange(min(count, most), device=device)

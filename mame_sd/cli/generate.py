@@ -98,7 +98,7 @@ def load_to_merge(
         " override it"
     )
     try:
-        return model, saved.overridden(given)
+        return model, saved.config.replace(**given.given)
     except ValueError as error:
         raise UserError(f"merging: {error} (the model was saved with {saved})") from None
 

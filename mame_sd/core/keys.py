@@ -120,8 +120,10 @@ def merge_keys(
         for number, (start, size, keep) in enumerate(grids):
             cells = cells_of(size, (1 - ALONE) * keep, how.tile_size, how.seed, k.device)
             last = start + cells.tokens
+            # Where the image comes first nothing is cut off: a CPU would copy it to read its slots.
             slots = [
-                t[:, :, start:last].transpose(1, 2).index_select(1, cells.order) for t in (k, v)
+                (t[:, :, start:last] if start else t).transpose(1, 2).index_select(1, cells.order)
+                for t in (k, v)
             ]  # [B, T * P, H, D]
             if number not in known:
                 stay = max(0, round(keep * cells.tokens) - cells.kept)

@@ -7,8 +7,8 @@ into the group of the nearest destination; the farthest tokens stay alone. Group
 sizes. Samples that guidance subtracts from one another merge alike (`leaders`).
 
 All of it is products of small matrices, one for each tile: distances, and means as a product with a
-matrix of ones. No tokens are sorted and nothing is added atomically, so results don't depend on the
-order of threads, and what is not finite stays within its tile.
+matrix of ones, but on a CPU as sums by index. No tokens are sorted and nothing is added atomically,
+so results don't depend on the order of threads, and what is not finite stays within its tile.
 """
 
 from __future__ import annotations
@@ -286,22 +286,34 @@ class Groups:
         """
         cells, batch, own = self.cells, self.row.shape[0], slots[0].dtype
         least = torch.promote_types(own, torch.float32)
+        rows, merged = self.row.view(batch * cells.tiles, cells.width), batch * cells.kept
+        added = self.row.device.type in ADDING and not torch.compiler.is_compiling()
         # Cards multiply 16 bits and sum in fp32, CPUs hardly do.
         halves = slots[0].is_cuda and own in (torch.float16, torch.bfloat16)
-        rows = self.row.view(batch * cells.tiles, 1, cells.width)
-        belongs = rows == cells.number[: cells.m].view(-1, 1)
-        counted = own if halves and cells.width <= 256 else least
-        counts = belongs.sum(-1, keepdim=True, dtype=counted)
-        # Shares of the mean rather than sums, which leave fp16's range.
-        shares = (belongs / counts).to(own if halves else least)
+        if added:
+            first = torch.arange(0, merged, cells.m).unsqueeze(1)
+            group = torch.where(rows < 0, merged, rows + first).flatten()
+            counts = group.bincount(minlength=merged + 1)[:merged].to(least)
+        else:
+            belongs = rows.unsqueeze(1) == cells.number[: cells.m].view(-1, 1)
+            counted = own if halves and cells.width <= 256 else least
+            counts = belongs.sum(-1, keepdim=True, dtype=counted)
+            # Shares of the mean rather than sums, which leave fp16's range.
+            shares = (belongs / counts).to(own if halves else least)
         parts = []
         for t in slots:
-            flat = t.to(shares.dtype).flatten(2)
-            flat = flat.view(batch * cells.tiles, cells.width, flat.shape[2])
+            flat = t.to(own if halves else least).flatten(2)
             learns = torch.is_grad_enabled() and t.requires_grad
             wide = fitted and t is slots[-1] and halves and _SUMS_IN_FP32 and not learns
-            more: Any = {"out_dtype": torch.float32} if wide else {}
-            mean = torch.bmm(shares, flat, **more).view(batch, cells.kept, *t.shape[2:])
+            if added:
+                flat = flat.flatten(0, 1)
+                sums = flat.new_zeros(merged + 1, flat.shape[1]).index_add(0, group, flat)
+                mean = sums[:merged] / counts.unsqueeze(1)
+            else:
+                flat = flat.view(batch * cells.tiles, cells.width, flat.shape[2])
+                more: Any = {"out_dtype": torch.float32} if wide else {}
+                mean = torch.bmm(shares, flat, **more)
+            mean = mean.view(batch, cells.kept, *t.shape[2:])
             mean = mean if wide else mean.to(own)
             at = self.stay.view(*self.stay.shape, *[1] * (t.dim() - 2))
             parts.append([mean, t.gather(1, at.expand(-1, -1, *t.shape[2:]))])
@@ -338,6 +350,8 @@ class Groups:
         return y.gather(1, self.groups.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
 
+# Devices that add rows by index in a fixed order; it takes a tenth of the products' time there.
+ADDING = {"cpu"}
 _SUMS_IN_FP32 = "dtype" in torch.ops.aten.bmm.overloads()  # of 16 bits on cards: from torch 2.8 on
 
 

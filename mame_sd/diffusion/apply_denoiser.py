@@ -23,10 +23,14 @@ from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.diffusion.families.attention import PlainAttention, SequenceAttention, fixed_reason
 from mame_sd.diffusion.families.family import Family
-from mame_sd.diffusion.families.layouts import IMAGE_MODULES, image_or_patches
 from mame_sd.diffusion.families.processors import PLAIN_PROCESSORS, default_processor
 from mame_sd.diffusion.families.refused import EXCLUDED, known_as
-from mame_sd.diffusion.families.transformers import ADDED_KEYS, adds_keys, family_of
+from mame_sd.diffusion.families.transformers import (
+    ADDED_KEYS,
+    NOTHING_BESIDE,
+    adds_keys,
+    family_of,
+)
 from mame_sd.diffusion.handle import MaMeHandle, Placed
 from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import (
@@ -107,7 +111,7 @@ def build_handle(
     shared = Shared(ResolvedConfig(config, active, config), own)
     hooks: list[Placed] = []
     steps: dict[str, StepHook] = {}  # by path of the denoiser
-    images: dict[str, tuple[SizeHook, Family | None]] = {}  # by path of what tells how tokens lie
+    images: dict[str, tuple[SizeHook, Family]] = {}  # by path of what tells how tokens lie
     merging = 0
     for path, module in root.named_modules():
         if spread(module):
@@ -119,12 +123,13 @@ def build_handle(
             hooks.append((module, steps[path]))
         if family is None and kind in EXCLUDED and path in tops:
             raise ValueError(f"{known_as(kind)} does not merge: {EXCLUDED[kind]}")
-        if family is not None or kind in IMAGE_MODULES:
-            reader = EagerSizeHook if family is not None and family.eager else SizeHook
-            tokens_of = image_or_patches if family is None else family.tokens
-            images[path] = reader(module, shared, tokens_of), family
+        if family is None and kind in NOTHING_BESIDE.models:
+            family = NOTHING_BESIDE
+        if family is not None:
+            reader = EagerSizeHook if family.eager else SizeHook
+            images[path] = reader(module, shared, family.tokens), family
             hooks.append((module, images[path][0]))
-        image, family = _around(path, images) or (None, None)
+        image, family = _around(path, images) or (None, NOTHING_BESIDE)
         if image is None and isinstance(root, ModelMixin) and not adds_keys(module):
             continue  # a model's attention over no image may be a text's
         layer = _layer_of(path, module, image, family)
@@ -199,18 +204,18 @@ def has_hooks(target: Any) -> bool:
 
 
 def _layer_of(
-    path: str, module: nn.Module, image: SizeHook | None, family: Family | None
+    path: str, module: nn.Module, image: SizeHook | None, family: Family
 ) -> AttentionAdapter | None:
     """What can merge at `path`; None for modules that are no such layer.
 
     Raises:
         ValueError: a MaMeAttnProcessor is installed on it.
     """
-    if family is None and adds_keys(module):
+    plain = family is NOTHING_BESIDE
+    if plain and adds_keys(module):
         return SequenceAttention(module, ADDED_KEYS)
-    if family is not None:
-        merges = family.owns(path, module)
-    else:
+    merges = family.owns(path, module)
+    if plain:
         merges = (
             fixed_reason(module) is None
             and _TEMPORAL.isdisjoint(path.split("."))
@@ -224,11 +229,11 @@ def _layer_of(
             f"expected no merging on {path or type(module).__name__}, found {module.processor},"
             " which would merge twice: call remove_mame first"
         )
-    return PlainAttention(module) if family is None else SequenceAttention(module, family)
+    return PlainAttention(module) if plain else SequenceAttention(module, family)
 
 
 def _around(path: str, outer: dict[str, Outer]) -> Outer | None:
-    """Of what stands at paths, the nearest around the module at `path` ("" is the root)."""
+    """Find what stands nearest around the module at `path`, by paths ("" is the root)."""
     around = [other for other in outer if not other or path.startswith(f"{other}.")]
     return outer[max(around, key=len)] if around else None
 

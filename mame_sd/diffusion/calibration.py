@@ -284,7 +284,15 @@ def measure_images(
         kept_in: a file of what was measured, so that a stopped call goes on with the next image.
             One of other images, another model, device or versions begins anew.
         on_image: told (images done, images).
+
+    Raises:
+        ValueError: several denoisers, or no layer could merge.
     """
+    if isinstance(handle.root, nn.ModuleDict):
+        raise ValueError(
+            "calibrate: expected a pipeline with one denoiser, got one with"
+            f" {' and '.join(handle.root)}; give settings of layers by hand"
+        )
     device = device_of(handle.root)
     said = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

@@ -104,21 +104,21 @@ class Plans:
         return self.latents() is latents and self._version == latents._version and not same
 
     def begin(self, timestep: Any, others: list[Tensor]) -> Plans:
-        """To be called at the start of each call of the model."""
+        """Begin a call of the model at a timestep, with other tensors beside the latents."""
         self.calls.clear()
         self.unsettled, self._now = True, noted(timestep)
         self._others = [weakref.ref(other) for other in others]
         return self
 
     def settle(self) -> None:
-        """Drop what merged at another timestep: to be called before a layer first reads `found`."""
+        """Drop what merged at another timestep, before a layer first reads `found`."""
         if self.found and not same(self._of, self._now):
             self.found.clear()
         self.unsettled, self._of = False, self._now
 
 
 def noted(timestep: Any) -> tuple[Any, int]:
-    """A timestep, and how often it was changed."""
+    """Note a timestep, and how often it was changed."""
     counted = isinstance(timestep, Tensor) and not timestep.is_inference()
     return timestep, timestep._version if counted else 0
 
@@ -238,7 +238,7 @@ class Learning:
         self._moved = self._over = False
 
     def begin(self, timestep: Any) -> None:
-        """To be called at the start of each call of the model."""
+        """Begin a call of the model at a timestep."""
         if torch.is_grad_enabled() and (self._first is None or self._over):
             self._first, self._moved, self._over = noted(timestep), False, False
         elif self._first is not None and not self._moved:

@@ -28,11 +28,6 @@ from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_repor
 
 Placed = tuple[nn.Module, MergeHook | PreHook]  # a hook and the module it goes on
 GONE = "no longer part of the model: call apply_mame again"
-NONE_HERE = (
-    "references: expected a model whose reference images are tokens beside the image (Flux"
-    " Kontext, Flux 2, Qwen-Image-Edit, LongCat-Image-Edit, JoyImage, ...), got {}; leave"
-    " references out"
-)
 
 
 class MaMeHandle:
@@ -59,7 +54,7 @@ class MaMeHandle:
         shared.setting = self._setting(shared.setting.asked, shared.setting.active)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, which goes with a pipeline's copy, belongs to no pipeline that it knows."""
+        """Leave the pipeline out: a copy goes with a copied pipeline, which it does not know."""
         return {**vars(self), "_pipe": None}
 
     @property
@@ -113,8 +108,10 @@ class MaMeHandle:
 
     @property
     def _kind(self) -> str:
-        """The model's class, not torch.compile's wrapper."""
-        return type(getattr(self.root, "_orig_mod", self.root)).__name__
+        """The model's class, not torch.compile's wrapper; those of several denoisers."""
+        models = self.root.values() if isinstance(self.root, nn.ModuleDict) else [self.root]
+        kinds = (type(getattr(model, "_orig_mod", model)).__name__ for model in models)
+        return " and ".join(dict.fromkeys(kinds))
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Changes live settings from the next forward on: `handle.set(tau=0.9)`; `config` replaces
@@ -184,8 +181,8 @@ class MaMeHandle:
         Raises:
             RuntimeError: merging was removed or replaced, or another thread makes an image with the
                 model.
-            ValueError: no pipeline or no prompts, nothing that could merge, or more speed than
-                merging gives; the settings are as before then.
+            ValueError: no pipeline or no prompts, several denoisers, nothing that could merge, or
+                more speed than merging gives; the settings are as before then.
         """
         self._check_installed()
         check_speed(speed)
@@ -337,11 +334,15 @@ class MaMeHandle:
         if config.references is not None:
             families = (getattr(hook.layer, "family", None) for _, hook in self.layers)
             if not any(family and family.references for family in families):
-                raise ValueError(NONE_HERE.format(known_as(self._kind)))
+                raise ValueError(
+                    "references: expected a model whose reference images are tokens beside the"
+                    " image (Flux Kontext, Flux 2, Qwen-Image-Edit, LongCat-Image-Edit, JoyImage,"
+                    f" ...), got {known_as(self._kind)}; leave references out"
+                )
 
 
 def _weakly(pipe: Any) -> Callable[[], Any] | None:
-    """A weak reference, or a strong one where the type allows no weak one."""
+    """Refer to a pipeline weakly, or strongly where its type allows no weak reference."""
     try:
         return None if pipe is None else weakref.ref(pipe)
     except TypeError:

@@ -104,8 +104,8 @@ def take_hook(module: nn.Module, name: str) -> None:
 
 
 def _innermost(module: nn.Module) -> tuple[Any, str] | None:
-    """Of the hooks that diffusers' registry has put on `module` the innermost one's reference, and
-    the name by which it has what it is around; None: there is no hook.
+    """Find the innermost hook that diffusers' registry has put on `module`: its reference, and the
+    name by which that has what the hook is around; None: there is no hook.
     """
     refs = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", None)
     if not refs:

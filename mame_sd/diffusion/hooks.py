@@ -218,14 +218,18 @@ class StepHook(PreHook):
 
 
 def _last_tensor(value: Any) -> Tensor | None:
-    """Tokens or an image, or the last one of nested lists: Z-Image has a latent for each sample."""
+    """Give tokens or an image, or the last ones of nested lists (Z-Image has a latent for each
+    sample); None for anything else.
+    """
     while isinstance(value, list) and value:
         value = value[-1]
     return value if isinstance(value, Tensor) and value.dim() > 1 else None
 
 
 def _latents(value: Any) -> Tensor | None:
-    """A model's first input as one tensor [B, ...], where it is one or a list of equal shapes."""
+    """Give a model's first input as one tensor [B, ...], where it is one or a list of such of equal
+    shapes; else None.
+    """
     if isinstance(value, list) and all(isinstance(part, Tensor) for part in value):
         value = torch.stack(value) if len({part.shape for part in value}) == 1 else None
     return value if isinstance(value, Tensor) and value.dim() > 1 else None
@@ -240,8 +244,8 @@ def _is_recorded(t: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _warn(model: str, text: str) -> None:
-    """Also while a graph is compiled, which holds no warnings; and of each model, where PyTorch's
-    line that calls this hook would be told of once.
+    """Warn, also while a graph is compiled, which holds no warnings. Each model is told of by its
+    own name: of PyTorch's line that calls the hook Python would warn once for all of them.
     """
     warnings.warn_explicit(text, UserWarning, model, 1)
 

@@ -59,13 +59,6 @@ class SavedMerging:
     config: MaMeConfig
     on: bool
 
-    def overridden(self, given: MaMeConfig) -> MaMeConfig:
-        """The saved settings with all fields that were given to `given` in their place.
-
-        Raises ValueError.
-        """
-        return self.config.replace(**given.given)
-
     def __str__(self) -> str:
         given = ", ".join(f"{name} {value}" for name, value in self.config.given.items())
         return (given or "the default") if self.on else "off"

@@ -18,6 +18,7 @@ from torch import nn
 from mame_sd.perception.known_encoders import Encoder
 
 _ADDING = threading.Lock()
+CONVOLUTIONS = nn.Conv2d, nn.Conv3d
 FIELDS = ("calls", "tokens", "squares", "kept", "kept_squares", "merging")
 
 
@@ -106,7 +107,7 @@ def around_blocks(
 
     Args:
         model, blocks: the vision transformer and its blocks.
-        places: by path, at how many places its convolutions compute.
+        places: by path, at how many places its convolutions compute, with adapters in them.
         before, after: tokens before the first block and after the last.
     """
     inside = {part for block in blocks for part in block.modules()}
@@ -115,8 +116,9 @@ def around_blocks(
     for name, part in model.named_modules():
         if part in inside:
             continue
-        if isinstance(part, nn.Conv2d | nn.Conv3d):
-            total += part.weight.numel() * places.get(name, 0)
+        if isinstance(part, CONVOLUTIONS):
+            at = (places[path] for path in places if f"{name}.".startswith(f"{path}."))
+            total += part.weight.numel() * next(at, 0)
         elif isinstance(part, nn.MultiheadAttention):  # one query
             total += part.in_proj_weight.numel() / 3 * (1 + 2 * after) + 2 * part.embed_dim * after
         elif part in linear:
@@ -133,9 +135,9 @@ def around_blocks(
 def linear_layers(module: nn.Module) -> list[Any]:
     """List the linear layers in `module`, quantised ones too, and those inside of adapters."""
     like = [part for part in module.modules() if hasattr(part, "in_features")]
-    wrappers = {
-        part for part in like if any(other in like for other in part.modules() if other is not part)
-    }
+    # Adapters name the sizes of what they wrap, convolutions too.
+    wrapped = {*like, *(part for part in module.modules() if isinstance(part, CONVOLUTIONS))}
+    wrappers = {part for part in like if not wrapped.isdisjoint([*part.modules()][1:])}
     return [part for part in like if part not in wrappers and hasattr(part, "out_features")]
 
 

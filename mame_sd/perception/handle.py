@@ -14,23 +14,13 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
-from mame_sd.perception.hooks import (
-    FeatureMaps,
-    InnerHook,
-    Placed,
-    check_free,
-    left_by,
-    ours_on,
-    put,
-    take,
-    take_all,
-)
+from mame_sd.perception.hooks import Placed, check_free, left_by, ours_on, put, take, take_all
 from mame_sd.perception.known_encoders import Encoder, find_encoder, takes_mean
 from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.perception.plans import GroupPlan
 from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
 from mame_sd.perception.settings import EVERY, changed, chosen_blocks, configs_of, is_paper
-from mame_sd.perception.shared import ForwardState, no_sizes
+from mame_sd.perception.shared import FeatureMaps, ForwardState, no_sizes
 from mame_sd.report import device_of
 
 
@@ -65,7 +55,6 @@ class EncoderHandle:
             if value is not None and not isinstance(value, bool):
                 raise ValueError(f"{name}: expected True, False or None, got {value!r}")
         self.encoder, modules, known = find_encoder(root)
-        self._known = known
         names = {module: name for name, module in root.named_modules()}
         self._names = [names[block] for block in modules]
         self._blocks = modules
@@ -84,12 +73,7 @@ class EncoderHandle:
         ):
             prop_attn = False
         _check_parts(self.configs, prop_attn, known, modules[0])
-        last = len(modules) - 1
-        convolutions, patches = _convolutions(self.encoder, modules)
-        self._clips = patches is not None and isinstance(
-            self.encoder.get_submodule(patches), nn.Conv3d
-        )
-        self._shared = ForwardState(self.encoder, known, last, patches, restore, prop_attn)
+        self._shared = ForwardState(self.encoder, known, modules, restore, prop_attn)
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
         self._merged = {
@@ -98,37 +82,28 @@ class EncoderHandle:
             )
             for number in range(chosen[0], len(modules))
         }
-        self._inner = [
-            InnerHook(self._shared, self.encoder, path, self._shared.computed)
-            for path in convolutions
-        ]
-        if known.keys is not None:
-            blocks = [self._merged[number] for number in chosen]
-            self._inner += [
-                InnerHook(self._shared, one.block, known.keys, one.heard) for one in blocks
-            ]
+        owners = [self._shared, *self._merged.values()]
+        self._inner = [hook for one in owners for hook in one.inner]
         self._placed = self._place()
 
     def _place(self) -> list[Placed]:
         """List what lies where."""
-        shared, known, encoder = self._shared, self._known, self.encoder
-        blocks = [*self._merged.values()]
-        placed: list[Placed] = [(one.block, "forward", one.forward) for one in blocks]
-        for one in self._inner:
-            parent = one.owner.get_submodule(one.path.rpartition(".")[0])
-            placed += [(module, "before", one.follow) for module in {one.owner, parent}]
-            if one.path == shared.patches:
-                placed.append((blocks[0].block, "before", one.check))
+        shared, encoder, blocks = self._shared, self.encoder, self._merged.values()
+        placed: list[Placed] = [(encoder, "before", shared.before), (encoder, "end", shared.end)]
+        placed += [(one.block, "forward", one.forward) for one in blocks]
+        for hook in shared.inner:  # parts may be called without the model (timm's forward_features)
+            parent = encoder.get_submodule(hook.path.rpartition(".")[0])
+            placed.append((parent, "before", hook.follow))
         norms = [child for name, child in encoder.named_children() if "norm" in name]
         noted = [*(one.block for one in blocks), *norms]
         placed += [(module, "after", shared.note) for module in noted]
-        placed += [(encoder, "before", shared.before), (encoder, "end", shared.end)]
-        return placed + [(encoder, name, FeatureMaps(shared, name).call) for name in known.maps]
+        maps = shared.known.maps
+        return placed + [(encoder, name, FeatureMaps(shared, name).call) for name in maps]
 
     @property
     def _costs(self) -> list[BlockCost]:
         """Of the blocks as they are: tools may have put other layers in them."""
-        return [BlockCost(block, self._known) for block in self._blocks]
+        return [BlockCost(block, self._shared.known) for block in self._blocks]
 
     @property
     def config(self) -> MaMeConfig:
@@ -182,7 +157,7 @@ class EncoderHandle:
             new = changed(self.configs, fields)
         else:
             new = configs_of(config, fields, self.configs)
-        _check_parts(new, self._shared.prop_attn, self._known, self._blocks[0])
+        _check_parts(new, self._shared.prop_attn, self._shared.known, self._blocks[0])
         self.configs = new
         for number, config in self.configs.items():
             self._merged[number].config = config
@@ -197,7 +172,7 @@ class EncoderHandle:
             return ""
         kept = {number: config.keep or 0.0 for number, config in self.configs.items()}
         share = left_of(self._costs, kept, PATCHES)
-        advice = advice_of(share, self._clips)
+        advice = advice_of(share, self._shared.clips)
         return advice and f"these settings leave about {share:.0%}; {advice}"
 
     def report(self) -> EncoderReport:
@@ -214,7 +189,7 @@ class EncoderHandle:
         ]
         whole = around[0] + sum(block.flops_before for block in blocks)
         left = around[1] + sum(block.flops for block in blocks)
-        return EncoderReport(blocks, calls, whole, left, self.prop_attn, self._clips)
+        return EncoderReport(blocks, calls, whole, left, self.prop_attn, self._shared.clips)
 
     def reset(self) -> None:
         """Sets all counters to zero and drops captured plans."""
@@ -241,17 +216,17 @@ class EncoderHandle:
         A token that is kept has itself.
 
         Args:
-            block: only up to this block, counted from 0.
+            block: only up to this block, counted from 0 (-1 is the last).
 
         Raises:
             RuntimeError: no forward has run since `capture`.
+            ValueError: there is no such block.
         """
-        captured = self._captured()
-        first = captured[0][1]
+        plans, first = self._captured(block)
         samples, device = first.sizes.shape[0], first.sizes.device
         here = torch.arange(first.tokens_in, device=device).expand(samples, -1)
         holder, place = here, here  # [B, L] each token's row; [B, L'] each row's position
-        for plan in (plan for number, plan in captured if block is None or number <= block):
+        for plan in plans.values():
             kept = plan.kept.expand(samples, -1)
             holder = plan.groups.gather(1, holder)
             place = place.gather(1, kept)
@@ -270,36 +245,39 @@ class EncoderHandle:
 
         Args:
             features: the model's output, or a hidden state: what a block gave.
-            block: which block gave them, counted from 0. None: the last that left so many tokens.
+            block: which block gave them, counted from 0 (-1 is the last). None: the last that left
+                so many tokens.
 
         Raises:
             RuntimeError: no forward has run since `capture`.
-            ValueError: features of another shape, or of a forward before the latest.
+            ValueError: features of another shape, or of a forward before the latest, or there is no
+                such block.
         """
-        plans = self._captured()
+        plans, first = self._captured(block)
         if self._shared.is_earlier(features):
             raise ValueError(
                 "restore: expected features of the latest forward, got those of an earlier one,"
                 " whose tokens merged otherwise; restore them before the next forward"
             )
-        if block is None:
-            kept = {number: plan.tokens_kept for number, plan in plans}
-            fit = [number for number, tokens in kept.items() if tokens == features.shape[1]]
-            if not fit:
-                raise ValueError(
-                    "restore: expected a tensor of shape [B, L', C] with one of"
-                    f" {sorted({*kept.values()})} tokens, as blocks left them in the latest"
-                    f" forward, got {list(features.shape)}"
-                )
-            block = fit[-1]
-        return self._shared.restored(features, block + 1)
+        left = {number: plan.tokens_kept for number, plan in plans.items()}
+        if block is not None:
+            left = dict([*left.items()][-1:]) or {-1: first.tokens_in}
+        shapes = {number: [first.sizes.shape[0], tokens] for number, tokens in left.items()}
+        fit = [number for number, shape in shapes.items() if shape == [*features.shape[:-1]]]
+        if not fit:
+            raise ValueError(
+                f"restore: expected a tensor of shape [{first.sizes.shape[0]}, L', C] with one of"
+                f" {sorted({*left.values()})} tokens, as blocks left them in the latest forward,"
+                f" got {list(features.shape)}"
+            )
+        return self._shared.restored(features, fit[-1] + 1)
 
     def remove(self) -> None:
         """Takes this handle's merging off the model; that of a later `apply_encoder` stays."""
         self._shared.check_idle("remove")
         ours = {*self._inner, *(method.__self__ for _, _, method in self._placed)}
         parts = (module for module, _, _ in self._placed)  # whether or not tools took them out
-        for module in {*self.encoder.modules(), *parts, *left_by(self._inner)}:
+        for module in {*self.encoder.modules(), *parts, *left_by(ours)}:
             take(module, ours)
 
     def install(self) -> None:
@@ -316,13 +294,19 @@ class EncoderHandle:
         for inner in self._inner:
             inner.place()
 
-    def _captured(self) -> list[tuple[int, Plan | GroupPlan]]:
-        if not self._shared.now.plans:
+    def _captured(self, block: int | None) -> tuple[dict[int, Plan | GroupPlan], Plan | GroupPlan]:
+        """Return the plans kept up to `block`, by its number, and the first of all."""
+        plans = dict(sorted(self._shared.now.plans.items()))
+        if not plans:
             raise RuntimeError(
                 "expected the plans of a forward, but none were kept: call handle.capture() before"
                 " it (outside of torch.compile)"
             )
-        return sorted(self._shared.now.plans.items())
+        depth, last = len(self._blocks), -1 if block is None else block
+        if not -depth <= last < depth:
+            raise ValueError(f"block: expected one from 0 to {depth - 1}, or -1, got {block!r}")
+        some = {number: plan for number, plan in plans.items() if number <= last % depth}
+        return some, next(iter(plans.values()))
 
 
 def _check_parts(
@@ -346,18 +330,3 @@ def _has_mask(known: Encoder, block: nn.Module) -> bool:
     """Tell whether the attention of `block` takes a mask, or is known to us with one."""
     attention = type(block.get_submodule(known.attention[1]))
     return known.attend is not None or known.mask in inspect.signature(attention.forward).parameters
-
-
-def _convolutions(model: nn.Module, blocks: list[nn.Module]) -> tuple[list[str], str | None]:
-    """Find the convolutions of `model` outside of its blocks, by path, and the one that cuts
-    patches: the last one before the blocks, else the first.
-    """
-    inside = {part for block in blocks for part in block.modules()}
-    paths: list[str] = []
-    patches: str | None = None
-    for path, module in model.named_modules():
-        if module is blocks[0] and paths:
-            patches = paths[-1]
-        elif isinstance(module, nn.Conv2d | nn.Conv3d) and module not in inside:
-            paths.append(path)
-    return paths, patches or next(iter(paths), None)

@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -15,16 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.perception.merged_block import MergedBlock
-from mame_sd.perception.shared import ForwardState
-
 # A module, the place on it, and what lies there: "before" or "after" its forward, "end" (after its
 # forward, or what it raised), or the name of the method that is replaced.
 Placed = tuple[nn.Module, str, Any]
 _OFFLOADED = "_old_forward"  # where accelerate's hooks call a module's own forward
 
 
-class InnerHook:
+class Merging:
+    """An object whose methods merging puts on modules.
+
+    Attributes:
+        shared: what all of these objects share, a `ForwardState`.
+        inner: the hooks on inner modules that belong to it.
+    """
+
+    shared: Any
+    inner: Sequence[InnerHook] = ()
+
+
+class InnerHook(Merging):
     """Hears what one of the model's inner modules gives. It lies on whatever takes the module's
     place too: adapters (LoRA) and quantised layers do after merging was applied.
 
@@ -36,11 +45,7 @@ class InnerHook:
     """
 
     def __init__(
-        self,
-        shared: ForwardState,
-        owner: nn.Module,
-        path: str,
-        heard: Callable[[str, Tensor], None],
+        self, shared: Any, owner: nn.Module, path: str, heard: Callable[[str, Tensor], None]
     ) -> None:
         self.shared, self.owner, self.path, self.heard = shared, owner, path, heard
         self.child: nn.Module | None = None
@@ -60,34 +65,24 @@ class InnerHook:
         """After the inner module."""
         self.heard(self.path, output)
 
-    def follow(self, *_: Any) -> None:
-        """Before modules that hold the inner one: lie on what stands at the path now. A model's
-        parts may be called without the model (timm's `forward_features`).
+    def follow(self, *_: Any, late: bool = False) -> None:
+        """Lie on what stands at the path now, before it is called.
+
+        Raises:
+            RuntimeError: nothing stands there. Or another module than before does, and this is too
+                `late` for its call, or in a compiled graph.
         """
-        self._follow(late=False)
-
-    def check(self, *_: Any) -> None:
-        """Before a module that computes after the inner one: refuse what was missed."""
-        self._follow(late=self.shared.active)
-
-    def _follow(self, late: bool) -> None:
-        child = self._there
+        child, expected = self._there, f"expected {self.path} as merging was applied to it, got"
         if child is None:
-            if not self.shared.active:
-                return
-            raise RuntimeError(
-                f"expected {self.path} as merging was applied to it, got none; call apply_mame"
-                " again"
-            )
-        if child is self.child:
-            return
-        if torch.compiler.is_compiling() or late:
-            raise RuntimeError(
-                f"expected {self.path} as merging was applied to it, got a {type(child).__name__}"
-                " in its place; call the model itself once before it compiles, or before you call"
-                " its parts"
-            )
-        self.place()
+            if self.shared.active:
+                raise RuntimeError(f"{expected} none; call apply_mame again")
+        elif child is not self.child:
+            if late or torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"{expected} a {type(child).__name__} in its place; call the model itself once"
+                    " before it compiles, or before you call its parts"
+                )
+            self.place()
 
     def place(self) -> None:
         """Lie on what stands at the path, and on nothing else."""
@@ -100,33 +95,11 @@ class InnerHook:
         self.child = there
 
 
-class FeatureMaps:
-    """Replaces a method of the model that gives feature maps of several blocks: these give all
-    tokens in it.
-    """
-
-    def __init__(self, shared: ForwardState, name: str) -> None:
-        self.shared, self.name = shared, name
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model's own method."""
-        model, now = self.shared.model, self.shared.now
-        outer, now.dense = now.dense, True
-        try:
-            return getattr(type(model), self.name)(model, *args, **kwargs)
-        finally:
-            now.dense, now.whole = outer, None
-            self.shared.ended()
-
-
-_OURS = (MergedBlock, InnerHook, FeatureMaps, ForwardState)
-
-
 def _found(module: nn.Module) -> Iterator[tuple[dict[Any, Any], Any, MethodType]]:
     """Yield what of ours is on `module`: the dictionary that it lies in, its key, and it."""
     for there in (module._forward_pre_hooks, module._forward_hooks, module.__dict__):
         for key, method in there.items():
-            if isinstance(method, MethodType) and isinstance(method.__self__, _OURS):
+            if isinstance(method, MethodType) and isinstance(method.__self__, Merging):
                 yield there, key, method
 
 
@@ -189,14 +162,13 @@ def take_all(target: nn.Module, what: str = "remove_mame") -> None:
         RuntimeError: another thread is in a forward of the model.
     """
     modules = [*target.modules()]
-    owners: set[Any] = {method.__self__ for module in modules for _, _, method in _found(module)}
+    owners: set[Any] = {method.__self__ for module in modules for *_, method in _found(module)}
     for one in owners:
-        (one if isinstance(one, ForwardState) else one.shared).check_idle(what)
+        one.shared.check_idle(what)
     for module in modules + left_by(owners):
         take(module)
 
 
-def left_by(owners: Collection[Any]) -> list[nn.Module]:
+def left_by(owners: Collection[Merging]) -> list[nn.Module]:
     """List inner modules that were heard, which another tool may have taken out of the model."""
-    inner = (one.child for one in owners if isinstance(one, InnerHook))
-    return [child for child in inner if child is not None]
+    return [hook.child for one in owners for hook in one.inner if hook.child is not None]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
 from mame_sd.perception.counts import BlockCounts, weights_of, width_of
+from mame_sd.perception.hooks import InnerHook, Merging
 from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.plans import GroupPlan, plan_block
 from mame_sd.perception.shared import Forward, ForwardState
@@ -47,7 +48,7 @@ def weighted(plan: Plan | GroupPlan, x: Tensor, sizes: Tensor) -> tuple[Tensor, 
     return y.to(x.dtype), held.squeeze(-1).to(sizes.dtype) * plan.sizes
 
 
-class MergedBlock:
+class MergedBlock(Merging):
     """Replaces the forward of one block.
 
     Args:
@@ -78,6 +79,8 @@ class MergedBlock:
         parameters = inspect.signature(type(block).forward).parameters.values()
         self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD][1:]
         self.config = config
+        if config is not None and encoder.keys is not None:
+            self.inner = [InnerHook(shared, block, encoder.keys, self.heard)]
 
     @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,6 +88,8 @@ class MergedBlock:
         shared, block = self.shared, cast(Any, self.block)
         if not shared.active:
             return type(block).forward(block, *args, **kwargs)
+        for hook in self.inner:
+            hook.follow()
         call = {**dict(zip(self._names, args, strict=False)), **kwargs}
         x = call.pop(self._names[0])
         now = shared.begin() if self.first else shared.now

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.core.paper import Plan
+from mame_sd.perception.counts import CONVOLUTIONS
+from mame_sd.perception.hooks import InnerHook, Merging
 from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.plans import GroupPlan
 from mame_sd.upstream import outside_old_graphs
@@ -43,17 +45,19 @@ class Forward:
     )  # [B, L, d], until the block compares them
     unmasked: bool = False  # the model was called without a mask: one that blocks get hides nothing
     counting: bool = False  # the block that runs counts; not where a checkpoint computes it again
-    number: int = 0  # how many forwards ran before it, with `capture`
-    # What this forward and earlier ones gave, each with its forward's number.
-    seen: list[tuple[int, weakref.ref[Tensor]]] = field(default_factory=list)
+    # What this forward and earlier ones gave, with `capture`.
+    given: list[weakref.ref[Tensor]] = field(default_factory=list)
+    earlier: list[weakref.ref[Tensor]] = field(default_factory=list)
 
 
-class ForwardState:
+class ForwardState(Merging):
     """What the blocks of one model share.
 
     Attributes:
         last: number of its last block.
-        patches: path of the convolution that cuts patches; None: there is none.
+        inner: the hooks on its convolutions.
+        patches: path of the one that cuts patches; None: there is none.
+        clips: it cuts clips, not images.
         restore: the blocks' output has every token again.
         dense: what each block gives has every token again, for heads that read it.
         prop_attn: the log of a token's size is added to its attention logits, and means count it;
@@ -68,16 +72,19 @@ class ForwardState:
         self,
         model: nn.Module,
         known: Encoder,
-        last: int,
-        patches: str | None,
+        blocks: list[nn.Module],
         restore: bool,
         prop_attn: bool | None,
     ) -> None:
-        self.model, self.known, self.last, self.patches = model, known, last, patches
+        self.model, self.known, self.last = model, known, len(blocks) - 1
         self.num_prefix_tokens, self.dense = known.prefix_tokens_of(model), known.dense
         self.restore, self.prop_attn = restore, prop_attn
         self.active, self.capture = True, False
         self.places: dict[str, int] = {}
+        self.shared = self
+        convolutions, self.patches = _convolutions(model, blocks)
+        self.inner = [InnerHook(self, model, path, self.computed) for path in convolutions]
+        self.clips = isinstance(model.get_submodule(self.patches or ""), nn.Conv3d)
         self._names = list(inspect.signature(type(model).forward).parameters)[1:]
         self.__setstate__({})
 
@@ -103,6 +110,8 @@ class ForwardState:
         """Before the model's forward: raise where its call can't be merged."""
         if not torch.compiler.is_compiling():
             self.running.add(threading.get_ident())
+        for hook in self.inner:
+            hook.follow()
         if not self.active:
             return
         if getattr(module, "_is_replica", False):
@@ -148,7 +157,11 @@ class ForwardState:
 
         Raises:
             ValueError: sizes are to count, or blocks to give all tokens, where they can't.
+            RuntimeError: what cuts patches was replaced, so that their grid was missed.
         """
+        for hook in self.inner:
+            if hook.path == self.patches:
+                hook.follow(late=True)
         now, reason = self.now, no_sizes(self.model)
         if reason and self.prop_attn:
             raise ValueError(reason)
@@ -161,7 +174,9 @@ class ForwardState:
                 " remove_mame"
             )
         now.sizes, now.plans, now.keys, now.whole = None, {}, {}, None
-        now.number += self.capturing
+        if self.capturing:
+            seen = [*now.earlier, *now.given]
+            now.earlier, now.given = [one for one in seen if one() is not None], []
         return now
 
     def keep(self, number: int, plan: Plan | GroupPlan) -> None:
@@ -191,21 +206,20 @@ class ForwardState:
         """After a module whose output `handle.restore` may be asked for: remember it, so that one
         of an earlier forward is told apart; with `capture`.
         """
-        if self.active and self.capturing:
-            now = self.now
-            now.seen = [(number, seen) for number, seen in now.seen if seen() is not None]
-            if isinstance(output, Tensor):
-                now.seen.append((now.number, weakref.ref(output)))
+        if self.active and self.capturing and isinstance(output, Tensor):
+            self.now.given.append(weakref.ref(output))
 
     def is_earlier(self, features: Tensor) -> bool:
         """Tell whether a forward before the latest gave these, as they are or as a view."""
-        where, now = features.untyped_storage().data_ptr(), self.now
-        found = [
-            number
-            for number, seen in now.seen
-            if (one := seen()) is not None and one.untyped_storage().data_ptr() == where
-        ]
-        return bool(found) and max(found) < now.number
+        where = features.untyped_storage().data_ptr()
+        earlier, latest = (
+            any(
+                (one := seen()) is not None and one.untyped_storage().data_ptr() == where
+                for seen in some
+            )
+            for some in (self.now.earlier, self.now.given)
+        )
+        return earlier and not latest
 
     def check_idle(self, what: str) -> None:
         """Raise RuntimeError while another thread is in a forward of the model."""
@@ -214,6 +228,25 @@ class ForwardState:
                 f"{what}: expected no other thread in a forward of {type(self.model).__name__}, got"
                 " one, whose blocks would merge in two ways; wait for it"
             )
+
+
+class FeatureMaps(Merging):
+    """Replaces a method of the model that gives feature maps of several blocks: these give all
+    tokens in it.
+    """
+
+    def __init__(self, shared: ForwardState, name: str) -> None:
+        self.shared, self.name = shared, name
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's own method."""
+        model, now = self.shared.model, self.shared.now
+        outer, now.dense = now.dense, True
+        try:
+            return getattr(type(model), self.name)(model, *args, **kwargs)
+        finally:
+            now.dense, now.whole = outer, None
+            self.shared.ended()
 
 
 def no_sizes(model: Any) -> str:
@@ -240,3 +273,18 @@ def checkpoints_around(model: Any) -> bool:
         and type(block).__call__ is not nn.Module.__call__
         for block in model.modules()
     )
+
+
+def _convolutions(model: nn.Module, blocks: list[nn.Module]) -> tuple[list[str], str | None]:
+    """Find the convolutions of `model` outside of its blocks, by path, and the one that cuts
+    patches: the last one before the blocks, else the first.
+    """
+    inside = {part for block in blocks for part in block.modules()}
+    paths: list[str] = []
+    patches: str | None = None
+    for path, module in model.named_modules():
+        if module is blocks[0] and paths:
+            patches = paths[-1]
+        elif isinstance(module, CONVOLUTIONS) and module not in inside:
+            paths.append(path)
+    return paths, patches or next(iter(paths), None)

@@ -97,7 +97,7 @@ diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:
     return found.pop() if len(found) == 1 else UNLIKE => return found.pop()
-    found() is t and version == t._version => found() is t
+    is not t or version != t._version => is not t
 diffusion/families/attention.py: diffusion/test_families.py test_models.py
     after + text) if family.joint == "last" else => after + text) if family.joint == "first" else
     mask is not None and not family.mask: => False:
@@ -112,8 +112,8 @@ config.py: test_config.py diffusion/test_processor.py
 caches/view.py: caches
     self.slots[:, :, None, None] > slots.view(-1, 1) => self.slots[:, :, None, None] >= 9**9
 caches/layer.py: caches
-    self.seen += key_states.shape[-2] => self.seen += 1
-    first = (first + self.bias.unsqueeze(2).to(dtype)) => first = first
+    self.seen += new => self.seen += 1
+    (mask + bias.unsqueeze(2).to(dtype)).clamp => mask.clamp
 captions/farthest.py: captions
     torch.maximum(nearest, row) => torch.minimum(nearest, row)
 captions/calls.py: captions
@@ -126,9 +126,9 @@ captions/on_model.py: captions
 caches/handle.py: caches
     if self.live and tokens > 1 and not others: => if False:
 perception/hooks.py: perception/test_tools.py
-    if child is self.child: => if self.child is not None:
+    elif child is not self.child: => elif self.child is None:
 perception/handle.py: perception/test_tools.py perception/test_restore.py
-    for module in {one.owner, parent}] => for module in {one.owner}]
+    placed.append((parent, "before", hook.follow)) => pass
     if self._shared.is_earlier(features): => if False:
 perception/known_encoders.py: perception/test_apply.py
     [*parts, self.keys] => parts

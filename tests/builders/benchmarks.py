@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.benchmark import timings
-from mame_sd.eval.benchmark.rows import Row
+from mame_sd.eval.benchmark.rows import FLOOR, ROWS, Row
 from mame_sd.eval.benchmark.run import Benchmark
 from mame_sd.eval.benchmark.suites import Suite
 from mame_sd.eval.metric_list import METRICS
@@ -71,6 +72,17 @@ def tiny_rows() -> list[Row]:
     ]
 
 
+def tiny(name: str, min_tokens: int = 16) -> Row:
+    """A rival's row at a setting under which a tiny model merges."""
+    row = ROWS[name]
+    return replace(row, method=replace(row.method, min_tokens=min_tokens))
+
+
+def every_row() -> list[Row]:
+    """These, a rival that finds no layer to merge, and mean attention."""
+    return [*tiny_rows(), tiny("todo-2", 1024), tiny(FLOOR)]
+
+
 TINY = Suite(
     name="tiny",
     about="for tests",
@@ -84,6 +96,7 @@ TINY = Suite(
         "fid",
         "is",
         "latency",
+        "speedup",
         "denoising",
         "memory",
         "memory_denoising",

@@ -9,9 +9,9 @@ So the second image would begin with the first one's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,14 +32,6 @@ _GUIDED = (
     "encoder_attention_mask",
     "pooled_projections",
 )
-_APPLY: dict[Any, Callable[[nn.Module, Any], None]] = {
-    hooks.PyramidAttentionBroadcastConfig: hooks.apply_pyramid_attention_broadcast,
-    hooks.FasterCacheConfig: hooks.apply_faster_cache,
-    hooks.FirstBlockCacheConfig: hooks.apply_first_block_cache,
-    hooks.MagCacheConfig: hooks.apply_mag_cache,
-    hooks.TaylorSeerCacheConfig: hooks.apply_taylorseer_cache,
-}
-_HOME = {apply.__module__ for apply in _APPLY.values()}
 
 
 class Timestep:
@@ -74,46 +66,30 @@ class Cache:
 
     name: str
     settings: dict[str, Any]
-    _on: list[tuple[nn.Module, Timestep]] = field(default_factory=list, repr=False)
 
     def enable(self, target: Any) -> None:
-        """Puts the cache on the denoiser of `target`, as `enable_cache` does where the model has
-        that.
+        """Puts the cache on the denoiser of `target`, by `enable_cache`, which models that are no
+        CacheMixin get too.
 
         Raises what diffusers raises for models that it can't cache.
         """
-        denoiser = denoiser_of(target)
-        timestep = Timestep(denoiser)
-        self._on.append((denoiser, timestep))
-        kind = getattr(hooks, f"{self.name}Config", None) or getattr(
+        denoiser: Any = denoiser_of(target)
+        kind = type(denoiser)
+        if not isinstance(denoiser, CacheMixin):
+            denoiser.__class__ = type(kind.__name__, (kind, CacheMixin), {})
+        denoiser.cached_at = timestep = Timestep(denoiser)
+        settings = getattr(hooks, f"{self.name}Config", None) or getattr(
             hooks, f"{self.name}CacheConfig"
         )
-        timed = "current_timestep_callback" in inspect.signature(kind).parameters
-        config = kind(**self.settings, **({"current_timestep_callback": timestep} if timed else {}))
-        if isinstance(denoiser, CacheMixin):
-            denoiser.enable_cache(config)
-            return
-        registry = HookRegistry.check_if_exists_or_initialize(denoiser)
-        _APPLY[kind](denoiser, config)
-        if hasattr(registry, "invalidate_child_registries_cache"):  # of newer diffusers
-            registry.invalidate_child_registries_cache()
+        timed = "current_timestep_callback" in inspect.signature(settings).parameters
+        clock = {"current_timestep_callback": timestep} if timed else {}
+        denoiser.enable_cache(settings(**self.settings, **clock))
 
     def disable(self, target: Any) -> None:
         """Takes it off again."""
-        denoiser = denoiser_of(target)
-        for module, timestep in self._on:
-            if module is denoiser:
-                timestep.handle.remove()
-        self._on = [pair for pair in self._on if pair[0] is not denoiser]
-        if isinstance(denoiser, CacheMixin):
-            if denoiser.is_cache_enabled:
-                denoiser.disable_cache()
-            return
-        for module in denoiser.modules():
-            registry: Any = getattr(module, "_diffusers_hook", None)
-            for name, hook in [] if registry is None else list(registry.hooks.items()):
-                if type(hook).__module__ in _HOME:
-                    registry.remove_hook(name, recurse=False)
+        denoiser: Any = denoiser_of(target)
+        denoiser.cached_at.handle.remove()
+        denoiser.disable_cache()
 
 
 class DeepCache:

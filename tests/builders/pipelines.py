@@ -6,16 +6,11 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import AutoencoderKLTemporalDecoder, ControlNetModel, VQModel
+from diffusers import ControlNetModel
 from torch import Tensor
-from transformers import (
-    CLIPImageProcessor,
-    CLIPTextConfig,
-    CLIPTextModelWithProjection,
-    CLIPVisionConfig,
-    CLIPVisionModelWithProjection,
-)
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection
 
+from mame_sd.pipelines import StableDiffusionMaMePipeline
 from tests.builders.tiny import (
     FACTOR,
     LATENT,
@@ -52,6 +47,15 @@ def sd(name: str, **changes: Any) -> Any:
     return quiet(getattr(diffusers, name)(**parts))
 
 
+def mame_pipeline(scheduler: str = "ddim", **changes: Any) -> StableDiffusionMaMePipeline:
+    """The tiny Stable Diffusion as one that merges, `changes` over its parts and settings."""
+    settings = {"tau": 0.2, "mame_config": {"min_tokens": 40}}
+    pipe: StableDiffusionMaMePipeline = quiet(
+        StableDiffusionMaMePipeline(**{**tiny_components(scheduler), **settings, **changes})
+    )
+    return pipe
+
+
 def sdxl() -> Any:
     """A StableDiffusionXLPipeline; its two text encoders give TEXT_DIM values each."""
     tokenizer = tiny_tokenizer()
@@ -68,13 +72,6 @@ def sdxl() -> Any:
         add_watermarker=False,
     )
     return quiet(pipe)
-
-
-def one_step(pipe: Any, *args: Any, **call: Any) -> Any:
-    """What a call of one step gives, seeded, of SIDE x SIDE pixels."""
-    generator = torch.Generator().manual_seed(0)
-    size = {"height": SIDE, "width": SIDE, "num_inference_steps": 1, "output_type": "pt"}
-    return pipe(*args, generator=generator, **size, **call)
 
 
 def once(pipe: Any, **kwargs: Any) -> Tensor:
@@ -102,98 +99,3 @@ def controlnet() -> ControlNetModel:
     )
     net.register_to_config(conditioning_embedding_out_channels=(4, 8))
     return net
-
-
-def kandinsky() -> Any:
-    movq = seeded(
-        VQModel,
-        1,
-        block_out_channels=(32, 32),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        num_vq_embeddings=8,
-        norm_type="spatial",
-        vq_embed_dim=4,
-    )
-    unet = tiny_unet(
-        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
-        up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
-        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
-        addition_embed_type="image",
-        encoder_hid_dim=TEXT_DIM,
-        encoder_hid_dim_type="image_proj",
-        out_channels=8,
-        resnet_time_scale_shift="scale_shift",
-        class_embed_type=None,
-        attention_head_dim=8,
-    )
-    return quiet(diffusers.KandinskyV22Pipeline(unet=unet, scheduler=tiny_scheduler(), movq=movq))
-
-
-def run_kandinsky(pipe: Any) -> Tensor:
-    embeds = {
-        "image_embeds": noise(1, TEXT_DIM),
-        "negative_image_embeds": noise(1, TEXT_DIM, seed=8),
-    }
-    return one_step(pipe, **embeds).images
-
-
-def animatediff() -> Any:
-    parts = tiny_components()
-    del parts["safety_checker"], parts["requires_safety_checker"]
-    adapter = seeded(
-        diffusers.MotionAdapter,
-        5,
-        block_out_channels=(16, 32),
-        motion_layers_per_block=1,
-        motion_num_attention_heads=2,
-        motion_norm_num_groups=8,
-    )
-    return quiet(diffusers.AnimateDiffPipeline(**parts, motion_adapter=adapter))
-
-
-def run_animatediff(pipe: Any) -> Tensor:
-    return one_step(pipe, "a red key", num_frames=4).frames
-
-
-def stable_video(unet: Any) -> Any:
-    """Stable Video Diffusion around a UNet that takes embeddings of 32 values."""
-    vision = CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=16,
-        projection_dim=32,
-    )
-    vae = seeded(
-        AutoencoderKLTemporalDecoder,
-        1,
-        block_out_channels=(32, 32),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        latent_channels=4,
-        layers_per_block=1,
-        sample_size=SIDE,
-    )
-    scheduler = diffusers.EulerDiscreteScheduler(
-        prediction_type="v_prediction",
-        timestep_type="continuous",
-        sigma_min=0.1,
-        sigma_max=10.0,
-        use_karras_sigmas=True,
-        interpolation_type="linear",
-    )
-    pipe = diffusers.StableVideoDiffusionPipeline(
-        vae=vae,
-        image_encoder=seeded(CLIPVisionModelWithProjection, 2, vision),
-        unet=unet,
-        scheduler=scheduler,
-        feature_extractor=CLIPImageProcessor(crop_size=32, size=32),
-    )
-    return quiet(pipe)
-
-
-def run_stable_video(pipe: Any) -> Tensor:
-    return one_step(pipe, noise(1, 3, SIDE, SIDE), num_frames=3).frames

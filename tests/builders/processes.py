@@ -1,5 +1,5 @@
-"""Two processes of one run with the environment that a launcher gives them. They are forked from
-this one, for a fresh one first loads all libraries.
+"""Threads, and processes that are forked from this one, for a fresh one first loads all
+libraries.
 """
 
 from __future__ import annotations
@@ -7,16 +7,62 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 SECONDS = 300
+EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
+
+
+def in_thread(work: Callable[[], None]) -> None:
+    """Does it in another thread, and waits for its end."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def kill_at(number: int, folder: Path) -> None:
+    """From now on, SIGKILL this process just before its `number`-th operation that changes
+    something in `folder`.
+    """
+    seen = 0
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if event not in EVENTS or not str(arguments[0]).startswith(str(folder)):
+            return
+        if event == "open" and not (
+            isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        ):
+            return
+        seen += 1
+        if seen == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def in_child(run: Callable[[], object]) -> int:
+    """Run in a forked child; returns its exit status, negative for a signal."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run()
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def in_two_processes(run: Callable[[], int], folder: Path) -> str:
-    """Calls `run`, which returns an exit status, in each; gives what they wrote to stdout.
+    """Calls `run`, which returns an exit status, in each of two processes of one run, with the
+    environment that a launcher gives them; gives what they wrote to stdout.
 
     Raises:
         AssertionError: one of them failed, or did not end; with what they wrote to stderr.

@@ -51,3 +51,16 @@ def forget_hashes(folder: Path) -> None:
     for row in rows:
         row.pop("sha256", None)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """Every file below `folder` as hex, samples.jsonl without its seconds."""
+    found = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        if path.name == "samples.jsonl":
+            rows = [json.loads(line) for line in data.decode().splitlines()]
+            assert all(row.pop("seconds") > 0 for row in rows)
+            data = json.dumps(rows).encode()
+        found[path.relative_to(folder).as_posix()] = data.hex()
+    return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.loaders.single_file_utils import DIFFUSERS_TO_LDM_MAPPING
 from safetensors.torch import save_file
 
 RESNET = {
@@ -19,13 +20,7 @@ RESNET = {
     "conv2": "out_layers.3",
     "conv_shortcut": "skip_connection",
 }
-UNET_ENDS = {
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "conv_in": "input_blocks.0.0",
-    "conv_norm_out": "out.0",
-    "conv_out": "out.2",
-}
+UNET_ENDS = DIFFUSERS_TO_LDM_MAPPING["unet"]["layers"]
 VAE = {
     "conv_norm_out": "norm_out",
     "conv_shortcut": "nin_shortcut",
@@ -41,9 +36,8 @@ VAE = {
 
 def unet_key(key: str, layers: int) -> str:
     """The original layout's name of a UNet2DConditionModel weight; `layers` is layers_per_block."""
-    for ours, theirs in UNET_ENDS.items():
-        if key.startswith(ours + "."):
-            return theirs + key[len(ours) :]
+    if key in UNET_ENDS:
+        return str(UNET_ENDS[key])
     match = re.match(r"(down|mid|up)_blocks?\.(?:(\d+)\.)?(\w+)\.(\d+)\.(.*)", key)
     assert match, key
     side, level, kind, index, rest = match[1], int(match[2] or 0), match[3], int(match[4]), match[5]

@@ -5,7 +5,6 @@ operations that it runs.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -22,26 +21,11 @@ HOME = str(Path(mame_sd.__file__).parent)
 NOT_OURS = {"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "__torch_function__"}
 
 
-class Trace(list[tuple[str, str]]):
-    """(file, function) of every call of a function of ours, in order, properties among them."""
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Files, calls, and how often a call is in a file that was left before."""
-        files = [file for file, _ in groupby(file for file, _ in self)]
-        return len(set(files)), len(self), len(files) - len(set(files))
-
-    def __str__(self) -> str:
-        """The counts, and every function by how often it was called."""
-        lines = ["{} files, {} calls, {} returns".format(*self.counts)]
-        for (file, name), count in Counter(self).most_common():
-            lines.append(f"{count:4}  {file}: {name}")
-        return "\n".join(lines)
-
-
-def traced(run: Callable[[], Any]) -> Trace:
-    """The trace of `run()`."""
-    trace = Trace()
+def traced(run: Callable[[], Any]) -> list[tuple[str, str]]:
+    """(file, function) of every call of a function of ours in `run()`, in order, properties among
+    them.
+    """
+    trace: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -55,6 +39,12 @@ def traced(run: Callable[[], Any]) -> Trace:
     finally:
         sys.setprofile(before)
     return trace
+
+
+def counts(trace: list[tuple[str, str]]) -> tuple[int, int, int]:
+    """Files, calls, and how often a call is in a file that was left before."""
+    files = [file for file, _ in groupby(file for file, _ in trace)]
+    return len(set(files)), len(trace), len(files) - len(set(files))
 
 
 class Operations(TorchDispatchMode):

@@ -59,34 +59,3 @@ def flux_inputs() -> dict[str, Any]:
 
 
 IMAGE = normal(2, 4, 2 * H, 2 * W)
-FLUX: dict[str, Any] = {
-    "in_channels": 4,
-    "num_layers": 2,
-    "num_single_layers": 2,
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
-    "joint_attention_dim": 16,
-    "axes_dims_rope": (4, 4, 8),
-}
-
-
-def halves(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of two samples of one input: what the guided one's call, and then the unguided one's, would
-    be given.
-    """
-    alike = {"hidden_states", "sample"} & inputs.keys()
-    whole = {
-        key: value for key, value in inputs.items() if key.endswith("ids") and key != "class_labels"
-    }
-    parts = []
-    for i in (1, 0):
-        part = {
-            key: value[i : i + 1]
-            if isinstance(value, (Tensor, list)) and len(value) == 2
-            else value
-            for key, value in inputs.items()
-        }
-        parts.append({**part, **whole})
-    for key in alike:
-        parts[1][key] = parts[0][key]
-    return parts[0], parts[1]

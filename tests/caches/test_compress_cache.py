@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,25 +15,25 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
-from mame_sd.caches import CacheView, Kept, compress_cache
+from mame_sd.caches import CacheView, Kept, Selection, compress_cache
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.report import NothingMergedError
 from mame_sd.upstream import with_cache
 from tests.caches.tiny import MODELS, SHAPE, padded, prompt, tiny
 
 
-class Everything:
+class Everything(Selection):
     """Keeps every key, so that what comes after runs over a compressed layer and must give what it
     gave.
     """
 
-    def look(self, view: CacheView, keep: float) -> None: ...
+    def look(self, view: CacheView, keep: float) -> Any: ...
 
-    def lengths(self, views: list[CacheView], looks: list[None], keep: float) -> list[Tensor]:
-        return [view.counts() for view in views]
+    def lengths(self, views: Sequence[CacheView], looks: Any, keep: float) -> Tensor:
+        return torch.stack([view.counts() for view in views])
 
-    def shorten(self, view: CacheView, look: None, length: Tensor) -> Kept:
-        return Kept(view.keys, view.values, view.slots, view.bias, view.real)
+    def shorten(self, view: CacheView, look: Any, length: Tensor) -> Kept:
+        return view
 
 
 class Newest:
@@ -63,7 +65,8 @@ def test_models_generate_with_a_shorter_cache(name: str, full: tuple[int, ...]) 
         layer = cache.layers[index]
         assert isinstance(layer, CompressedLayer)
         assert layer.get_seq_length() == 48 + 7
-        assert layer.keys.shape[2] - layer.slots.shape[2] == 7
+        assert layer.keys.shape[2] == layer.slots.shape[2] < 48
+        assert layer.slots[0, :, -8:].tolist() == [list(range(47, 55))] * 2
     before, after = (sum(b[i] for b in handle.bytes.values()) for i in (0, 1))
     assert 0.22 * before < after <= 0.25 * before
 
@@ -209,7 +212,16 @@ def test_an_empty_or_cropped_layer() -> None:
             cache.layers[0].crop(-5)
         cache.reset()
         assert cache.get_seq_length() == 0
-        torch.testing.assert_close(model(ids, **with_cache(model, cache)).logits, model(ids).logits)
+        two = prompt(48, 2, seed=1)
+        whole = model(two).logits
+        first = model(two[:, :40], **with_cache(model, cache)).logits
+        torch.testing.assert_close(first, whole[:, :40])
+        rest = model(two[:, 40:], **with_cache(model, cache)).logits
+        torch.testing.assert_close(rest, whole[:, 40:])
+        handle.compressing = True
+        cache.reset()
+        model(two, **with_cache(model, cache))
+        assert handle.tokens[0][1] < 24
 
 
 QWEN2_VL: dict[str, Any] = {
@@ -239,7 +251,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "GPT2LMHeadModel",
         {**SMALL, "n_head": 2},
-        "unknown attention GPT2Attention in GPT2LM",
+        "expected a rotary embedding beside GPT2Attention, found none",
     ),
     ("MambaForCausalLM", SMALL, "found no attention layer that has one in MambaForCausalLM"),
     (
@@ -293,17 +305,22 @@ def test_what_cannot_be_compressed_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_static_caches_and_other_kernels_are_refused() -> None:
+def test_other_caches_and_kernels_are_refused() -> None:
     model, ids = tiny("llama"), prompt()
-    static = StaticCache(config=model.config, max_cache_len=64)
-    with (
-        compress_cache(model, 0.5),
-        pytest.raises(
-            ValueError,
-            match="cache: expected a DynamicCache, got StaticCache with a StaticLayer",
+    offloaded = DynamicCache()
+    offloaded.offloading = True  # which needs a device when it is made
+    for cache, message in (
+        (
+            StaticCache(config=model.config, max_cache_len=64),
+            "a DynamicCache, got StaticCache with",
         ),
+        (offloaded, r"one that stays on its device, got DynamicCache\(offloading=True\)"),
     ):
-        model(ids, **with_cache(model, static))
+        with (
+            compress_cache(model, 0.5),
+            pytest.raises(ValueError, match=f"cache: expected {message}"),
+        ):
+            model(ids, **with_cache(model, cache))
     flash = _other("LlamaForCausalLM", **SHAPE)
     flash.config._attn_implementation = "flash_attention_2"
     with (
@@ -313,12 +330,38 @@ def test_static_caches_and_other_kernels_are_refused() -> None:
         pass
 
 
+@pytest.mark.parametrize("part", ["", "model.layers.1", "model.layers.1.self_attn"])
+@pytest.mark.parametrize("way", ["wrapped", "call", "forward"])
+def test_compiled_models_are_refused(part: str, way: str) -> None:
+    """A graph that was there before the block knows none of its hooks."""
+    model = copy.deepcopy(tiny("llama"))
+    module = model.get_submodule(part)
+    if way == "forward":
+        module.forward = torch.compile(module.forward, backend="eager")
+    elif way == "call":
+        module.compile(backend="eager")
+    elif part:
+        owner, _, name = part.rpartition(".")
+        model.get_submodule(owner).register_module(name, torch.compile(module, backend="eager"))
+    else:
+        model = torch.compile(model, backend="eager")
+    with (
+        pytest.raises(ValueError, match="expected one that isn't compiled, got a compiled"),
+        compress_cache(model, 0.5),
+    ):
+        pass
+    model = copy.deepcopy(tiny("llama"))
+    model.model.layers[0].mlp.compile(backend="eager")
+    with compress_cache(model, 0.5):  # what stands beside attention may be compiled
+        pass
+
+
 def test_a_score_of_ones_own_is_one_function_and_its_cache_is_for_the_block() -> None:
     model, ids, cache = tiny("llama"), prompt(120), DynamicCache()
     with compress_cache(model, 0.5, Newest()):
         generated(model, ids, **with_cache(model, cache))
     slots = cache.layers[0].slots[0, 0]
-    assert slots.tolist() == [0, 1, 2, 3, *range(124 - len(slots), 120)]
+    assert slots.tolist() == [0, 1, 2, 3, *range(131 - len(slots), 127)]
     with pytest.raises(ValueError, match="cache: this cache was compressed by compress_cache"):
         model(ids[:, :1], **with_cache(model, cache))
 

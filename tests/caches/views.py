@@ -33,6 +33,7 @@ def view_of(
         "hidden_states": draw(samples, tokens, heads * d),
         "slots": slots.expand(samples, h, tokens),
         "seen": tokens,
+        "tokens": torch.ones(samples, tokens, dtype=torch.bool),
         "scale": d**-0.5,
         "next": torch.full((samples,), tokens),
         "project": lambda x: x.view(*x.shape[:2], heads, d).transpose(1, 2),

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DModel
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch.utils.checkpoint import checkpoint
 
@@ -20,15 +19,10 @@ from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.hooks import StepHook
 from tests.builders.layers import CONFIGS
-from tests.builders.plans import latest_plans
-from tests.builders.tiny import (
-    run_unet,
-    seeded,
-    tiny_sdxl_unet,
-    tiny_unet,
-    unet_inputs,
-)
-from tests.builders.transformers import normal
+from tests.builders.tiny import run_unet, tiny_sdxl_unet, tiny_unet, unet_inputs
+from tests.builders.transformers import normal, run
+from tests.matrix.models.registry import MODELS
+from tests.matrix.models.watch import latest_plans
 
 SIZES = [(16, 16), (8, 24), (12, 20)]
 MERGING = {"tau": 0.2, "min_tokens": 40}
@@ -169,26 +163,17 @@ def test_report_knows_sizes_levels_and_calls() -> None:
 
 
 def test_tokens_of_images_that_are_left_alone_are_counted() -> None:
-    unet = seeded(
-        UNet2DModel,
-        0,
-        sample_size=8,
-        block_out_channels=(32, 32),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=8,
-    )
-    handle = apply_mame(unet, min_tokens=40)
-    with torch.no_grad():
-        unet(torch.zeros(1, 3, 16, 8), 5)
-    with pytest.raises(NothingMergedError, match="and the largest has 32 tokens"):
+    case = MODELS["UNet2DModel"]
+    unet = case.build()
+    handle = apply_mame(unet, min_tokens=100)
+    run(case.inputs(), unet)
+    with pytest.raises(NothingMergedError, match="and the largest has 96 tokens"):
         handle.report()
     handle.set(min_tokens=16)
     handle.set(layers={"mid_block*": False})
-    with torch.no_grad():
-        unet(torch.zeros(1, 3, 16, 8), 5)
-    assert {layer.tokens_in for layer in handle.report().layers} == {32}
+    handle.reset()
+    run(case.inputs(), unet)
+    assert {layer.tokens_in for layer in handle.report().layers} == {96, 24}
 
 
 def test_set_changes_the_next_forward() -> None:

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import StableDiffusionPipeline
 from torch.overrides import TorchFunctionMode
 
 from mame_sd import MaMeConfig, apply_mame, mame
@@ -30,11 +29,11 @@ from mame_sd.diffusion.calibration import (
     measure,
     recorded,
 )
+from tests.builders.pipelines import sd
 from tests.builders.tiny import (
     generate,
     one_level_unet,
     run_unet,
-    tiny_components,
     tiny_pipeline,
     tiny_unet,
     unet_inputs,
@@ -60,13 +59,6 @@ class Work(TorchFunctionMode):
 def counting() -> Iterator[Callable[[], float]]:
     with Work() as work:
         yield lambda: work.done
-
-
-def small_pipeline() -> StableDiffusionPipeline:
-    """Of two layers, which cost few forms."""
-    pipe = StableDiffusionPipeline(**{**tiny_components(), "unet": one_level_unet()})
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def some_options(rng: np.random.Generator, layers: int) -> dict[int, list[Option]]:
@@ -182,7 +174,7 @@ def test_a_call_is_kept_as_it_was() -> None:
 def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipe = small_pipeline()
+    pipe = sd("StableDiffusionPipeline", unet=one_level_unet())
     handle = apply_mame(pipe, **SMALL)
     with counting() as clock:
         monkeypatch.setattr(cal, "clock_of", lambda device: clock)
@@ -208,7 +200,7 @@ def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
 
 
 def test_a_stopped_calibration_goes_on_and_another_one_begins_anew(tmp_path: Path) -> None:
-    pipe = small_pipeline()
+    pipe = sd("StableDiffusionPipeline", unet=one_level_unet())
     handle = apply_mame(pipe, **SMALL)
     made: list[int] = []
 
@@ -238,7 +230,7 @@ def test_a_stopped_calibration_goes_on_and_another_one_begins_anew(tmp_path: Pat
 @pytest.mark.parametrize("allowed", [1, 200])
 def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
     monkeypatch.setattr(cal, "FORWARDS", allowed)
-    pipe = small_pipeline()
+    pipe = sd("StableDiffusionPipeline", unet=one_level_unet())
     handle = apply_mame(pipe, **SMALL)
     forwards = 0
 

@@ -11,43 +11,26 @@ from typing import Any
 
 import diffusers
 import pytest
-import torch
 from diffusers import ModularPipeline, UNet2DConditionModel
 from diffusers.modular_pipelines import Flux2AutoBlocks, MiniMaxH3Blocks
 from torch import nn
 
-from mame_sd import apply_mame, remove_mame
-from mame_sd.diffusion.apply_denoiser import has_hooks
+from mame_sd import apply_mame
+from mame_sd.diffusion.calibration import measure_images
 from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoiser_of, denoisers_of
 from tests.builders.tiny import tiny_unet
-from tests.matrix.transformers import run_wan22 as once
-from tests.matrix.transformers import wan22
+from tests.matrix.models.sweep import classes
 
 # What looks like a denoiser and is none: a ControlNet has a call of its own, Versatile Diffusion's
-# `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention.
-LEFT_OUT = ("controlnet", "text_unet", "super_res_first", "super_res_last")
+# `text_unet` lends its blocks to `image_unet`, UnCLIP's super resolution has no attention, an RVQ
+# decoder makes sound.
+LEFT_OUT = ("controlnet", "text_unet", "super_res_first", "super_res_last", "rvq_depth_decoder")
 HOME = Path(diffusers.__file__).parent
-TIMES = {"timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps"}
-
-
-def denoising() -> set[str]:
-    """Classes of diffusers' models whose forward takes a timestep, or that are named for it."""
-    found = set()
-    for file in (HOME / "models").rglob("*.py"):
-        for body in re.split(r"^(?=class )", file.read_text(), flags=re.M)[1:]:
-            head = re.match(r"class (\w+)\(([^)]*)\)", body)
-            forward = re.search(r"def forward\((.*?)\)\s*(?:->|:)", body, re.S)
-            if head is None or forward is None or "ModelMixin" not in head[2]:
-                continue
-            names = set(re.findall(r"(\w+)\s*(?=[:,=)])", forward[1] + ")"))
-            if names & TIMES or "Diffusion" in head[1]:
-                found.add(head[1])
-    return found
 
 
 def components() -> dict[str, set[str]]:
     """Where components stand that are of such a class: in which files, by their names."""
-    kinds = denoising()
+    kinds = classes()
     found: dict[str, set[str]] = {}
     assert {"FluxTransformer2DModel", "StableCascadeUNet", "UNet2DConditionModel"} <= kinds
     for room in ("pipelines", "modular_pipelines"):
@@ -57,7 +40,7 @@ def components() -> dict[str, set[str]]:
             pairs += re.findall(r'ComponentSpec\(\s*"(\w+)",\s*(\w+)', text)
             named = {name for name, kind in pairs if kinds & set(re.findall(r"\w+", kind))}
             named.update(re.findall(r'transformer_name="(\w+)"', text))
-            for name in named - {"type_hint"}:
+            for name in named - {"else", "type_hint"}:
                 found.setdefault(name, set()).add(file.stem)
     return found
 
@@ -77,6 +60,7 @@ def test_every_denoiser_of_a_pipeline_merges() -> None:
         assert tuple(denoisers_of(Pipe(**dict.fromkeys(names, unet)))) == names
     for name in ("unet", "decoder"):
         assert denoiser_of(Pipe(**{name: unet, "prior_prior": prior})) is unet
+    assert denoiser_of(Pipe(transformer=unet, transformer_2=None)) is unet  # taken as it is
     with pytest.raises(ValueError, match=r"^Prior does not merge: its tokens are no image's"):
         apply_mame(Pipe(prior=prior))
 
@@ -94,25 +78,12 @@ def test_what_has_no_denoiser_is_refused(target: Any, message: str) -> None:
         apply_mame(target)
 
 
-def test_both_transformers_of_wan_22_merge() -> None:
-    pipe = wan22()
-    before = once(pipe)
-    handle = apply_mame(pipe, keep=0.5, min_tokens=1)
-    merged = once(pipe)
-    assert not torch.equal(merged, before)
-    report = handle.report()
-    names = {layer.name.partition(".")[0] for layer in report.layers if layer.merged}
-    assert names == {"transformer", "transformer_2"}
-    assert {layer.calls for layer in report.layers} == {4}  # each has two steps, of two calls
-    handle.active = False
-    assert torch.equal(once(pipe), before)
-    handle.active = True
-    assert torch.equal(once(pipe), merged)
-    remove_mame(pipe)
-    assert not has_hooks(pipe)
-    assert torch.equal(once(pipe), before)
-    pipe.transformer_2 = None
-    assert denoiser_of(pipe) is pipe.transformer  # taken as it is
+def test_a_pipeline_of_two_denoisers_is_named_and_not_calibrated() -> None:
+    pipe = Pipe(transformer=tiny_unet(), transformer_2=tiny_unet())
+    handle = apply_mame(pipe, keep=0.5, min_tokens=16)
+    assert handle.described == "UNet2DConditionModel with 14 self-attentions"
+    with pytest.raises(ValueError, match="got one with transformer and transformer_2; give"):
+        measure_images(handle, [], {})
 
 
 @pytest.mark.parametrize("names", [("unet",), ("transformer", "transformer_2")])

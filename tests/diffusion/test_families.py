@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    FluxControlNetModel,
-    FluxTransformer2DModel,
-)
 from diffusers.models.attention_processor import (
     Attention,
     HunyuanAttnProcessor2_0,
@@ -29,10 +25,12 @@ from mame_sd.diffusion.layer import NO_SIZE, merged_call
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
 from tests.builders.tiny import seeded
-from tests.builders.transformers import FLUX, TEXT, H, W, flux_inputs, normal, run
+from tests.builders.transformers import TEXT, H, W, normal, run
+from tests.matrix.models.case import BLC, case
+from tests.matrix.models.images import HALF as HALF_WAY
+from tests.matrix.models.registry import MODELS
 
 N = H * W
-ONE_OF_EACH = {"num_layers": 1, "num_single_layers": 1}  # for tracing takes seconds a block
 SIZE = {"query_dim": 32, "heads": 2, "dim_head": 16}
 TAU = MaMeConfig(tau=0.35, min_tokens=1)
 HALF = MaMeConfig(keep=0.5, min_tokens=1)
@@ -86,24 +84,18 @@ def test_joint_attention_by_hand() -> None:
     torch.testing.assert_close(words, expected)
 
 
-def flux(**sizes: int) -> tuple[FluxTransformer2DModel, dict[str, Any]]:
-    model = seeded(FluxTransformer2DModel, 0, **FLUX | sizes, pooled_projection_dim=8)
-    return model, {
-        **flux_inputs(),
-        "pooled_projections": normal(2, 8),
-        "timestep": torch.tensor([0.5, 0.5]),
-    }
+FLUX = case("FluxTransformer2DModel", lambda: HALF_WAY, BLC, num_layers=1)  # tracing takes seconds
 
 
 def test_flux_positions_are_read_whatever_the_default_device_is() -> None:
-    model, inputs = flux()
+    model, inputs = FLUX.build(), FLUX.inputs()
     with torch.device("meta"):
         assert packed(model, inputs) == Tokens((H, W), before=TEXT)
 
 
 @pytest.mark.parametrize(("fields", "note"), [({"keep": 0.5}, NO_SIZE), ({"tau": 0.1}, "")])
 def test_tokens_that_lie_in_no_grid_merge_without_one(fields: dict[str, Any], note: str) -> None:
-    model, inputs = flux()
+    model, inputs = FLUX.build(), FLUX.inputs()
     inputs["img_ids"] = inputs["img_ids"].roll(1, 0)
     handle = apply_mame(model, min_tokens=60, **fields)
     run(inputs, model)
@@ -113,8 +105,7 @@ def test_tokens_that_lie_in_no_grid_merge_without_one(fields: dict[str, Any], no
 
 @torch.no_grad()
 def test_a_merged_flux_is_exported_after_a_forward_of_that_size() -> None:
-    model, inputs = flux(**ONE_OF_EACH)
-    inputs["return_dict"] = False
+    model, inputs = FLUX.build(), {**FLUX.inputs(), "return_dict": False}
     apply_mame(model, keep=0.5, min_tokens=1)
     with pytest.raises(ValueError, match="run the model once"):
         torch.export.export(model, (), inputs, strict=False)
@@ -185,16 +176,10 @@ def test_inputs_of_unequal_length_are_left_alone() -> None:
 
 
 def test_the_mode_of_a_controlnet_union_stands_before_the_text() -> None:
-    model = seeded(FluxControlNetModel, 0, **FLUX, pooled_projection_dim=8, num_mode=3)
-    inputs = {
-        **flux_inputs(),
-        "controlnet_cond": normal(2, N, 4, seed=3),
-        "controlnet_mode": torch.tensor([[1], [1]]),
-        "pooled_projections": normal(2, 8),
-        "timestep": torch.tensor([0.5, 0.5]),
-    }
+    union = case("FluxControlNetModel", MODELS["FluxControlNetModel"].inputs, BLC, num_mode=3)
+    model = union.build()
     handle = apply_mame(model, keep=0.5, min_tokens=1)
-    run(inputs, model)
+    run({**union.inputs(), "controlnet_mode": torch.tensor([[1], [1]])}, model)
     assert {(layer.tokens_in, layer.tokens_kept) for layer in handle.report().layers} == {
         (N, N // 2)
     }

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.models import attention_dispatch as dispatch
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     attention_backend,
@@ -30,9 +29,11 @@ from mame_sd.core.fit import SDPA
 from mame_sd.core.keys import Grid, KeyMerging, MergeJob, SDPAInterceptor
 from tests.builders.layers import attention
 from tests.builders.tiny import one_level_unet, run_unet
-from tests.matrix.backends import stand_ins
+from tests.builders.transformers import run as run_model
+from tests.matrix.backends import dispatcher, stand_ins
+from tests.matrix.models.case import BLC, case
+from tests.matrix.models.images import HALF
 from tests.matrix.models.watch import check_by_loop, merging
-from tests.matrix.transformers import ROWS
 
 MERGING = {"keep": 0.5, "min_tokens": 60}
 SEEN: list[tuple[int, int]] = []  # how many queries and keys each call of a stand-in was given
@@ -66,38 +67,19 @@ def seen() -> set[int]:
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def register() -> Iterator[Callable[[str], None]]:
     """Registers the stand-in under a name; the registry is as before in the end."""
-    backends, names = dict(Registry._backends), dict(Registry._supported_arg_names)
-    active = Registry._active_backend
-    monkeypatch.setattr(dispatch, "_CAN_USE_SAGE_ATTN", True)
-    monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", True)
     SEEN.clear()
     torch._dynamo.reset()
-    yield lambda name: Registry.register(AttentionBackendName(name))(sage) and None
-    for name, backend in backends.items():
-        Registry._backends[name] = backend
-    Registry._supported_arg_names.update(names)
-    Registry._active_backend = active
+    with dispatcher():
+        yield lambda name: Registry.register(AttentionBackendName(name))(sage) and None
 
 
-FLUX = next(row for row in ROWS if row.name == "Flux")
-INPUTS: dict[str, Any] = {**FLUX.inputs, "return_dict": False}
+FLUX = case("FluxTransformer2DModel", lambda: HALF, BLC, num_layers=1)  # one block of each kind
 
 
-def flux() -> Any:
-    """One block of each kind."""
-    model = FLUX.build()
-    for kind, blocks in model.named_children():
-        if isinstance(blocks, nn.ModuleList):
-            setattr(model, kind, blocks[:1])
-    return model
-
-
-@torch.no_grad()
 def run(model: Any) -> Tensor:
-    output: Tensor = model(**INPUTS)[0]
-    return output
+    return run_model(FLUX.inputs(), model)
 
 
 def whole(model: Any) -> int:
@@ -121,13 +103,11 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("registered", "how"), [("before", "eager"), ("before", "blocks"), ("after", "one graph")]
-)
+@pytest.mark.parametrize(("registered", "how"), [("before", "blocks"), ("after", "one graph")])
 def test_a_backend_that_is_set_gets_merged_keys(
     register: Callable[[str], None], registered: str, how: str
 ) -> None:
-    model = flux()
+    model = FLUX.build()
     register("sage")
     every = whole(model)
     if registered == "after":
@@ -151,7 +131,7 @@ def test_a_backend_that_is_set_gets_merged_keys(
 def test_a_kernel_in_the_place_of_the_native_one_gets_merged_keys(
     register: Callable[[str], None],
 ) -> None:
-    model = flux()
+    model = FLUX.build()
     register("native")
     run(model)
     (every,) = seen()
@@ -180,7 +160,7 @@ def test_what_stands_in_for_scaled_dot_product_attention_gets_merged_keys(
     monkeypatch: pytest.MonkeyPatch, how: str, order: str
 ) -> None:
     torch._dynamo.reset()
-    unet = one_level_unet()
+    unet = one_level_unet(transformer_layers_per_block=1)
     if order == "before":
         monkeypatch.setattr(F, "scaled_dot_product_attention", replacement)
     handle = apply_mame(unet, keep=0.5, min_tokens=40)
@@ -236,7 +216,7 @@ def test_a_kernel_of_the_user_computes_attention_over_merged_keys(
 ) -> None:
     """In front of PyTorch's attention and of a backend of the dispatcher, with a bias or none."""
     register("sage")
-    model = flux()
+    model = FLUX.build()
     every = whole(model)
     with mame(model, **MERGING):
         counted = run(model)
@@ -274,7 +254,7 @@ class Layer(nn.Module):
 
 def test_kernels_that_are_modules_or_compiled() -> None:
     torch._dynamo.reset()
-    unet = one_level_unet()
+    unet = one_level_unet(transformer_layers_per_block=1)
     handle = apply_mame(unet, keep=0.5, min_tokens=40, kernel=Layer())
     run_unet(unet)
     assert {layer.reason for layer in handle.report().layers} == {"attention by Layer"}
@@ -334,10 +314,10 @@ def test_a_forward_that_merges_nothing_warns_whenever_that_begins() -> None:
 @pytest.mark.compiles
 def test_a_compiled_forward_that_merges_nothing_warns() -> None:
     torch._dynamo.reset()
-    unet = one_level_unet(transformer_layers_per_block=2)
+    unet = one_level_unet(transformer_layers_per_block=1)
     apply_mame(unet, keep=0.5, min_tokens=40)
     unet.set_attn_processor(Written())
-    with pytest.warns(UserWarning, match=TOLD):
+    with pytest.warns(UserWarning, match=TOLD.replace("2", "1")):
         run_unet(torch.compile(unet, backend="eager", fullgraph=True))
 
 

@@ -1,19 +1,22 @@
-"""What merging asks of a card: kernels launched by one layer, counted on tensors that pretend to
-lie on one (`benchmarks/launches.py`), at the size of SD 1.5's largest level at 512 pixels. They
-have no values: what waits for one raises.
+"""What merging asks of a card, on tensors that pretend to lie on one (`benchmarks/launches.py`):
+kernels launched by one layer, at the size of SD 1.5's largest level at 512 pixels; and nothing that
+waits for the device, so that a CUDA graph can be captured. They have no values: each reading of one
+raises.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.launches import META, counted, pretended
+from benchmarks.gpu_models import flux, sd3, unet, wan
+from benchmarks.launches import META, counted, on_card, pretended
 from mame_sd import attention, mame
-from tests.builders.tiny import tiny_unet, unet_inputs
+from tests.builders.tiny import one_level_unet, tiny_unet, unet_inputs
 from tests.builders.trace import Operations
 
 
@@ -55,11 +58,43 @@ def test_a_merging_layer_launches_few_kernels(
 
 
 def test_a_model_whose_layers_are_all_left_whole_launches_nothing_more() -> None:
-    unet, inputs = tiny_unet(), unet_inputs(tiny_unet())
+    model, inputs = tiny_unet(), unet_inputs(tiny_unet())
     with torch.no_grad():
         with Operations() as alone:
-            unet(**inputs)
+            model(**inputs)
         told = pytest.warns(UserWarning, match="no layer merges.* 256 tokens: lower min_tok")
-        with mame(unet, min_tokens=10**6), told, Operations() as left:
-            unet(**inputs)
+        with mame(model, min_tokens=10**6), told, Operations() as left:
+            model(**inputs)
     assert left.names == alone.names
+
+
+SMALL = {"heads": 2, "text": 7}
+CASES = {
+    "UNet": unet(one_level_unet().config, 128, torch.float32),
+    "SD3": sd3((8, 12), layers=2, **SMALL),
+    "FLUX": flux((8, 12), layers=(1, 1), batch=2, **SMALL),
+    "Wan": wan((3, 4, 6), layers=1, batch=2, **SMALL),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_waits_for_the_device(name: str) -> None:
+    case = CASES[name]
+    model = on_card(case.build(META))
+    named, known = case.inputs(model)
+    with mame(model, keep=0.25, min_tokens=16) as handle:
+        for values in known, {}:  # a captured call has one before it, which may read
+            with pretended(values):
+                output = model(**named, return_dict=False)[0]
+        merged = [layer for layer in handle.report().layers if layer.share < 1]
+    assert output.is_meta
+    assert len(merged) >= 1
+    assert all(layer.calls == 2 for layer in merged)
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda x: x.sum().item(), lambda x: x[x > 0]], ids=["item", "mask"]
+)
+def test_a_wait_would_be_seen(wait: Callable[[Any], Any]) -> None:
+    with pretended(), pytest.raises((RuntimeError, NotImplementedError), match=r"(?i)meta"):
+        wait(torch.ones(3, device=META))

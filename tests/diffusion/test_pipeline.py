@@ -15,25 +15,13 @@ from diffusers import DiffusionPipeline, StableDiffusionPipeline
 
 from mame_sd import MaMeConfig, apply_mame, remove_mame
 from mame_sd.diffusion.saved_setting import resolve_setting
-from mame_sd.layer_rules import LayerRules
 from mame_sd.pipelines import StableDiffusionMaMePipeline
+from tests.builders.pipelines import mame_pipeline, quiet
 from tests.builders.single_file import save_single_file
 from tests.builders.tiny import generate, one_level_unet, run_unet, tiny_components, tiny_pipeline
 
 FIELDS = {"min_tokens": 40}
 ROOT = Path(__file__).parents[2]
-
-
-def quiet(pipe: Any) -> Any:
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def mame_pipeline(scheduler: str = "ddim", **kwargs: Any) -> StableDiffusionMaMePipeline:
-    settings = {"tau": 0.2, "mame_config": FIELDS}
-    return quiet(
-        StableDiffusionMaMePipeline(**{**tiny_components(scheduler), **settings, **kwargs})
-    )
 
 
 def test_a_batch_without_guidance_by_a_scheduler_that_calls_twice() -> None:
@@ -129,14 +117,6 @@ def test_saves_loads_and_overrides(saved: Path) -> None:
     assert torch.equal(generate(kept, min_tokens=4096), generate(kept, tau=None))
     with pytest.raises(ValueError, match=r"expected tau or keep.*give it as None"):
         load(saved, keep=0.5)
-
-
-def test_rules_of_layers_are_saved_in_their_order(tmp_path: Path) -> None:
-    rules = LayerRules({"up_blocks.*": {"tau": 0.5}, "*": {"min_tokens": 48}, "mid*": False})
-    pipe = mame_pipeline(mame_config={"layers": rules})
-    pipe.save_pretrained(tmp_path)
-    loaded = StableDiffusionMaMePipeline.from_pretrained(tmp_path)
-    assert loaded.mame_config == pipe.mame_config
 
 
 def test_diffusers_loads_what_is_saved_as_a_plain_pipeline(saved: Path) -> None:

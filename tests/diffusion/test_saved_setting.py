@@ -13,16 +13,13 @@ import pytest
 from mame_sd import MaMeConfig
 from mame_sd.cli import app as cli
 from mame_sd.diffusion.saved_setting import read_saved_merging
-from mame_sd.pipelines import StableDiffusionMaMePipeline
-from tests.builders.tiny import tiny_components
+from tests.builders.pipelines import mame_pipeline
 
 FIELDS = {"min_tokens": 16, "seed": 3}
 
 
 def saved(folder: Path, **settings: Any) -> Path:
-    StableDiffusionMaMePipeline(
-        **tiny_components(), **settings, mame_config=FIELDS
-    ).save_pretrained(folder)
+    mame_pipeline(**settings, mame_config=FIELDS).save_pretrained(folder)
     return folder
 
 
@@ -68,7 +65,7 @@ def test_only_our_pipeline_has_a_saved_setting(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert read_saved_merging(model_folder) is None
-    found = read_saved_merging(saved(tmp_path / "default"))
+    found = read_saved_merging(saved(tmp_path / "default", tau="default"))
     assert found is not None
     assert (found.on, found.config) == (True, MaMeConfig(min_tokens=16, seed=3))
     index = tmp_path / "default" / "model_index.json"

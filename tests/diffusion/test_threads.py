@@ -22,12 +22,11 @@ from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.hooks import StepHook
 from mame_sd.diffusion.threads import check_idle
-from mame_sd.pipelines import StableDiffusionMaMePipeline
-from tests.builders.threads import in_thread
+from tests.builders.pipelines import mame_pipeline
+from tests.builders.processes import in_thread
 from tests.builders.tiny import (
     generate,
     run_unet,
-    tiny_components,
     tiny_pipeline,
     tiny_unet,
     unet_inputs,
@@ -172,15 +171,8 @@ def test_the_end_of_a_block_says_that_an_image_was_under_way() -> None:
     assert not any(module._forward_pre_hooks for module in pipe.unet.modules())
 
 
-def merging_pipeline(keep: float, **parts: Any) -> StableDiffusionMaMePipeline:
-    components = {**tiny_components(), **parts}
-    pipe = StableDiffusionMaMePipeline(**components, keep=keep, mame_config={"min_tokens": 16})
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 def test_calls_of_one_pipeline_merge_each_by_itself() -> None:
-    pipe = merging_pipeline(0.5)
+    pipe = mame_pipeline(tau=None, keep=0.5)
     half, quarter, plain = generate(pipe), generate(pipe, keep=0.25), generate(pipe, tau=None)
     assert not torch.equal(half, quarter)
     with standing(pipe.unet.mid_block, lambda: generate(pipe)) as future:
@@ -194,8 +186,8 @@ def test_calls_of_one_pipeline_merge_each_by_itself() -> None:
 
 
 def test_two_pipelines_of_one_unet_do_not_merge_at_once() -> None:
-    first = merging_pipeline(0.5)
-    second = merging_pipeline(0.25, unet=first.unet)
+    first = mame_pipeline(tau=None, keep=0.5)
+    second = mame_pipeline(tau=None, keep=0.25, unet=first.unet)
     half, quarter = generate(first), generate(second)
     for module in (first.unet.mid_block, first.vae.decoder):  # in a forward of the UNet, after it
         with (

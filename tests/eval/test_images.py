@@ -46,15 +46,17 @@ def test_grey_palette_and_opaque_alpha_are_the_same_picture(tmp_path: Path) -> N
         assert np.array_equal(load_image(tmp_path / f"{name}.png"), rgb), name
 
 
-def rgb_16(path: Path) -> None:
-    """Pillow cannot write it: a 1 x 1 PNG of 16 bits a channel, by hand."""
+def png(path: Path, side: int = 1, depth: int = 16) -> None:
+    """What Pillow does not write, by hand: a PNG of 16 bits a channel, or of a side that its pixels
+    do not fill.
+    """
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         )
 
-    header = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0)
+    header = struct.pack(">IIBBBBB", side, side, depth, 2, 0, 0, 0)
     data = zlib.compress(b"\0" + bytes(range(6)))
     path.write_bytes(
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
@@ -76,14 +78,11 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "see-through.png": (saved(Image.fromarray(pixels(channels=4))), "has see-through pixels"),
     "palette.png": (saved(PICTURE.quantize(16), transparency=0), "has see-through pixels"),
     "grey.png": (saved(GREY), "has 16 bits"),
-    "16.png": (rgb_16, "has 16 bits"),
+    "16.png": (png, "has 16 bits"),
     "animated.png": (saved(PICTURE, **TWICE), "has 2 frames"),
     "cmyk.jpg": (saved(PICTURE.convert("CMYK")), "has mode CMYK"),
     "cut.png": (truncated, "but"),
-    "bomb.png": (
-        lambda path: Image.new("1", (20000, 10000)).save(path),
-        "decompression bomb",
-    ),
+    "bomb.png": (lambda path: png(path, side=9500, depth=8), "decompression bomb"),
     "text.png": (lambda path: path.write_text("not a picture"), "it is not an image"),
     "folder.png": (lambda path: path.mkdir(), "is not one"),
     "nothing.png": (lambda path: None, "is not one"),

@@ -29,11 +29,26 @@ NO_MASK = "`attn_mask` is not supported for {}"
 
 
 @contextmanager
-def stand_ins() -> Iterator[list[str]]:
-    """Stand-ins for kernels that are not installed; the names of those that are called.
-
-    Whatever backend is active comes back in the end.
+def dispatcher() -> Iterator[None]:
+    """In the block kernels that are not installed may be registered. What is registered and which
+    backend is active are as before in the end.
     """
+    active, before = Registry._active_backend, dict(Registry._backends)
+    names = dict(Registry._supported_arg_names)
+    needs = ("_CAN_USE_SAGE_ATTN", "_CAN_USE_FLASH_ATTN", "_CAN_USE_XFORMERS_ATTN")
+    with mock.patch.multiple(dispatch, **dict.fromkeys(needs, True)):
+        try:
+            yield
+        finally:
+            for name, backend in before.items():  # one by one, to be watched
+                Registry._backends[name] = backend
+            Registry._supported_arg_names.update(names)
+            Registry._active_backend = active
+
+
+@contextmanager
+def stand_ins() -> Iterator[list[str]]:
+    """Stand-ins for kernels that are not installed; the names of those that are called."""
     called: list[str] = []
 
     def stand_in(name: str) -> Callable[..., Tensor]:
@@ -65,20 +80,10 @@ def stand_ins() -> Iterator[list[str]]:
 
         return kernel
 
-    active, before = Registry._active_backend, dict(Registry._backends)
-    names = dict(Registry._supported_arg_names)
-    needs = dict.fromkeys(
-        ("_CAN_USE_SAGE_ATTN", "_CAN_USE_FLASH_ATTN", "_CAN_USE_XFORMERS_ATTN"), True
-    )
-    with mock.patch.multiple(dispatch, **needs):
-        try:
-            for name in ("sage", "flash", "xformers"):
-                Registry.register(AttentionBackendName(name))(stand_in(name))
-            yield called
-        finally:
-            Registry._backends.update(before)
-            Registry._supported_arg_names.update(names)
-            Registry._active_backend = active
+    with dispatcher():
+        for name in ("sage", "flash", "xformers"):
+            Registry.register(AttentionBackendName(name))(stand_in(name))
+        yield called
 
 
 def of_model(run: Callable[[], list[Tensor]], handle: Any) -> str:

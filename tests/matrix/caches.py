@@ -32,23 +32,15 @@ from tests.builders.caches import (
     taylorseer,
 )
 from tests.builders.pipelines import once
-from tests.builders.plans import latest_plans
 from tests.builders.tiny import tiny_pipeline
 from tests.matrix import transformers
 from tests.matrix.models.registry import MODELS as TINY
+from tests.matrix.models.watch import latest_plans
 from tests.matrix.rows import Row
 from tests.matrix.unets import LEVELS
 
 TIMES = (900.0, 600.0, 500.0, 200.0)
 STEPS = len(TIMES)
-COLUMNS = (
-    "DeepCache",
-    "PyramidAttentionBroadcast",
-    "FasterCache",
-    "FirstBlockCache",
-    "MagCache",
-    "TaylorSeer",
-)
 FIELDS: dict[str, Any] = {"keep": 0.5, "min_tokens": 60}
 
 
@@ -275,9 +267,10 @@ def table() -> list[str]:
     reasons = dict.fromkeys(pair.steps for pair in ALONE if isinstance(pair.steps, str))
     letters = dict(zip(reasons, ascii_lowercase, strict=False))
     cells = {(pair.model.name, pair.cache.name): _cell(pair, letters) for pair in EVERY}
-    lines = [f"| model | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
+    columns = dict.fromkeys(pair.cache.name for pair in every_pair())
+    lines = [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for model in MODELS:
-        row = [cells.get((model.name, name), "for UNets") for name in COLUMNS]
+        row = [cells.get((model.name, name), "for UNets") for name in columns]
         lines.append(f"| {model.name} | {' | '.join(row)} |")
     return [*lines, "", *(f"- *{letter}*: {reason}" for reason, letter in letters.items())]
 

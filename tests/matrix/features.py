@@ -13,8 +13,7 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
-from tests.builders.caches import DeepCache
-from tests.builders.pipelines import once, one_step, quiet, sd, sdxl
+from tests.builders.pipelines import SIDE, once, quiet, sd, sdxl
 from tests.builders.tiny import TEXT_DIM, tiny_pipeline, tiny_unet, unet_inputs
 from tests.matrix.rows import Row
 from tests.matrix.unets import LEVELS
@@ -128,10 +127,13 @@ def modular() -> Any:
 
 
 def run_modular(pipe: Any) -> Tensor:
-    return one_step(pipe, prompt="a red key", output="images")
+    call = {"prompt": "a red key", "height": SIDE, "width": SIDE, "num_inference_steps": 1}
+    generator = torch.Generator().manual_seed(0)
+    images: Tensor = pipe(**call, generator=generator, output_type="pt", output="images")
+    return images
 
 
-CPU, DEEP = torch.device("cpu"), DeepCache()
+CPU = torch.device("cpu")
 BY_LAYER = {"by layer": {"keep": 0.5, "layers": {"up_blocks": {"tau": -1.0}}}}
 features = partial(Row, build=tiny_pipeline, run=once, merges=LEVELS)
 ROWS = [
@@ -198,13 +200,6 @@ ROWS = [
     ),
     features("quanto int8", build=quanto_pipeline, sweep=True),
     features("GGUF Q8_0", build=gguf_pipeline),
-    features(
-        "DeepCache",
-        run=partial(once, num_inference_steps=3),
-        switch=DEEP.enable,
-        undo=DEEP.disable,
-        processor="same",
-    ),
     features(
         "settings by layer",
         modes=BY_LAYER,

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from mame_sd.diffusion.families.refused import EXCLUDED
-from tests.matrix import caches, features, tools, transformers, unets
+from tests.matrix import caches, features, transformers, unets
 from tests.matrix.models.sweep import RECORD, classes
 from tests.matrix.rows import Row
 
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 def layers(merges: Mapping[str, int] | Mapping[int, int]) -> str:
     """How many layers merge, by their number of tokens."""
-    return ", ".join(f"{n} of {tokens}" for tokens, n in merges.items()) or "none"
+    return ", ".join(f"{n} of {tokens}" for tokens, n in merges.items())
 
 
 def rows_table(first: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -70,8 +70,6 @@ def page() -> str:
         "denoisers": denoisers(),
         "caches": caches.table(),
         "caches of one model": caches.own_models(),
-        "tools": ["| what | holds |", "|---|---|"]
-        + [f"| {row.name} | {row.note} |" for row in tools.CHECKS],
     }
     for name, lines in tables.items():
         start = text.index(f"<!-- {name} -->")

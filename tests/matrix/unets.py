@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tests.builders.pipelines import (
-    SIDE,
-    animatediff,
-    controlnet,
-    kandinsky,
-    noise,
-    once,
-    run_animatediff,
-    run_kandinsky,
-    run_stable_video,
-    sd,
-    sdxl,
-    stable_video,
-)
-from tests.builders.tiny import tiny_pipeline
+from tests.builders.pipelines import SIDE, controlnet, noise, once, sd, sdxl
+from tests.builders.tiny import LATENT, tiny_pipeline
+from tests.matrix.models.others import KANDINSKY, LATENT_UPSCALER
 from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Row
+from tests.matrix.transformers import row
 
 LEVELS = {256: 3, 64: 4}  # what tiny_unet merges at its own size
 
+FRAMES = "attention over frames never merges"
+MOTION = MODELS["UNetMotionModel"]
+SQUARE = {**MOTION.inputs(), "sample": noise(1, 4, 3, LATENT, LATENT)}  # of which processors know
+MOTION = replace(MOTION, inputs=lambda: SQUARE)
 SAME: dict[str, Any] = {"processor": "same", "loads": True}
 
 ROWS = [
@@ -54,29 +48,24 @@ ROWS = [
         note="`apply_mame(pipe.controlnet)`",
     ),
     Row("SDXL", sdxl, once, {64: 8}, **SAME),
-    Row(
+    row(
         "Kandinsky 2.2 decoder",
-        kandinsky,
-        run_kandinsky,
+        KANDINSKY,
         {64: 4},
         modes={"keep": {"keep": 0.5}},
         processor="set",
         one_liner="nothing merges",
+        sweep=False,
         note="by `keep` alone: the text's (added) keys stand first",
     ),
-    Row(
-        "AnimateDiff",
-        animatediff,
-        run_animatediff,
-        LEVELS,
-        processor="same",
-        note="attention over frames never merges",
-    ),
-    Row(
+    row("Latent upscaler", LATENT_UPSCALER, {24: 4}, processor="", sweep=False, min_tokens=16),
+    row("AnimateDiff", MOTION, {256: 3, 64: 1}, processor="same", sweep=False, note=FRAMES),
+    row(
         "Stable Video Diffusion",
-        lambda: stable_video(MODELS["UNetSpatioTemporalConditionModel"].build()),
-        run_stable_video,
-        {256: 3, 64: 1},
-        note="attention over frames never merges",
+        "UNetSpatioTemporalConditionModel",
+        {96: 3},
+        processor="",
+        sweep=False,
+        note=FRAMES,
     ),
 ]

@@ -1,34 +1,29 @@
-"""The examples of docs/perception.md run, and its tables of arguments and models name what there
-is.
+"""What pages say of vision transformers: examples run, the table of arguments names what there is,
+and FLOPs of real architectures are those of the paper's baselines and of halving tokens.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.main import get_command
 
+from benchmarks import encoders
 from benchmarks.encoders import counted
 from mame_sd import apply_mame, remove_mame
-from mame_sd.cli.app import app
-from mame_sd.eval.cli.app import app as evaluation
 from mame_sd.perception.apply_encoder import apply_encoder
 from tests.builders.perception import NAMED
 from tests.builders.tiny import seeded
 
 DOCS = Path(__file__).parents[2] / "docs"
-USAGE, CLASSIFY, CACHES = (
+USAGE, CLASSIFY = (
     (DOCS / name).read_text(encoding="utf-8")
-    for name in ("perception.md", "perception-classify.md", "kv-cache.md")
+    for name in ("perception.md", "perception-classify.md")
 )
 PAGE = USAGE + CLASSIFY
-COMMANDS = re.findall(r"^(?:    )?(mame-sd(?:-eval)? .*?)(?:  #.*)?$", PAGE + CACHES, re.M)
 EXAMPLES = re.findall(r"<!-- test: python -->\n```python\n(.*?)```", PAGE, re.S)
 
 
@@ -56,19 +51,24 @@ def test_arguments_are_those_of_the_function() -> None:
     assert own | {"tau", "keep"} == set(re.findall(r"^\| `(\w+)` \|", USAGE, re.M))
 
 
-def test_commands_parse() -> None:
-    assert len(COMMANDS) > 5
-    for line in COMMANDS:
-        program, name, *words = shlex.split(line)
-        group: Any = get_command(evaluation if program == "mame-sd-eval" else app)
-        context = group.make_context(program, [name], resilient_parsing=True)
-        sub = group.get_command(context, name)
-        assert sub is not None, f"no command {name}"
-        sub.make_context(name, words)
-
-
 def test_tome_s_r_is_a_keep_for_each_block() -> None:
     keep = [(n - 16) / n for n in range(196, 4, -16)]
     assert "keep=[(n - 16) / n for n in range(196, 4, -16)]" in PAGE
     tokens = [block.tokens_kept for block in counted("ViT-B", tuple(range(12)), keep).blocks]
     assert tokens == [*range(181, 4, -16)]
+
+
+def test_flops_halved_at_3_6_and_9_are_those_counted_by_hand_and_of_the_documentation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of ViT-Ti; larger ones take longer."""
+    report = counted("ViT-Ti")
+    kept = [197] * 3 + [99] * 3 + [50] * 3 + [26] * 3
+    assert [block.tokens_kept for block in report.blocks] == kept
+    merging = sum(block.merging for block in report.blocks)
+    assert report.flops - merging == pytest.approx(0.62e9, abs=5e6)
+    assert merging < 0.01 * report.flops
+    small = {"ViT-Ti": encoders.ARCHITECTURES["ViT-Ti"]}
+    monkeypatch.setattr(encoders, "ARCHITECTURES", small)
+    results = (DOCS / "perception-results.md").read_text(encoding="utf-8")
+    assert encoders.flops_table() in results, "run: python -m benchmarks.encoders --flops"

@@ -27,8 +27,23 @@ def test_a_hidden_state_is_restored_by_the_blocks_before_it() -> None:
     assert torch.equal(handle.restore(states[2]), plans[0].restore(states[2]))
     assert torch.equal(handle.restore(states[4]), plans[0].restore(plans[2].restore(states[4])))
     assert torch.equal(handle.restore(states[2], block=1), handle.restore(states[2]))
-    with pytest.raises(ValueError, match="restore: expected a tensor of shape"):
-        handle.restore(states[0])
+    assert torch.equal(handle.restore(states[4], block=-1), handle.restore(states[4]))
+    for features, block in (
+        (states[0], None),
+        (states[0], 1),
+        (states[1], 3),
+        (states[4][:1], None),
+        (states[4].repeat(2, 1, 1), 3),
+    ):
+        with pytest.raises(ValueError, match=r"restore: expected a tensor of shape \[2, L', C\]"):
+            handle.restore(features, block)
+    assert torch.equal(handle.owners(-1), handle.owners())
+    with pytest.raises(ValueError, match="block: expected one from 0 to 3, or -1, got 4"):
+        handle.owners(4)
+    handle = apply_encoder(model, keep=0.6, blocks=(2,))
+    handle.capture()
+    first = model(**inputs, output_hidden_states=True).hidden_states[1]
+    assert handle.restore(first, block=0) is first, "nothing has merged before it"
 
 
 @pytest.mark.parametrize("row", [pytest.param(VIT, id=VIT.name), TIMM[0]])
@@ -80,21 +95,22 @@ def test_dense_heads_find_every_token_at_its_place(row: Row) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "restored"),
+    ("row", "restored"),
     [
-        ("Dinov2ForImageClassification", True),
-        ("SiglipForImageClassification", True),
-        ("ViTForImageClassification", False),
+        pytest.param(NAMED["Dinov2ForImageClassification"], True, id="DINOv2"),
+        pytest.param(NAMED["SiglipForImageClassification"], True, id="SigLIP"),
+        pytest.param(VIT, False, id="ViT"),
+        pytest.param(*TIMM[2].values, True, id=TIMM[2].id, marks=TIMM[2].marks),
+        pytest.param(*TIMM[0].values, False, id=TIMM[0].id, marks=TIMM[0].marks),
     ],
 )
 @torch.no_grad()
-def test_heads_that_take_a_mean_count_what_tokens_stand_for(name: str, restored: bool) -> None:
-    row = NAMED[name]
+def test_heads_that_take_a_mean_count_what_tokens_stand_for(row: Row, restored: bool) -> None:
     model, inputs = row.build(), row.batch()
 
     def logits(**fields: Any) -> Tensor:
         apply_encoder(model, keep=0.6, **fields)
-        return row.call(model, inputs)["logits"]
+        return next(iter(row.call(model, inputs).values()))
 
     assert torch.equal(logits(), logits(restore=restored))
-    assert torch.equal(logits(), logits(restore=not restored)) == (name == VIT.name)
+    assert torch.equal(logits(), logits(restore=not restored)) == (not restored)

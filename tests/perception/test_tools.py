@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 from torch.utils.flop_counter import FlopCounterMode
 
+from mame_sd.core import merge
 from mame_sd.perception.apply_encoder import (
     apply_encoder,
     encoder_restored,
@@ -33,11 +34,10 @@ from tests.builders.tiny import seeded
 from tests.perception.oracle import blocks_of
 
 
-def lora(model: nn.Module, merged: bool = False) -> nn.Module:
+def lora(model: nn.Module, merged: bool = False, more: tuple[str, ...] = ()) -> nn.Module:
     torch.manual_seed(1)
-    config = LoraConfig(
-        target_modules=["k_proj", "q_proj", "qkv", "key", "query"], r=3, init_lora_weights=False
-    )
+    layers = ["k_proj", "q_proj", "qkv", "key", "query", *more]
+    config = LoraConfig(target_modules=layers, r=3, init_lora_weights=False)
     adapted: Any = get_peft_model(model, config)
     return (adapted.merge_and_unload() if merged else adapted).eval()
 
@@ -247,7 +247,7 @@ def test_timm_s_feature_maps_have_every_token_at_its_place(
     model = build()
     plain = maps(model)
     vit = getattr(model, "model", model)
-    handle = apply_encoder(model, keep=0.7, blocks=(0, 2))
+    handle = apply_encoder(model, keep=0.7, blocks=(0, 2), restore=False)
     handle.capture()
     got = maps(model)
     assert [one.shape for one in got] == [one.shape for one in plain]
@@ -338,8 +338,11 @@ def test_what_changes_tokens_between_blocks_of_a_backbone_is_refused() -> None:
 
 @NEEDS_TIMM
 @torch.no_grad()
-def test_convolutions_count_at_the_places_where_they_compute() -> None:
-    """What cuts patches by more than one convolution: timm's hybrids."""
+def test_convolutions_count_at_the_places_where_they_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What cuts patches by more than one convolution: timm's hybrids; and what adapters add."""
+    monkeypatch.setattr(merge, "ADDING", ())  # reports count what a card does
     hybrid = __import__("timm.models.vision_transformer_hybrid", fromlist=["x"])
     layers = __import__("timm.layers", fromlist=["x"])
     backbone = hybrid.ConvStem(depth=2, channels=(8, 16), kernel_size=3, stride=(2, 2))
@@ -347,7 +350,7 @@ def test_convolutions_count_at_the_places_where_they_compute() -> None:
     model = timm_vit(img_size=32, patch_size=1, embed_layer=stem)
     image = torch.randn(1, 3, 32, 32)
     handle = apply_encoder(model, keep=0.6)
-    for active in (True, False):
+    for active in (True, False, True):
         handle.active = active
         with (
             torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
@@ -356,7 +359,9 @@ def test_convolutions_count_at_the_places_where_they_compute() -> None:
             model(image)
         report = handle.report()
         assert counter.get_total_flops() / 2 == (report.flops if active else report.flops_before)
-    handle.active = True
+        if not active:
+            lora(model, more=("proj",))
+            handle.reset()
     assert not handle.report().blocks[0].note, "the last convolution's grid is the patches'"
 
 
@@ -370,17 +375,23 @@ def test_a_model_that_lists_its_blocks_first_has_a_grid() -> None:
     assert not handle.report().blocks[0].note
 
 
-@pytest.mark.parametrize("how", ["handle", "model", "block"])
-def test_a_part_that_was_taken_out_keeps_no_hook(how: str) -> None:
-    model: Any = VIT.build()
+def put_anew(model: nn.Module) -> nn.Module:
+    """Put another projection to keys into the first block, and return the one that was there."""
     block = blocks_of(model, VIT)[0]
     path = next(name for name, _ in block.named_modules() if name.endswith(("key", "k_proj")))
     outer, _, name = path.rpartition(".")
     old = block.get_submodule(path)
+    setattr(block.get_submodule(outer), name, copy.deepcopy(old))
+    return old
+
+
+@pytest.mark.parametrize("how", ["handle", "model", "block"])
+def test_a_part_that_was_taken_out_keeps_no_hook(how: str) -> None:
+    model = VIT.build()
     with encoder_restored(model):
         handle = apply_encoder(model, keep=0.5)
         VIT.call(model, VIT.batch())
-        setattr(block.get_submodule(outer), name, copy.deepcopy(old))
+        old = put_anew(model)
         if how != "block":
             handle.remove() if how == "handle" else remove_encoder(model)
             assert not has_encoder_hooks(old)
@@ -389,14 +400,11 @@ def test_a_part_that_was_taken_out_keeps_no_hook(how: str) -> None:
 
 
 def test_blocks_that_end_out_of_order_leave_nothing_on_a_new_part() -> None:
-    model: Any = VIT.build()
-    block = blocks_of(model, VIT)[0]
-    path = next(name for name, _ in block.named_modules() if name.endswith(("key", "k_proj")))
-    outer, _, name = path.rpartition(".")
+    model = VIT.build()
     first, second = encoder_restored(model), encoder_restored(model)
     first.__enter__()
     apply_encoder(model, keep=0.5)
-    setattr(block.get_submodule(outer), name, copy.deepcopy(block.get_submodule(path)))
+    put_anew(model)
     VIT.call(model, VIT.batch())
     second.__enter__()
     apply_encoder(model, keep=0.3)

@@ -18,7 +18,7 @@ from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import prompts_from_texts
-from tests.builders.kills import snapshot
+from tests.builders.run_folders import snapshot
 
 PROMPTS, FAST = prompts_from_texts(["key", "ant"]), GenerateSettings(steps=1)
 VALUES = [None, True, -1, 2**63, 1e308, "", "\ud800", "../x", [], {}, [[]], {"a": [1]}]

@@ -21,8 +21,8 @@ from mame_sd.runs.jobs import GenerateSettings, cut_batches, generator_of, jobs_
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.run_folder import RunFolder
-from tests.builders.kills import in_child, kill_at, snapshot
-from tests.builders.processes import in_two_processes
+from tests.builders.processes import in_child, in_two_processes, kill_at
+from tests.builders.run_folders import snapshot
 
 PROMPTS = prompts_from_texts(["key", "ant", "star"])
 MERGED = MaMeConfig(keep=0.5, min_tokens=16)

@@ -27,6 +27,7 @@ from mame_sd.core.paper import Plan
 from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.processors import PLAIN, STOOD_IN_FOR, processed
+from mame_sd.diffusion.families.transformers import NOTHING_BESIDE
 from mame_sd.diffusion.layer import (
     NO_SIZE,
     AttentionAdapter,
@@ -42,15 +43,6 @@ LAYER_SKIP = (
     " queries; tau goes with it"
 )
 STOOD_IN = "computed by AttnProcessor2_0 in place of {}"
-# Self-attention with nothing beside its tokens. A processor may put further keys behind them.
-NOTHING_BESIDE = Family(
-    "UNet",
-    (),
-    (),
-    lambda model, call: None,
-    leaves=("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb"),
-    by_sample=True,
-)
 
 
 class SequenceAttention(AttentionAdapter):
@@ -153,11 +145,8 @@ class PlainAttention(SequenceAttention):
         if known is None and isinstance(hidden, Tensor) and hidden.dim() == 3:
             known = guessed(hidden.shape[1], config.size)
         route = super().route(call, known, config)
-        if (
-            isinstance(route, str)
-            or config.tau is not None
-            or type(call.processor) not in STOOD_IN_FOR  # nor the user's own that derive from them
-        ):
+        stood_in = type(call.processor) in STOOD_IN_FOR  # none of the user's that derive from them
+        if isinstance(route, str) or config.tau is not None or not stood_in:
             return route
         notes = filter(None, (route.note, STOOD_IN.format(call.kind)))
         run = partial(processed, PLAIN, call.module, **call.arguments)
@@ -196,19 +185,15 @@ def fixed_reason(attn: Any) -> str | None:
     """
     if not isinstance(attn, Attention):
         return f"{type(attn).__name__} is no diffusers Attention"
-    if attn.is_cross_attention or attn.only_cross_attention:
-        return "cross-attention"
-    if attn.added_kv_proj_dim is not None:
-        return "added keys and values"
-    if attn.group_norm is not None or attn.spatial_norm is not None:
-        return "normalises over space"
-    if attn.residual_connection:
-        return "adds its own input to its output"
-    if attn.norm_cross:
-        return "normalises encoder states"
-    if "Linear" in type(attn.processor).__name__:
-        return "linear attention"
-    return None
+    reasons = {
+        "cross-attention": attn.is_cross_attention or attn.only_cross_attention,
+        "added keys and values": attn.added_kv_proj_dim is not None,
+        "normalises over space": attn.group_norm is not None or attn.spatial_norm is not None,
+        "adds its own input to its output": attn.residual_connection,
+        "normalises encoder states": attn.norm_cross,
+        "linear attention": "Linear" in type(attn.processor).__name__,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _skip_reason(

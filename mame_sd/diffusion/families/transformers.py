@@ -1,10 +1,8 @@
 """The families of diffusers' transformers: which attention there is over an image's or a video's
 tokens, and where they stand.
 
-UNets, DiT and PixArt need none: their self-attention has nothing beside its tokens
-(`attention.PlainAttention`). A row of the table reads: name, classes of the model, classes of the
-attention, where the image lies, what holds a row per token. Classes of the attention come with the
-last part of their path.
+A row of the table reads: name, classes of the model, classes of the attention, where the image
+lies, what holds a row per token. Classes of the attention come with the last part of their path.
 """
 
 from __future__ import annotations
@@ -174,6 +172,16 @@ BUILT_IN = (
            keys="encoder_hidden_states", queries=False, joint="last"),
 )
 # fmt: on
+# UNets, DiT, PixArt: self-attention with nothing beside its tokens. A processor may put further
+# keys behind them.
+NOTHING_BESIDE = Family(
+    "UNet",
+    at.IMAGE_MODULES,
+    (),
+    at.image_or_patches,
+    by_sample=True,
+    leaves=("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb"),
+)  # fmt: skip
 # UNets whose attention takes an image [B, C, H, W] and puts the text's keys before its own:
 # Kandinsky 2, DeepFloyd IF, UnCLIP.
 ADDED_KEYS = Family("added keys", (), (), at.of_levels, queries=False, joint="first")

@@ -8,7 +8,7 @@ import pytest
 
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
-from tests.builders.benchmarks import benchmark
+from tests.builders.benchmarks import benchmark, every_row
 from tests.builders.tiny import save_tiny_pipeline
 
 
@@ -26,5 +26,5 @@ def model(model_folder: Path) -> LoadedModel:
 def finished(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished benchmark."""
     out = tmp_path_factory.mktemp("benchmark") / "out"
-    benchmark(model, out).run()
+    benchmark(model, out, rows=every_row()).run()
     return out

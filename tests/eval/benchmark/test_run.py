@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -27,20 +28,27 @@ from tests.builders.benchmarks import (
     PROMPTS,
     TINY,
     benchmark,
+    every_row,
     results_of,
     rivals,
     rows_of,
     tiny_rows,
 )
-from tests.builders.kills import snapshot
 from tests.builders.processes import in_two_processes
+from tests.builders.run_folders import forget_hashes, snapshot
 from tests.builders.tiny import save_tiny_pipeline
 
 
 @rivals
 def test_every_row_has_every_value_or_a_reason_and_gates_pass(finished: Path) -> None:
     results, rows = results_of(finished), rows_of(finished)
-    assert list(rows) == ["baseline", "tomesd-50", "mame-tau", "mame-default"]
+    assert list(rows) == [row.name for row in every_row()]
+    lacking = rows.pop("todo-2")
+    assert lacking["measured"] is False
+    assert lacking["reason"].startswith("todo: expected at least one layer to merge")
+    assert "\n" not in lacking["reason"]
+    needed = "Sensitivity of this instrument: not measured (needs mean-attention)."
+    assert results["sensitivity"] == needed, "the floor is there, and has no LPIPS"
     for name, row in rows.items():
         values = row["values"]
         assert row["measured"]
@@ -49,9 +57,9 @@ def test_every_row_has_every_value_or_a_reason_and_gates_pass(finished: Path) ->
         )
         for metric in ("fid", "is"):
             assert values[metric]["withheld"] == "N = 3, needs 100"
-        latency = values["latency"]
-        assert 0 < values["denoising"]["mean"] < latency["mean"]
-        assert latency["low"] <= latency["mean"] <= latency["high"]
+        for speed in (values["latency"], values["speedup"]):
+            assert 0 < speed["low"] <= speed["mean"] <= speed["high"]
+        assert 0 < values["denoising"]["mean"] < values["latency"]["mean"]
         assert 0 < values["memory_denoising"]["mean"] <= values["memory"]["mean"]
     psnr = rows["mame-tau"]["values"]["psnr"]
     assert psnr["mean"] == pytest.approx(sum(rows["mame-tau"]["per_image"]["psnr"].values()) / 3)
@@ -88,12 +96,12 @@ def test_running_again_makes_nothing_again_and_mixes_no_figures_of_before(
         yield lambda done, total: None
 
     with pytest.raises(KeyboardInterrupt):
-        benchmark(model, out, stage=interrupted).run()
+        benchmark(model, out, rows=every_row(), stage=interrupted).run()
     row = rows_of(out)["mame-default"]
-    costs = {"latency", "denoising", "memory", "memory_denoising"}
+    costs = {"latency", "speedup", "denoising", "memory", "memory_denoising"}
     assert set(row["values"]) == costs, "scores are those of another start"
     assert (row["measured"], row["per_image"]) == (True, {})
-    benchmark(model, out).run()
+    benchmark(model, out, rows=every_row()).run()
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*.png")} == times
     assert (out / "bench.jsonl").read_bytes() == bench_before
     for name, row in rows_of(finished).items():
@@ -157,27 +165,44 @@ def test_missing_peers_and_weights_leave_a_reason(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs several processes on one machine")
-def test_two_processes_make_the_same_benchmark(
+def test_two_processes_make_the_same_benchmark_and_every_gate_can_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text("key\nant\n")
     model_folder = save_tiny_pipeline(
         tmp_path / "like-sdxl", **LIKE_SDXL
     )  # tomesd can do nothing with it
-    given = "benchmark --device cpu --offline --steps 1 --height 128 --width 128 --rounds 1"
-    options = [*given.split(), "--rows", "tomesd-50,mame-default", "--model", str(model_folder)]
-    options += ["--prompts", str(tmp_path / "prompts.txt"), "--weights-dir", str(tmp_path)]
-    options += ["--out"]
-    out = in_two_processes(lambda: cli.run([*options, str(tmp_path / "two")]), tmp_path)
-    assert out.count("report.html") == 1
-    assert cli.run([*options, str(tmp_path / "one")]) == 0
-    one, two = rows_of(tmp_path / "one"), rows_of(tmp_path / "two")
+    words = "benchmark --device cpu --offline --steps 1 --height 128 --width 128 --rounds 1"
+    given = [*words.split(), "--rows", "tomesd-50,mame-default", "--model", str(model_folder)]
+    given += ["--prompts", str(tmp_path / "prompts.txt"), "--weights-dir", str(tmp_path)]
+    two, one = tmp_path / "two", tmp_path / "one"
+    said = in_two_processes(lambda: cli.run([*given, "--out", str(two)]), tmp_path)
+    assert said.count("report.html") == 1
+    assert cli.run([*given, "--out", str(one)]) == 0
+    alone, shared = rows_of(one), rows_of(two)
     for name in ("baseline", "mame-default"):
-        assert snapshot(tmp_path / "one" / "runs" / name) == snapshot(
-            tmp_path / "two" / "runs" / name
-        )
-        assert one[name]["per_image"] == two[name]["per_image"]
-    assert [row["measured"] for row in two.values()] == [True, False, True]
-    assert one["tomesd-50"]["reason"] == two["tomesd-50"]["reason"] != ""
-    found = set(one["mame-default"]["per_image"]) - {"lpips"}  # where its weights lie in the cache
+        assert snapshot(one / "runs" / name) == snapshot(two / "runs" / name)
+        assert alone[name]["per_image"] == shared[name]["per_image"]
+    assert [row["measured"] for row in shared.values()] == [True, False, True]
+    assert alone["tomesd-50"]["reason"] == shared["tomesd-50"]["reason"] != ""
+    found = set(alone["mame-default"]["per_image"]) - {"lpips"}  # where its weights are here
     assert found == {"psnr", "ssim"}
+
+    results = results_of(one)
+    assert "reference" not in results
+    command = shlex.join(["mame-sd-eval", *given])
+    assert results["manifest"]["command"] == command
+    assert command in (one / "report.html").read_text(encoding="utf-8")
+    assert "2 prompts (prompts.txt), 1 step, seed 0, model like-sdxl" in results["notes"][0]
+    assert (one / "bench-busy.jsonl").exists(), "one round tells nothing: the next start times anew"
+    images = sorted((one / "runs" / "baseline" / "images").iterdir())
+    forget_hashes(one / "runs" / "baseline")
+    # not what the baseline makes, and no other prompt's image differs
+    images[0].write_bytes(images[1].read_bytes())
+    capsys.readouterr()
+    assert cli.run([*given, "--out", str(one)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "sanity gates failed (baseline against itself, inactive merging" in error
+    assert "unrelated pairing" in error
+    page = (one / "report.html").read_text(encoding="utf-8")
+    assert "3 of 4 sanity gates failed" in page

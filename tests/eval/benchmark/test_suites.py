@@ -18,51 +18,43 @@ from mame_sd.eval.metric_list import METRICS
 from mame_sd.runs.jobs import GenerateSettings
 
 
-def test_the_papers_rows_are_there_and_rows_can_be_chosen() -> None:
-    labels = [row.label for row in ROWS.values()][:6]
-    assert labels == [
-        "baseline",
-        "ToMeSD 25 %",
-        "ToMeSD 50 %",
-        "MaMe+MaRe τ 0.7",
-        "MaMe+MaRe τ 0.8",
-        "MaMe default",
-    ]
+def test_rows_are_chosen_by_name_and_by_number() -> None:
+    def names(text: str | None) -> list[str]:
+        return [row.name for row in chosen_rows(text)]
+
+    default = "baseline tomesd-25 tomesd-50 mame-0.7 mame-0.8 mame-default means-2x2 random-2x2"
+    assert names(None) == [*default.split(), "mean-attention"]
     assert [row.name for row in ROWS.values() if row.default] == ["mame-default"]
     config = ROWS["mame-0.7"].config["mame"]
     assert (config["tau"], config["keep"]) == (0.7, None)
-    assert [row.name for row in chosen_rows("mame-default")] == ["baseline", "mame-default"]
-    default = [row.label for row in chosen_rows(None)]
-    assert default == [*labels, "means of 2 × 2 keys", "one random key of 2 × 2", "mean attention"]
-    rows = chosen_rows("todo-2,default-0.5")
-    assert [(row.name, row.family) for row in rows[1:]] == [
-        ("todo-2", "rival"),
-        ("default-0.5", "mame"),
-    ]
-    assert rows[2].config["mame"]["keep"] == 0.5
-    assert [row.name for row in chosen_rows("default-.5, default-5e-1,default-0.50")] == [
+    assert names("default-.5, mame-default,default-5e-1,default-0.50") == [
         "baseline",
+        "mame-default",
         "default-0.5",
     ]
-    numbered = chosen_rows("fewer-2,random-0.25,random-fitted-.25,unfitted-0.25")[1:]
-    assert [row.label for row in numbered] == [
-        "2 steps fewer",
-        "0.25 of the keys at random",
-        "0.25 of the keys at random, fitted",
-        "MaMe, keep 0.25 of the keys, not fitted",
+    rows = chosen_rows("todo-2,default-0.5,fewer-2,random-0.25,random-fitted-.25,unfitted-0.25")[1:]
+    assert [(row.label, row.family) for row in rows] == [
+        ("ToDo, one key of 2 × 2", "rival"),
+        ("MaMe, keep 0.5 of the keys", "mame"),
+        ("2 steps fewer", "rival"),
+        ("0.25 of the keys at random", "rival"),
+        ("0.25 of the keys at random, fitted", "rival"),
+        ("MaMe, keep 0.25 of the keys, not fitted", "mame"),
     ]
-    assert [numbered[0].sampling(GenerateSettings(steps=n)).steps for n in (10, 2)] == [8, 1]
-    assert numbered[0].config == {"fewer_steps": 2}
-    assert numbered[2].config["rival"]["fit_queries"] == 128
-    assert numbered[3].config["mame"]["fit_queries"] == 0
-    for name in ("default-x", "default-0", "default-2", "random-1", "random-fitted-no"):
-        with pytest.raises(UserError, match=f"--rows {name}: expected a share"):
+    _, ours, fewer, _, fitted, unfitted = rows
+    assert ours.config["mame"]["keep"] == 0.5
+    assert [fewer.sampling(GenerateSettings(steps=n)).steps for n in (10, 2)] == [8, 1]
+    assert fewer.config == {"fewer_steps": 2}
+    assert fitted.config["rival"]["fit_queries"] == 128
+    assert unfitted.config["mame"]["fit_queries"] == 0
+    for name, expected in (
+        *((f"default-{n}", f" default-{n}: expected a share") for n in ("x", "0", "2")),
+        *((f"random-{n}", f" random-{n}: expected a share") for n in ("1", "fitted-no")),
+        *((f"fewer-{n}", f" fewer-{n}: expected how many steps") for n in ("0", "x", "")),
+        ("mame-default,tomesd-99", ": expected names of baseline, tomesd-25"),
+    ):
+        with pytest.raises(UserError, match=f"--rows{expected}"):
             chosen_rows(name)
-    for name in ("fewer-0", "fewer-x", "fewer-"):
-        with pytest.raises(UserError, match=f"--rows {name}: expected how many steps fewer"):
-            chosen_rows(name)
-    with pytest.raises(UserError, match="--rows: expected names of baseline, tomesd-25"):
-        chosen_rows("mame-default,tomesd-99")
 
 
 def test_what_is_given_stands_over_the_suite() -> None:

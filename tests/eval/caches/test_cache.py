@@ -22,7 +22,7 @@ from mame_sd.eval.caches.cases import (
     read_text,
     text_files,
 )
-from mame_sd.eval.caches.measure import Meter, every_key, measure
+from mame_sd.eval.caches.measure import Meter, measure
 from mame_sd.eval.caches.rows import all_rows
 from mame_sd.eval.caches.settings import TASKS
 from mame_sd.eval.caches.table import format_table, summary
@@ -143,7 +143,7 @@ def test_only_what_the_full_cache_answers_is_asked_of_others() -> None:
     rows = [all_rows()[name] for name in ("random", "h2o")]
     with Meter(tiny("llama")) as meter:
         start = meter.prefill(ids)
-        right = int(meter.rest(every_key(start), start[0].seen, [5])[-1].argmax())
+        right = int(meter.rest(start, start[0].seen, [5])[-1].argmax())
         for answer, want in ((right, ["full", "random", "h2o"]), ((right + 1) % 40, ["full"])):
             asked = Case("needles-0", "needles", ids, [5, answer], 1)
             found = list(measure(meter, asked, rows, [0.5], never))

@@ -15,7 +15,7 @@ from typer.main import get_command
 from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.eval.benchmark.suites import SUITES
 from mame_sd.eval.cli import app as cli
-from mame_sd.eval.cli.benchmark import note_lacking
+from mame_sd.eval.cli.benchmark import command_again, note_lacking
 from tests.builders.console import error_of
 
 ROOT = Path(__file__).parents[3]
@@ -78,6 +78,11 @@ def test_rows_that_lack_a_package_are_named_before_anything_is_made(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: left out: tomesd-25, tomesd-50 (tomesd is not installed: pip")
     assert "'mame-sd[rivals]'" in line
+
+
+def test_the_command_of_a_report_is_that_of_the_shell_without_out() -> None:
+    given = ["benchmark", "--out=x", "--prompts", "a b", "--out", "y", "--num", "2"]
+    assert command_again(given) == "mame-sd-eval benchmark --prompts 'a b' --num 2"
 
 
 def test_doctor_names_what_is_missing_or_wrong(

@@ -1,11 +1,15 @@
-"""Inception against its authors' code, and its resizing against clean-fid's."""
+"""Inception against its authors' code, its resizing against clean-fid's, and the precision in which
+networks run.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from mame_sd.errors import UserError
+from mame_sd.eval.networks import full_precision
 from mame_sd.eval.networks.extractors import Extractor, load_inception, resize
 from mame_sd.eval.weights.files import file_sha256
 from mame_sd.eval.weights.registry import REGISTRY
@@ -103,3 +108,45 @@ def test_the_documented_example_makes_statistics_that_reference_takes(
     with np.load("photos.npz") as made:
         assert (int(made["n"]), str(made["source"])) == (2, "Inception")
         assert made["sigma"].shape == (2048, 2048)
+
+
+BACKENDS = torch.backends
+PLACES = (
+    BACKENDS.cuda.matmul,
+    BACKENDS.cudnn.conv,
+    BACKENDS.mkldnn.matmul,
+    BACKENDS.mkldnn.conv,
+)
+
+
+def allowed() -> list[Any]:
+    """What the user has allowed."""
+    found = [place.fp32_precision for place in (*PLACES, BACKENDS.cudnn.rnn)]
+    return [*found, BACKENDS.cudnn.deterministic, BACKENDS.cudnn.benchmark]
+
+
+USERS_CHOICES: dict[str, Callable[[], None]] = {
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "everything": lambda: setattr(BACKENDS, "fp32_precision", "tf32"),
+    "benchmark": lambda: setattr(BACKENDS.cudnn, "benchmark", True),
+}
+
+
+@pytest.mark.parametrize("choice", USERS_CHOICES)
+def test_networks_run_in_whole_precision_whatever_the_user_allows(choice: str) -> None:
+    places = (BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn)
+    at_first = [place.fp32_precision for place in places]
+    try:
+        USERS_CHOICES[choice]()
+        before = allowed()
+        with full_precision():
+            assert [place.fp32_precision for place in PLACES] == ["ieee"] * 4
+            assert (BACKENDS.cudnn.deterministic, BACKENDS.cudnn.benchmark) == (True, False)
+            assert not torch.is_grad_enabled()
+        assert allowed() == before
+    finally:
+        BACKENDS.fp32_precision = "none"
+        BACKENDS.cudnn.benchmark = False
+        torch.set_float32_matmul_precision("highest")
+        for place, value in zip(places, at_first, strict=True):
+            place.fp32_precision = value

@@ -258,3 +258,20 @@ def test_a_model_of_features_alone_answers_by_the_nearest_image_of_a_gallery(
         right = sum(a == b for a, b in zip(expected, images.labels[middle:], strict=True))
         assert rows["baseline"]["values"]["top1"]["mean"] == pytest.approx(100 * right / middle)
     assert results_of(out)["manifest"]["answers"]["gallery"]["images"] == middle
+
+
+def test_clips_are_answered_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_classifier(tmp_path / "model", "VideoMAEForVideoClassification")
+    for name in CLASSES:
+        (tmp_path / "data" / name / "one").mkdir(parents=True)
+        for frame in range(4):
+            picture = Image.new("RGB", (64, 64), (40 * frame,) * 3)
+            picture.save(tmp_path / "data" / name / "one" / f"{frame}.png")
+    given = words(tmp_path, tmp_path / "out", "model", rows="mame-default,tome@mame-default")
+    assert cli.run(given) == 2
+    assert "sees clips; change it" in capsys.readouterr().err
+    assert cli.run([*given, "--suite", "video"]) == 0
+    before = batches_in(tmp_path / "out")
+    assert set(before) == {"baseline", "mame-default", "tome@mame-default"}
+    assert cli.run([*given, "--suite", "video"]) == 0
+    assert batches_in(tmp_path / "out") == before

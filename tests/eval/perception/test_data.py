@@ -1,5 +1,5 @@
-"""Class folders, labels, class names and prompt templates: what is taken, and what is refused by
-name.
+"""Class folders, clips, labels, class names and prompt templates: what is taken, and what is
+refused by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from mame_sd.errors import UserError
-from mame_sd.eval.perception.data import labelled, open_images
+from mame_sd.eval.perception.data import ImageSet, labelled, open_images
 from mame_sd.eval.perception.encoders import LoadedEncoder, load_encoder
 from mame_sd.eval.perception.heads import (
     Head,
@@ -192,3 +192,62 @@ def test_a_model_of_timm_answers_as_by_hand(tmp_path: Path, folder: Path) -> Non
         assert torch.equal(Head(encoder).logits(inputs), model(inputs["pixel_values"]))
     with pytest.raises(UserError, match=r"--model timm/no\.model: expected a folder, or"):
         load_encoder(ModelChoice(model="no.model", offline=True))
+
+
+def write_frames(folder: Path, values: list[int], side: int = 64) -> None:
+    """Frames of one grey each, which says its number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, value in enumerate(values):
+        Image.new("RGB", (side, side), (value,) * 3).save(folder / f"{number}.png")
+
+
+def seen(clips: ImageSet, name: str) -> np.ndarray:
+    return clips.load([clips.files.index(name)])[0]
+
+
+def test_frames_are_evenly_spaced_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    write_frames(tmp_path / "a" / "long", [*range(0, 240, 20)])  # 10.png comes after 9.png
+    write_frames(tmp_path / "b" / "short", [30, 90])
+    clips = open_images(tmp_path, frames=4)
+    assert clips.classes == ("a", "b")
+    assert seen(clips, "a/long")[:, 0, 0, 0].tolist() == [0, 80, 140, 220]
+    assert seen(clips, "b/short")[:, 0, 0, 0].tolist() == [30, 30, 90, 90]
+
+
+def test_video_files_are_read(tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with av.open(str(tmp_path / "b" / "film.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for value in (20, 60, 100, 140, 180, 220, 240):
+            picture = np.full((64, 64, 3), value, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    (tmp_path / "a" / "torn.mp4").write_bytes(b"no film")
+    clips = open_images(tmp_path, frames=4)
+    shown = seen(clips, "b/film.mp4")
+    assert shown.shape == (4, 64, 64, 3)
+    assert np.abs(shown.mean((1, 2, 3)) - [20, 100, 180, 240]).max() < 6  # it was compressed
+    with pytest.raises(UserError, match=r"expected a video in .*torn.mp4, but it can't be read"):
+        seen(clips, "a/torn.mp4")
+
+
+def test_clips_that_can_not_be_read_are_named(tmp_path: Path) -> None:
+    clip = tmp_path / "a" / "one"
+    write_frames(clip, [10, 50, 90, 130])
+    clips = open_images(tmp_path, frames=4)
+    write_frames(clip, [10], side=32)
+    with pytest.raises(
+        UserError, match=r"expected frames of one size in .*one, got 32 x 32 and 64"
+    ):
+        clips.load([0])
+    write_frames(clip, [10] * 4, side=1)
+    with pytest.raises(UserError, match="one of 1 x 1"):
+        clips.load([0])
+    for one in clip.iterdir():
+        one.unlink()
+    with pytest.raises(UserError, match="expected frames"):
+        clips.load([0])

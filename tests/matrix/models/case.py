@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from tests.builders.transformers import IMAGE, STEP, TEXT, H, W, flux_inputs, model, normal
 
 BLC = "hidden_states BLC"  # tokens of an image or a video
-PLAIN = "its attention has nothing beside its tokens: no family"
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,10 @@ class Case:
         inputs: gives the arguments of a call.
         image: the argument that holds the image or video, and its dimensions: "hidden_states BCHW".
             L are tokens, row after row (behind the text: 7L), N items of which the last is
-            generated, F one frame. Empty: no probe, for the reason in `unprobed`.
+            generated, F one frame. Empty: no probe, for convolutions
+            and norms over the image spread a change, frames are samples, or there is no family.
         text: the argument, where the model takes it, that holds text tokens along its second
             dimension, which stay in their place; empty: none does.
-        unprobed: why the probe can't tell.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Case:
     inputs: Callable[[], dict[str, Any]]
     image: str = "hidden_states BCHW"
     text: str = "encoder_hidden_states"
-    unprobed: str = ""
 
 
 # What transformers are built with where a case gives nothing else, as far as their classes take it;
@@ -96,6 +94,7 @@ LATENTS = {
     "BCTHW": VIDEO,
     "BLC": normal(2, H * W, 4),
     "BTCHW": VIDEO.transpose(1, 2).contiguous(),
+    "BTHWC": VIDEO.permute(0, 2, 3, 4, 1).contiguous(),
 }
 
 
@@ -109,7 +108,6 @@ def case(
     inputs: Callable[[], dict[str, Any]] = dict,
     image: str = "hidden_states BCHW",
     text: str = "encoder_hidden_states",
-    unprobed: str = "",
     small: dict[str, Any] = SMALL,
     **more: Any,
 ) -> Case:
@@ -126,7 +124,7 @@ def case(
         kind = getattr(diffusers, name, None)  # the oldest that is supported lacks the newest ones
         return {**(_taken(usual, kind.forward) if kind else {}), **inputs()}
 
-    return Case(name, build, call, image, text, unprobed)
+    return Case(name, build, call, image, text)
 
 
 def _sizes(small: dict[str, Any], kind: Any) -> dict[str, Any]:

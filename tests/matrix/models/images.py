@@ -15,7 +15,7 @@ from tests.builders.transformers import (
     flux_inputs,
     normal,
 )
-from tests.matrix.models.case import BLC, PLAIN, WORDS, Case, case, rotations
+from tests.matrix.models.case import BLC, WORDS, Case, case, rotations
 
 HALF = {"timestep": torch.tensor([0.5, 0.5])}
 SIZES = {name: torch.full((2, 2), 64.0) for name in ("original_size", "target_size", "crop_coords")}
@@ -58,7 +58,6 @@ def krea() -> dict[str, Any]:
     mask = torch.ones(2, TEXT, dtype=torch.bool)
     mask[1, -2:] = False
     return {
-        "hidden_states": normal(2, H * W, 4),
         "encoder_hidden_states": normal(2, TEXT, 2, 16),
         "position_ids": ids,
         "encoder_attention_mask": mask,
@@ -91,8 +90,6 @@ def qwen21() -> dict[str, Any]:
     mask = torch.zeros(1, TEXT + H * W // 4, dtype=torch.bool)
     mask[:, TEXT:] = True
     return {
-        "hidden_states": normal(2, H * W, 4),
-        "encoder_hidden_states": WORDS,
         "img_shapes": [[(1, H, W)], [(1, H, W)]],
         "img_mask": mask.expand(2, -1),
         **HALF,
@@ -174,7 +171,6 @@ CASES = [
             "timestep": torch.tensor([5, 5]),
         },
         "",
-        unprobed=PLAIN,
         sample_size=32,
     ),
     case(
@@ -185,7 +181,6 @@ CASES = [
             "class_labels": torch.tensor([1, 2]),
         },
         "",
-        unprobed=PLAIN,
         sample_size=32,
     ),
     case("HunyuanDiT2DModel", hunyuan_dit, **HUNYUAN_DIT, num_layers=4),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from tests.builders.tiny import tiny_unet, unet_inputs
+from tests.builders.tiny import TEXT_DIM, tiny_unet, unet_inputs
 from tests.builders.transformers import TEXT, H, W, normal
 from tests.matrix.models import images
-from tests.matrix.models.case import BLC, PLAIN, STEP, Case, T, case
+from tests.matrix.models.case import BLC, STEP, Case, T, case
 from tests.matrix.models.images import HALF
 
-UNET = "a UNet's convolutions spread a change"
 # What UNets and their ControlNets are built with where a case gives nothing else.
 SMALL: dict[str, Any] = {
     "block_out_channels": (32, 32),
@@ -35,11 +35,28 @@ def unet(
         "down_block_types": (f"CrossAttnDownBlock{kind}", f"DownBlock{kind}"),
         "up_block_types": (f"UpBlock{kind}", f"CrossAttnUpBlock{kind}"),
     }
-    return case(name, inputs, "", unprobed=UNET, small={**SMALL, **blocks}, **more)
+    return case(name, inputs, "", small={**SMALL, **blocks}, **more)
 
 
-def of_unet(name: str = "UNet2DConditionModel") -> Case:
-    return Case(name, tiny_unet, lambda: unet_inputs(tiny_unet()), "", unprobed=UNET)
+def tiny(more: dict[str, Any], **config: Any) -> Case:
+    """A case of `tiny_unet`, called with `more` than its usual inputs."""
+    build = partial(tiny_unet, **config)
+    inputs = {**unet_inputs(tiny_unet()), **more}
+    return Case("UNet2DConditionModel", build, lambda: inputs, "")
+
+
+# The UNet of Kandinsky 2.2's decoder: the text's keys stand before the image's.
+KANDINSKY = tiny(
+    {"encoder_hidden_states": None, "added_cond_kwargs": {"image_embeds": normal(2, TEXT_DIM)}},
+    down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+    up_block_types=("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+    mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+    addition_embed_type="image",
+    encoder_hid_dim=TEXT_DIM,
+    encoder_hid_dim_type="image_proj",
+    resnet_time_scale_shift="scale_shift",
+    attention_head_dim=8,
+)
 
 
 def controlled(**more: Any) -> Any:
@@ -55,6 +72,35 @@ def video_unet(**more: Any) -> Any:
     }
 
 
+# Its blocks hold cross-attention, and self-attention too on the smallest level alone.
+LATENT_UPSCALER = case(
+    "UNet2DConditionModel",
+    lambda: {
+        "sample": normal(2, 8, 16, 24),
+        "timestep": 5,
+        "encoder_hidden_states": normal(2, TEXT, 32),
+        "timestep_cond": normal(2, 160),
+    },
+    "",
+    small={},
+    in_channels=8,
+    out_channels=5,
+    act_fn="gelu",
+    attention_head_dim=8,
+    norm_num_groups=None,
+    block_out_channels=[32, 64, 64],
+    time_cond_proj_dim=160,
+    conv_in_kernel=1,
+    conv_out_kernel=1,
+    cross_attention_dim=32,
+    down_block_types=("KDownBlock2D", "KCrossAttnDownBlock2D", "KCrossAttnDownBlock2D"),
+    mid_block_type=None,
+    resnet_time_scale_shift="scale_shift",
+    time_embedding_type="fourier",
+    timestep_post_act="gelu",
+    up_block_types=("KCrossAttnUpBlock2D", "KCrossAttnUpBlock2D", "KUpBlock2D"),
+    layers_per_block=2,
+)
 BLOCKS: dict[str, Any] = {  # of Transformer2DModel and DreamLite's
     "in_channels": 32,
     "cross_attention_dim": 16,
@@ -64,19 +110,17 @@ BLOCKS: dict[str, Any] = {  # of Transformer2DModel and DreamLite's
 }
 
 CASES = [
-    of_unet(),
+    tiny({}),
     case(
         "Transformer2DModel",
         lambda: {"hidden_states": normal(2, 32, H, W)},
         "",
-        unprobed=PLAIN,
         **BLOCKS,
     ),
     case(
         "DreamLiteTransformer2DModel",
         lambda: {"hidden_states": normal(2, 32, H, W)},
         "",
-        unprobed="its group norm spreads a change",
         **BLOCKS,
         num_kv_heads=2,
     ),
@@ -123,7 +167,6 @@ CASES = [
             "micro_conds": torch.ones(2, 5),
         },
         "",
-        unprobed=UNET,
         micro_cond_encode_dim=4,
         micro_cond_embed_dim=20,
         encoder_hidden_size=16,

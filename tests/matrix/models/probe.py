@@ -6,6 +6,7 @@ Attention gives zeros meanwhile, so that a change stays with its own tokens thro
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -79,38 +80,27 @@ def _slice_changed(
 ) -> dict[str, Any]:
     """`inputs` with the second slice of tokens along `axis` changed."""
     name, dims = case.image.split()
-    value = inputs[name]
-    latents = [part.clone() for part in value] if isinstance(value, list) else [value.clone()]
-    for latent in latents:
-        whole = (
-            latent.unsqueeze(0)
-            if isinstance(value, list) and "B" in dims and latent.dim() < len(dims)
-            else latent
-        )
+    value = copy.deepcopy(inputs[name])
+    listed = isinstance(value, list)
+    for latent in value if listed else [value]:
+        whole = latent[None] if listed and "B" in dims and latent.dim() < len(dims) else latent
         if "L" in dims:
-            skip = TEXT if "7" in dims else 0
             grid = torch.zeros(*sides.values(), dtype=torch.bool)
             grid.select(list(sides).index(axis), 1).fill_(True)
-            at = grid.flatten().nonzero().flatten() + skip
+            at = grid.flatten().nonzero().flatten() + (TEXT if "7" in dims else 0)
             whole[:, at] += 1
             continue
         if "N" in dims:
             whole = whole[:, -1]
-            dims = dims.replace("N", "")
-        dim = dims.index(axis)
+        dim = dims.replace("N", "").index(axis)
         step = whole.shape[dim] // sides[axis]
         whole.narrow(dim, step, step).add_(1)
-    return {**inputs, name: latents if isinstance(value, list) else latents[0]}
+    return {**inputs, name: value}
 
 
 def _text_changed(inputs: dict[str, Any], name: str) -> dict[str, Any]:
     """`inputs` with the third token of the text changed."""
-    value = inputs[name]
-    if isinstance(value, list):
-        changed = [part.clone() for part in value]
-        for part in changed:
-            part[2] += 1
-        return {**inputs, name: changed}
-    value = value.clone()
-    value[:, 2] += 1
+    value = copy.deepcopy(inputs[name])
+    for text in value:  # of each sample
+        text[2] += 1
     return {**inputs, name: value}

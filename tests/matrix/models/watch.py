@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.keys import MergeJob
 from mame_sd.core.merge import Groups
+from mame_sd.report import LayerStats
 from tests.oracle import Image, merged_attention
 
 
@@ -94,11 +96,22 @@ def merging() -> Iterator[list[Merged]]:
             found.append(Merged(dict(call), dict(changed), self, self.merged.groups, first, bias))
         return changed
 
-    MergeJob.merge = noted  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(MergeJob, "merge", noted):
         yield found
-    finally:
-        MergeJob.merge = merge  # type: ignore[method-assign]
+
+
+@contextmanager
+def latest_plans() -> Iterator[dict[str, Any]]:
+    """By name of a layer the plan of its latest call in the block that merged."""
+    plans: dict[str, Any] = {}
+    count = LayerStats.merged
+
+    def merged(self: LayerStats, found: Any, size: tuple[int, ...], note: str = "") -> None:
+        plans[self.name] = found[0]
+        count(self, found, size, note)
+
+    with mock.patch.object(LayerStats, "merged", merged):
+        yield plans
 
 
 def by_loop(merged: Merged) -> tuple[Tensor, Tensor]:
