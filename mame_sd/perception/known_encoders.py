@@ -202,7 +202,11 @@ MEANS = {
 
 def takes_mean(target: nn.Module) -> bool:
     """Tell whether a head in `target` takes a mean over tokens."""
-    return any(not MEANS.isdisjoint(_classes(module)) for module in target.modules())
+    pools = ("avg", "avgmax")  # of timm's models
+    return any(
+        not MEANS.isdisjoint(_classes(module)) or getattr(module, "global_pool", None) in pools
+        for module in target.modules()
+    )
 
 
 # Where DINOv2 before 5.18, ViT before 5.9, VideoMAE and DPT project to keys.
