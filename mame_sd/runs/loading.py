@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging, resolved
 from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.errors import MachineError, UserError, first_line
@@ -67,11 +68,9 @@ class LoadedModel:
 
     def resolved(self, config: MaMeConfig) -> MaMeConfig:
         """`config` as it merges on this model, which decides on what it leaves open."""
-        from mame_sd.diffusion.denoisers import denoiser_of
-
         try:
             return resolved(denoiser_of(self.pipe), config)
-        except TypeError:  # nothing to merge, which `merge_in` refuses
+        except TypeError:  # nothing to merge, which `Merging.install` refuses
             return config
         except ValueError as error:  # settings beside the weights
             raise UserError(f"--model {self.identity['name']}: {error}") from None

@@ -1,24 +1,19 @@
-"""One call of a pipeline: jobs in, images out; merging on a loaded model; images as PNG."""
+"""One call of a pipeline: jobs in, images out; images as PNG."""
 
 from __future__ import annotations
 
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.jobs import GenerateSettings, Job, generator_of
 from mame_sd.runs.loading import LoadedModel
-
-if TYPE_CHECKING:
-    from mame_sd.diffusion.handle import MaMeHandle
 
 
 def sample(
@@ -80,45 +75,6 @@ def sample(
             f" {model.identity['dtype']}; use --dtype float32 or bfloat16, or check the weights"
         )
     return [Image.fromarray(pixels) for pixels in (images * 255).round().astype(np.uint8)]
-
-
-def merge_in(model: LoadedModel, config: MaMeConfig) -> MaMeHandle:
-    """`apply_mame` on a loaded model.
-
-    Raises UserError for a model that merging does not support.
-    """
-    from mame_sd.diffusion.apply_denoiser import apply_mame
-
-    try:
-        return apply_mame(model.pipe, config)
-    except (TypeError, ValueError) as error:
-        options = {f.name: f.metadata.get("option", True) for f in fields(MaMeConfig)}
-        name, _, rest = str(error).partition(": ")
-        if name in options:  # a setting that is wrong for this model, not the model
-            where = (
-                "--" + name.replace("_", "-")
-                if options[name]
-                else f"--config (or the model's mame.json): {name}"
-            )
-            raise UserError(f"{where}: {rest}") from error
-        raise UserError(
-            f"--model {model.identity['name']}: {error}; choose another model, or --baseline"
-        ) from error
-
-
-def levels_of(handle: MaMeHandle) -> list[dict[str, Any]]:
-    """Tokens in and kept per level since the last reset.
-
-    Raises UserError when nothing could merge.
-    """
-    from mame_sd.report import NothingMergedError
-
-    try:
-        return [asdict(level) for level in handle.report().levels()]
-    except NothingMergedError as error:
-        raise UserError(
-            " ".join(str(error).split()) + " (see --min-tokens, --height and --width, --baseline)"
-        ) from None
 
 
 def to_png(image: Image.Image, job: Job, described: dict[str, Any]) -> bytes:
