@@ -6,8 +6,8 @@
 KL is that of the unmerged model's next words to a row's, in nats, the mean over the words of the
 unmerged model's caption.
 
-A stopped run continues with what is missing. Rows take turns on a picture, so that their seconds
-are comparable.
+A stopped run continues with what is missing. Rows take turns on a picture, and each one's seconds
+are divided by the baseline's of the same turn: that of a row which is added later is timed again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .settings import CaptionSettings
 
 BASELINE = "baseline"
 CHANCE = "the next picture's caption"
-FORMAT = "mame-sd captions 1"
+FORMAT = "mame-sd captions 2"
 
 
 def run_caption(
@@ -100,8 +100,12 @@ def caption_pictures(
         check_size(pixels, str(path))
         inputs = captioner.call(Image.fromarray(pixels))
         whole: Tensor | None = None
+        plain = _caption(captioner, BASELINE, inputs, tokens)
         for row in missing:
-            record = {"row": row, "picture": name, **_caption(captioner, row, inputs, tokens)}
+            made = plain if row == BASELINE else _caption(captioner, row, inputs, tokens)
+            record = {"row": row, "picture": name, **made}
+            for part in ("first", "whole"):
+                record[f"{part}_share"] = made[part] / plain[part]
             if row != BASELINE:
                 ids = done[BASELINE, name]["ids"]
                 whole = _read(captioner, BASELINE, inputs, ids) if whole is None else whole
@@ -159,9 +163,8 @@ def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dic
             figures["kl_interval"] = [interval["low"], interval["high"]]
         for name in ("visual", "first", "whole"):
             figures[name] = float(np.mean([one[name] for one in records.values()]))
-        for name in ("first", "whole"):
-            shares = [one[name] / every[BASELINE][key][name] for key, one in records.items()]
-            figures[f"{name}_share"] = float(np.median(shares))
+        for name in ("first_share", "whole_share"):
+            figures[name] = float(np.median([one[name] for one in records.values()]))
         other = row.replace("keep-", "divprune-")
         if other != row and {row, other} <= kl.keys():
             figures["kl_over"] = paired_difference(kl[row], kl[other], each)

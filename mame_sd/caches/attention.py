@@ -158,7 +158,12 @@ def _layer(model: nn.Module, path: str, module: Any) -> Attention:
     if getattr(module, "sinks", None) is not None:
         raise ValueError(f"model: expected attention without learned sinks, got {name}")
     parts = path.split(".")
-    around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1))
+    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1)]
+    if any(map(upstream.is_compiled, around)):
+        raise ValueError(
+            f"model: expected one that isn't compiled, got a compiled {name}, whose graphs may lack"
+            " what shortens its cache; give the model without torch.compile"
+        )
     beside = (child for outer in around for child in outer.children())  # the nearest first
     rotary = next((m for m in beside if type(m).__name__.endswith("RotaryEmbedding")), None)
     if rotary is None:

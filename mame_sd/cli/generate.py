@@ -49,9 +49,9 @@ def run_generate(
     if process.is_main:
         print(_outcome(summary, out))
         for level in summary.levels:
-            kept, count = level["tokens_kept"], level["tokens_in"]
-            of = f"{kept:.0f} of {count:.0f} {config.method if config else 'keys'} kept"
-            print(f"level {level['level']}: {of} ({kept / count:.0%})")
+            kept = f"{level['tokens_kept']:.0f} of {level['tokens_in']:.0f}"
+            what = config.method if config else "keys"
+            print(f"level {level['level']}: {kept} {what} kept ({level['share']:.0%})")
 
 
 def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging, resolved
 from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.errors import MachineError, UserError, first_line
@@ -67,11 +68,9 @@ class LoadedModel:
 
     def resolved(self, config: MaMeConfig) -> MaMeConfig:
         """`config` as it merges on this model, which decides on what it leaves open."""
-        from mame_sd.diffusion.denoisers import denoiser_of
-
         try:
             return resolved(denoiser_of(self.pipe), config)
-        except TypeError:  # nothing to merge, which `merge_in` refuses
+        except TypeError:  # nothing to merge, which `Merging.install` refuses
             return config
         except ValueError as error:  # settings beside the weights
             raise UserError(f"--model {self.identity['name']}: {error}") from None
@@ -108,11 +107,23 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
         digest = digest_of(source)
     own = {"scheduler": type(pipe.scheduler).__name__, "pipeline": type(pipe).__name__}
     identity = {**own, "sha256": digest, **known}
-    taken = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
-    guidance = None if taken is None else float(taken.default)
+    _, guidance = guidance_of(pipe)
     if guidance is not None:
         guidance = DEFAULT_GUIDANCE.get(choice.embedded or "", guidance)
     return LoadedModel(pipe=pipe, identity=identity, guidance=guidance, saved_merging=saved)
+
+
+def guidance_of(pipe: Any) -> tuple[str, float | None]:
+    """The argument of a call that is the classifier-free guidance scale, and its default; None: it
+    has none.
+
+    A `guidance_scale` without a default is that of distilled models alone (Qwen-Image).
+    """
+    taken = inspect.signature(pipe.__call__).parameters
+    for name in ("guidance_scale", "true_cfg_scale"):
+        if name in taken and isinstance(taken[name].default, (int, float)):
+            return name, float(taken[name].default)
+    return "guidance_scale", None
 
 
 def known_identity(choice: ModelChoice) -> dict[str, Any]:

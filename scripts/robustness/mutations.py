@@ -97,7 +97,7 @@ diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:
     return found.pop() if len(found) == 1 else UNLIKE => return found.pop()
-    found() is t and version == t._version => found() is t
+    is not t or version != t._version => is not t
 diffusion/families/attention.py: diffusion/test_families.py test_models.py
     after + text) if family.joint == "last" else => after + text) if family.joint == "first" else
     mask is not None and not family.mask: => False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -326,6 +327,32 @@ def test_other_caches_and_kernels_are_refused() -> None:
         pytest.raises(ValueError, match="attn_implementation: expected sdpa or eager"),
         compress_cache(flash, 0.5),
     ):
+        pass
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.1", "model.layers.1.self_attn"])
+@pytest.mark.parametrize("way", ["wrapped", "call", "forward"])
+def test_compiled_models_are_refused(part: str, way: str) -> None:
+    """A graph that was there before the block knows none of its hooks."""
+    model = copy.deepcopy(tiny("llama"))
+    module = model.get_submodule(part)
+    if way == "forward":
+        module.forward = torch.compile(module.forward, backend="eager")
+    elif way == "call":
+        module.compile(backend="eager")
+    elif part:
+        owner, _, name = part.rpartition(".")
+        model.get_submodule(owner).register_module(name, torch.compile(module, backend="eager"))
+    else:
+        model = torch.compile(model, backend="eager")
+    with (
+        pytest.raises(ValueError, match="expected one that isn't compiled, got a compiled"),
+        compress_cache(model, 0.5),
+    ):
+        pass
+    model = copy.deepcopy(tiny("llama"))
+    model.model.layers[0].mlp.compile(backend="eager")
+    with compress_cache(model, 0.5):  # what stands beside attention may be compiled
         pass
 
 

@@ -26,7 +26,7 @@ from tests.builders.pipelines import SIDE, controlnet, noise, quiet
 from tests.builders.processes import in_thread
 from tests.builders.tiny import LATENT, one_level_unet, run_unet, tiny_unet, unet_inputs
 from tests.builders.transformers import TEXT, normal, run
-from tests.matrix.transformers import ROWS
+from tests.matrix.transformers import ROWS, run_wan22, wan22
 
 
 def with_another_text(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -115,21 +115,6 @@ def test_the_second_call_follows_where_latents_and_timestep_are_the_same(
     between: Any, shared: bool, planned: list[Groups]
 ) -> None:
     assert called_twice(between, planned) == shared
-
-
-def test_calls_stand_alone_in_inference_mode_and_with_gradients(planned: list[Groups]) -> None:
-    model = tiny_unet()
-    apply_mame(model, min_tokens=40)
-    for mode in (torch.inference_mode, torch.enable_grad):
-        with mode():
-            inputs = {
-                key: torch.as_tensor(value).clone() for key, value in unet_inputs(model).items()
-            }
-            planned.clear()
-            model(**inputs)
-            made = len(planned)
-            model(**with_another_text(inputs))
-            assert len(planned) == 2 * made > 0
 
 
 def block_of(model: Any) -> Any:
@@ -275,17 +260,30 @@ def subclass(model: Any, inputs: dict[str, Any]) -> None:
     inputs["sample"] = inputs["sample"].as_subclass(nn.Buffer)
 
 
-@pytest.mark.parametrize("case", [first_input_has_no_tensor, captured, subclass])
+def unchanged(model: Any, inputs: dict[str, Any]) -> None:
+    """Nothing but the mode of the call."""
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        (first_input_has_no_tensor, torch.no_grad),
+        (captured, torch.no_grad),
+        (subclass, torch.no_grad),
+        (unchanged, torch.inference_mode),
+        (unchanged, torch.enable_grad),
+    ],
+)
 def test_nothing_is_kept_where_calls_can_not_be_told_apart(
-    case: Any, planned: list[Groups], monkeypatch: pytest.MonkeyPatch
+    case: Any, mode: Any, planned: list[Groups], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Put back afterwards.
     monkeypatch.setattr(hooks, "_is_recorded", hooks._is_recorded)
     model = tiny_unet()
     apply_mame(model, min_tokens=40)
-    inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
-    case(model, inputs)
-    with torch.no_grad():
+    with mode():
+        inputs = {key: value.clone() for key, value in unet_inputs(model).items()}
+        case(model, inputs)
         model(**inputs)
         once = len(planned)
         model(**with_another_text(inputs))
@@ -406,80 +404,65 @@ def test_each_of_two_attentions_of_a_layer_has_its_own_plan(planned: list[Groups
     assert made[0] == made[1] > 0
 
 
-def pipeline(name: str, row: str, **parts: Any) -> Any:
-    """diffusers' pipeline of that name around the tiny transformer of a row, without text encoders
-    and autoencoder.
-    """
-    kind = getattr(diffusers, name)
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    return quiet(kind(transformer=MODELS[row].build(), vae=None, scheduler=scheduler, **parts))
-
-
 def texts(shorter: int = 1) -> dict[str, Tensor]:
-    """Of the prompt, and of the negative one with fewer tokens."""
-    return {
+    """Of the prompt, and of the negative one with fewer tokens; and their masks."""
+    found = {
         "prompt_embeds": normal(1, TEXT, 16),
         "negative_prompt_embeds": normal(1, TEXT - shorter, 16, seed=1),
     }
+    masks = {f"{name}_mask": text.new_ones(text.shape[:2]).long() for name, text in found.items()}
+    return found | masks
 
 
-MASKS = {
-    f"{name}_mask": torch.ones(1, text.shape[1], dtype=torch.long) for name, text in texts().items()
-}
-NO_TEXT = dict.fromkeys(("text_encoder", "tokenizer"))
+def qwen() -> tuple[Any, Callable[[], Any]]:
+    transformer = MODELS["Qwen-Image"].build()
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe = quiet(diffusers.QwenImagePipeline(scheduler, None, None, None, transformer))
+    size = {"height": 128, "width": 192, "num_inference_steps": 2, "output_type": "latent"}
+    return pipe, lambda: pipe(**texts(), **size, true_cfg_scale=3.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "given"),
-    [
-        ("QwenImagePipeline", "Qwen-Image", {**MASKS, "true_cfg_scale": 3.0}),
-        ("WanPipeline", "Wan (video)", {"num_frames": 9}),
-    ],
-)
+def wan() -> tuple[Any, Callable[[], Any]]:
+    pipe = wan22()
+    return pipe, lambda: run_wan22(pipe)
+
+
+def modular() -> tuple[Any, Callable[[], Any]]:
+    """The denoising of Qwen-Image's modular pipeline, whose guider calls the model for each
+    prompt.
+    """
+    pipe = QwenImageDenoiseStep().init_pipeline()
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe.update_components(
+        transformer=MODELS["Qwen-Image"].build(),
+        scheduler=scheduler,
+        guider=ClassifierFreeGuidance(),
+    )
+
+    def generate() -> None:
+        scheduler.set_timesteps(2)
+        state = PipelineState()
+        for name, value in {**texts(0), "img_shapes": [[(1, 8, 12)]]}.items():
+            state.set(name, value, "denoiser_input_fields")
+        times = {"timesteps": scheduler.timesteps, "num_inference_steps": 2}
+        pipe(state, latents=normal(1, 96, 16), **times)
+
+    return pipe, generate
+
+
+@pytest.mark.parametrize("made", [qwen, wan, modular])
 def test_pipelines_that_call_twice_plan_once(
-    name: str, row: str, given: dict[str, Any], planned: list[Groups]
+    made: Callable[[], tuple[Any, Callable[[], Any]]], planned: list[Groups]
 ) -> None:
-    pipe = pipeline(name, row, **NO_TEXT)
+    """Each transformer takes two steps, of two calls."""
+    pipe, generate = made()
     handle = apply_mame(pipe, keep=0.25, min_tokens=1)
     for pairs, plans in ((True, 1), (False, 2)):
         handle.set(share_guidance_plan=pairs)
         handle.reset()
         planned.clear()
-        pipe(**texts(), **given, height=128, width=192, num_inference_steps=2, output_type="latent")
+        generate()
         layers = [entry for entry in handle.report().layers if entry.merged]
         assert layers, "something merges"
         assert all(entry.calls == 4 for entry in layers)
         assert len(planned) == plans * 2 * len(layers)
-
-
-def modular() -> tuple[Any, Callable[[], Any]]:
-    """The denoising of Qwen-Image's modular pipeline, whose guider calls the model for each prompt:
-    three steps of it.
-    """
-    pipe = QwenImageDenoiseStep().init_pipeline()
-    transformer, scheduler = (
-        MODELS["Qwen-Image"].build(),
-        diffusers.FlowMatchEulerDiscreteScheduler(),
-    )
-    pipe.update_components(
-        transformer=transformer, scheduler=scheduler, guider=ClassifierFreeGuidance()
-    )
-    scheduler.set_timesteps(3)
-    state = PipelineState()
-    attended = {f"{name}_mask": torch.ones(1, TEXT, dtype=torch.long) for name in texts()}
-    for name, value in {**texts(0), **attended, "img_shapes": [[(1, 8, 12)]]}.items():
-        state.set(name, value, "denoiser_input_fields")
-    latents = normal(1, 96, 16)
-    return pipe, lambda: pipe(
-        state, latents=latents, timesteps=scheduler.timesteps, num_inference_steps=3
-    )
-
-
-def test_a_modular_pipeline_plans_once(planned: list[Groups]) -> None:
-    pipe, generate = modular()
-    handle = apply_mame(pipe, keep=0.25, min_tokens=1)
-    generate()
-    layers = [entry for entry in handle.report().layers if entry.merged]
-    assert layers
-    assert all(entry.calls == 6 for entry in layers)
-    assert len(planned) == 3 * len(layers)

@@ -13,7 +13,6 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor
 
-from tests.builders.caches import DeepCache
 from tests.builders.pipelines import SIDE, once, quiet, sd, sdxl
 from tests.builders.tiny import TEXT_DIM, tiny_pipeline, tiny_unet, unet_inputs
 from tests.matrix.rows import Row
@@ -134,7 +133,7 @@ def run_modular(pipe: Any) -> Tensor:
     return images
 
 
-CPU, DEEP = torch.device("cpu"), DeepCache()
+CPU = torch.device("cpu")
 BY_LAYER = {"by layer": {"keep": 0.5, "layers": {"up_blocks": {"tau": -1.0}}}}
 features = partial(Row, build=tiny_pipeline, run=once, merges=LEVELS)
 ROWS = [
@@ -201,13 +200,6 @@ ROWS = [
     ),
     features("quanto int8", build=quanto_pipeline, sweep=True),
     features("GGUF Q8_0", build=gguf_pipeline),
-    features(
-        "DeepCache",
-        run=partial(once, num_inference_steps=3),
-        switch=DEEP.enable,
-        undo=DEEP.disable,
-        processor="same",
-    ),
     features(
         "settings by layer",
         modes=BY_LAYER,

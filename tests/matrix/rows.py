@@ -26,7 +26,6 @@ def param(value: Any, sweep: bool = False, since: str = "0") -> Any:
     old = Version(diffusers.__version__) < Version(since)
     marks = [pytest.mark.skipif(old, reason=f"needs diffusers {since}")]
     marks += [pytest.mark.matrix] if sweep else []
-    marks += [pytest.mark.compiles] if "compile" in name else []
     return pytest.param(value, id=name, marks=marks)
 
 
@@ -38,8 +37,7 @@ class Row:
         name: as in the table.
         build: a pipeline or model that was never touched, the same each time.
         run: one call of it, seeded; the images or the model's output.
-        merges: how many layers merge, by their number of tokens. Empty: `apply_mame` refuses,
-            naming `refused`.
+        merges: how many layers merge, by their number of tokens.
         inputs: of a model by itself, what `run` calls it with.
         switch: turns the feature on; must work before `apply_mame` and after it, with the same
             result.
@@ -50,14 +48,12 @@ class Row:
         exact: output after a switch in either order, and after undoing it, is bit-equal; else equal
             to rounding.
         modes: settings to merge by; each keeps half of the tokens.
-        traced: shapes are recorded with module hooks (which `torch.compile` would have to guard).
         processor: what becomes of `set_attn_processor(MaMeAttnProcessor(...))`: "" is not looked
             at; "same" as `apply_mame`; "replaced" by the feature, silently; "reset" to default
             settings by it; "error" that tells to use `apply_mame`; "set", where the processor
             exists but the row says in `one_liner` how it differs; "none", where there is no
             `set_attn_processor`.
         one_liner: the table's words where `processor` is "set".
-        refused: part of the error when nothing can merge.
         since: the first version of diffusers in which this works here without our code.
         sweep: `make test` leaves it out, for it takes the way of another row.
         note: for the table.
@@ -77,10 +73,8 @@ class Row:
         default_factory=lambda: {"keep": {"keep": 0.5}, "tau": {"tau": -1.0}}
     )
     min_tokens: int = 60
-    traced: bool = True
     processor: Processor = ""
     one_liner: str = ""
-    refused: str = ""
     since: str = "0"
     sweep: bool = False
     note: str = ""

@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 def layers(merges: Mapping[str, int] | Mapping[int, int]) -> str:
     """How many layers merge, by their number of tokens."""
-    return ", ".join(f"{n} of {tokens}" for tokens, n in merges.items()) or "none"
+    return ", ".join(f"{n} of {tokens}" for tokens, n in merges.items())
 
 
 def rows_table(first: str, rows: Sequence[Row]) -> Iterator[str]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from tests.builders.caches import PYRAMID
 from tests.builders.tiny import seeded
 from tests.builders.transformers import TEXT, H, W, flux_inputs, normal, run
-from tests.matrix.models import refusals
 from tests.matrix.models.case import Case, case
 from tests.matrix.models.registry import MODELS
 from tests.matrix.rows import Row
@@ -27,7 +26,6 @@ TESTED = {
     "Flux",
     "Flux Kontext, `references=0.5`",
     "Wan (video)",
-    "Sana",
     "Flux 2 with a LoRA",
     "Z-Image",
 }
@@ -105,10 +103,6 @@ def on_both(switch: Callable[[Any], Any]) -> Callable[[Any], None]:
     return switched
 
 
-def compile_whole(transformer: Any) -> None:
-    transformer.compile(backend="eager", fullgraph=True)
-
-
 WAN22 = partial(Row, build=wan22, run=run_wan22, merges={32: 4}, min_tokens=16)
 
 
@@ -149,15 +143,6 @@ ROWS = [
     row("Wan (video)", "WanTransformer3DModel", {288: 2}, loads=True),
     row("LTX-Video", "LTXVideoTransformer3DModel", {288: 2}),
     row("CogVideoX", "CogVideoXTransformer3DModel", {288: 2}),
-    row(
-        "Sana",
-        refusals.LINEAR[0],
-        {},
-        processor="set",
-        one_liner="never: it cannot see that it replaces linear attention",
-        refused="linear in the tokens already",
-        note="refused: its attention is linear already",
-    ),
     new("Flux 2", "Flux2Transformer2DModel", {96: 2}),
     new(
         "Flux 2 with a LoRA",
@@ -192,12 +177,5 @@ ROWS = [
         run=partial(run_wan22, steps=8),
         switch=on_both(PYRAMID.enable),
         undo=on_both(PYRAMID.disable),
-    ),
-    WAN22(
-        "Wan 2.2 compiled",
-        switch=on_both(compile_whole),
-        exact=False,
-        traced=False,
-        sweep=True,
     ),
 ]

@@ -131,7 +131,7 @@ def test_captions_of_other_pictures_lose_every_score() -> None:
     pytest.importorskip("pycocoevalcap")
     texts = ["a cat on red and an owl on blue", "a car on white", "a star on green, over brick"]
     names = {str(n): text for n, text in enumerate(texts)}
-    record = {"visual": 1.0, "first": 1.0, "whole": 1.0}
+    record = dict.fromkeys(("visual", "first", "whole", "first_share", "whole_share"), 1.0)
     done: Any = {("baseline", n): {"caption": text, **record} for n, text in names.items()}
     references = {n: [text, f"{text} ground"] for n, text in names.items()}
     own, chance = figures_of(done, Pictures({n: Path() for n in names}, references), ["baseline"])
@@ -165,13 +165,20 @@ def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
     content = json.dumps({"images": images, "annotations": captions})
     (tmp_path / "references.json").write_text(content)
     found = run_of(tmp_path, ["baseline"])
-    with (tmp_path / "out.jsonl").open("a") as file:
-        file.write('{"row": "ba')
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for line in lines[1:]:
+        line["first"] = line["whole"] = 1e6  # a slow minute
+    torn = ["".join(json.dumps(line) + "\n" for line in lines), '{"row": "ba']
+    (tmp_path / "out.jsonl").write_text("".join(torn))
     again = run_of(tmp_path, ["baseline", "keep-0.25", "divprune-0.25"])
     own, other = (row["kl"] for row in again["rows"][1:3])
     assert again["rows"][1]["kl_over"]["mean"] == pytest.approx(own - other)
     assert "MaMe, keep 0.25: KL less DivPrune's" in table(again)
-    assert again["rows"][0] == found["rows"][0]
+    for name in ("caption", "visual", "first_share", *SCORES):
+        assert again["rows"][0].get(name) == found["rows"][0].get(name)
+    assert again["rows"][1]["whole_share"] > 1e-3, (
+        "the baseline is timed beside a row that is added"
+    )
     assert again["rows"][1]["visual"] == 9
     low, high = again["rows"][1]["kl_interval"]
     assert 0 < low <= again["rows"][1]["kl"] <= high

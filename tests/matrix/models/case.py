@@ -94,6 +94,7 @@ LATENTS = {
     "BCTHW": VIDEO,
     "BLC": normal(2, H * W, 4),
     "BTCHW": VIDEO.transpose(1, 2).contiguous(),
+    "BTHWC": VIDEO.permute(0, 2, 3, 4, 1).contiguous(),
 }
 
 

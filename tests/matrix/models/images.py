@@ -58,7 +58,6 @@ def krea() -> dict[str, Any]:
     mask = torch.ones(2, TEXT, dtype=torch.bool)
     mask[1, -2:] = False
     return {
-        "hidden_states": normal(2, H * W, 4),
         "encoder_hidden_states": normal(2, TEXT, 2, 16),
         "position_ids": ids,
         "encoder_attention_mask": mask,
@@ -91,8 +90,6 @@ def qwen21() -> dict[str, Any]:
     mask = torch.zeros(1, TEXT + H * W // 4, dtype=torch.bool)
     mask[:, TEXT:] = True
     return {
-        "hidden_states": normal(2, H * W, 4),
-        "encoder_hidden_states": WORDS,
         "img_shapes": [[(1, H, W)], [(1, H, W)]],
         "img_mask": mask.expand(2, -1),
         **HALF,

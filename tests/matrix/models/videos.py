@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from tests.builders.transformers import TEXT, H, W, normal
 from tests.matrix.models.case import BLC, VIDEO, WORDS, T, case, rotations
@@ -94,36 +94,35 @@ def cosmos3() -> dict[str, Any]:
     }
 
 
+COSMOS_CONTROL = case(
+    "CosmosControlNetModel",
+    lambda: {
+        "controls_latents": VIDEO,
+        "latents": VIDEO,
+        "condition_mask": torch.ones(2, 1, T, 2 * H, 2 * W),
+    },
+    "controls_latents BCTHW",
+    n_controlnet_blocks=2,
+    in_channels=6,
+    latent_channels=6,
+    model_channels=48,
+    attention_head_dim=24,
+    max_size=(4, 32, 32),
+)
+
+
 def cosmos_control() -> nn.Module:
     """It resizes its padding mask by torchvision, which need not be there: the nearest values are
     these.
     """
     from diffusers.models.controlnets import controlnet_cosmos
 
-    def resize(mask: Tensor, size: list[int], **_: Any) -> Tensor:
-        return F.interpolate(mask, size, mode="nearest")
-
     if not hasattr(controlnet_cosmos, "transforms"):
-        nearest = SimpleNamespace(NEAREST="nearest")
         controlnet_cosmos.transforms = SimpleNamespace(
-            functional=SimpleNamespace(resize=resize), InterpolationMode=nearest
+            functional=SimpleNamespace(resize=lambda mask, size, **_: F.interpolate(mask, size)),
+            InterpolationMode=SimpleNamespace(NEAREST="nearest"),
         )
-    return case(
-        "CosmosControlNetModel",
-        n_controlnet_blocks=2,
-        in_channels=6,
-        latent_channels=6,
-        model_channels=48,
-        attention_head_dim=24,
-        max_size=(4, 32, 32),
-    ).build()
-
-
-def kandinsky(**more: Any) -> Any:
-    return lambda: {
-        "hidden_states": normal(2, T, 2 * H, 2 * W, 4),
-        **more,
-    }
+    return COSMOS_CONTROL.build()
 
 
 def allegro() -> dict[str, Any]:
@@ -188,18 +187,7 @@ CASES = [
         sample_frames=T,
     ),
     case("CosmosTransformer3DModel", image=BCTHW, attention_head_dim=24, concat_padding_mask=False),
-    replace(
-        case(
-            "CosmosControlNetModel",
-            lambda: {
-                "controls_latents": VIDEO,
-                "latents": VIDEO,
-                "condition_mask": torch.ones(2, 1, T, 2 * H, 2 * W),
-            },
-            "controls_latents BCTHW",
-        ),
-        build=cosmos_control,
-    ),
+    replace(COSMOS_CONTROL, build=cosmos_control),
     case(
         "LTX2VideoTransformer3DModel",
         lambda: {
@@ -284,17 +272,17 @@ CASES = [
     ),
     case(
         "Kandinsky5Transformer3DModel",
-        kandinsky(
-            visual_rope_pos=[torch.arange(T), torch.arange(H), torch.arange(W)],
-            text_rope_pos=torch.arange(TEXT),
-        ),
+        lambda: {
+            "visual_rope_pos": [torch.arange(T), torch.arange(H), torch.arange(W)],
+            "text_rope_pos": torch.arange(TEXT),
+        },
         "hidden_states BTHWC",
         in_text_dim2=8,
         num_visual_blocks=2,
     ),
     case(
         "Kandinsky6Transformer3DModel",
-        kandinsky(audio_hidden_states=normal(2, 6, 4)),
+        lambda: {"audio_hidden_states": normal(2, 6, 4)},
         "hidden_states BTHWC",
         in_text_dim2=8,
         num_visual_blocks=2,
