@@ -107,11 +107,23 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
         digest = digest_of(source)
     own = {"scheduler": type(pipe.scheduler).__name__, "pipeline": type(pipe).__name__}
     identity = {**own, "sha256": digest, **known}
-    taken = inspect.signature(pipe.__call__).parameters.get("guidance_scale")
-    guidance = None if taken is None else float(taken.default)
+    _, guidance = guidance_of(pipe)
     if guidance is not None:
         guidance = DEFAULT_GUIDANCE.get(choice.embedded or "", guidance)
     return LoadedModel(pipe=pipe, identity=identity, guidance=guidance, saved_merging=saved)
+
+
+def guidance_of(pipe: Any) -> tuple[str, float | None]:
+    """The argument of a call that is the classifier-free guidance scale, and its default; None: it
+    has none.
+
+    A `guidance_scale` without a default is that of distilled models alone (Qwen-Image).
+    """
+    taken = inspect.signature(pipe.__call__).parameters
+    for name in ("guidance_scale", "true_cfg_scale"):
+        if name in taken and isinstance(taken[name].default, (int, float)):
+            return name, float(taken[name].default)
+    return "guidance_scale", None
 
 
 def known_identity(choice: ModelChoice) -> dict[str, Any]:
