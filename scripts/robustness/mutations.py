@@ -74,8 +74,9 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
 diffusion/interception.py: diffusion/test_kernels.py test_models.py
     mask is not None and mask.dim() == 2: => False:
     counted = name in _TAKES_BIAS and => counted =
-diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_references.py
+diffusion/layer.py: diffusion/test_apply.py
     step.draws[self.place : self.place + 1] => step.draws[:1]
+diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_references.py
     plans=None if learns else plans) => plans=plans)
     start += tokens.count => start += 0
     plans.calls[name], config, sizes => plans.calls[name], sizes
