@@ -21,9 +21,10 @@ from mame_sd.cli.sheet import Cell, draw_sheet, enlarge
 from mame_sd.config import MaMeConfig
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import load_model
+from mame_sd.runs.methods import Merging
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import prompts_from_texts
-from mame_sd.runs.sampling import merge_in, sample
+from mame_sd.runs.sampling import sample
 
 PROMPTS = (
     "panda on a yellow background",
@@ -52,7 +53,7 @@ def main() -> None:
     for job in jobs:
         unmerged: Image.Image | None = None
         for way, (how, config) in ways.items():
-            handle = None if config is None else merge_in(model, config)
+            handle = None if config is None else Merging(config).install(model)
             start = time.process_time()
             (image,) = sample(model, how, [job])
             taken = time.process_time() - start

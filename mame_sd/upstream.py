@@ -71,6 +71,15 @@ def assisted() -> bool:
     return False
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether torch.compile runs this module's calls, whose graphs may leave later hooks out."""
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module, "_orig_mod")
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
+
+
 def _hooked() -> Any:
     """The registry of hooks that diffusers has put on a module, with one hook."""
     from diffusers.hooks import HookRegistry, ModelHook

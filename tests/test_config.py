@@ -12,10 +12,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from mame_sd import MaMeAttnProcessor, apply_mame, mame
 from mame_sd.config import DEFAULT_KEEP, MaMeConfig
@@ -123,27 +121,23 @@ def test_settings_of_layers() -> None:
         clash.of_layer("a.b.c")
 
 
-VALUES = {
-    "keep": st.floats(0.01, 1),
-    "min_tokens": st.integers(1, 9999),
-    "fit_queries": st.integers(0, 999),
-    "tile_size": st.sampled_from([0, 2, 8, 16]),
-    "redraw": st.booleans(),
-    "share_guidance_plan": st.booleans(),
-    "seed": st.integers(0, 2**40),
-    "references": st.floats(0.01, 1),
-    "size": st.tuples(st.integers(1, 99), st.integers(1, 99)),
-    "made_for": st.text(max_size=9),
-}
-
-
-@hypothesis.settings(max_examples=20, deadline=None)
-@hypothesis.given(st.fixed_dictionaries({}, optional=VALUES))
-def test_goes_through_dicts_and_files(tmp_path_factory: Any, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"keep": 0.1, "min_tokens": 9, "fit_queries": 0, "tile_size": 2, "references": 0.5},
+        {"redraw": False, "share_guidance_plan": False, "seed": 2**40, "size": (1, 99)},
+        {"tau": -0.5, "metric": "euclidean", "refine": False, "made_for": "é"},
+        {"layers": {"a.*": {"keep": 0.25}, "b": False, "c": {"tau": 0.8, "feature": "k"}}},
+    ],
+    ids=str,
+)
+def test_goes_through_dicts_and_files(tmp_path: Path, given: dict[str, Any]) -> None:
     config = MaMeConfig(**given)
     for only in (False, True):
         assert MaMeConfig.from_dict(json.loads(json.dumps(config.to_dict(only)))) == config
-    file = tmp_path_factory.mktemp("settings") / "mame.json"
+    assert config.to_dict(given_only=True).keys() == given.keys()
+    file = tmp_path / "mame.json"
     file.write_text(json.dumps({**config.to_dict(given_only=True), "about": {"speed": 1.2}}))
     assert MaMeConfig.from_file(file) == config
     assert MaMeConfig(**{**config.given}) == config

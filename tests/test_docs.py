@@ -1,10 +1,12 @@
-"""The README holds: its Python examples run, its length stays, its links and commands exist."""
+"""The pages hold: their examples run, their links lead somewhere, and their commands exist."""
 
+import json
 import re
 import runpy
 import shlex
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -12,20 +14,34 @@ import yaml
 from PIL import Image
 from typer.main import get_command
 
+import mame_sd
 from mame_sd.cli.app import app
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.eval.benchmark import rows as benchmark_rows
 from mame_sd.eval.caches import rows as cache_rows
 from mame_sd.eval.captions import rows as caption_rows
 from mame_sd.eval.cli.app import app as evaluation
 from mame_sd.eval.perception import rows as classify_rows
 from mame_sd.eval.tables import named
+from mame_sd.families import Family
+from tests.builders.tiny import tiny_pipeline, tiny_unet
 from tests.matrix import transformers
 from tests.settings_page import page
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"<!-- test: python -->\n```python\n(.*?)```", README, re.S)
+USAGE = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
+EXAMPLES, OF_USAGE = (
+    re.findall(r"<!-- test: python -->\n```python\n(.*?)```", page, re.S)
+    for page in (README, USAGE)
+)
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+CELLS = [
+    cell
+    for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    if cell["cell_type"] == "code"
+]
 PAGES = ("paper", "perception", "perception-classify", "kv-cache")
 COMMANDS = [
     line
@@ -66,28 +82,64 @@ def test_models_that_readme_names_were_tested() -> None:
         assert any(row.startswith(name) for row in tested), name
 
 
-def test_readme_counts_denoisers_and_caches_as_the_matrix_does() -> None:
+def test_readme_counts_denoisers_as_the_matrix_does() -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     ((classes, merge),) = re.findall(r"^(\d+) classes: (\d+) merge,", page, re.M)
     assert f"{merge} of diffusers' {classes} denoisers" in README
-    caches = page.partition("## On top of caches")[2].partition("\n## ")[0]
-    (head,) = re.findall(r"^\| model \|(.*)\|$", caches, re.M)
-    alone = re.findall(r"^- \w+ on ", caches, re.M)
-    count = ("six", "seven", "eight", "nine", "ten")[len(head.split("|")) + len(alone) - 6]
-    assert f"{count} caches may be on too" in README
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=lambda code: code.splitlines()[-1][:40])
 def test_python_examples_run_and_warn_of_nothing(
     code: str, recwarn: pytest.WarningsRecorder, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    scope: dict[str, object] = {}
-    exec(compile(code, "README.md", "exec"), scope)
-    assert scope["image"].size == (256, 256)  # type: ignore[attr-defined]
+    assert ran(code)["image"].size == (256, 256)
     hidden = (DeprecationWarning, PendingDeprecationWarning)  # which Python shows to no user
     assert [str(w.message) for w in recwarn if not issubclass(w.category, hidden)] == []
     said = capfd.readouterr().err.replace("\r", "\n").splitlines()
     assert [line for line in said if line.strip() and "%|" not in line] == [], "bars alone"
+
+
+def small() -> Any:
+    """A tiny pipeline in the place of the embedded one, whose first level has 1,024 tokens too."""
+    pipe = tiny_pipeline()
+    pipe.register_modules(unet=tiny_unet(sample_size=32))
+    return pipe
+
+
+def ran(code: str, **scope: Any) -> dict[str, Any]:
+    """The names that code leaves."""
+    exec(compile(code, "example", "exec"), scope)
+    return scope
+
+
+def test_examples_of_usage_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mame_sd, "embedded_pipeline", small)
+    *pipelines, family = OF_USAGE
+    first, half_of_the_steps, cached = map(ran, pipelines)
+    assert all(scope["image"].size == (64, 64) for scope in (first, half_of_the_steps, cached))
+    assert half_of_the_steps["handle"].active is False
+    assert half_of_the_steps["handle"].report().layers
+    layers = cached["handle"].report().layers
+    assert {layer.calls for layer in layers if layer.merged} == {2, 4}
+    ran(family)
+    assert "MyTransformer2DModel" in REGISTERED
+    settings = {field.name for kind in (MaMeConfig, Family) for field in fields(kind)}
+    assert set(re.findall(r"`(\w+)=", USAGE)) <= settings
+
+
+def test_the_notebook_runs_and_shows_one_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a tiny model of 1,024 tokens; CI runs the notebook as it is."""
+    code = "\n".join("".join(cell["source"]) for cell in CELLS)
+    assert "PUBLISHED = False" in code
+    scope = ran(code.replace('embedded_pipeline("transformer")', "pipe"), pipe=small())
+    printed = capsys.readouterr().out
+    assert "layers merge" in printed
+    assert printed.count(" dB") == 4
+    assert len(scope["images"]) == 5
+    assert NOTEBOOK.stat().st_size < 200_000
+    assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1))
+    outputs = [output for cell in CELLS for output in cell["outputs"]]
+    assert {output.get("name", "result") for output in outputs} == {"stdout", "result"}
 
 
 @pytest.mark.parametrize("line", COMMANDS)

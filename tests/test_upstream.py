@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 from torch import nn
 
 from mame_sd import apply_mame, upstream
@@ -31,11 +33,20 @@ def test_the_installed_releases_have_every_name() -> None:
     upstream.require(*upstream.NAMES)
 
 
-def test_releases_are_those_that_the_package_asks_for() -> None:
-    project = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+def test_the_oldest_releases_are_those_of_the_package_and_of_its_oldest_test() -> None:
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extra = project["optional-dependencies"]["lora"]
+    floors = {
+        one.name: next(iter(one.specifier)).version
+        for one in map(Requirement, (*project["dependencies"], *extra))
+    }
     for library, releases in upstream.RELEASES.items():
-        (lowest,) = re.findall(rf'"{library}>=([\d.]+)"', project)
-        assert releases.startswith(f"between {lowest} and ")
+        assert releases.startswith(f"between {floors[library]} and ")
+    lines = (root / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
+    for oldest in (Requirement(line) for line in lines if not line.startswith("#")):
+        pinned, floor = next(iter(oldest.specifier)).version, floors[oldest.name]
+        assert pinned == floor or pinned.startswith(f"{floor}."), oldest.name
 
 
 CALLED: dict[str, Callable[[], object]] = {

@@ -17,7 +17,8 @@ import numpy as np
 from mame_sd.config import MaMeConfig
 from mame_sd.runs.jobs import GenerateSettings, Job
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.sampling import merge_in, sample
+from mame_sd.runs.methods import Merging
+from mame_sd.runs.sampling import sample
 
 from ..images import load_image, to_float
 from ..metric_list import Metric
@@ -47,7 +48,7 @@ def repeat_gates(
         ("baseline against itself", False),
         ("inactive merging against the baseline", True),
     ):
-        handle = merge_in(model, config) if hooked else None
+        handle = Merging(config).install(model).handle if hooked else None
         try:
             if handle is not None:
                 handle.active = False

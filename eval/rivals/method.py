@@ -20,8 +20,7 @@ from mame_sd.diffusion.layer import MergeHook
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMethod, NotApplicable
-from mame_sd.runs.sampling import levels_of
+from mame_sd.runs.methods import InstalledMerging, InstalledMethod, NotApplicable
 
 from .layers import RivalLayer
 
@@ -111,7 +110,7 @@ class _Installed:
     def levels(self) -> list[dict[str, Any]]:
         """Raises NotApplicable when nothing could merge."""
         try:
-            return levels_of(self._handle)
+            return InstalledMerging(self._handle).levels()
         except UserError as error:
             raise NotApplicable(f"{self._rival.name}: {error}") from error
 

@@ -156,12 +156,15 @@ def _with_lines(model: Any, spots: Tensor, own: Tensor, stay: Tensor) -> Image:
         own: features.
         stay: their places [k] among those that are no new lines.
     """
+    from accelerate.utils import align_module_device
+
     lines = (spots == LINE).nonzero()[:, 0]
     if not len(lines):
         return Image(own, stay, len(spots))
     places = torch.cat([(spots != LINE).nonzero()[:, 0][stay], lines])
     order = places.argsort()
-    new = model.model.image_newline[None].expand(len(lines), -1).to(own)
+    with align_module_device(model.model):  # where it is offloaded
+        new = model.model.image_newline[None].expand(len(lines), -1).to(own)
     return Image(torch.cat([own, new])[order], places[order], len(spots))
 
 

@@ -27,6 +27,7 @@ from mame_sd.captions.calls import (
     tower_turn,
 )
 from mame_sd.captions.prompts import Image, of_prompts
+from mame_sd.perception.hooks import check_free, give_back, slot_of
 from mame_sd.upstream import cache_in
 
 _NAMES = ("forward", "generate")
@@ -79,8 +80,9 @@ class OnModel:
         """Takes the replacements off the model where nothing needs them any more."""
         with _CHANGES:
             if not self.blocks and self.base.calls is None and not self._writing:
-                for name in _NAMES:
-                    self.model.__dict__.pop(name, None)
+                for key in (slot_of(self.model, name) for name in _NAMES):
+                    if isinstance(self.model.__dict__.get(key), Call):
+                        give_back(self.model, key)
 
     def forward(self, call: dict[str, Any]) -> Any:
         """Make the model's own call, with fewer tokens where it is given images."""
@@ -179,7 +181,7 @@ def _signature(kind: Any, name: str) -> inspect.Signature:
 
 def on_model(module: nn.Module) -> OnModel | None:
     """Return what stands on `module`."""
-    there = module.__dict__.get("forward")
+    there = module.__dict__.get(slot_of(module, "forward"))
     return there.on if isinstance(there, Call) else None
 
 
@@ -231,11 +233,6 @@ def _placed(model: nn.Module) -> OnModel:
     if on is None:
         on = OnModel(model)
         for name in _NAMES:
-            there = model.__dict__.get(name)
-            if there is not None:
-                raise ValueError(
-                    f"expected a {type(model).__name__} with its own {name}, found another tool's"
-                    f" in its place ({there!r}); apply merging before that tool"
-                )
-        model.__dict__.update({name: Call(on, name) for name in _NAMES})
+            check_free(model, name)
+        model.__dict__.update({slot_of(model, name): Call(on, name) for name in _NAMES})
     return on

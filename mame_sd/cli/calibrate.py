@@ -22,10 +22,13 @@ from mame_sd.report import counted
 from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
-from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.loading import LoadedModel, known_identity
+from mame_sd.runs.methods import Merging
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
-from mame_sd.runs.sampling import merge_in, sample
+from mame_sd.runs.records import STRANGE
+from mame_sd.runs.run_folder import differences, in_short
+from mame_sd.runs.sampling import sample
 
 MEASURED = "measured.json"
 LARGEST = 80.0  # dB, of images that are equal
@@ -49,7 +52,7 @@ def run_calibrate(
             merging gives.
     """
     file = out / "config.json"
-    _check(speed, base, out, file)
+    _check(speed, base, choice, out, file)
     model, base = load_to_merge(choice, base, prompts)
     base = uniform(base)
     few = min(4, max(1, len(prompts) // 4))
@@ -83,9 +86,10 @@ def run_calibrate(
     print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
 
 
-def _check(speed: float, base: MaMeConfig, out: Path, file: Path) -> None:
+def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file: Path) -> None:
     """Raise UserError for a speed or settings that can't be calibrated, or a folder that can't take
-    the results, such as a model's, which has a config.json of its own.
+    the results: one that can't be written, one with settings of another model, or a model's, which
+    has a config.json of its own.
     """
     try:
         check_speed(speed)
@@ -94,11 +98,17 @@ def _check(speed: float, base: MaMeConfig, out: Path, file: Path) -> None:
     if base.method != "keys":
         raise UserError("merging: expected no tau, for calibration tries shares to keep; drop it")
     check_place(out, out)
-    if file.exists() and not (out / MEASURED).exists():
-        raise UserError(
-            f"--out {out}: expected a new folder, or one of an earlier calibration, got one with"
-            " another config.json; choose another"
-        )
+    if file.exists():
+        try:
+            there = json.loads(file.read_bytes())["about"]["model"]
+            different = differences(there, known_identity(choice), partly=True, name="model")
+        except (OSError, *STRANGE):
+            different = ["one with another config.json"]
+        if different:
+            raise UserError(
+                f"--out {out}: expected a new folder, or one of an earlier calibration of this"
+                f" model, got {in_short(different)}; choose another"
+            )
 
 
 def _measured(
@@ -114,7 +124,7 @@ def _measured(
         "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)},
         **asdict(settings),
     }
-    handle = merge_in(model, base)
+    handle = Merging(base).install(model).handle
     out.mkdir(parents=True, exist_ok=True)
     try:
         runs = [partial(sample, model, settings, [job]) for job in jobs_of(prompts, settings)]

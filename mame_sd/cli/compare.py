@@ -22,10 +22,11 @@ from mame_sd.diffusion.saved_setting import uniform
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.methods import Merging
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
 from mame_sd.runs.records import read_samples
-from mame_sd.runs.sampling import levels_of, merge_in, sample
+from mame_sd.runs.sampling import sample
 
 PANEL_SIDE = 512
 COLUMNS = 6  # images side by side
@@ -108,17 +109,17 @@ def compare(
     sample(model, replace(settings, steps=1), [job])
     panels: list[Panel] = []
     for label, config in [("baseline", None), *variants]:
-        handle = None if config is None else merge_in(model, config)
+        installed = None if config is None else Merging(config).install(model)
         try:
             start = clock()
             (image,) = sample(model, settings, [job], on_step=on_step)
             seconds = clock() - start
-            levels = [] if handle is None else levels_of(handle)
+            levels = [] if installed is None else installed.levels()
             things = "keys" if config is None else config.method
             panels.append(Panel(label, image, seconds, levels, things, unit))
         finally:
-            if handle is not None:
-                handle.remove()
+            if installed is not None:
+                installed.remove()
         on_progress(len(panels), total)
     return panels
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,23 +50,27 @@ def run_generate(
     if process.is_main:
         print(_outcome(summary, out))
         for level in summary.levels:
-            kept, count = level["tokens_kept"], level["tokens_in"]
-            of = f"{kept:.0f} of {count:.0f} {config.method if config else 'keys'} kept"
-            print(f"level {level['level']}: {of} ({kept / count:.0%})")
+            kept = f"{level['tokens_kept']:.0f} of {level['tokens_in']:.0f}"
+            what = config.method if config else "keys"
+            print(f"level {level['level']}: {kept} {what} kept ({level['share']:.0%})")
 
 
 def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
     """The places of the prompts that the model's longest text encoder reads only in part."""
     tokenizers = [
-        part
+        getattr(part, "tokenizer", part)  # a processor has one, too (Kandinsky 5)
         for name, part in pipe.components.items()
         if name.startswith("tokenizer") and part is not None
     ]
     longest = max(tokenizers, key=lambda tokenizer: tokenizer.model_max_length, default=None)
-    if longest is None or longest.model_max_length > 1000:
+    if longest is None:
         return []
+    own = inspect.signature(pipe.__call__).parameters.get("max_sequence_length")
+    most = longest.model_max_length
+    if own is not None and isinstance(own.default, int):
+        most = min(most, own.default)
     ids = longest(list(texts), verbose=False)["input_ids"]
-    return [place for place, found in enumerate(ids) if len(found) > longest.model_max_length]
+    return [place for place, found in enumerate(ids) if len(found) > most]
 
 
 def load_to_merge(

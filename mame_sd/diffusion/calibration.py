@@ -286,12 +286,17 @@ def measure_images(
         on_image: told (images done, images).
 
     Raises:
-        ValueError: several denoisers, or no layer could merge.
+        ValueError: several denoisers, settings with tau, or no layer could merge.
     """
     if isinstance(handle.root, nn.ModuleDict):
         raise ValueError(
             "calibrate: expected a pipeline with one denoiser, got one with"
             f" {' and '.join(handle.root)}; give settings of layers by hand"
+        )
+    if handle.config.method != "keys":
+        raise ValueError(
+            "calibrate: expected no tau, for it tries shares of keys to keep, got"
+            f" tau={handle.config.tau:g}; set keep first"
         )
     device = device_of(handle.root)
     said = {

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import MaMeConfig, Method
 from mame_sd.core.keys import OwnKernel
 from mame_sd.core.merge import Groups
 from mame_sd.diffusion.threads import PerThread
@@ -167,12 +167,18 @@ class ResolvedConfig:
             open.
         of_layer: by name those of self-attentions that have their own; None where one is left
             alone.
+        methods: by which methods layers merge.
     """
 
     config: MaMeConfig
     active: bool
     asked: MaMeConfig
     of_layer: Mapping[str, MaMeConfig | None] = field(default_factory=dict)
+    methods: frozenset[Method] = field(init=False)
+
+    def __post_init__(self) -> None:
+        every = (self.config, *self.of_layer.values())
+        object.__setattr__(self, "methods", frozenset(one.method for one in every if one))
 
 
 class Shared:

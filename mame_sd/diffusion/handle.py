@@ -181,8 +181,8 @@ class MaMeHandle:
         Raises:
             RuntimeError: merging was removed or replaced, or another thread makes an image with the
                 model.
-            ValueError: no pipeline or no prompts, several denoisers, nothing that could merge, or
-                more speed than merging gives; the settings are as before then.
+            ValueError: no pipeline or no prompts, several denoisers, settings with tau, nothing
+                that could merge, or more speed than merging gives; the settings are as before then.
         """
         self._check_installed()
         check_speed(speed)
@@ -290,13 +290,13 @@ class MaMeHandle:
         self._check(config)
         names = () if config.layers is None else self._names
         of_layer = {name: config.of_layer(name) for name in names}
-        every = (config, *of_layer.values())
-        if self._shared.kernel is not None and any(one and one.tau is not None for one in every):
+        setting = ResolvedConfig(config, active, asked, of_layer)
+        if self._shared.kernel is not None and "tokens" in setting.methods:
             raise ValueError(
                 "kernel: expected none with tau, whose whole tokens merge before attention is"
                 " called; give keep instead"
             )
-        return ResolvedConfig(config, active, asked, of_layer)
+        return setting
 
     def _check_installed(self) -> None:
         """Raise RuntimeError where settings would have no effect; else the pipeline is checked from

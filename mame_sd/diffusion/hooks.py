@@ -130,7 +130,7 @@ class StepHook(PreHook):
             raise RuntimeError(SPREAD.format(type(module).__name__))
         timestep = next((call[name] for name in _TIMESTEP if call.get(name) is not None), None)
         again = _checkpoints(module)
-        keys = setting.config.method == "keys"  # whole tokens are drawn once
+        keys = "keys" in setting.methods  # whole tokens are drawn once
         latents = _latents(first) if setting.config.share_guidance_plan and keys else None
         device = tensors[0].device if tensors else None
         drawn_by = timestep if setting.config.redraw and keys else None

@@ -8,7 +8,6 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -117,21 +116,28 @@ def ours_on(module: nn.Module) -> list[Placed]:
     return found
 
 
-def check_free(module: nn.Module) -> None:
-    """Raise ValueError where another tool has replaced the forward of `module`."""
-    there = module.__dict__.get(_slot(module, "forward"))
-    if getattr(there, "__func__", None) is type(module).forward:
-        return  # its own, which transformers 5.0 leaves there when hidden states are asked for
+def check_free(module: nn.Module, name: str = "forward") -> None:
+    """Raise ValueError where another tool has replaced a method of `module`."""
+    there = module.__dict__.get(slot_of(module, name))
+    if getattr(there, "__func__", None) is getattr(type(module), name):
+        return  # its own, which transformers 5.0 and accelerate leave there
     if there is not None and not ours_on(module):
         raise ValueError(
-            f"expected a {type(module).__name__} with its own forward, found another tool's in its"
+            f"expected a {type(module).__name__} with its own {name}, found another tool's in its"
             f" place ({there!r}); apply merging before that tool"
         )
 
 
-def _slot(module: nn.Module, name: str) -> str:
+def slot_of(module: nn.Module, name: str) -> str:
     """Name the attribute by which a method of `module` is replaced."""
     return _OFFLOADED if name == "forward" and "_hf_hook" in module.__dict__ else name
+
+
+def give_back(module: nn.Module, key: str) -> None:
+    """Let `module` have its own method again, which was replaced by the attribute `key`."""
+    del module.__dict__[key]
+    if key == _OFFLOADED:
+        setattr(module, key, MethodType(type(module).forward, module))
 
 
 def put(module: nn.Module, place: str, method: Callable[..., Any]) -> None:
@@ -141,18 +147,19 @@ def put(module: nn.Module, place: str, method: Callable[..., Any]) -> None:
     elif place in ("after", "end"):
         module.register_forward_hook(method, always_call=place == "end")
     else:
-        setattr(module, _slot(module, place), method)
+        setattr(module, slot_of(module, place), method)
 
 
 def take(module: nn.Module, owners: Collection[Any] | None = None) -> None:
     """Take off `module` what belongs to these; None: all that is ours."""
     for there, key, method in [*_found(module)]:
         if owners is None or method.__self__ in owners:
-            del there[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
-            module._forward_hooks_always_called.pop(key, None)
-            if key == _OFFLOADED:
-                setattr(module, key, partial(type(module).forward, module))
+            if there is module.__dict__:
+                give_back(module, key)
+            else:
+                del there[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
 
 def take_all(target: nn.Module, what: str = "remove_mame") -> None:

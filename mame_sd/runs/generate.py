@@ -230,5 +230,6 @@ def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int)
     for number in sorted({level["level"] for level in every}):
         those = [level for level in every if level["level"] == number]
         tokens_in, kept = (fmean(one[key] for one in those) for key in ("tokens_in", "tokens_kept"))
-        levels.append({"level": number, "tokens_in": tokens_in, "tokens_kept": kept})
+        level = {"level": number, "tokens_in": tokens_in, "tokens_kept": kept}
+        levels.append({**level, "share": kept / tokens_in})
     return Summary(images, made, found, fmean(seconds) if seconds else None, levels)

@@ -5,17 +5,16 @@ again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
 
 from mame_sd.config import MaMeConfig
+from mame_sd.diffusion.apply_denoiser import apply_mame
+from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.errors import UserError
+from mame_sd.report import NothingMergedError
 from mame_sd.runs.jobs import Job
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.sampling import levels_of, merge_in
-
-if TYPE_CHECKING:
-    from mame_sd.diffusion.handle import MaMeHandle
 
 
 class NotApplicable(UserError):
@@ -63,19 +62,43 @@ class Merging:
         """As it merges on the model."""
         return Merging(model.resolved(self.config))
 
-    def install(self, model: LoadedModel) -> InstalledMethod:
-        return _InstalledMerging(merge_in(model, self.config))
+    def install(self, model: LoadedModel) -> InstalledMerging:
+        """Raises UserError for a model that merging does not support."""
+        try:
+            return InstalledMerging(apply_mame(model.pipe, self.config))
+        except (TypeError, ValueError) as error:
+            options = {f.name: f.metadata.get("option", True) for f in fields(MaMeConfig)}
+            name, _, rest = str(error).partition(": ")
+            if name in options:  # a setting that is wrong for this model, not the model
+                where = (
+                    "--" + name.replace("_", "-")
+                    if options[name]
+                    else f"--config (or the model's mame.json): {name}"
+                )
+                raise UserError(f"{where}: {rest}") from error
+            raise UserError(
+                f"--model {model.identity['name']}: {error}; choose another model, or --baseline"
+            ) from error
 
 
 @dataclass(frozen=True)
-class _InstalledMerging:
+class InstalledMerging:
+    """Merging on one model."""
+
     handle: MaMeHandle
 
     def begin(self, jobs: Sequence[Job]) -> None:
         self.handle.reset()
 
     def levels(self) -> list[dict[str, Any]]:
-        return levels_of(self.handle)
+        """Raises UserError when nothing could merge."""
+        try:
+            return [asdict(level) for level in self.handle.report().levels()]
+        except NothingMergedError as error:
+            raise UserError(
+                " ".join(str(error).split())
+                + " (see --min-tokens, --height and --width, --baseline)"
+            ) from None
 
     def remove(self) -> None:
         self.handle.remove()

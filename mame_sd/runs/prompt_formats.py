@@ -8,6 +8,7 @@ import csv
 import io
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from mame_sd.errors import UserError
@@ -55,33 +56,30 @@ def _text_records(path: Path, text: str) -> Iterator[Record]:
             yield number, {"prompt": line}
 
 
-def _table_records(delimiter: str) -> Callable[[Path, str], Iterator[Record]]:
-    def read(path: Path, text: str) -> Iterator[Record]:
-        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        header: list[str] | None = None
-        line = 1
-        try:
-            for row in rows:
-                if not any(row):
-                    pass
-                elif header is None:
-                    header = _header(path, line, row)
-                elif len(row) != len(header):
-                    raise UserError(
-                        f"{path}:{line}: expected {len(header)} columns as in the header, got"
-                        f" {len(row)}; quote a cell that holds the delimiter"
-                    )
-                else:  # an empty cell of a known column is not given
-                    cells = zip(header, row, strict=True)
-                    yield line, {n: cell for n, cell in cells if cell or n not in KNOWN_COLUMNS}
-                line = rows.line_num + 1
-        except csv.Error as error:
-            raise UserError(
-                f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; write a quote"
-                " inside a cell twice"
-            ) from None
-
-    return read
+def _table_records(delimiter: str, path: Path, text: str) -> Iterator[Record]:
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    header: list[str] | None = None
+    line = 1
+    try:
+        for row in rows:
+            if not any(row):
+                pass
+            elif header is None:
+                header = _header(path, line, row)
+            elif len(row) != len(header):
+                raise UserError(
+                    f"{path}:{line}: expected {len(header)} columns as in the header, got"
+                    f" {len(row)}; quote a cell that holds the delimiter"
+                )
+            else:  # an empty cell of a known column is not given
+                cells = zip(header, row, strict=True)
+                yield line, {n: cell for n, cell in cells if cell or n not in KNOWN_COLUMNS}
+            line = rows.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; write a quote"
+            " inside a cell twice"
+        ) from None
 
 
 def _header(path: Path, line: int, row: list[str]) -> list[str]:
@@ -106,6 +104,6 @@ def _header(path: Path, line: int, row: list[str]) -> list[str]:
 
 READERS: dict[str, Callable[[Path, str], Iterator[Record]]] = {
     ".txt": _text_records,
-    ".csv": _table_records(","),
-    ".tsv": _table_records("\t"),
+    ".csv": partial(_table_records, ","),
+    ".tsv": partial(_table_records, "\t"),
 }

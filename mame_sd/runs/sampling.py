@@ -1,24 +1,19 @@
-"""One call of a pipeline: jobs in, images out; merging on a loaded model; images as PNG."""
+"""One call of a pipeline: jobs in, images out; images as PNG."""
 
 from __future__ import annotations
 
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.jobs import GenerateSettings, Job, generator_of
-from mame_sd.runs.loading import LoadedModel
-
-if TYPE_CHECKING:
-    from mame_sd.diffusion.handle import MaMeHandle
+from mame_sd.runs.loading import LoadedModel, guidance_of
 
 
 def sample(
@@ -36,19 +31,7 @@ def sample(
         UserError: an argument that the pipeline does not take, or refuses.
         MachineError: pixels that are no numbers (16-bit overflow), out of memory.
     """
-    call: dict[str, Any] = {
-        "prompt": [job.prompt.text for job in jobs],
-        "num_inference_steps": settings.steps,
-        "generator": [generator_of(job) for job in jobs],
-        "output_type": "np",
-    }
-    if any(job.steered for job in jobs):
-        call["negative_prompt"] = [job.negative_prompt or "" for job in jobs]
-    guidance = model.guidance if settings.guidance is None else settings.guidance
-    if guidance is not None:
-        call["guidance_scale"] = guidance
-    if settings.height is not None:
-        call.update(height=settings.height, width=settings.width)
+    call = arguments_of(model, settings, jobs)
     if on_step is not None and "callback_on_step_end" in model.arguments:
 
         def tell(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -56,10 +39,6 @@ def sample(
             return tensors
 
         call["callback_on_step_end"] = tell
-    for name in call:
-        if name not in model.arguments:
-            flag = "--" + name.replace("guidance_scale", "guidance").replace("_", "-")
-            raise UserError(f"{flag}: {type(model.pipe).__name__} does not take this; leave it out")
     try:
         result = model.pipe(**call)
     except ValueError as error:  # the pipeline's own checks of its inputs
@@ -82,43 +61,44 @@ def sample(
     return [Image.fromarray(pixels) for pixels in (images * 255).round().astype(np.uint8)]
 
 
-def merge_in(model: LoadedModel, config: MaMeConfig) -> MaMeHandle:
-    """`apply_mame` on a loaded model.
+def arguments_of(
+    model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job]
+) -> dict[str, Any]:
+    """What the pipeline is called with for `jobs`.
 
-    Raises UserError for a model that merging does not support.
+    Raises UserError for what it does not take, or takes no notice of.
     """
-    from mame_sd.diffusion.apply_denoiser import apply_mame
-
-    try:
-        return apply_mame(model.pipe, config)
-    except (TypeError, ValueError) as error:
-        options = {f.name: f.metadata.get("option", True) for f in fields(MaMeConfig)}
-        name, _, rest = str(error).partition(": ")
-        if name in options:  # a setting that is wrong for this model, not the model
-            where = (
-                "--" + name.replace("_", "-")
-                if options[name]
-                else f"--config (or the model's mame.json): {name}"
+    steered, kind = any(job.steered for job in jobs), type(model.pipe).__name__
+    call: dict[str, Any] = {
+        "prompt": [job.prompt.text for job in jobs],
+        "num_inference_steps": settings.steps,
+        "generator": [generator_of(job) for job in jobs],
+        "output_type": "np",
+    }
+    if steered:
+        call["negative_prompt"] = [job.negative_prompt or "" for job in jobs]
+    argument, _ = guidance_of(model.pipe)
+    guidance = model.guidance if settings.guidance is None else settings.guidance
+    if guidance is not None:
+        call[argument] = guidance
+    if settings.height is not None:
+        call.update(height=settings.height, width=settings.width)
+    for name in call:
+        if name not in model.arguments:
+            flag = "--guidance" if name == argument else "--" + name.replace("_", "-")
+            raise UserError(f"{flag}: {kind} does not take this; leave it out")
+    if "true_cfg_scale" in model.arguments:
+        if steered and argument != "true_cfg_scale":  # Flux, whose own guidance is distilled
+            raise UserError(
+                f"--negative-prompt: {kind} takes no notice of one without true_cfg_scale; leave it"
+                " out"
             )
-            raise UserError(f"{where}: {rest}") from error
-        raise UserError(
-            f"--model {model.identity['name']}: {error}; choose another model, or --baseline"
-        ) from error
-
-
-def levels_of(handle: MaMeHandle) -> list[dict[str, Any]]:
-    """Tokens in and kept per level since the last reset.
-
-    Raises UserError when nothing could merge.
-    """
-    from mame_sd.report import NothingMergedError
-
-    try:
-        return [asdict(level) for level in handle.report().levels()]
-    except NothingMergedError as error:
-        raise UserError(
-            " ".join(str(error).split()) + " (see --min-tokens, --height and --width, --baseline)"
-        ) from None
+        if settings.guidance is not None and not steered and argument == "true_cfg_scale":
+            raise UserError(
+                f"--guidance: {kind} guides away from a negative prompt alone; give"
+                " --negative-prompt, too"
+            )
+    return call
 
 
 def to_png(image: Image.Image, job: Job, described: dict[str, Any]) -> bytes:

@@ -13,8 +13,8 @@ from mame_sd.caches import CacheView, Kept, Selection
 from mame_sd.caches.fit import _ridge, with_fitted_values
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.caches.selection import full_price_of, future_attention, gathered, marked
-from tests.caches import oracle
 from tests.caches.views import view_of, with_padding
+from tests.oracle import attend
 
 
 def shortened(views: list[CacheView], keep: float, method: Selection | None = None) -> list[Kept]:
@@ -37,12 +37,10 @@ def test_attention_is_that_of_a_loop(softcap: float | None) -> None:
             logits = logits * view.scale
             if softcap is not None:
                 logits = (logits / softcap).tanh() * softcap
-            logits = (logits + bias[0, head // 2].double())[: query + 1]
-            want = torch.zeros(40, dtype=torch.float64)
-            want[: query + 1] = logits.exp() / logits.exp().sum()
-            torch.testing.assert_close(
-                found[0, head // 2, head % 2, query].double(), want, atol=1e-6, rtol=1e-5
-            )
+            want = (logits + bias[0, head // 2].double())[: query + 1].softmax(0)
+            got = found[0, head // 2, head % 2, query].double()
+            assert not got[query + 1 :].any()
+            torch.testing.assert_close(got[: query + 1], want, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("keep", [0.75, 0.125])
@@ -119,9 +117,11 @@ def test_fit_solves_its_least_squares() -> None:
     for head in range(2):
         flat, bias = queries[0, 2 * head : 2 * head + 2].flatten(0, 1), fit.bias[0, head]
         keys, old, new = kept.keys[0, head], kept.values[0, head], fit.values[0, head]
-        want = oracle.attended(flat, view.keys[0, head], view.values[0, head], view.scale)
-        before = oracle.attended(flat, keys, old, view.scale)
-        after = oracle.attended(flat, keys, new, view.scale, bias)
+        own, values = view.keys[0, head], view.values[0, head]
+        want, before, after = (
+            attend(*(t.double() for t in (flat, *of)), view.scale, added)[0]
+            for *of, added in ((own, values, None), (keys, old, None), (keys, new, bias.double()))
+        )
         assert (after - want).square().mean() < 0.5 * (before - want).square().mean()
         # The values are the ridge's minimum: its gradient is zero there.
         a = (flat @ keys.T * view.scale + bias).double().softmax(-1)

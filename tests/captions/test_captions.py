@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_module
 from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.models.llava_next.modeling_llava_next import unpad_image
@@ -205,6 +207,34 @@ def test_tiles_equal_a_loop_over_rows() -> None:
         real = call["input_ids"][number][call["attention_mask"][number].bool()].tolist()
         expected, _ = tiny.logits_by_hand(model, real, [slots])
         torch.testing.assert_close(logits[number, -len(expected) :], expected, rtol=1e-3, atol=1e-4)
+    cpu_offload(model, torch.device("cpu"))
+    assert torch.equal(model(**call).logits, logits)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_offloading_goes_before_merging_or_after_it(first: bool) -> None:
+    model, call = tiny.llava(), inputs()
+    few: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    plain = model(**call).logits
+    apply_mame(model, keep=0.25)
+    merged, written = model(**call).logits, model.generate(**call, **few)
+    if first:
+        remove_mame(model)
+        cpu_offload(model, torch.device("cpu"))
+        apply_mame(model, keep=0.25)
+    else:
+        cpu_offload(model, torch.device("cpu"))
+    assert torch.equal(model(**call).logits, merged)
+    assert torch.equal(model.generate(**call, **few), written)
+    remove_mame(model)
+    assert torch.equal(model(**call).logits, plain)
+    remove_hook_from_module(model, recurse=True)
+    apply_mame(model, keep=0.25)
+    assert torch.equal(model(**call).logits, merged)
+    remove_mame(model)
+    model.forward = partial(model.forward)
+    with pytest.raises(ValueError, match="with its own forward, found another tool's"):
+        apply_mame(model)
 
 
 def test_settings_change_and_are_reported() -> None:

@@ -69,6 +69,8 @@ def test_it_writes_settings_that_generate_takes_and_goes_on_where_it_stopped(
     capsys.readouterr()
     assert cli.run([*given, "--speed", "1000"]) == 2
     assert "--speed: expected at most 1.43" in error_of(capsys)
+    assert cli.run(["calibrate", *words, "--model", "embedded-unet"]) == 2
+    assert 'got model.name: "tiny" there, "embedded" here; choose another' in error_of(capsys)
     run = ["generate", "--prompt", "key", "--config", str(file)]
     assert cli.run([*run, *words[:-1], str(tmp_path / "run")]) == 0
 

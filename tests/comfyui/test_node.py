@@ -346,27 +346,24 @@ def test_a_compiled_model_is_one_graph_for_every_step(node: Any, block: Any, cap
     assert ours == ["MaMe merged 96 -> 24 keys at 8 x 12"] * 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"keep": 0.0}, "keep: expected a share above 0"),
-        ({"mode": "tau", "tau": 1.5}, "tau: expected"),
-        ({"start_percent": 0.8, "end_percent": 0.2}, "got 0.8 and 0.2"),
-        ({"end_percent": 1.5}, "got 0.0 and 1.5"),
-        ({"mode": "tau"}, "tau: expected mode keep for Flux, whose keys alone merge"),
-    ],
-)
+FLUX = network("Flux", patch_size=2)
+OLDER = network("HunyuanVideo", double_blocks=[SimpleNamespace(flipped_img_txt=True)])
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (FLUX, {"keep": 0.0}, "keep: expected a share above 0"),
+    (FLUX, {"mode": "tau", "tau": 1.5}, "tau: expected"),
+    (FLUX, {"start_percent": 0.8, "end_percent": 0.2}, "got 0.8 and 0.2"),
+    (FLUX, {"end_percent": 1.5}, "got 0.0 and 1.5"),
+    (FLUX, {"mode": "tau"}, "tau: expected mode keep for Flux, whose keys alone merge"),
+    (OLDER, {}, "expected HunyuanVideo with its text before its image, g"),
+]
+
+
+@pytest.mark.parametrize(("model", "changes", "message"), REFUSED)
 def test_what_cannot_be_is_refused_when_applied(
-    node: Any, changes: dict[str, Any], message: str
+    node: Any, model: Any, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        applied(node, Model(network("Flux", patch_size=2)), **changes)
-
-
-def test_an_older_engines_order_of_text_and_image_is_refused(node: Any) -> None:
-    older = network("HunyuanVideo", double_blocks=[SimpleNamespace(flipped_img_txt=True)])
-    with pytest.raises(ValueError, match="expected HunyuanVideo with its text before its image, g"):
-        applied(node, Model(older))
+        applied(node, Model(model), **changes)
 
 
 def test_a_part_of_the_steps_is_refused_beside_a_compiled_model(node: Any, model: Model) -> None:

@@ -54,6 +54,7 @@ def by_loop(
     return oracle.merged_attention(q, k, v, [image], fitted, mask, call.get("scale"))[0]
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     "how",
@@ -127,6 +128,7 @@ def test_masks(kind: str, shape: str) -> None:
     )
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_gradients_are_those_of_finite_differences() -> None:
     q, k, v = (t[:1, :1, :, :3].detach().requires_grad_() for t in case(count=2 + 12))
     assert torch.autograd.gradcheck(
@@ -158,6 +160,7 @@ def test_a_constant_field_and_groups_of_copies_are_exact() -> None:
         torch.testing.assert_close(found, exact)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_samples_are_their_own_and_nan_stays_within_one() -> None:
     q, k, v = case()
     want = attention(q, k, v, GRID, BEFORE, AFTER)
@@ -171,6 +174,7 @@ def test_samples_are_their_own_and_nan_stays_within_one() -> None:
         assert found[0].isnan().any()
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("at", range(0, 64, 3))
 def test_nan_stays_within_its_head_and_reaches_no_sample_that_follows_another(at: int) -> None:
     q, k, v = (
@@ -183,6 +187,7 @@ def test_nan_stays_within_its_head_and_reaches_no_sample_that_follows_another(at
     assert found[1].isfinite().all()
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_large_numbers_of_fp16_do_not_overflow() -> None:
     q, k, v = case(dtype=torch.float16)
     found = attention(q, 300 * k, 20000 * v.clamp(-3, 3), GRID, BEFORE, AFTER)

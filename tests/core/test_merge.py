@@ -101,6 +101,7 @@ def test_a_timestep_says_which_draw_and_few_come_twice() -> None:
     assert int(draw_at(500)) == int(draw_at(torch.tensor([0.0, 500.0])))
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("stay", [0, 9])
 @pytest.mark.parametrize("tile_size", [16, 4, 0])
 @pytest.mark.parametrize("size", [(9, 11), (40,), (2, 5, 7)], ids=str)
@@ -160,6 +161,7 @@ def test_grids_of_one_token_and_shares_below_the_largest_cells() -> None:
     assert groups_of(tokens(1, 400, 4), (20, 20), 0.0001).tokens_kept <= 4
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_zero_tiny_huge_and_broken_tokens() -> None:
     x = tokens(2, 64, 6)
     want = groups_of(x, (8, 8), 0.25).groups

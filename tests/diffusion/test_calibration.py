@@ -275,6 +275,8 @@ def test_models_by_themselves_and_those_too_small_say_what_to_do() -> None:
     pipe = tiny_pipeline()
     with pytest.raises(ValueError, match="could merge, found none; lower min_tokens"):
         apply_mame(pipe).calibrate(["a"], speed=1.2, num_inference_steps=1)
+    with pytest.raises(ValueError, match=r"expected no tau, .*, got tau=0\.5; set keep first"):
+        apply_mame(pipe, tau=0.5).calibrate(["a"], speed=1.2)
     handle = apply_mame(pipe)
     del pipe
     with pytest.raises(ValueError, match="got a pipeline that nothing else holds"):

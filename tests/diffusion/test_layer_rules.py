@@ -13,7 +13,7 @@ import torch
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame, mame
 from mame_sd.pipelines import StableDiffusionMaMePipeline
-from tests.builders.tiny import run_unet, save_tiny_pipeline, tiny_unet
+from tests.builders.tiny import run_unet, save_tiny_pipeline, tiny_unet, unet_inputs
 from tests.matrix.transformers import ROWS
 
 SMALL: dict[str, Any] = {"min_tokens": 16, "keep": 0.5}
@@ -125,3 +125,13 @@ def test_files_hold_rules_and_every_way_in_takes_them(tmp_path: Path) -> None:
     assert again.mame_config == pipe.mame_config == config
     with pytest.raises(TypeError, match="expected a MaMeConfig or a file of settings, got 3"):
         apply_mame(unet, 3)  # type: ignore[arg-type]
+
+
+def test_layers_with_keep_draw_by_the_step_and_by_pairs_where_others_have_tau() -> None:
+    unet, outputs = tiny_unet(), []
+    inputs = unet_inputs(unet)
+    pair = {**inputs, "sample": inputs["sample"][:1].repeat(2, 1, 1, 1)}
+    for fields in ({"keep": 0.5}, {"tau": 1.0, "layers": {"*": {"keep": 0.5}}}):
+        with torch.no_grad(), mame(unet, min_tokens=16, **fields):
+            outputs.append(unet(**pair).sample)
+    assert torch.equal(*outputs)

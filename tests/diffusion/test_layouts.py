@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.diffusion.context import Tokens
 from mame_sd.diffusion.families import layouts
-from mame_sd.diffusion.families.layouts import UNLIKE, read_once
+from mame_sd.diffusion.families.layouts import UNLIKE, reads
 
+MODEL = nn.Identity()
+OUTPUT_IMAGE_INDICATOR = 1  # as the module of Ideogram 4 has it
 READS = {"cpu", "tolist", "item", "__int__", "__bool__", "nonzero", "unique", "unique_consecutive"}
 
 
@@ -34,10 +36,7 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     text = torch.zeros(1, 7, 4)
     return {
         "Flux": (layouts.packed, {"img_ids": places(3, 4, 0, 1), "encoder_hidden_states": text}),
-        "Krea 2": (
-            layouts.krea2,
-            {"position_ids": places(3, 4), "hidden_states": torch.zeros(1, 12, 4)},
-        ),
+        "Krea 2": (layouts.krea2, {"position_ids": places(3, 4)}),
         "MiniMax H3": (
             layouts.minimax_h3,
             {"video_indices": torch.arange(12), "position_ids": places(3, 4)},
@@ -49,24 +48,30 @@ def calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
 @pytest.mark.parametrize("name", calls())
 def test_a_second_step_reads_nothing_and_a_change_is_seen(name: str) -> None:
     layout, call = calls()[name]
-    first = layout(None, call)
+    call["hidden_states"] = torch.zeros(1, 12, 4)
+    first = layout(MODEL, call)
     assert first.size[-2:] == (3, 4)
     with NoReads():
-        assert layout(None, call) == first
-        assert layout(None, {**call, "hidden_states": torch.ones(1, 12, 4)}) == first
-    wider = calls()[name][1]
+        assert layout(MODEL, call) == first
+        assert layout(MODEL, {**call, "hidden_states": torch.ones(1, 12, 4)}) == first
+    equal = {**call, **calls()[name][1]}
     changed = next(key for key in call if key in ("img_ids", "position_ids", "video_coords"))
     call[changed].copy_(call[changed].flip(0 if changed != "video_coords" else -1))
     with pytest.raises(AssertionError), NoReads():
-        layout(None, call)
-    with pytest.raises(AssertionError), NoReads():
-        layout(None, wider)  # equal, but not the same
+        layout(MODEL, call)
+    for model, given in (
+        (MODEL, equal),  # but not the same
+        (nn.Identity(), call),
+        (MODEL, {**call, "more": torch.ones(2)}),
+    ):
+        with pytest.raises(AssertionError), NoReads():
+            layout(model, given)
 
 
 def test_what_tells_no_grid_is_told() -> None:
-    assert layouts.ltx(None, {}) == "num_frames, height and width are not given"
+    assert layouts.ltx(MODEL, {}) == "num_frames, height and width are not given"
     places = torch.randn(1, 3, 24, generator=torch.Generator().manual_seed(0))
-    assert layouts.ltx(None, {"video_coords": places}) == "video_coords are no grid"
+    assert layouts.ltx(MODEL, {"video_coords": places}) == "video_coords are no grid"
 
 
 def test_minimax_h3_merges_the_last_frames_that_follow_one_another() -> None:
@@ -74,34 +79,39 @@ def test_minimax_h3_merges_the_last_frames_that_follow_one_another() -> None:
     ids = torch.cat([places(2, 3), torch.zeros(4, 3).long(), places(2, 3, 0, 1), places(1, 1)])
     indices = torch.tensor([*range(6), *range(10, 22)])
     call = {"video_indices": indices, "position_ids": ids}
-    assert layouts.minimax_h3(None, call) == Tokens((2, 2, 3), before=10, after=1)
+    assert layouts.minimax_h3(MODEL, call) == Tokens((2, 2, 3), before=10, after=1)
 
 
 def test_samples_whose_images_lie_at_unlike_places_are_told() -> None:
     shapes = {"shape_list": [[(1, 3, 4)], [(1, 4, 3)]]}
     assert layouts.joyimage_edit_plus(None, shapes) == UNLIKE
     indicator = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]])
-    assert layouts._ideogram4(indicator, torch.zeros(2, 4, 3), 1) == UNLIKE
+    ideogram = type("Ideogram4", (nn.Module,), {"__module__": __name__})()
+    call = {"indicator": indicator, "position_ids": torch.zeros(2, 4, 3)}
+    assert layouts.ideogram4(ideogram, call) == UNLIKE
 
 
 def test_what_nothing_counts_is_read_each_time_and_nothing_is_kept_alive() -> None:
     seen: list[Tensor] = []
 
-    @read_once
-    def total(t: Tensor, more: int) -> int:
-        seen.append(t.clone())
-        return int(t.sum()) + more
+    @reads("t")
+    def total(model: Any, call: Any) -> Any:
+        seen.append(call["t"].clone())
+        return int(call["t"].sum()) + len(call["rest"])
+
+    def of(t: Tensor, more: int = 1) -> Any:
+        return total(MODEL, {"t": t, "rest": torch.zeros(more)})
 
     with torch.inference_mode():
         t = torch.ones(3)
-        assert (total(t, 1), total(t, 1)) == (4, 4)
+        assert (of(t), of(t)) == (4, 4)
     assert len(seen) == 2
     t = torch.ones(3)
-    assert (total(t, 1), total(t, 1), total(t, 2)) == (4, 4, 5)
+    assert (of(t), of(t), of(t, 2)) == (4, 4, 5)
     assert len(seen) == 4
     t.add_(1)
-    assert total(t, 1) == 7
+    assert of(t) == 7
     for _ in range(3):  # at the place of one that is gone
         del t
         t = torch.full((3,), 5.0)
-        assert total(t, 1) == 16
+        assert of(t) == 16

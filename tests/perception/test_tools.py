@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from optimum.quanto import freeze, qint8, quantize
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -108,6 +108,10 @@ def test_tools_go_before_merging_or_after_it(tool: Callable[[Any], Any]) -> None
         remove_encoder(model)
         assert not has_encoder_hooks(model)
         assert torch.equal(model(**inputs).logits, plain)
+        if tool is offloading:
+            remove_hook_from_module(model, recurse=True)
+            apply_encoder(model)
+            assert torch.equal(model(**inputs).logits, want)
 
 
 class _First(nn.Module):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import (
     AutoencoderKL,
+    FluxControlPipeline,
+    FluxPipeline,
+    QwenImagePipeline,
+    SanaVideoPipeline,
     StableAudioPipeline,
     StableDiffusionInpaintPipeline,
     TextToVideoSDPipeline,
@@ -21,10 +26,16 @@ from mame_sd.embedded import model as subjects
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.devices import pick_device
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
-from mame_sd.runs.loading import LoadedModel, _loading, check_text_to_image, load_model
+from mame_sd.runs.loading import (
+    LoadedModel,
+    _loading,
+    check_text_to_image,
+    guidance_of,
+    load_model,
+)
 from mame_sd.runs.model_files import ModelChoice, digest_of, find_model
 from mame_sd.runs.prompt_files import prompts_from_texts
-from mame_sd.runs.sampling import sample
+from mame_sd.runs.sampling import arguments_of, sample
 from tests.builders.single_file import save_single_file
 from tests.builders.tiny import generate as images_of
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
@@ -42,20 +53,15 @@ def test_identity_follows_the_files_not_their_place(
     assert found == model.identity
     assert [found[key] for key in ("name", "scheduler")] == ["tiny", "DDIMScheduler"]
     assert found["dtype"] == "float32"
-    with open(moved / "unet" / "config.json", "a") as file:
-        file.write("\n")
-    assert digest_of(moved) != found["sha256"]
-
-
-def test_the_digest_sees_every_byte(tmp_path: Path) -> None:
     file = tmp_path / ".model.safetensors"  # hidden, which a folder's files may not be
-    digests = set()
+    digests = {digest_of(moved)}
     for position in (0, 2_500_000, 4_999_999):
         data = bytearray(5_000_000)
         data[position] = 1
         file.write_bytes(data)
         digests.add(digest_of(file))
-    assert len(digests) == 3
+    file.rename(moved / "unet" / "other.safetensors")
+    assert len({*digests, digest_of(moved)}) == 5
 
 
 def test_a_scheduler_keeps_the_models_noise_schedule(model_folder: Path) -> None:
@@ -117,14 +123,35 @@ def test_devices_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> No
 def test_pipelines_that_are_no_text_to_image_are_refused(tmp_path: Path) -> None:
     inpaint = StableDiffusionInpaintPipeline(**tiny_components(in_channels=9))
     inpaint.save_pretrained(tmp_path / "inpaint")
+    shutil.rmtree(tmp_path / "inpaint" / "unet")  # no weights are read
     with pytest.raises(UserError, match="StableDiffusionInpaintPipeline, which takes image"):
         load_model(choice(tmp_path / "inpaint"))
     AutoencoderKL.from_config(tiny_components()["vae"].config).save_pretrained(tmp_path / "vae")
     with pytest.raises(UserError, match=r"got one without model_index\.json"):
         load_model(choice(tmp_path / "vae"))
-    for kind in (TextToVideoSDPipeline, WanPipeline, StableAudioPipeline):
+    kinds = TextToVideoSDPipeline, WanPipeline, StableAudioPipeline
+    for kind in (*kinds, SanaVideoPipeline, FluxControlPipeline):
         with pytest.raises(UserError, match=f"expected a text-to-image .*, got {kind.__name__}, w"):
-            check_text_to_image(kind.__new__(kind), "x")  # its arguments alone decide
+            check_text_to_image(kind, "x")
+
+
+def test_guidance_is_the_argument_that_steers_away_from_a_negative_prompt() -> None:
+    """Flux reads no negative prompt by its own guidance, and Qwen-Image no guidance without one."""
+
+    def call(kind: type, negative: str | None, guidance: float | None) -> dict[str, Any]:
+        pipe = kind.__new__(kind)  # its arguments alone decide
+        settings = GenerateSettings(negative_prompt=negative, guidance=guidance)
+        model = LoadedModel(pipe=pipe, identity={}, guidance=guidance_of(pipe)[1])
+        return arguments_of(model, settings, jobs_of(prompts_from_texts(["key"]), settings))
+
+    assert call(QwenImagePipeline, None, None)["true_cfg_scale"] == 4.0
+    qwen, flux = call(QwenImagePipeline, "red", 7.0), call(FluxPipeline, None, 7.0)
+    assert (qwen["true_cfg_scale"], "guidance_scale" in qwen) == (7.0, False)
+    assert (flux["guidance_scale"], "true_cfg_scale" in flux) == (7.0, False)
+    with pytest.raises(UserError, match="--guidance: QwenImagePipeline guides away from"):
+        call(QwenImagePipeline, None, 7.0)
+    with pytest.raises(UserError, match="--negative-prompt: FluxPipeline takes no notice"):
+        call(FluxPipeline, "red", None)
 
 
 def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:

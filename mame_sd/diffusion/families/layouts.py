@@ -2,18 +2,20 @@
 forward, by kind of model.
 
 Each function takes (model, arguments) and gives `Tokens`, or the reason why they can't be told.
+What makes one (`pixels`, `along`) gives a partial of a function of this module, which is pickled
+with a model that is saved whole.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial, wraps
 from operator import index
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +25,6 @@ from mame_sd.diffusion.families.family import Rows
 
 Layout = Callable[[Any, Call], Tokens | str | None]
 Dims = int | tuple[int, ...] | list[int | None]
-Read = TypeVar("Read", bound=Callable[..., Any])
 # Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as
 # tokens. KAttentionBlock is that of the latent upscaler's UNet.
 UNET_TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "KAttentionBlock")
@@ -31,31 +32,40 @@ IMAGE_MODULES = (*UNET_TRANSFORMERS, "DiTTransformer2DModel", "PixArtTransformer
 UNLIKE = "samples of a batch have their image's tokens at other positions"
 
 
-def read_once(read: Read) -> Read:
-    """Makes a function of tensors' values remember what it gave while these are the same tensors,
-    unchanged as PyTorch counts it: reading them waits for the device, and a pipeline gives the same
-    ones at each step. What nothing counts, such as tensors of inference mode, is read each time.
+def reads(*names: str) -> Callable[[Layout], Layout]:
+    """Make a layout that reads values of the arguments of these names remember what it gave.
+
+    Reading waits for the device, and a pipeline gives the same tensors at each step. What it gave
+    holds for the same model and tensors, unchanged as PyTorch counts it, where all other tensors
+    have the same shapes. What nothing counts, such as tensors of inference mode, is read each time.
     """
-    kept: dict[Any, tuple[list[tuple[weakref.ref[Tensor], int]], Any]] = {}
 
-    @functools.wraps(read)
-    def remembered(*given: Any) -> Any:
-        tensors = [value for value in given if isinstance(value, Tensor)]
-        if any(type(t) is not Tensor or t.is_inference() for t in tensors):
-            return read(*given)
-        key = tuple(id(value) if isinstance(value, Tensor) else value for value in given)
-        known, value = kept.get(key, ([], None))
-        if len(known) == len(tensors) and all(
-            found() is t and version == t._version
-            for (found, version), t in zip(known, tensors, strict=True)
-        ):
-            return value
-        value = read(*given)
-        of = [(weakref.ref(t, lambda _: kept.pop(key, None)), t._version) for t in tensors]
-        kept[key] = of, value
-        return value
+    def decorated(layout: Layout) -> Layout:
+        kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
-    return remembered  # type: ignore[return-value]
+        @wraps(layout)
+        def remembered(model: Any, call: Call) -> Tokens | str | None:
+            read = [value for name in names if (value := call.get(name)) is not None]
+            if not read or any(type(t) is not Tensor or t.is_inference() for t in read):
+                return layout(model, call)
+            others = {
+                name: value.shape if isinstance(value, Tensor) else value
+                for name, value in call.items()
+                if name not in names and isinstance(value, (Tensor, str))
+            }
+            own, key = kept.setdefault(model, {}), (*map(id, read), *sorted(others.items()))
+            found = own.get(key)
+            if found is None or any(
+                known() is not t or version != t._version
+                for (known, version), t in zip(found[0], read, strict=True)
+            ):
+                held = [(weakref.ref(t, lambda _: own.pop(key, None)), t._version) for t in read]
+                found = own[key] = held, layout(model, call)
+            return found[1]
+
+        return remembered
+
+    return decorated
 
 
 def patches(model: Any, call: Call) -> Tokens:
@@ -79,7 +89,11 @@ def image_or_patches(module: Any, call: Call) -> Tokens | None:
 
 def pixels(name: str) -> Layout:
     """An image [..., H, W], the argument of that name, each pixel a token."""
-    return lambda model, call: Tokens(tuple(call[name].shape[-2:]))
+    return partial(_pixels, name)
+
+
+def _pixels(name: str, model: Any, call: Call) -> Tokens:
+    return Tokens(tuple(call[name].shape[-2:]))
 
 
 def of_levels(model: Any, call: Call) -> None:
@@ -93,12 +107,12 @@ def sides_at(*axes: int) -> Layout:
     """A video or image, `hidden_states`, whose (t, h, w) or (h, w) are at these axes, in patches
     of the model's size.
     """
+    return partial(_sides_at, axes)
 
-    def layout(model: Any, call: Call) -> Tokens:
-        shape = call["hidden_states"].shape
-        return Tokens(_cut([shape[axis] for axis in axes], model.config))
 
-    return layout
+def _sides_at(axes: tuple[int, ...], model: Any, call: Call) -> Tokens:
+    shape = call["hidden_states"].shape
+    return Tokens(_cut([shape[axis] for axis in axes], model.config))
 
 
 def amused(model: Any, call: Call) -> Tokens:
@@ -111,14 +125,17 @@ def amused(model: Any, call: Call) -> Tokens:
 
 def in_sequence(layout: Layout, before: int | None = 0, after: int | None = 0) -> Layout:
     """What `layout` says, with other tokens in the same sequence; None: any number (`Tokens`)."""
-
-    def layout_in_sequence(model: Any, call: Call) -> Tokens | str | None:
-        found = layout(model, call)
-        return replace(found, before=before, after=after) if isinstance(found, Tokens) else found
-
-    return layout_in_sequence
+    return partial(_in_sequence, layout, before, after)
 
 
+def _in_sequence(
+    layout: Layout, before: int | None, after: int | None, model: Any, call: Call
+) -> Tokens | str | None:
+    found = layout(model, call)
+    return replace(found, before=before, after=after) if isinstance(found, Tokens) else found
+
+
+@reads("img_ids")
 def packed(model: Any, call: Call) -> Tokens | str:
     """Flux and its kin: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of
     further images stay as they are. Rows and columns are unknown where those of the first image are
@@ -126,28 +143,21 @@ def packed(model: Any, call: Call) -> Tokens | str:
     """
     if call.get("kv_cache_mode") == "extract":
         return "this call fills a cache of reference images"
-    size, after, references = _packed(call["img_ids"])
+    ids = call["img_ids"]  # [L, 3 or more], or of a batch
+    ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()
     mode = int(getattr(model, "union", False))  # of a ControlNet-Union: a token before the text
     before = mode + call["encoder_hidden_states"].shape[1]
     conditions = call.get("image_cond_hidden_states")
     behind = 0 if conditions is None else conditions.shape[1]
-    return Tokens(size, before, after + behind, references=references)
-
-
-@read_once
-def _packed(ids: Tensor) -> tuple[tuple[int, ...], int, tuple[tuple[int, ...], ...]]:
-    """Read `ids` [L, 3 or more], or those of a batch: the first image's size, how many tokens
-    follow it, and the sizes of the images that these are (none where one of them is no grid).
-    """
-    ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()
     same = ids[:, 0] == ids[0, 0]
     size = _grid(ids[: int(same.sum()), 1:3])
     count = math.prod(size)
     if not same[:count].all():
-        return (ids.shape[0],), 0, ()
+        return Tokens((ids.shape[0],), before, behind)
     _, counts = torch.unique_consecutive(ids[count:, 0], return_counts=True)
     others = tuple(_grid(part[:, 1:3]) for part in ids.split([count, *counts.tolist()])[1:])
-    return size, ids.shape[0] - count, others if all(len(one) == 2 for one in others) else ()
+    references = others if all(len(one) == 2 for one in others) else ()
+    return Tokens(size, before, ids.shape[0] - count + behind, references=references)
 
 
 def qwen_image(model: Any, call: Call) -> Tokens:
@@ -198,18 +208,15 @@ def ltx2(model: Any, call: Call) -> Tokens | str:
     return Tokens(tuple(sides), after=max(behind, 0))
 
 
+@reads("video_coords")
 def ltx(model: Any, call: Call) -> Tokens | str:
     """LTX: the sides are arguments, or each token's time, row and column are, `video_coords`
     [B, 3, L]. Frames that conditions add stand before the video, which begins at the last frame
     that is not later than the one before it.
     """
     coordinates = call.get("video_coords")
-    return ltx2(model, call) if coordinates is None else _of_coordinates(coordinates)
-
-
-@read_once
-def _of_coordinates(coordinates: Tensor) -> Tokens | str:
-    """See `ltx`."""
+    if coordinates is None:
+        return ltx2(model, call)
     if not (coordinates == coordinates[:1]).all():
         return UNLIKE
     places = coordinates[0].cpu()  # [3, L]
@@ -234,52 +241,39 @@ def aura_flow(model: Any, call: Call) -> Tokens:
     return replace(patches(model, call), before=text)
 
 
+@reads("position_ids")
 def krea2(model: Any, call: Call) -> Tokens:
     """Krea 2: text, then the image, with its rows and columns in `position_ids` [L, 3]."""
-    return Tokens(_last_grid(call["position_ids"], call["hidden_states"].shape[1]), before=None)
+    places = call["position_ids"][-call["hidden_states"].shape[1] :, 1:3]
+    return Tokens(_grid(places.cpu().long()), before=None)
 
 
-@read_once
-def _last_grid(places: Tensor, count: int) -> tuple[int, ...]:
-    """(h, w) of the last `count` of them [L, 3], or (count,)."""
-    return _grid(places[-count:, 1:3].cpu().long())
-
-
+@reads("indicator", "position_ids")
 def ideogram4(model: Any, call: Call) -> Tokens | str:
     """Ideogram 4: padding, text and the image in one sequence.
 
     `indicator` [B, L] tells which tokens are the image's, `position_ids` [B, L, 3] their rows and
     columns.
     """
-    image = sys.modules[type(model).__module__].OUTPUT_IMAGE_INDICATOR
-    return _ideogram4(call["indicator"], call["position_ids"], image)
-
-
-@read_once
-def _ideogram4(indicator: Tensor, places: Tensor, constant: Any) -> Tokens | str:
-    """See `ideogram4`."""
-    image = (indicator == constant).cpu()
+    constant = sys.modules[type(model).__module__].OUTPUT_IMAGE_INDICATOR
+    image = (call["indicator"] == constant).cpu()
     if not (image == image[:1]).all():
         return UNLIKE
     count, first = int(image[0].sum()), int(image[0].long().argmax())
     own = slice(first, first + count)
     if not image[0, own].all():
         return "the image's tokens are not one behind the other"
-    return Tokens(_grid(places[0, own, 1:3].cpu().long()), first, image.shape[1] - first - count)
+    places = call["position_ids"][0, own, 1:3].cpu().long()
+    return Tokens(_grid(places), first, image.shape[1] - first - count)
 
 
+@reads("video_indices", "position_ids")
 def minimax_h3(model: Any, call: Call) -> Tokens | str:
     """MiniMax H3: `video_indices` [n] among text and sound, `position_ids` [L, 3] with the
     generated video's frames last.
     """
-    return _minimax_h3(call["video_indices"], call["position_ids"])
-
-
-@read_once
-def _minimax_h3(indices: Tensor, places: Tensor) -> Tokens | str:
-    """See `minimax_h3`."""
-    at = indices.cpu()
-    ids, end = places.cpu()[at, 1:], int(at[-1]) + 1
+    at, places = call["video_indices"].cpu(), call["position_ids"].cpu()
+    ids, end = places[at, 1:], int(at[-1]) + 1
     begins = (ids == ids[0]).all(-1).nonzero()  # where a frame begins
     area = int(begins[1]) if len(begins) > 1 else len(at)
     h = len(ids[:area, 0].unique())
@@ -291,17 +285,11 @@ def _minimax_h3(indices: Tensor, places: Tensor) -> Tokens | str:
     return Tokens((frames, h, area // h), end - frames * area, places.shape[0] - end)
 
 
+@reads("encoder_attention_mask")
 def lumina2(model: Any, call: Call) -> Tokens | str:
     """Lumina 2: the caption, then the image; captions of unequal length put the image elsewhere."""
-    image = patches(model, call)
-    return _alike(replace(image, before=n) for n in _lengths(call["encoder_attention_mask"]))
-
-
-@read_once
-def _lengths(mask: Tensor) -> list[int]:
-    """How many tokens each sample has, of a mask [B, L]."""
-    found: list[int] = mask.sum(1).tolist()
-    return found
+    image, lengths = patches(model, call), call["encoder_attention_mask"].sum(1).tolist()
+    return _alike(replace(image, before=length) for length in lengths)
 
 
 def z_image(model: Any, call: Call) -> Tokens | str:
@@ -352,6 +340,7 @@ def _omni(call: Call, number: int) -> Tokens:
     return _InWhole(_flat(sides[-1]), before, after)
 
 
+@reads("encoder_attention_mask")
 def bria_fibo2(model: Any, call: Call) -> Tokens | str:
     """Bria FIBO 2: tokens that stand for the text before the image, and references behind it;
     behind all where samples have unequal numbers of them.
@@ -360,7 +349,7 @@ def bria_fibo2(model: Any, call: Call) -> Tokens | str:
 
     mask = call.get("encoder_attention_mask")
     batch, _, length = call["encoder_hidden_states"].shape[:3]
-    lengths = [length] * batch if mask is None else _lengths(mask)
+    lengths = [length] * batch if mask is None else mask.sum(1).tolist()
     names = "min_num_gist_tokens max_num_gist_tokens gist_step gist_min_text_len gist_max_text_len"
     counts = compute_gist_count(lengths, *(model.config[name] for name in names.split()))
     return replace(
@@ -427,12 +416,12 @@ def along(**dims: Dims) -> Callable[[Call, Rows], dict[str, Any]]:
     A dimension of size 1 holds for all tokens. A list has the dimension of each part of a tuple,
     None where it stays.
     """
+    return partial(_select, dims)
 
-    def select(call: Call, rows: Rows) -> dict[str, Any]:
-        found = {name: dim for name, dim in dims.items() if call.get(name) is not None}
-        return {name: _picked(call[name], rows, dim) for name, dim in found.items()}
 
-    return select
+def _select(dims: dict[str, Dims], call: Call, rows: Rows) -> dict[str, Any]:
+    found = {name: dim for name, dim in dims.items() if call.get(name) is not None}
+    return {name: _picked(call[name], rows, dim) for name, dim in found.items()}
 
 
 def _picked(value: Any, rows: Rows, dims: Dims) -> Any:
