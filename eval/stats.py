@@ -29,9 +29,9 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
     """The mean of per-image `values` and its 95 % bootstrap interval over prompts.
 
     Percentiles of resampled means are too narrow for few prompts: 2.5 and 97.5 % hold the mean of 8
-    normal values in about 86 % of cases. So they are taken further out, as far as Student's t is from a
-    normal variable (the expanded percentile, Hesterberg, arXiv 1411.5279): 93 %. Of two or three
-    prompts no percentile reaches far enough.
+    normal values in about 86 % of cases. So they are taken further out, as far as Student's t is
+    from a normal variable (the expanded percentile, Hesterberg, arXiv 1411.5279): 93 %. Of two or
+    three prompts no percentile reaches far enough.
 
     Args:
         values: by image key. Infinite ones (PSNR of equal images) are counted as "equal" and left
