@@ -74,8 +74,9 @@ diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/te
 diffusion/interception.py: diffusion/test_kernels.py test_models.py
     mask is not None and mask.dim() == 2: => False:
     counted = name in _TAKES_BIAS and => counted =
-diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_references.py
+diffusion/layer.py: diffusion/test_apply.py
     step.draws[self.place : self.place + 1] => step.draws[:1]
+diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_references.py
     plans=None if learns else plans) => plans=plans)
     start += tokens.count => start += 0
     plans.calls[name], config, sizes => plans.calls[name], sizes
@@ -104,7 +105,7 @@ diffusion/families/attention.py: diffusion/test_families.py test_models.py
     kept.to(t.device) + start => kept.to(t.device)
 diffusion/families/attention.py: diffusion/test_processor.py diffusion/test_apply.py test_models.py
     {} if call.module.scale_qk else => {} if True else
-    if attn.residual_connection: => if False:
+    attn.residual_connection, => False,
 config.py: test_config.py diffusion/test_processor.py
     lambda n: 0 < n <= 1) => lambda n: 0 < n)
     if self.tau is not None and self.keep is not None: => if False:
