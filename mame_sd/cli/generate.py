@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,15 +58,19 @@ def run_generate(
 def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
     """The places of the prompts that the model's longest text encoder reads only in part."""
     tokenizers = [
-        part
+        getattr(part, "tokenizer", part)  # a processor has one, too (Kandinsky 5)
         for name, part in pipe.components.items()
         if name.startswith("tokenizer") and part is not None
     ]
     longest = max(tokenizers, key=lambda tokenizer: tokenizer.model_max_length, default=None)
-    if longest is None or longest.model_max_length > 1000:
+    if longest is None:
         return []
+    own = inspect.signature(pipe.__call__).parameters.get("max_sequence_length")
+    most = longest.model_max_length
+    if own is not None and isinstance(own.default, int):
+        most = min(most, own.default)
     ids = longest(list(texts), verbose=False)["input_ids"]
-    return [place for place, found in enumerate(ids) if len(found) > longest.model_max_length]
+    return [place for place, found in enumerate(ids) if len(found) > most]
 
 
 def load_to_merge(

@@ -35,8 +35,9 @@ from mame_sd.runs.single_file import load_single_file
 
 # arguments of pipelines that need more than a prompt, or make video or audio
 _OF_OTHERS = (
-    *("image", "mask_image", "video", "audio", "num_frames", "video_length"),
-    *("audio_length_in_s", "audio_end_in_s", "audio_duration"),
+    *("image", "images", "control_image", "reference_image", "mask_image"),
+    *("video", "num_frames", "video_length", "num_videos_per_prompt"),
+    *("audio_duration", "audio_duration_s", "audio_end_in_s", "num_waveforms_per_prompt"),
 )
 # of LoRAs for few steps; they read any schedule of betas, and diffusers names them beside none
 _OF_FEW_STEPS = ("LCMScheduler", "TCDScheduler")
@@ -97,7 +98,6 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
         pipe = (load_single_file if source.is_file() else _load_folder)(source, choice, dtype)
         _check_weights(pipe, name)
         saved = None if source.is_file() else read_saved_merging(source)
-    check_text_to_image(pipe, name)
     if choice.scheduler is not None:
         _set_scheduler(pipe, choice.scheduler)
     add_loras(pipe, choice.loras, choice.offline)
@@ -194,6 +194,7 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
             f"--model {folder}: expected a pipeline class of diffusers, got {name!r}; convert the"
             " model"
         )
+    check_text_to_image(kind, choice.name)
     pipe = kind.from_pretrained(
         str(folder), dtype=dtype, variant=choice.variant, local_files_only=choice.offline
     )
@@ -232,14 +233,14 @@ def _check_weights(pipe: Any, name: str) -> None:
             )
 
 
-def check_text_to_image(pipe: Any, name: str) -> None:
-    """Raise UserError for a pipeline that does not make images of a prompt alone."""
-    taken = inspect.signature(pipe.__call__).parameters
-    denoises = hasattr(pipe, "unet") or hasattr(pipe, "transformer")
+def check_text_to_image(kind: Any, name: str) -> None:
+    """Raise UserError for a class of pipelines that don't make images of a prompt alone."""
+    taken, parts = (inspect.signature(f).parameters for f in (kind.__call__, kind.__init__))
+    denoises = "unet" in parts or "transformer" in parts
     foreign = [parameter for parameter in _OF_OTHERS if parameter in taken]
     if not {"prompt", "num_inference_steps"} <= set(taken) or not denoises or foreign:
         wants = f", which takes {foreign[0]}" if foreign else ""
         raise UserError(
             f"--model {name}: expected a text-to-image pipeline with a unet or transformer, got"
-            f" {type(pipe).__name__}{wants}; give another model"
+            f" {kind.__name__}{wants}; give another model"
         )

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diffusers import StableDiffusionPipeline
+from transformers import CLIPImageProcessorPil, CLIPProcessor
 from typer.main import get_command
 
 from mame_sd.cli import app as cli
 from mame_sd.cli.console import Bar
+from mame_sd.cli.generate import cut_prompts
 from mame_sd.config import MaMeConfig
 from tests.builders.console import error_of
-from tests.builders.tiny import save_tiny_pipeline
+from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
 
 LONG = "x" * 300
 PLAIN_NAMES = {"seed": "--merge-seed"}
@@ -207,6 +210,18 @@ def test_a_prompt_beyond_what_the_model_reads_is_noted(
     long = " ".join(["red key"] * 60)
     assert run_cli("generate", "--prompt", "key", "--prompt", long, "--out", "a", quick=True) == 0
     assert "1 of 2 prompts is longer than the model reads and cut (" in capsys.readouterr().err
+
+
+def test_how_much_a_model_reads_is_said_by_its_call_or_its_tokenizers() -> None:
+    class Short(StableDiffusionPipeline):
+        def __call__(self, prompt: str, max_sequence_length: int = 6) -> None:
+            raise NotImplementedError
+
+    pipe, texts = tiny_pipeline(), ["key", "a red key", "key" * 40]
+    assert cut_prompts(pipe, texts) == [2]
+    pipe.tokenizer = CLIPProcessor(CLIPImageProcessorPil(), pipe.tokenizer)
+    assert cut_prompts(pipe, texts) == [2]
+    assert cut_prompts(Short(**tiny_components()), texts) == [1, 2]
 
 
 def test_a_terminal_shows_loading_and_steps(
