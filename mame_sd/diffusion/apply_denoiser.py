@@ -214,7 +214,6 @@ def _layer_of(
     plain = family is NOTHING_BESIDE
     if plain and adds_keys(module):
         return SequenceAttention(module, ADDED_KEYS)
-    merges = family.owns(path, module)
     if plain:
         merges = (
             fixed_reason(module) is None
@@ -222,6 +221,8 @@ def _layer_of(
             # outside of an image's transformer, what unknown processors do can't be told
             and (image is not None or type(module.processor).__name__ in PLAIN_PROCESSORS)
         )
+    else:
+        merges = family.owns(path, module)
     if not merges:
         return None
     if isinstance(getattr(module, "processor", None), MaMeAttnProcessor):

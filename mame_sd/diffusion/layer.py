@@ -297,24 +297,4 @@ def merged_call(
     return output
 
 
-def compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:
-    """What similarity compares of tokens [B, L, C]: them ("x"), their keys ("k"), or keys averaged
-    over heads ("k-mean").
-    """
-    if kind == "x":
-        return hidden_states
-    keys: Tensor = attn.to_k(hidden_states)
-    return keys if kind == "k" else keys.unflatten(-1, (-1, attn.inner_dim // attn.heads)).mean(-2)
-
-
-def skips_scores(attn: Any) -> bool:
-    """Whether diffusers' layer skip puts values instead of attention, which it does where there are
-    as many as queries.
-    """
-    registry = getattr(attn, "_diffusers_hook", None)
-    return registry is not None and any(
-        getattr(h, "skip_attention_scores", False) for h in registry.hooks.values()
-    )
-
-
 watch_kernels()  # here too, for models that were saved whole, merging included

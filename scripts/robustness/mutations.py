@@ -105,7 +105,7 @@ diffusion/families/attention.py: diffusion/test_families.py test_models.py
     kept.to(t.device) + start => kept.to(t.device)
 diffusion/families/attention.py: diffusion/test_processor.py diffusion/test_apply.py test_models.py
     {} if call.module.scale_qk else => {} if True else
-    if attn.residual_connection: => if False:
+    attn.residual_connection, => False,
 config.py: test_config.py diffusion/test_processor.py
     lambda n: 0 < n <= 1) => lambda n: 0 < n)
     if self.tau is not None and self.keep is not None: => if False:

@@ -4,6 +4,8 @@ their own.
 
 from __future__ import annotations
 
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from mame_sd import MaMeConfig, apply_mame, plan_tokens, remove_mame
 from mame_sd.diffusion.families.attention import SequenceAttention
 from mame_sd.diffusion.families.layouts import packed
-from mame_sd.diffusion.families.transformers import BUILT_IN
+from mame_sd.diffusion.families.transformers import ADDED_KEYS, BUILT_IN, NOTHING_BESIDE
 from mame_sd.diffusion.layer import NO_SIZE, merged_call
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
@@ -101,6 +103,20 @@ def test_tokens_that_lie_in_no_grid_merge_without_one(fields: dict[str, Any], no
     run(inputs, model)
     for layer in handle.report().layers:
         assert (layer.merged, layer.size, layer.reason) == (True, None, note)
+
+
+def test_a_flux_that_is_saved_whole_merges_on() -> None:
+    model, inputs = FLUX.build(), FLUX.inputs()
+    apply_mame(model, keep=0.5, min_tokens=1)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    assert torch.equal(run(inputs, again), run(inputs, model))
+    remove_mame(again)
+    assert not torch.equal(run(inputs, again), run(inputs, model))
+    every = (*BUILT_IN, ADDED_KEYS, NOTHING_BESIDE)  # which are saved with their models
+    assert [family.name for family in pickle.loads(pickle.dumps(every))] == [f.name for f in every]
 
 
 @torch.no_grad()

@@ -28,14 +28,7 @@ from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Family, Rows
 from mame_sd.diffusion.families.processors import PLAIN, STOOD_IN_FOR, processed
 from mame_sd.diffusion.families.transformers import NOTHING_BESIDE
-from mame_sd.diffusion.layer import (
-    NO_SIZE,
-    AttentionAdapter,
-    LayerCall,
-    Route,
-    compared,
-    skips_scores,
-)
+from mame_sd.diffusion.layer import NO_SIZE, AttentionAdapter, LayerCall, Route
 
 KEYS_ONLY = "in {} only keys merge: give keep instead of tau"
 LAYER_SKIP = (
@@ -84,11 +77,11 @@ class SequenceAttention(AttentionAdapter):
             if unlike is not None:
                 return unlike
             image = hidden[:, first : first + known.count]
-            feature = compared(call.module, image, config.feature)
+            feature = _compared(call.module, image, config.feature)
             return Route(
                 call, config, known, first, merge_tokens=self._tokens_merged, feature=feature
             )
-        if skips_scores(call.module):
+        if _skips_scores(call.module):
             return LAYER_SKIP
         before, after = first, hidden.shape[1] - first - known.count
         text = _text_length(family, given, known) if family.joint or family.keys else 0
@@ -194,6 +187,26 @@ def fixed_reason(attn: Any) -> str | None:
         "linear attention": "Linear" in type(attn.processor).__name__,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:
+    """What similarity compares of tokens [B, L, C]: them ("x"), their keys ("k"), or keys averaged
+    over heads ("k-mean").
+    """
+    if kind == "x":
+        return hidden_states
+    keys: Tensor = attn.to_k(hidden_states)
+    return keys if kind == "k" else keys.unflatten(-1, (-1, attn.inner_dim // attn.heads)).mean(-2)
+
+
+def _skips_scores(attn: Any) -> bool:
+    """Whether diffusers' layer skip puts values instead of attention, which it does where there are
+    as many as queries.
+    """
+    registry = getattr(attn, "_diffusers_hook", None)
+    return registry is not None and any(
+        getattr(h, "skip_attention_scores", False) for h in registry.hooks.values()
+    )
 
 
 def _skip_reason(

@@ -2,16 +2,18 @@
 forward, by kind of model.
 
 Each function takes (model, arguments) and gives `Tokens`, or the reason why they can't be told.
+What makes one (`pixels`, `along`) gives a partial of a function of this module, which is pickled
+with a model that is saved whole.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial, wraps
 from operator import index
 from typing import Any
 
@@ -41,7 +43,7 @@ def reads(*names: str) -> Callable[[Layout], Layout]:
     def decorated(layout: Layout) -> Layout:
         kept: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
-        @functools.wraps(layout)
+        @wraps(layout)
         def remembered(model: Any, call: Call) -> Tokens | str | None:
             read = [value for name in names if (value := call.get(name)) is not None]
             if not read or any(type(t) is not Tensor or t.is_inference() for t in read):
@@ -87,7 +89,11 @@ def image_or_patches(module: Any, call: Call) -> Tokens | None:
 
 def pixels(name: str) -> Layout:
     """An image [..., H, W], the argument of that name, each pixel a token."""
-    return lambda model, call: Tokens(tuple(call[name].shape[-2:]))
+    return partial(_pixels, name)
+
+
+def _pixels(name: str, model: Any, call: Call) -> Tokens:
+    return Tokens(tuple(call[name].shape[-2:]))
 
 
 def of_levels(model: Any, call: Call) -> None:
@@ -101,12 +107,12 @@ def sides_at(*axes: int) -> Layout:
     """A video or image, `hidden_states`, whose (t, h, w) or (h, w) are at these axes, in patches
     of the model's size.
     """
+    return partial(_sides_at, axes)
 
-    def layout(model: Any, call: Call) -> Tokens:
-        shape = call["hidden_states"].shape
-        return Tokens(_cut([shape[axis] for axis in axes], model.config))
 
-    return layout
+def _sides_at(axes: tuple[int, ...], model: Any, call: Call) -> Tokens:
+    shape = call["hidden_states"].shape
+    return Tokens(_cut([shape[axis] for axis in axes], model.config))
 
 
 def amused(model: Any, call: Call) -> Tokens:
@@ -119,12 +125,14 @@ def amused(model: Any, call: Call) -> Tokens:
 
 def in_sequence(layout: Layout, before: int | None = 0, after: int | None = 0) -> Layout:
     """What `layout` says, with other tokens in the same sequence; None: any number (`Tokens`)."""
+    return partial(_in_sequence, layout, before, after)
 
-    def layout_in_sequence(model: Any, call: Call) -> Tokens | str | None:
-        found = layout(model, call)
-        return replace(found, before=before, after=after) if isinstance(found, Tokens) else found
 
-    return layout_in_sequence
+def _in_sequence(
+    layout: Layout, before: int | None, after: int | None, model: Any, call: Call
+) -> Tokens | str | None:
+    found = layout(model, call)
+    return replace(found, before=before, after=after) if isinstance(found, Tokens) else found
 
 
 @reads("img_ids")
@@ -408,12 +416,12 @@ def along(**dims: Dims) -> Callable[[Call, Rows], dict[str, Any]]:
     A dimension of size 1 holds for all tokens. A list has the dimension of each part of a tuple,
     None where it stays.
     """
+    return partial(_select, dims)
 
-    def select(call: Call, rows: Rows) -> dict[str, Any]:
-        found = {name: dim for name, dim in dims.items() if call.get(name) is not None}
-        return {name: _picked(call[name], rows, dim) for name, dim in found.items()}
 
-    return select
+def _select(dims: dict[str, Dims], call: Call, rows: Rows) -> dict[str, Any]:
+    found = {name: dim for name, dim in dims.items() if call.get(name) is not None}
+    return {name: _picked(call[name], rows, dim) for name, dim in found.items()}
 
 
 def _picked(value: Any, rows: Rows, dims: Dims) -> Any:
