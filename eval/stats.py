@@ -29,9 +29,9 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
     """The mean of per-image `values` and its 95 % bootstrap interval over prompts.
 
     Percentiles of resampled means are too narrow for few prompts: 2.5 and 97.5 % hold the mean of 8
-    normal values in 87 % of cases. So they are taken further out, as far as Student's t is from a
-    normal variable (the expanded percentile, Hesterberg, arXiv 1411.5279): 93 %. Of two or three
-    prompts no percentile reaches far enough.
+    normal values in about 86 % of cases. So they are taken further out, as far as Student's t is
+    from a normal variable (the expanded percentile, Hesterberg, arXiv 1411.5279): 93 %. Of two or
+    three prompts no percentile reaches far enough.
 
     Args:
         values: by image key. Infinite ones (PSNR of equal images) are counted as "equal" and left
@@ -90,7 +90,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     ((2.0, 1.0, 3.0), (5.0, 2.0, 8.0))
     """
     ordered, n = sorted(map(float, values)), len(values)
-    cut, outside = 0, 1  # of 2^n sides on which the values may lie of it: those with at most `cut`
+    # of the 2^n ways in which values lie below or above the median, those with at most `cut` below
+    cut, outside = 0, 1
     while 2 * (outside + math.comb(n, cut + 1)) <= (1 - LEVEL) * 2**n:
         cut += 1
         outside += math.comb(n, cut)

@@ -85,10 +85,12 @@ def _size(value: Any) -> tuple[int, int]:
 
 
 def _setting(default: Any, check: Check, method: Method | None = None, option: bool = True) -> Any:
-    """A setting; what it does is told by the docstring of `MaMeConfig`.
+    """Declare a setting; the docstring of `MaMeConfig` says what it does.
 
-    `check` gives the value as it is kept, and refuses one that can't be. `method` is the one method
-    that has it, None: both. `option` is whether commands have an option for it.
+    Args:
+        check: returns the value as a config keeps it, or raises ValueError.
+        method: the one method that has it; None: both.
+        option: whether commands have an option for it.
     """
     return field(default=default, metadata={"check": check, "method": method, "option": option})
 
@@ -202,9 +204,9 @@ class MaMeConfig:
         }
 
     def replace(self, **changes: Any) -> MaMeConfig:
-        """This config with `changes`; a tau drops a keep and a keep a tau, None takes a field back.
+        """Return this config with `changes`, where None takes a field back to its default.
 
-        What goes with one method alone is dropped where the method changes.
+        A tau drops a keep and a keep a tau, with what goes with that method alone.
         """
         for name, other in (("tau", "keep"), ("keep", "tau")):
             if changes.get(name) is not None and name not in self.given:
@@ -220,8 +222,8 @@ class MaMeConfig:
     __replace__ = replace
 
     def of_layer(self, name: str) -> MaMeConfig | None:
-        """The settings of the self-attention of that name, as a report gives it; None: `layers`
-        leaves it unmerged.
+        """Return the settings of the self-attention of that name, as a report gives it; None where
+        `layers` leaves it unmerged.
 
         >>> rules = {"blocks.*": {"keep": 0.125}, "blocks.[24]": {"keep": 0.5}, "blocks.5": False}
         >>> config = MaMeConfig(layers=rules)
@@ -240,7 +242,8 @@ class MaMeConfig:
         return found
 
     def _with_rule(self, rule: Mapping[str, Any] | Literal[False], of: str) -> MaMeConfig | None:
-        """These settings with those of a rule over them; None: it leaves its layers unmerged.
+        """Return these settings with those of a rule over them; None where it leaves its layers
+        unmerged.
 
         Raises ValueError that names what the rule is of.
         """
@@ -252,8 +255,8 @@ class MaMeConfig:
             raise ValueError(f"layers: {of}: {error}") from None
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:
-        """All fields, or those that differ from their defaults, as JSON values, which `from_dict`
-        takes.
+        """Return all fields, or those that differ from their defaults, as JSON values, which
+        `from_dict` takes.
         """
         values = self.given if given_only else {name: getattr(self, name) for name in _SETTINGS}
         if self.is_open and not given_only:
@@ -262,7 +265,7 @@ class MaMeConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
-        """A config of `values` by field name.
+        """Make a config of `values` by field name.
 
         Raises ValueError for a name that no setting has and a value that can't be.
         """
@@ -271,9 +274,9 @@ class MaMeConfig:
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
-        """A config from a .json file that holds fields at its top level.
+        """Read a config from a .json file that holds fields at its top level.
 
-        `about`, where a file tells how it was found, is left to readers.
+        `about`, where a file may tell how its settings were found, is left to readers.
 
         Raises ValueError that names the file, for a file that can't be read, parsed or accepted.
         """
@@ -286,7 +289,7 @@ class MaMeConfig:
 
 
 def _documented() -> dict[str, Field[Any]]:
-    """The settings by name; what the class says of each goes to its metadata."""
+    """Return the settings by name, each with what the class says of it in its metadata."""
     texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", getdoc(MaMeConfig) or "", re.M))
     found = {f.name: f for f in fields(MaMeConfig) if f.init}
     for name, f in found.items():
@@ -300,9 +303,9 @@ NAMES = tuple(_SETTINGS)
 
 
 def checked(name: str, value: Any) -> Any:
-    """A setting's value as it is kept; for None its default.
+    """Return a setting's value as a config keeps it, its default for None.
 
-    Raises ValueError that names the setting, for a value that can't be, whatever is beside it.
+    Raises ValueError that names the setting for a value that it can't have in any config.
     """
     f = _SETTINGS[name]
     try:
@@ -314,7 +317,7 @@ def checked(name: str, value: Any) -> Any:
 
 
 def check_names(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a name in `values` that no setting has."""
+    """Raise ValueError for a name in `values` that no setting has."""
     for name in values:
         if name not in NAMES:
             near = difflib.get_close_matches(str(name), NAMES, n=1)
@@ -323,7 +326,7 @@ def check_names(values: Mapping[str, Any]) -> None:
 
 
 def _json(value: Any) -> Any:
-    """A field's value as a JSON value."""
+    """Turn a field's value into a JSON value."""
     if isinstance(value, LayerRules):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value

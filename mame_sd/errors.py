@@ -15,7 +15,7 @@ class MachineError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, its type where there is none, without a full stop."""
+    """Return the first line of an error's message, or its type, without a full stop."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     line = lines[0] if lines else type(error).__name__
     return line.rstrip(".") if len(line) <= 200 else line[:197] + "..."

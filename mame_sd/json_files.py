@@ -10,9 +10,9 @@ from typing import Any
 
 
 def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs, as `json.loads` wants it for its `object_pairs_hook`.
+    """Make an object of these pairs, as `json.loads` wants it for its `object_pairs_hook`.
 
-    Raises ValueError for a name that stands there twice.
+    Raises ValueError for a name that comes twice.
     """
     found: dict[str, Any] = {}
     for name, value in pairs:
@@ -23,7 +23,7 @@ def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The object in a .json file; `what` says in errors what it should hold.
+    """Read the object in a .json file; `what` says in errors what it should hold.
 
     Raises ValueError that names the file, for one that can't be read or holds something else.
     """

@@ -74,12 +74,12 @@ class LayerRules(Mapping[str, Any]):
         return repr(dict(self))
 
     def unknown(self, layers: Iterable[str]) -> list[str]:
-        """The patterns that mean none of `layers`."""
+        """Return the patterns that match none of `layers`."""
         names = list(layers)
         return [pattern for pattern in self if not any(means(pattern, name) for name in names)]
 
 
 def means(pattern: str, layer: str) -> bool:
-    """Whether `pattern` means the layer of that name."""
+    """Return whether `pattern` matches the layer of that name, or a part of it from the left."""
     parts = layer.removeprefix(COMPILED).split(".")
     return any(fnmatchcase(name, pattern) for name in accumulate(parts, "{}.{}".format))

@@ -25,7 +25,7 @@ NOTHING_MERGES = "no layer merges"  # begins the warning of a first forward that
 
 
 def counted(count: int, noun: str) -> str:
-    """A number with its noun: "1 layer", "2 layers"."""
+    """Return a number with its noun: "1 layer", "2 layers"."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
@@ -47,7 +47,7 @@ class LayerStats:
         self.reset(device)
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Back to zero calls; `device` is where compiled regions are to count."""
+        """Set all counters to zero; compiled regions count on `device`."""
         self.calls = self.tokens_in = self.tokens_kept = 0
         if self.compiled is not None and device in (None, self.compiled.device):
             self.compiled.zero_()
@@ -59,13 +59,17 @@ class LayerStats:
         self.note = ""
 
     def skipped(self, reason: str, tokens: int) -> None:
-        """A call passed through untouched, because of `reason`."""
+        """Count a call that was left alone because of `reason`."""
         self.last_reason = reason
         self._count(tokens, tokens)
 
     def merged(self, plans: Sequence[Plan | Groups], size: tuple[int, ...], note: str = "") -> None:
-        """A call merged by these plans, the generated image's tokens first, then those of
-        references; `size` is that of the image's tokens, `note` tells of a fallback.
+        """Count a call that merged.
+
+        Args:
+            plans: those of the generated image's tokens first, then those of references.
+            size: of the image's tokens.
+            note: tells of a fallback.
         """
         self.last_reason = None
         self.size = size if len(size) > 1 else None
@@ -84,8 +88,8 @@ class LayerStats:
             self.compiled[2].add_(tokens_kept)
 
     def totals(self) -> tuple[int, int, int]:
-        """(calls, sum of tokens in, sum of tokens kept); waits for the device if a compiled region
-        counted there.
+        """Return (calls, sum of tokens in, sum of tokens kept); wait for the device if a compiled
+        region counted there.
         """
         extra = [0, 0, 0] if self.compiled is None else self.compiled.tolist()
         return self.calls + extra[0], self.tokens_in + extra[1], self.tokens_kept + extra[2]
@@ -135,7 +139,7 @@ class MaMeReport:
     layers: tuple[LayerReport, ...]
 
     def levels(self) -> list[LevelReport]:
-        """The layers that were called, by level, most tokens first; means weighted by calls."""
+        """Sum up the layers that were called by level, most tokens first, weighted by calls."""
         result = []
         for level in sorted({layer.level for layer in self.layers if layer.calls}):
             group = [layer for layer in self.layers if layer.calls and layer.level == level]
@@ -152,7 +156,7 @@ class MaMeReport:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON values: `layers` and `levels`, each a list of objects."""
+        """Return the report as JSON values: `layers` and `levels`, each a list of objects."""
         return {
             "layers": [{**asdict(layer), "share": layer.share} for layer in self.layers],
             "levels": [{**asdict(level), "share": level.share} for level in self.levels()],
@@ -177,7 +181,7 @@ class MaMeReport:
 
 
 def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
-    """The report of `stats`.
+    """Make the report of `stats`.
 
     Raises:
         NothingMergedError: layers were called since the last reset, and not one of them could
@@ -208,7 +212,7 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
 
 
 def _nothing_merged(called: Sequence[LayerReport]) -> str:
-    """One line on layers of which none merged: how many, why, the largest, what to do."""
+    """Say in one line that no layer merged: how many, why, the largest, what to do."""
     counts = Counter(layer.reason for layer in called).most_common()
     reasons = "; ".join(f"{count} of {len(called)}: {reason}" for reason, count in counts[:3])
     line = f"expected at least one layer to merge, but none did ({reasons})"
@@ -222,6 +226,6 @@ def _nothing_merged(called: Sequence[LayerReport]) -> str:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device of the module's first parameter, the CPU when it has none."""
+    """Return the device of the module's first parameter, the CPU when it has none."""
     first: Tensor | None = next(iter(module.parameters()), None)
     return torch.device("cpu") if first is None or first.device.type == "meta" else first.device

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mame_sd import upstream
 
@@ -36,6 +38,8 @@ class Attention:
         if norm is not None and flat:  # over all heads at once, as OLMo 2 does
             x = norm(x)
         x = x.view(b, n, -1, self.module.head_dim)
+        if which == "q":  # gates of the output stand behind each head of Qwen3-Next
+            x = x[:, :, :: x.shape[2] // self.module.config.num_attention_heads]
         if norm is not None and not flat:
             x = norm(x)
         return x.transpose(1, 2)
@@ -69,14 +73,14 @@ class Attention:
     def checked(self) -> Attention:
         """Return this layer, with no rotation where it has none.
 
-        The layer is run on three tokens, and the keys that it hands to its cache are compared with
-        those that this class makes.
+        The layer is run on three tokens. The keys that it hands to its cache, and the queries that
+        it attends by, are compared with those that this class makes.
 
         Raises:
             ValueError: they differ.
         """
         keys: list[Tensor] = []
-        places = torch.tensor([[0, 3, 11]])
+        queries, places = _Queries(), torch.tensor([[0, 3, 11]])
         name = upstream.cache_argument(self.module.forward) or upstream.CACHE_NAMES[0]
         why, cause = "its keys are other ones", None
 
@@ -91,17 +95,19 @@ class Attention:
             device = "cpu" if weight.device.type == "meta" else weight.device
             hidden = torch.arange(3 * width, device=device).float().mul(0.7).sin()
             hidden, places = hidden.view(1, 3, width).to(dtype), places.to(device)
-            self.module.forward(
-                hidden_states=hidden,
-                position_embeddings=self._turn(hidden, places),
-                attention_mask=None,
-                **{name: SimpleNamespace(update=update)},
-            )
-            plain = self.project(hidden, "k")
+            with queries:
+                self.module.forward(
+                    hidden_states=hidden,
+                    position_embeddings=self._turn(hidden, places),
+                    attention_mask=None,
+                    **{name: SimpleNamespace(update=update)},
+                )
             for layer in (self, replace(self, rotary=None)):
-                gap = (layer.rotate(plain, places) - keys[0]).float().norm()
-                if gap <= _NEAR * keys[0].float().norm():
-                    return layer
+                if _near(layer.rotate(layer.project(hidden, "k"), places), keys[0]):
+                    own = layer.rotate(layer.project(hidden), places)
+                    if queries.found is None or _near(own, queries.found):
+                        return layer
+                    why = "its queries are other ones"
         except Exception as error:
             why, cause = f"it raised {type(error).__name__}", error
         raise ValueError(
@@ -109,6 +115,24 @@ class Attention:
             " norms and rotates keys as Llama, Qwen, Mistral or Gemma do, but on a trial of three"
             f" tokens {why}"
         ) from cause
+
+
+class _Queries(TorchFunctionMode):
+    """Remember the queries [B, H, N, D] of the first attention inside of it."""
+
+    found: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        attends = func in (F.scaled_dot_product_attention, torch.matmul)
+        if attends and self.found is None and args and args[0].dim() == 4:
+            self.found = args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _near(found: Tensor, wanted: Tensor) -> bool:
+    if found.shape != wanted.shape:
+        return False
+    return bool((found - wanted).float().norm() <= _NEAR * wanted.float().norm())
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:

@@ -72,7 +72,7 @@ def apply_captioner(
 
 
 def remove_captioner(target: nn.Module) -> None:
-    """Takes merging off every LLaVA in `target`. Does nothing if there is none."""
+    """Takes merging off every captioner in `target`. Does nothing if there is none."""
     for module in target.modules():
         take(module)
     remove_encoder(target)

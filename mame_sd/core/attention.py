@@ -32,7 +32,7 @@ def attention(
     kernel: Kernel = SDPA,
     **how: Any,
 ) -> Tensor:
-    """Attention of all queries over a share of an image's keys.
+    """Compute attention of all queries over a share of an image's keys.
 
     Args:
         q: queries [B, H, Q, D]; those of the image's tokens alone, or of all tokens.
@@ -98,7 +98,7 @@ def attention(
 def _checked(
     grid: Sequence[int], before: int, after: int, keep: float, how: dict[str, Any]
 ) -> tuple[int, ...]:
-    """The sides of the grid. Raises ValueError for arguments of `attention` that can't be."""
+    """Return the sides of the grid; raise ValueError for arguments that `attention` can't take."""
     if torch.compiler.is_compiling():  # a graph was called without one before
         return tuple(int(side) for side in grid)
     names = [f.name for f in fields(KeyMerging)]

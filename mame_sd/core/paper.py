@@ -93,8 +93,8 @@ class Plan:
         return t.index_select(1, back)
 
     def merge(self, t: Tensor) -> Tensor:
-        """X' = concat(X_spec, X''_dst, X_pres) of t [B, L, C], as [B, L', C] in its dtype
-        (Algorithm 1, "Token Aggregation and Preservation").
+        """Merge tokens t [B, L, C] to X' = concat(X_spec, X''_dst, X_pres), [B, L', C] in their
+        dtype (Algorithm 1, "Token Aggregation and Preservation").
 
         Raises ValueError where `t` has not the samples and tokens that were planned for.
         """
@@ -109,7 +109,8 @@ class Plan:
         return torch.cat([t[:, : self.prefix], *parts], 1)
 
     def restore(self, y: Tensor) -> Tensor:
-        """X^rec: all tokens from y [B, L', C] at their original positions, [B, L, C] (Algorithm 2).
+        """Restore all tokens from y [B, L', C] at their original positions, [B, L, C] (X^rec of
+        Algorithm 2).
 
         Raises ValueError where `y` has not the samples and tokens that `merge` gives.
         """
@@ -131,7 +132,7 @@ class Plan:
 
 
 def plan_tokens(x: Tensor, config: MaMeConfig, num_prefix_tokens: int = 0) -> Plan:
-    """Decides which tokens merge, from the similarity of the tokens of x (Algorithm 1).
+    """Decide which tokens merge, from the similarity of the tokens of x (Algorithm 1).
 
     A source stays where any sample of the batch has no destination above tau for it ("Batch
     Processing Implementation"), NaN included.
@@ -168,7 +169,7 @@ def plan_tokens(x: Tensor, config: MaMeConfig, num_prefix_tokens: int = 0) -> Pl
 
 
 def similarity(dst: Tensor, src: Tensor, metric: str = "cosine") -> Tensor:
-    """S [B, M, N] of destinations [B, M, d] and sources [B, N, d] ("Similarity-Based Fusion
+    """Compute S [B, M, N] of destinations [B, M, d] and sources [B, N, d] ("Similarity-Based Fusion
     Matrix"), in fp32 (fp64 for fp64).
 
     Cosine is clamped to -1 and 1, and 0 for a zero token; dot is x.y / sqrt(d), euclidean is
@@ -186,14 +187,14 @@ def similarity(dst: Tensor, src: Tensor, metric: str = "cosine") -> Tensor:
 
 
 def _normed(x: Tensor) -> Tensor:
-    """Tokens of length 1; a zero token stays 0, with gradient 0."""
+    """Scale tokens to length 1; a zero token stays 0, with gradient 0."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / torch.where(norm == 0, 1.0, norm)
 
 
 def fusion_weights(s: Tensor, tau: float, refine: bool = True) -> tuple[Tensor, Tensor]:
-    """W^F [B, M, N] of similarities S, and which sources merge, bool [B, N] ("Adaptive Weight
-    Refining").
+    """Compute W^F [B, M, N] of similarities S, and which sources merge, bool [B, N] ("Adaptive
+    Weight Refining").
 
     S+ = relu(S - tau), so merging needs S > tau. Refining keeps relu(S+ - mean of the positive S+
     of the column), to which the paper's W~ is proportional. A column that it would empty keeps S+.
@@ -211,7 +212,7 @@ def fusion_weights(s: Tensor, tau: float, refine: bool = True) -> tuple[Tensor, 
 
 
 def partition(tokens: int, kind: str, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions of destinations [ceil(L / 2)] and sources [L / 2] ("Token Partitioning").
+    """Return positions of destinations [ceil(L / 2)] and sources [L / 2] ("Token Partitioning").
 
     Args:
         tokens: L.

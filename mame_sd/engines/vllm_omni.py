@@ -38,7 +38,7 @@ TELLS = (
 
 
 def register() -> None:
-    """Puts `MergedBackend` in the place of TORCH_SDPA where the variable is set.
+    """Put `MergedBackend` in the place of TORCH_SDPA where the variable is set.
 
     Raises:
         ValueError: it is no share between 0 and 1.
@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def share() -> float:
-    """The share of keys to keep."""
+    """Return the share of keys to keep."""
     given = os.environ[KEEP]
     try:
         keep = float(given)
@@ -66,12 +66,12 @@ class MergedBackend(SDPABackend):
 
     @staticmethod
     def get_name() -> str:
-        """As the backend that it replaces: the engine chooses by it."""
+        """Return the name of the backend that it replaces, by which the engine chooses."""
         return str(SDPABackend.get_name())
 
     @staticmethod
     def get_impl_cls() -> type[MergedImpl]:
-        """Its implementation."""
+        """Return its implementation."""
         return MergedImpl
 
 
@@ -101,9 +101,9 @@ class MergedImpl(SDPAImpl):
         attn_metadata: Any = None,
         mask_mode: Any = "broadcast_k",
     ) -> Tensor:
-        """The output [B, L, H, D] of queries, keys and values like it.
+        """Compute the output [B, L, H, D] of queries, keys and values of that shape.
 
-        Without a layout (attention to text, refiners) as the engine computes it.
+        The engine computes what has no layout (attention to text, refiners).
 
         Raises RuntimeError where this rank sees a part of the queries.
         """
@@ -139,8 +139,8 @@ class MergedImpl(SDPAImpl):
 
 
 def video_of(metadata: Any, length: int) -> tuple[tuple[int, int, int], int, int] | None:
-    """The grid (t, h, w) of the video that is made, where it begins, and how many of `length`
-    tokens are no padding; None where they are not told.
+    """Return the grid (t, h, w) of the video that is made, where it begins, and how many of
+    `length` tokens are no padding; None where the model doesn't tell.
     """
     layout = getattr(metadata, "video_layout", None)
     if layout is None or metadata.full_attn_spans is not None:

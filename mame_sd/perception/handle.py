@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,16 +180,13 @@ class EncoderHandle:
         """Return tokens and FLOPs of every block since the last `reset`, means over forwards."""
         blocks, calls = make_blocks(self._names, self._costs, self._counts)
         before, after = blocks[0].tokens_in, blocks[-1].tokens_kept
-        around = [
-            (
-                around_blocks(self.encoder, self._blocks, self._shared.places, before, tokens)
-                if calls
-                else 0.0
-            )
-            for tokens in (before, before if self._shared.restore or self._shared.dense else after)
-        ]
-        whole = around[0] + sum(block.flops_before for block in blocks)
-        left = around[1] + sum(block.flops for block in blocks)
+        whole = sum(block.flops_before for block in blocks)
+        left = sum(block.flops for block in blocks)
+        if calls:
+            shared = self._shared
+            around = partial(around_blocks, self.encoder, self._blocks, shared.places, before)
+            whole += around(before)
+            left += around(before if shared.restore or shared.dense else after)
         return EncoderReport(blocks, calls, whole, left, self.prop_attn, self._shared.clips)
 
     def reset(self) -> None:

@@ -47,6 +47,7 @@ class InnerHook(Merging):
         self, shared: Any, owner: nn.Module, path: str, heard: Callable[[str, Tensor], None]
     ) -> None:
         self.shared, self.owner, self.path, self.heard = shared, owner, path, heard
+        self.inner = [self]
         self.child: nn.Module | None = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+
 import torch
 
 from mame_sd.errors import UserError
@@ -28,3 +30,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.float16 if device.type == "cuda" else torch.float32
     found: torch.dtype = getattr(torch, name)
     return found
+
+
+def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The argument of diffusers' `from_pretrained` that says in which number format to load.
+
+    Before 0.40 it has another name there, and this one is passed over.
+    """
+    version = importlib.metadata.version("diffusers").split(".")
+    return {"dtype" if (int(version[0]), int(version[1])) >= (0, 40) else "torch_dtype": dtype}

@@ -22,7 +22,7 @@ from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging, re
 from mame_sd.embedded.model import DEFAULT_GUIDANCE
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.report import NOTHING_MERGES
-from mame_sd.runs.devices import pick_device, pick_dtype
+from mame_sd.runs.devices import dtype_argument, pick_device, pick_dtype
 from mame_sd.runs.loras import add_loras, lora_identity
 from mame_sd.runs.model_files import (
     ModelChoice,
@@ -195,11 +195,12 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
             " model"
         )
     check_text_to_image(kind, choice.name)
+    given = dtype_argument(dtype)
     pipe = kind.from_pretrained(
-        str(folder), dtype=dtype, variant=choice.variant, local_files_only=choice.offline
+        str(folder), variant=choice.variant, local_files_only=choice.offline, **given
     )
     # Merging comes from outside, by `saved_merging` and the options.
-    return pipe if type(pipe) is kind else kind.from_pipe(pipe, dtype=dtype)
+    return pipe if type(pipe) is kind else kind.from_pipe(pipe, **given)
 
 
 def _set_scheduler(pipe: Any, name: str) -> None:

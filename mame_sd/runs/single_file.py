@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mame_sd.errors import UserError
+from mame_sd.runs.devices import dtype_argument
 from mame_sd.runs.model_files import ModelChoice, check_tokenizers, find_folder
 
 _CLASSES = {
@@ -60,5 +61,5 @@ def load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any
     folder = find_folder(config, download, "--single-file-config")
     check_tokenizers(folder, "--single-file-config")
     return getattr(diffusers, _CLASSES[kind]).from_single_file(
-        str(path), config=str(folder), dtype=dtype
+        str(path), config=str(folder), **dtype_argument(dtype)
     )

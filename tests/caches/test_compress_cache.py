@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 from mame_sd.caches import CacheView, Kept, Selection, compress_cache
+from mame_sd.caches.attention import attention_layers
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.report import NothingMergedError
 from mame_sd.upstream import with_cache
@@ -305,6 +306,24 @@ def test_what_cannot_be_compressed_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_gates_behind_queries_are_left_out_and_queries_of_another_kind_are_refused() -> None:
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    kind = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_expert_intermediate_size": 16,
+    }
+    model: Any = _other("Qwen3NextForCausalLM", **SHAPE, **experts, **kind)
+    (layer,) = attention_layers(model)
+    hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    plain = layer.module.q_proj(hidden).view(2, 5, 4, 16)[..., :8]
+    torch.testing.assert_close(layer.project(hidden), layer.module.q_norm(plain).transpose(1, 2))
+    layer.module.config.num_attention_heads = 8  # which its forward does not ask for
+    with pytest.raises(
+        ValueError, match=r"unknown attention Qwen3Next.*its queries are other ones"
+    ):
+        attention_layers(model)
+
+
 def test_other_caches_and_kernels_are_refused() -> None:
     model, ids = tiny("llama"), prompt()
     offloaded = DynamicCache()
@@ -321,6 +340,10 @@ def test_other_caches_and_kernels_are_refused() -> None:
             pytest.raises(ValueError, match=f"cache: expected {message}"),
         ):
             model(ids, **with_cache(model, cache))
+    static = StaticCache(config=model.config, max_cache_len=64)
+    with torch.no_grad(), compress_cache(model, 0.5) as handle:
+        handle.compressing = False  # caches stay as they are, of any kind
+        model(ids, **with_cache(model, static))
     flash = _other("LlamaForCausalLM", **SHAPE)
     flash.config._attn_implementation = "flash_attention_2"
     with (

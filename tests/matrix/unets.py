@@ -1,4 +1,4 @@
-"""Rows of the matrix: pipelines around a UNet."""
+"""Rows of the matrix: pipelines around a UNet, and UNets by themselves."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from tests.matrix.rows import Row
 from tests.matrix.transformers import row
 
 LEVELS = {256: 3, 64: 4}  # what tiny_unet merges at its own size
-
 FRAMES = "attention over frames never merges"
-MOTION = MODELS["UNetMotionModel"]
-SQUARE = {**MOTION.inputs(), "sample": noise(1, 4, 3, LATENT, LATENT)}  # of which processors know
-MOTION = replace(MOTION, inputs=lambda: SQUARE)
+SQUARE = {"sample": noise(1, 4, 3, LATENT, LATENT)}  # whose sides a processor knows
+VIDEO = MODELS["UNetMotionModel"]
+MOTION = replace(VIDEO, inputs=lambda: {**VIDEO.inputs(), **SQUARE})
 SAME: dict[str, Any] = {"processor": "same", "loads": True}
 
 ROWS = [

@@ -41,8 +41,8 @@ from tests.builders.tiny import generate as images_of
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
 
 
-def choice(folder: Path, *loras: str, scheduler: str | None = None) -> ModelChoice:
-    return ModelChoice(model=str(folder), device="cpu", loras=loras, scheduler=scheduler)
+def choice(folder: Path, *loras: str, **given: Any) -> ModelChoice:
+    return ModelChoice(model=str(folder), device="cpu", loras=loras, **given)
 
 
 def test_identity_follows_the_files_not_their_place(
@@ -158,13 +158,14 @@ def test_our_own_pipeline_loads_without_its_class(tmp_path: Path) -> None:
     from mame_sd.pipelines import StableDiffusionMaMePipeline
 
     StableDiffusionMaMePipeline(**tiny_components(), tau=0.5).save_pretrained(tmp_path / "ours")
-    model = load_model(choice(tmp_path / "ours"))
+    model = load_model(choice(tmp_path / "ours", dtype="bfloat16"))
     assert type(model.pipe).__name__ == "StableDiffusionPipeline"
+    assert model.pipe.unet.dtype == torch.bfloat16
 
 
-def single(file: Path, config: Path | str | None = None) -> ModelChoice:
+def single(file: Path, config: Path | str | None = None, dtype: str = "auto") -> ModelChoice:
     given = None if config is None else str(config)
-    return ModelChoice(model=str(file), single_file_config=given, device="cpu", offline=True)
+    return choice(file, single_file_config=given, offline=True, dtype=dtype)
 
 
 def test_a_single_file_gives_the_pipeline_that_it_was_made_of(
@@ -173,6 +174,7 @@ def test_a_single_file_gives_the_pipeline_that_it_was_made_of(
     file = save_single_file(tiny_pipeline(), tmp_path / "model.safetensors")
     model = load_model(single(file, model_folder))
     assert torch.equal(images_of(model.pipe), images_of(tiny_pipeline()))
+    assert load_model(single(file, model_folder, "bfloat16")).pipe.unet.dtype == torch.bfloat16
     found = [model.identity[key] for key in ("name", "pipeline", "sha256", "single_file_config")]
     config = {"name": "tiny", "sha256": digest_of(model_folder)}
     assert found == ["model.safetensors", "StableDiffusionPipeline", digest_of(file), config]

@@ -170,8 +170,7 @@ def test_a_rival_leaves_no_trace_and_resumes_to_the_same_pixels(
     prompts = PROMPTS[:2]
     generate(model, prompts, SETTINGS, None, tmp_path / "before")
     levels = generate(model, prompts, SETTINGS, method, tmp_path / "rival").levels
-    if isinstance(method, ToMeSD):
-        assert levels[0] == {"level": 0, "tokens_in": 256, "tokens_kept": 128}
+    assert (levels[0]["level"], levels[0]["tokens_in"]) == (0, 256)
     shares = [level["tokens_kept"] / level["tokens_in"] for level in levels]
     assert shares == ([0.5, 1] if isinstance(method, ToMeSD) else [0.25] * 2)
     generate(model, prompts, SETTINGS, None, tmp_path / "after")

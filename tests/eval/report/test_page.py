@@ -106,6 +106,7 @@ def test_failed_gates_come_first_and_a_benchmark_that_has_just_begun_has_a_repor
     text = render(parse(results), tmp_path).read_text(encoding="utf-8")
     unable = "methods apart, so distances in this report rank no method. far: LPIPS 0."
     assert text.index(unable) < text.index('id="pictures"')
+    assert text.count("far: LPIPS 0.") == 2, "before the pictures, and beside the distances"
     assert "<strong>1 of 2 sanity gates failed:</strong> unrelated &lt;pairing&gt;" in text
     assert text.index("sanity gates failed") < text.index('id="pictures"')
     for entry in results["rows"]:
