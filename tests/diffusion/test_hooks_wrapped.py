@@ -182,3 +182,4 @@ def test_image_tokens_among_others_are_left_alone() -> None:
     assert len(grounded) == 7
     assert {layer.merged for layer in grounded} == {False}
     assert grounded[0].reason == "259 tokens are not those of 16 x 16"
+    assert grounded[0].tokens_in == 259
