@@ -227,7 +227,7 @@ class _Work:
             if hidden.shape[1] > 1 and upstream.assisted():
                 raise ValueError(_ASSISTED)
             self.forwards[cache] = _Forward(mask)
-        layer = _layer_of(cache, module.layer_idx)
+        layer = _layer_of(cache, module.layer_idx, self.handle.compressing)
         if isinstance(layer, CompressedLayer) and layer.compressed:
             heads = module.config.num_attention_heads
             kwargs["attention_mask"] = layer.mask(mask, hidden.shape[1], heads, hidden.dtype)
@@ -328,18 +328,19 @@ def _input_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
-def _layer_of(cache: Cache, index: int) -> Any:
+def _layer_of(cache: Cache, index: int, compressing: bool = True) -> Any:
     """Return a layer of a cache, None where none is yet; refuse one that can't be compressed."""
     layers, name = getattr(cache, "layers", None), type(cache).__name__
     if layers is None:
         raise ValueError(f"cache: expected a DynamicCache, got {name}")
-    if getattr(cache, "offloading", False):
+    if compressing and getattr(cache, "offloading", False):
         raise ValueError(
             f"cache: expected one that stays on its device, got {name}(offloading=True); leave"
             " offloading out"
         )
     layer = layers[index] if index < len(layers) else None
-    if layer is not None and type(layer) not in (DynamicLayer, CompressedLayer):
+    known = layer is None or type(layer) in (DynamicLayer, CompressedLayer)
+    if compressing and not known:
         raise ValueError(
             f"cache: expected a DynamicCache, got {name} with a {type(layer).__name__}; leave"
             " cache_implementation out"

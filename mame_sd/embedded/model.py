@@ -93,15 +93,12 @@ def is_held_out(name: str, background: str) -> bool:
     return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
 
 
-def _glyphs_folder() -> Path:
-    """They lie beside the weights that were first trained on them."""
-    return embedded_model_path("unet")
-
-
 @cache
 def _index() -> dict[str, Any]:
-    """What stands on the glyph sheet: names, columns, source."""
-    text = (_glyphs_folder() / "glyphs.json").read_text(encoding="utf-8")
+    """What stands on the glyph sheet, which lies beside the weights that were first trained on it:
+    names, columns, source.
+    """
+    text = (embedded_model_path("unet") / "glyphs.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
 
 
@@ -115,7 +112,7 @@ def glyph_names() -> tuple[str, ...]:
 def glyphs() -> np.ndarray:
     """All glyphs as uint8 RGBA, shape [number of glyphs, 256, 256, 4], straight alpha."""
     columns = _index()["columns"]
-    sheet = np.asarray(Image.open(_glyphs_folder() / "glyphs.webp").convert("RGBA"))
+    sheet = np.asarray(Image.open(embedded_model_path("unet") / "glyphs.webp").convert("RGBA"))
     side = sheet.shape[1] // columns
     rows = sheet.shape[0] // side
     cells = sheet.reshape(rows, side, columns, side, 4).transpose(0, 2, 1, 3, 4)

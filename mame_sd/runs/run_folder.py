@@ -27,7 +27,6 @@ from mame_sd.errors import UserError
 from mame_sd.runs.files import check_place, write_atomically, writing
 from mame_sd.runs.records import FORMAT, STRANGE, read_manifest, sample_of
 
-OTHER_OUT = "choose another --out"
 _PNG_END = b"IEND\xaeB`\x82"
 
 
@@ -211,7 +210,7 @@ class RunFolder:
 
         Raises UserError for no manifest, and for images of other settings, see `differences`.
         """
-        there = read_manifest(self.manifest, OTHER_OUT)
+        there = read_manifest(self.manifest, "choose another --out")
         if not any(self.images.glob("*.png")):
             return None
         if different := differences(there["settings"], settings, partly):

@@ -87,17 +87,16 @@ def arguments_of(
         if name not in model.arguments:
             flag = "--guidance" if name == argument else "--" + name.replace("_", "-")
             raise UserError(f"{flag}: {kind} does not take this; leave it out")
-    if "true_cfg_scale" in model.arguments:
-        if steered and argument != "true_cfg_scale":  # Flux, whose own guidance is distilled
-            raise UserError(
-                f"--negative-prompt: {kind} takes no notice of one without true_cfg_scale; leave it"
-                " out"
-            )
-        if settings.guidance is not None and not steered and argument == "true_cfg_scale":
+    if argument == "true_cfg_scale":  # Qwen-Image
+        if settings.guidance is not None and not steered:
             raise UserError(
                 f"--guidance: {kind} guides away from a negative prompt alone; give"
                 " --negative-prompt, too"
             )
+    elif steered and "true_cfg_scale" in model.arguments:  # Flux, whose guidance is distilled
+        raise UserError(
+            f"--negative-prompt: {kind} takes no notice of one without true_cfg_scale; leave it out"
+        )
     return call
 
 

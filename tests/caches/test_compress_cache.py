@@ -340,6 +340,10 @@ def test_other_caches_and_kernels_are_refused() -> None:
             pytest.raises(ValueError, match=f"cache: expected {message}"),
         ):
             model(ids, **with_cache(model, cache))
+    static = StaticCache(config=model.config, max_cache_len=64)
+    with torch.no_grad(), compress_cache(model, 0.5) as handle:
+        handle.compressing = False  # caches stay as they are, of any kind
+        model(ids, **with_cache(model, static))
     flash = _other("LlamaForCausalLM", **SHAPE)
     flash.config._attn_implementation = "flash_attention_2"
     with (

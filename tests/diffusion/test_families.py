@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame, plan_tokens, remove_mame
 from mame_sd.diffusion.families.attention import SequenceAttention
-from mame_sd.diffusion.families.layouts import packed
+from mame_sd.diffusion.families.layouts import _InWhole, packed
 from mame_sd.diffusion.families.transformers import ADDED_KEYS, BUILT_IN, NOTHING_BESIDE
 from mame_sd.diffusion.layer import NO_SIZE, merged_call
 from mame_sd.families import Family, Tokens, along, pixels, register_family
@@ -199,6 +199,14 @@ def test_the_mode_of_a_controlnet_union_stands_before_the_text() -> None:
     assert {(layer.tokens_in, layer.tokens_kept) for layer in handle.report().layers} == {
         (N, N // 2)
     }
+
+
+def test_tokens_of_a_known_sequence_are_left_alone_in_another_of_their_own_number() -> None:
+    family = Family("loose", ("L",), ("MyAttention",), lambda model, call: None, inputs=("x",))
+    call = {"x": normal(2, N, 8), "places": normal(N, 8)}
+    tokens = _InWhole((H, W), before=4)
+    _, stats = counted(seeded(MyAttention, 0), family, tokens, HALF, **call)
+    assert stats.last_reason == "96 tokens are not those of 8 x 12"
 
 
 class MyAttention(nn.Module):
