@@ -154,7 +154,7 @@ def wilson(successes: int, n: int) -> dict[str, Any]:
     from scipy.stats import binomtest  # scoring images needs no scipy, and no extra `eval`
 
     low, high = binomtest(successes, n).proportion_ci(LEVEL, "wilson")
-    return {"mean": 100 * successes / n, "low": 100 * low, "high": 100 * high, "n": n}
+    return {"mean": 100 * successes / n, "low": float(100 * low), "high": float(100 * high), "n": n}
 
 
 def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, 
     mean = one["mean"] - two["mean"]
     low = mean - reach(one["mean"] - one["low"], two["high"] - two["mean"])
     high = mean + reach(one["high"] - one["mean"], two["mean"] - two["low"])
-    p = binomtest(better, better + worse).pvalue if better + worse else 1.0
+    p = float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
     return {"mean": mean, "low": low, "high": high, "n": n, "p": p}
 
 

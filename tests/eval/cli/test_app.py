@@ -4,8 +4,10 @@ goes wrong.
 
 from __future__ import annotations
 
+import doctest
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -136,3 +138,13 @@ def test_the_folders_own_name_is_refused_so_that_no_module_is_loaded_twice() -> 
     assert python("from eval.scoring import runs").stderr.splitlines()[-1] == (
         "ImportError: expected the name mame_sd.eval, got eval; import mame_sd.eval"
     )
+
+
+def test_examples_in_docstrings_hold() -> None:
+    """pytest finds those of mame_sd alone: the folder eval goes by another name."""
+    files = [path.relative_to(ROOT) for path in (ROOT / "eval").rglob("*.py")]
+    names = [f"mame_sd.{'.'.join(file.with_suffix('').parts)}" for file in files
+             if ">>> " in (ROOT / file).read_text(encoding="utf-8")]  # fmt: skip
+    assert names
+    for name in names:
+        assert doctest.testmod(import_module(name)).failed == 0, name
