@@ -58,7 +58,8 @@ def run_generate(
 def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
     """The places of the prompts that the model's longest text encoder reads only in part."""
     tokenizers = [
-        getattr(part, "tokenizer", part)  # a processor has one, too (Kandinsky 5)
+        # a processor holds one (Kandinsky 5), and so do tokenizers whose own is none (Kolors)
+        part if hasattr(part, "model_max_length") else part.tokenizer
         for name, part in pipe.components.items()
         if name.startswith("tokenizer") and part is not None
     ]

@@ -66,7 +66,10 @@ def _with_defaults(base: type[Any], own: dict[str, Any]) -> type[Any]:
 
     @functools.wraps(base.__call__)
     def with_defaults(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError:
+            return base.__call__(*args, **kwargs)  # raises, and names itself
         given.apply_defaults()
         return base.__call__(*given.args, **given.kwargs)
 

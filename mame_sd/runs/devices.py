@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import torch
 
 from mame_sd.errors import UserError
@@ -37,5 +35,7 @@ def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
     Before 0.40 it has another name there, and this one is passed over.
     """
-    version = importlib.metadata.version("diffusers").split(".")
+    import diffusers  # slow, and no other function needs it
+
+    version = diffusers.__version__.split(".")
     return {"dtype" if (int(version[0]), int(version[1])) >= (0, 40) else "torch_dtype": dtype}

@@ -35,7 +35,7 @@ from mame_sd.runs.single_file import load_single_file
 
 # arguments of pipelines that need more than a prompt, or make video or audio
 _OF_OTHERS = (
-    *("image", "images", "control_image", "reference_image", "mask_image"),
+    *("image", "control_image", "reference_image", "mask_image"),
     *("video", "num_frames", "video_length", "num_videos_per_prompt"),
     *("audio_duration", "audio_duration_s", "audio_end_in_s", "num_waveforms_per_prompt"),
 )

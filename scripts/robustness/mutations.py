@@ -41,6 +41,9 @@ core/merge.py: core
     near.index_fill_(1, dst, torch.inf) => near.index_fill_(1, dst[:0], torch.inf)
     row.index_copy_(1, dst, cells.number.expand(len(slots), -1)) => pass
     row.masked_fill_(cells.pad, -1) => pass
+    torch.where(rows < 0, merged, rows + first) => (rows + first)
+    sums[:merged] / counts.unsqueeze(1) => sums[:merged]
+    shares = (belongs / counts) => shares = (belongs / 1)
     else slots.index_select(0, led) => else slots[: len(led)]
     numbers[: cells.kept : cells.m] => numbers[: cells.tiles]
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
@@ -52,7 +55,7 @@ core/merge.py: core
 core/fit.py: core
     mean = diagonal.mean(-1, keepdim=True) => mean = diagonal.amax(-1, keepdim=True)
     flatten(0, -3) - torch.bmm => flatten(0, -3) + torch.bmm
-    if may_be_zero: => if False:
+    if least is not None: => if False:
     some.shape[1] / beside.shape[1], => 1,
     value=1 / scale) => value=1)
     fitted = fitted.clamp(-HALF_MAX, HALF_MAX) => pass

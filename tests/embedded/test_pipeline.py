@@ -28,6 +28,10 @@ def test_calls_default_to_the_models_own_guidance(
         assert pipe.guidance_scale == call.get("guidance_scale", 1.25)
     found = inspect.signature(pipe.__call__).parameters
     assert (found["num_inference_steps"].default, found["guidance_scale"].default) == (20, 1.25)
+    with pytest.raises(
+        TypeError, match=r"StableDiffusionPipeline.__call__\(\) got multiple values"
+    ):
+        pipe("key", prompt="key")
     pipe.save_pretrained(tmp_path / "saved")
     assert (
         type(StableDiffusionPipeline.from_pretrained(tmp_path / "saved")) is StableDiffusionPipeline

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import (
@@ -24,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from mame_sd.embedded import model as subjects
 from mame_sd.errors import MachineError, UserError
-from mame_sd.runs.devices import pick_device
+from mame_sd.runs.devices import dtype_argument, pick_device
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import (
     LoadedModel,
@@ -133,6 +134,26 @@ def test_pipelines_that_are_no_text_to_image_are_refused(tmp_path: Path) -> None
     for kind in (*kinds, SanaVideoPipeline, FluxControlPipeline):
         with pytest.raises(UserError, match=f"expected a text-to-image .*, got {kind.__name__}, w"):
             check_text_to_image(kind, "x")
+
+    class JoyImageEditPlus:
+        def __init__(self, transformer: Any) -> None: ...
+
+        def __call__(self, prompt: Any, num_inference_steps: int, images: Any = None) -> None: ...
+
+    for able in (FluxPipeline, QwenImagePipeline, JoyImageEditPlus):
+        check_text_to_image(able, "x")  # the last one can do without images
+
+
+def test_old_diffusers_are_told_the_number_format_by_its_old_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for version, name in {
+        "0.39.0": "torch_dtype",
+        "0.40.0": "dtype",
+        "1.0.0.dev0": "dtype",
+    }.items():
+        monkeypatch.setattr(diffusers, "__version__", version)
+        assert dtype_argument(torch.float16) == {name: torch.float16}
 
 
 def test_guidance_is_the_argument_that_steers_away_from_a_negative_prompt() -> None:
