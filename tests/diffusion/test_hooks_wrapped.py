@@ -14,6 +14,7 @@ from diffusers.hooks import ModelHook as DiffusersHook
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
 from mame_sd import apply_mame, mame, remove_mame
+from mame_sd.report import NothingMergedError
 from tests.builders.layers import attention, tokens
 from tests.builders.tiny import run_unet, tiny_unet, unet_inputs
 
@@ -146,6 +147,31 @@ def test_a_forward_that_was_wrapped_before_gets_its_arguments_as_they_came() -> 
         apply_mame(unet, min_tokens=40, tau=0.2)
         outputs.append(run_unet(unet))
     assert torch.equal(*outputs)
+
+
+class Beside(AttnProcessor2_0):
+    """Puts keys of something else beside the layer's own."""
+
+    def __init__(self, before: int, after: int) -> None:
+        self.before, self.after = before, after
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        """See `AttnProcessor2_0`."""
+        x = hidden_states
+        every = torch.cat([-x[:, : self.before], x, -x[:, : self.after]], 1)
+        return super().__call__(attn, x, every)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3)])
+def test_keys_among_others_that_a_processor_adds_are_left_alone(before: int, after: int) -> None:
+    attn, x = attention(), tokens()
+    handle = apply_mame(attn, keep=0.5, min_tokens=1)
+    attn.set_processor(Beside(before, after))
+    merged = attn(x)
+    remove_mame(attn)
+    assert torch.equal(attn(x), merged)
+    with pytest.raises(NothingMergedError, match="Beside calls no attention over"):
+        handle.report()
 
 
 def test_layer_skip_of_attention_scores_leaves_keys_whole_and_the_report_says_why() -> None:

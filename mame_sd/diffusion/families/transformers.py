@@ -172,14 +172,13 @@ BUILT_IN = (
            keys="encoder_hidden_states", queries=False, joint="last"),
 )
 # fmt: on
-# UNets, DiT, PixArt: self-attention with nothing beside its tokens. A processor may put further
-# keys behind them.
+# UNets, DiT, PixArt: self-attention with nothing beside its tokens. Where a processor puts further
+# keys beside them, nothing tells which are the image's, and the layer is left alone.
 NOTHING_BESIDE = Family(
     "UNet",
     at.IMAGE_MODULES,
     (),
     at.image_or_patches,
-    by_sample=True,
     leaves=("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb"),
 )  # fmt: skip
 # UNets whose attention takes an image [B, C, H, W] and puts the text's keys before its own:
