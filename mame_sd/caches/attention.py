@@ -80,7 +80,7 @@ class Attention:
             ValueError: they differ.
         """
         keys: list[Tensor] = []
-        queries, places = _Queries(), torch.tensor([[0, 3, 11]])
+        queries, places = _Queries(), torch.tensor([[0, 3, 11]], device="cpu")
         name = upstream.cache_argument(self.module.forward) or upstream.CACHE_NAMES[0]
         why, cause = "its keys are other ones", None
 

@@ -310,7 +310,7 @@ def _real_tokens(mask: Tensor | None, samples: int, tokens: int) -> Tensor:
     A sample of padding alone counts as one of tokens, so that what is kept of it is finite.
     """
     if mask is None:
-        return torch.ones(samples, tokens, dtype=torch.bool)
+        return torch.ones(samples, tokens, dtype=torch.bool, device="cpu")
     last = mask[:, 0, -1]
     seen = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min / 2
     return (seen | ~seen.any(1, keepdim=True)).expand(samples, -1)

@@ -102,7 +102,7 @@ class Selection:
             gain = (each - low).masked_fill(each.isinf(), 0).sum(1)  # [B, L]
             floor = (budget(view, keep).cpu() * FLOOR).long().clamp(min=1)
             least = torch.maximum((each == torch.inf).sum(-1).amax(1), floor)
-            place = torch.arange(gain.shape[1])
+            place = torch.arange(gain.shape[1], device=gain.device)
             gain = gain.masked_fill(place < least.unsqueeze(1), torch.inf)
             gain = gain.masked_fill(place >= (each > -torch.inf).sum(-1).amax(1, keepdim=True), -1)
             curves.append(gain / price_of(view))

@@ -291,7 +291,7 @@ class Groups:
         # Cards multiply 16 bits and sum in fp32, CPUs hardly do.
         halves = slots[0].is_cuda and own in (torch.float16, torch.bfloat16)
         if added:
-            first = torch.arange(0, merged, cells.m).unsqueeze(1)
+            first = torch.arange(0, merged, cells.m, device=rows.device).unsqueeze(1)
             group = torch.where(rows < 0, merged, rows + first).flatten()
             counts = group.bincount(minlength=merged + 1)[:merged].to(least)
         else:

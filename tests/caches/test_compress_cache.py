@@ -153,6 +153,18 @@ def test_all_of_a_cache_is_bit_equal() -> None:
     assert handle.report() == "keep=1.0: nothing was compressed"
 
 
+@torch.no_grad()
+def test_the_default_device_is_not_the_model_s() -> None:
+    model, ids = tiny("llama"), prompt()
+    caches = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with compress_cache(model, keep=0.5):
+        model(ids, past_key_values=caches[0])
+    with torch.device("meta"), compress_cache(model, keep=0.5):
+        model(ids, past_key_values=caches[1])
+    for one, other in zip(*(cache.layers for cache in caches), strict=True):
+        assert torch.equal(one.keys, other.keys)
+
+
 def test_leaving_takes_everything_back() -> None:
     model, ids = tiny("llama"), prompt()
 

@@ -212,3 +212,10 @@ def test_a_chunk_of_another_input_leads_itself(where: tuple[int, ...]) -> None:
     x, unguided = torch.randn(3, 4, 8, 8), [True, False, False, False]
     assert leaders(torch.cat([x[1:2], x]), unguided).tolist() == [0, 1, 2, 3]
     assert leaders(torch.cat([x[:1], x]), unguided).tolist() == [1, 1, 2, 3]
+
+
+def test_groups_are_the_same_whatever_the_default_device_is() -> None:
+    x = tokens(2, 64, 6)
+    want = groups_of(x, (8, 8), 0.25).merge(x)
+    with torch.device("meta"):
+        assert torch.equal(groups_of(x, (8, 8), 0.25).merge(x), want)
