@@ -341,9 +341,11 @@ def test_processor_and_hooks_do_not_merge_twice() -> None:
     with pytest.raises(ValueError, match="merge twice: call remove_mame first"):
         apply_mame(unet, **MERGING)
     remove_mame(unet)
-    apply_mame(unet, keep=0.1, min_tokens=1)
-    unet.set_attn_processor(MaMeAttnProcessor(**MERGING))
-    assert torch.equal(run_unet(unet), expected)
+    for fields in ({"keep": 0.1}, {"tau": 0.0}):
+        apply_mame(unet, min_tokens=1, **fields)
+        unet.set_attn_processor(MaMeAttnProcessor(**MERGING))
+        assert torch.equal(run_unet(unet), expected)
+        remove_mame(unet)
 
 
 def guided(unet: Any, **fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
