@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from mame_sd.errors import UserError
 
-from .results.schema import NOT_YET, Family
-from .results.schema import Row as Line
+from .results.schema import NOT_YET, Family, MethodResult
 
 T = TypeVar("T")
 
@@ -34,9 +33,9 @@ class Row:
 
     def line(
         self, config: Mapping[str, Any], reason: str = NOT_YET, run: str | None = None
-    ) -> Line:
-        """Its line of the results before anything is measured; arguments as `Line` has them."""
-        return Line(
+    ) -> MethodResult:
+        """Its result before anything is measured; arguments as `MethodResult` has them."""
+        return MethodResult(
             name=self.name,
             label=self.label,
             family=self.family,

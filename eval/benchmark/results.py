@@ -16,7 +16,7 @@ from mame_sd.runs.run_folder import differences, in_short
 from ..json_text import json_text
 from ..metric_list import METRICS
 from ..results.read import parse
-from ..results.schema import FORMAT, Results, Row, Value
+from ..results.schema import FORMAT, MethodResult, Results, Value
 from .timings import check_record
 
 NAME, TIMINGS = "results.json", "bench.jsonl"
@@ -142,7 +142,7 @@ def resumed(
     return replace(results, rows=[_as_before(row, rows.get(row.name)) for row in results.rows])
 
 
-def _as_before(row: Row, before: Row | None) -> Row:
+def _as_before(row: MethodResult, before: MethodResult | None) -> MethodResult:
     """`row` as far as an earlier start has brought one of the same settings, without figures."""
     config = json.loads(json_text(dict(row.config)))
     if before is None or before.config != config:

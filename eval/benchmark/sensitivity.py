@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..results.schema import Row, Value
+from ..results.schema import MethodResult, Value
 
 LPIPS_FLOOR = 0.10  # of mean attention, at least
 RIVAL_LPIPS = 0.01  # at least
@@ -17,7 +17,7 @@ INTERVAL_SHARE = 0.1  # of its LPIPS, which the width of the interval stays belo
 MORE = "take more (--num)"
 
 
-def sensitivity(rows: Sequence[Row], floor: str, rival: str) -> str:
+def sensitivity(rows: Sequence[MethodResult], floor: str, rival: str) -> str:
     """One line: what no attention and the rival do to the images, each beside what it has to do,
     and what follows from it.
 

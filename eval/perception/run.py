@@ -27,8 +27,7 @@ from mame_sd.runs.processes import Process
 from ..benchmark.results import TIMINGS, resumed, write_results
 from ..benchmark.timings import of_rounds, summary
 from ..metric_list import METRICS, Metric, cost, fidelity, quality
-from ..results.schema import Gate, Results, Value
-from ..results.schema import Row as Line
+from ..results.schema import Gate, MethodResult, Results, Value
 from ..stats import share_difference, wilson
 from .answers import Asked, Batch, answers_of, speed_of
 from .methods import RIVALS, Method, at_flops
@@ -183,7 +182,7 @@ class Classification:
             line.values.update(self._values(row.name))
         self._save()
 
-    def _solved(self, row: Row, line: Line) -> Method:
+    def _solved(self, row: Row, line: MethodResult) -> Method:
         """The rival at the FLOPs that were counted of another row."""
         assert row.rival is not None
         if row.at not in self._found:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
 
-from ..results.schema import Results, Row, Value
+from ..results.schema import MethodResult, Results, Value
 from .figures import COLORS, FAMILY_COLORS, MARKERS, SIZE, STYLE, WIDE, new_figure, to_svg
 from .numbers import number
 from .select import Focus
@@ -23,7 +23,7 @@ from .select import Focus
 class Point:
     """A row at (times as fast as the baseline, closeness), with the intervals that these have."""
 
-    row: Row
+    row: MethodResult
     speed: Value
     near: Value
 

@@ -5,7 +5,7 @@ Plain words, also for bad news.
 
 from __future__ import annotations
 
-from ..results.schema import Results, Row, Value
+from ..results.schema import MethodResult, Results, Value
 from .frontier import points
 from .numbers import number
 from .select import PUBLISHED, Focus
@@ -74,7 +74,7 @@ def _above(high: Value, low: Value) -> bool:
     return high.interval[0] > low.interval[1]
 
 
-def _closeness(chosen: Focus, row: Row) -> str:
+def _closeness(chosen: Focus, row: MethodResult) -> str:
     value, metric = row.value(chosen.closeness), chosen.closeness
     if metric is None or value is None or value.mean is None:
         return ""
@@ -87,7 +87,7 @@ def _closeness(chosen: Focus, row: Row) -> str:
     return f"at {article} {label} {text} {metric.unit}".rstrip()
 
 
-def _speed(chosen: Focus, row: Row) -> str:
+def _speed(chosen: Focus, row: MethodResult) -> str:
     """How fast a row is; empty where that was not measured."""
     speed = row.value(chosen.speed)
     if speed is None or speed.mean is None:

@@ -18,7 +18,7 @@ import matplotlib
 import numpy as np
 from PIL import Image
 
-from ..results.schema import Picture, Results, Row
+from ..results.schema import MethodResult, Picture, Results
 from .numbers import number
 from .select import CASES, Focus, cases
 
@@ -90,7 +90,7 @@ def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
     """
     missing: set[str] = set()
 
-    def read(row: Row, key: str) -> Image.Image | None:
+    def read(row: MethodResult, key: str) -> Image.Image | None:
         if row.run is None:
             return None
         path = Path(row.run, "images", f"{key}.png")
@@ -190,13 +190,13 @@ def _shot(
     return Shot(webp_uri(image, limit), label, words, score, alt, family, *image.size)
 
 
-def _map(image: Image.Image, row: Row, picture: Picture) -> Shot:
+def _map(image: Image.Image, row: MethodResult, picture: Picture) -> Shot:
     label = f"Difference of {row.label} from the baseline"
     uri, alt = webp_uri(image, LARGE_BYTES), f"{label}: {picture.prompt}"
     return Shot(uri, "Difference", label, "", alt, f"map-{row.family}", *image.size)
 
 
-def _score(row: Row, picture: Picture, chosen: Focus) -> str:
+def _score(row: MethodResult, picture: Picture, chosen: Focus) -> str:
     """The image's own figure of closeness, with its name."""
     if chosen.closeness is None:
         return ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..results.schema import Column, Results, Row, Value
+from ..results.schema import Column, MethodResult, Results, Value
 
 CASES = ("best", "median", "worst")
 # families of the rows that the headline's is compared with
@@ -24,9 +24,9 @@ class Focus:
     images: LPIPS, or the first one that was measured where LPIPS was not.
     """
 
-    baseline: Row | None
-    mame: Row | None
-    rival: Row | None
+    baseline: MethodResult | None
+    mame: MethodResult | None
+    rival: MethodResult | None
     speed: Column | None
     latency: Column | None
     closeness: Column | None
@@ -74,7 +74,7 @@ def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
     return picks
 
 
-def _latency(results: Results, baseline: Row | None) -> Column | None:
+def _latency(results: Results, baseline: MethodResult | None) -> Column | None:
     """The metric of speed: CPU time where latency was withheld."""
     costs = {metric.name: metric for metric in results.block("cost")}
     if baseline is not None and baseline.values.get("latency", Value()).withheld:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..results.schema import Column, Results, Row
+from ..results.schema import Column, MethodResult, Results
 from .numbers import interval, number, p_value
 from .select import Focus
 
@@ -42,7 +42,7 @@ class Cell:
 class Line:
     """One row of a table; `cells` is empty where the row was not measured."""
 
-    row: Row
+    row: MethodResult
     cells: Sequence[Cell] = ()
 
 
@@ -118,7 +118,7 @@ def _table(
     return Table(name, title, filled, lines)
 
 
-def _cell(row: Row, metric: Column) -> Cell:
+def _cell(row: MethodResult, metric: Column) -> Cell:
     if metric.block == "fidelity" and row.family == "baseline":
         return Cell("self", "–", note="the baseline itself")
     value = row.values.get(metric.name)

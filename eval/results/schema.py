@@ -117,7 +117,7 @@ class Value:
 
 
 @dataclass(kw_only=True)
-class Row:
+class MethodResult:
     """One method: a line of the tables, filled in as it is measured.
 
     Attributes:
@@ -194,7 +194,7 @@ class Results:
     suite: str
     manifest: dict[str, Any]
     metrics: Sequence[Column]
-    rows: list[Row]
+    rows: list[MethodResult]
     created: str = ""
     pictures: Sequence[Picture] = ()
     gates: list[Gate] = field(default_factory=list)
@@ -204,7 +204,7 @@ class Results:
     kind: Kind = "generation"
     sensitivity: str = ""
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> MethodResult:
         """The row of that name."""
         return next(row for row in self.rows if row.name == name)
 
@@ -215,7 +215,7 @@ class Results:
         return int(about["images"]) if isinstance(about, Mapping) else len(self.pictures)
 
     @property
-    def measured(self) -> list[Row]:
+    def measured(self) -> list[MethodResult]:
         return [row for row in self.rows if row.measured]
 
     @property

@@ -81,7 +81,7 @@ class OnModel:
         with _CHANGES:
             if not self.blocks and self.base.calls is None and not self._writing:
                 for key in (slot_of(self.model, name) for name in _NAMES):
-                    if isinstance(self.model.__dict__.get(key), Call):
+                    if isinstance(self.model.__dict__.get(key), StandIn):
                         give_back(self.model, key)
 
     def forward(self, call: dict[str, Any]) -> Any:
@@ -155,7 +155,7 @@ class OnModel:
         return None
 
 
-class Call:
+class StandIn:
     """Replaces one method of a model, with the same signature."""
 
     def __init__(self, on: OnModel, name: str) -> None:
@@ -182,7 +182,7 @@ def _signature(kind: Any, name: str) -> inspect.Signature:
 def on_model(module: nn.Module, name: str = "forward") -> OnModel | None:
     """Return what stands on `module`, by the method that it replaces."""
     there = module.__dict__.get(slot_of(module, name))
-    return there.on if isinstance(there, Call) else None
+    return there.on if isinstance(there, StandIn) else None
 
 
 def put(calls: Calls) -> None:
@@ -234,5 +234,5 @@ def _placed(model: nn.Module) -> OnModel:
         on = OnModel(model)
         for name in _NAMES:
             check_free(model, name)
-        model.__dict__.update({slot_of(model, name): Call(on, name) for name in _NAMES})
+        model.__dict__.update({slot_of(model, name): StandIn(on, name) for name in _NAMES})
     return on

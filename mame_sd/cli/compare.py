@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -158,11 +159,13 @@ def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
                     f"{folder}: expected the image {name}, which {folders[0]} has, found none;"
                     " finish that run first"
                 )
-            if samples[name].prompt != first.prompt:
+            if (other := samples[name].prompt) != first.prompt:
+                pairs = enumerate(zip_longest(first.prompt, other))
+                alike = next(n for n, (one, two) in pairs if one != two)
+                part = slice(max(0, alike - 40), alike + 40)  # where they differ
                 raise UserError(
-                    f"{folder}: expected {name} of the prompt {first.prompt[:80]!r}, as"
-                    f" {folders[0]} has it, got {samples[name].prompt[:80]!r}; give runs of the"
-                    " same prompts"
+                    f"{folder}: expected {name} of the prompt {first.prompt[part]!r}, as"
+                    f" {folders[0]} has it, got {other[part]!r}; give runs of the same prompts"
                 )
             image = _open(samples[name].path)
             lines = [_about(folder, samples[name].row)]

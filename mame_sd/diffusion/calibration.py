@@ -30,7 +30,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.layer import LayerCall, MergeHook, merged_call
 from mame_sd.report import LayerStats, device_of
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
 Name = TypeVar("Name", bound=Hashable)
 Clock = Callable[[], float]
 Row = tuple[int | None, float, float]  # number of a form (None: unmerged), seconds, error
@@ -353,11 +353,11 @@ def check_speed(speed: Any) -> None:
 
 
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[list[Call]]:
+def recorded(model: nn.Module) -> Iterator[list[Arguments]]:
     """Keeps the calls of `model` in the block, their tensors as they are then: schedulers change
     theirs in place.
     """
-    calls: list[Call] = []
+    calls: list[Arguments] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
         calls.append(tree_map_only(Tensor, torch.clone, (args, kwargs)))

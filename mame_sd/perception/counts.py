@@ -1,9 +1,9 @@
 """How many tokens blocks saw, and the multiply-adds that follow: counted, not guessed.
 
 A block's linear layers cost their weights' sizes for each token. Its attention costs two products
-of all tokens by all. Merging costs one product of destinations by sources, and with weights
-"average" a second one. Tokens are counted as they pass, and their squares, so that sums over calls
-are exact.
+of all tokens by all. Merging costs one product of destinations by sources, and a second one for the
+means, as on a card: a CPU adds tokens by index there. Tokens are counted as they pass, and their
+squares, so that sums over calls are exact.
 """
 
 from __future__ import annotations

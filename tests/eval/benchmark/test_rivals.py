@@ -194,17 +194,17 @@ def test_tomesd_says_where_it_can_do_nothing(tmp_path: Path) -> None:
         generate(like_sdxl, PROMPTS[:1], SETTINGS, ToMeSD(0.5), tmp_path / "run")
 
 
-def point(name: str, lpips: float, width: float | None = 0.0) -> schema.Row:
+def point(name: str, lpips: float, width: float | None = 0.0) -> schema.MethodResult:
     value = Value(mean=lpips)
     if width is not None:
         value = Value(mean=lpips, low=lpips - width, high=lpips + width)
-    return schema.Row(name=name, family="rival", label=name, values={"lpips": value})
+    return schema.MethodResult(name=name, family="rival", label=name, values={"lpips": value})
 
 
 def test_an_instrument_that_cannot_tell_says_so() -> None:
     base, floor, rival = point("baseline", 0), point("floor", 0.3), point("tomesd", 0.02, 0.0005)
 
-    def line(*rows: schema.Row) -> str:
+    def line(*rows: schema.MethodResult) -> str:
         return sensitivity((base, *rows), "floor", "tomesd")
 
     assert "instrument: PASSES." in line(floor, rival)

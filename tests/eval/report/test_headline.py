@@ -17,7 +17,7 @@ from mame_sd.eval.report import frontier, render
 from mame_sd.eval.report.headline import comparison, headline
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.results.read import parse
-from mame_sd.eval.results.schema import FORMAT, Row, Value
+from mame_sd.eval.results.schema import FORMAT, MethodResult, Value
 from tests.builders.report_example import NO_TOMESD, Results, row, speed
 
 
@@ -134,7 +134,7 @@ def test_withheld_seconds_leave_cpu_time_to_speak(results: Results) -> None:
     st.booleans(),
 )
 def test_nothing_surpasses_the_frontier(pairs: list[tuple[float, float]], lower: bool) -> None:
-    empty = Row(name="r", label="r", family="mame", measured=True)
+    empty = MethodResult(name="r", label="r", family="mame", measured=True)
     found = [frontier.Point(empty, Value(mean=x), Value(mean=y)) for x, y in pairs]
     best = [point.at for point in frontier.frontier(found, lower)]
     sign = 1 if lower else -1
