@@ -115,3 +115,12 @@ def test_what_nothing_counts_is_read_each_time_and_nothing_is_kept_alive() -> No
         del t
         t = torch.full((3,), 5.0)
         assert of(t) == 16
+
+
+def test_a_model_and_its_controlnet_that_are_given_the_same_places_each_have_their_own() -> None:
+    union = nn.Identity()
+    union.union = True  # type: ignore[assignment]
+    call = {"img_ids": places(4, 6), "encoder_hidden_states": torch.zeros(1, 7, 8)}
+    for _ in range(2):
+        assert layouts.packed(MODEL, call) == Tokens((4, 6), before=7)
+        assert layouts.packed(union, call) == Tokens((4, 6), before=8)
