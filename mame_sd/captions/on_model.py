@@ -179,9 +179,9 @@ def _signature(kind: Any, name: str) -> inspect.Signature:
     return own.replace(parameters=[*own.parameters.values()][1:], return_annotation=Any)
 
 
-def on_model(module: nn.Module) -> OnModel | None:
-    """Return what stands on `module`."""
-    there = module.__dict__.get(slot_of(module, "forward"))
+def on_model(module: nn.Module, name: str = "forward") -> OnModel | None:
+    """Return what stands on `module`, by the method that it replaces."""
+    there = module.__dict__.get(slot_of(module, name))
     return there.on if isinstance(there, StandIn) else None
 
 
@@ -199,7 +199,7 @@ def take(module: nn.Module, calls: Calls | None = None) -> None:
     """Merges by `calls` no more, for anybody; None: by nothing, for the block that this thread is
     in, else for all.
     """
-    on = on_model(module)
+    on = on_model(module) or on_model(module, "generate")  # a tool may have wrapped forward since
     if on is None:
         return
     with _CHANGES:

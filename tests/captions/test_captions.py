@@ -237,6 +237,16 @@ def test_offloading_goes_before_merging_or_after_it(first: bool) -> None:
         apply_mame(model)
 
 
+def test_merging_is_taken_off_under_a_tool_that_wrapped_forward_later() -> None:
+    model, call = tiny.llava(), inputs()
+    plain = model(**call).logits
+    apply_mame(model, keep=0.25)
+    model.forward = partial(model.forward)
+    assert not torch.equal(model(**call).logits, plain)
+    remove_mame(model)
+    assert torch.equal(model(**call).logits, plain)
+
+
 def test_settings_change_and_are_reported() -> None:
     model, call = tiny.llava(), inputs()
     handle = apply_mame(model, MaMeConfig(keep=0.5))
