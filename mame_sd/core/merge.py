@@ -290,6 +290,7 @@ class Groups:
         added = self.row.device.type in ADDING and not torch.compiler.is_compiling()
         # Cards multiply 16 bits and sum in fp32, CPUs hardly do.
         halves = slots[0].is_cuda and own in (torch.float16, torch.bfloat16)
+        used = own if halves else least
         if added:
             first = torch.arange(0, merged, cells.m, device=rows.device).unsqueeze(1)
             group = torch.where(rows < 0, merged, rows + first).flatten()
@@ -299,10 +300,10 @@ class Groups:
             counted = own if halves and cells.width <= 256 else least
             counts = belongs.sum(-1, keepdim=True, dtype=counted)
             # Shares of the mean rather than sums, which leave fp16's range.
-            shares = (belongs / counts).to(own if halves else least)
+            shares = (belongs / counts).to(used)
         parts = []
         for t in slots:
-            flat = t.to(own if halves else least).flatten(2)
+            flat = t.to(used).flatten(2)
             learns = torch.is_grad_enabled() and t.requires_grad
             wide = fitted and t is slots[-1] and halves and _SUMS_IN_FP32 and not learns
             if added:
