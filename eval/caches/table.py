@@ -1,5 +1,6 @@
-"""The table of `mame-sd-eval cache`: means over passages, and paired differences to the best method
-that drops keys.
+"""The table of `mame-sd-eval cache`.
+
+It has means over passages, and paired differences to the best method that drops keys.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Results = Sequence[Mapping[str, Any]]
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """All figures of the table, for JSON."""
+    """Return all figures of the table as JSON values."""
     found: dict[str, Any] = {"texts": [], "ratios": [], "full_nll": None, "retrieval": []}
     for kind in sorted({r["kind"] for r in results}, key=lambda kind: (kind != TEXT, kind)):
         by_share: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
@@ -46,7 +47,7 @@ def _text(row: str, share: float, lines: Results) -> dict[str, Any]:
 
 
 def _ratios(lines: Mapping[str, Results], share: float) -> list[dict[str, Any]]:
-    """Of ours by the best published method on the same passages, and the paired difference."""
+    """Return the ratio of our KL to the best published method's, and the paired difference."""
     found, values = [], {row: _by_case(one) for row, one in lines.items()}
     for row, own in values.items():
         rivals = {r: values[r] for r in PUBLISHED if r in values and values[r].keys() >= own.keys()}
@@ -74,7 +75,7 @@ def _right(lines: Results) -> dict[str, Any]:
 
 
 def format_table(found: Mapping[str, Any]) -> str:
-    """Markdown: KL by row and share, ratios, retrieval."""
+    """Format the figures as Markdown: KL by row and share, ratios, questions."""
     tables: list[str] = []
     shares = list(dict.fromkeys(e["share"] for e in found["texts"]))
     if shares:
@@ -110,7 +111,10 @@ def format_table(found: Mapping[str, Any]) -> str:
 
 
 def _retrieval(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Per cent right: the full cache of all prompts, the others of those that it answers."""
+    """Format the percentages of right answers.
+
+    The full cache is measured on all prompts, the others on those that it answers.
+    """
     cells = {(e["row"], e["task"], e["share"]): e for e in entries}
     columns = list(dict.fromkeys((e["task"], e["share"]) for e in entries if e["row"] != "full"))
     rows = []

@@ -1,4 +1,4 @@
-"""CaptionHandle: what `apply_captioner` gives, to read, change, switch and remove merging."""
+"""The handle of a captioner whose visual tokens merge."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from torch import nn
 
-from mame_sd.captions.calls import Calls, CaptionReport
-from mame_sd.captions.known_captioners import images_of
-from mame_sd.captions.on_model import on_model, put, take
+from mame_sd.captions.captioner_registry import images_of
+from mame_sd.captions.patch import attach, detach, patch_on
 from mame_sd.captions.prompts import Image
+from mame_sd.captions.shorten import CaptionReport, PromptShortener
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import has_encoder_hooks
 
 
-class CaptionHandle(Calls):
-    """Merging as applied to one LLaVA or Qwen-VL. Made by `apply_captioner`.
+class CaptionHandle(PromptShortener):
+    """Merging as applied to one LLaVA or Qwen-VL, made by `apply_captioner`.
 
     Attributes:
-        model: the model.
-        config: the settings now in force, of which `keep` counts.
+        model: The model.
+        config: Current settings, of which only `keep` is used.
     """
 
     config: MaMeConfig
@@ -35,16 +35,16 @@ class CaptionHandle(Calls):
 
     @property
     def installed(self) -> bool:
-        """Whether merging is on the model as this handle put it."""
-        on = on_model(self.model)
-        return on is not None and any(one.calls is self for one in on.slots)
+        """True if this handle's merging is on the model."""
+        on = patch_on(self.model)
+        return on is not None and any(one.shortener is self for one in on.slots)
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Changes `keep` from the next call on.
+        """Change `keep` from the next call on.
 
         Raises:
-            TypeError: `config` is no MaMeConfig.
-            ValueError: another setting, or one out of its range; nothing has changed then.
+            TypeError: If `config` is not a MaMeConfig.
+            ValueError: If another setting is given, or one out of range. Nothing has changed then.
         """
         if config is not None and not isinstance(config, MaMeConfig):
             raise TypeError(
@@ -65,23 +65,23 @@ class CaptionHandle(Calls):
         return replace(self.counts)
 
     def reset(self) -> None:
-        """Sets all counters to zero."""
+        """Set all counters to zero."""
         self.counts = CaptionReport()
 
     def remove(self) -> None:
-        """Takes this handle's merging off the model; that of a later one stays."""
-        take(self.model, self)
+        """Remove this handle's merging from the model; that of a later handle stays."""
+        detach(self.model, self)
 
     def install(self) -> None:
-        """Puts merging back after `remove`, or replaces that of a later handle.
+        """Put merging back after `remove`, or replace that of a later handle.
 
         Raises:
-            ValueError: another tool has replaced `forward` or `generate`, or the tower merges
-                tokens by itself.
+            ValueError: If another tool has replaced `forward` or `generate`, or if the vision tower
+                merges by itself.
         """
         if has_encoder_hooks(self.model):
             raise ValueError(
                 "expected a vision tower that merges nothing by itself, found merging on it;"
                 " call remove_mame on it first"
             )
-        put(self)
+        attach(self)

@@ -134,7 +134,7 @@ perception/hooks.py: perception/test_tools.py
 perception/handle.py: perception/test_tools.py perception/test_restore.py
     placed.append((parent, "before", hook.follow)) => pass
     if self._shared.is_earlier(features): => if False:
-perception/known_encoders.py: perception/test_apply.py
+perception/encoder_registry.py: perception/test_apply.py
     [*parts, self.keys] => parts
 perception/merged_block.py: perception
     if self.compared == "x": => if True:

@@ -15,9 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mame_sd.core import merge
-from mame_sd.perception import shared
+from mame_sd.perception import forward_state
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
-from mame_sd.perception.known_encoders import find_encoder, is_encoder
+from mame_sd.perception.encoder_registry import find_encoder, is_encoder
 from tests.builders.perception import AROUND, DEPTH, EVERY, NAMED, PATCHES, SHALLOW, VIT, Row
 from tests.perception.oracle import blocks_of, merged_oracle
 
@@ -171,7 +171,7 @@ def test_checkpointing_changes_no_gradient(
 ) -> None:
     grads = []
     if AROUND:  # then a model does without grid and sizes, which blocks computed again don't know
-        monkeypatch.setattr(shared, "checkpoints_around", lambda model: True)
+        monkeypatch.setattr(forward_state, "checkpoints_around", lambda model: True)
     for checkpoint in (False, True):
         model, inputs = row.build().double().train(), doubled(row.batch())
         if checkpoint:

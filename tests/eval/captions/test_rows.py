@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CLIPImageProcessor, LlavaProcessor
 
 from mame_sd import mame
-from mame_sd.captions.known_captioners import images_of
+from mame_sd.captions.captioner_registry import images_of
 from mame_sd.errors import UserError
 from mame_sd.eval.captions.model import Captioner, load_captioner
 from mame_sd.eval.captions.references import Pictures, read_references
@@ -69,7 +69,7 @@ def test_chosen_tokens_keep_their_places_and_their_order() -> None:
     model, inputs = tiny.llava(), call()
     (whole,) = images_of(model, inputs, 1.0)
     with chosen(lambda features, count: torch.tensor([5, 2]), 0.06, model) as calls:
-        (image,) = calls.seen(inputs)
+        (image,) = calls.see(inputs)
     assert image.places.tolist() == [2, 5]
     assert torch.equal(image.features, whole.features[[2, 5]])
     assert image.unmerged == len(whole.features) == PATCHES

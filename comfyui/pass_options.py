@@ -1,8 +1,8 @@
-"""Attention that the engine hands to no node (ERNIE-Image): it calls `optimized_attention` without
-the options that hold an override.
+"""Pass options to attention for which the engine passes none (ERNIE-Image).
 
-The engine's own forward runs, with a stand-in for that one function, which adds the options of the
-call under way. It goes in as an object patch, so the model itself is left as it is.
+That model calls `optimized_attention` without the options that contain an override. Here the
+engine's own forward runs with a replacement for that one function, which adds the options of the
+current call. The forward is applied as an object patch, so the model itself is left as it is.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _OPTIONS: ContextVar[Mapping[str, Any] | None] = ContextVar("mame_sd_options", d
 
 
 @contextmanager
-def handing_on(options: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block attention that was `handed` gets these options."""
+def attention_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Pass these options to attention of `forward_with_options` within the `with` block."""
     token = _OPTIONS.set(options)
     try:
         yield
@@ -27,8 +27,8 @@ def handing_on(options: Mapping[str, Any]) -> Iterator[None]:
         _OPTIONS.reset(token)
 
 
-def handed(attention: Any) -> Callable[..., Any]:
-    """The forward of an attention module, which hands on the options of a call."""
+def forward_with_options(attention: Any) -> Callable[..., Any]:
+    """Return the forward of an attention module, which passes on the options of a call."""
     own = type(attention).forward
     engines = own.__globals__[NAME]
 
