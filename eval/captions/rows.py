@@ -91,7 +91,7 @@ def merged(model: Any, **fields: Any) -> Iterator[PromptShortener]:
     """Merge behind the tower as `apply_mame` does with these fields."""
     handle = apply_captioner(model, **fields)
     try:
-        yield handle
+        yield handle.shortener
     finally:
         handle.remove()
 

@@ -98,8 +98,8 @@ def images_of(model: Any, inputs: dict[str, Any], keep: float) -> list[Image]:
         seen = model.model.get_image_features(
             inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
         ).pooler_output
-        joined = [(merged(features[None], None, keep), len(features)) for features in seen]
-        return [Image(kept[0], stay[0], length) for (kept, stay), length in joined]
+        alone = [(merged(features[None], None, keep), len(features)) for features in seen]
+        return [Image(kept[0], stay[0], length) for (kept, stay), length in alone]
     single = name_of(model) == LLAVA[0]
     tiles = [inputs["pixel_values"]] if single else _tiles(model, inputs)
     output = model.model.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True)

@@ -12,45 +12,40 @@ from mame_sd.captions.patch import attach, detach, patch_on
 from mame_sd.captions.prompts import Image
 from mame_sd.captions.shorten import CaptionReport, PromptShortener
 from mame_sd.config import MaMeConfig
+from mame_sd.handle import Handle, check_config
 from mame_sd.perception.apply_encoder import has_encoder_hooks
 
 
-class CaptionHandle(PromptShortener):
+class CaptionHandle(Handle[MaMeConfig]):
     """Merging as applied to one LLaVA or Qwen-VL, made by `apply_captioner`.
 
     Attributes:
         model: The model.
-        config: Current settings, of which only `keep` is used.
+        shortener: What shortens the prompts of its calls.
     """
 
-    config: MaMeConfig
-
     def __init__(self, model: nn.Module, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
-        super().__init__(model, self._images)
-        self.set(MaMeConfig() if config is None else config, **fields)
+        check_config(config)
+        self.model = model
+        self.shortener = PromptShortener(model, self._images)
+        self._use(self._resolve(MaMeConfig() if config is None else config, fields))
 
     def _images(self, call: dict[str, Any]) -> list[Image]:
         assert self.config.keep is not None
         return images_of(self.model, call, self.config.keep)
 
     @property
+    def config(self) -> MaMeConfig:
+        """Current settings, of which only `keep` is used."""
+        return self._settings
+
+    @property
     def installed(self) -> bool:
         """True if this handle's merging is on the model."""
-        on = patch_on(self.model)
-        return on is not None and any(one.shortener is self for one in on.slots)
+        patch = patch_on(self.model)
+        return patch is not None and any(one.shortener is self.shortener for one in patch.slots)
 
-    def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Change `keep` from the next call on.
-
-        Raises:
-            TypeError: If `config` is not a MaMeConfig.
-            ValueError: If another setting is given, or one out of range. Nothing has changed then.
-        """
-        if config is not None and not isinstance(config, MaMeConfig):
-            raise TypeError(
-                f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(keep=0.25) or"
-                " keep=0.25"
-            )
+    def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig:
         new = (self.config if config is None else config).replace(**fields)
         other = next((name for name in new.given if name != "keep"), None)
         if other is not None:
@@ -58,19 +53,23 @@ class CaptionHandle(PromptShortener):
                 f"{other}: expected keep alone for the visual tokens of a language model,"
                 f" got {new.given[other]!r}; leave it out"
             )
-        self.config = new
+        return new
+
+    def _switch(self, active: bool) -> None:
+        super()._switch(active)
+        self.shortener.active = active
 
     def report(self) -> CaptionReport:
         """Return the visual tokens since the last `reset`."""
-        return replace(self.counts)
+        return replace(self.shortener.counts)
 
     def reset(self) -> None:
         """Set all counters to zero."""
-        self.counts = CaptionReport()
+        self.shortener.counts = CaptionReport()
 
     def remove(self) -> None:
         """Remove this handle's merging from the model; that of a later handle stays."""
-        detach(self.model, self)
+        detach(self.model, self.shortener)
 
     def install(self) -> None:
         """Put merging back after `remove`, or replace that of a later handle.
@@ -84,4 +83,4 @@ class CaptionHandle(PromptShortener):
                 "expected a vision tower that merges nothing by itself, found merging on it;"
                 " call remove_mame on it first"
             )
-        attach(self)
+        attach(self.shortener)

@@ -110,22 +110,15 @@ class PromptShortener:
     Args:
         model: A model of a registered class.
         see: Returns the merged images of a call that has `pixel_values`.
+
+    Attributes:
+        active: If False, calls run as without merging.
+        counts: Visual tokens so far.
     """
 
     def __init__(self, model: nn.Module, see: Callable[[dict[str, Any]], list[Image]]) -> None:
-        self.model, self.see, self._active = model, see, True
+        self.model, self.see, self.active = model, see, True
         self.counts = CaptionReport()
-
-    @property
-    def active(self) -> bool:
-        """Whether tokens merge; False makes every call bit-equal to a model without merging."""
-        return self._active
-
-    @active.setter
-    def active(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"active: expected True or False, got {value!r}; give one of these")
-        self._active = value
 
     def images(self, call: dict[str, Any]) -> list[Image]:
         """Return the merged images of a call, and count them."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
+from mame_sd.handle import Handle, check_config
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.encoder_registry import Encoder, find_encoder, takes_mean
 from mame_sd.perception.forward_state import FeatureMaps, ForwardState, no_sizes
@@ -23,13 +24,12 @@ from mame_sd.perception.settings import EVERY, changed, chosen_blocks, configs_o
 from mame_sd.report import device_of
 
 
-class EncoderHandle:
+class EncoderHandle(Handle[dict[int, MaMeConfig]]):
     """Merging as applied to one vision transformer, made by `apply_encoder`.
 
     Attributes:
         root: The module that merging was applied to.
         encoder: The vision transformer in it.
-        configs: Current settings by block index.
     """
 
     def __init__(
@@ -42,11 +42,7 @@ class EncoderHandle:
         prop_attn: bool | None,
         make_block: Callable[..., MergedBlock] = MergedBlock,
     ) -> None:
-        if config is not None and not isinstance(config, MaMeConfig):
-            raise TypeError(
-                f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or"
-                " tau=0.8"
-            )
+        check_config(config)
         self.root = root
         for name, value in (("restore", restore), ("prop_attn", prop_attn)):
             if value is not None and not isinstance(value, bool):
@@ -57,7 +53,7 @@ class EncoderHandle:
         self._blocks = modules
         self._paper = is_paper(config, fields)
         chosen = chosen_blocks(blocks, len(modules), 1 if self._paper else EVERY)
-        self.configs = configs_of(config, fields, chosen)
+        self._settings = configs_of(config, fields, chosen)
         if restore is False and spec.dense:
             raise ValueError(
                 f"restore: expected True for {type(self.encoder).__name__}, whose heads read every"
@@ -103,6 +99,11 @@ class EncoderHandle:
         return [BlockCost(block, self._shared.spec) for block in self._blocks]
 
     @property
+    def configs(self) -> dict[int, MaMeConfig]:
+        """Current settings by block index."""
+        return self._settings
+
+    @property
     def config(self) -> MaMeConfig:
         """Settings of the first merging block; `configs` has those of every block."""
         return next(iter(self.configs.values()))
@@ -117,37 +118,15 @@ class EncoderHandle:
         """True if this handle's merging is on the model: neither removed nor replaced."""
         return all(one in ours_on(one[0]) for one in self._placed)
 
-    @property
-    def active(self) -> bool:
-        """Whether blocks merge; False makes every call bit-equal to a model without merging."""
-        return self._shared.active
+    def _switch(self, active: bool) -> None:
+        super()._switch(active)
+        self._shared.active = active
 
-    @active.setter
-    def active(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"active: expected True or False, got {value!r}")
-        self._shared.check_idle("active")
-        self._shared.active = value
+    def _check_change(self, what: str) -> None:
+        super()._check_change(what)
+        self._shared.check_idle(what)
 
-    def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Change settings from the next forward on, for example `handle.set(tau=0.9)`.
-
-        Args:
-            config: Replaces all settings.
-            fields: Fields to change; `tau` and `keep` may hold one number for each merging block.
-
-        Raises:
-            RuntimeError: If merging was removed or replaced, so that the change would have no
-                effect.
-            ValueError: If a field is unknown, out of range or meaningless here, or if it switches
-                to the other method, which also decides about sizes. Nothing has changed then.
-        """
-        if not self.installed:
-            raise RuntimeError(
-                "expected merging to be applied, but it was removed or replaced: call apply_mame"
-                " again"
-            )
-        self._shared.check_idle("set")
+    def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> dict[int, MaMeConfig]:
         paper = is_paper(config, fields)
         if paper > self._paper or (config and paper != self._paper):
             raise ValueError(
@@ -159,8 +138,11 @@ class EncoderHandle:
         else:
             new = configs_of(config, fields, self.configs)
         _check_parts(new, self._shared.prop_attn, self._shared.spec, self._blocks[0])
-        self.configs = new
-        for number, config in self.configs.items():
+        return new
+
+    def _use(self, settings: dict[int, MaMeConfig]) -> None:
+        super()._use(settings)
+        for number, config in settings.items():
             self._merged[number].config = config
 
     def advice(self) -> str:
