@@ -78,7 +78,7 @@ class Settings:
         config: Settings of all layers, and in `layers` those of single layers.
         layers: The model's layers; they need names if settings belong to single layers or to one
             model.
-        known: Name of the model.
+        model: Name of the model.
 
     Raises:
         ValueError: If the settings belong to another model, or to layers that this one lacks.
@@ -86,14 +86,14 @@ class Settings:
 
     config: MaMeConfig
     layers: Layers
-    known: str
+    model: str
     of_each: Mapping[Key, MaMeConfig | None] = field(init=False)
 
     def __post_init__(self) -> None:
         config, names = self.config, list(self.layers.names.values())
         if config.layers is not None or config.made_for is not None:
             if not names:
-                raise ValueError(NO_NAMES.format(self.known))
+                raise ValueError(NO_NAMES.format(self.model))
             described = [
                 f"{model} with {len(names)} self-attentions" for model in self.layers.models
             ]
@@ -101,7 +101,7 @@ class Settings:
                 raise ValueError(OTHER_MODEL.format(" or ".join(described), config.made_for))
             unknown = [] if config.layers is None else config.layers.unknown(names)
             if unknown:
-                raise ValueError(UNKNOWN.format(self.known, names[0], unknown[0]))
+                raise ValueError(UNKNOWN.format(self.model, names[0], unknown[0]))
         of_each = {key: config.of_layer(name) for key, name in self.layers.names.items()}
         object.__setattr__(self, "of_each", of_each)
 

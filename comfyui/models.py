@@ -248,7 +248,7 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
             size = getattr(size, name)
         patch += tuple(size) if isinstance(size, (tuple, list)) else (size or 1,)
     blocks, name = family.hidden
-    found = Transformer(
+    transformer = Transformer(
         family,
         patch * 2 if len(patch) == 1 else patch,
         getattr(model, "pad_tokens_multiple", None) or 1,
@@ -260,4 +260,4 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
             for i, b in enumerate(getattr(model, blocks, ()))
         },
     )
-    return found, layers_of_transformer(model)
+    return transformer, layers_of_transformer(model)

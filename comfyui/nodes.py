@@ -135,10 +135,10 @@ class MaMeModelPatch:
         if settings:
             config = settings_in(settings)
         else:
-            given = {} if mode == DEFAULT else {mode: keep if mode == "keep" else tau}
-            config = MaMeConfig.from_dict({**given, "min_tokens": min_tokens or None})
-        known = "this UNet" if transformer is None else transformer.family.name
-        of_layers = Settings(config, layers, known)
+            chosen = {} if mode == DEFAULT else {mode: keep if mode == "keep" else tau}
+            config = MaMeConfig.from_dict({**chosen, "min_tokens": min_tokens or None})
+        model_name = "this UNet" if transformer is None else transformer.family.name
+        of_layers = Settings(config, layers, model_name)
         for name in UNREAD:
             if any(name in one.given for one in of_layers.every):
                 raise ValueError(
@@ -148,8 +148,8 @@ class MaMeModelPatch:
         whole = any(one.method == "tokens" for one in of_layers.every)
         if whole and transformer is not None:
             raise ValueError(
-                f"tau: expected mode keep for {known}, whose keys alone merge in ComfyUI, got tau;"
-                " take mode keep or default"
+                f"tau: expected mode keep for {model_name}, whose keys alone merge in ComfyUI, got"
+                " tau; take mode keep or default"
             )
         patch: Any = UNetPatch(of_layers)
         if transformer is not None:

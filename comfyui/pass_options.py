@@ -29,17 +29,19 @@ def attention_options(options: Mapping[str, Any]) -> Iterator[None]:
 
 def forward_with_options(attention: Any) -> Callable[..., Any]:
     """Return the forward of an attention module, which passes on the options of a call."""
-    own = type(attention).forward
-    engines = own.__globals__[NAME]
+    original = type(attention).forward
+    engine_attention = original.__globals__[NAME]
 
     def optimized_attention(*args: Any, **kwargs: Any) -> Any:
         options = _OPTIONS.get()
-        return engines(
+        return engine_attention(
             *args, **kwargs, **({} if options is None else {"transformer_options": options})
         )
 
-    names = {**own.__globals__, NAME: optimized_attention}
-    forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
-    forward.__kwdefaults__ = own.__kwdefaults__
+    names = {**original.__globals__, NAME: optimized_attention}
+    forward = FunctionType(
+        original.__code__, names, original.__name__, original.__defaults__, original.__closure__
+    )
+    forward.__kwdefaults__ = original.__kwdefaults__
     bound: Callable[..., Any] = forward.__get__(attention)
     return bound

@@ -240,13 +240,13 @@ def _check(arguments: dict[str, Any]) -> None:
     """
     fields = _dict_of(arguments.get("mame_config"))
     check_names(fields)
-    given = {**fields, **arguments}
+    settings = {**fields, **arguments}
     for name in NAMES:
-        if (name, given.get(name)) != ("tau", DEFAULT):
-            checked(name, given.get(name))
+        if (name, settings.get(name)) != ("tau", DEFAULT):
+            checked(name, settings.get(name))
 
 
-def _signature(base: Callable[..., Any], **own: Any) -> inspect.Signature:
+def _signature(base: Callable[..., Any], **added: Any) -> inspect.Signature:
     """Return the signature of a method of StableDiffusionPipeline with our keywords added.
 
     diffusers' loaders, help() and other tools look arguments up in it.
@@ -255,7 +255,7 @@ def _signature(base: Callable[..., Any], **own: Any) -> inspect.Signature:
     rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
     ours = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=object)
-        for name, value in own.items()
+        for name, value in added.items()
     ]
     return inspect.Signature([*(p for p in parameters if p not in rest), *ours, *rest])
 

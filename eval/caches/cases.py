@@ -99,13 +99,13 @@ def text_files(folder: Path | None) -> dict[str, list[Path]]:
         return {"python": sorted(library.glob("*.py"))}
     if not folder.is_dir():
         raise UserError(f"--texts: expected a folder, found none at {folder}; give one")
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink():
-            found.setdefault(path.relative_to(folder).parts[0], []).append(path)
-    if not found:
+            files.setdefault(path.relative_to(folder).parts[0], []).append(path)
+    if not files:
         raise UserError(f"--texts: expected {', '.join(SUFFIXES)}, found none in {folder}")
-    return found
+    return files
 
 
 def half_of(path: Path) -> str:
@@ -134,14 +134,14 @@ def passages(
     Raises:
         UserError: If there are fewer texts.
     """
-    sources = [_of_source(tokens, name, own, half, length, rest) for name, own in files.items()]
+    sources = [_of_source(tokens, name, paths, half, length, rest) for name, paths in files.items()]
     turns = (one for turn in zip_longest(*sources) for one in turn if one is not None)
-    found = list(islice(turns, num))
-    if len(found) < num:
+    cases = list(islice(turns, num))
+    if len(cases) < num:
         raise UserError(
-            f"--num: expected at most {len(found)} passages of {length + rest} tokens, got {num}"
+            f"--num: expected at most {len(cases)} passages of {length + rest} tokens, got {num}"
         )
-    return found
+    return cases
 
 
 def _of_source(
@@ -176,17 +176,17 @@ def questions(task: str, tokens: Callable[[str], list[int]], num: int, length: i
     Raises:
         UserError: If no prompt fits into that many tokens.
     """
-    found: list[Case] = []
+    cases: list[Case] = []
     for name in (f"{task}-{number}" for number in range(num)):
         for size in range(_MOST[task], 0, -1):
             parts = _asked(task, random.Random(name), size)
             ids, question, answer = (tokens(part) for part in parts)
             if len(ids) <= length:
-                found.append(Case(name, task, ids, [*question, *answer], len(answer)))
+                cases.append(Case(name, task, ids, [*question, *answer], len(answer)))
                 break
         else:
             raise UserError(f"--length: expected room for the task {task}, got {length} tokens")
-    return found
+    return cases
 
 
 def _asked(task: str, rng: random.Random, size: int) -> tuple[str, str, str]:

@@ -90,15 +90,15 @@ class Meter:
     @torch.no_grad()
     def repeated(self, prompt: Sequence[int], start: Sequence[CacheView]) -> list[Tensor]:
         """Return KVzip's scores [1, h, L] of each layer, from reading the prompt a second time."""
-        length, found = start[0].seen, []
+        length, scores = start[0].seen, []
         for view in self.prefill([*self.repeat, *prompt], cache_of(start, length)):
             queries, slots = view.newest()
             parts = [
                 view.attention(queries[:, :, at], slots[at])[..., :length].amax((2, 3))
                 for at in view.blocks(queries)
             ]
-            found.append(torch.stack(parts).amax(0))
-        return found
+            scores.append(torch.stack(parts).amax(0))
+        return scores
 
 
 def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:

@@ -59,8 +59,8 @@ class CausalMaMe:
 
         def joined(old: Tensor, middle: Tensor) -> Tensor:
             """Keys or values [h, L, D] of which `middle` [K', h D] merged, [1, h, K, D]."""
-            own = middle.unflatten(1, (len(old), -1)).transpose(0, 1).to(old.dtype)
-            return torch.cat([old[:, :first], own, old[:, end:]], 1)[None]
+            split = middle.unflatten(1, (len(old), -1)).transpose(0, 1).to(old.dtype)
+            return torch.cat([old[:, :first], split, old[:, end:]], 1)[None]
 
         places = torch.cat([slots[:first], stays, slots[end:]]).expand(1, len(keys), -1)
         return Kept(joined(keys, new[0]), joined(values, new[1]), places)
@@ -96,11 +96,11 @@ def causal_weights(x: Tensor, merges: int) -> tuple[Tensor, Tensor]:
     Returns:
         W^F [n / 2, n / 2], and the sources that stay, bool [n / 2].
     """
-    found = similarity(x[1::2].unsqueeze(0), x[::2].unsqueeze(0), "cosine")[0]
-    allowed = torch.ones_like(found, dtype=torch.bool).tril()
-    best = found.masked_fill(~allowed, -torch.inf).amax(0)
+    similarities = similarity(x[1::2].unsqueeze(0), x[::2].unsqueeze(0), "cosine")[0]
+    allowed = torch.ones_like(similarities, dtype=torch.bool).tril()
+    best = similarities.masked_fill(~allowed, -torch.inf).amax(0)
     order = best.argsort(descending=True, stable=True)[:merges]
     chosen = torch.zeros_like(allowed[0]).index_fill(0, order, True)
     tau = max(-1.0, float(best[chosen].min()) - 1e-6)
-    weights = fusion_weights(found.unsqueeze(0), tau, True)[0][0] * allowed * chosen
+    weights = fusion_weights(similarities.unsqueeze(0), tau, True)[0][0] * allowed * chosen
     return weights, weights.sum(0) == 0

@@ -41,7 +41,7 @@ class Published:
         count = keys_of(views[0], keep)
         pairs = zip(views, self._scores, strict=True)
         stays = self.stays(
-            torch.cat([_marked(view, found, count) for view, found in pairs], 1), count
+            torch.cat([_marked(view, scores, count) for view, scores in pairs], 1), count
         )
         parts = stays.split([view.keys.shape[1] for view in views], 1)
         return [gathered(view, part) for view, part in zip(views, parts, strict=True)]
@@ -160,9 +160,9 @@ def snapkv(view: CacheView) -> Tensor:
     score above all others.
     """
     n = min(WINDOW, view.hidden_states.shape[1], max(1, view.keys.shape[2] - 1))
-    found = (received(view, n) / n)[..., :-n]
-    smooth = F.avg_pool1d(found.flatten(0, 2)[None], KERNEL, 1, KERNEL // 2)
-    scores = smooth[0, :, : found.shape[-1]].view_as(found).mean(2)
+    weights = (received(view, n) / n)[..., :-n]
+    smooth = F.avg_pool1d(weights.flatten(0, 2)[None], KERNEL, 1, KERNEL // 2)
+    scores = smooth[0, :, : weights.shape[-1]].view_as(weights).mean(2)
     return F.pad(scores, (0, n), value=float(scores.max()) + 1)
 
 

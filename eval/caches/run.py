@@ -58,8 +58,8 @@ def run_cache(
     model, tokenizer = load_language_model(choice, settings.weights_dir)
 
     def tokens(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     length = settings.length
     cases: list[Case] = []
@@ -79,8 +79,8 @@ def run_cache(
                 store.add({**about, **result})
             on_progress(number, len(cases))
     names, of = {row.name for row in rows} | {"full"}, {case.name for case in cases}
-    own = (line for line in store.found.values() if run.items() <= line.items())
-    return [line for line in own if line["case"] in of and line["row"] in names]
+    results = (line for line in store.found.values() if run.items() <= line.items())
+    return [line for line in results if line["case"] in of and line["row"] in names]
 
 
 def load_language_model(choice: ModelChoice, weights_dir: Path | None = None) -> tuple[Any, Any]:

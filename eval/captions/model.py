@@ -86,8 +86,10 @@ def load_captioner(
         )
     device = pick_device(choice.device)
     dtype = pick_dtype(choice.dtype, device)
-    found = _published(choice, prompt, dtype) if mini is None else _mini(mini, weights_dir, choice)
-    return replace(found, model=found.model.eval().requires_grad_(False).to(device, dtype))
+    captioner = (
+        _published(choice, prompt, dtype) if mini is None else _mini(mini, weights_dir, choice)
+    )
+    return replace(captioner, model=captioner.model.eval().requires_grad_(False).to(device, dtype))
 
 
 def _published(choice: ModelChoice, prompt: str | None, dtype: torch.dtype) -> Captioner:

@@ -83,9 +83,9 @@ def run_caption(
     store = Store(out / "captions.jsonl", FORMAT, "captions", identity, ("row", "picture"))
     captioner = load_captioner(choice, settings.prompt, settings.weights_dir)
     caption_pictures(captioner, pictures, rows, settings.tokens, store, on_note)
-    found = {"identity": identity, "rows": figures_of(store.found, pictures, rows)}
-    write_atomically(out / "captions.json", f"{json.dumps(found, indent=1)}\n".encode())
-    return found
+    result = {"identity": identity, "rows": figures_of(store.found, pictures, rows)}
+    write_atomically(out / "captions.json", f"{json.dumps(result, indent=1)}\n".encode())
+    return result
 
 
 def caption_pictures(
@@ -124,8 +124,8 @@ def caption_pictures(
             if row != BASELINE:
                 ids = done[BASELINE, name]["ids"]
                 whole = _read(captioner, BASELINE, inputs, ids) if whole is None else whole
-                own = _read(captioner, row, inputs, ids)
-                record["kl"] = float((whole.exp() * (whole - own)).sum(-1).mean())
+                read = _read(captioner, row, inputs, ids)
+                record["kl"] = float((whole.exp() * (whole - read)).sum(-1).mean())
             store.add(record)
         on_note(f"{number} of {len(pictures.files)} pictures")
 
@@ -174,8 +174,8 @@ def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dic
     names = list(pictures.files)
     each = {name: name for name in names}
     every = {row: {name: done[row, name] for name in names} for row in rows}
-    kl = {row: {name: own["kl"] for name, own in every[row].items()} for row in rows[1:]}
-    found = []
+    kl = {row: {name: one["kl"] for name, one in every[row].items()} for row in rows[1:]}
+    figures_by_row = []
     for row, records in every.items():
         figures = {"row": row, **scored(records, pictures)}
         if row in kl:
@@ -189,29 +189,29 @@ def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dic
         other = row.replace("keep-", "divprune-")
         if other != row and {row, other} <= kl.keys():
             figures["kl_over"] = paired_difference(kl[row], kl[other], each)
-        found.append(figures)
+        figures_by_row.append(figures)
     if len(names) == 1:  # there is no other picture
-        return found
+        return figures_by_row
     others = [*names[1:], names[0]]
     turned = {name: every[BASELINE][other] for name, other in zip(names, others, strict=True)}
-    return [*found, {**found[0], "row": "chance", **scored(turned, pictures)}]
+    return [*figures_by_row, {**figures_by_row[0], "row": "chance", **scored(turned, pictures)}]
 
 
 def scored(records: Mapping[str, Mapping[str, Any]], pictures: Pictures) -> dict[str, Any]:
     """Score one caption of each picture."""
     captions = {name: str(one["caption"]) for name, one in records.items()}
-    found: dict[str, Any] = {**language_scores(captions, pictures.references)}
-    found["words"] = float(np.mean([len(one.split()) for one in captions.values()]))
-    return found
+    scores: dict[str, Any] = {**language_scores(captions, pictures.references)}
+    scores["words"] = float(np.mean([len(one.split()) for one in captions.values()]))
+    return scores
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """Format the figures as a Markdown table."""
     columns = {"visual": ".1f", "kl": ".3f", **dict.fromkeys(SCORES, ".3f")}
     columns |= {"words": ".1f", "first_share": ".2f", "whole_share": ".2f"}
     heads = {"kl": "KL", "first_share": "first token", "whole_share": "caption"}
     lines, notes = [], []
-    for row in found["rows"]:
+    for row in result["rows"]:
         label = ROWS[row["row"]].label if row["row"] in ROWS else CHANCE
         cells = (format(row[name], form) if name in row else "" for name, form in columns.items())
         lines.append([label, *cells])

@@ -44,7 +44,10 @@ def language_scores(
             "expected the package pycocoevalcap to score captions; pip install mame-sd[captions]"
         ) from error
     made: dict[str, list[str]] = {name: [tokens(text)] for name, text in captions.items()}
-    given = {name: [tokens(text) for text in references[name]] for name in made}
-    bleu: Any = Bleu(4).compute_score(given, made, verbose=0)[0]
-    rouge, cider = Rouge().compute_score(given, made)[0], Cider().compute_score(given, made)[0]
+    expected = {name: [tokens(text) for text in references[name]] for name in made}
+    bleu: Any = Bleu(4).compute_score(expected, made, verbose=0)[0]
+    rouge, cider = (
+        Rouge().compute_score(expected, made)[0],
+        Cider().compute_score(expected, made)[0],
+    )
     return dict(zip(SCORES, (*map(float, bleu), float(rouge), float(cider)), strict=True))

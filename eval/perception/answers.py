@@ -102,7 +102,7 @@ def answers_of(
     mine = [number for number in range(len(batches)) if number not in done]
     path = file.with_name(f"{file.stem}.{process.rank}{file.suffix}")
     store = Store(path, FORMAT, "answers", about, ("batch",), fresh=True)
-    own: Batches = {}
+    answered: Batches = {}
     count = sum(len(batches[number]) for number in done)
     on_progress(count, len(images.files))
     for number in mine[process.rank :: process.count]:
@@ -111,12 +111,12 @@ def answers_of(
             answers = asked.head.logits(inputs).argmax(-1).tolist()
             report = handle.report()
         tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
-        own[number] = Batch(answers, report.flops, tokens, files[number])
-        store.add({"batch": number, **asdict(own[number])})
+        answered[number] = Batch(answers, report.flops, tokens, files[number])
+        store.add({"batch": number, **asdict(answered[number])})
         count += len(answers)
         on_progress(count, len(images.files))
-    for found in process.all_gather(own):
-        done.update(found)
+    for others in process.all_gather(answered):
+        done.update(others)
     return dict(sorted(done.items()))
 
 
@@ -131,7 +131,7 @@ def read_batches(file: Path, about: Mapping[str, Any], files: Sequence[str]) -> 
     Raises:
         UserError: If a file isn't one of this version.
     """
-    found: Batches = {}
+    batches: Batches = {}
     for path in sorted(file.parent.glob(f"{file.stem}.*{file.suffix}")):
         if not path.suffixes[-2][1:].isdigit():
             continue
@@ -139,10 +139,10 @@ def read_batches(file: Path, about: Mapping[str, Any], files: Sequence[str]) -> 
         try:
             for (number,), line in lines.items():
                 if number < len(files) and line["files"] == files[number]:
-                    found[number] = Batch(**{k: v for k, v in line.items() if k != "batch"})
+                    batches[number] = Batch(**{k: v for k, v in line.items() if k != "batch"})
         except (KeyError, TypeError) as error:
             raise another_file(path, FORMAT, "answers", error) from None
-    return found
+    return batches
 
 
 @torch.no_grad()
@@ -183,19 +183,19 @@ def speed_of(
         return ready[place]
 
     def warm_up(name: str) -> None:
-        given = inputs(0)
+        batch = inputs(0)
         with methods[name].on(model):
-            head.logits(given)
+            head.logits(batch)
             if device.type == "cpu":  # CUDA counts while it is timed, the CPU in a call of its own
-                peaks[name] = weight_bytes([model]) + most(allocations(lambda: head.logits(given)))
+                peaks[name] = weight_bytes([model]) + most(allocations(lambda: head.logits(batch)))
 
     def call(name: str, number: int) -> Timing:
-        given = inputs(number)
+        batch = inputs(number)
         with methods[name].on(model):
             if on_cuda:
-                head.logits(given)  # the first after a change of rows fills caches
+                head.logits(batch)  # the first after a change of rows fills caches
                 torch.cuda.reset_peak_memory_stats(device)
-            logits, seconds = timed(lambda: head.logits(given), device)
+            logits, seconds = timed(lambda: head.logits(batch), device)
             peak = torch.cuda.max_memory_allocated(device) if on_cuda else peaks.get(name)
         return Timing(seconds / len(logits), allocated=peak)
 

@@ -132,16 +132,16 @@ def open_images(folder: Path, num: int | None = None, frames: int | None = None)
         raise UserError(
             f"--data {folder}: expected {wanted}, found no folder in it; give the folder above"
         )
-    found = [
+    files = [
         (f"{name}/{one}", number)
         for number, name in enumerate(classes)
         for one in _in_class(folder / name, frames is not None)
     ]
     if not classes:
-        found = [(path.name, -1) for path in image_files(folder)]
-    order = np.random.default_rng(0).permutation(len(found)).tolist()[:num]
-    names = tuple(found[place][0] for place in order)
-    labels = tuple(found[place][1] for place in order) if classes else None
+        files = [(path.name, -1) for path in image_files(folder)]
+    order = np.random.default_rng(0).permutation(len(files)).tolist()[:num]
+    names = tuple(files[place][0] for place in order)
+    labels = tuple(files[place][1] for place in order) if classes else None
     return ImageSet(folder, names, labels, classes, frames)
 
 
@@ -154,16 +154,16 @@ def _in_class(folder: Path, clips: bool) -> list[str]:
     entries = _entries(folder)
     if clips:
         kind, suffixes = "folders of frames or video files", ", ".join(VIDEOS)
-        found = [one for one in entries if one.is_dir() or one.suffix.lower() in VIDEOS]
+        matching = [one for one in entries if one.is_dir() or one.suffix.lower() in VIDEOS]
     else:
         kind, suffixes = "images", ", ".join(SUFFIXES)
-        found = [one for one in entries if one.is_file() and one.suffix.lower() in SUFFIXES]
-    if not found:
+        matching = [one for one in entries if one.is_file() and one.suffix.lower() in SUFFIXES]
+    if not matching:
         raise UserError(
             f"--data: expected {kind} ({suffixes}) in each class folder, found none in"
             f" {folder}; take the folder out or put them in"
         )
-    return [one.name for one in found]
+    return [one.name for one in matching]
 
 
 def _frames_of(folder: Path) -> list[Path]:
@@ -211,11 +211,11 @@ def labelled(images: ImageSet, labels: dict[str, int]) -> tuple[ImageSet, str]:
     Raises:
         UserError: If the folders are neither named as the model's classes nor equally many.
     """
-    known = [name in labels for name in images.classes]
-    if not any(known) and len(images.classes) == len(labels):
+    matched = [name in labels for name in images.classes]
+    if not any(matched) and len(images.classes) == len(labels):
         return images, "class folders in sorted order"
-    if not all(known):
-        missing = images.classes[known.index(False)]
+    if not all(matched):
+        missing = images.classes[matched.index(False)]
         raise UserError(
             f"--data {images.folder}: expected class folders named as the model's {len(labels)}"
             f" classes, or just as many in their order, got {len(images.classes)} with {missing!r},"

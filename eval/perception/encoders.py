@@ -73,8 +73,8 @@ class LoadedEncoder:
     @property
     def frames(self) -> int | None:
         """Number of frames of a clip that it takes, or None if it takes images."""
-        found = getattr(self.model.config, "num_frames", None)
-        return None if found is None else int(found)
+        frames = getattr(self.model.config, "num_frames", None)
+        return None if frames is None else int(frames)
 
     @property
     def compares_text(self) -> bool:
@@ -91,9 +91,9 @@ class LoadedEncoder:
         Raises:
             UserError: If the processor makes several sizes of them.
         """
-        given: Any = list(images) if self.frames is None else [list(clip) for clip in images]
+        batch: Any = list(images) if self.frames is None else [list(clip) for clip in images]
         try:
-            made = self.processor(given, return_tensors="pt", input_data_format="channels_last")
+            made = self.processor(batch, return_tensors="pt", input_data_format="channels_last")
         except (ValueError, RuntimeError) as error:
             sizes = sorted({(one.shape[-2], one.shape[-3]) for one in images})
             names = ", ".join(f"{width} x {height}" for width, height in sizes[:3])
@@ -137,8 +137,8 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     dtype = pick_dtype(choice.dtype, device)
     if choice.model == SALIENCY:
         name, digest = SALIENCY, REGISTRY[SALIENCY].sha256
-        found: tuple[Any, Any, Any]
-        found = load_dinov2(offline=choice.offline), _processor(224, 224, MEAN, DEVIATION), None
+        loaded: tuple[Any, Any, Any]
+        loaded = load_dinov2(offline=choice.offline), _processor(224, 224, MEAN, DEVIATION), None
     else:
         name = choice.model or EMBEDDED_ENCODER
         if _TIMM_NAME.fullmatch(name) and not Path(name).exists():
@@ -148,9 +148,9 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             if "architecture" in config:
-                found = _of_timm(folder)
+                loaded = _of_timm(folder)
             else:
-                found = _of_transformers(folder, config["architectures"][0], dtype)
+                loaded = _of_transformers(folder, config["architectures"][0], dtype)
         except UserError:
             raise
         except Exception as error:  # a missing file raises OSError, a broken one nearly anything
@@ -160,7 +160,7 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
                 f" has a text half), or one of timm, got {type(error).__name__}:"
                 f" {first_line(error)}; copy the whole folder from the hub"
             ) from error
-    model, processor, tokenizer = found
+    model, processor, tokenizer = loaded
     try:
         find_encoder(model)
     except ValueError as error:
@@ -232,11 +232,11 @@ def _of_timm(folder: Path) -> tuple[Any, Any, None]:
             f"--model {folder}: expected a classifier of timm, got one without classes; give the"
             " same weights in transformers' format"
         )
-    given = model.pretrained_cfg
-    labels = given.get("label_names") or range(model.num_classes)
-    side, how = given["input_size"][-1], given.get("interpolation", "bicubic")
-    edge = math.floor(side / given.get("crop_pct", 0.875))
-    processor = _processor(edge, side, given["mean"], given["std"], how)
+    config = model.pretrained_cfg
+    labels = config.get("label_names") or range(model.num_classes)
+    side, how = config["input_size"][-1], config.get("interpolation", "bicubic")
+    edge = math.floor(side / config.get("crop_pct", 0.875))
+    processor = _processor(edge, side, config["mean"], config["std"], how)
     return TimmForImageClassification(model, [str(one) for one in labels]), processor, None
 
 

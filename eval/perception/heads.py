@@ -58,8 +58,8 @@ class Head:
         if self.answers is None:
             return unit(model.get_image_features(**inputs)) @ self.vectors.T
         cosines = summary(model, inputs) @ self.vectors.T
-        found = cosines.new_full((len(cosines), int(self.answers.max()) + 1), -2.0)
-        return found.scatter_reduce(1, self.answers.expand_as(cosines), cosines, "amax")
+        logits = cosines.new_full((len(cosines), int(self.answers.max()) + 1), -2.0)
+        return logits.scatter_reduce(1, self.answers.expand_as(cosines), cosines, "amax")
 
 
 def summary(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -155,8 +155,8 @@ def text_head(encoder: LoadedEncoder, names: Sequence[str], templates: Sequence[
             return_tensors="pt",
         )
         read = ["input_ids", *(["attention_mask"] if padding is True else [])]
-        given = {name: ids.to(encoder.device) for name, ids in chunk.items() if name in read}
-        rows.append(unit(encoder.model.get_text_features(**given)))
+        inputs = {name: ids.to(encoder.device) for name, ids in chunk.items() if name in read}
+        rows.append(unit(encoder.model.get_text_features(**inputs)))
     return Head(encoder, unit(torch.cat(rows).unflatten(0, (len(names), len(templates))).mean(1)))
 
 

@@ -69,9 +69,9 @@ class RivalBlock(MergedBlock):
         prefix = self.shared.num_prefix_tokens
         keys, queries = self._heard.get("keys"), self._heard.get("queries")
         told = self.shared.capturing
-        given = BlockTokens(x, prefix, self._place, sizes, keys, queries, self._places, told)
+        tokens = BlockTokens(x, prefix, self._place, sizes, keys, queries, self._places, told)
         self._heard = {}
-        reduced = self.rule(given)
+        reduced = self.rule(tokens)
         if self.shared.capturing and reduced.kept is not None:
             self.shared.keep(self.number, cast(Any, reduced))  # its `kept` is that of a plan
         if self.shared.now.counting:

@@ -67,14 +67,14 @@ def row_named(name: str) -> Row:
     rates = name.removeprefix("diffrate-")
     if rates != name and rates in RATES:
         return Row(name=name, label=f"DiffRate, {rates}", method=rival(DiffRate(rates)))
-    said = _MAME.fullmatch(name)
-    tau = None if said is None else _number(said[2], 1.0)
-    if said is not None and tau is not None:
+    match = _MAME.fullmatch(name)
+    tau = None if match is None else _number(match[2], 1.0)
+    if match is not None and tau is not None:
         words = [
             f"MaMe τ {tau:g}",
-            *(part.replace("-", " ", 1) for part in said.group(1, 3) if part),
+            *(part.replace("-", " ", 1) for part in match.group(1, 3) if part),
         ]
-        method = merged(PLACES[said[1] or "first"], **{"tau": tau, **ABLATED.get(said[3], {})})
+        method = merged(PLACES[match[1] or "first"], **{"tau": tau, **ABLATED.get(match[3], {})})
         return Row(name=name, label=f"{', '.join(words)} (paper)", family="mame", method=method)
     kind, _, text = name.rpartition("-")
     knob = RIVALS.get(kind)
@@ -103,11 +103,11 @@ def with_rivals(names: str, rivals: Iterable[str] = RIVALS) -> list[str]:
 
     Our default is among the rivals of a row that isn't the default itself.
     """
-    found = []
+    rows = []
     for name in names.split():
         ours = "default" in name
-        found += [name, *(f"{one}@{name}" for one in rivals if not (ours and one == "default"))]
-    return found
+        rows += [name, *(f"{one}@{name}" for one in rivals if not (ours and one == "default"))]
+    return rows
 
 
 # What each suite is, and the names of its rows beside the baseline.
@@ -154,10 +154,10 @@ def chosen_rows(suite: str, names: str | None) -> list[Row]:
         raise UserError(
             f"--suite: expected one of {', '.join(SUITES)}, got {suite!r}; give one of these"
         )
-    found = {BASELINE: row_named(BASELINE)}
+    rows = {BASELINE: row_named(BASELINE)}
     for name in SUITES[suite][1] if names is None else map(str.strip, names.split(",")):
         row = row_named(name)
         for one in (row.at, row.name):
             if one is not None:
-                found.setdefault(one, row_named(one))
-    return list(found.values())
+                rows.setdefault(one, row_named(one))
+    return list(rows.values())

@@ -83,9 +83,9 @@ class Rule:
         """Return the indices of the blocks of `depth` in which it reduces the tokens."""
         return (depth - 1,)
 
-    def __call__(self, given: BlockTokens) -> Reduced:
+    def __call__(self, tokens: BlockTokens) -> Reduced:
         """Reduce the tokens of one block."""
-        return Reduced(given.x)
+        return Reduced(tokens.x)
 
 
 class EveryBlock(Rule):
@@ -135,21 +135,23 @@ class ToMe(EveryBlock):
             return round(2 * self.r * (1 - place / (places - 1)))
         return math.floor(self.r * (place + 1) + 0.5) - math.floor(self.r * place + 0.5)
 
-    def __call__(self, given: BlockTokens) -> Reduced:
+    def __call__(self, tokens: BlockTokens) -> Reduced:
         """Merge the `fewer` most similar pairs."""
-        assert given.keys is not None
-        x, metric = given.x, given.keys.mean(1)
-        sizes = x.new_ones(x.shape[:2], dtype=torch.float32) if given.sizes is None else given.sizes
-        r = min(self.fewer(given.place, given.places), (x.shape[1] - given.prefix) // 2)
+        assert tokens.keys is not None
+        x, metric = tokens.x, tokens.keys.mean(1)
+        sizes = (
+            x.new_ones(x.shape[:2], dtype=torch.float32) if tokens.sizes is None else tokens.sizes
+        )
+        r = min(self.fewer(tokens.place, tokens.places), (x.shape[1] - tokens.prefix) // 2)
         if r < 1:
             return Reduced(x, sizes)
-        merge = bipartite_soft_matching(metric, r, given.prefix)
+        merge = bipartite_soft_matching(metric, r, tokens.prefix)
         weight = sizes.unsqueeze(-1)
         merged, size = merge(x * weight.to(x.dtype)), merge(weight)
-        odd = x.shape[1] // 2 - given.prefix // 2
-        cost = (x.shape[1] - given.prefix - odd) * odd * metric.shape[-1]
+        odd = x.shape[1] // 2 - tokens.prefix // 2
+        cost = (x.shape[1] - tokens.prefix - odd) * odd * metric.shape[-1]
         kept = None
-        if given.told:
+        if tokens.told:
             places = torch.arange(x.shape[1], device=x.device).expand(len(x), -1).unsqueeze(-1)
             kept = merge(places, True).squeeze(-1)
         return Reduced(merged / size.to(x.dtype), size.squeeze(-1), cost, kept)
@@ -194,15 +196,15 @@ def bipartite_soft_matching(metric: Tensor, r: int, prefix: int) -> Callable[...
     return merge
 
 
-def class_attention(given: BlockTokens) -> Tensor:
+def class_attention(tokens: BlockTokens) -> Tensor:
     """Return the class token's attention to each patch [B, patches], the mean over heads, fp32."""
-    assert given.keys is not None
-    assert given.queries is not None
-    queries = given.queries[:, :, :1]
-    logits = (queries @ given.keys.transpose(2, 3) * queries.shape[-1] ** -0.5).float()
-    if given.sizes is not None:
-        logits = logits + given.sizes.log()[:, None, None]
-    return logits.softmax(-1)[:, :, 0, given.prefix :].mean(1)
+    assert tokens.keys is not None
+    assert tokens.queries is not None
+    queries = tokens.queries[:, :, :1]
+    logits = (queries @ tokens.keys.transpose(2, 3) * queries.shape[-1] ** -0.5).float()
+    if tokens.sizes is not None:
+        logits = logits + tokens.sizes.log()[:, None, None]
+    return logits.softmax(-1)[:, :, 0, tokens.prefix :].mean(1)
 
 
 @dataclass(frozen=True)
@@ -220,9 +222,9 @@ class EViT(Rule):
         """Return the three blocks."""
         return quarters(depth)
 
-    def __call__(self, given: BlockTokens) -> Reduced:
+    def __call__(self, tokens: BlockTokens) -> Reduced:
         """Keep the share of tokens, and sum up the others."""
-        attention, x, prefix = class_attention(given), given.x, given.prefix
+        attention, x, prefix = class_attention(tokens), tokens.x, tokens.prefix
         width = x.shape[-1]
         left = math.ceil(self.keep * attention.shape[1])
         if left >= attention.shape[1]:
@@ -277,22 +279,24 @@ class DiffRate(EveryBlock):
     prop_attn: ClassVar[bool] = True
     hears: ClassVar[tuple[str, ...]] = ("keys", "queries")
 
-    def __call__(self, given: BlockTokens) -> Reduced:
+    def __call__(self, tokens: BlockTokens) -> Reduced:
         """Prune and merge tokens at the block's published rates."""
-        x, prefix = given.x, given.prefix
+        x, prefix = tokens.x, tokens.prefix
         pruned, merged = ([int(n) for n in text.split()] for text in RATES[self.rates])
-        fits = given.place > 0 or x.shape[1] == pruned[0]
-        if given.places != len(pruned) or prefix != 1 or not fits:
+        fits = tokens.place > 0 or x.shape[1] == pruned[0]
+        if tokens.places != len(pruned) or prefix != 1 or not fits:
             raise NotApplicable(
                 f"expected {len(pruned)} blocks and {pruned[0]} tokens, one of them for the class,"
-                f" which DiffRate's rates of {self.rates} are for, got {given.places} and"
+                f" which DiffRate's rates of {self.rates} are for, got {tokens.places} and"
                 f" {x.shape[1]}; choose other rates"
             )
-        sizes = x.new_ones(x.shape[:2], dtype=torch.float32) if given.sizes is None else given.sizes
-        order = class_attention(given).argsort(dim=-1, descending=True) + prefix
-        order = torch.cat([order.new_zeros(len(x), 1), order], 1)[:, : pruned[given.place]]
+        sizes = (
+            x.new_ones(x.shape[:2], dtype=torch.float32) if tokens.sizes is None else tokens.sizes
+        )
+        order = class_attention(tokens).argsort(dim=-1, descending=True) + prefix
+        order = torch.cat([order.new_zeros(len(x), 1), order], 1)[:, : pruned[tokens.place]]
         x, sizes = rows_of(x, order), sizes.gather(1, order)
-        kept, cost = min(merged[given.place], x.shape[1]), given.x.shape[1] * x.shape[2]
+        kept, cost = min(merged[tokens.place], x.shape[1]), tokens.x.shape[1] * x.shape[2]
         if kept < x.shape[1]:
             unit = F.normalize(x, dim=-1)
             alike = unit[:, kept:] @ unit[:, :kept].transpose(1, 2)
@@ -313,11 +317,11 @@ class RandomDrop(EveryBlock):
     keep: float
     seed: int = 0
 
-    def __call__(self, given: BlockTokens) -> Reduced:
+    def __call__(self, tokens: BlockTokens) -> Reduced:
         """Keep a random share of the patches."""
-        x, prefix = given.x, given.prefix
+        x, prefix = tokens.x, tokens.prefix
         patches = x.shape[1] - prefix
-        generator = torch.Generator(x.device).manual_seed(self.seed * 1000 + given.place)
+        generator = torch.Generator(x.device).manual_seed(self.seed * 1000 + tokens.place)
         drawn = torch.rand(len(x), patches, generator=generator, device=x.device)
         at = drawn.topk(max(1, round(self.keep * patches)), dim=-1).indices.sort(dim=-1).values
         return Reduced(torch.cat([x[:, :prefix], rows_of(x[:, prefix:], at)], 1))

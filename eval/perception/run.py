@@ -169,7 +169,7 @@ class Classification:
         try:
             method = self._solved(row, line) if row.at else row.method
             with self.stage(f"{row.label}: answers") as on_progress:
-                found = answers_of(
+                batches = answers_of(
                     self.asked,
                     method,
                     self.out / "answers" / f"{row.name}.jsonl",
@@ -180,7 +180,7 @@ class Classification:
         except NotApplicable as error:
             line.measured, line.reason = False, str(error)
         else:
-            self._methods[row.name], self._found[row.name] = method, list(found.values())
+            self._methods[row.name], self._found[row.name] = method, list(batches.values())
             line.measured, line.reason = True, None
             line.values.update(self._values(row.name))
         self._save()
@@ -276,10 +276,10 @@ class Classification:
         with self.stage("speed and memory") as on_progress:
             record = self.out / TIMINGS
             timings = speed_of(self.asked, self._methods, self.rounds, record, about, on_progress)
-        for name, found in timings.items():
+        for name, taken in timings.items():
             values = self.results.row(name).values
-            values["throughput"] = of_rounds([1 / timing.seconds for timing in found])
-            costs = summary(found, timings[BASELINE])
+            values["throughput"] = of_rounds([1 / timing.seconds for timing in taken])
+            costs = summary(taken, timings[BASELINE])
             values.update({key: costs[key] for key in ("speedup", "memory") if key in costs})
         self._save()
 

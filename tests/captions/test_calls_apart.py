@@ -1,5 +1,6 @@
-"""Calls of one captioner know nothing of one another: threads, blocks, copies, padding, and what
-watches a `generate`.
+"""Calls of one captioner don't affect one another.
+
+Threads, blocks, copies, padding, and what observes a `generate`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def whole(call: dict[str, Tensor]) -> int:
 
 
 def at_once(users: list[Callable[[Any], Any]]) -> list[Any]:
-    """What users give who write their words in turns, or the message of what they raise."""
+    """Return what users return who write their words in turns, or the message of their error."""
     found: list[Any] = [None] * len(users)
     step = threading.Barrier(len(users), timeout=60)
 

@@ -1,6 +1,4 @@
-"""Merging on a model: what stays in batches, restoring, compiling, models of one's own, and what is
-refused.
-"""
+"""Merging on a model: batches, restoring, compiling, models of one's own, refusals."""
 
 from __future__ import annotations
 

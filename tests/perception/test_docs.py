@@ -1,6 +1,4 @@
-"""What pages say of vision transformers: examples run, the table of arguments names what there is,
-and FLOPs of real architectures are those of the paper's baselines and of halving tokens.
-"""
+"""Pages about vision transformers: examples run, arguments exist, FLOPs are the paper's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every class of vision transformers: merged as the paper says, counted, copied, saved,
-checkpointed, taken off again.
-"""
+"""Every class of vision transformers: merged, counted, copied, saved, checkpointed, removed."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def doubled(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def squares(output: dict[str, Tensor]) -> Tensor:
-    """A number that everything in an output changes."""
+    """Return a number that changes with everything in an output."""
     return sum(  # type: ignore[return-value]
         value.double().square().sum() for value in output.values() if value.is_floating_point()
     )
@@ -84,7 +82,7 @@ def test_output_and_gradients_are_the_oracle_s(
 
 
 def counted(row: Row, model: Any, inputs: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
-    """What a model gives, and the multiply-adds of its vision transformer."""
+    """Return a model's output, and the multiply-adds of its vision transformer."""
     encoder, counter = find_encoder(model)[0], FlopCounterMode(display=False)
     hooks = [
         encoder.register_forward_pre_hook(lambda *_: counter.__enter__() and None),

@@ -1,6 +1,4 @@
-"""Rows of the caption table on a tiny LLaVA: each gives what it says, through the model's own
-calls.
-"""
+"""Rows of the caption table on a tiny LLaVA, through the model's own calls."""
 
 from __future__ import annotations
 
@@ -187,7 +185,7 @@ def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
 
 
 def written(folder: Path, images: Any, annotations: Any = None) -> Path:
-    """References of one picture, which is there."""
+    """Write references of one picture that exists."""
     folder.mkdir(exist_ok=True)
     Image.new("RGB", (tiny.SIDE, tiny.SIDE)).save(folder / "0.png")
     captions = [{"image_id": 0, "caption": "a cat"}] if annotations is None else annotations

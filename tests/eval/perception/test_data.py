@@ -1,6 +1,4 @@
-"""Class folders, clips, labels, class names and prompt templates: what is taken, and what is
-refused by name.
-"""
+"""Class folders, clips, labels, class names and templates: what is accepted and what is refused."""
 
 from __future__ import annotations
 

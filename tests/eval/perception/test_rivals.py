@@ -1,6 +1,4 @@
-"""Rivals do what their papers say, by plain loops in float64, on every class of models; and count
-what they run.
-"""
+"""Rivals compared with their papers in float64 loops on every class of models, and their FLOPs."""
 
 from __future__ import annotations
 
@@ -54,11 +52,10 @@ rules = pytest.mark.parametrize(
 def tome_by_loops(
     x: Tensor, metric: Tensor, sizes: Tensor, r: int, prefix: int
 ) -> tuple[Tensor, Tensor]:
-    """Section 3 of the paper for one sample: alternating sets, one edge each, the r most similar
-    merge, means by size.
+    """Merge one sample as section 3 of the paper says.
 
-    x [L, C], metric [L, d], sizes [L]. Special tokens stay; the rest of A follows in its order,
-    then B.
+    Alternating sets, one edge each, the r most similar merge, means by size. x [L, C], metric [L,
+    d], sizes [L]. Special tokens stay; the rest of A follows in its order, then B.
     """
     tokens = range(prefix, len(x))
     a, b = [n for n in tokens if n % 2 == 0], [n for n in tokens if n % 2 == 1]
@@ -81,9 +78,7 @@ def tome_by_loops(
 
 
 def vit_by_loops(model: Any, pixels: Tensor, r: int) -> Tensor:
-    """The last hidden state of a transformers ViT under ToMe, a sample at a time, attention written
-    out.
-    """
+    """Compute the last hidden state of a transformers ViT under ToMe, sample by sample."""
     rows = []
     for image in pixels:
         x = model.embeddings(image[None])[0]
