@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mame_sd.diffusion.families.refused import known_as
+from mame_sd.refused import COMFYUI, UNKNOWN_PLACE
 
 from .layers import Layers, layers_of_transformer, layers_of_unet
 
 UNET = "UNetModel"
-HIDDEN = "ComfyUI hands its attention to no node"
-UNKNOWN = "the node does not know yet where its image is"
-CAUSAL = "each of its frames attends to those before it, from a cache of keys"
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,8 @@ class Family:
 
 
 COSMOS = "patch_temporal patch_spatial patch_spatial"
-# By the class of ComfyUI's diffusion_model, or of its nearest base. A text: why it can't merge,
-# after the name that people know it by.
-FAMILIES: dict[str, Family | tuple[str, str]] = {
+# By the class of ComfyUI's diffusion_model, or of its nearest base.
+FAMILIES: dict[str, Family] = {
     "Flux": Family("Flux", references="behind"),
     "Chroma": Family("Chroma"),
     "QwenImageTransformer2DModel": Family("Qwen-Image", references="behind"),
@@ -76,14 +73,6 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "ErnieImageModel": Family("ERNIE-Image", image="first", hidden=("layers", "self_attention")),
     # Text, references and sound before the video. Those with keyframes have them there too.
     "MiniMaxH3Model": Family("MiniMax H3"),
-    "CausalWanModel": ("Wan CausVid and Self-Forcing", CAUSAL),
-    "WanAnimate2Model": ("Wan Animate 2", "its attention goes by windows of frames"),
-    "PixArtMS": ("PixArt", HIDDEN),
-    "HunYuanDiT": ("HunyuanDiT", HIDDEN),
-    "StageC": ("Stable Cascade", UNKNOWN),
-    "StageB": ("Stable Cascade", UNKNOWN),
-    "PixDiT_T2I": ("PixelDiT", UNKNOWN),
-    "HiDreamO1Transformer": ("HiDream O1", "its prompt takes a pass of its own"),
 }
 
 
@@ -227,9 +216,10 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
     bases = [base.__name__ for base in type(model).__mro__]
     if UNET in bases:
         return None, layers_of_unet(model)
-    family = next((FAMILIES[base] for base in bases if base in FAMILIES), None)
-    if not isinstance(family, Family):
-        name, why = family or (known_as(bases[0]), UNKNOWN)
+    base = next((base for base in bases if base in FAMILIES or base in COMFYUI), "")
+    family = FAMILIES.get(base)
+    if family is None:
+        name, why = COMFYUI.get(base, (known_as(bases[0]), UNKNOWN_PLACE))
         raise ValueError(
             f"MaMe token merging: {name} does not merge, since {why}; take the node out of this"
             " model's path"

@@ -110,7 +110,6 @@ class Handle(ABC, Generic[Settings]):
         try:
             yield
         finally:
-            self._check_change("using")
             self._use(before)
 
 

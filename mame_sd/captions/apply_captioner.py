@@ -12,7 +12,6 @@ from mame_sd.captions.captioner_registry import (
     KNOWN,
     PARTS,
     QWEN,
-    REFUSED,
     layer_of,
     name_of,
     reader_in,
@@ -22,6 +21,7 @@ from mame_sd.captions.patch import detach, restored_after
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import remove_encoder
 from mame_sd.perception.encoder_registry import find_encoder
+from mame_sd.refused import CAPTIONERS
 from mame_sd.upstream import require_captioner
 
 
@@ -53,11 +53,11 @@ def apply_captioner(
             invalid.
     """
     captioners = [(module, name) for module in target.modules() if (name := name_of(module))]
-    refused = next((name for _, name in captioners if name in REFUSED), None)
+    refused = next((name for _, name in captioners if name in CAPTIONERS), None)
     unknown = None if captioners else reader_in(target)
     expected = f"expected one of {', '.join(KNOWN)}, got"
     if refused is not None:
-        raise ValueError(f"{expected} {refused}: {REFUSED[refused]}; leave it as it is")
+        raise ValueError(f"{expected} {refused}: {CAPTIONERS[refused]}; leave it as it is")
     if unknown is not None:
         raise ValueError(
             f"{expected} {type(unknown).__name__}, which reads images for a language model in a way"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mame_sd.captions.farthest import merged
 from mame_sd.captions.prompts import Image
+from mame_sd.refused import CAPTIONERS
 
 LLAVA = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
 QWEN = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
@@ -26,21 +27,6 @@ PARTS = {  # the parts of each model that merging calls or reads
     **dict.fromkeys(QWEN, ("model.get_image_features", "model.get_rope_index")),
 }
 LINE = -1  # index of a token for a new line
-_QUERIES = "its language model reads a fixed number of queries already"
-_FOLDED = "it folds neighbouring patches into one, by their places"
-REFUSED = {
-    f"{name}ForConditionalGeneration": reason
-    for name, reason in {
-        "Qwen3VL": "first layers of its language model add what its tower saw to each image token",
-        "Blip2": _QUERIES,
-        "InstructBlip": _QUERIES,
-        "LlavaOnevision": "it resizes its grid of patches, which merging ends",
-        "VideoLlava": "two towers feed it",
-        "PaliGemma": "a mask, made for all of its image tokens, lets these see one another",
-        "Idefics3": _FOLDED,
-        "SmolVLM": _FOLDED,
-    }.items()
-}
 
 
 def name_of(target: Any) -> str | None:
@@ -48,7 +34,7 @@ def name_of(target: Any) -> str | None:
     if not isinstance(target, nn.Module):
         return None
     names = (kind.__name__ for kind in type(target).__mro__)
-    return next((name for name in names if name in KNOWN or name in REFUSED), None)
+    return next((name for name in names if name in KNOWN or name in CAPTIONERS), None)
 
 
 def is_captioner(target: Any) -> bool:

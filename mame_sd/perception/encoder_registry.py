@@ -15,6 +15,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mame_sd.refused import ENCODERS
+
 
 @dataclass(frozen=True)
 class Encoder:
@@ -78,36 +80,6 @@ class Encoder:
         return f"it also has {', '.join(other)}" if other else None
 
 
-# Models that can't work with fewer tokens, by class name, with the reason for refusing them.
-_WINDOWS = "its attention works in windows of the image, which needs every token"
-_BIAS = "its attention adds a bias for each pair of positions, which merged tokens have none of"
-_ROTARY = (
-    "positions turn its queries and keys inside attention, and a merged token has no single"
-    " position"
-)
-_DECODER = "its decoder needs every token; apply to its encoder, model.{}, alone"
-_DENSE = "its output puts every token at its place in the image"
-_PYRAMID = (
-    "its stages fold tokens by their places in the image and blend them by convolutions, which"
-    " needs every token"
-)
-_DIVIDED = "its attention takes frames and places apart, which needs every token at its place"
-REFUSED = {
-    name: reason
-    for names, reason in (
-        ("SwinModel SwinBackbone Swinv2Model Swinv2Backbone MaskFormerSwinModel", _WINDOWS),
-        ("DonutSwinModel Mask2FormerSwinModel HieraModel HieraBackbone", _WINDOWS),
-        ("SwinTransformer SwinTransformerV2 SwinTransformerV2Cr", _WINDOWS),
-        ("BeitModel BeitBackbone Data2VecVisionModel Beit VisionTransformerRelPos", _BIAS),
-        ("DINOv3ViTModel DINOv3ViTBackbone Eva PixtralVisionModel VJEPA2Model", _ROTARY),
-        ("ViTForMaskedImageModeling DeiTForMaskedImageModeling", _DENSE),
-        ("ViTMAEForPreTraining", _DECODER.format("vit")),
-        ("VideoMAEForPreTraining", _DECODER.format("videomae")),
-        ("SegformerModel SegformerEncoder PvtModel PvtV2Model GLPNModel", _PYRAMID),
-        ("TimesformerModel", _DIVIDED),
-    )
-    for name in names.split()
-}
 _ENCODERS: list[Encoder] = []
 
 
@@ -126,7 +98,7 @@ def is_encoder(target: Any) -> bool:
     """Return True if `target` contains a registered or refused vision transformer."""
     if not isinstance(target, nn.Module):
         return False
-    names = {*encoder_names(), *REFUSED}
+    names = {*encoder_names(), *ENCODERS}
     return any(not names.isdisjoint(_classes(module)) for module in target.modules())
 
 
@@ -141,7 +113,7 @@ def find_encoder(target: nn.Module) -> tuple[nn.Module, list[nn.Module], Encoder
             the description.
     """
     for module in target.modules():
-        reason = next((REFUSED[name] for name in _classes(module) if name in REFUSED), None)
+        reason = next((ENCODERS[name] for name in _classes(module) if name in ENCODERS), None)
         if reason is not None:
             raise ValueError(
                 "expected a vision transformer whose tokens can merge, got"

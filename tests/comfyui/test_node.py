@@ -146,7 +146,7 @@ def test_a_guided_pair_merges_by_the_guided_tokens(
 def test_patches_that_merge_queries_may_come_before_or_after(
     node: Any, model: Model, first: str
 ) -> None:
-    """ "Patch model (ToMe)" has a third fewer queries before the attention, and all after it.
+    """Put the node next to "Patch model (ToMe)", whose attention has a third fewer queries.
 
     Keys merge next to it, whole tokens don't.
     """

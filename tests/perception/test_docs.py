@@ -31,7 +31,7 @@ def test_examples_run(code: str) -> None:
     row = NAMED["DeiTForImageClassification"]
     tiny = row.build()
     model = seeded(
-        type(tiny), 0, type(tiny.config)(**{**tiny.config.to_dict(), "num_hidden_layers": 10})
+        type(tiny), 0, type(tiny.config)(**{**tiny.config.to_dict(), "num_hidden_layers": 12})
     )
     scope = {
         "model": model,
