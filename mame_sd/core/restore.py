@@ -29,6 +29,7 @@ from torch import Tensor
 from mame_sd.core.merge import Cells, cells_of, no_autocast, product
 
 TILE_SIZE = 32  # tokens a side
+BANDWIDTH = 1.0  # of the mean squared distance among the chosen tokens
 RIDGE = 0.02  # the kernel is 1 on its diagonal
 DRAWN = 0.5  # share of the chosen tokens that are drawn; all others are the farthest from these
 HALF_MAX = 65504  # the largest number of fp16
@@ -77,7 +78,13 @@ class ChosenTokens:
 
 
 @torch.no_grad()
-def choose_tokens(x: Tensor, cells: Cells, count: int, draw: Tensor | None = None) -> ChosenTokens:
+def choose_tokens(
+    x: Tensor,
+    cells: Cells,
+    count: int,
+    draw: Tensor | None = None,
+    leader: Tensor | None = None,
+) -> ChosenTokens:
     """Choose tokens by their inputs, and fit the weights that restore all others.
 
     The choice and the weights have no gradient. Distances, the kernel and its factor are computed
@@ -112,13 +119,15 @@ def choose_tokens(x: Tensor, cells: Cells, count: int, draw: Tensor | None = Non
             pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
             nearest.masked_fill_(pad, -1.0)
         chosen = torch.cat([own, nearest.topk(count - cell_count, sorted=False).indices], 1)
+        if leader is not None and len(leader) == batch > 1:
+            chosen = chosen.view(batch, tiles, count).index_select(0, leader).flatten(0, 1)
         points = slots.gather(1, chosen.unsqueeze(-1).expand(-1, -1, channels))
         lengths = squares.gather(1, chosen)  # [B * T, K]
         centre = torch.linalg.vector_norm(points.mean(1, dtype=dtype), dim=-1).square()
         # The mean of |a - b|^2 among the points. The floor is the rounding of the squares: tokens
         # that are all alike have a kernel of ones, and each is restored as their mean.
         mean = lengths.mean(1)
-        bandwidth = (2 * (mean - centre)).clamp_min(1e-5 * mean).clamp_min(1e-30).view(-1, 1, 1)
+        bandwidth = (2 * BANDWIDTH * (mean - centre)).clamp_min(1e-5 * mean).clamp_min(1e-30).view(-1, 1, 1)
         apart = squares.unsqueeze(2) + lengths.unsqueeze(1)
         apart.sub_(product(slots, points.transpose(1, 2)), alpha=2)
         kernel = apart.clamp_min_(0).div_(bandwidth).neg_().exp_()  # [B * T, P, K]

@@ -90,7 +90,8 @@ class RestoreHook(LayerHook):
         setting = self.setting.config
         cells, count = cells_and_count(tokens.size, keep, setting.seed, x.device)
         step = self.step()
-        return choose_tokens(x, cells, count, step.draw if setting.redraw else None)
+        leader = step.leader if setting.share_guidance_plan else None
+        return choose_tokens(x, cells, count, step.draw if setting.redraw else None, leader)
 
     def too_few(self, tokens: Tokens, x: Tensor) -> str:
         """Return why a call with so few tokens is left alone; empty if it is not."""
