@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 MISSING = (
-    "MaMe token merging: expected the folder mame_sd beside {}, or the package mame-sd installed,"
+    "MaMe token merging: expected the folder mame_sd next to {}, or the package mame-sd installed,"
     " and found neither; git clone the whole repository into custom_nodes, or pip install --no-deps"
     " the package"
 )

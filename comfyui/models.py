@@ -199,8 +199,8 @@ class Transformer:
         if arguments.get("ref_frames"):  # Ming-Image: references in one sequence with its frames
             return Place(grid, padded, math.inf)
         if self.multiple > 1 and references:
-            beside = text + references + self.seen(arguments)
-            return Place(grid, padded, beside, beside)
+            others = text + references + self.seen(arguments)
+            return Place(grid, padded, others, others)
         return Place(grid, padded, text + references if references else 0)
 
 

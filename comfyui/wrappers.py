@@ -131,7 +131,7 @@ class SamplerWrappers:
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         if not self.always and COMPILED in options.get("wrappers", {}).get("apply_model", {}):
             raise ValueError(
-                "start_percent, end_percent: expected 0 and 1 beside TorchCompileModel, whose"
+                "start_percent, end_percent: expected 0 and 1 with TorchCompileModel, whose"
                 f" graph does at each step what it did at the first, got {self.start} and"
                 f" {self.end}; set those, or take TorchCompileModel out"
             )

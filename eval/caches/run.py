@@ -101,7 +101,7 @@ def load_language_model(choice: ModelChoice, weights_dir: Path | None = None) ->
     if choice.model == SMOLLM2:
         if choice.revision is not None:
             raise UserError(
-                f"--revision: expected none beside {SMOLLM2}, got {choice.revision!r}; leave it out"
+                f"--revision: expected none with {SMOLLM2}, got {choice.revision!r}; leave it out"
             )
         model, tokenizer = load_smollm2(weights_dir, choice.offline)
     else:

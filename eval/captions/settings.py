@@ -23,7 +23,7 @@ class CaptionSettings:
     )
     rows: str | None = option(
         None,
-        "Rows to run beside the baseline, with commas between; an unknown one lists them.",
+        "Rows to run besides the baseline, with commas between; an unknown one lists them.",
         metavar="NAMES",
     )
     num: int | None = option(None, "So many pictures.")

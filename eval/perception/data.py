@@ -125,7 +125,7 @@ def open_images(folder: Path, num: int | None = None, frames: int | None = None)
     loose = [one.name for one in entries if one.suffix.lower() in SUFFIXES and one.is_file()]
     if frames is None and classes and loose:
         raise UserError(
-            f"--data {folder}: expected class folders or images, got both ({classes[0]!r} beside"
+            f"--data {folder}: expected class folders or images, got both ({classes[0]!r} next to"
             f" {loose[0]!r}); take one away"
         )
     if frames is not None and not classes:

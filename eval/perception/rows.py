@@ -110,16 +110,16 @@ def with_rivals(names: str, rivals: Iterable[str] = RIVALS) -> list[str]:
     return rows
 
 
-# What each suite is, and the names of its rows beside the baseline.
+# What each suite is, and the names of its rows besides the baseline.
 SUITES: dict[str, tuple[str, list[str]]] = {
     "vit": (
         "Training-free: our default, keep .6 in its place, and the paper's tau .7, .8 and .9 in"
-        " the first two thirds of the blocks, beside rivals at equal FLOPs.",
+        " the first two thirds of the blocks, next to rivals at equal FLOPs.",
         with_rivals(f"{DEFAULT} default-0.6 mame-0.7 mame-0.8 mame-0.9"),
     ),
     "zero-shot": (
         "Zero-shot: our default, and the paper's tau for CLIP (.7, .8), SigLIP (.8, .9) and SigLIP"
-        " 2 (.9, .95), beside our default and rivals at equal FLOPs.",
+        " 2 (.9, .95), next to our default and rivals at equal FLOPs.",
         [DEFAULT, *with_rivals("mame-0.7 mame-0.8 mame-0.9 mame-0.95")],
     ),
     "ablation": (
@@ -132,7 +132,7 @@ SUITES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     VIDEO: (
-        "Clips: our default, keep .6 instead, and the paper's tau .8, .85 and .9, beside rivals"
+        "Clips: our default, keep .6 instead, and the paper's tau .8, .85 and .9, next to rivals"
         " at equal FLOPs.",
         with_rivals(f"{DEFAULT} default-0.6", ("tome", "random-all"))
         + with_rivals("mame-0.8 mame-0.85 mame-0.9", ("default", "tome")),

@@ -202,7 +202,7 @@ def _layer(model: nn.Module, path: str, module: Any) -> Attention:
     rotary = next((m for m in nearby if type(m).__name__.endswith("RotaryEmbedding")), None)
     if rotary is None:
         raise ValueError(
-            f"model: expected a rotary embedding beside {type(module).__name__}, found none"
+            f"model: expected a rotary embedding next to {type(module).__name__}, found none"
         )
     layer = Attention(module, rotary, module.layer_idx, _is_sliding(config, module.layer_idx))
     return layer if layer.sliding else layer.checked()

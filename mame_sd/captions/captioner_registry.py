@@ -126,7 +126,7 @@ def axes_of(model: Any, call: dict[str, Any]) -> Tensor | None:
     names = inspect.signature(index).parameters
     if "mm_token_type_ids" in names and "mm_token_type_ids" not in call:
         raise ValueError(
-            "mm_token_type_ids: expected the processor's beside images, got none; without them"
+            "mm_token_type_ids: expected the processor's with images, got none; without them"
             f" {type(model).__name__} can't tell rows and columns"
         )
     if given is None:

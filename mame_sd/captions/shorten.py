@@ -163,12 +163,12 @@ class PromptShortener:
         ids, mask = call.pop("input_ids"), call.get("attention_mask")
         if getattr(cache_in(call), "is_compileable", False):
             raise ValueError(
-                "cache_implementation: expected none beside images whose patches merge, got a"
+                "cache_implementation: expected none with images whose patches merge, got a"
                 " static cache, whose masks are made for whole prompts; leave it out"
             )
         if mask is not None and mask.dim() != 2:
             raise ValueError(
-                "attention_mask: expected [B, L] beside images whose patches merge, got"
+                "attention_mask: expected [B, L] with images whose patches merge, got"
                 f" {list(mask.shape)}; give the processor's"
             )
         token, length = int(model.config.image_token_id), ids.shape[1]
@@ -205,9 +205,9 @@ class PromptShortener:
         """Raise ValueError for arguments that can't be combined with merged images."""
         for name, instead in _INSTEAD.items():
             if name in call:
-                raise ValueError(f"{name}: expected none beside merged images, got it; {instead}")
+                raise ValueError(f"{name}: expected none with merged images, got it; {instead}")
         if "input_ids" not in call:
-            raise ValueError("input_ids: expected prompts beside images, got none; give them")
+            raise ValueError("input_ids: expected prompts with images, got none; give them")
         for name in ("vision_feature_layer", "vision_feature_select_strategy"):
             expected = getattr(self.model.config, name, None)
             if call.pop(name, expected) != expected:
@@ -266,7 +266,7 @@ def check_generate(model: Any, call: dict[str, Any]) -> None:
         for name in _READ_AGAIN:
             if options.get(name) is not None and options[name] is not False:
                 raise ValueError(
-                    f"{name}: expected none beside images whose patches merge, got it; leave it"
+                    f"{name}: expected none with images whose patches merge, got it; leave it"
                     " out, or set the handle's active to False for this call"
                 )
 
@@ -281,6 +281,6 @@ def check_empty(cache: Any, merged: bool = False) -> None:
     if cache is None or (merged and not hasattr(cache, _REMOVED)) or not cache.get_seq_length():
         return
     raise ValueError(
-        "cache: expected an empty one beside images whose patches merge, got"
+        "cache: expected an empty one with images whose patches merge, got"
         f" {cache.get_seq_length()} tokens; give the whole conversation at once"
     )

@@ -127,7 +127,9 @@ def choose_tokens(
         # The mean of |a - b|^2 among the points. The floor is the rounding of the squares: tokens
         # that are all alike have a kernel of ones, and each is restored as their mean.
         mean = lengths.mean(1)
-        bandwidth = (2 * BANDWIDTH * (mean - centre)).clamp_min(1e-5 * mean).clamp_min(1e-30).view(-1, 1, 1)
+        bandwidth = (
+            (2 * BANDWIDTH * (mean - centre)).clamp_min(1e-5 * mean).clamp_min(1e-30).view(-1, 1, 1)
+        )
         apart = squares.unsqueeze(2) + lengths.unsqueeze(1)
         apart.sub_(product(slots, points.transpose(1, 2)), alpha=2)
         kernel = apart.clamp_min_(0).div_(bandwidth).neg_().exp_()  # [B * T, P, K]

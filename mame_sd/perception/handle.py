@@ -100,8 +100,8 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
 
     @property
     def configs(self) -> dict[int, MaMeConfig]:
-        """Current settings by block index."""
-        return self._settings
+        """Current settings by block index; `set` changes them."""
+        return dict(self._settings)
 
     @property
     def config(self) -> MaMeConfig:

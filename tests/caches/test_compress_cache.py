@@ -262,7 +262,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "GPT2LMHeadModel",
         {**SMALL, "n_head": 2},
-        "expected a rotary embedding beside GPT2Attention, found none",
+        "expected a rotary embedding next to GPT2Attention, found none",
     ),
     ("MambaForCausalLM", SMALL, "found no attention layer that has one in MambaForCausalLM"),
     (
@@ -385,7 +385,7 @@ def test_compiled_models_are_refused(part: str, way: str) -> None:
         pass
     model = copy.deepcopy(tiny("llama"))
     model.model.layers[0].mlp.compile(backend="eager")
-    with compress_cache(model, 0.5):  # what stands beside attention may be compiled
+    with compress_cache(model, 0.5):  # modules next to attention may be compiled
         pass
 
 

@@ -245,7 +245,7 @@ def test_assisted_generation_is_refused_before_the_tower_runs() -> None:
     ):
         if not again:
             model.generation_config.prompt_lookup_num_tokens = 2
-        with pytest.raises(ValueError, match="expected none beside images whose patches merge, g"):
+        with pytest.raises(ValueError, match="expected none with images whose patches merge, g"):
             model.generate(**call, **FEW, **again)
     assert handle.report().images == 0
     text = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False)

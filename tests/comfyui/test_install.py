@@ -73,7 +73,7 @@ def test_the_folder_alone_says_what_is_missing(tmp_path: Path) -> None:
     hide += "u.find_spec = lambda name, *rest: None if name == 'mame_sd' else found(name, *rest)\n"
     command = [sys.executable, "-c", hide + LOAD, str(folder), "installed"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "ImportError: MaMe token merging: expected the folder mame_sd beside" in done.stderr
+    assert "ImportError: MaMe token merging: expected the folder mame_sd next to" in done.stderr
     assert "git clone the whole repository into custom_nodes" in done.stderr
 
 

@@ -371,7 +371,7 @@ def test_a_part_of_the_steps_is_refused_beside_a_compiled_model(node: Any, model
     for changes in ({"start_percent": 0.5}, {"end_percent": 0.5}):
         patched = applied(node, model, **changes)
         patched.model_options["transformer_options"] |= compiled
-        with pytest.raises(ValueError, match="expected 0 and 1 beside TorchCompileModel"):
+        with pytest.raises(ValueError, match="expected 0 and 1 with TorchCompileModel"):
             patched.sample(lambda run: run.self_attention(tokens(), (H, W)))
 
 

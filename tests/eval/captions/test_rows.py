@@ -168,7 +168,7 @@ def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
     for name in ("caption", "visual", "first_share", *SCORES):
         assert again["rows"][0].get(name) == found["rows"][0].get(name)
     assert again["rows"][1]["whole_share"] > 1e-3, (
-        "the baseline is timed beside a row that is added"
+        "the baseline is timed next to a row that is added"
     )
     assert again["rows"][1]["visual"] == 9
     low, high = again["rows"][1]["kl_interval"]
