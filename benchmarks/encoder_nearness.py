@@ -36,6 +36,7 @@ LATER = tuple(range(2, 12))  # all blocks of DINOv2-S but the first two
 SETTINGS: dict[str, Method] = {
     "default": merged(None),
     "keep=0.9": merged(None, keep=0.9),
+    "blocks=range(1, 12)": merged(tuple(range(1, 12))),
     "blocks=range(2, 12)": merged(LATER),
     "blocks=range(2, 12), keep=0.95": merged(LATER, keep=0.95),
 }
@@ -75,10 +76,10 @@ def features(model: Any, method: Method, pixels: Tensor) -> tuple[Tensor, float]
             tokens = handle.restore(tokens)
         flops = handle.report().flops
     if "side" in method.config:
-        grid, own = (
+        grid, small = (
             side // model.config.patch_size for side in (pixels.shape[-1], side_of(method))
         )
-        planes = tokens[:, 1:].transpose(1, 2).unflatten(2, (own, own))
+        planes = tokens[:, 1:].transpose(1, 2).unflatten(2, (small, small))
         planes = F.interpolate(planes, (grid, grid), mode="bicubic")
         tokens = torch.cat([tokens[:, :1], planes.flatten(2).transpose(1, 2)], 1)
     return tokens, flops
