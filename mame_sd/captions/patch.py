@@ -40,14 +40,11 @@ class Slot:
     shortener: PromptShortener | None = None
 
 
-_OPEN: ContextVar[tuple[Slot, ...]] = ContextVar(
-    "open", default=()
-)  # of all models, innermost last
-
-
+# The slots of this thread's open blocks, of all models, innermost last.
+_OPEN: ContextVar[tuple[Slot, ...]] = ContextVar("open", default=())
 # The running `generate`: its model, what merges, and the images of each of its prompts.
 _GENERATING: ContextVar[tuple[ModelPatch, PromptShortener, list[list[Image]]] | None]
-_GENERATING = ContextVar("writing", default=None)
+_GENERATING = ContextVar("generating", default=None)
 
 
 class ModelPatch:
@@ -67,7 +64,7 @@ class ModelPatch:
         self._generating = 0  # running calls of `generate`, which need the replaced forward
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "blocks": [], "_writing": 0}
+        return {**self.__dict__, "blocks": [], "_generating": 0}
 
     @property
     def slot(self) -> Slot:
@@ -91,15 +88,15 @@ class ModelPatch:
         """Run a call of the model, with fewer tokens if it has images."""
         original = partial(type(self.model).forward, self.model)
         if not has_images(call):
-            writing = _GENERATING.get()
-            if writing is None or writing[0] is not self or not self._is_prompt(call):
+            generating = _GENERATING.get()
+            if generating is None or generating[0] is not self or not self._is_prompt(call):
                 return original(**after_images(call))
-            _, merging, rows = writing
+            _, shortener, rows = generating
             times = len(call["input_ids"]) // len(rows)  # beams
-            return merging.forward(original, call, [one for row in rows for one in row * times])
-        shortener = self._shortener_for(call)
-        if shortener is not None:
-            return shortener.forward(original, call)
+            return shortener.forward(original, call, [one for row in rows for one in row * times])
+        merging = self._shortener_for(call)
+        if merging is not None:
+            return merging.forward(original, call)
         with tower_turn():
             return original(**call)
 
@@ -161,19 +158,19 @@ class ModelPatch:
 class PatchedMethod:
     """Replace one method of a model, with the same signature."""
 
-    def __init__(self, on: ModelPatch, name: str) -> None:
-        self.on, self.name = on, name
+    def __init__(self, patch: ModelPatch, name: str) -> None:
+        self.patch, self.name = patch, name
 
     @property
     def __signature__(self) -> inspect.Signature:
-        kind: Any = type(self.on.model)
+        kind: Any = type(self.patch.model)
         return _signature(kind, self.name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the patch's method of the same name with all arguments by name."""
         names = [name for name in self.__signature__.parameters if name != "kwargs"]
         call = {**dict(zip(names, args, strict=False)), **kwargs}
-        return getattr(self.on, self.name)(call)
+        return getattr(self.patch, self.name)(call)
 
 
 @lru_cache
@@ -186,7 +183,7 @@ def _signature(kind: Any, name: str) -> inspect.Signature:
 def patch_on(module: nn.Module, name: str = "forward") -> ModelPatch | None:
     """Return the patch on `module`, found by one of the methods that it replaces; None if none."""
     there = module.__dict__.get(slot_of(module, name))
-    return there.on if isinstance(there, PatchedMethod) else None
+    return there.patch if isinstance(there, PatchedMethod) else None
 
 
 def attach(shortener: PromptShortener) -> None:
@@ -207,14 +204,14 @@ def detach(module: nn.Module, shortener: PromptShortener | None = None) -> None:
         shortener: If None, stop what merges in the block that this thread is in, or else what
             merges for all threads.
     """
-    on = patch_on(module) or patch_on(module, "generate")  # a tool may have wrapped forward
-    if on is None:
+    patch = patch_on(module) or patch_on(module, "generate")  # a tool may have wrapped forward
+    if patch is None:
         return
     with _CHANGES:
-        for slot in [on.slot] if shortener is None else on.slots:
+        for slot in [patch.slot] if shortener is None else patch.slots:
             if shortener is None or slot.shortener is shortener:
                 slot.shortener = None
-        on.leave()
+        patch.leave()
 
 
 @contextmanager
@@ -222,25 +219,25 @@ def restored_after(model: nn.Module) -> Iterator[None]:
     """Remove after the `with` block what this thread attached; blocks may end in any order."""
     slot = Slot()
     with _CHANGES:
-        on = _placed(model)
-        slot.shortener = on.slot.shortener  # until this block attaches another
-        on.blocks.append(slot)
+        patch = _placed(model)
+        slot.shortener = patch.slot.shortener  # until this block attaches another
+        patch.blocks.append(slot)
     _OPEN.set((*_OPEN.get(), slot))
     try:
         yield
     finally:
         with _CHANGES:
-            on.blocks.remove(slot)
-            on.leave()
+            patch.blocks.remove(slot)
+            patch.leave()
         _OPEN.set(tuple(one for one in _OPEN.get() if one is not slot))
 
 
 def _placed(model: nn.Module) -> ModelPatch:
     """Return the patch on `model`, and put it there if there is none."""
-    on = patch_on(model)
-    if on is None:
-        on = ModelPatch(model)
+    patch = patch_on(model)
+    if patch is None:
+        patch = ModelPatch(model)
         for name in _NAMES:
             check_free(model, name)
-        model.__dict__.update({slot_of(model, name): PatchedMethod(on, name) for name in _NAMES})
-    return on
+        model.__dict__.update({slot_of(model, name): PatchedMethod(patch, name) for name in _NAMES})
+    return patch

@@ -264,3 +264,16 @@ def test_prompts_with_anothers_image_or_a_filled_cache_are_refused() -> None:
     ids = torch.cat([call["input_ids"], torch.tensor([[3]])], 1)
     with pytest.raises(ValueError, match="give the whole conversation at once"):
         model.generate(ids, max_new_tokens=2, **with_cache(model, cache_of(held)))
+
+
+def test_a_copy_made_while_an_answer_is_written_is_unmerged_whole() -> None:
+    model, copies = tiny.llava(), []
+    apply_mame(model, **HALF)
+
+    def look(ids: Tensor, scores: Tensor) -> Tensor:
+        copies.append(copy.deepcopy(model))
+        return scores
+
+    words(model, ask([1]), max_new_tokens=1, min_new_tokens=1, logits_processor=[look])
+    remove_mame(copies[0])
+    assert not {"forward", "generate"} & vars(copies[0]).keys()
