@@ -112,9 +112,10 @@ class MaMeConfig:
             exact queries. In vision transformers it is the share of the tokens.
         tau: similarity above which whole tokens merge (the paper's method); lower merges more. The
             cosine goes from -1 to 1, where 1 merges nothing. Give `tau` or `keep`, not both.
-        min_tokens: layers with fewer tokens stay unmerged; left out: by kind of device. 1,024 on a
-            CPU and on MPS; 8,192 on CUDA, 24,576 from compute capability 9 on; 4,096 elsewhere.
-            With `MaMeAttnProcessor` on a video model it must be above the number of frames.
+        min_tokens: layers with fewer tokens stay unmerged; left out: by the attention kernel. With
+            a fused kernel 1,024 on a CPU, 4,096 on MPS, 16,384 on cards, 24,576 from compute
+            capability 9 on; with the unfused one 576, 1,024, 4,096 and 8,192. With
+            `MaMeAttnProcessor` on a video model it must be above the number of frames.
         fit_queries: queries that merged values are fitted to; 0: values are means. More are nearer
             and slower. Left out: one of 32 tokens, from 64 to 256.
         tile_size: side of the square tiles in which keys are compared; 0 compares all. A tile has

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.core.merge import Groups
+from mame_sd.core.min_tokens import BY_DEFAULT
 from mame_sd.core.paper import Plan
 
 NEVER_CALLED = "not called yet"
@@ -177,7 +178,22 @@ class MaMeReport:
                 f" tokens ({level.share:.0%}), {level.layers_merged} of"
                 f" {counted(level.layers, 'layer')} merge{'s' * (level.layers == 1)}"
             )
+        if largest := self._left_by_default():
+            lines.append(
+                "no layer merges, which is the fastest way here by default;"
+                f" min_tokens={largest} merges the largest all the same"
+            )
         return "\n".join(lines)
+
+    def _left_by_default(self) -> int:
+        """The tokens of the largest layer where no layer merges and the default decided so; else
+        0.
+        """
+        called = [layer for layer in self.layers if layer.calls]
+        if any(layer.merged for layer in called):
+            return 0
+        left = [layer.tokens_in for layer in called if layer.reason.startswith(BY_DEFAULT)]
+        return round(max(left, default=0))
 
 
 def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
@@ -185,7 +201,7 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
 
     Raises:
         NothingMergedError: layers were called since the last reset, and not one of them could
-            merge.
+            merge, for other reasons than the default's own rule (`mame_sd.core.min_tokens`).
     """
     rows = [(layer, *layer.totals()) for layer in stats]
     tokens = [round(total_in / calls) if calls else 0 for _, calls, total_in, _ in rows]
@@ -206,7 +222,8 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
         for (layer, calls, total_in, total_kept), count in zip(rows, tokens, strict=True)
     )
     called = [layer for layer in layers if layer.calls]
-    if called and not any(layer.merged for layer in layers):
+    decided = any(layer.merged or layer.reason.startswith(BY_DEFAULT) for layer in called)
+    if called and not decided:
         raise NothingMergedError(_nothing_merged(called))
     return MaMeReport(layers)
 

@@ -3,6 +3,7 @@ document, each with one check.
 
 `require` raises where a name is gone, so that nothing is silently left undone: `apply_mame` asks
 for torch's and diffusers', `compress_cache` for transformers'. `mame-sd doctor` asks for all.
+`private` gives those that are needed at import.
 """
 
 from __future__ import annotations
@@ -82,10 +83,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 def _hooked() -> Any:
     """The registry of hooks that diffusers has put on a module, with one hook."""
-    from diffusers.hooks import HookRegistry, ModelHook
-
-    registry = HookRegistry.check_if_exists_or_initialize(torch.nn.Identity())
-    registry.register_hook(ModelHook(), "mame_check")
+    registry = resolve_name("diffusers.hooks:HookRegistry")
+    registry = registry.check_if_exists_or_initialize(torch.nn.Identity())
+    registry.register_hook(resolve_name("diffusers.hooks:ModelHook")(), "mame_check")
     return registry
 
 
@@ -98,6 +98,8 @@ _LLAMA = "transformers.models.llama.modeling_llama"
 # Of each library the names, by where they stand; of names with a bar between them one will do.
 NAMES: dict[str, dict[str, str]] = {
     "torch": {
+        "torch": "_fused_sdp_choice",
+        "torch.utils._python_dispatch": "_disable_current_modes",
         "torch._C": "_len_torch_function_stack _get_function_stack_at _current_graph_task_id",
         "torch._C:_nn": "scaled_dot_product_attention",
         "a module": "_forward_pre_hooks _forward_pre_hooks_with_kwargs _forward_hooks"
@@ -173,6 +175,18 @@ def require(*libraries: str) -> None:
     for library in libraries:
         if missing(library):
             raise RuntimeError(complaint(library))
+
+
+def private(library: str, place: str, name: str) -> Any:
+    """Return a name of `NAMES` that is needed while our modules are imported.
+
+    Raises:
+        RuntimeError: the installed release of the library lacks it, or others of `NAMES`.
+    """
+    try:
+        return getattr(resolve_name(place), name)
+    except (ImportError, AttributeError):
+        raise RuntimeError(complaint(library)) from None
 
 
 # Captioners: LLaVA and Qwen-VL.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.core.merge import DRAWS, constant, counting, draw_at, leaders
+from mame_sd.core.min_tokens import BY_DEFAULT
 from mame_sd.diffusion.context import NO_STEP, Call, Later, Plans, Shared, Step, Tokens
 from mame_sd.diffusion.families.layouts import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import PreHook
@@ -199,7 +200,8 @@ class StepHook(PreHook):
             if not compiling:  # which happens once
                 self.warned = True
             text = f"{NOTHING_MERGES}: each of {len(reasons)} was left alone ({reasons[0]})"
-            if not compiling and any((reason or "").startswith(TOO_FEW) for reason in reasons):
+            small = (TOO_FEW, BY_DEFAULT)
+            if not compiling and any((reason or "").startswith(small) for reason in reasons):
                 counts = [stats.totals() for stats in self.layers]
                 most = max(tokens // max(calls, 1) for calls, tokens, _ in counts)
                 text += f", and the largest has {most} tokens: lower min_tokens or generate larger"

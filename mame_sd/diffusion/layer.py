@@ -172,6 +172,11 @@ class Entry:
         self.module, self.inner = module, inner
         self.hook: MergeHook | None = hook
 
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        """A model that was saved whole merges where nobody has called `apply_mame`."""
+        vars(self).update(values)
+        watch_kernels()
+
     @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, merged where that is sound."""
@@ -295,6 +300,3 @@ def merged_call(
         note = "; ".join(filter(None, (route.note, job.note)))
         stats.merged(job.merged.groups, size, note)
     return output
-
-
-watch_kernels()  # here too, for models that were saved whole, merging included
