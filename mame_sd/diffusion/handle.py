@@ -64,7 +64,7 @@ class MaMeHandle:
 
     @property
     def config(self) -> MaMeConfig:
-        """The settings now in force (in this thread)."""
+        """The settings now in force (in this task)."""
         return self._shared.now.config
 
     @property
@@ -134,15 +134,18 @@ class MaMeHandle:
 
     @contextmanager
     def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
-        """Settings of this thread alone for a `with` block, whatever others set: several threads
-        may generate at once, each with its own. Merging is on in the block, also where `active` is
-        False.
+        """Settings of this task alone for a `with` block, whatever others set: several threads and
+        coroutines may generate at once, each with its own. Merging is on in the block, also where
+        `active` is False.
 
             with handle.using(keep=0.25):
                 image = pipe("a red key").images[0]
 
-        A backward pass that computes blocks again (checkpointing) may run in another thread: there
-        `set` is the way.
+        `asyncio.to_thread` and FastAPI's `run_in_threadpool` take the settings along. A generator
+        that yields inside of the block has no task of its own, so that its settings hold for its
+        caller meanwhile: run it by `contextvars.copy_context().run`. A compiled model takes the
+        settings that were last set in its thread. A backward pass that computes blocks again
+        (checkpointing) may run in another thread: there `set` is the way.
 
         Raises:
             RuntimeError: merging was removed or replaced.
@@ -152,14 +155,11 @@ class MaMeHandle:
         asked = make_config(self._shared.now.asked if config is None else config, fields)
         new = self._setting(asked, True)
         own = self._shared.own
-        entered: list[ResolvedConfig] = own.mine.__dict__.setdefault("entered", [])
-        entered.append(new)
-        own.value = new
+        own.value = (*(own.value or ()), new)
         try:
             yield
         finally:  # blocks may end in another order than they began
-            entered.remove(new)
-            own.value = entered[-1] if entered else None
+            own.value = tuple(one for one in own.value or () if one is not new)
 
     def calibrate(
         self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any

@@ -18,7 +18,7 @@ from mame_sd.diffusion.context import NO_STEP, Call, Later, Plans, Shared, Step,
 from mame_sd.diffusion.families.layouts import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import PreHook
 from mame_sd.diffusion.interception import watch_kernels
-from mame_sd.diffusion.threads import PerThread, begin, end
+from mame_sd.diffusion.threads import PerTask, PerThread, begin, end
 from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
 from mame_sd.upstream import outside_old_graphs
 
@@ -107,7 +107,7 @@ class StepHook(PreHook):
     def __init__(self, module: nn.Module, shared: Shared) -> None:
         self.names = _names(module)
         self.shared = shared
-        self.latest = PerThread()  # each thread's Plans
+        self.latest = PerTask()  # each task's Plans
         self.layers: list[LayerStats] = []  # of this model
         self.warned = False  # that nothing merges, since something did
         # a ControlNet is called with the same latents for each control image
@@ -209,7 +209,7 @@ class StepHook(PreHook):
             _warn(type(module).__name__, f"{text}; report() says more")
 
     def forget(self) -> None:
-        """Lets go of this thread's plans."""
+        """Lets go of this task's plans."""
         self.latest.value = None
         self._share_no_more()
 

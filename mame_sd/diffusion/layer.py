@@ -184,7 +184,9 @@ class Entry:
         if hook is None:
             return self.inner(*args, **kwargs)
         shared, stats = hook.shared, hook.stats
-        setting: ResolvedConfig = getattr(shared.own.mine, "value", None) or shared.setting
+        own = shared.own  # read here as `Shared.now` reads it, which costs no call
+        mine = getattr(own.mine, "value", None) if torch.compiler.is_compiling() else own.var.get()
+        setting: ResolvedConfig = mine[-1] if mine else shared.setting
         if not setting.active and hook.instead is None:
             return self.inner(*args, **kwargs)
         call = hook.layer.call(self.module, self.inner, args, kwargs)
