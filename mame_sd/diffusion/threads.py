@@ -5,8 +5,9 @@ What a forward leaves for the layers in it (the step, how tokens lie) belongs to
 forward runs on one thread from beginning to end, and no coroutine is resumed in between. What
 outlives a forward (the settings of `using`, plans that two calls share) belongs to the task
 (contextvars). Hooks and the settings of all are on the model. They change only while no other
-thread is in a forward of it. Nor may one be in a call of a StableDiffusionMaMePipeline with it. Between two forwards of
-another pipeline nobody tells of an image under way: a change then holds from its next step on.
+thread is in a forward of it. Nor may one be in a call of a StableDiffusionMaMePipeline with it.
+Between two forwards of another pipeline nobody tells of an image under way: a change then holds
+from its next step on.
 """
 
 from __future__ import annotations
