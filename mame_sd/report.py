@@ -9,8 +9,8 @@ only, so nothing waits for the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -152,9 +152,15 @@ class LevelReport(_Counted):
 
 @dataclass(frozen=True)
 class MaMeReport:
-    """Every layer that could merge; `str(report)` is a table."""
+    """Every layer that could merge; `str(report)` is a table.
+
+    Attributes:
+        layers: one for each self-attention, MLP and block.
+        unknown: attention of which no family says whether it is over the image, how many by class.
+    """
 
     layers: tuple[LayerReport, ...]
+    unknown: Mapping[str, int] = field(default_factory=dict)
 
     def levels(self) -> list[LevelReport]:
         """Sum up the layers that were called by level, most tokens first, weighted by calls."""
@@ -176,8 +182,11 @@ class MaMeReport:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values: `layers` and `levels`, each a list of objects."""
+        """Return the report as JSON values: `layers` and `levels`, each a list of objects, and
+        `unknown`.
+        """
         return {
+            "unknown": dict(self.unknown),
             "layers": [{**asdict(layer), "share": layer.share} for layer in self.layers],
             "levels": [{**asdict(level), "share": level.share} for level in self.levels()],
         }
@@ -197,6 +206,9 @@ class MaMeReport:
                 f" {level.tokens_kept:.0f} tokens ({level.share:.0%}), {level.layers_merged} of"
                 f" {counted(level.layers, 'layer')} merge{'s' * (level.layers == 1)}"
             )
+        if self.unknown:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.unknown.items()))
+            lines.append(f"not merged: {kinds}, which no family describes (register_family)")
         if largest := self._left_by_default():
             lines.append(
                 "no layer merges, which is the fastest way here by default;"
@@ -215,8 +227,10 @@ class MaMeReport:
         return round(max(left, default=0))
 
 
-def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
-    """Make the report of `stats`.
+def make_report(
+    stats: Iterable[LayerStats], unknown: Mapping[str, int] | None = None
+) -> MaMeReport:
+    """Make the report of `stats`, and of `unknown` attention (`MaMeReport`).
 
     Raises:
         NothingMergedError: layers were called since the last reset, and not one of them could
@@ -245,7 +259,7 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
     decided = any(layer.merged or layer.reason.startswith(BY_DEFAULT) for layer in called)
     if called and not decided:
         raise NothingMergedError(_nothing_merged(called))
-    return MaMeReport(layers)
+    return MaMeReport(layers, unknown or {})
 
 
 def _nothing_merged(called: Sequence[LayerReport]) -> str:

@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from inspect import signature
+from inspect import Parameter, signature
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +46,31 @@ def cache_of(output: Any) -> Any:
     return next((value for value in found if value is not None), None)
 
 
+def parameters_of(kind: type) -> dict[str, Parameter]:
+    """Return the parameters of a class's `forward` by name, without self.
+
+    A forward that passes on `*args` (a derived class's, or a tool's that wraps it) takes those of
+    the function that it wraps, or of the nearest base whose forward names them all.
+    """
+    own: dict[str, Parameter] | None = None
+    for base in kind.__mro__:
+        forward = vars(base).get("forward")
+        if forward is None or base is torch.nn.Module:
+            continue
+        found = dict(signature(forward).parameters)
+        if (first := next(iter(found), None)) and found[first].kind is not Parameter.VAR_POSITIONAL:
+            del found[first]  # self
+        if not any(one.kind is Parameter.VAR_POSITIONAL for one in found.values()):
+            return found
+        own = found if own is None else own
+    return own or {}
+
+
+def names_arguments(kind: type) -> bool:
+    """Whether it can be told which arguments a class's `forward` takes by position."""
+    return all(one.kind is not one.VAR_POSITIONAL for one in parameters_of(kind).values())
+
+
 def cache_argument(forward: Callable[..., Any]) -> str | None:
     """The name by which `forward` takes the KV cache; None where it takes none."""
     parameters = signature(forward).parameters
@@ -54,7 +79,8 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
     """The KV cache as a keyword argument of a model's forward or generate."""
-    return {cache_argument(type(model).forward) or CACHE_NAMES[0]: cache}
+    found = next((name for name in CACHE_NAMES if name in parameters_of(type(model))), None)
+    return {found or CACHE_NAMES[0]: cache}
 
 
 def implementation_of(config: Any) -> str | None:
@@ -210,9 +236,9 @@ def require_captioner(model: Any, parts: tuple[str, ...]) -> None:
         model: the captioner.
         parts: paths of modules and methods in it, as `model.vision_tower`.
     """
-    takes = signature(type(model).forward).parameters
+    takes = parameters_of(type(model))
     gone = [f"{name} of its forward" for name in _CAPTIONER if name not in takes]
-    if cache_argument(type(model).forward) is None:
+    if takes.keys().isdisjoint(CACHE_NAMES):
         gone.append(f"{' or '.join(CACHE_NAMES)} of its forward")
     for path in parts:
         found = model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.denoisers import denoisers_of
+from mame_sd.diffusion.families.family import class_names
 from mame_sd.diffusion.families.refused import known_as
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import SizeHook, StepHook
@@ -43,9 +44,15 @@ class MaMeHandle:
     """
 
     def __init__(
-        self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None
+        self,
+        root: nn.Module,
+        shared: Shared,
+        hooks: list[Placed],
+        pipe: Any = None,
+        unknown: Mapping[str, int] | None = None,
     ) -> None:
         self.root, self._pipe = root, _weakly(pipe)
+        self._unknown = dict(unknown or {})  # attention of no family, how many by class
         self._shared, self._hooks = shared, hooks
         self.layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
         self.restored = [
@@ -114,9 +121,13 @@ class MaMeHandle:
 
     @property
     def _kind(self) -> str:
-        """The model's class, not torch.compile's wrapper; those of several denoisers."""
+        """The class of the model, without torch.compile's and FSDP2's wrappers; those of several
+        denoisers.
+        """
         models = self.root.values() if isinstance(self.root, nn.ModuleDict) else [self.root]
-        kinds = (type(getattr(model, "_orig_mod", model)).__name__ for model in models)
+        names = (class_names(getattr(model, "_orig_mod", model)) for model in models)
+        # FSDP2 puts "FSDP" before the name of a class
+        kinds = (next(kind for kind in own if not kind.startswith("FSDP")) for own in names)
         return " and ".join(dict.fromkeys(kinds))
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
@@ -232,7 +243,8 @@ class MaMeHandle:
                     hook.stats.last_reason = GONE
         restored = (hook.stats for _, hook in self.restored)
         stats = [hook.stats for _, hook in self.layers]
-        return make_report([*stats, *(one for one in restored if one.totals()[0])])
+        counted = [*stats, *(one for one in restored if one.totals()[0])]
+        return make_report(counted, self._unknown)
 
     def others(self, pipe: Any) -> Iterator[tuple[nn.Module, str]]:
         """Denoisers of a pipeline that came after `apply_mame`, and what to say of each; a wrapper

@@ -10,7 +10,6 @@ is said by an `AttentionAdapter` (`families/attention.py`).
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.rows import Rows, running_rows
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
-from mame_sd.upstream import outside_old_graphs
+from mame_sd.upstream import outside_old_graphs, parameters_of
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 LEFT = "left unmerged by layers"
@@ -97,9 +96,8 @@ class AttentionAdapter(ABC):
     hidden = "hidden_states"  # the argument that holds the tokens [B, L, C]
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        own = {} if module is None else inspect.signature(type(module).forward).parameters
-        given = list(own.values())[1:]  # but for self, which may be positional alone
-        self._names = tuple(p.name for p in given if p.kind is p.POSITIONAL_OR_KEYWORD)
+        own = {} if module is None else parameters_of(type(module))
+        self._names = tuple(p.name for p in own.values() if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def call(
         self,

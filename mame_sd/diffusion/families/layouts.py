@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.diffusion.context import Call, Tokens
-from mame_sd.diffusion.families.family import Rows
+from mame_sd.diffusion.families.family import Rows, is_one_of
 
 Layout = Callable[[Any, Call], Tokens | str | None]
 Dims = int | tuple[int, ...] | list[int | None]
@@ -81,7 +81,7 @@ def image_or_patches(module: Any, call: Call) -> Tokens | None:
     image = call.get("hidden_states")
     if not isinstance(image, Tensor) or image.dim() != 4:
         return None
-    by_pixel = type(module).__name__ in UNET_TRANSFORMERS
+    by_pixel = is_one_of(module, UNET_TRANSFORMERS)
     by_pixel = by_pixel and not getattr(module, "is_input_patches", False)
     patch = 1 if by_pixel else int(module.config["patch_size"])
     return Tokens((index(image.shape[-2]) // patch, index(image.shape[-1]) // patch))
