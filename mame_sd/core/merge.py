@@ -373,7 +373,7 @@ def group_tokens(
     drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
     dst, queries = drawn.tensor_split([cells.kept])
     batch, dtype = slots.shape[0], torch.promote_types(slots.dtype, torch.float32)
-    place = leader if leader is not None and len(leader) == batch > 1 else None
+    place = leader if leader is not None and leader.shape[0] == batch > 1 else None
     if place is not None and slots.device.type == "cpu" and not torch.compiler.is_compiling():
         # Nothing waits here, and samples with one leader are compared once.
         led, place = place.unique(return_inverse=True)
@@ -398,7 +398,7 @@ def group_tokens(
         row.scatter_(1, staying, -1)
     # Each destination keeps itself: no equal one takes it, nor one that is not finite, beside which
     # no token is the farthest.
-    row.index_copy_(1, dst, cells.number.expand(len(slots), -1))
+    row.index_copy_(1, dst, cells.number.expand(slots.shape[0], -1))
     if place is not None:
         row, staying = row.index_select(0, place), staying.index_select(0, place)
     return Groups(cells, dst, queries, row, staying, dtype, cells.tokens, cells.kept + stay)
