@@ -26,7 +26,12 @@ from mame_sd.core.min_tokens import head_width, kernel_of
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Family, Rows
-from mame_sd.diffusion.families.processors import PLAIN, STOOD_IN_FOR, processed
+from mame_sd.diffusion.families.processors import (
+    PLAIN,
+    PLAIN_PROCESSORS,
+    STOOD_IN_FOR,
+    processed,
+)
 from mame_sd.diffusion.families.transformers import NOTHING_BESIDE
 from mame_sd.diffusion.layer import NO_SIZE, AttentionAdapter, LayerCall, Route
 
@@ -34,6 +39,10 @@ KEYS_ONLY = "in {} only keys merge: give keep instead of tau"
 LAYER_SKIP = (
     "diffusers' layer skip puts values instead of attention only where there are as many as"
     " queries; tau goes with it"
+)
+NOT_PLAIN = (
+    "{} may do more than attention, such as keep its map, which would be that of fewer tokens: give"
+    " keep instead of tau"
 )
 STOOD_IN = "computed by AttnProcessor2_0 in place of {}"
 
@@ -134,6 +143,8 @@ class PlainAttention(SequenceAttention):
             return reason
         if call.kind == "MaMeAttnProcessor":
             return f"a {call.kind} on the module merges already"
+        if config.tau is not None and call.kind not in PLAIN_PROCESSORS:
+            return NOT_PLAIN.format(call.kind)
         hidden = call.arguments.get(self.hidden)
         if known is None and isinstance(hidden, Tensor) and hidden.dim() == 3:
             known = guessed(hidden.shape[1], config.size)
