@@ -306,7 +306,8 @@ def merged_call(
     """
     rows = running_rows()
     route = layer.route(call, known, config)
-    if isinstance(route, str) or (config.keep == 1 and config.tau is None):
+    keeps_all = config.keep == 1 and config.tau is None and config.references is None
+    if isinstance(route, str) or keeps_all:
         why = route if isinstance(route, str) else KEEPS_ALL
         stats.skipped(why, layer.count(call, known))
         if rows is not None and config.tau is None:
