@@ -46,9 +46,8 @@ from benchmarks import gpu_models
 from benchmarks.gpu_models import Case
 from mame_sd import attention, mame
 from mame_sd.core.keys import Grid, KeyMerging, merge_keys
-from mame_sd.core.merge import MIN_TOKENS, kind_of
+from mame_sd.core.min_tokens import kernel_of
 from mame_sd.core.restore import restored as restored_all
-from mame_sd.report import NothingMergedError
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 480  # of a whole run
@@ -163,10 +162,10 @@ def first_line(error: BaseException) -> str:
 
 def machine(run: Run) -> None:
     """The device, and what it reaches: products, memory, launches."""
+    kernel = kernel_of(run.device, torch.bfloat16)
     found: dict[str, Any] = {
         "torch": str(torch.__version__), "diffusers": diffusers.__version__,
-        "python": platform.python_version(), "kind": kind_of(run.device),
-        "min_tokens": MIN_TOKENS[kind_of(run.device)],
+        "python": platform.python_version(), "kind": ", ".join(kernel), "min_tokens": kernel.least,
     }  # fmt: skip
     if run.is_cuda:
         seen = torch.cuda.get_device_properties(run.device)
@@ -419,12 +418,9 @@ def model(
             call()
             run.wait()
             if handle is not None:
-                try:
-                    layers = [layer for layer in handle.report().layers if layer.calls]
-                    merged = sum(layer.share < 1 for layer in layers)
-                    found[row]["merged"] = f"{merged} of {len(layers)} layers"
-                except NothingMergedError as error:  # the default's min_tokens are more
-                    found[row]["merged"] = first_line(error)
+                layers = [layer for layer in handle.report().layers if layer.calls]
+                merged = sum(layer.share < 1 for layer in layers)
+                found[row]["merged"] = f"{merged} of {len(layers)} layers"
             if run.is_cuda:
                 found[row]["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
                 try:
