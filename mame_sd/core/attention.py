@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.fit import SDPA
-from mame_sd.core.keys import Grid, Kernel, KeyMerging, merge_keys, own_kernel
+from mame_sd.core.keys import Grid, Kernel, KeyMerging, merge_keys, own_kernel, unlike
 
 
 def attention(
@@ -90,6 +90,12 @@ def attention(
     own = own_kernel(kernel)
     if keep < 1 and len(q):
         grids = [Grid(before, size, keep)]
+        reason = None if mask is None else unlike(mask, grids)
+        if reason is not None:
+            raise ValueError(
+                "attn_mask: expected [B, 1, 1, N], the same for all queries, or rows in which the"
+                f" image's keys are alike, got {reason}; keep=1 takes any"
+            )
         merged = merge_keys(q, k, v, grids, KeyMerging(**how), **call, counted=own.counts)
         k, v, mask = merged.key, merged.value, merged.bias
     return own.attend(q, k, v, mask, call.get("scale"))

@@ -96,19 +96,23 @@ def test_heads_of_queries_may_share_heads_of_keys(key_heads: int) -> None:
     torch.testing.assert_close(found, by_loop(q, k, v, GRID, BEFORE, 0.25))
     heads = torch.linspace(0, 1, 4, dtype=torch.float64).view(1, 4, 1, 1)
     for mask in (
+        mask_of("boolean", "all queries"),
+        mask_of("additive", "all queries"),
         mask_of("boolean", "each query"),
         mask_of("additive", "each query") + heads,
-        mask_of("additive", "all queries") * heads,
     ):
         found = attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=mask)
         torch.testing.assert_close(found, by_loop(q, k, v, GRID, BEFORE, 0.25, attn_mask=mask))
 
 
 def mask_of(kind: str, shape: str) -> Tensor:
+    """A mask of all keys; where each query has its own, the image's keys are alike in each row."""
     rows = {"all queries": 1, "each query": COUNT}[shape]
     generator = torch.Generator().manual_seed(2)
     mask = torch.rand(2, 1, rows, COUNT, generator=generator, dtype=torch.float64)
-    mask[..., BEFORE + 10] = 1  # each query sees something
+    mask[..., 0] = 1  # each query sees something
+    if rows > 1:
+        mask[..., BEFORE:-AFTER] = mask[..., BEFORE, None]
     return mask > 0.3 if kind == "boolean" else 4 * mask
 
 
@@ -126,6 +130,52 @@ def test_masks(kind: str, shape: str) -> None:
     torch.testing.assert_close(
         attention(q, k, v, GRID, BEFORE, AFTER, attn_mask=text), hidden, rtol=1e-6, atol=1e-6
     )
+
+
+def places(kind: str, width: int = 16) -> Tensor:
+    """Of a square image a mask of its keys: [N] for all queries, or [N, N]."""
+    y, x = (torch.arange(width**2) // width, torch.arange(width**2) % width)
+    far = torch.maximum((y[:, None] - y).abs(), (x[:, None] - x).abs())
+    return {
+        "one key": torch.arange(width**2) == 7,
+        "every second key": (x + y) % 2 == 0,
+        "one in ten": torch.arange(width**2) % 10 == 0,
+        "the left half": x < width // 2,
+        "itself": far == 0,
+        "a window": far <= 1,
+        "its own row": y[:, None] == y,
+        "what came before": torch.ones(width**2, width**2, dtype=torch.bool).tril(),
+    }[kind]
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("kind", ["one key", "every second key", "one in ten", "the left half"])
+@pytest.mark.parametrize("numbers", [False, True])
+def test_keys_hidden_from_all_queries_belong_to_no_group(kind: str, numbers: bool) -> None:
+    """What hidden keys hold changes nothing, and what is seen is as near as without a mask."""
+    q, k, v = (t[:1, :, :256] for t in case(count=256, dtype=torch.float32))
+    seen = places(kind)
+    mask = torch.where(seen, 0.0, -1e4) if numbers else seen
+    mask = mask.view(1, 1, 1, -1)
+    found = attention(q, k, v, (16, 16), attn_mask=mask)
+    exact = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    plain = attention(q, k, v, (16, 16)) - F.scaled_dot_product_attention(q, k, v)
+    assert (found - exact).norm() < 2 * plain.norm()
+    v = v.masked_fill(~seen[:, None], 1e6)
+    torch.testing.assert_close(attention(q, k, v, (16, 16), attn_mask=mask), found)
+    rows = mask.expand(-1, -1, 256, -1)  # one row, repeated
+    assert torch.equal(attention(q, k, v, (16, 16), attn_mask=rows), found)
+
+
+@pytest.mark.parametrize("kind", ["itself", "a window", "its own row", "what came before"])
+@pytest.mark.parametrize("numbers", [False, True])
+def test_keys_that_each_query_sees_otherwise_are_refused(kind: str, numbers: bool) -> None:
+    q, k, v = case(count=256, dtype=torch.float32)
+    mask = torch.where(places(kind), 0.0, -math.inf) if numbers else places(kind)
+    with pytest.raises(ValueError, match=r"\[B, 1, 1, N\].*the image's keys differ; keep=1"):
+        attention(q, k, v, (16, 16), attn_mask=mask)
+    whole = attention(q, k, v, (16, 16), attn_mask=mask, keep=1)
+    assert torch.equal(whole, F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
 
 @pytest.mark.usefixtures("both_ways")
