@@ -16,18 +16,26 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.fit import SDPA, fitted_to, sized_keys
-from mame_sd.core.merge import Groups, cells_of, group_tokens, no_autocast
+from mame_sd.core.merge import (
+    Cells,
+    Groups,
+    autocasts,
+    cells_of,
+    group_tokens,
+    no_autocast,
+    unreadable,
+)
 
 ALONE = 0.125  # of the kept keys, those that stay as they are: the farthest from all others
 Kernel = Callable[..., Tensor]
@@ -124,6 +132,7 @@ def merge_keys(
     with no_autocast(q):
         for number, (start, size, keep) in enumerate(grids):
             cells = cells_of(size, (1 - ALONE) * keep, how.tile_size, how.seed, k.device)
+            cells = _like(cells, k)
             last = start + cells.tokens
             # Where the image comes first nothing is cut off: a CPU would copy it to read its slots.
             slots = [
@@ -176,6 +185,15 @@ def merge_keys(
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
 
 
+def _like(cells: Cells, t: Tensor) -> Cells:
+    """Return cells whose tables are without numbers where `t` is, as shape propagation has it."""
+    mode = None if torch.compiler.is_compiling() else maybe_get_fake_mode(t)
+    if mode is None:
+        return cells
+    tables = {name: mode.from_tensor(x) for name, x in vars(cells).items() if isinstance(x, Tensor)}
+    return replace(cells, **tables)
+
+
 ROWS = "an attention mask with a row for each query"
 ROWS_HIDE = f"{ROWS}, in which the image's keys differ"
 ROWS_UNREAD = f"{ROWS}, whose numbers no compiled graph can read"
@@ -197,14 +215,6 @@ def unlike(mask: Tensor, grids: Sequence[Grid]) -> str | None:
         return ROWS_UNREAD
     parts = (mask[..., g.start : g.start + torch.Size(g.size).numel()] for g in grids)
     return None if all(constant_along(part, -1) for part in parts) else ROWS_HIDE
-
-
-def unreadable(t: Tensor) -> bool:
-    """Return whether the numbers of a tensor can't be read: in a graph that is being compiled or
-    captured, and of a tensor without any.
-    """
-    captured = t.is_cuda and torch.cuda.is_current_stream_capturing()
-    return torch.compiler.is_compiling() or captured or is_fake(t)
 
 
 def constant_along(t: Tensor, dim: int) -> bool:
@@ -304,7 +314,7 @@ class OwnKernel(NamedTuple):
     ) -> Tensor:
         """Attention [B, H, Q, D'], by a call with the arguments that are needed.
 
-        Raises ValueError where the kernel lacks one, or gives another shape.
+        Raises ValueError where the kernel lacks one, or gives another shape or dtype.
         """
         usual = scale is None or math.isclose(scale, q.shape[-1] ** -0.5)
         needed = {
@@ -324,6 +334,8 @@ class OwnKernel(NamedTuple):
         if not isinstance(output, Tensor) or output.shape != wanted:
             got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"kernel: expected it to give a tensor {list(wanted)}, got {got}")
+        if output.dtype != q.dtype and not autocasts(q):
+            raise ValueError(f"kernel: expected it to give {q.dtype}, got {output.dtype}")
         return output
 
 

@@ -22,8 +22,8 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.keys import constant_along, unreadable
-from mame_sd.core.merge import least_tokens, too_few
+from mame_sd.core.keys import constant_along
+from mame_sd.core.merge import least_tokens, too_few, unreadable
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Family, Rows
