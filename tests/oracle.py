@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 REFINE_FLOOR = 1e-5  # of the library's settled form
-RIDGE, SIZE_RIDGE = 0.1, 1e-3
+RIDGE, SIZE_RIDGE, ROOM = 0.1, 1e-3, 0.25
 
 # ----------------------------------------------------------------- the paper
 
@@ -250,7 +250,10 @@ def merged_attention(
             a = attend(own[:, few], key, value, scale, near)[1].flatten(0, 1)
             lacking, a = exact - a @ value, a[:, merged]
             change = a.T @ (_ridged_inverse(a @ a.T, RIDGE) @ lacking)
-            value = torch.cat([value[: merged.start], value[merged] + change, value[merged.stop :]])
+            low, high = v[b, h].amin(0), v[b, h].amax(0)
+            room = ROOM * (high - low)
+            fitted = (value[merged] + change).clamp(low - room, high + room)
+            value = torch.cat([value[: merged.start], fitted, value[merged.stop :]])
         values.append(value)
         outputs.append(attend(own, key, value, scale, bias)[0])
     return torch.stack(outputs).view(*q.shape[:3], -1), torch.stack(values).unflatten(

@@ -410,3 +410,29 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
         exec(compile(code, "kv-cache.md", "exec"), scope)
         assert scope["answer"].shape == (1, 128)
     assert "2 layers: 14 of 64 keys stay" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("keep", [-5, 0, float("nan"), 2, True, "x", None])
+def test_a_share_is_checked_when_it_is_set(keep: Any) -> None:
+    model, ids = tiny("llama"), prompt()
+    with compress_cache(model, 0.5) as handle:
+        with pytest.raises(ValueError, match="keep: expected a share above 0 and at most 1, got"):
+            handle.keep = keep
+        with pytest.raises(TypeError, match="compressing: expected True or False, got 'no'"):
+            handle.compressing = "no"  # type: ignore[assignment]
+        assert (handle.keep, handle.compressing) == (0.5, True)
+        generated(model, ids)
+        half = handle.tokens[0][1]
+        handle.keep = 0.25
+        generated(model, ids)
+        assert handle.tokens[0][1] < half
+        handle.keep, handle.tokens = 1, {}
+        generated(model, ids)
+        assert not handle.tokens
+        handle.keep = 0.25
+        generated(model, ids)
+    with (
+        compress_cache(model, 1) as handle,
+        pytest.raises(ValueError, match=r"keep: expected 1 in a block that was entered with it, got"),
+    ):
+        handle.keep = 0.5
