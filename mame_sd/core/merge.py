@@ -79,7 +79,9 @@ def autocasts(t: Tensor) -> bool:
 
 def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
     """Autocast off on the device of `t`, where it is on."""
-    return torch.autocast(t.device.type, enabled=False) if autocasts(t) else contextlib.nullcontext()
+    return (
+        torch.autocast(t.device.type, enabled=False) if autocasts(t) else contextlib.nullcontext()
+    )
 
 
 @dataclass(frozen=True, eq=False)

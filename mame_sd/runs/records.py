@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import read_regular
 
 FORMAT = "mame-sd run 1"
 # What reading a line that is no record raises.
@@ -35,7 +36,7 @@ class Sample:
 def read_manifest(path: Path, advice: str) -> dict[str, Any]:
     """The manifest of a run. Raises UserError, which ends in `advice`, for any other file."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_regular(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected the manifest of a run, got: {error}; {advice}") from None
     known = isinstance(values, dict) and values.get("format") == FORMAT
@@ -82,7 +83,7 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
     """
     path = folder / "samples.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_regular(path).decode().split("\n")
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{folder}: expected samples.jsonl of a run, found none; {advice}"
