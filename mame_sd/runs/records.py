@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from mame_sd.errors import UserError
 from mame_sd.runs.files import read_regular
@@ -75,8 +76,8 @@ def sample_of(folder: Path, line: str | bytes) -> Sample:
 
 
 def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
-    """What samples.jsonl of the run in `folder` says of its images, by key, in its order; the
-    images are not looked at.
+    """What samples.jsonl of the run in `folder` says of its images, by key (in Unicode's form NFC,
+    so that files of other systems pair), in its order; the images are not looked at.
 
     Raises UserError, which ends in `advice`, for a file that is missing, broken, or names an image
     twice.
@@ -101,10 +102,11 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
                 f"{path}:{number}: expected the record of an image, got {type(error).__name__}:"
                 f" {error}; {advice}"
             ) from None
-        if sample.key in found:
+        key = normalize("NFC", sample.key)
+        if key in found:
             raise UserError(
                 f"{path}:{number}: expected one record an image, got another one of"
                 f" {sample.key}; {advice}"
             )
-        found[sample.key] = sample
+        found[key] = sample
     return found

@@ -433,6 +433,8 @@ def test_a_share_is_checked_when_it_is_set(keep: Any) -> None:
         generated(model, ids)
     with (
         compress_cache(model, 1) as handle,
-        pytest.raises(ValueError, match=r"keep: expected 1 in a block that was entered with it, got"),
+        pytest.raises(
+            ValueError, match=r"keep: expected 1 in a block that was entered with it, got"
+        ),
     ):
         handle.keep = 0.5

@@ -330,7 +330,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attn_mask": torch.ones(61)}, r"a tensor of booleans or torch\.float64 .* torch\.float32"),
     ({"attn_mask": torch.ones(61).long()}, r"attn_mask: expected .* torch\.int64"),
     ({"attn_mask": torch.ones(61, dtype=torch.bool, device="meta")}, "on cpu, .* on meta"),
-    ({"kernel": lambda q, k, v, attn_mask: q.float()}, "kernel: .* torch.float64, got torch.float32"),
+    (
+        {"kernel": lambda q, k, v, attn_mask: q.float()},
+        "kernel: .* torch.float64, got torch.float32",
+    ),
 ]
 
 

@@ -361,7 +361,9 @@ def test_a_mask_that_differs_among_queries_within_the_image_merges_nothing() -> 
         found = F.scaled_dot_product_attention(q, k, v, attn_mask=apart)
     assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, attn_mask=apart))
     assert job.merged is None
-    assert job.left == "an attention mask with a row for each query, in which the image's keys differ"
+    assert (
+        job.left == "an attention mask with a row for each query, in which the image's keys differ"
+    )
 
 
 def test_one_head_without_a_dimension_of_its_own_keeps_the_masks_of_its_samples() -> None:
