@@ -1,9 +1,9 @@
 """Images from files, without a silent change on the way in.
 
 What is the same picture in 8-bit RGB is taken: RGB, grey, palettes, an alpha channel that hides
-nothing. What a conversion would change is refused: 16 bits, see-through pixels, CMYK, animations, colours
-of a profile other than sRGB.
-Pixels are turned as EXIF says, as viewers do; `turned` tells of how many files.
+nothing. What a conversion would change is refused: 16 bits, see-through pixels, CMYK, animations,
+colours of a profile other than sRGB. Pixels are turned as EXIF says, as viewers do; `turned` tells
+of how many files.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def test_a_mask_for_regions_of_the_image_leaves_it_whole(how: dict[str, Any]) ->
     before = run(inputs, model)
     handle = apply_mame(model, min_tokens=1, **how)
     assert torch.equal(run(inputs, model), before)
-    with pytest.raises(RuntimeError, match="an attention mask .*the image's (keys differ|tokens)"):
+    with pytest.raises(RuntimeError, match=r"an attention mask .*the image's (keys differ|tokens)"):
         handle.report()
 
 

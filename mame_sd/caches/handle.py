@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from mame_sd import upstream
 from mame_sd.caches.attention import Attention, attention_layers
@@ -130,6 +130,7 @@ def compress_cache(
         raise ValueError(
             "model: every layer sees a sliding window alone, whose cache is short as it is"
         )
+    _check_kind(model, layers)
     running = _RUNNING.get()
     if any(work.live and work.layers.keys() & layers.keys() for work in running):
         raise ValueError("model: its cache is compressed already; leave that compress_cache first")
@@ -156,6 +157,18 @@ def compress_cache(
     finally:
         work.remove()
         _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not work))
+
+
+def _check_kind(model: nn.Module, layers: dict[int, Attention]) -> None:
+    """Raise ValueError for a model whose own cache holds more than keys and values in a layer."""
+    made = DynamicCache(config=model.config).layers
+    for layer in layers.values():
+        kind = type(made[layer.index]) if layer.index < len(made) else DynamicLayer
+        if kind is not DynamicLayer:
+            raise ValueError(
+                f"model: expected layers that cache keys and values alone, got {type(model).__name__}"
+                f" with a {kind.__name__}; leave compress_cache out"
+            )
 
 
 _ASSISTED = (

@@ -229,8 +229,8 @@ def _same_for_all(mask: Tensor) -> bool:
 
 
 def _of_keys(mask: Tensor, q: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-    """Return a mask [.., 1, N] in place of one that repeats its rows, and it as numbers [B, N] added
-    to the logits. Any other comes back as it is, and None.
+    """Return a mask [.., 1, N] in place of one that repeats its rows, and its numbers [B, N] that
+    are added to the logits. Any other comes back as it is, with None.
     """
     if not _same_for_all(mask) or mask.shape[-1] == 1:
         return mask, None

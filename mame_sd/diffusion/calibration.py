@@ -129,8 +129,8 @@ class Calibration:
         chosen = choose(self.options, self.forward * (1 - 1 / speed))
         if chosen is None and self.fastest < 1.005:
             raise ValueError(
-                "speed: merging is reckoned to make this model no faster here; leave it unmerged, or"
-                " give larger images"
+                "speed: merging is reckoned to make this model no faster here; leave it unmerged,"
+                " or give larger images"
             )
         if chosen is None:
             raise ValueError(

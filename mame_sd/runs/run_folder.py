@@ -63,6 +63,12 @@ class RunFolder:
                     f"--out {self.path}: expected {own.name} to be a folder of its own, got a link"
                     f" to {os.readlink(own)!r}; put the folder itself there, or make --out a link"
                 )
+        strange = next((one for one in self.images.glob("*.png") if one.is_dir()), None)
+        if strange is not None:
+            raise UserError(
+                f"--out {self.path}: expected images, got the folder {strange.name!r} among them;"
+                " take it away, or choose another"
+            )
         with writing(self.path):
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
         if foreign and self.manifest.name not in foreign:

@@ -21,6 +21,7 @@ from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import prompts_from_texts
+from mame_sd.runs.run_folder import RunFolder
 from tests.builders.run_folders import snapshot
 
 PROMPTS, FAST = prompts_from_texts(["key", "ant"]), GenerateSettings(steps=1)
@@ -112,6 +113,18 @@ def test_links_among_temporary_files_are_not_written_through(
     assert mine.read_bytes() == b"mine"
 
 
+def test_an_image_s_place_that_is_a_folder_is_told_before_anything_is_made(
+    finished: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    image = sorted((run / "images").iterdir())[0]
+    image.unlink()
+    image.mkdir()
+    with pytest.raises(UserError, match=f"expected images, got the folder '{image.name}'"):
+        RunFolder(run).check()
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
 @pytest.mark.parametrize(
     "place",
@@ -131,7 +144,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
             generate(model, PROMPTS, FAST, None, run)
             assert snapshot(run / "images") == snapshot(finished / "images")
         else:
-            with pytest.raises(UserError, match="pipe|can't be written"):
+            with pytest.raises(UserError, match=r"pipe|can't be written"):
                 generate(model, PROMPTS, FAST, None, run)
 
 
