@@ -190,7 +190,9 @@ def _like(cells: Cells, t: Tensor) -> Cells:
     mode = None if torch.compiler.is_compiling() else maybe_get_fake_mode(t)
     if mode is None:
         return cells
-    tables = {name: mode.from_tensor(x) for name, x in vars(cells).items() if isinstance(x, Tensor)}
+    tables: dict[str, Any] = {
+        name: mode.from_tensor(x) for name, x in vars(cells).items() if isinstance(x, Tensor)
+    }
     return replace(cells, **tables)
 
 
