@@ -36,7 +36,7 @@ class CaptionHandle(Handle[MaMeConfig]):
 
     @property
     def config(self) -> MaMeConfig:
-        """Current settings, of which only `keep` is used."""
+        """Current settings, of which only `keep` is used; `set` changes them."""
         return self._settings
 
     @property

@@ -7,7 +7,6 @@ forward.
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 import weakref
@@ -22,7 +21,7 @@ from mame_sd.perception.counts import CONVOLUTIONS
 from mame_sd.perception.encoder_registry import Encoder
 from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan
-from mame_sd.upstream import outside_old_graphs
+from mame_sd.upstream import outside_old_graphs, parameters_of
 
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 
@@ -87,7 +86,7 @@ class ForwardState(HookOwner):
         convolutions, self.patches = _convolutions(model, blocks)
         self.inner = [InnerHook(self, model, path, self.computed) for path in convolutions]
         self.clips = isinstance(model.get_submodule(self.patches or ""), nn.Conv3d)
-        self._names = list(inspect.signature(type(model).forward).parameters)[1:]
+        self._names = list(parameters_of(type(model)))
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:

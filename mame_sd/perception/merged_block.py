@@ -9,7 +9,6 @@ Gradient checkpointing happens where the block would do it.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -25,7 +24,7 @@ from mame_sd.perception.encoder_registry import Encoder
 from mame_sd.perception.forward_state import Forward, ForwardState
 from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan, plan_block
-from mame_sd.upstream import outside_old_graphs
+from mame_sd.upstream import outside_old_graphs, parameters_of
 
 UNKNOWN = "height and width unknown: destinations are every second token"
 Grid = tuple[int, int] | None
@@ -77,8 +76,8 @@ class MergedBlock(HookOwner):
         self.shared = shared
         self.counts = counts.get(number)
         self.first = number == min(counts)
-        parameters = inspect.signature(type(block).forward).parameters.values()
-        self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD][1:]
+        parameters = parameters_of(type(block)).values()
+        self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD]
         self.config = config
         if config is not None and spec.keys is not None:
             self.inner = [InnerHook(shared, block, spec.keys, self.keep_keys)]

@@ -33,7 +33,7 @@ class GroupPlan:
     def sizes(self) -> Tensor:
         """Number of tokens in each group, [B, L']."""
         sizes = self.body.sizes
-        return torch.cat([sizes.new_ones(len(sizes), self.prefix), sizes], 1)
+        return torch.cat([sizes.new_ones(sizes.shape[0], self.prefix), sizes], 1)
 
     @property
     def kept(self) -> Tensor:
@@ -54,7 +54,7 @@ class GroupPlan:
         return torch.cat([y[:, : self.prefix], self.body.restore(y[:, self.prefix :])], 1)
 
     def _after_prefix(self, index: Tensor) -> Tensor:
-        first = torch.arange(self.prefix, device=index.device).expand(len(index), -1)
+        first = torch.arange(self.prefix, device=index.device).expand(index.shape[0], -1)
         return torch.cat([first, index + self.prefix], 1)
 
 
