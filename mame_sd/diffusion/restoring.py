@@ -46,6 +46,8 @@ _HARMLESS = ("group_offloading", "layerwise_casting", "layer_execution_tracker",
 # Arguments of a cross-attention that come one for each of the image's tokens.
 _BY_TOKEN = ("image_rotary_emb", "query_rotary_emb", "rotary_emb", "ip_adapter_masks")
 CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
+SEVERAL = "one self-attention follows another"
+GATED = "a gated self-attention (GLIGEN's fuser) follows another one"
 
 
 class RestoreHook(LayerHook):
@@ -54,9 +56,13 @@ class RestoreHook(LayerHook):
     Args:
         shared, stats, known, number: as for `LayerHook`.
         family: the family of the model.
+
+    Attributes:
+        never: why the module can't be restored in any call; empty if it can.
     """
 
     name = "mame_restore"
+    never = ""
     OTHER = "its tokens are not the image's"
     keep_of: str  # the setting that says how much is computed
 
@@ -161,8 +167,7 @@ class MLPHook(RestoreHook):
             return fn(x) if part is None else rows.put(of_tokens(part), x)
         tokens = self.reason(x, keep)
         if isinstance(tokens, Tokens):
-            too_few = self.too_few(tokens, x)
-            tokens = too_few or tokens
+            tokens = self.never or self.too_few(tokens, x) or tokens
         if isinstance(tokens, str):
             # The same MLP may take the text in another call, which is no reason of the image's.
             if tokens != self.OTHER or not self.stats.calls:
@@ -197,7 +202,6 @@ class BlockHook(RestoreHook):
     """Computes a block on a few tokens, with the keys of all, and restores the change it makes."""
 
     keep_of = "block_share"
-    several = False  # whether one self-attention of the block follows another
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
@@ -208,15 +212,14 @@ class BlockHook(RestoreHook):
         tokens = self.reason(x, keep)
         if isinstance(tokens, Tokens):
             tokens = (
-                self.family.blocks
-                or ("one self-attention follows another" if self.several else "")
+                self.never
+                or (GATED if _has_fuser(entry.module) else "")
                 or self.too_few(tokens, x)
                 or (CACHED if self._is_cached(entry.module) else "")
                 or ("a skip connection" if kwargs.get("skip") is not None else "")
                 or tokens
             )
         if isinstance(tokens, str):
-            # The same MLP may take the text in another call, which is no reason of the image's.
             if tokens != self.OTHER or not self.stats.calls:
                 count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
                 self.stats.skipped(tokens, count)
@@ -231,7 +234,10 @@ class BlockHook(RestoreHook):
         outputs = [output] if alone else list(output)
         at = [i for i, y in enumerate(outputs) if isinstance(y, Tensor) and y.shape == x.shape]
         if len(at) != 1:
-            self.stats.skipped(f"{len(at)} of its outputs have the shape of its tokens", x.shape[1])
+            reason = f"{len(at)} of its outputs have the shape of its tokens"
+            self.stats.skipped(reason, x.shape[1])
+            if not torch.compiler.is_compiling():  # so that it is not computed twice again
+                self.never = reason
             return entry.inner(*args, **kwargs)
         y = outputs[at[0]]
         change = chosen.take(y[:, start:end]) - chosen.take(image)
@@ -251,6 +257,12 @@ class BlockHook(RestoreHook):
             ):
                 return True
         return False
+
+
+def _has_fuser(block: nn.Module) -> bool:
+    """Return True if a block of GLIGEN attends to boxes behind its self-attention."""
+    fuser = getattr(block, "fuser", None)
+    return fuser is not None and getattr(fuser, "enabled", True)
 
 
 def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:
@@ -295,11 +307,14 @@ def restoring_hooks(
         for name, part, kind in _parts_of(block, modules):
             path = f"{outer}.{name}" if outer else name
             stats = LayerStats(path, hook.stats.device, "mlp")
-            yield path, part, kind(shared, stats, hook.known, number, family)
+            part_hook = kind(shared, stats, hook.known, number, family)
+            part_hook.never = family.mlps
+            yield path, part, part_hook
         if outer:
             stats = LayerStats(outer, hook.stats.device, "block")
             own = BlockHook(shared, stats, hook.known, number, family)
-            own.several = len(paths) > 1 and not family.parallel
+            several = len(paths) > 1 and not family.parallel
+            own.never = family.blocks or (SEVERAL if several else "")
             yield outer, block, own
 
 

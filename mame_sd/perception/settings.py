@@ -19,6 +19,8 @@ EVERY = 2
 FEWEST = 0.01  # share that is asked of a block at least
 LEAST = 0.5  # of the tokens of one block: its destinations, where they are no grid
 _NO_MEANING = {
+    "mlp_keep": "an encoder's tokens merge, and all that is left go through its MLPs",
+    "block_keep": "an encoder's tokens merge, and all that is left go through its blocks",
     "fit_queries": "an encoder's tokens merge, not its keys alone",
     "tile_size": "all of an image's patches are compared",
     "redraw": "an encoder has no steps",

@@ -127,9 +127,7 @@ def test_every_dtype_equals_the_loop_around_text(
     want[:, image], _ = by_loop(mlp(), x[:, image], size, keep, 7)
     torch.testing.assert_close(found.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     text = torch.cat([t[:, n] for t in (x,) for n in (slice(before), slice(image.stop, None))], 1)
-    torch.testing.assert_close(
-        torch.cat([found[:, :before], found[:, image.stop :]], 1), fn(text)
-    )
+    torch.testing.assert_close(torch.cat([found[:, :before], found[:, image.stop :]], 1), fn(text))
 
 
 def test_gradients_reach_the_function_alone() -> None:
