@@ -48,6 +48,7 @@ _BY_TOKEN = ("image_rotary_emb", "query_rotary_emb", "rotary_emb", "ip_adapter_m
 CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
 SEVERAL = "one self-attention follows another"
 GATED = "a gated self-attention (GLIGEN's fuser) follows another one"
+BY_TOKEN = "each of its tokens has a timestep of its own, of which the fit does not know"
 
 
 class RestoreHook(LayerHook):
@@ -217,6 +218,7 @@ class BlockHook(RestoreHook):
                 or self.too_few(tokens, x)
                 or (CACHED if self._is_cached(entry.module) else "")
                 or ("a skip connection" if kwargs.get("skip") is not None else "")
+                or (BY_TOKEN if _modulated_by_token(tokens, x, args, kwargs) else "")
                 or tokens
             )
         if isinstance(tokens, str):
@@ -263,6 +265,24 @@ def _has_fuser(block: nn.Module) -> bool:
     """Return True if a block of GLIGEN attends to boxes behind its self-attention."""
     fuser = getattr(block, "fuser", None)
     return fuser is not None and getattr(fuser, "enabled", True)
+
+
+def _modulated_by_token(
+    tokens: Tokens, x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Return True if a block gets shifts, scales and gates for each token of the image.
+
+    They come as [B, L, 6, C] or [B, L, 6 * C].
+    """
+    width = x.shape[-1]
+    return any(
+        isinstance(t, Tensor)
+        and t.dim() in (3, 4)
+        and image_start(tokens, t.flatten(2)) is not None
+        and t[0, 0].numel() >= 2 * width
+        and t[0, 0].numel() % width == 0
+        for t in (*args, *kwargs.values())
+    )
 
 
 def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:
@@ -314,7 +334,8 @@ def restoring_hooks(
             stats = LayerStats(outer, hook.stats.device, "block")
             own = BlockHook(shared, stats, hook.known, number, family)
             several = len(paths) > 1 and not family.parallel
-            own.never = family.blocks or (SEVERAL if several else "")
+            gated = outer.endswith(".fuser")
+            own.never = family.blocks or (SEVERAL if several else GATED if gated else "")
             yield outer, block, own
 
 
@@ -325,16 +346,18 @@ def _parts_of(
     the kind of hook that goes on them.
     """
     for name, child in block.named_children():
-        kind = type(child).__name__
+        kinds = [kind.__name__ for kind in type(child).__mro__]  # a tool's subclass, too
         if child in attention:
             for path in _OUTPUT:
                 part = _at(child, path)
                 if part is not None and not isinstance(part, nn.ModuleList):
                     yield f"{name}.{path}", part, PartHook
                     break
-        elif _MLP.search(kind) and not any(other in name for other in _OTHERS):
+        elif any(map(_MLP.search, kinds)) and not any(other in name for other in _OTHERS):
             yield name, child, MLPHook
-        elif (kind.endswith("Attention") and "audio" not in name) or name in _FUSED:
+        elif name in _FUSED or (
+            any(kind.endswith("Attention") for kind in kinds) and "audio" not in name
+        ):
             yield name, child, PartHook
 
 
