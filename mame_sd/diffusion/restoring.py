@@ -88,6 +88,8 @@ class RestoreHook(LayerHook):
         setting = self.setting
         if not setting.active or "keys" not in setting.methods:
             return None
+        if not setting.of_layer:  # a name would be a constant of each compiled block
+            return setting.config
         return setting.of_layer.get(self.stats.name, setting.config)
 
     def choose(self, x: Tensor, config: MaMeConfig, tokens: Tokens) -> ChosenTokens:
