@@ -49,7 +49,7 @@ _BY_TOKEN = ("image_rotary_emb", "query_rotary_emb", "rotary_emb", "ip_adapter_m
 CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
 SEVERAL = "one self-attention follows another"
 GATED = "a gated self-attention (GLIGEN's fuser) follows another one"
-BY_TOKEN = "each of its tokens has a timestep of its own, of which the fit does not know"
+BY_TOKEN = "its tokens have several timesteps, which a fit on the tokens can't know"
 
 
 class RestoreHook(LayerHook):
@@ -233,7 +233,7 @@ class BlockHook(RestoreHook):
                 or self.too_few(tokens, x, config)
                 or (CACHED if self._is_cached(entry.module) else "")
                 or ("a skip connection" if kwargs.get("skip") is not None else "")
-                or (BY_TOKEN if _modulated_by_token(tokens, x, args, kwargs) else "")
+                or (BY_TOKEN if tokens.timesteps else "")
                 or tokens
             )
         if isinstance(tokens, str):
@@ -280,24 +280,6 @@ def _has_fuser(block: nn.Module) -> bool:
     """Return True if a block of GLIGEN attends to boxes behind its self-attention."""
     fuser = getattr(block, "fuser", None)
     return fuser is not None and getattr(fuser, "enabled", True)
-
-
-def _modulated_by_token(
-    tokens: Tokens, x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
-    """Return True if a block gets shifts, scales and gates for each token of the image.
-
-    They come as [B, L, 6, C] or [B, L, 6 * C].
-    """
-    width = x.shape[-1]
-    return any(
-        isinstance(t, Tensor)
-        and t.dim() in (3, 4)
-        and image_start(tokens, t.flatten(2)) is not None
-        and t[0, 0].numel() >= 2 * width
-        and t[0, 0].numel() % width == 0
-        for t in (*args, *kwargs.values())
-    )
 
 
 def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:
