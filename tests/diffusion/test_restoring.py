@@ -109,6 +109,18 @@ def test_rules_name_mlps_and_blocks(kind: str) -> None:
             restored(unet, kind, layers={pattern: {SETTINGS[kind]: 0.5}})
 
 
+@pytest.mark.parametrize(
+    "name", ["UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel"]
+)
+def test_keys_merge_in_restored_blocks(name: str) -> None:
+    model, inputs = MODELS[name].build(), MODELS[name].inputs()
+    handle = restored(model, "block", keep=0.5, mlp_keep=0.25)
+    calls = checked(handle, lambda: run(inputs, model))
+    layers = handle.report().layers
+    assert {layer.kind for layer in layers if layer.merged} == {"attention", "block"}
+    assert len(calls) == sum(layer.kind == "block" for layer in layers)
+
+
 # ------------------------------------------------------------ what can't act
 
 

@@ -1,5 +1,5 @@
-"""What is restored in a tiny model, and that it is exact: a restored MLP or block gives what the
-module by itself gives for the chosen tokens and for those that are not the image's.
+"""What is restored in a tiny model, and that it is exact: a restored MLP or block gives what it
+gives without restoring for the chosen tokens and for those that are not the image's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Restored:
         chosen: the chosen tokens.
         start: where the image's tokens begin in the module's input.
         output: what the call gave.
-        plain: what the module by itself gives for the same arguments.
+        plain: what the call gives for the same arguments where nothing is restored.
     """
 
     hook: RestoreHook
@@ -96,7 +96,8 @@ def restoring(handle: MaMeHandle) -> Iterator[list[Restored]]:
             x = next(t for t in given if isinstance(t, Tensor))
             x = x.transpose(0, 1) if self.family.sequence_first else x
             chosen, setting = latest[self], shared.setting
-            shared.setting = replace(setting, active=False)
+            whole = setting.config.replace(mlp_keep=1, block_keep=1)
+            shared.setting = replace(setting, config=whole, of_layer={})
             try:
                 plain = entry.inner(*args, **kwargs)
             finally:
