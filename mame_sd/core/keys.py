@@ -491,7 +491,8 @@ class MergeJob:
             if placed is None or not (self.merges or self._some(call)):
                 return unmerged()
             changed = self.merge(call, bias) if self.merges else dict(call)
-            assert changed is not None
+            if changed is None:  # `left` says why
+                return unmerged()
             if self.merges and name:
                 self.note = f"attention by {name}" + ("" if bias else UNCOUNTED)
             some = self._some(call)

@@ -221,6 +221,13 @@ def test_weights_stay_bounded_where_half_of_the_tokens_are_equal() -> None:
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
 
 
+def test_no_token_is_chosen_twice() -> None:
+    """Where all are alike none is farther than those that are chosen already."""
+    cells, count = cells_and_count((16, 16), 0.5, 0, torch.device("cpu"))
+    at = choose_tokens(torch.ones(1, 256, 4), cells, count).at
+    assert len({*at[0].tolist()}) == at.shape[1] == 128
+
+
 def test_large_halves_do_not_overflow() -> None:
     x = (3e4 * tokens(2, 256, 64).clamp(-2, 2)).half()
     found = restored(lambda t: t, x, (16, 16), 0.25)

@@ -32,6 +32,7 @@ class Restored:
         hook: the hook of the module.
         chosen: the chosen tokens.
         start: where the image's tokens begin in the module's input.
+        x: the image's tokens in that input.
         output: what the call gave.
         plain: what the call gives for the same arguments where nothing is restored.
     """
@@ -39,6 +40,7 @@ class Restored:
     hook: RestoreHook
     chosen: ChosenTokens
     start: int
+    x: Tensor
     output: Any
     plain: Any
 
@@ -62,6 +64,10 @@ class Restored:
                 others = ((t[:, : self.start], t[:, end:]) for t in (found, want))
                 taken = tuple(map(self.chosen.take, image))
                 parts = [taken, *zip(*others, strict=True)]
+                if image[0].shape == self.x.shape:
+                    x = self.x if isinstance(self.hook, BlockHook) else torch.zeros_like(self.x)
+                    fitted = x + self.chosen.restore(taken[1] - self.chosen.take(x))
+                    parts.append((image[0], fitted))
             for a, b in parts:
                 largest = float(want.abs().amax())
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * largest)
@@ -103,7 +109,8 @@ def restoring(handle: MaMeHandle) -> Iterator[list[Restored]]:
             finally:
                 shared.setting = setting
             start = self.start(self.layout(), x) or 0
-            found.append(Restored(self, chosen, start, output, plain))
+            image = x[:, start : start + chosen.tokens_in]
+            found.append(Restored(self, chosen, start, image, output, plain))
             return output
 
         return mock.patch.object(kind, "call", both)
