@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError
-from mame_sd.runs.files import read_regular, check_place, write_atomically, writing
+from mame_sd.runs.files import check_place, read_regular, write_atomically, writing
 from mame_sd.runs.run_folder import differences, in_short
 
 from ..json_text import json_text

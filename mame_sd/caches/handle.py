@@ -166,8 +166,8 @@ def _check_kind(model: nn.Module, layers: dict[int, Attention]) -> None:
         kind = type(made[layer.index]) if layer.index < len(made) else DynamicLayer
         if kind is not DynamicLayer:
             raise ValueError(
-                f"model: expected layers that cache keys and values alone, got {type(model).__name__}"
-                f" with a {kind.__name__}; leave compress_cache out"
+                "model: expected layers that cache keys and values alone, got"
+                f" {type(model).__name__} with a {kind.__name__}; leave compress_cache out"
             )
 
 

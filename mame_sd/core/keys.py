@@ -185,13 +185,14 @@ def merge_keys(
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
 
 
-def _like(cells: Cells, t: Tensor) -> Cells:
-    """Return cells whose tables are without numbers where `t` is, as shape propagation has it."""
-    mode = None if torch.compiler.is_compiling() else maybe_get_fake_mode(t)
+def _like(cells: Cells, like: Tensor) -> Cells:
+    """Return cells whose tables are without numbers where `like` is, as shape propagation has it."""
+    mode = None if torch.compiler.is_compiling() else maybe_get_fake_mode(like)
     if mode is None:
         return cells
-    tables = {name: mode.from_tensor(x) for name, x in vars(cells).items() if isinstance(x, Tensor)}
-    return replace(cells, **tables)
+    tables = {name: t for name, t in vars(cells).items() if isinstance(t, Tensor)}
+    made: dict[str, Any] = {name: mode.from_tensor(table) for name, table in tables.items()}
+    return replace(cells, **made)
 
 
 ROWS = "an attention mask with a row for each query"

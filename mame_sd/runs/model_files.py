@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mame_sd.config import SETTINGS_FILE
 from mame_sd.errors import UserError, first_line
-from mame_sd.runs.files import shown
+from mame_sd.runs.files import files_below, shown
 from mame_sd.runs.options import option
 
 EMBEDDED = "embedded-"  # what the name of an embedded model begins with, as --model takes it
@@ -184,11 +184,11 @@ def digest_of(source: Path) -> str:
     """
     digest = hashlib.sha256()
     root = source.parent if source.is_file() else source
-    for path in [source] if source.is_file() else sorted(source.rglob("*")):
+    for path in [source] if source.is_file() else files_below(source):
         place = path.relative_to(root)
         hidden = path != source and any(part.startswith(".") for part in place.parts)
         kind = path.suffix in (".md", ".py", ".pyc") or path.name == SETTINGS_FILE
-        if path.is_file() and not hidden and not kind:
+        if not hidden and not kind:
             digest.update(f"{place.as_posix()}\0{path.stat().st_size}\0".encode())
             with open(path, "rb") as file:
                 while chunk := file.read(1 << 20):
