@@ -186,7 +186,7 @@ def merge_keys(
 
 
 def _like(cells: Cells, like: Tensor) -> Cells:
-    """Return cells whose tables are without numbers where `like` is, as shape propagation has it."""
+    """Return cells whose tables have no numbers where `like` has none (FakeTensorMode)."""
     mode = None if torch.compiler.is_compiling() else maybe_get_fake_mode(like)
     if mode is None:
         return cells

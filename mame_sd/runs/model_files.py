@@ -52,7 +52,9 @@ class ModelChoice:
         metavar="PATH_OR_ID",
     )
     variant: str | None = option(None, "Variant of the model's files, such as fp16.")
-    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    revision: str | None = option(
+        None, "Branch, tag or commit of a hub model, or of a .safetensors file's configuration."
+    )
     offline: bool = option(False, "Never ask the hub; take what is cached.")
     single_file_config: str | None = option(
         None,
@@ -85,12 +87,16 @@ class ModelChoice:
                 f"--dtype: expected auto, {', '.join(DTYPES)}, got {self.dtype!r}; give one of"
                 " these"
             )
-        if self.revision is not None and (self.embedded or os.path.exists(self.model or "")):
+        # The configuration of a single file comes from the hub where no folder is given.
+        file = Path(self.model or "").suffix == ".safetensors"
+        configured = file and not os.path.exists(self.single_file_config or "")
+        local = self.embedded or os.path.exists(self.model or "")
+        if self.revision is not None and local and not configured:
             raise UserError(
                 f"--revision: expected a hub id as --model, got {self.model or 'none'}; leave it"
                 " out"
             )
-        if self.single_file_config is not None and Path(self.model or "").suffix != ".safetensors":
+        if self.single_file_config is not None and not file:
             raise UserError(
                 "--single-file-config: expected a .safetensors file as --model, got"
                 f" {self.model or 'none'}; leave it out"
