@@ -9,19 +9,32 @@ only, so nothing waits for the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mame_sd.core.merge import Groups
-from mame_sd.core.paper import Plan
+from mame_sd.core.min_tokens import BY_DEFAULT
 
 NEVER_CALLED = "not called yet"
 TOO_FEW = "fewer than "  # begins the reason of a layer with few tokens
+# What begins the line of a level in a report.
+NAMES = {"attention": "", "mlp": "MLPs, ", "block": "blocks, "}
 NOTHING_MERGES = "no layer merges"  # begins the warning of a first forward that merged nothing
+
+
+class Counts(Protocol):
+    """How many tokens came and how many were kept: groups, a plan, or chosen tokens."""
+
+    @property
+    def tokens_in(self) -> int:
+        """The tokens that came."""
+
+    @property
+    def tokens_kept(self) -> int:
+        """The tokens that were kept."""
 
 
 def counted(count: int, noun: str) -> str:
@@ -40,8 +53,10 @@ class LayerStats:
     With `keep` the tokens kept are keys. `last_reason` is None when the latest call could merge.
     """
 
-    def __init__(self, name: str, device: torch.device | None = None) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, device: torch.device | None = None, kind: str = "attention"
+    ) -> None:
+        self.name, self.kind, self.device = name, kind, device
         # [3] int64: calls, tokens in, tokens kept; None: not counted there
         self.compiled: Tensor | None = None
         self.reset(device)
@@ -63,7 +78,7 @@ class LayerStats:
         self.last_reason = reason
         self._count(tokens, tokens)
 
-    def merged(self, plans: Sequence[Plan | Groups], size: tuple[int, ...], note: str = "") -> None:
+    def merged(self, plans: Sequence[Counts], size: tuple[int, ...], note: str = "") -> None:
         """Count a call that merged.
 
         Args:
@@ -114,10 +129,12 @@ class LayerReport(_Counted):
     """One layer: means over its calls since the last reset.
 
     `merged` is False when the layer was left alone, for the `reason` given. With `keep`
-    `tokens_kept` counts keys. `size` is (h, w) in tokens where it was known.
+    `tokens_kept` counts keys. `size` is (h, w) in tokens where it was known. `kind` is "attention",
+    "mlp" or "block"; of the latter two `tokens_kept` are those that were computed.
     """
 
     name: str
+    kind: str
     calls: int
     merged: bool
     reason: str
@@ -126,27 +143,36 @@ class LayerReport(_Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelReport(_Counted):
-    """All layers of one level, and how many of them merged."""
+    """All layers of one kind and level, and how many of them merged."""
 
+    kind: str
     layers: int
     layers_merged: int
 
 
 @dataclass(frozen=True)
 class MaMeReport:
-    """Every layer that could merge; `str(report)` is a table."""
+    """Every layer that could merge; `str(report)` is a table.
+
+    Attributes:
+        layers: one for each self-attention, MLP and block.
+        unknown: attention of which no family says whether it is over the image, how many by class.
+    """
 
     layers: tuple[LayerReport, ...]
+    unknown: Mapping[str, int] = field(default_factory=dict)
 
     def levels(self) -> list[LevelReport]:
         """Sum up the layers that were called by level, most tokens first, weighted by calls."""
         result = []
-        for level in sorted({layer.level for layer in self.layers if layer.calls}):
-            group = [layer for layer in self.layers if layer.calls and layer.level == level]
+        called = [layer for layer in self.layers if layer.calls]
+        for kind, level in sorted({(layer.kind, layer.level) for layer in called}):
+            group = [layer for layer in called if (layer.kind, layer.level) == (kind, level)]
             calls = sum(layer.calls for layer in group)
             result.append(
                 LevelReport(
                     level=level,
+                    kind=kind,
                     tokens_in=sum(layer.tokens_in * layer.calls for layer in group) / calls,
                     tokens_kept=sum(layer.tokens_kept * layer.calls for layer in group) / calls,
                     layers=len(group),
@@ -156,8 +182,11 @@ class MaMeReport:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values: `layers` and `levels`, each a list of objects."""
+        """Return the report as JSON values: `layers` and `levels`, each a list of objects, and
+        `unknown`.
+        """
         return {
+            "unknown": dict(self.unknown),
             "layers": [{**asdict(layer), "share": layer.share} for layer in self.layers],
             "levels": [{**asdict(level), "share": level.share} for level in self.levels()],
         }
@@ -173,19 +202,39 @@ class MaMeReport:
             )
         for level in self.levels():
             lines.append(
-                f"level {level.level}: {level.tokens_in:.0f} -> {level.tokens_kept:.0f}"
-                f" tokens ({level.share:.0%}), {level.layers_merged} of"
+                f"{NAMES[level.kind]}level {level.level}: {level.tokens_in:.0f} ->"
+                f" {level.tokens_kept:.0f} tokens ({level.share:.0%}), {level.layers_merged} of"
                 f" {counted(level.layers, 'layer')} merge{'s' * (level.layers == 1)}"
+            )
+        if self.unknown:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.unknown.items()))
+            lines.append(f"not merged: {kinds}, which no family describes (register_family)")
+        if largest := self._left_by_default():
+            lines.append(
+                "no layer merges, which is the fastest way here by default;"
+                f" min_tokens={largest} merges the largest all the same"
             )
         return "\n".join(lines)
 
+    def _left_by_default(self) -> int:
+        """The tokens of the largest layer where no layer merges and the default decided so; else
+        0.
+        """
+        called = [layer for layer in self.layers if layer.calls]
+        if any(layer.merged for layer in called):
+            return 0
+        left = [layer.tokens_in for layer in called if layer.reason.startswith(BY_DEFAULT)]
+        return round(max(left, default=0))
 
-def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
-    """Make the report of `stats`.
+
+def make_report(
+    stats: Iterable[LayerStats], unknown: Mapping[str, int] | None = None
+) -> MaMeReport:
+    """Make the report of `stats`, and of `unknown` attention (`MaMeReport`).
 
     Raises:
         NothingMergedError: layers were called since the last reset, and not one of them could
-            merge.
+            merge, for other reasons than the default's own rule (`mame_sd.core.min_tokens`).
     """
     rows = [(layer, *layer.totals()) for layer in stats]
     tokens = [round(total_in / calls) if calls else 0 for _, calls, total_in, _ in rows]
@@ -195,6 +244,7 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
     layers = tuple(
         LayerReport(
             name=layer.name,
+            kind=layer.kind,
             level=ranks.get(count, 0),
             tokens_in=total_in / calls if calls else 0.0,
             tokens_kept=total_kept / calls if calls else 0.0,
@@ -206,9 +256,10 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
         for (layer, calls, total_in, total_kept), count in zip(rows, tokens, strict=True)
     )
     called = [layer for layer in layers if layer.calls]
-    if called and not any(layer.merged for layer in layers):
+    decided = any(layer.merged or layer.reason.startswith(BY_DEFAULT) for layer in called)
+    if called and not decided:
         raise NothingMergedError(_nothing_merged(called))
-    return MaMeReport(layers)
+    return MaMeReport(layers, unknown or {})
 
 
 def _nothing_merged(called: Sequence[LayerReport]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,17 +16,19 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.denoisers import denoisers_of
+from mame_sd.diffusion.families.family import class_names
 from mame_sd.diffusion.families.refused import known_as
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import SizeHook, StepHook
-from mame_sd.diffusion.layer import MergeHook
+from mame_sd.diffusion.layer import LayerHook, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import make_config
+from mame_sd.diffusion.restoring import BlockHook, MLPHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
 
-Placed = tuple[nn.Module, MergeHook | PreHook]  # a hook and the module it goes on
+Placed = tuple[nn.Module, LayerHook | PreHook]  # a hook and the module it goes on
 GONE = "no longer part of the model: call apply_mame again"
 
 
@@ -37,16 +39,27 @@ class MaMeHandle:
 
     Attributes:
         root: the model, or an nn.ModuleDict of a pipeline's denoisers.
-        layers: the modules that may merge, each with its hook.
+        layers: the self-attentions that may merge, each with its hook.
+        restored: the MLPs and blocks that may be restored, each with its hook.
     """
 
     def __init__(
-        self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None
+        self,
+        root: nn.Module,
+        shared: Shared,
+        hooks: list[Placed],
+        pipe: Any = None,
+        unknown: Mapping[str, int] | None = None,
     ) -> None:
         self.root, self._pipe = root, _weakly(pipe)
+        self._unknown = dict(unknown or {})  # attention of no family, how many by class
         self._shared, self._hooks = shared, hooks
         self.layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
+        self.restored = [
+            (module, hook) for module, hook in hooks if isinstance(hook, (MLPHook, BlockHook))
+        ]
         self._names = [hook.stats.name for _, hook in self.layers]
+        self._restored_names = [hook.stats.name for _, hook in self.restored]
         merging = {module for module, _ in hooks}
         self._merging = {  # in each of the pipeline's denoisers
             name: merging & set(model.modules()) for name, model in denoisers_of(pipe).items()
@@ -70,7 +83,7 @@ class MaMeHandle:
 
     @property
     def config(self) -> MaMeConfig:
-        """The settings now in force (in this thread)."""
+        """The settings now in force (in this task)."""
         return self._shared.now.config
 
     @property
@@ -114,9 +127,13 @@ class MaMeHandle:
 
     @property
     def _kind(self) -> str:
-        """The model's class, not torch.compile's wrapper; those of several denoisers."""
+        """The class of the model, without torch.compile's and FSDP2's wrappers; those of several
+        denoisers.
+        """
         models = self.root.values() if isinstance(self.root, nn.ModuleDict) else [self.root]
-        kinds = (type(getattr(model, "_orig_mod", model)).__name__ for model in models)
+        names = (class_names(getattr(model, "_orig_mod", model)) for model in models)
+        # FSDP2 puts "FSDP" before the name of a class
+        kinds = (next(kind for kind in own if not kind.startswith("FSDP")) for own in names)
         return " and ".join(dict.fromkeys(kinds))
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
@@ -140,15 +157,18 @@ class MaMeHandle:
 
     @contextmanager
     def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
-        """Settings of this thread alone for a `with` block, whatever others set: several threads
-        may generate at once, each with its own. Merging is on in the block, also where `active` is
-        False.
+        """Settings of this task alone for a `with` block, whatever others set: several threads and
+        coroutines may generate at once, each with its own. Merging is on in the block, also where
+        `active` is False.
 
             with handle.using(keep=0.25):
                 image = pipe("a red key").images[0]
 
-        A backward pass that computes blocks again (checkpointing) may run in another thread: there
-        `set` is the way.
+        `asyncio.to_thread` and FastAPI's `run_in_threadpool` take the settings along. A generator
+        that yields inside of the block has no task of its own, so that its settings hold for its
+        caller meanwhile: run it by `contextvars.copy_context().run`. A compiled model takes the
+        settings that were last set in its thread. A backward pass that computes blocks again
+        (checkpointing) may run in another thread: there `set` is the way.
 
         Raises:
             RuntimeError: merging was removed or replaced.
@@ -158,14 +178,11 @@ class MaMeHandle:
         asked = make_config(self._shared.now.asked if config is None else config, fields)
         new = self._setting(asked, True)
         own = self._shared.own
-        entered: list[ResolvedConfig] = own.mine.__dict__.setdefault("entered", [])
-        entered.append(new)
-        own.value = new
+        own.value = (*(own.value or ()), new)
         try:
             yield
         finally:  # blocks may end in another order than they began
-            entered.remove(new)
-            own.value = entered[-1] if entered else None
+            own.value = tuple(one for one in own.value or () if one is not new)
 
     def calibrate(
         self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any
@@ -230,7 +247,10 @@ class MaMeHandle:
             for module, hook in self.layers:
                 if module not in there:
                     hook.stats.last_reason = GONE
-        return make_report(hook.stats for _, hook in self.layers)
+        restored = (hook.stats for _, hook in self.restored)
+        stats = [hook.stats for _, hook in self.layers]
+        counted = [*stats, *(one for one in restored if one.totals()[0])]
+        return make_report(counted, self._unknown)
 
     def others(self, pipe: Any) -> Iterator[tuple[nn.Module, str]]:
         """Denoisers of a pipeline that came after `apply_mame`, and what to say of each; a wrapper
@@ -257,7 +277,7 @@ class MaMeHandle:
         input.
         """
         for module, hook in self._hooks:
-            if isinstance(hook, MergeHook):
+            if isinstance(hook, LayerHook):
                 hook.stats.reset(device_of(module))
             elif isinstance(hook, StepHook):
                 hook.forget()
@@ -294,7 +314,7 @@ class MaMeHandle:
         """Raises ValueError as `_check`."""
         config = resolved(self.root, asked)
         self._check(config)
-        names = () if config.layers is None else self._names
+        names = () if config.layers is None else (*self._names, *self._restored_names)
         of_layer = {name: config.of_layer(name) for name in names}
         setting = ResolvedConfig(config, active, asked, of_layer)
         if self._shared.kernel is not None and "tokens" in setting.methods:
@@ -331,7 +351,11 @@ class MaMeHandle:
                 f"size: expected none, for {self._kind} tells its height and width, got"
                 f" {config.size}; leave it out"
             )
-        unknown = [] if config.layers is None else config.layers.unknown(self._names)
+        unknown = (
+            []
+            if config.layers is None
+            else config.layers.unknown([*self._names, *self._restored_names])
+        )
         if unknown:
             raise ValueError(
                 f"layers: expected patterns of layers of {self._kind} such as {self._names[0]!r},"

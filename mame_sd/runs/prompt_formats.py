@@ -46,8 +46,8 @@ def read_text(path: Path) -> str:
 def _text_records(path: Path, text: str) -> Iterator[Record]:
     if "\r" in text.strip("\r") and "\n" not in text:
         raise UserError(
-            f"{path}: expected lines that end in \\n or \\r\\n, got \\r alone, which is data; save"
-            " it with the line ends of today"
+            f"{path}: expected lines that end in \\n or \\r\\n, got \\r alone; save the file with"
+            " the line ends of today"
         )
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip(" \t\r")

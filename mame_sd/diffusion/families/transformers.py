@@ -11,7 +11,7 @@ from torch import nn
 
 from mame_sd.diffusion.context import Call
 from mame_sd.diffusion.families import layouts as at
-from mame_sd.diffusion.families.family import REGISTERED, Family
+from mame_sd.diffusion.families.family import REGISTERED, Family, class_names
 from mame_sd.diffusion.families.layouts import along
 
 # Processors that are given the same tokens for queries and keys.
@@ -46,7 +46,7 @@ BUILT_IN = (
     Family("OmniGen", ("OmniGenTransformer2DModel",), ("Attention.self_attn",),
            at.in_sequence(at.patches, before=None), MASKED, inputs=TWICE, mask=True),
     Family("Stable Diffusion 3", ("SD3Transformer2DModel", "SD3ControlNetModel"),
-           ("Attention.attn", "Attention.attn2"), at.patches, joint="last"),
+           ("Attention.attn", "Attention.attn2"), at.patches, joint="last", parallel=True),
     Family("AuraFlow", ("AuraFlowTransformer2DModel",), ("Attention.attn",), at.aura_flow,
            joint="first"),
     # Flux and its kin: the image's places are in `img_ids`.
@@ -88,7 +88,9 @@ BUILT_IN = (
            mask=True, joint="last"),
     Family("FramePack", ("HunyuanVideoFramepackTransformer3DModel",), ("Attention.attn",),
            at.in_sequence(at.patches, before=None), ROTARY, outside=("context_embedder",),
-           mask=True, queries=False, joint="last"),  # the mask counts history and text too
+           # the mask counts history and text too
+           mask=True, queries=False, joint="last",
+           blocks="its single-stream blocks put text behind the image and history before it"),
     Family("HunyuanVideo 1.5", ("HunyuanVideo15Transformer3DModel",), ("Attention.attn",),
            at.patches, ROTARY, outside=("context_embedder",), mask=True, joint="last"),
     Family("HunyuanImage", ("HunyuanImageTransformer2DModel",), ("Attention.attn",),
@@ -119,7 +121,8 @@ BUILT_IN = (
            at.qwen_image_21, along(rotary_emb=0, key_valid=1), mask=True, cached=_from_cache),
     Family("ERNIE-Image", ("ErnieImageTransformer2DModel",),
            ("ErnieImageAttention.self_attention",), at.in_sequence(at.patches, after=None),
-           along(image_rotary_emb=1, attention_mask=-1), mask=True),
+           along(image_rotary_emb=1, attention_mask=-1), mask=True, sequence_first=True,
+           blocks="its blocks take tokens before samples"),
     Family("Z-Image", ("ZImageTransformer2DModel", "ZImageControlNetModel"),
            ("Attention.attention",), at.z_image, along(freqs_cis=1, attention_mask=1),
            outside=("context_refiner", "siglip_refiner"), mask=True),
@@ -143,12 +146,13 @@ BUILT_IN = (
     Family("Allegro", ("AllegroTransformer3DModel",), ("Attention.attn1",), at.patches,
            along(image_rotary_emb=[None, -1], attention_mask=-1), mask=True),
     Family("Cosmos", ("CosmosTransformer3DModel", "CosmosControlNetModel"),
-           ("Attention.attn1", "CosmosAttention.attn1"), at.patches, ROTARY),
+           ("Attention.attn1", "CosmosAttention.attn1"), at.patches, ROTARY,
+           blocks="its blocks add positions to the tokens, which a fit on the tokens can't know"),
     Family("LTX", ("LTXVideoTransformer3DModel",), ("LTXAttention.attn1",), at.ltx,
            along(image_rotary_emb=1)),
     Family("LTX-2", ("LTX2VideoTransformer3DModel",), ("LTX2Attention.attn1",), at.ltx2,
            along(query_rotary_emb=-2, attention_mask=(-2, -1)), mask=True,
-           leaves=("perturbation_mask",)),
+           leaves=("perturbation_mask",), blocks="its sound attends to all of the video's tokens"),
     Family("Sana-WM refiner", ("SanaWMLTX2RefinerTransformer3DModel",),
            ("SanaWMLTX2Attention.attn1",), at.in_a_row, along(query_rotary_emb=-2),
            cached=_from_cache),
@@ -199,8 +203,8 @@ def family_of(model: nn.Module) -> Family | None:
 
     Families that users have registered come before the built-in ones.
     """
-    for kind in type(model).__mro__:
+    for kind in class_names(model):
         for known in (REGISTERED, _MODELS):
-            if kind.__name__ in known:
-                return known[kind.__name__]
+            if kind in known:
+                return known[kind]
     return None
