@@ -181,6 +181,8 @@ def merge_keys(
         if count:
             merged = grids[0].start, key.shape[2] - k.shape[2] + end
             some = some[:, :, : len(few)]
+            if by_key is not None:  # what hidden values are changes nothing
+                v = v.masked_fill((by_key == -torch.inf)[:, None, :, None], 0)
             value = fitted_to(some, (k, v), (key, value), own_bias, rows, by, merged)
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
 
@@ -488,13 +490,15 @@ class MergeJob:
         self.inside = True  # what the kernel calls by itself is not looked at
         try:
             placed = self.place(call)
-            if placed is None or not (self.merges or self._some(call)):
-                return unmerged()
-            changed = self.merge(call, bias) if self.merges else dict(call)
-            assert changed is not None
-            if self.merges and name:
-                self.note = f"attention by {name}" + ("" if bias else UNCOUNTED)
             some = self._some(call)
+            if placed is None or not (self.merges or some):
+                return unmerged()
+            merged = self.merge(call, bias) if self.merges else None
+            if merged is None and not some:
+                return unmerged()
+            if merged is not None and name:
+                self.note = f"attention by {name}" + ("" if bias else UNCOUNTED)
+            changed = dict(call) if merged is None else merged
             if some:
                 changed = self._of_rows(changed, placed[1])
             qkv = [changed.pop(n) for n in ("query", "key", "value")]
