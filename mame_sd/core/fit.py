@@ -75,9 +75,8 @@ def within(fitted: Tensor, values: Tensor) -> Tensor:
         fitted: [.., K, D], in fp32 at least.
         values: [.., N, D]; the range is that of each channel.
     """
-    low, high = (t.to(fitted.dtype).unsqueeze(-2) for t in torch.aminmax(values, dim=-2))
-    room = ROOM * (high - low)
-    return torch.clamp(fitted, low - room, high + room)
+    low, high = torch.aminmax(values, dim=-2, keepdim=True)
+    return torch.clamp(fitted, torch.lerp(low, high, -ROOM), torch.lerp(high, low, -ROOM))
 
 
 def sized_keys(

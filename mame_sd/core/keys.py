@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import maybe_get_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.fit import SDPA, fitted_to, sized_keys
 from mame_sd.core.merge import (
     Cells,
     Groups,
-    autocasts,
     cells_of,
     group_tokens,
     no_autocast,
@@ -132,7 +131,8 @@ def merge_keys(
     with no_autocast(q):
         for number, (start, size, keep) in enumerate(grids):
             cells = cells_of(size, (1 - ALONE) * keep, how.tile_size, how.seed, k.device)
-            cells = _like(cells, k)
+            if isinstance(k, FakeTensor) and not torch.compiler.is_compiling():
+                cells = _without_numbers(cells, k.fake_mode)
             last = start + cells.tokens
             # Where the image comes first nothing is cut off: a CPU would copy it to read its slots.
             slots = [
@@ -187,11 +187,8 @@ def merge_keys(
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
 
 
-def _like(cells: Cells, like: Tensor) -> Cells:
-    """Return cells whose tables have no numbers where `like` has none (FakeTensorMode)."""
-    mode = None if torch.compiler.is_compiling() else maybe_get_fake_mode(like)
-    if mode is None:
-        return cells
+def _without_numbers(cells: Cells, mode: FakeTensorMode) -> Cells:
+    """Return cells with tables that have no numbers, as all tensors of such a mode."""
     tables: dict[str, Any] = {
         name: mode.from_tensor(x) for name, x in vars(cells).items() if isinstance(x, Tensor)
     }
@@ -266,13 +263,13 @@ def _seen_means(
     at_slot = columns.index_select(1, groups.cells.order)  # [B, T * P]
     # The tokens that stay are given back as they are.
     weight = (at_slot - top).exp().scatter(1, groups.stay, 1.0)
-    share, counts = groups.means(weight.unsqueeze(2))
-    seen = share[0][0].squeeze(2)  # [B, M]
+    by = weight.unflatten(1, (-1, 1, 1)).to(slots[0].dtype)
+    (*means, share), counts = groups.means(*(t * by for t in slots), by)
+    seen = share[0].flatten(1)  # [B, M]
     none = seen == 0
-    by, used = weight.unflatten(1, (-1, 1, 1)), 1 / seen.masked_fill(none, 1.0)
-    means, _ = groups.means(*((t * by).to(t.dtype) for t in slots))
-    for mean, t in zip(means, slots, strict=True):
-        mean[0] = (mean[0] * used.unflatten(1, (-1, 1, 1))).to(t.dtype)
+    used = seen.masked_fill(none, 1.0).unflatten(1, (-1, 1, 1))
+    for mean in means:
+        mean[0] = mean[0] / used
     own = torch.cat([top.masked_fill(none, -torch.inf), at_slot.gather(1, groups.stay)], 1)
     return means, (counts * seen).masked_fill(none, 1.0), own
 
@@ -338,7 +335,8 @@ class OwnKernel(NamedTuple):
         if not isinstance(output, Tensor) or output.shape != wanted:
             got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"kernel: expected it to give a tensor {list(wanted)}, got {got}")
-        if output.dtype != q.dtype and not autocasts(q):
+        cast = torch.is_autocast_enabled(q.device.type)
+        if output.dtype != q.dtype and not cast:
             raise ValueError(f"kernel: expected it to give {q.dtype}, got {output.dtype}")
         return output
 
