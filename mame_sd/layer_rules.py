@@ -15,6 +15,7 @@ from typing import Any
 
 # What a model's call decides on, for all of its layers at once.
 OF_THE_MODEL = ("redraw", "share_guidance_plan", "size", "layers", "made_for")
+MAX_PATTERNS = 1_000  # each layer is compared with all
 COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model's layers
 
 
@@ -34,6 +35,10 @@ class LayerRules(Mapping[str, Any]):
             raise ValueError(
                 'layers: expected settings by pattern such as {"blocks.[24]": {"keep": 0.5}},'
                 f" got {rules!r}"
+            )
+        if len(rules) > MAX_PATTERNS:
+            raise ValueError(
+                f"layers: expected at most {MAX_PATTERNS:,} patterns, got {len(rules):,}"
             )
         for pattern, rule in rules.items():
             if not isinstance(pattern, str) or not pattern:

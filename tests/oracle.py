@@ -252,10 +252,13 @@ def merged_attention(
             a = attend(own[:, few], key, value, scale, near)[1].flatten(0, 1)
             lacking, a = exact - a @ value, a[:, merged]
             change = a.T @ (_ridged_inverse(a @ a.T, RIDGE) @ lacking)
-            low, high = v[b, h].amin(0), v[b, h].amax(0)
+            whole = v[b, h]
+            if of_all is not None:
+                whole = whole.masked_fill((of_all == -math.inf)[:, None], 0)
+            low, high = whole.amin(0), whole.amax(0)
             room = ROOM * (high - low)
-            fitted = (value[merged] + change).clamp(low - room, high + room)
-            value = torch.cat([value[: merged.start], fitted, value[merged.stop :]])
+            value = torch.cat([value[: merged.start], value[merged] + change, value[merged.stop :]])
+            value = value.clamp(low - room, high + room)  # of others only hidden ones leave it
         values.append(value)
         outputs.append(attend(own, key, value, scale, bias)[0])
     return torch.stack(outputs).view(*q.shape[:3], -1), torch.stack(values).unflatten(

@@ -22,6 +22,7 @@ from itertools import islice, zip_longest
 from pathlib import Path
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import files_below
 
 from .settings import HALVES
 
@@ -100,8 +101,8 @@ def text_files(folder: Path | None) -> dict[str, list[Path]]:
     if not folder.is_dir():
         raise UserError(f"--texts: expected a folder, found none at {folder}; give one")
     files: dict[str, list[Path]] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink():
+    for path in files_below(folder):
+        if path.suffix in SUFFIXES and not path.is_symlink():
             files.setdefault(path.relative_to(folder).parts[0], []).append(path)
     if not files:
         raise UserError(f"--texts: expected {', '.join(SUFFIXES)}, found none in {folder}")

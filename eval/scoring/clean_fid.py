@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import stat
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -22,6 +24,7 @@ from ..weights.files import file_sha256
 
 _BATCH = 32
 # where the package keeps its Inception, and downloads it to
+_SHA256 = "f58cb9b6ec323ed63459aa4fb441fe750cfe39fafad6da5cb504a16f19e958f4"
 _WEIGHTS = Path("." if platform.system() == "Windows" else "/tmp", "inception-2015-12-05.pt")
 
 
@@ -71,12 +74,15 @@ class CleanFid:
 def load_clean_fid(device: torch.device, offline: bool = False) -> CleanFid:
     """The package with its own Inception, which it downloads the first time.
 
+    The file is TorchScript, which can run anything: only the published one is loaded.
+
     Raises:
         UserError: the package is missing, or torchvision doesn't fit torch; no weights and
-            `offline`.
+            `offline`, other weights, or a file that others may change.
         MachineError: its weights are not there and can't be fetched.
     """
     try:
+        from cleanfid.downloads_helper import check_download_inception
         from cleanfid.features import build_feature_extractor
     except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision is of another torch
         raise UserError(
@@ -90,11 +96,36 @@ def load_clean_fid(device: torch.device, offline: bool = False) -> CleanFid:
             " --offline; put it there"
         )
     try:
+        check_download_inception(fpath=str(_WEIGHTS.parent))
+        digest = _checked()
         extract = build_feature_extractor("clean", device, use_dataparallel=False)
-        digest = file_sha256(_WEIGHTS)
+    except UserError:
+        raise
     except Exception as error:  # urllib's, OSError, a file that is no TorchScript
         raise MachineError(
             f"--fid-backend clean-fid: expected to load its Inception, but {first_line(error)};"
             f" check the network, or put a whole file at {_WEIGHTS}"
         ) from error
     return CleanFid(extract, device, f"clean-fid {version('clean-fid')}", digest)
+
+
+def _checked() -> str:
+    """Return the digest of the weights.
+
+    Raises UserError for other weights, and for a file that other people may change.
+    """
+    about = os.lstat(_WEIGHTS)
+    mine = not hasattr(os, "getuid") or about.st_uid in (0, os.getuid())
+    if not (stat.S_ISREG(about.st_mode) and mine and not about.st_mode & 0o002):
+        raise UserError(
+            f"--fid-backend clean-fid: expected {_WEIGHTS} to be a file of yours that nobody else"
+            " may write, got another one; take it away and run the same command again"
+        )
+    digest = file_sha256(_WEIGHTS)
+    if digest != _SHA256:
+        raise UserError(
+            f"--fid-backend clean-fid: expected the published Inception at {_WEIGHTS} (sha256"
+            f" {_SHA256[:12]}...), got another file ({digest[:12]}...); take it away and run the"
+            " same command again"
+        )
+    return digest

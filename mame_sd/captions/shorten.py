@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mame_sd.captions.captioner_registry import axes_of
 from mame_sd.captions.prompts import Image, kept_of
+from mame_sd.forks import free_in_children
 from mame_sd.report import counted
 from mame_sd.upstream import cache_in, hidden_states_are_apart
 
@@ -26,8 +27,8 @@ _READ_AGAIN = (  # options of `generate` that read prompts in pieces or by anoth
     *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
     "prefill_chunk_size",
 )
-_COUNTING = threading.Lock()
-_TOWER = threading.RLock()
+_COUNTING = free_in_children(threading.Lock())
+_TOWER = free_in_children(threading.RLock())
 Forward = Callable[..., Any]  # the forward that the model has without merging
 _INSTEAD = {
     "inputs_embeds": "give input_ids, whose image tokens say where the images stand",

@@ -14,6 +14,7 @@ import torch
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device
+from mame_sd.runs.files import files_below
 from mame_sd.runs.model_files import ModelChoice, find_model
 from mame_sd.upstream import NAMES, complaint
 
@@ -165,7 +166,7 @@ def _model(choice: ModelChoice) -> Check:
                     f" {part}.{weight}; get the model again"
                 )
     layers = len(build_handle(pipe, MaMeConfig()).report().layers)
-    files = [source] if source.is_file() else source.rglob("*")
-    size = sum(file.stat().st_size for file in files if file.is_file()) / 2**20
+    files = [source] if source.is_file() else files_below(source)
+    size = sum(file.stat().st_size for file in files) / 2**20
     said = f"{name}, {type(pipe).__name__}, {size:.0f} MiB, {layers} self-attentions may merge"
     return Check("model", "ok", said)

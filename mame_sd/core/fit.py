@@ -54,8 +54,8 @@ def fitted_values(
     merged = weights[..., first:last]
     lacking = exact.flatten(0, -3) - torch.bmm(weights, values)
     gram = torch.bmm(merged, merged.transpose(1, 2))
-    # Where all kept keys are merged ones their weights sum to 1, and are no small numbers.
-    least = None if alone else NOISE[exact.dtype] ** 2 / ridge
+    # Where all kept keys are merged ones their weights sum to 1, unless a query sees nothing.
+    least = 1e-19 if alone else NOISE[exact.dtype] ** 2 / ridge
     factor = _ridged_cholesky(gram, ridge, least)
     half = torch.linalg.solve_triangular(factor, lacking, upper=False)
     solved = torch.linalg.solve_triangular(factor.transpose(1, 2), half, upper=True)
@@ -75,9 +75,8 @@ def within(fitted: Tensor, values: Tensor) -> Tensor:
         fitted: [.., K, D], in fp32 at least.
         values: [.., N, D]; the range is that of each channel.
     """
-    low, high = (t.to(fitted.dtype).unsqueeze(-2) for t in torch.aminmax(values, dim=-2))
-    room = ROOM * (high - low)
-    return torch.clamp(fitted, low - room, high + room)
+    low, high = torch.aminmax(values, dim=-2, keepdim=True)
+    return torch.clamp(fitted, torch.lerp(low, high, -ROOM), torch.lerp(high, low, -ROOM))
 
 
 def sized_keys(
@@ -111,14 +110,12 @@ def sized_keys(
     return key.clamp_(-HALF_MAX, HALF_MAX) if key.dtype == torch.float16 else key
 
 
-def _ridged_cholesky(gram: Tensor, ridge: float, least: float | None = 1e-19) -> Tensor:
+def _ridged_cholesky(gram: Tensor, ridge: float, least: float = 1e-19) -> Tensor:
     """The Cholesky factor of products [n, m, m] with `ridge` of their mean diagonal added, in
     place, of `least` at least. Nothing is checked: that would wait for the device.
     """
     diagonal = gram.diagonal(dim1=1, dim2=2)
-    mean = diagonal.mean(-1, keepdim=True)
-    if least is not None:
-        mean = mean.clamp_min(least)
+    mean = diagonal.mean(-1, keepdim=True).clamp_min(least)
     diagonal.add_(mean, alpha=ridge)
     return torch.linalg.cholesky_ex(gram)[0]
 
@@ -165,6 +162,9 @@ def fitted_to(
     logits = product(some, key.transpose(1, 2)).unflatten(0, kept[0].shape[:2])
     logits = scale * logits if bias is None else torch.add(bias, logits, alpha=scale)
     weights = torch.softmax(logits, -1).flatten(0, 1)
+    if attn_mask is not None:  # queries that see nothing ask for nothing
+        sees = logits.amax(-1, keepdim=True).flatten(0, 1) > -torch.inf
+        weights, exact = weights.where(sees, 0), exact.where(sees, 0)
     fitted = within(fitted_values(weights, value, exact, *merged), full[1].flatten(0, 1))
     if dtype == torch.float16:
         fitted = fitted.clamp(-HALF_MAX, HALF_MAX)

@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import maybe_get_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.fit import SDPA, fitted_to, sized_keys
 from mame_sd.core.merge import (
     Cells,
     Groups,
-    autocasts,
     cells_of,
     group_tokens,
     no_autocast,
@@ -132,7 +131,8 @@ def merge_keys(
     with no_autocast(q):
         for number, (start, size, keep) in enumerate(grids):
             cells = cells_of(size, (1 - ALONE) * keep, how.tile_size, how.seed, k.device)
-            cells = _like(cells, k)
+            if isinstance(k, FakeTensor) and not torch.compiler.is_compiling():
+                cells = _without_numbers(cells, k.fake_mode)
             last = start + cells.tokens
             # Where the image comes first nothing is cut off: a CPU would copy it to read its slots.
             slots = [
@@ -181,15 +181,14 @@ def merge_keys(
         if count:
             merged = grids[0].start, key.shape[2] - k.shape[2] + end
             some = some[:, :, : len(few)]
+            if by_key is not None:  # what hidden values are changes nothing
+                v = v.masked_fill((by_key == -torch.inf)[:, None, :, None], 0)
             value = fitted_to(some, (k, v), (key, value), own_bias, rows, by, merged)
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
 
 
-def _like(cells: Cells, t: Tensor) -> Cells:
-    """Return cells whose tables are without numbers where `t` is, as shape propagation has it."""
-    mode = None if torch.compiler.is_compiling() else maybe_get_fake_mode(t)
-    if mode is None:
-        return cells
+def _without_numbers(cells: Cells, mode: FakeTensorMode) -> Cells:
+    """Return cells with tables that have no numbers, as all tensors of such a mode."""
     tables: dict[str, Any] = {
         name: mode.from_tensor(x) for name, x in vars(cells).items() if isinstance(x, Tensor)
     }
@@ -264,13 +263,13 @@ def _seen_means(
     at_slot = columns.index_select(1, groups.cells.order)  # [B, T * P]
     # The tokens that stay are given back as they are.
     weight = (at_slot - top).exp().scatter(1, groups.stay, 1.0)
-    share, counts = groups.means(weight.unsqueeze(2))
-    seen = share[0][0].squeeze(2)  # [B, M]
+    by = weight.unflatten(1, (-1, 1, 1)).to(slots[0].dtype)
+    (*means, share), counts = groups.means(*(t * by for t in slots), by)
+    seen = share[0].flatten(1)  # [B, M]
     none = seen == 0
-    by, used = weight.unflatten(1, (-1, 1, 1)), 1 / seen.masked_fill(none, 1.0)
-    means, _ = groups.means(*((t * by).to(t.dtype) for t in slots))
-    for mean, t in zip(means, slots, strict=True):
-        mean[0] = (mean[0] * used.unflatten(1, (-1, 1, 1))).to(t.dtype)
+    used = seen.masked_fill(none, 1.0).unflatten(1, (-1, 1, 1))
+    for mean in means:
+        mean[0] = mean[0] / used
     own = torch.cat([top.masked_fill(none, -torch.inf), at_slot.gather(1, groups.stay)], 1)
     return means, (counts * seen).masked_fill(none, 1.0), own
 
@@ -336,7 +335,8 @@ class OwnKernel(NamedTuple):
         if not isinstance(output, Tensor) or output.shape != wanted:
             got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"kernel: expected it to give a tensor {list(wanted)}, got {got}")
-        if output.dtype != q.dtype and not autocasts(q):
+        cast = torch.is_autocast_enabled(q.device.type)
+        if output.dtype != q.dtype and not cast:
             raise ValueError(f"kernel: expected it to give {q.dtype}, got {output.dtype}")
         return output
 
@@ -488,14 +488,15 @@ class MergeJob:
         self.inside = True  # what the kernel calls by itself is not looked at
         try:
             placed = self.place(call)
-            if placed is None or not (self.merges or self._some(call)):
-                return unmerged()
-            changed = self.merge(call, bias) if self.merges else dict(call)
-            if changed is None:  # `left` says why
-                return unmerged()
-            if self.merges and name:
-                self.note = f"attention by {name}" + ("" if bias else UNCOUNTED)
             some = self._some(call)
+            if placed is None or not (self.merges or some):
+                return unmerged()
+            merged = self.merge(call, bias) if self.merges else None
+            if merged is None and not some:
+                return unmerged()
+            if merged is not None and name:
+                self.note = f"attention by {name}" + ("" if bias else UNCOUNTED)
+            changed = dict(call) if merged is None else merged
             if some:
                 changed = self._of_rows(changed, placed[1])
             qkv = [changed.pop(n) for n in ("query", "key", "value")]

@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-CHANGES = threading.RLock()  # held while hooks or settings of a model change
+from mame_sd.forks import free_in_children, in_children
+
+# Held while hooks or settings of a model change.
+CHANGES = free_in_children(threading.RLock())
 # Of each model what the calls under way hold, by thread and kind of call. A call that an interrupt
 # ended lets go of it too.
 _UNDER_WAY: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, str], weakref.ref[Any]]] = (
@@ -116,3 +119,14 @@ def check_idle(root: nn.Module, what: str) -> None:
                 f" there by {type(model).__name__}, with two settings then: wait for it, or give"
                 " each thread settings of its own (with handle.using(tau=0.9): ...)"
             )
+
+
+def _forget_other_threads() -> None:
+    """Forget calls of threads that a child process doesn't have."""
+    for calls in _UNDER_WAY.values():
+        for thread, call in [*calls]:
+            if thread != threading.get_ident():
+                del calls[thread, call]
+
+
+in_children(_forget_other_threads)

@@ -15,9 +15,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from mame_sd.forks import free_in_children
 from mame_sd.perception.encoder_registry import Encoder
 
-_ADDING = threading.Lock()
+_ADDING = free_in_children(threading.Lock())
 CONVOLUTIONS = nn.Conv2d, nn.Conv3d
 FIELDS = ("calls", "tokens", "squares", "kept", "kept_squares", "merging")
 

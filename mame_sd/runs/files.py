@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from mame_sd.errors import MachineError, UserError
 
+MAX_DEPTH = 256  # of folders in one another: at about 1,000 Python's stack ends
 # The machine's, whoever writes: no space, a broken disk, too many open files.
 _MACHINE_ERRNOS = {
     getattr(errno, f"E{name}", None)
@@ -78,6 +79,27 @@ def shown(name: str | os.PathLike[str]) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
+def files_below(folder: Path) -> list[Path]:
+    """Return the files in a folder and in those below it, sorted; links to folders aren't followed.
+
+    Raises UserError for folders too deep in one another.
+    """
+    found, waiting = [], [(folder, 0)]
+    while waiting:
+        place, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            raise UserError(
+                f"{folder}: expected at most {MAX_DEPTH} folders in one another, got more; give"
+                " another"
+            )
+        for path in place.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                waiting.append((path, depth + 1))
+            elif path.is_file():
+                found.append(path)
+    return sorted(found)
+
+
 def nearest(path: Path) -> Path:
     """`path`, or the nearest thing above it that exists.
 
@@ -98,6 +120,11 @@ def check_place(folder: Path, out: Path) -> Path:
 
     Raises UserError, naming `out`, when nothing could be written there.
     """
+    if len(folder.absolute().parts) > MAX_DEPTH:
+        raise UserError(
+            f"--out: expected at most {MAX_DEPTH} folders in one another, got"
+            f" {len(folder.absolute().parts)}; choose another"
+        )
     with writing(out):
         place = nearest(folder)
     if not place.is_dir():

@@ -18,6 +18,7 @@ from mame_sd.runs.prompt_files import Prompt, check_unique
 if TYPE_CHECKING:
     import torch
 
+MAX_IMAGES = 1_000_000  # of a run; and steps, which nobody waits for
 MAX_SIDE = 65536
 
 
@@ -55,6 +56,8 @@ class GenerateSettings:
             flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
             if value < 1:
                 raise UserError(f"{flag}: expected at least 1, got {value}; raise it")
+            if value > MAX_IMAGES:
+                raise UserError(f"{flag}: expected at most {MAX_IMAGES:,}, got {value:,}; lower it")
         for name in ("height", "width"):
             side = getattr(self, name)
             if side is not None and (side % 8 or not 8 <= side <= MAX_SIDE):
@@ -112,7 +115,13 @@ class Job:
 
 
 def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
-    """Every image of the run, in order. Raises UserError for ids that collide."""
+    """Every image of the run, in order. Raises UserError for ids that collide, or too many."""
+    count = len(prompts) * settings.images_per_prompt
+    if count > MAX_IMAGES:
+        raise UserError(
+            f"--images-per-prompt: expected at most {MAX_IMAGES:,} images of a run, got {count:,};"
+            " give fewer"
+        )
     check_unique(prompts)
     jobs = []
     for prompt in prompts:

@@ -140,6 +140,8 @@ def known_identity(choice: ModelChoice) -> dict[str, Any]:
         "dtype": str(pick_dtype(choice.dtype, device)).removeprefix("torch."),
         "device": device.type,
     }
+    if choice.revision is not None and Path(choice.model or "").suffix == ".safetensors":
+        known["single_file_revision"] = choice.revision
     return known if choice.scheduler is None else {**known, "scheduler": choice.scheduler}
 
 

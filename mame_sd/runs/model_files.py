@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mame_sd.config import SETTINGS_FILE
 from mame_sd.errors import UserError, first_line
-from mame_sd.runs.files import shown
+from mame_sd.runs.files import files_below, shown
 from mame_sd.runs.options import option
 
 EMBEDDED = "embedded-"  # what the name of an embedded model begins with, as --model takes it
@@ -52,7 +52,9 @@ class ModelChoice:
         metavar="PATH_OR_ID",
     )
     variant: str | None = option(None, "Variant of the model's files, such as fp16.")
-    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    revision: str | None = option(
+        None, "Branch, tag or commit of a hub model, or of a .safetensors file's configuration."
+    )
     offline: bool = option(False, "Never ask the hub; take what is cached.")
     single_file_config: str | None = option(
         None,
@@ -85,12 +87,16 @@ class ModelChoice:
                 f"--dtype: expected auto, {', '.join(DTYPES)}, got {self.dtype!r}; give one of"
                 " these"
             )
-        if self.revision is not None and (self.embedded or os.path.exists(self.model or "")):
+        # The configuration of a single file comes from the hub where no folder is given.
+        file = Path(self.model or "").suffix == ".safetensors"
+        configured = file and not os.path.exists(self.single_file_config or "")
+        local = self.embedded or os.path.exists(self.model or "")
+        if self.revision is not None and local and not configured:
             raise UserError(
                 f"--revision: expected a hub id as --model, got {self.model or 'none'}; leave it"
                 " out"
             )
-        if self.single_file_config is not None and Path(self.model or "").suffix != ".safetensors":
+        if self.single_file_config is not None and not file:
             raise UserError(
                 "--single-file-config: expected a .safetensors file as --model, got"
                 f" {self.model or 'none'}; leave it out"
@@ -184,11 +190,11 @@ def digest_of(source: Path) -> str:
     """
     digest = hashlib.sha256()
     root = source.parent if source.is_file() else source
-    for path in [source] if source.is_file() else sorted(source.rglob("*")):
+    for path in [source] if source.is_file() else files_below(source):
         place = path.relative_to(root)
         hidden = path != source and any(part.startswith(".") for part in place.parts)
         kind = path.suffix in (".md", ".py", ".pyc") or path.name == SETTINGS_FILE
-        if path.is_file() and not hidden and not kind:
+        if not hidden and not kind:
             digest.update(f"{place.as_posix()}\0{path.stat().st_size}\0".encode())
             with open(path, "rb") as file:
                 while chunk := file.read(1 << 20):

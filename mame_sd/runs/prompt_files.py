@@ -20,6 +20,7 @@ from mame_sd.errors import UserError
 from mame_sd.runs.files import shown
 from mame_sd.runs.prompt_formats import KNOWN_COLUMNS, READERS, read_text
 
+MAX_PROMPTS, MAX_LENGTH = 1_000_000, 100_000  # of a file, and characters of a prompt
 MAX_ID_BYTES = 200  # file systems take 255 bytes; "_<repeat>.png" follows
 # Windows keeps these for devices, whatever follows after a dot.
 _DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{d}{n}" for d in ("COM", "LPT") for n in range(10))}
@@ -67,6 +68,8 @@ def load_prompts(source: str | Path) -> list[Prompt]:
     prompts: list[Prompt] = []
     places: list[str] = []
     for line, values in reader(path, read_text(path)):
+        if len(prompts) == MAX_PROMPTS:
+            raise UserError(f"{path}: expected at most {MAX_PROMPTS:,} prompts, got more; split it")
         places.append(f"{path}:{line}: ")
         prompts.append(_prompt(places[-1], len(places), values))
     if not prompts:
@@ -155,6 +158,11 @@ def _prompt(place: str, number: int, values: dict[str, str]) -> Prompt:
 def _check_text(place: str, text: str) -> None:
     if not text:
         raise UserError(f"{place}expected a prompt, got an empty one; write some words")
+    if len(text) > MAX_LENGTH:
+        raise UserError(
+            f"{place}expected a prompt of at most {MAX_LENGTH:,} characters, got {len(text):,};"
+            " shorten it"
+        )
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -2,7 +2,7 @@
 
 Such a file holds weights alone. What else a pipeline is made of (configurations, scheduler,
 tokenizers) comes from a pipeline of the same architecture: --single-file-config, or the one of the
-hub that diffusers knows for the kind of checkpoint.
+hub that diffusers knows for the kind of checkpoint; --revision says which commit of it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,12 @@ def load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any
     def download(name: str) -> str:
         from huggingface_hub import snapshot_download
 
-        files = ["*.json", "*.txt", "*.model"]
-        return snapshot_download(name, local_files_only=choice.offline, allow_patterns=files)
+        return snapshot_download(
+            name,
+            revision=choice.revision,
+            local_files_only=choice.offline,
+            allow_patterns=["*.json", "*.txt", "*.model"],
+        )
 
     config = choice.single_file_config
     config = config or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]

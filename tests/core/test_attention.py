@@ -168,6 +168,26 @@ def test_keys_hidden_from_all_queries_belong_to_no_group(kind: str, numbers: boo
     assert torch.equal(attention(q, k, v, (16, 16), attn_mask=rows), found)
 
 
+@pytest.mark.parametrize("rows", ["all", "some", "the others"])
+def test_queries_that_see_nothing_spoil_nothing(rows: str) -> None:
+    """Padding sees no key at all: its own output is 0, and all others are as they were."""
+    q, k, v = case(dtype=torch.float32)
+    blind = torch.zeros(COUNT, dtype=torch.bool)
+    blind[
+        {"all": slice(None), "some": slice(BEFORE, None, 3), "the others": slice(BEFORE)}[rows]
+    ] = True
+    for before, after, part in ((BEFORE, AFTER, slice(None)), (0, 0, slice(BEFORE, -AFTER))):
+        some = [t[:, :, part] for t in (q, k, v)]
+        dark = blind[part]
+        mask = ~dark[:, None].expand(-1, len(dark))
+        mask = mask[:1] if rows == "all" else mask
+        for given in (mask, torch.where(mask, 0.0, -math.inf)):
+            found = attention(*some, GRID, before, after, attn_mask=given)
+            assert not found[:, :, dark].any()
+            exact = F.scaled_dot_product_attention(*some, attn_mask=given)
+            assert (found - exact).norm() <= 0.3 * exact.norm()
+
+
 @pytest.mark.parametrize("kind", ["itself", "a window", "its own row", "what came before"])
 @pytest.mark.parametrize("numbers", [False, True])
 def test_keys_that_each_query_sees_otherwise_are_refused(kind: str, numbers: bool) -> None:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -261,3 +264,36 @@ def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
         check_idle(unet, "set")
     latents.clear()
     check_idle(unet, "set")
+
+
+FORKS = """
+import os, threading
+from torch import nn
+from mame_sd.captions import patch, shorten
+from mame_sd.diffusion import threads
+from mame_sd.perception import counts
+model, inside, locks = nn.Linear(1, 1), threading.Event(), (
+    threads.CHANGES, patch._CHANGES, shorten._COUNTING, shorten._TOWER, counts._ADDING
+)
+def draws():
+    for lock in locks:
+        lock.acquire()
+    threads.begin(model, "call", model)
+    inside.set()
+    threading.Event().wait()  # it holds them as long as the process lives
+threading.Thread(target=draws, daemon=True).start()
+inside.wait()
+pid = os.fork()
+if not pid:
+    free = all(lock.acquire(timeout=1) for lock in locks)
+    threads.check_idle(model, "set")
+    os._exit(0 if free else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_process_that_forks_beside_another_thread_can_change_merging() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr

@@ -17,6 +17,7 @@ import pytest
 
 from mame_sd.cli.compare import folders_sheet
 from mame_sd.errors import UserError
+from mame_sd.runs.files import files_below
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
@@ -162,3 +163,17 @@ def deadline(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_folders_too_deep_in_one_another_are_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--out: expected at most 256 folders in one another, got"):
+        RunFolder(tmp_path.joinpath(*["a"] * 1500)).check()
+    deepest = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(300):
+        os.mkdir("a", dir_fd=deepest)
+        inner = os.open("a", os.O_RDONLY, dir_fd=deepest)
+        os.close(deepest)
+        deepest = inner
+    os.close(deepest)
+    with pytest.raises(UserError, match="expected at most 256 folders in one another, got more"):
+        files_below(tmp_path)

@@ -27,6 +27,9 @@ class RecordingStandIn:
     def __init__(self) -> None:
         self.calls: list[tuple[list[str], dict[str, Any]]] = []
 
+    def check_download_inception(self, fpath: str) -> None:
+        assert fpath == str(clean_fid._WEIGHTS.parent)
+
     def build_feature_extractor(self, mode: str, device: Any, use_dataparallel: bool) -> str:
         assert not use_dataparallel
         return f"Inception, {mode}"
@@ -48,9 +51,13 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordingStandIn
     stand_in = RecordingStandIn()
     module: Any = ModuleType("cleanfid")
     module.fid = module.features = stand_in
-    for name, part in (("", module), (".fid", stand_in), (".features", stand_in)):
+    module.downloads_helper = stand_in
+    parts = ((name, stand_in) for name in (".fid", ".features", ".downloads_helper"))
+    for name, part in (("", module), *parts):
         monkeypatch.setitem(sys.modules, f"cleanfid{name}", part)
     (tmp_path / "inception.pt").write_bytes(b"weights")
+    (tmp_path / "inception.pt").chmod(0o644)
+    monkeypatch.setattr(clean_fid, "_SHA256", file_sha256(tmp_path / "inception.pt"))
     monkeypatch.setattr(clean_fid, "_WEIGHTS", tmp_path / "inception.pt")
     monkeypatch.setattr(clean_fid, "version", lambda name: f"of {name}")
     return stand_in
@@ -125,7 +132,7 @@ def test_what_can_not_be_done_is_one_line_before_anything_is_computed(
     offline = refused(2, arguments(folders, "--offline"))
     assert f"expected its Inception at {clean_fid._WEIGHTS}, found none" in offline
     with monkeypatch.context() as patch:
-        patch.setattr(package, "build_feature_extractor", unreachable)
+        patch.setattr(package, "check_download_inception", unreachable)
         said = refused(1, arguments(folders))
         assert "Name or service not known; check the network" in said
         patch.setitem(sys.modules, "cleanfid.features", None)
@@ -141,3 +148,29 @@ def test_what_can_not_be_done_is_one_line_before_anything_is_computed(
     same = ["score", folders[1], folders[1], "--metrics", "fid_to_baseline"]
     said = refused(2, [*same, "--fid-backend", "clean-fid"])
     assert "clean-fid: Imaginary component 0.1; give more images" in said
+
+
+def test_weights_that_others_put_there_are_not_loaded(
+    package: RecordingStandIn,
+    folders: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def loaded(*_: Any, **__: Any) -> None:
+        raise AssertionError("it can run anything")
+
+    monkeypatch.setattr(package, "build_feature_extractor", loaded)
+    weights = clean_fid._WEIGHTS
+    weights.chmod(0o666)
+    assert cli.run(arguments(folders)) == 2
+    assert f"{weights} to be a file of yours that nobody else may write" in error_of(capsys)
+    weights.chmod(0o644)
+    weights.rename(tmp_path / "elsewhere")
+    weights.symlink_to(tmp_path / "elsewhere")
+    assert cli.run(arguments(folders)) == 2
+    assert "nobody else may write, got another one; take it away" in error_of(capsys)
+    weights.unlink()
+    weights.write_bytes(b"another network")
+    assert cli.run(arguments(folders)) == 2
+    assert f"expected the published Inception at {weights} (sha256" in error_of(capsys)

@@ -1,0 +1,122 @@
+"""Calls of `mame_sd.attention` with any shapes, masks and arguments.
+
+    python -m scripts.robustness.calls [--seed 0] [--cases 200] [--kinds masks,broken]
+
+masks: a mask of any form lies over an image and text. It is held where the outputs are finite and
+near the range of the values, wherever exact attention is finite, and those of a mask for all
+queries don't depend on hidden values; "refused" where one line of ours says so.
+broken: one argument is of another shape, dtype, kind or range. It is held where that is one line of
+this package, as a ValueError or TypeError.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mame_sd
+from mame_sd import attention
+from scripts.robustness.apart import Draw, main
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def drawn(draw: Draw) -> dict[str, Any]:
+    """The arguments of a call that can be answered."""
+    grid = [draw.randint(1, 12) for _ in range(draw.randint(1, 3))]
+    before, after = draw.randint(0, 9), draw.randint(0, 9)
+    batch, shared, heads, width = (draw.randint(1, 3) for _ in range(4))
+    generator = torch.Generator().manual_seed(draw.randrange(2**32))
+    count, tokens = before + math.prod(grid) + after, math.prod(grid)
+    dtype = draw.choice(DTYPES)
+
+    def made(heads: int, tokens: int) -> Tensor:
+        size = 10 ** draw.uniform(-2, 2)
+        return (size * torch.randn(batch, heads, tokens, 8 * width, generator=generator)).to(dtype)
+
+    return {
+        "q": made(shared * heads, draw.choice([count, tokens])),
+        "k": made(heads, count),
+        "v": made(heads, count),
+        "grid": tuple(grid),
+        "before": before,
+        "after": after,
+        "keep": draw.uniform(0.01, 0.99),
+    }
+
+
+def masked(draw: Draw) -> str:
+    call = drawn(draw)
+    q, k, v = (call[name] for name in "qkv")
+    sizes = [q.shape[0], q.shape[1], q.shape[2], k.shape[2]]
+    shape = [draw.choice([1, side]) for side in sizes[:3]] + sizes[3:]
+    share, seed = draw.random(), draw.randrange(2**32)
+    seen = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+    if draw.random() < 0.5:  # each query sees all of the image or none of it
+        seen[..., call["before"] : seen.shape[-1] - call["after"]] = True
+    mask = seen if draw.random() < 0.5 else torch.where(seen, 0.0, -math.inf).to(q.dtype)
+    exact = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    told = f"{sizes}, {shape}, {call['grid']}, {q.dtype}"
+    try:
+        found = attention(**call, attn_mask=mask)
+    except ValueError as error:
+        if str(error).startswith("attn_mask: expected"):
+            return "refused"
+        raise
+    answered = exact.isfinite()
+    assert bool(found.isfinite()[answered].all()), f"{told}: not finite"
+    high = 1.6 * float(v.abs().max())
+    assert float(found[answered].abs().max() if answered.any() else 0) <= high, f"{told}: too far"
+    if seen.shape[1:3] != (1, 1):
+        return "held"
+    hidden = ~seen.flatten(0, -2).any(0)
+    call["v"] = v.masked_fill(hidden.view(1, 1, -1, 1), 0)
+    again = attention(**call, attn_mask=mask)
+    torch.testing.assert_close(again[answered], found[answered], rtol=0.1, atol=0.1 * high)
+    return "held"
+
+
+def broken(draw: Draw) -> str:
+    call = drawn(draw)
+    q, k, v = (call[name] for name in "qkv")
+    length = k.shape[2]
+    name, value = draw.choice(
+        [
+            ("q", q.tolist()), ("q", None), ("q", q[0]), ("q", q[:, :0]), ("q", q[..., :-1]),
+            ("q", q.int()), ("q", q.half()), ("q", q.to("meta")), ("q", torch.cat([q, q])),
+            ("k", k[:, :, 1:]), ("k", k.repeat(1, 9, 1, 1)), ("v", v[:, :, 1:]), ("v", v[..., :0]),
+            ("v", v.to(torch.complex64)), ("grid", ()), ("grid", (0, 3)), ("grid", "ab"),
+            ("grid", (2.5, 2)), ("before", -1), ("before", 1e9), ("after", None), ("keep", 0),
+            ("keep", math.nan), ("keep", "x"), ("keep", True), ("scale", math.inf), ("scale", "x"),
+            ("draw", 3), ("draw", torch.tensor([64])), ("draw", torch.tensor([0.5])),
+            ("leader", torch.tensor([9] * len(q))), ("leader", torch.zeros(len(q) + 1).long()),
+            ("attn_mask", torch.ones(length - 1, dtype=torch.bool)), ("attn_mask", [1]),
+            ("attn_mask", torch.ones(9, 9, 9, length, dtype=torch.bool)),
+            ("attn_mask", torch.ones(length).int()), ("kernel", None), ("kernel", len),
+            ("kernel", lambda q, k, v, attn_mask, enable_gqa=0, scale=0: q.tolist()),
+            ("fit_queries", -1), ("tile_size", 1), ("seed", None), ("unknown", 1),
+        ]
+    )  # fmt: skip
+    told = f"{name}: {str(value)[:60]!r} ({getattr(value, 'shape', '')})"
+    try:
+        attention(**{**call, name: value})
+    except (ValueError, TypeError) as error:
+        last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        if Path(mame_sd.__file__).parent in last.parents and "\n" not in str(error):
+            return "held"
+        raise AssertionError(f"{told}: {last.name}: {error!r}") from error
+    raise AssertionError(f"{told}: taken")
+
+
+KINDS: dict[str, Callable[[Draw], str]] = {"masks": masked, "broken": broken}
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__ or "", KINDS, 200))
