@@ -42,8 +42,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 
-from benchmarks import gpu_models
-from benchmarks.gpu_models import Case
+from benchmarks import gpu
+from benchmarks.gpu import Case
 from mame_sd import attention, mame
 from mame_sd.core.keys import Grid, KeyMerging, merge_keys
 from mame_sd.core.min_tokens import kernel_of
@@ -194,7 +194,7 @@ def layers_are_near(run: Run) -> None:
     are nearly as near.)
     """
     size, heads = ((8, 12), 2) if run.tiny else ((48, 40), 8)
-    block = gpu_models.sd3(size, heads, text=20, layers=1, dtype=torch.float64)
+    block = gpu.sd3(size, heads, text=20, layers=1, dtype=torch.float64)
     torch.manual_seed(0)
     attn = Attention(query_dim=40 * heads, heads=heads, dim_head=40).double().eval()
     hidden = torch.randn(2, size[0] * size[1], 40 * heads, dtype=torch.float64)
@@ -288,7 +288,7 @@ def block_alone(run: Run) -> None:
     """Milliseconds of FLUX's double block, unmerged and merged, by diffusers' backends."""
     for side in (8,) if run.tiny else SIDES:
         tiny = {"heads": 2, "text": 7, "dtype": torch.float32} if run.tiny else {}
-        case = gpu_models.flux((side, side), layers=(1, 0), **tiny)
+        case = gpu.flux((side, side), layers=(1, 0), **tiny)
         model = case.build(run.device)
         named = random_inputs(case, model)
         found: dict[str, Any] = {}
@@ -430,7 +430,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 
 TINY: dict[Any, dict[str, Any]] = {  # what makes a case of each kind small, for a rehearsal
-    gpu_models.unet: {
+    gpu.unet: {
         "side": 64,
         "block_out_channels": (32, 64),
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -439,15 +439,15 @@ TINY: dict[Any, dict[str, Any]] = {  # what makes a case of each kind small, for
         "attention_head_dim": 2,
         "transformer_layers_per_block": 1,
     },
-    gpu_models.flux: {"size": (6, 8), "heads": 2, "text": 7},
-    gpu_models.sd3: {"size": (6, 8), "heads": 2, "text": 7},
-    gpu_models.wan: {"size": (2, 4, 8), "heads": 2, "text": 7, "ffn_dim": 64},
+    gpu.flux: {"size": (6, 8), "heads": 2, "text": 7},
+    gpu.sd3: {"size": (6, 8), "heads": 2, "text": 7},
+    gpu.wan: {"size": (2, 4, 8), "heads": 2, "text": 7, "ffn_dim": 64},
 }
 
 
 def case_of(run: Run, name: str) -> Case:
     """The case of that name; in a rehearsal one of its kind."""
-    make = gpu_models.CASES[name]
+    make = gpu.CASES[name]
     return make(**TINY[make.func], dtype=torch.float32) if run.tiny else make()
 
 
