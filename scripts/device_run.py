@@ -43,6 +43,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 
 from benchmarks import gpu
+from benchmarks.attention import without_bias
 from benchmarks.gpu import Case
 from mame_sd import attention, mame
 from mame_sd.core.keys import Grid, KeyMerging, merge_keys
@@ -59,7 +60,7 @@ BACKENDS = {  # diffusers' name, and PyTorch's where its own attention takes it
     "flash": ("_native_flash", SDPBackend.FLASH_ATTENTION),
     "cudnn": ("_native_cudnn", SDPBackend.CUDNN_ATTENTION),
 }
-ROWS = ("unmerged", "default", "keep .25", "keep .125")
+ROWS = ("unmerged", "default", "keep .25", "keep .125", "keep .25, without bias")
 # Settings of restoring, each at any number of tokens.
 RESTORED: dict[str, dict[str, float]] = {
     "mlp .125": {"keep": 1, "mlp_keep": 0.125},
@@ -374,6 +375,9 @@ def rows_of(run: Run) -> Mapping[str, Callable[[Any], AbstractContextManager[Any
         "default": lambda model: mame(model, keep=0.25),
         "keep .25": lambda model: _merging(run, model, 0.25),
         "keep .125": lambda model: _merging(run, model, 0.125),
+        "keep .25, without bias": partial(
+            mame, keep=0.25, min_tokens=run.least, kernel=without_bias
+        ),
     }
 
 
