@@ -228,8 +228,8 @@ def test_a_full_disk_is_the_machines_fault_and_loses_nothing(
 def test_a_run_in_which_nothing_can_merge_is_refused_and_its_folder_takes_other_settings(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="fewer than 1024 tokens"):
-        run(model, tmp_path, config=MaMeConfig(tau=0.8))
+    with pytest.raises(UserError, match="fewer than min_tokens=257"):
+        run(model, tmp_path, config=MaMeConfig(tau=0.8, min_tokens=257))
     assert run(model, tmp_path, config=None).levels == []
 
 
