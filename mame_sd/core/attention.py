@@ -143,7 +143,7 @@ def _check_call(
             continue
         fits = isinstance(one, Tensor) and one.shape == (length,) and one.dtype == torch.long
         fits = fits and one.device == q.device
-        # numbers on a card are not looked at: that would wait for it
+        # On a card nothing is waited for.
         if fits and length and one.device.type == "cpu" and not unreadable(one):
             fits = 0 <= int(one.min()) <= int(one.max()) < end
         if not fits:

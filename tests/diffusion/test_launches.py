@@ -37,12 +37,12 @@ MASK = torch.empty(2, 1, 1, 64 * 64 + 77, dtype=torch.bool, device=META)
 # Of each way the grid, tokens of text behind it, further arguments and the most launches in 16
 # bits, the layer's own kernel not among them.
 WAYS: dict[str, tuple[tuple[int, int], int, dict[str, Any], int]] = {
-    "UNet": ((64, 64), 0, {"kernel": biased}, 83),
-    "beside text": ((64, 64), 77, {"kernel": biased}, 85),
+    "UNet": ((64, 64), 0, {"kernel": biased}, 91),
+    "beside text": ((64, 64), 77, {"kernel": biased}, 93),
     "means": ((64, 64), 0, {"kernel": biased, "fit_queries": 0}, 27),
-    "odd sides": ((61, 67), 0, {"kernel": biased}, 87),
-    "masked": ((64, 64), 77, {"kernel": biased, "attn_mask": MASK}, 95),
-    "kernel without bias": ((64, 64), 0, {"kernel": without_bias}, 115),
+    "odd sides": ((61, 67), 0, {"kernel": biased}, 95),
+    "masked": ((64, 64), 77, {"kernel": biased, "attn_mask": MASK}, 130),
+    "kernel without bias": ((64, 64), 0, {"kernel": without_bias}, 123),
 }
 
 
