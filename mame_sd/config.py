@@ -258,8 +258,8 @@ class MaMeConfig:
         """
         if self.layers is None:
             return self
-        restored = {"mlp_keep": self.mlp_share} if self.method == "keys" else {}
-        base = self.replace(layers=None, **restored)
+        unset = self.is_open and self.mlp_keep is None  # without layers it would be the default's
+        base = self.replace(layers=None, **({"mlp_keep": 1} if unset else {}))
         found: MaMeConfig | None = base
         for pattern, rule in self.layers.items():
             if means(pattern, name):
