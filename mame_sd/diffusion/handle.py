@@ -374,7 +374,7 @@ class MaMeHandle:
 
     def _check_restoring(self, config: MaMeConfig) -> None:
         """Raise ValueError if `config` asks for MLPs or blocks of which none can be restored."""
-        rules = config.layers or {}
+        rules: Mapping[str, Any] = config.layers or {}
         for name, (kind, noun, none) in _RESTORED.items():
             asking = [one for one, rule in rules.items() if rule and (rule.get(name) or 1) < 1]
             if not asking and (getattr(config, name) or 1) == 1:
