@@ -21,7 +21,7 @@ import diffusers
 import torch
 from torch import nn
 
-from benchmarks import gpu_models
+from benchmarks import gpu
 from mame_sd import mame
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def of_unet(channels: int, side: int) -> tuple[nn.Module, Mapping[str, Any]]:
     }
 
 
-def of_case(make: Callable[..., gpu_models.Case], **how: Any) -> tuple[nn.Module, Any]:
+def of_case(make: Callable[..., gpu.Case], **how: Any) -> tuple[nn.Module, Any]:
     """Return a transformer, and what it is called with: random numbers, as products of zeros may
     be faster.
     """
@@ -62,18 +62,18 @@ def of_case(make: Callable[..., gpu_models.Case], **how: Any) -> tuple[nn.Module
 
 CASES: dict[str, Callable[[], tuple[nn.Module, Mapping[str, Any]]]] = {
     "SD 3.5 medium (1,536 wide), 1,024 tokens": partial(
-        of_case, gpu_models.sd3, size=(32, 32), heads=24, text=154, layers=2
+        of_case, gpu.sd3, size=(32, 32), heads=24, text=154, layers=2
     ),
     "SDXL (1,280 wide), 1,024 tokens": partial(of_unet, 1280, 32),
     "SDXL (640 wide), 4,096 tokens": partial(of_unet, 640, 64),
     "FLUX.1 double block (3,072 wide), 1,024 tokens": partial(
-        of_case, gpu_models.flux, size=(32, 32), text=128, layers=(1, 0)
+        of_case, gpu.flux, size=(32, 32), text=128, layers=(1, 0)
     ),
     "FLUX.1 single block (3,072 wide), 1,024 tokens": partial(
-        of_case, gpu_models.flux, size=(32, 32), text=128, layers=(0, 1)
+        of_case, gpu.flux, size=(32, 32), text=128, layers=(0, 1)
     ),
     "Wan (1,536 wide), 4,680 tokens": partial(
-        of_case, gpu_models.wan, size=(3, 30, 52), heads=12, ffn_dim=8960, layers=1
+        of_case, gpu.wan, size=(3, 30, 52), heads=12, ffn_dim=8960, layers=1
     ),
 }
 

@@ -1,30 +1,318 @@
-"""What merging would win on graphics cards, reckoned from the kernels of whole models, without one.
+"""What merging would gain on graphics cards that nobody has measured: an estimate from the kernels
+of whole models, without a card (docs/gpu.md has measurements too).
 
     python -m benchmarks.gpu                                    # all of docs/gpu.md: minutes
     python -m benchmarks.gpu --model "SDXL at 1024" --card H100
 
 Every operation of one forward is counted at its real size (`benchmarks/launches.py`). A card is
-busy with it for the longest of three times (`benchmarks/cards.py`): that of the smallest kernel,
-its bytes at the memory's speed, its products at the units' speed. *Likely* takes the shares of the
-peaks that fit published times, and lets PyTorch launch a kernel in 6 us, ahead of the card. *Harsh*
-lets products and attention reach three quarters of their peaks, so that less is to be saved, and a
-launch take 27 us. Cells say how many times as fast as unmerged.
+busy with it for the longest of three times: that of the smallest kernel, its bytes at the memory's
+speed, its products at the units' speed. *Graph* is that alone, as in a CUDA graph. *Eager* lets
+products and attention reach three quarters of their peaks, so that less is to be saved, and each
+kernel take the time in which Python launched one on an H200. Cells say how many times as fast as
+unmerged. With a token budget, what merging costs and saves does not depend on the weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
+import diffusers
 import torch
+from torch import Tensor, nn
 
-from benchmarks.cards import CARDS, LAUNCH, SLOW_LAUNCH, Card
-from benchmarks.gpu_models import CASES, Case, On, rows_of
+from benchmarks.attention import without_bias
 from benchmarks.launches import META, Work, counted, on_card, pretended
+from mame_sd import mame
+from mame_sd.core.min_tokens import FUSED, MIN_TOKENS
 from mame_sd.eval.tables import markdown_table
 
-Seconds = tuple[float, float, float]  # likely, harsh, attention twice as fast
+On = Callable[[Any], AbstractContextManager[Any]]
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at one size, and what it is called with.
+
+    Attributes:
+        model: diffusers' class.
+        config: of the model.
+        shapes: of the call's tensors by name, without the batch.
+        dtype: of weights and inputs.
+        batch: samples; 2 is one guided image.
+        repeats: blocks that stand for as many, by their path: transformers are cut in depth.
+        ids: further arguments whose values are read, as they are.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    shapes: Mapping[str, Any]
+    dtype: torch.dtype = BRAIN
+    batch: int = 1
+    repeats: Mapping[str, int] = field(default_factory=dict)
+    ids: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def build(self, device: torch.device) -> nn.Module:
+        """Make the model with seeded random weights, in `dtype` on `device`."""
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with device:
+                model: nn.Module = getattr(diffusers, self.model).from_config(dict(self.config))
+                # without diffusers' notice of what it would rather keep in fp32
+                return nn.Module.to(model.eval(), self.dtype)
+        finally:
+            torch.set_default_dtype(before)
+
+    def inputs(self, model: nn.Module) -> tuple[dict[str, Any], dict[int, Tensor]]:
+        """Make the arguments of a call on the model's device: zeros, and `ids` with their values by
+        the tensors' id.
+        """
+        device = next(model.parameters()).device
+
+        def made(shape: Any) -> Any:
+            if isinstance(shape, Mapping):
+                return {name: made(part) for name, part in shape.items()}
+            return torch.zeros(self.batch, *shape, device=device, dtype=self.dtype)
+
+        ids = {name: value.to(device) for name, value in self.ids.items()}
+        known = {id(ids[name]): value for name, value in self.ids.items()}
+        return {**made(self.shapes), **ids}, known
+
+
+# unet/config.json of stable-diffusion-v1-5 and of stable-diffusion-xl-base-1.0, where it differs
+# from diffusers' defaults
+SD15: dict[str, Any] = {"cross_attention_dim": 768}
+SDXL: dict[str, Any] = {
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "cross_attention_dim": 2048,
+    "attention_head_dim": (5, 10, 20),
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+
+
+def unet(config: Mapping[str, Any], side: int, dtype: torch.dtype = HALF, **changed: Any) -> Case:
+    """A UNet of `config` and what is `changed`, for one guided image of `side` pixels."""
+    config = {**config, **changed}
+    shapes: dict[str, Any] = {
+        "sample": (config.get("in_channels", 4), side // 8, side // 8),
+        "timestep": (),
+        "encoder_hidden_states": (77, config["cross_attention_dim"]),
+    }
+    if config.get("addition_embed_type"):
+        shapes["added_cond_kwargs"] = {"text_embeds": (1280,), "time_ids": (6,)}
+    return Case("UNet2DConditionModel", config, shapes, dtype, batch=2)
+
+
+def flux(
+    size: tuple[int, int],
+    heads: int = 24,
+    text: int = 512,
+    layers: tuple[int, int] = (2, 2),
+    **more: Any,
+) -> Case:
+    """FLUX.1 with an image of (h, w) tokens: the second of its `layers` stands for all but one of
+    19 double blocks and of 38 single ones.
+    """
+    h, w = size
+    ids = torch.zeros(h, w, 3)
+    ids[..., 1], ids[..., 2] = torch.arange(h).unsqueeze(1), torch.arange(w)
+    shapes = {
+        "hidden_states": (h * w, 64),
+        "encoder_hidden_states": (text, 4096),
+        "pooled_projections": (768,),
+        "timestep": (),
+    }
+    return Case(
+        "FluxTransformer2DModel",
+        {"num_layers": layers[0], "num_single_layers": layers[1], "num_attention_heads": heads},
+        shapes,
+        repeats={"transformer_blocks.1": 18, "single_transformer_blocks.1": 37},
+        ids={"img_ids": ids.flatten(0, 1), "txt_ids": torch.zeros(text, 3)},
+        **more,
+    )
+
+
+def sd3(
+    size: tuple[int, int], heads: int = 38, text: int = 333, layers: int = 3, **more: Any
+) -> Case:
+    """SD 3.5 large with a guided image of (h, w) tokens: the second of three blocks stands for 36
+    of 38, and the last one gives no text.
+    """
+    config = {
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "caption_projection_dim": 64 * heads,
+        "qk_norm": "rms_norm",
+        "pos_embed_max_size": 192,
+    }
+    shapes = {
+        "hidden_states": (16, 2 * size[0], 2 * size[1]),
+        "encoder_hidden_states": (text, 4096),
+        "pooled_projections": (2048,),
+        "timestep": (),
+    }
+    repeats = {"transformer_blocks.1": 36}
+    return Case("SD3Transformer2DModel", config, shapes, batch=2, repeats=repeats, **more)
+
+
+def wan(
+    size: tuple[int, int, int],
+    heads: int = 40,
+    text: int = 512,
+    layers: int = 2,
+    ffn_dim: int = 13824,
+    repeats: int = 39,
+    **more: Any,
+) -> Case:
+    """Wan of 14 B with a video of (t, h, w) tokens: the second of its `layers` stands for
+    `repeats`.
+    """
+    t, h, w = size
+    config = {"num_layers": layers, "num_attention_heads": heads, "ffn_dim": ffn_dim}
+    shapes = {
+        "hidden_states": (16, t, 2 * h, 2 * w),
+        "encoder_hidden_states": (text, 4096),
+        "timestep": (),
+    }
+    return Case("WanTransformer3DModel", config, shapes, repeats={"blocks.1": repeats}, **more)
+
+
+# What makes each case; it takes other sizes too.
+CASES: dict[str, partial[Case]] = {
+    "SD 1.5 at 512": partial(unet, SD15, side=512),
+    "SD 1.5 at 1024": partial(unet, SD15, side=1024),
+    "SDXL at 1024": partial(unet, SDXL, side=1024),
+    "SD 3.5 large at 1024": partial(sd3, size=(64, 64)),
+    "FLUX.1 at 1024": partial(flux, size=(64, 64)),
+    "FLUX.1 at 2048": partial(flux, size=(128, 128)),
+    "Wan 2.1 14B, 480p": partial(wan, size=(21, 30, 52)),
+    "Wan 2.2 14B, 720p": partial(wan, size=(21, 45, 80)),
+}
+
+
+def rows_of(min_tokens: int) -> dict[str, On]:
+    """What is estimated of a case, by the row's name.
+
+    Args:
+        min_tokens: from how many tokens on layers merge in the rows of the default.
+    """
+    # How many tokens tau keeps depends on the picture, so no row has it.
+    default = partial(mame, keep=0.25, min_tokens=min_tokens)
+    return {
+        "unmerged": lambda model: nullcontext(),
+        "default": default,
+        "default, kernel without bias": partial(default, kernel=without_bias),
+        "keys, a quarter": partial(mame, keep=0.25, min_tokens=1024),
+    }
+
+
+SMALLEST = 2.5e-6  # seconds: no kernel takes less
+LAUNCH = 31e-6  # seconds in which one kernel is launched from Python, measured on an H200
+# Seconds that chains of small kernels take on any card, as profiled there.
+CHAINS = {"linalg_cholesky_ex": 80e-6, "linalg_solve_triangular": 100e-6}
+MEMORY = 0.8  # share of the printed bandwidth that a kernel sees
+SINGLE = 0.65  # share of the peak that products of fp32 reach
+MASKED = 0.65  # of the speed of attention: that of attention with a mask
+
+
+@dataclass(frozen=True)
+class Card:
+    """What one kind of card does in a second, as its maker prints it, and the shares of it that are
+    reached.
+
+    Attributes:
+        name: as PyTorch names the card.
+        bandwidth: bytes of its memory.
+        half: products of fp16 and bf16 with sums in fp32, FLOPs.
+        single: products in fp32, FLOPs.
+        products: the share of `half` that products and convolutions reach.
+        attention: that which attention reaches.
+    """
+
+    name: str
+    bandwidth: float
+    half: float
+    single: float
+    products: float
+    attention: float
+
+    @property
+    def harsh(self) -> Card:
+        """The same card where attention and products reach three quarters of their peaks: the less
+        time they take, the less there is to save.
+        """
+        return replace(self, products=0.75, attention=0.75)
+
+    @property
+    def min_tokens(self) -> int:
+        """From how many tokens on layers merge on it by default (`mame_sd.core.min_tokens`)."""
+        newest = self.name == "H100"
+        return MIN_TOKENS["cuda, capability 9 and above" if newest else "cuda", FUSED]
+
+    def seconds(self, work: Work) -> float:
+        """How long the card is busy with one operation."""
+        least = CHAINS.get(work.name, work.launches * SMALLEST)
+        return max(least, work.bytes / (MEMORY * self.bandwidth), work.flops / self.speed(work))
+
+    def eager(self, work: Iterable[Work], launch: float) -> float:
+        """How long they take where each kernel is launched from Python, which may run ahead of the
+        card.
+
+        Args:
+            launch: seconds for each kernel; 0 in a CUDA graph.
+        """
+        asked = done = 0.0
+        for one in work:
+            asked += one.launches * launch
+            done = max(done, asked) + self.seconds(one)
+        return done
+
+    def speed(self, work: Work) -> float:
+        """FLOPs in a second that an operation of this kind reaches.
+
+        Raises:
+            ValueError: attention or a convolution in fp32, which no model here has.
+        """
+        halves = work.dtype in (torch.float16, torch.bfloat16)
+        if not halves and work.kind not in ("product", "other"):
+            raise ValueError(f"expected {work.kind} in 16 bits, got {work.dtype}; cast the model")
+        if "attention" not in work.kind:
+            return self.products * self.half if halves else SINGLE * self.single
+        used = work.width / (-(-work.width // 32) * 32)  # heads are padded to multiples of 32
+        return self.attention * self.half * used * (MASKED if "masked" in work.kind else 1)
+
+
+# Peaks are their makers', for sums in fp32. Shares of them are assumed to fit published times: what
+# diffusers' documentation measured of Stable Diffusion 1.5 on the 3090, the 4090 and the A100.
+# Those of the H100 fit what was measured on an H200. A 3060 is taken for a smaller 3090.
+_GEFORCE = {"products": 0.77, "attention": 0.8}
+CARDS = {
+    card.name: card
+    for card in (
+        Card("GeForce RTX 3060", 0.36e12, 25.5e12, 12.7e12, **_GEFORCE),
+        Card("GeForce RTX 3090", 0.936e12, 71e12, 35.6e12, **_GEFORCE),
+        Card("GeForce RTX 4090", 1.008e12, 165e12, 82.6e12, **_GEFORCE),
+        Card("A100", 1.555e12, 312e12, 19.5e12, products=0.38, attention=0.55),
+        Card("H100", 3.35e12, 989e12, 67e12, products=0.6, attention=0.6),
+    )
+}
+
+
+Seconds = tuple[float, float]  # graph, eager
 Rows = dict[str, dict[str, tuple[int, Seconds]]]  # launches and seconds by row and card
 
 
@@ -40,16 +328,12 @@ def count(case: Case, on: On) -> list[Work]:
 
 
 def seconds(work: Sequence[Work], card: Card) -> Seconds:
-    """Reckon one forward: likely, harsh, and with attention in half of its time, as Flash 3 or Sage
-    may have it.
-    """
-    faster = [one._replace(flops=one.flops / 2) if "attention" in one.kind else one for one in work]
-    harsh = card.harsh.eager(work, SLOW_LAUNCH)
-    return card.eager(work, LAUNCH), harsh, card.eager(faster, LAUNCH)
+    """Estimate one forward as a CUDA graph, and launched from Python at harsh assumptions."""
+    return card.eager(work, 0), card.harsh.eager(work, LAUNCH)
 
 
-def reckon(case: Case, cards: Sequence[Card]) -> Rows:
-    """Reckon launches and seconds of each row, by card."""
+def estimate(case: Case, cards: Sequence[Card]) -> Rows:
+    """Estimate launches and seconds of each row, by card."""
     found: Rows = {}
     works: dict[tuple[str, int], list[Work]] = {}
     for card in cards:
@@ -63,8 +347,8 @@ def reckon(case: Case, cards: Sequence[Card]) -> Rows:
 
 
 def table(row: str, found: Mapping[str, Rows]) -> str:
-    """Show one row of all cases as Markdown: times as fast as unmerged, likely / harsh / faster
-    attention; of the unmerged models the milliseconds, likely.
+    """Show one row of all cases as Markdown: times as fast as unmerged, graph / eager; of the
+    unmerged models the milliseconds of a graph.
     """
     lines, cards = [], []
     for name, rows in found.items():
@@ -90,10 +374,10 @@ def main() -> None:
     found = {}
     for name in args.model:
         print(f"counting {name}", file=sys.stderr)
-        found[name] = reckon(CASES[name](), [CARDS[card] for card in args.card])
+        found[name] = estimate(CASES[name](), [CARDS[card] for card in args.card])
     for row in rows_of(0):
         print(table(row, found))
-    print("Reckoned from counted kernels, not measured on a card.")
+    print("Estimated from counted kernels, not measured on a card.")
 
 
 if __name__ == "__main__":

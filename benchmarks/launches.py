@@ -11,7 +11,7 @@ whole models run at their real size, on any machine and with any build of PyTorc
         work = counted(lambda: model(**inputs))
     print(len(work), sum(one.flops for one in work))
 
-What this can't tell: how fast a kernel is. `benchmarks.cards` reckons that.
+What this can't tell: how fast a kernel is. `benchmarks.gpu` estimates that.
 """
 
 from __future__ import annotations
@@ -47,14 +47,13 @@ _FREE = {
     aten.lift_fresh.default,
 }
 # Those that are more than one launch on CUDA, by the name without the overload, as PyTorch's
-# sources have them (aten/src/ATen/native/cuda). What cuBLAS and cuSOLVER launch for one of their
-# batched calls is not known, and counts as one.
+# sources have them (aten/src/ATen/native/cuda); the two of linear algebra as profiled on an H200.
 _LAUNCHES = {
     "sort": 6,  # a radix sort: histograms, scans and scatters of several digits
     "cumsum": 2,
     "native_group_norm": 3,  # moments, their product with the weights, the result
-    "linalg_cholesky_ex": 4,  # a copy, pointers to the matrices, the factors, their lower triangle
-    "linalg_solve_triangular": 4,  # a copy, pointers to the matrices of both, the solution
+    "linalg_cholesky_ex": 24,  # a copy, pointers, 21 of cuSOLVER, the lower triangle
+    "linalg_solve_triangular": 10,  # a copy, pointers to the matrices of both, 7 of cuBLAS
     "convolution": 2,  # the bias is added by a kernel of its own
 }
 _SORTED_AT_ONCE = 4096  # so many of the largest entries one kernel sorts

@@ -42,8 +42,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 
-from benchmarks import gpu_models
-from benchmarks.gpu_models import Case
+from benchmarks import gpu
+from benchmarks.attention import without_bias
+from benchmarks.gpu import Case
 from mame_sd import attention, mame
 from mame_sd.core.keys import Grid, KeyMerging, merge_keys
 from mame_sd.core.min_tokens import kernel_of
@@ -59,7 +60,7 @@ BACKENDS = {  # diffusers' name, and PyTorch's where its own attention takes it
     "flash": ("_native_flash", SDPBackend.FLASH_ATTENTION),
     "cudnn": ("_native_cudnn", SDPBackend.CUDNN_ATTENTION),
 }
-ROWS = ("unmerged", "default", "keep .25", "keep .125")
+ROWS = ("unmerged", "default", "keep .25", "keep .125", "keep .25, without bias")
 # Settings of restoring, each at any number of tokens.
 RESTORED: dict[str, dict[str, float]] = {
     "mlp .125": {"keep": 1, "mlp_keep": 0.125},
@@ -231,7 +232,7 @@ def layers_are_near(run: Run) -> None:
     are nearly as near.)
     """
     size, heads = ((8, 12), 2) if run.tiny else ((48, 40), 8)
-    block = gpu_models.sd3(size, heads, text=20, layers=1, dtype=torch.float64)
+    block = gpu.sd3(size, heads, text=20, layers=1, dtype=torch.float64)
     torch.manual_seed(0)
     attn = Attention(query_dim=40 * heads, heads=heads, dim_head=40).double().eval()
     hidden = torch.randn(2, size[0] * size[1], 40 * heads, dtype=torch.float64)
@@ -325,7 +326,7 @@ def block_alone(run: Run) -> None:
     """Milliseconds of FLUX's double block, unmerged and merged, by diffusers' backends."""
     for side in (8,) if run.tiny else SIDES:
         tiny = {"heads": 2, "text": 7, "dtype": torch.float32} if run.tiny else {}
-        case = gpu_models.flux((side, side), layers=(1, 0), **tiny)
+        case = gpu.flux((side, side), layers=(1, 0), **tiny)
         model = case.build(run.device)
         named = random_inputs(case, model)
         found: dict[str, Any] = {}
@@ -374,6 +375,9 @@ def rows_of(run: Run) -> Mapping[str, Callable[[Any], AbstractContextManager[Any
         "default": lambda model: mame(model, keep=0.25),
         "keep .25": lambda model: _merging(run, model, 0.25),
         "keep .125": lambda model: _merging(run, model, 0.125),
+        "keep .25, without bias": partial(
+            mame, keep=0.25, min_tokens=run.least, kernel=without_bias
+        ),
     }
 
 
@@ -487,7 +491,7 @@ def summary(found: dict[str, Any]) -> dict[str, Any]:
 
 
 TINY: dict[Any, dict[str, Any]] = {  # what makes a case of each kind small, for a rehearsal
-    gpu_models.unet: {
+    gpu.unet: {
         "side": 64,
         "block_out_channels": (32, 64),
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -496,15 +500,15 @@ TINY: dict[Any, dict[str, Any]] = {  # what makes a case of each kind small, for
         "attention_head_dim": 2,
         "transformer_layers_per_block": 1,
     },
-    gpu_models.flux: {"size": (6, 8), "heads": 2, "text": 7},
-    gpu_models.sd3: {"size": (6, 8), "heads": 2, "text": 7},
-    gpu_models.wan: {"size": (2, 4, 8), "heads": 2, "text": 7, "ffn_dim": 64},
+    gpu.flux: {"size": (6, 8), "heads": 2, "text": 7},
+    gpu.sd3: {"size": (6, 8), "heads": 2, "text": 7},
+    gpu.wan: {"size": (2, 4, 8), "heads": 2, "text": 7, "ffn_dim": 64},
 }
 
 
 def case_of(run: Run, name: str) -> Case:
     """The case of that name; in a rehearsal one of its kind."""
-    make = gpu_models.CASES[name]
+    make = gpu.CASES[name]
     return make(**TINY[make.func], dtype=torch.float32) if run.tiny else make()
 
 

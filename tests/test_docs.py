@@ -216,18 +216,18 @@ def test_the_idea_is_drawn_in_four_panels_and_a_rival(
     assert apart < errors["error"], "nearer than groups by position, of as many tokens"
 
 
-def test_readme_quotes_the_harsh_figures_that_are_reckoned_of_cards() -> None:
+def test_readme_quotes_the_harsh_figures_that_are_estimated_of_cards() -> None:
     page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
     gains = page.partition("## What the default gains")[2].partition("\n## ")[0]
-    reckoned = {}
+    estimated = {}
     row = r"^\| ([^|]+) \| [^|]+ " + r"\| ([\d./ ]+) " * 5 + r"\|$"
     for name, *cells in re.findall(row, gains, re.M):
-        triples = [[float(figure) for figure in cell.split("/")] for cell in cells]
-        assert min(map(min, triples)) >= 1, name
-        reckoned[name] = [harsh for _, harsh, _ in triples]
-    assert len(reckoned) >= 8
+        pairs = [[float(figure) for figure in cell.split("/")] for cell in cells]
+        assert min(map(min, pairs)) >= 1, name
+        estimated[name] = [eager for _, eager in pairs]
+    assert len(estimated) >= 8
     quoted = 0
-    for case, figures in reckoned.items():
+    for case, figures in estimated.items():
         name = re.sub(r"at (\d)(\d{3})$", r"at \1,\2 pixels", case)
         line = next((row for row in README.splitlines() if row.startswith(f"| {name} |")), None)
         if line is not None:

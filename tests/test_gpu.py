@@ -1,4 +1,4 @@
-"""What is reckoned of graphics cards: kernels that are counted, and two sets of assumptions."""
+"""What is estimated of graphics cards: kernels that are counted, and two sets of assumptions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.cards import CARDS, Card
-from benchmarks.gpu_models import SD15, SDXL, rows_of, unet, wan
+from benchmarks.gpu import CARDS, SD15, SDXL, Card, rows_of, unet, wan
 from benchmarks.launches import Work
 from mame_sd.core.min_tokens import FUSED, MIN_TOKENS
 from tests.builders.tiny import one_level_unet
@@ -21,12 +20,12 @@ BOTH = [CARDS["A100"], CARDS["H100"]]
 
 def test_kernels_of_a_case_are_counted_and_printed() -> None:
     # At the real size of its video, so that products outweigh launches, with few heads.
-    found = {"small": gpu.reckon(wan((21, 30, 52), heads=8), BOTH)}
+    found = {"small": gpu.estimate(wan((21, 30, 52), heads=8), BOTH)}
     rows = found["small"]
     plain, default, sized = (
         rows[row]["A100"] for row in ("unmerged", "default", "default, kernel without bias")
     )
-    assert plain[0] < default[0] < sized[0] < default[0] + 20 * 40
+    assert plain[0] < default[0] < sized[0] < default[0] + 60 * 40
     assert sized[1][1] < default[1][1]
     assert plain[1] > rows["unmerged"]["H100"][1]
     head, _, line = gpu.table("unmerged", found).splitlines()
@@ -34,9 +33,8 @@ def test_kernels_of_a_case_are_counted_and_printed() -> None:
     assert line == f"| small | {plain[0]:,} | {1e3 * plain[1][0]:,.1f} ms | " + line.split(" | ")[3]
     line = gpu.table("keys, a quarter", found).splitlines()[2]
     assert line.startswith(f"| small | {rows['keys, a quarter']['A100'][0]:,} | ")
-    likely, harsh, faster = map(float, line.split(" | ")[2].split("/"))
-    assert likely > harsh > 1, "harsh assumptions leave less to win"
-    assert likely > faster > 1, "and so does a faster attention"
+    graph, eager = map(float, line.split(" | ")[2].split("/"))
+    assert graph > eager > 1, "launches from Python leave less to gain"
 
 
 def test_a_model_cut_in_depth_stands_for_all_of_its_blocks() -> None:

@@ -89,5 +89,5 @@ def test_says_where_it_can_not_merge(engine: Engine, module: Any) -> None:
     module.apply_token_merging(pipe)
     warnings = [text for level, text in engine.said if level == "warning"]
     assert len(warnings) == 3
-    assert "fewer than 1024 tokens" in warnings[0]
+    assert "fewer than 1,024 tokens" in warnings[0]
     assert "keep: expected" in warnings[2]

@@ -53,6 +53,12 @@ def run_generate(
             kept = f"{level['tokens_kept']:.0f} of {level['tokens_in']:.0f}"
             what = config.method if config else "keys"
             print(f"level {level['level']}: {kept} {what} kept ({level['share']:.0%})")
+        if summary.levels and not any(level["merged"] for level in summary.levels):
+            largest = max(level["tokens_in"] for level in summary.levels)
+            print(
+                "no layer merged, which is the fastest way here by default; --min-tokens"
+                f" {largest:.0f} merges the largest all the same"
+            )
 
 
 def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:

@@ -67,7 +67,9 @@ def put_hook(module: nn.Module, hook: Any) -> None:
         return
     innermost = _innermost(module)
     if innermost is None:
+        bare = "forward" not in vars(module)
         vars(module)["forward"] = hook.put(module, module.forward)
+        hook.entry.__self__.bare = bare
     else:
         ref, name = innermost
         setattr(ref, name, hook.put(module, getattr(ref, name)))
@@ -96,7 +98,7 @@ def take_hook(module: nn.Module, name: str) -> None:
         setattr(*innermost, entry.inner)
     elif own.get("forward") is not hook.entry:
         entry.hook = None  # a wrapper by hand holds it, and calls the module's own
-    elif entry.inner == type(module).forward.__get__(module):
+    elif entry.bare or entry.inner == type(module).forward.__get__(module):
         del own["forward"]
     else:
         own["forward"] = entry.inner

@@ -167,7 +167,12 @@ class Entry:
     Args:
         hook: merges; None: it was taken off, but somebody holds this method still.
         inner: the module's own forward.
+
+    Attributes:
+        bare: whether that was its class's, which may have become another's since (tomesd's patch).
     """
+
+    bare = False
 
     def __init__(self, module: nn.Module, hook: Any, inner: Callable[..., Any]) -> None:
         self.module, self.inner = module, inner

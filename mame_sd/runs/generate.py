@@ -230,6 +230,7 @@ def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int)
     for number in sorted({level["level"] for level in every}):
         those = [level for level in every if level["level"] == number]
         tokens_in, kept = (fmean(one[key] for one in those) for key in ("tokens_in", "tokens_kept"))
-        level = {"level": number, "tokens_in": tokens_in, "tokens_kept": kept}
+        merged = any(one.get("layers_merged", 1) for one in those)
+        level = {"level": number, "tokens_in": tokens_in, "tokens_kept": kept, "merged": merged}
         levels.append({**level, "share": kept / tokens_in})
     return Summary(images, made, found, fmean(seconds) if seconds else None, levels)

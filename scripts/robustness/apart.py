@@ -1,4 +1,5 @@
-"""Calls of one model beside one another: in threads at once, and in batches padded on both sides.
+"""Calls of one model next to one another: in threads and coroutines at once, and in batches padded
+on both sides; and models whose classes are derived.
 
     python -m scripts.robustness.apart [--seed 0] [--cases 20] [--kinds caches,encoders]
 
@@ -10,6 +11,7 @@ how many were tried, how they ended, and what failed. The exit status is 1 where
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import sys
@@ -30,8 +32,11 @@ from mame_sd.caches import compress_cache
 from mame_sd.upstream import cache_of, with_cache
 from tests.builders.perception import ROWS
 from tests.builders.tiny import tiny_unet, unet_inputs
-from tests.caches.tiny import MODELS, padded, prompt, tiny
+from tests.builders.transformers import run as output_of
+from tests.caches.tiny import MODELS as DECODERS
+from tests.caches.tiny import padded, prompt, tiny
 from tests.captions import tiny as llavas
+from tests.matrix.models.registry import MODELS
 
 Draw = random.Random
 KEEPS = (0.1, 0.25, 0.5, 0.8)
@@ -90,6 +95,59 @@ def denoisers(draw: Draw) -> None:
     together(unet, draw, asks)
 
 
+def coroutines(draw: Draw) -> None:
+    """Images of one thread, a step at a time, some of them in threads of `asyncio.to_thread`."""
+    unet = tiny_unet()
+    handle = apply_mame(unet, **merging(draw, min_tokens=draw.choice((1, 30))))
+    texts = torch.randn(2, 1, 7, unet.config.cross_attention_dim)
+
+    @torch.no_grad()
+    def step(latents: Tensor, timestep: int) -> Tensor:
+        return torch.cat([unet(latents, timestep, text).sample for text in texts])
+
+    async def image(seed: int, fields: dict[str, Any] | None, apart: bool) -> Tensor:
+        latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(seed))
+        with handle.using(**fields) if fields else nullcontext():
+            for timestep in (800, 500, 20):
+                if apart:
+                    latents = (await asyncio.to_thread(step, latents, timestep)).mean(0, True)
+                    continue
+                made = []
+                for text in texts:  # the two calls of guidance, others between them
+                    with torch.no_grad():
+                        made.append(unet(latents, timestep, text).sample)
+                    await asyncio.sleep(0)
+                latents = torch.cat(made).mean(0, True)
+        return latents
+
+    forms = [(draw.choice((None, merging(draw, min_tokens=1))), draw.random() < 0.3) for _ in "abc"]
+
+    async def at_once() -> list[Tensor]:
+        return await asyncio.gather(*(image(i, *form) for i, form in enumerate(forms)))
+
+    alone = [asyncio.run(image(i, *form)) for i, form in enumerate(forms)]
+    for number, (one, other) in enumerate(zip(asyncio.run(at_once()), alone, strict=True)):
+        assert torch.equal(one, other), f"image {number} differs"
+
+
+def renamed(draw: Draw) -> None:
+    """A denoiser whose modules' classes are derived, as FSDP2 does, before merging or after it."""
+    case = MODELS[draw.choice([name for name in MODELS if "ControlNet" not in name])]
+    model, inputs = case.build(), case.inputs()
+    form = {"keep": draw.choice(KEEPS), "min_tokens": 1}
+    with mame(model, **form):
+        want = output_of(inputs, model)
+    late = draw.random() < 0.5
+    if late:
+        apply_mame(model, **form)
+    for module in model.modules():
+        kind = type(module)
+        module.__class__ = type(f"FSDP{kind.__name__}", (kind,), {})
+    if not late:
+        apply_mame(model, **form)
+    assert torch.equal(output_of(inputs, model), want), f"{type(model).__name__} differs"
+
+
 def encoders(draw: Draw) -> None:
     row = draw.choice([row for row in ROWS if "MAE" not in row.name])
     model = row.build()
@@ -103,7 +161,7 @@ def encoders(draw: Draw) -> None:
 
 def decoder(draw: Draw) -> tuple[Any, Callable[[], Any]]:
     """A language model, and what draws blocks that shorten its cache."""
-    model = tiny(draw.choice([*MODELS]), draw.choice(("sdpa", "eager")))
+    model = tiny(draw.choice([*DECODERS]), draw.choice(("sdpa", "eager")))
     return model, lambda: partial(compress_cache, model, draw.choice(KEEPS))
 
 
@@ -214,5 +272,6 @@ def main(about: str, kinds: dict[str, Callable[[Draw], str | None]], cases: int)
 
 
 if __name__ == "__main__":
-    found = (denoisers, encoders, caches, captioners, padded_captioners, padded_caches)
+    at_once = (denoisers, coroutines, encoders, caches, captioners)
+    found = (*at_once, padded_captioners, padded_caches, renamed)
     sys.exit(main(__doc__ or "", {kind.__name__: kind for kind in found}, 20))

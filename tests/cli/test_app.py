@@ -176,6 +176,18 @@ def test_generate_says_what_it_did(
     assert capsys.readouterr().out.startswith("nothing to do: 1 image in run already, ")
 
 
+@pytest.mark.filterwarnings("ignore:no layer merges")
+def test_generate_says_that_the_default_merged_nothing(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], model_folder: Path
+) -> None:
+    words = f"--prompt key --out run --device cpu --steps 1 --model {model_folder}".split()
+    assert run_cli("generate", *words) == 0
+    out = capsys.readouterr().out
+    assert "level 0: 256 of 256 keys kept (100%)" in out
+    assert out.splitlines()[-1].startswith("no layer merged, which is the fastest way here")
+    assert "--min-tokens 256 merges" in out
+
+
 def test_other_settings_are_one_short_line_before_the_model_where_they_can_be(
     run_cli: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

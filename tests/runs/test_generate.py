@@ -61,7 +61,8 @@ def test_a_run_leaves_images_samples_and_a_manifest_and_is_not_made_again(
     prompts = prompts_from_texts(["key", odd])
     summary = run(model, folder, settings, prompts=prompts)
     assert (summary.images, summary.made) == (4, 4)
-    assert summary.levels[0] == {"level": 0, "tokens_in": 256.0, "tokens_kept": 128.0, "share": 0.5}
+    level = {"level": 0, "tokens_in": 256.0, "tokens_kept": 128.0, "merged": True, "share": 0.5}
+    assert summary.levels[0] == level
     assert sorted(os.listdir(folder)) == ["images", "manifest.json", "samples.jsonl"]
     names = ["p00001_0", "p00001_1", "p00002_0", "p00002_1"]
     assert sorted(path.stem for path in (folder / "images").iterdir()) == names
@@ -227,8 +228,8 @@ def test_a_full_disk_is_the_machines_fault_and_loses_nothing(
 def test_a_run_in_which_nothing_can_merge_is_refused_and_its_folder_takes_other_settings(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="fewer than 1024 tokens"):
-        run(model, tmp_path, config=MaMeConfig(tau=0.8))
+    with pytest.raises(UserError, match="fewer than min_tokens=257"):
+        run(model, tmp_path, config=MaMeConfig(tau=0.8, min_tokens=257))
     assert run(model, tmp_path, config=None).levels == []
 
 

@@ -58,6 +58,7 @@ class SequenceAttention(AttentionAdapter):
         super().__init__(module)
         self.family = family
         self.hidden = family.inputs[0]
+        self.width = None if module is None else head_width(module)
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """See `AttentionAdapter`."""
@@ -74,7 +75,7 @@ class SequenceAttention(AttentionAdapter):
         hidden = hidden if hidden.dim() == 3 else _sequence(hidden)
         alone = hidden.shape[1] == known.count and not (known.before or known.after)
         start = 0 if alone else known.start(hidden.shape[1])
-        reason = _skip_reason(family, call.module, given, known, config, start, hidden)
+        reason = _skip_reason(self, call, known, config, start, hidden)
         if reason is not None:
             return reason
         first = start or 0
@@ -225,18 +226,18 @@ def _skips_scores(attn: Any) -> bool:
 
 
 def _skip_reason(
-    family: Family,
-    module: nn.Module,
-    given: Call,
+    layer: SequenceAttention,
+    call: LayerCall,
     tokens: Tokens,
     config: MaMeConfig,
     first: int | None,
     hidden: Tensor,
 ) -> str | None:
-    """Why this call of a module passes through untouched; None if it may merge.
+    """Why this call of a layer passes through untouched; None if it may merge.
 
     `first`: where the tokens begin in the first of the inputs, `hidden`.
     """
+    family, given = layer.family, call.arguments
     joint = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
     if joint and family.joint is None:
         return "cross-attention"
@@ -252,7 +253,8 @@ def _skip_reason(
     if config.references is not None:
         merging += sum(math.prod(size) for size in tokens.references)
     if config.min_tokens is None:
-        kernel = kernel_of(hidden.device, hidden.dtype, head_width(module))
+        width = head_width(call.module) if layer.width is None else layer.width
+        kernel = kernel_of(hidden.device, hidden.dtype, width)
         if merging < kernel.least:
             return kernel.too_few
     elif merging < config.min_tokens:
