@@ -45,7 +45,7 @@ UNCONDITIONAL = 0.1  # share of the samples without their thumbnails
 WARMUP = 40  # steps
 DECAY = 0.99  # of the averaged weights
 SAY_EVERY, SAVE_EVERY = 5.0, 60.0  # seconds
-MUON, ADAM = 0.015, 0.0015  # learning rates
+MUON, ADAM = 0.02, 0.002  # learning rates
 
 
 @dataclass(frozen=True, kw_only=True)
