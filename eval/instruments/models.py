@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from torch import Tensor, nn
 from mame_sd.errors import UserError
 
 THUMBNAIL = 8  # pixels a side of the thumbnails that are the condition
-FILE_BYTES = 15 * 2**20  # weights are split into files of at most so much
+FILE_BYTES = 16 * 2**20  # weights are split into files of at most so much
 CONDITIONS = Path(__file__).with_name("conditions.npz")
+WEIGHTS = Path(__file__).with_name("weights")  # in a clone of the repository, not in a wheel
+SCALE = ".int8_scale"  # ends the name of the scales of a matrix in int8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +155,39 @@ def _zero(*layers: nn.Linear) -> None:
         layer.bias.zero_()
 
 
+def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return matrices as int8 with one scale for each output row, and all else in fp16."""
+    found = {}
+    for key, value in tensors.items():
+        value = value.detach().float().cpu()
+        if value.ndim == 2:
+            scale = (value.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+            found[key + SCALE] = scale
+            found[key] = (value / scale).round().clamp(-127, 127).to(torch.int8)
+        else:
+            found[key] = value.half()
+    return {key: value.contiguous() for key, value in found.items()}
+
+
+def dequantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return in fp32 what `quantized` made int8 and fp16 of."""
+    return {
+        key: value.float() * tensors[key + SCALE] if key + SCALE in tensors else value.float()
+        for key, value in tensors.items()
+        if not key.endswith(SCALE)
+    }
+
+
 def save_weights(name: str, tensors: Mapping[str, Tensor], folder: Path) -> list[Path]:
-    """Write fp16 weights as NAME-1-of-N.safetensors and so on, each at most `FILE_BYTES`."""
-    halves = {key: value.detach().half().cpu().contiguous() for key, value in tensors.items()}
-    count = -(-sum(value.nbytes for value in halves.values()) // FILE_BYTES)
+    """Write weights as NAME-1-of-N.safetensors and so on, each of at most about `FILE_BYTES`.
+
+    Matrices are written in int8 (see `quantized`).
+    """
+    small = quantized(tensors)
+    count = -(-sum(value.nbytes for value in small.values()) // FILE_BYTES)
     parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
     sizes = [0] * count
-    for key, value in sorted(halves.items(), key=lambda item: -item[1].nbytes):
+    for key, value in sorted(small.items(), key=lambda item: -item[1].nbytes):
         least = sizes.index(min(sizes))
         parts[least][key] = value
         sizes[least] += value.nbytes
@@ -170,7 +197,7 @@ def save_weights(name: str, tensors: Mapping[str, Tensor], folder: Path) -> list
     return files
 
 
-def load_instrument(name: str, folder: Path) -> Instrument:
+def load_instrument(name: str, folder: Path = WEIGHTS) -> Instrument:
     """Return a trained instrument in fp32 and eval mode.
 
     Args:
@@ -178,16 +205,16 @@ def load_instrument(name: str, folder: Path) -> Instrument:
         folder: where `NAME-1-of-N.safetensors` and so on are.
 
     Raises:
-        UserError: no such instrument, or files that lack or don't fit.
+        UserError: no such instrument, or files that are missing or don't fit.
     """
     if name not in KINDS:
         raise UserError(f"expected an instrument of {', '.join(KINDS)}, got {name!r}")
     instrument = Instrument(KINDS[name])
-    tensors = join_files(name, folder)
+    tensors = dequantized(join_files(name, folder))
     own = instrument.model.state_dict()
     if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in tensors.items()}:
         raise UserError(f"expected the weights of {name!r} in {folder}, got those of another model")
-    instrument.model.load_state_dict({key: value.float() for key, value in tensors.items()})
+    instrument.model.load_state_dict(tensors)
     return instrument.eval().requires_grad_(False)
 
 
@@ -195,7 +222,10 @@ def join_files(name: str, folder: Path) -> dict[str, Tensor]:
     """Return the tensors of `NAME-1-of-N.safetensors` to `NAME-N-of-N.safetensors`."""
     found = sorted(folder.glob(f"{name}-*-of-*.safetensors"))
     if not found:
-        raise UserError(f"expected {name}-1-of-N.safetensors in {folder}, got no such file")
+        raise UserError(
+            f"expected {name}-1-of-N.safetensors in {folder}, got no such file; a clone of the"
+            " repository has them in eval/instruments/weights, a wheel does not"
+        )
     count = int(found[0].stem.rpartition("-")[2])
     files = [folder / f"{name}-{i + 1}-of-{count}.safetensors" for i in range(count)]
     missing = [file.name for file in files if not file.exists()]
@@ -218,9 +248,3 @@ def save_conditions(file: Path, thumbnails: Mapping[str, Tensor]) -> None:
         for name, value in thumbnails.items()
     }
     np.savez_compressed(file, **arrays)
-
-
-def trained_on(folder: Path, names: Iterable[str] = KINDS) -> dict[str, Any]:
-    """Return what the training wrote of each instrument: losses, seconds, steps, device."""
-    report = json.loads((folder / "results.json").read_text())
-    return {name: report[name] for name in names}
