@@ -60,6 +60,7 @@ def sample(
     guidance: float = 1.0,
     seed: int = 0,
     shift: float = 1.0,
+    noise: Tensor | None = None,
 ) -> Tensor:
     """Return samples in -1..1 by Euler's method: [B, *kind.shape].
 
@@ -69,9 +70,10 @@ def sample(
         guidance: of `guided_velocity`.
         seed: of the first sample's noise; each next sample's is one more.
         shift: of `times`.
+        noise: where to start, in place of the noise of `seed`.
     """
     device = next(instrument.parameters()).device
-    state = noise_of(instrument, len(thumbnails), seed).to(device)
+    state = (noise_of(instrument, len(thumbnails), seed) if noise is None else noise).to(device)
     for time, following in pairwise(times(steps, shift)):
         velocity = guided_velocity(instrument, state, time, thumbnails.to(device), guidance)
         state = state + (following - time) * velocity
