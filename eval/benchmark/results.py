@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError
-from mame_sd.runs.files import check_place, write_atomically, writing
+from mame_sd.runs.files import check_place, read_regular, write_atomically, writing
 from mame_sd.runs.run_folder import differences, in_short
 
 from ..json_text import json_text
@@ -51,7 +51,7 @@ def read_results(out: Path) -> Results:
     """The results in `out`. Raises UserError when there are none."""
     path = out / NAME
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        values: Any = json.loads(read_regular(path).decode())
     except FileNotFoundError:
         raise UserError(
             f"{out}: expected the folder of a benchmark, found no {NAME}; run benchmark first"

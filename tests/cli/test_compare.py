@@ -38,8 +38,9 @@ def test_panels_are_the_baseline_and_then_each_setting(model: LoadedModel) -> No
     assert abs(first - nothing).max() <= 1  # tau = 1 merges nothing: the same noise, the same image
     sheet = compare_sheet("a\x1b[31m [red] key", panels)
     assert sheet.width > 4 * 512
-    with pytest.raises(UserError, match="fewer than 1024 tokens"):
-        compare(model, KEY, TWO_STEPS, variants_of(MaMeConfig()))
+    with pytest.warns(UserWarning, match=r"no layer merges.*fewer than 1,024 tokens"):
+        unmerged = compare(model, KEY, TWO_STEPS, variants_of(MaMeConfig()))
+    assert unmerged[1].levels[0]["tokens_kept"] == 256, "the default decided so: no error"
 
 
 def test_other_shares_are_those_of_all_layers() -> None:

@@ -6,10 +6,12 @@ Stand-ins for kernels that need a GPU note how many keys they are given.
 from __future__ import annotations
 
 import io
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,6 +212,22 @@ def biased(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **more: Any) 
     return SDPA(q, k, v, attn_mask=attn_mask, **more)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_kernels_of_the_page_compute_attention_over_merged_keys() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    model = FLUX.build()
+    with mame(model, **MERGING):
+        expected = run(model)
+    for code, apart in zip(
+        re.findall(r"```python\n(.*?)```", page, re.S), (1e-2, 1e-5), strict=True
+    ):
+        scope = {"apply_mame": partial(apply_mame, **MERGING), "pipe": model}
+        exec(code.replace("torch.compile(flex_attention)", "flex_attention"), scope)
+        assert (run(model) - expected).abs().max() < apart * expected.abs().max()
+        kernel = scope["handle"].report().layers[0].reason  # type: ignore[attr-defined]
+        assert kernel.startswith("attention by with")
+
+
 @pytest.mark.compiles
 def test_a_kernel_of_the_user_computes_attention_over_merged_keys(
     register: Callable[[str], None],
@@ -352,6 +370,18 @@ def test_a_kernel_that_takes_no_numbers_is_given_a_boolean_mask() -> None:
     changed = job.merge({"query": q, "key": k, "value": v, "attn_mask": seen}, bias=False)
     assert changed is not None
     assert torch.equal(changed["attn_mask"], seen[..., : 3 + 12])
+
+
+def test_a_mask_that_differs_among_queries_within_the_image_merges_nothing() -> None:
+    job, (q, k, v), _ = masked_call()
+    apart = (torch.arange(27)[:, None] - torch.arange(27)).abs() < 9
+    with SDPAInterceptor(job):
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=apart)
+    assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, attn_mask=apart))
+    assert job.merged is None
+    assert (
+        job.left == "an attention mask with a row for each query, in which the image's keys differ"
+    )
 
 
 def test_one_head_without_a_dimension_of_its_own_keeps_the_masks_of_its_samples() -> None:

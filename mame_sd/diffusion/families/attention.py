@@ -22,11 +22,18 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import least_tokens, too_few
+from mame_sd.core.keys import constant_along
+from mame_sd.core.merge import unreadable
+from mame_sd.core.min_tokens import head_width, kernel_of
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Family, Rows
-from mame_sd.diffusion.families.processors import PLAIN, STOOD_IN_FOR, processed
+from mame_sd.diffusion.families.processors import (
+    PLAIN,
+    PLAIN_PROCESSORS,
+    STOOD_IN_FOR,
+    processed,
+)
 from mame_sd.diffusion.families.transformers import NOTHING_BESIDE
 from mame_sd.diffusion.layer import NO_SIZE, AttentionAdapter, LayerCall, Route
 
@@ -35,6 +42,12 @@ LAYER_SKIP = (
     "diffusers' layer skip puts values instead of attention only where there are as many as"
     " queries; tau goes with it"
 )
+NOT_PLAIN = (
+    "{} may do more than attention, such as keep its map, which would be that of fewer tokens: give"
+    " keep instead of tau"
+)
+MASK_HIDES = "an attention mask that hides some of the image's tokens"
+MASK_UNREAD = "an attention mask whose numbers no compiled graph can read"
 STOOD_IN = "computed by AttnProcessor2_0 in place of {}"
 
 
@@ -61,7 +74,7 @@ class SequenceAttention(AttentionAdapter):
         hidden = hidden if hidden.dim() == 3 else _sequence(hidden)
         alone = hidden.shape[1] == known.count and not (known.before or known.after)
         start = 0 if alone else known.start(hidden.shape[1])
-        reason = _skip_reason(family, given, known, config, start, hidden.device)
+        reason = _skip_reason(family, call.module, given, known, config, start, hidden)
         if reason is not None:
             return reason
         first = start or 0
@@ -134,6 +147,8 @@ class PlainAttention(SequenceAttention):
             return reason
         if call.kind == "MaMeAttnProcessor":
             return f"a {call.kind} on the module merges already"
+        if config.tau is not None and call.kind not in PLAIN_PROCESSORS:
+            return NOT_PLAIN.format(call.kind)
         hidden = call.arguments.get(self.hidden)
         if known is None and isinstance(hidden, Tensor) and hidden.dim() == 3:
             known = guessed(hidden.shape[1], config.size)
@@ -211,15 +226,16 @@ def _skips_scores(attn: Any) -> bool:
 
 def _skip_reason(
     family: Family,
+    module: nn.Module,
     given: Call,
     tokens: Tokens,
     config: MaMeConfig,
     first: int | None,
-    device: torch.device,
+    hidden: Tensor,
 ) -> str | None:
-    """Why this call passes through untouched; None if it may merge.
+    """Why this call of a module passes through untouched; None if it may merge.
 
-    `first`: where the tokens begin in the first of the inputs.
+    `first`: where the tokens begin in the first of the inputs, `hidden`.
     """
     joint = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
     if joint and family.joint is None:
@@ -232,8 +248,15 @@ def _skip_reason(
         if not known and (not isinstance(value, Tensor) or tokens.start(value.shape[1]) is None):
             length = value.shape[1] if isinstance(value, Tensor) else "no"
             return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
-    if tokens.count < least_tokens(config.min_tokens, device):
-        return too_few(config.min_tokens, device)
+    merging = tokens.count
+    if config.references is not None:
+        merging += sum(math.prod(size) for size in tokens.references)
+    if config.min_tokens is None:
+        kernel = kernel_of(hidden.device, hidden.dtype, head_width(module))
+        if merging < kernel.least:
+            return kernel.too_few
+    elif merging < config.min_tokens:
+        return f"fewer than min_tokens={config.min_tokens}"
     for name in family.leaves:
         if given.get(name) is not None:
             return f"{name} is given, with which it attends otherwise"
@@ -288,17 +311,26 @@ def _rows(tokens: Tokens, kept: Tensor) -> Rows:
 
 
 def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:
-    """Why the rows of this call's arguments are not those of its tokens; None where they are."""
+    """Why the rows of this call's arguments are not those of its tokens, or a mask sees some of the
+    tokens otherwise than others; None where neither is so.
+    """
     wrong: list[str] = []
+    masked: list[str] = []
 
     def look(t: Tensor, dim: int) -> Tensor:
-        if tokens.start(t.shape[dim]) is None:
+        start = tokens.start(t.shape[dim])
+        if start is None:
             wrong.append(f"{t.shape[dim]} along dimension {dim} of {list(t.shape)}")
+        elif t is given.get("attention_mask"):
+            if unreadable(t):
+                masked.append(MASK_UNREAD)
+            elif not constant_along(t.narrow(dim, start, tokens.count), dim):
+                masked.append(MASK_HIDES)
         return t
 
     select(given, look)
     before, after = ("any number" if n is None else n for n in (tokens.before, tokens.after))
     others = f" (with {before} before and {after} after them)" if before or after else ""
     if not wrong:
-        return None
+        return masked[0] if masked else None
     return f"expected one position for each of {tokens.count} image tokens{others}, got {wrong[0]}"
