@@ -114,12 +114,12 @@ def _random(share: float) -> Rival:
     return Rival("random keys", random_keys, {"share": share}, min_tokens=MIN_TOKENS)
 
 
-def _mlp(keep: float, **more: Any) -> dict[str, Any]:
-    return {"keep": 1.0, "mlp_keep": keep, **more}
+def _mlp(share: float, **more: Any) -> dict[str, Any]:
+    return {"keep": 1.0, "mlp_keep": share, **more}
 
 
-def _block(keep: float, **more: Any) -> dict[str, Any]:
-    return {"keep": 1.0, "block_keep": keep, **more}
+def _block(share: float, **more: Any) -> dict[str, Any]:
+    return {"keep": 1.0, "block_keep": share, **more}
 
 
 REFERENCE = "unmerged"

@@ -142,23 +142,34 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Instrument:
     """A tiny photographs instrument as the one that is loaded, its weights in several files."""
     instrument = tiny("photographs")
     monkeypatch.setitem(models.KINDS, "photographs", instrument.kind)
-    monkeypatch.setattr(models, "FILE_BYTES", 200_000)
+    monkeypatch.setattr(models, "FILE_BYTES", 120_000)
     return instrument
 
 
 def test_weights_come_back_from_several_files(small: Instrument, tmp_path: Path) -> None:
     files = models.save_weights("photographs", small.model.state_dict(), tmp_path)
-    assert len(files) > 2
-    assert max(file.stat().st_size for file in files) < 250_000
+    assert len(files) > 1
+    assert max(file.stat().st_size for file in files) < 150_000
     loaded = models.load_instrument("photographs", tmp_path)
     for name, value in small.model.state_dict().items():
-        assert torch.equal(loaded.model.state_dict()[name], value.half().float()), name
+        step = value.abs().amax(-1, keepdim=True) / 127  # of each row's int8
+        allowed = 0.51 * step if value.ndim == 2 else 0.001 * value.abs() + 1e-7
+        assert ((loaded.model.state_dict()[name] - value).abs() <= allowed).all(), name
+
+
+def test_rows_of_a_matrix_have_scales_of_their_own_and_zeros_stay() -> None:
+    matrix = torch.tensor([[1e-6, -3e-6], [100.0, 50.0], [0.0, 0.0]])
+    found = models.dequantized(models.quantized({"w": matrix, "b": torch.tensor([0.5])}))
+    assert found.keys() == {"w", "b"}
+    torch.testing.assert_close(found["w"], matrix, rtol=0.02, atol=0)
+    assert not found["w"][2].any()
 
 
 def test_what_cannot_be_loaded_is_one_sentence(small: Instrument, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"expected an instrument of photographs, video, got 'x'"):
         models.load_instrument("x", tmp_path)
-    with pytest.raises(UserError, match=r"expected photographs-1-of-N\.safetensors in .*, got no"):
+    missing = r"expected photographs-1-of-N\.safetensors in .*, got no .*eval/instruments/weights"
+    with pytest.raises(UserError, match=missing):
         models.load_instrument("photographs", tmp_path)
     files = models.save_weights("photographs", small.model.state_dict(), tmp_path)
     files[1].unlink()
