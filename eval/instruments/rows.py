@@ -135,6 +135,9 @@ ROWS: dict[str, Row] = {
     "keys-mlp-0.125": Row(
         label="keys a quarter, MLPs an eighth", settings=_mlp(0.125, keep=0.25)
     ),
+    "keys-0.5-mlp-0.125": Row(
+        label="keys a half, MLPs an eighth", settings=_mlp(0.125, keep=0.5)
+    ),
     "block-0.25": Row(label="blocks a quarter", settings=_block(0.25)),
     "block-0.5": Row(label="blocks a half", settings=_block(0.5)),
     "keys-block-0.25": Row(
