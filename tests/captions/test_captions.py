@@ -273,6 +273,8 @@ def test_refusals_are_one_line() -> None:
         ({"blocks": 2}, "unknown setting 'blocks'"),
         ({"tau": 0.5}, "tau: expected keep alone for the visual tokens"),
         ({"keep": 0.5, "min_tokens": 5}, "min_tokens: expected keep alone"),
+        ({"mlp_keep": 0.5}, "mlp_keep: expected keep alone"),
+        ({"block_keep": 0.5}, "block_keep: expected keep alone"),
         ({"keep": 1.5}, "keep: "),
         ({"keep": 0.5, "tau": 0.5}, "expected tau or keep, got both"),
     ):
@@ -327,7 +329,7 @@ def test_a_name_that_transformers_dropped_is_refused_on_entry(gone: str) -> None
 
 
 def gemma3() -> Any:
-    """A tiny model that reads images and is not known."""
+    """Build a tiny model that reads images and isn't registered."""
     vision = {**tiny.SIGLIP.to_dict(), "num_hidden_layers": 2, "model_type": "siglip_vision_model"}
     text = {"vocab_size": 60, "hidden_size": tiny.WIDTH, "num_hidden_layers": 1, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": tiny.PAD}
