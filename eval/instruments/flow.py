@@ -1,0 +1,94 @@
+"""Samples of a rectified flow, and how far one velocity is from another."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mame_sd.eval.instruments.models import Instrument
+
+
+def times(steps: int, shift: float = 1.0) -> list[float]:
+    """Return the `steps` + 1 times from 1 (noise) to 0 (clean).
+
+    Args:
+        steps: evaluations of the model.
+        shift: 1 spaces the times evenly; more spends more of them on high noise, as SD3 does.
+    """
+    even = [1 - step / steps for step in range(steps + 1)]
+    return [shift * t / (1 + (shift - 1) * t) for t in even]
+
+
+def noise_of(instrument: Instrument, count: int, seed: int) -> Tensor:
+    """Return the noise of `count` samples [count, *kind.shape].
+
+    The noise of sample i depends on `seed` + i alone.
+    """
+    seeds = (torch.Generator().manual_seed(seed + i) for i in range(count))
+    return torch.stack([torch.randn(instrument.kind.shape, generator=g) for g in seeds])
+
+
+def guided_velocity(
+    instrument: Instrument, noisy: Tensor, time: float, thumbnails: Tensor, guidance: float = 1.0
+) -> Tensor:
+    """Return the velocity with classifier-free guidance (arXiv 2207.12598).
+
+    Args:
+        noisy: [B, *kind.shape].
+        time: share of the noise, 0 to 1.
+        thumbnails: the condition [B, kind.thumbnails, 3, 8, 8].
+        guidance: 1 calls the model once a sample; other values call it without the condition too.
+    """
+    count = len(noisy)
+    if guidance == 1.0:
+        ones = noisy.new_ones(count)
+        return instrument(noisy, time * ones, thumbnails, ones)
+    known = torch.cat([noisy.new_zeros(count), noisy.new_ones(count)])
+    both = noisy.repeat(2, *[1] * (noisy.ndim - 1))
+    thumbnails = thumbnails.repeat(2, 1, 1, 1, 1)
+    without, given = instrument(both, torch.full_like(known, time), thumbnails, known).chunk(2)
+    return without + guidance * (given - without)
+
+
+@torch.no_grad()
+def sample(
+    instrument: Instrument,
+    thumbnails: Tensor,
+    steps: int,
+    guidance: float = 1.0,
+    seed: int = 0,
+    shift: float = 1.0,
+    noise: Tensor | None = None,
+) -> Tensor:
+    """Return samples in -1..1 by Euler's method: [B, *kind.shape].
+
+    Args:
+        thumbnails: the condition [B, kind.thumbnails, 3, 8, 8], in -1..1.
+        steps: evaluations of the model.
+        guidance: of `guided_velocity`.
+        seed: of the first sample's noise; each next sample's is one more.
+        shift: of `times`.
+        noise: where to start, in place of the noise of `seed`.
+    """
+    device = next(instrument.parameters()).device
+    state = (noise_of(instrument, len(thumbnails), seed) if noise is None else noise).to(device)
+    for time, following in pairwise(times(steps, shift)):
+        velocity = guided_velocity(instrument, state, time, thumbnails.to(device), guidance)
+        state = state + (following - time) * velocity
+    return state.clamp(-1, 1)
+
+
+@torch.no_grad()
+def noised(clean: Tensor, time: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Return clean samples with noise of `time`, and the velocity there: both [B, *shape]."""
+    g = torch.Generator().manual_seed(seed)
+    noise = torch.randn(clean.shape, generator=g).to(clean.device)
+    return (1 - time) * clean + time * noise, noise - clean
+
+
+def relative_error(velocity: Tensor, reference: Tensor) -> Tensor:
+    """Return |velocity - reference| / |reference| of each sample: [B]."""
+    difference = (velocity - reference).flatten(1).norm(dim=1)
+    return difference / reference.flatten(1).norm(dim=1)

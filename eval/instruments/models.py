@@ -1,0 +1,250 @@
+"""The instruments' models: what they are, what they are conditioned on, and their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from mame_sd.errors import UserError
+
+THUMBNAIL = 8  # pixels a side of the thumbnails that are the condition
+FILE_BYTES = 16 * 2**20  # weights are split into files of at most so much
+CONDITIONS = Path(__file__).with_name("conditions.npz")
+WEIGHTS = Path(__file__).with_name("weights")  # in a clone of the repository, not in a wheel
+SCALE = ".int8_scale"  # ends the name of the scales of a matrix in int8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What an instrument computes.
+
+    Attributes:
+        shape: of a sample: [3, height, width], or [3, frames, height, width].
+        thumbnails: how many are the condition: the image's, or the first and last frame's.
+        heads: of 64 channels each.
+        blocks: how many.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    thumbnails: int
+    heads: int = 6
+    blocks: int = 6
+
+    @property
+    def context_width(self) -> int:
+        """Features of a token of the condition: colour, row, column, which thumbnail."""
+        return 3 + 2 * THUMBNAIL + self.thumbnails
+
+
+KINDS = {
+    "photographs": Kind(name="photographs", shape=(3, 64, 64), thumbnails=1),
+    "video": Kind(name="video", shape=(3, 8, 32, 32), thumbnails=2),
+}
+
+
+class Instrument(nn.Module):
+    """A diffusion transformer and how to ask it.
+
+    Attributes:
+        kind: what it computes.
+        model: diffusers' `SD3Transformer2DModel` or `WanTransformer3DModel`.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        super().__init__()
+        self.kind = kind
+        self.model: Any = _new_sd3(kind) if len(kind.shape) == 3 else _new_wan(kind)
+
+    def forward(self, noisy: Tensor, time: Tensor, thumbnails: Tensor, known: Tensor) -> Tensor:
+        """Return the velocity, noise less the clean sample.
+
+        Args:
+            noisy: (1 - time) * clean + time * noise [B, *kind.shape]; clean pixels are in -1..1.
+            time: share of the noise, 0 to 1 [B].
+            thumbnails: the condition [B, kind.thumbnails, 3, 8, 8], in -1..1.
+            known: 1 where the model is given the condition, 0 where it has none [B].
+        """
+        context = self.context(thumbnails) * known[:, None, None]
+        timestep = 1000 * time
+        if len(self.kind.shape) == 4:
+            return self.model(noisy, timestep, context.to(noisy.dtype), return_dict=False)[0]
+        colour = context[..., :3].mean(1)
+        states = (noisy, context.to(noisy.dtype), colour.to(noisy.dtype), timestep)
+        return self.model(*states, return_dict=False)[0]
+
+    def context(self, thumbnails: Tensor) -> Tensor:
+        """Return a token for each pixel of the thumbnails: [B, T * 64, context_width]."""
+        batch, count = thumbnails.shape[:2]
+        place = torch.eye(THUMBNAIL, device=thumbnails.device)
+        grid = (batch, count, THUMBNAIL, THUMBNAIL, -1)
+        row = place[None, None, :, None].expand(grid)
+        column = place[None, None, None].expand(grid)
+        which = torch.eye(count, device=thumbnails.device)[None, :, None, None].expand(grid)
+        colour = thumbnails.float().movedim(2, -1)
+        return torch.cat([colour, row, column, which], -1).flatten(1, 3)
+
+
+def thumbnails_of(samples: Tensor) -> Tensor:
+    """Return the condition that belongs to samples [B, *kind.shape]: [B, T, 3, 8, 8]."""
+    frames = samples[:, None] if samples.ndim == 4 else samples[:, :, [0, -1]].transpose(1, 2)
+    side = frames.shape[-1] // THUMBNAIL
+    return F.avg_pool2d(frames.flatten(0, 1), side).unflatten(0, frames.shape[:2])
+
+
+def _new_sd3(kind: Kind) -> nn.Module:
+    from diffusers import SD3Transformer2DModel
+
+    _, height, _ = kind.shape
+    model = SD3Transformer2DModel(
+        sample_size=height,
+        patch_size=2,
+        in_channels=3,
+        out_channels=3,
+        num_layers=kind.blocks,
+        attention_head_dim=64,
+        num_attention_heads=kind.heads,
+        joint_attention_dim=kind.context_width,
+        caption_projection_dim=64 * kind.heads,
+        pooled_projection_dim=3,
+        pos_embed_max_size=height // 2,
+        qk_norm="rms_norm",
+    )
+    gates = [n.linear for b in model.transformer_blocks for n in (b.norm1, b.norm1_context)]
+    _zero(*gates, model.norm_out.linear, model.proj_out)
+    return model
+
+
+def _new_wan(kind: Kind) -> nn.Module:
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        in_channels=3,
+        out_channels=3,
+        num_layers=kind.blocks,
+        attention_head_dim=64,
+        num_attention_heads=kind.heads,
+        text_dim=kind.context_width,
+        freq_dim=256,
+        ffn_dim=256 * kind.heads,
+        rope_max_seq_len=64,
+    )
+    with torch.no_grad():
+        for block in model.blocks:
+            block.scale_shift_table.zero_()
+            _zero(block.attn2.to_out[0])
+        model.scale_shift_table.zero_()
+    _zero(model.condition_embedder.time_proj, model.proj_out)
+    return model
+
+
+@torch.no_grad()
+def _zero(*layers: nn.Linear) -> None:
+    """Make each block the identity, from where diffusion transformers are trained."""
+    for layer in layers:
+        layer.weight.zero_()
+        layer.bias.zero_()
+
+
+def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return matrices as int8 with one scale for each output row, and all else in fp16."""
+    found = {}
+    for key, value in tensors.items():
+        value = value.detach().float().cpu()
+        if value.ndim == 2:
+            scale = (value.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+            found[key + SCALE] = scale
+            found[key] = (value / scale).round().clamp(-127, 127).to(torch.int8)
+        else:
+            found[key] = value.half()
+    return {key: value.contiguous() for key, value in found.items()}
+
+
+def dequantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return in fp32 what `quantized` made int8 and fp16 of."""
+    return {
+        key: value.float() * tensors[key + SCALE] if key + SCALE in tensors else value.float()
+        for key, value in tensors.items()
+        if not key.endswith(SCALE)
+    }
+
+
+def save_weights(name: str, tensors: Mapping[str, Tensor], folder: Path) -> list[Path]:
+    """Write weights as NAME-1-of-N.safetensors and so on, each of at most about `FILE_BYTES`.
+
+    Matrices are written in int8 (see `quantized`).
+    """
+    small = quantized(tensors)
+    count = -(-sum(value.nbytes for value in small.values()) // FILE_BYTES)
+    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    sizes = [0] * count
+    for key, value in sorted(small.items(), key=lambda item: -item[1].nbytes):
+        least = sizes.index(min(sizes))
+        parts[least][key] = value
+        sizes[least] += value.nbytes
+    files = [folder / f"{name}-{i + 1}-of-{count}.safetensors" for i in range(count)]
+    for part, file in zip(parts, files, strict=True):
+        save_file(part, file)
+    return files
+
+
+def load_instrument(name: str, folder: Path = WEIGHTS) -> Instrument:
+    """Return a trained instrument in fp32 and eval mode.
+
+    Args:
+        name: "photographs" or "video".
+        folder: where `NAME-1-of-N.safetensors` and so on are.
+
+    Raises:
+        UserError: no such instrument, or files that are missing or don't fit.
+    """
+    if name not in KINDS:
+        raise UserError(f"expected an instrument of {', '.join(KINDS)}, got {name!r}")
+    instrument = Instrument(KINDS[name])
+    tensors = dequantized(join_files(name, folder))
+    own = instrument.model.state_dict()
+    if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in tensors.items()}:
+        raise UserError(f"expected the weights of {name!r} in {folder}, got those of another model")
+    instrument.model.load_state_dict(tensors)
+    return instrument.eval().requires_grad_(False)
+
+
+def join_files(name: str, folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of `NAME-1-of-N.safetensors` to `NAME-N-of-N.safetensors`."""
+    found = sorted(folder.glob(f"{name}-*-of-*.safetensors"))
+    if not found:
+        raise UserError(
+            f"expected {name}-1-of-N.safetensors in {folder}, got no such file; a clone of the"
+            " repository has them in eval/instruments/weights, a wheel does not"
+        )
+    count = int(found[0].stem.rpartition("-")[2])
+    files = [folder / f"{name}-{i + 1}-of-{count}.safetensors" for i in range(count)]
+    missing = [file.name for file in files if not file.exists()]
+    if missing or len(found) != count:
+        wrong = f"no {', '.join(missing)}" if missing else f"{len(found)}"
+        raise UserError(f"expected {count} files of {name!r} in {folder}, got {wrong}")
+    return {key: value for file in files for key, value in load_file(file).items()}
+
+
+def conditions(name: str, file: Path = CONDITIONS) -> Tensor:
+    """Return thumbnails of pictures that no training saw: [128, kind.thumbnails, 3, 8, 8]."""
+    with np.load(file) as arrays:
+        return torch.from_numpy(arrays[name]).float() / 127.5 - 1
+
+
+def save_conditions(file: Path, thumbnails: Mapping[str, Tensor]) -> None:
+    """Write thumbnails in -1..1 as bytes."""
+    arrays: dict[str, Any] = {
+        name: ((value + 1) * 127.5).round().clamp(0, 255).byte().numpy()
+        for name, value in thumbnails.items()
+    }
+    np.savez_compressed(file, **arrays)

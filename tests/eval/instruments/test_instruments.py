@@ -1,0 +1,182 @@
+"""The instruments' sampler, conditions and weight files, on tiny models without training."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mame_sd import MaMeConfig, apply_mame
+from mame_sd.errors import UserError
+from mame_sd.eval.instruments import flow, models
+from mame_sd.eval.instruments.models import KINDS, Instrument, Kind, conditions, thumbnails_of
+
+NAMES = sorted(KINDS)
+
+
+def tiny(name: str) -> Instrument:
+    """An instrument of one head and two blocks whose layers all have random weights."""
+    torch.manual_seed(0)
+    instrument = Instrument(replace(KINDS[name], heads=1, blocks=2)).eval().requires_grad_(False)
+    for parameter in instrument.parameters():
+        if not parameter.any():
+            parameter.normal_(0, 0.02)
+    return instrument
+
+
+class Straight(Instrument):
+    """The exact flow to one known sample: the velocity at x is (x - clean) / t."""
+
+    def __init__(self, kind: Kind, clean: Tensor) -> None:
+        super().__init__(kind)
+        self.clean = clean
+
+    def forward(self, noisy: Tensor, time: Tensor, thumbnails: Tensor, known: Tensor) -> Tensor:
+        return (noisy - self.clean) / time.view(-1, *[1] * (noisy.ndim - 1))
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_times_fall_from_noise_to_clean(shift: float) -> None:
+    times = flow.times(4, shift)
+    assert times[0] == 1
+    assert times[-1] == 0
+    assert times == sorted(times, reverse=True)
+    assert times[2] == pytest.approx({1.0: 0.5, 3.0: 0.75}[shift])
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_euler_follows_a_straight_flow_to_its_end(steps: int) -> None:
+    kind = replace(KINDS["photographs"], heads=1, blocks=1)
+    clean = torch.rand(3, 64, 64) * 2 - 1
+    got = flow.sample(Straight(kind, clean), conditions(kind.name)[:2], steps, shift=3.0)
+    torch.testing.assert_close(got, clean.expand(2, -1, -1, -1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_samples_have_their_own_noise_and_do_not_depend_on_the_batch(name: str) -> None:
+    instrument, given = tiny(name), conditions(name)[:2]
+    both = flow.sample(instrument, given, 2, guidance=2.0, seed=5)
+    assert both.shape == (2, *instrument.kind.shape)
+    second = flow.sample(instrument, given[1:], 2, guidance=2.0, seed=6)
+    torch.testing.assert_close(both[1:], second, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_guidance_moves_away_from_the_velocity_without_a_condition(name: str) -> None:
+    instrument, given = tiny(name), conditions(name)[:2]
+    noisy = flow.noise_of(instrument, 2, 0)
+    time = torch.full((2,), 0.5)
+    with torch.no_grad():
+        known = instrument(noisy, time, given, torch.ones(2))
+        unknown = instrument(noisy, time, given, torch.zeros(2))
+        guided = flow.guided_velocity(instrument, noisy, 0.5, given, 3.0)
+        plain = flow.guided_velocity(instrument, noisy, 0.5, given)
+    assert (known - unknown).abs().max() > 1e-4
+    torch.testing.assert_close(guided, 3 * known - 2 * unknown, atol=1e-4, rtol=0)
+    torch.testing.assert_close(plain, known)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_condition_its_thumbnails_do_not_matter(name: str) -> None:
+    instrument, given = tiny(name), conditions(name)
+    noisy = flow.noise_of(instrument, 1, 0)
+    answers = [instrument(noisy, torch.ones(1), given[i : i + 1], torch.zeros(1)) for i in (0, 1)]
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_merging_changes_the_velocity_and_its_removal_restores_it(name: str) -> None:
+    instrument, given = tiny(name), conditions(name)[:1]
+    noisy = flow.noise_of(instrument, 1, 0)
+    before = flow.guided_velocity(instrument, noisy, 0.5, given)
+    handle = apply_mame(instrument.model, MaMeConfig(keep=0.25))
+    merged = flow.guided_velocity(instrument, noisy, 0.5, given)
+    handle.remove()
+    assert 0 < flow.relative_error(merged, before).item() < 1
+    assert torch.equal(flow.guided_velocity(instrument, noisy, 0.5, given), before)
+
+
+def test_relative_error_is_per_sample() -> None:
+    reference = torch.ones(2, 3, 4, 4)
+    velocity = reference * torch.tensor([1.0, 1.5]).view(2, 1, 1, 1)
+    torch.testing.assert_close(flow.relative_error(velocity, reference), torch.tensor([0, 0.5]))
+
+
+def test_noised_samples_and_velocity_lead_back_to_the_clean_ones() -> None:
+    clean = torch.rand(2, 3, 4, 4)
+    noisy, velocity = flow.noised(clean, 0.3, seed=1)
+    torch.testing.assert_close(noisy - 0.3 * velocity, clean)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_conditions_are_thumbnails_of_held_out_samples(name: str) -> None:
+    found, kind = conditions(name), KINDS[name]
+    assert found.shape == (128, kind.thumbnails, 3, 8, 8)
+    assert -1 <= found.min() < found.max() <= 1
+    assert found.flatten(1).unique(dim=0).shape[0] == 128
+
+
+def test_the_thumbnails_of_a_clip_are_its_first_and_last_frame() -> None:
+    clip = torch.zeros(1, 3, 8, 32, 32)
+    clip[:, :, 0], clip[:, :, -1] = 0.25, 0.5
+    first, last = thumbnails_of(clip)[0]
+    assert (first == 0.25).all()
+    assert (last == 0.5).all()
+
+
+def test_context_tokens_say_colour_and_place() -> None:
+    instrument = tiny("video")
+    given = torch.rand(1, 2, 3, 8, 8)
+    context = instrument.context(given)
+    assert context.shape == (1, 128, instrument.kind.context_width)
+    token = context[0, 64 + 8 * 3 + 5]  # the last frame's row 3, column 5
+    assert torch.equal(token[:3], given[0, 1, :, 3, 5])
+    assert token[3:].nonzero().flatten().tolist() == [3, 8 + 5, 16 + 1]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> Instrument:
+    """A tiny photographs instrument as the one that is loaded, its weights in several files."""
+    instrument = tiny("photographs")
+    monkeypatch.setitem(models.KINDS, "photographs", instrument.kind)
+    monkeypatch.setattr(models, "FILE_BYTES", 120_000)
+    return instrument
+
+
+def test_weights_come_back_from_several_files(small: Instrument, tmp_path: Path) -> None:
+    files = models.save_weights("photographs", small.model.state_dict(), tmp_path)
+    assert len(files) > 1
+    assert max(file.stat().st_size for file in files) < 150_000
+    loaded = models.load_instrument("photographs", tmp_path)
+    for name, value in small.model.state_dict().items():
+        step = value.abs().amax(-1, keepdim=True) / 127  # of each row's int8
+        allowed = 0.51 * step if value.ndim == 2 else 0.001 * value.abs() + 1e-7
+        assert ((loaded.model.state_dict()[name] - value).abs() <= allowed).all(), name
+
+
+def test_rows_of_a_matrix_have_scales_of_their_own_and_zeros_stay() -> None:
+    matrix = torch.tensor([[1e-6, -3e-6], [100.0, 50.0], [0.0, 0.0]])
+    found = models.dequantized(models.quantized({"w": matrix, "b": torch.tensor([0.5])}))
+    assert found.keys() == {"w", "b"}
+    torch.testing.assert_close(found["w"], matrix, rtol=0.02, atol=0)
+    assert not found["w"][2].any()
+
+
+def test_what_cannot_be_loaded_is_one_sentence(small: Instrument, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"expected an instrument of photographs, video, got 'x'"):
+        models.load_instrument("x", tmp_path)
+    missing = r"expected photographs-1-of-N\.safetensors in .*, got no .*eval/instruments/weights"
+    with pytest.raises(UserError, match=missing):
+        models.load_instrument("photographs", tmp_path)
+    files = models.save_weights("photographs", small.model.state_dict(), tmp_path)
+    files[1].unlink()
+    with pytest.raises(UserError, match=rf"expected {len(files)} files .*got no {files[1].name}"):
+        models.load_instrument("photographs", tmp_path)
+    for file in files:
+        file.unlink(missing_ok=True)
+    models.save_weights("photographs", {"other": torch.zeros(3)}, tmp_path)
+    with pytest.raises(UserError, match=r"got those of another model"):
+        models.load_instrument("photographs", tmp_path)
