@@ -4,11 +4,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 OLDEST := .venv-oldest
 OUT ?= out/demo
+DEMO := "rocket on a light blue background" "panda on a yellow brick background"
 
-demo: $(READY)  ## set up, then generate the demo prompts with and without merging, side by side
-	$(BIN)/mame-sd generate --prompts prompts/demo.txt --baseline --out $(OUT)/baseline
-	$(BIN)/mame-sd generate --prompts prompts/demo.txt --out $(OUT)/merged
-	$(BIN)/mame-sd sheet $(OUT)/baseline $(OUT)/merged --out $(OUT)/sheet.png
+demo: $(READY)  ## set up, then compare unmerged images, merged ones and those of one step fewer
+	OMP_NUM_THREADS=1 $(BIN)/mame-sd compare $(DEMO) --model embedded-transformer --steps 4 --rounds 3 --out $(OUT)/sheet.png
 
 test: check  ## set up, lint, type-check and run every test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -21,8 +20,8 @@ test-oldest: $(OLDEST)/.ready  ## the compatibility matrix, encoders, captioners
 
 check: $(READY)
 	$(BIN)/ruff check .
-	mkdir -p .venv/typing/mame_sd && touch .venv/typing/mame_sd/__init__.pyi  # eval is mame_sd.eval for mypy too
-	ln -sfn ../../../eval .venv/typing/mame_sd/eval
+	mkdir -p .venv/typing/mame_sd && touch .venv/typing/mame_sd/__init__.pyi  # eval and pipelines have their installed names for mypy too
+	ln -sfn ../../../eval ../../../pipelines .venv/typing/mame_sd/
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 

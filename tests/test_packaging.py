@@ -28,7 +28,7 @@ os.symlink(models, into)  # as their own wheel puts them there
 models_folder.cache_clear()
 assert app.run([*generate, "--out", "run"]) == 0
 print(mame_sd.__file__, StableDiffusionMaMePipeline.__module__)
-assert evaluation.run(["score", "run", "run", "--format", "json"]) == 0
+assert evaluation.run(["score", "run", "run", "--json"]) == 0
 """
 GENERATE = ["generate", "--prompt", "key on a white background", "--steps", "1"]
 

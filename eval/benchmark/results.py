@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError
+from mame_sd.json_files import json_text
 from mame_sd.runs.files import check_place, write_atomically, writing
 from mame_sd.runs.run_folder import differences, in_short
 
-from ..json_text import json_text
 from ..metric_list import METRICS
 from ..results.read import parse
 from ..results.schema import FORMAT, MethodResult, Results, Value

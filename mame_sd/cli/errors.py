@@ -7,6 +7,7 @@ Set MAME_SD_TRACEBACK=1 to see where an error came from.
 from __future__ import annotations
 
 import _thread
+import contextvars
 import os
 import signal
 import sys
@@ -40,7 +41,8 @@ def exit_status(command: Callable[[], object]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     with _interrupts() as interrupts:
         try:
-            status = command()
+            # whatever the command sets for itself ends with it
+            status = contextvars.copy_context().run(command)
             if interrupts.lost:
                 status = INTERRUPTED
         except KeyboardInterrupt:

@@ -56,7 +56,8 @@ class Merging:
     config: MaMeConfig
 
     def describe(self) -> dict[str, Any]:
-        return {"mame": self.config.to_dict()}
+        values = self.config.to_dict()
+        return {"mame": {**values, "keep": self.config.keep}}  # the default's number, too
 
     def on(self, model: LoadedModel) -> Merging:
         """As it merges on the model."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mame_sd.cli.compare import folders_sheet
+from mame_sd.cli.run_sheet import folders_sheet
 from mame_sd.errors import UserError
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings

@@ -33,7 +33,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 BAD: dict[str, tuple[str, str]] = {
-    "no-command": ("", "Missing command; mame-sd-eval --help"),
     "unknown-command": ("paint", "No such command 'paint'"),
     "paper-prompts": (
         "benchmark --suite paper",

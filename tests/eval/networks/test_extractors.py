@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mame_sd.errors import UserError
 from mame_sd.eval.networks import full_precision
-from mame_sd.eval.networks.extractors import Extractor, load_inception, resize
+from mame_sd.eval.networks.extractors import Inception, load_inception, resize
 from mame_sd.eval.weights.files import file_sha256
 from mame_sd.eval.weights.registry import REGISTRY
 from tests.builders import seeded
@@ -58,7 +58,7 @@ def test_inception_is_torch_fidelitys_whatever_lies_beside(
     inception_state: dict[str, Tensor], published: Path, tmp_path: Path
 ) -> None:
     extractor = load_inception(published, offline=True)
-    assert extractor.weights_hash == Extractor(inception_state).weights_hash
+    assert extractor.weights_hash == Inception(inception_state).weights_hash
     assert (extractor.dims, extractor.resize) == (2048, "clean-fid bicubic 299")
     found = extractor([seeded.picture(f"inception {i}", 299, 299) for i in range(2)])
     assert same(found.features, oracle("inception")["features"])
@@ -85,11 +85,11 @@ def test_cuda_sees_what_the_cpu_sees(inception_state: dict[str, Tensor]) -> None
     pictures = [seeded.picture(f"cuda {i}", 60, 60) for i in range(3)]
     torch.set_float32_matmul_precision("high")  # TF32, which logits would show
     try:
-        found = Extractor(inception_state, "cuda")(pictures)
+        found = Inception(inception_state, "cuda")(pictures)
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
-    expected = Extractor(inception_state)(pictures)
+    expected = Inception(inception_state)(pictures)
     assert torch.allclose(found.features, expected.features, atol=1e-4)
     assert torch.allclose(found.logits, expected.logits, atol=1e-4)
 
