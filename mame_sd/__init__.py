@@ -1,4 +1,6 @@
-"""MaMe and MaRe: training-free token merging for diffusion models and vision transformers."""
+"""Faster diffusion models, vision transformers and language models without training: attention over
+merged keys, and the paper's token merging (MaMe and MaRe).
+"""
 
 from __future__ import annotations
 

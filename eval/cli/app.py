@@ -22,7 +22,7 @@ from mame_sd.cli.options import FieldOptions, command, program
 from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
-from ..benchmark.suites import SUITES, suite_named
+from ..benchmark.suites import README, SUITES, suite_named
 from ..caches.settings import CacheSettings
 from ..captions.settings import CaptionSettings
 from .options import (
@@ -104,7 +104,9 @@ def score_command(
 def benchmark_command(
     *,
     context: typer.Context,
-    suite: Annotated[str, typer.Option(help="What to run.", metavar="|".join(SUITES))] = "quick",
+    suite: Annotated[
+        str, typer.Option(help="What to run.", metavar="|".join((*SUITES, README)))
+    ] = "quick",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -121,13 +123,23 @@ def benchmark_command(
 
     Run again to continue; launch with accelerate to share out.
     """
-    chosen = suite_named(suite)
+    place = Path("out") / suite if out is None else out
+    chosen = None if suite == README else suite_named(suite)
     from .benchmark import command_again, run_benchmark
 
-    place = Path("out") / suite if out is None else out
     again = command_again(context.obj or ["benchmark"])
-    if run_benchmark(chosen, place, prompts, options, model, sampling, again):
-        print(place / "report.html")
+    if chosen is None:
+        from ..benchmark.readme import markdown
+        from .readme import run_readme
+
+        stored = run_readme(place, prompts, options, model, sampling, again)
+        answer(f"{markdown(stored)}\n\n{place / 'readme.json'}", stored)
+        return
+    results = run_benchmark(chosen, place, prompts, options, model, sampling, again)
+    if results is not None:
+        from ..report import summary
+
+        answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
 
 
 @command(app, "classify", options=FieldOptions(ClassifyOptions), model=ENCODER)
@@ -135,12 +147,12 @@ def classify_command(
     *,
     context: typer.Context,
     suite: Annotated[
-        str, typer.Option(help="Which rows.", metavar="|".join(CLASSIFY_SUITES))
+        str, typer.Option(help=f"Rows of {', '.join(CLASSIFY_SUITES)}.", metavar="NAME")
     ] = "vit",
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder: new, empty, or begun by the same command. Without it, out/classify-SUITE.",
+            help="Folder: new, empty, or begun by the same command; else out/classify-SUITE.",
             metavar="DIR",
         ),
     ] = None,
@@ -166,8 +178,11 @@ def classify_command(
 
     place = Path("out") / f"classify-{suite}" if out is None else out
     again = command_again(context.obj or ["classify"])
-    if run_classify(options, suite, chosen, place, model, again):
-        print(place / "report.html")
+    results = run_classify(options, suite, chosen, place, model, again)
+    if results is not None:
+        from ..report import summary
+
+        answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
 
 
 @command(app, "caption", settings=FieldOptions(CaptionSettings), model=CAPTIONER)

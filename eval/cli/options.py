@@ -78,7 +78,12 @@ class BenchmarkOptions(MetricOptions):
         "Rows to run beside the baseline, with commas between; an unknown one lists them.",
         metavar="NAMES",
     )
+    row: tuple[str, ...] = option(
+        (), "A row of your own settings, such as keep=0.4,fit_queries=32. Repeatable.", "--row",
+        metavar="SETTINGS",
+    )  # fmt: skip
     rounds: int | None = option(None, "Rounds of timing, instead of the suite's.")
+    quick: bool = option(False, "With --suite readme: few prompts, in minutes instead of hours.")
     held_out: bool = option(False, "Draw other prompts than those that defaults were chosen on.")
 
     def __post_init__(self) -> None:

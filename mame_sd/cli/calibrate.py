@@ -100,7 +100,6 @@ def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file:
         raise UserError(f"--{error}; try 1.2") from None
     if base.method != "keys":
         raise UserError("merging: expected no tau, for calibration tries shares to keep; drop it")
-    choice.check_place()
     if file.exists():
         try:
             there = json.loads(file.read_bytes())["about"]["model"]
@@ -112,6 +111,7 @@ def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file:
                 f"--out {out}: expected a new folder, or one of an earlier calibration of this"
                 f" model, got {in_short(different)}; choose another"
             )
+    choice.check_place()
 
 
 def _measured(

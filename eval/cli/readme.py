@@ -1,0 +1,108 @@
+"""The body of ``mame-sd-eval benchmark --suite readme``: every case, one after another, into one
+JSON file and one table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mame_sd.cli.console import note
+from mame_sd.cli.groups import PromptOptions
+from mame_sd.errors import MachineError, UserError
+from mame_sd.json_files import json_text
+from mame_sd.runs.files import write_atomically
+from mame_sd.runs.generate import environment
+from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.processes import this_process
+
+from ..benchmark.readme import CASES, Case, SampleCase, of_results, stored, stored_case
+from ..benchmark.results import NAME as RESULTS
+from ..benchmark.results import read_results
+from ..benchmark.rows import chosen_rows
+from ..benchmark.samples import measure_samples
+from ..benchmark.suites import Suite
+from ..results.schema import Results
+from .benchmark import run_benchmark, stages
+from .options import BenchmarkOptions
+
+
+def run_readme(
+    out: Path,
+    prompts: PromptOptions,
+    options: BenchmarkOptions,
+    model: ModelChoice,
+    sampling: dict[str, Any],
+    command: str,
+) -> dict[str, Any]:
+    """Measure every case into a folder below `out`, and return what `out`/readme.json holds.
+
+    It is written after each case, and a case that is finished is not run again. On a CPU one
+    thread computes, so that CPU seconds are those of the work alone.
+
+    Raises:
+        UserError: options that name a model or prompts, which cases have of their own; several
+            processes, whose seconds can't be compared.
+    """
+    if model.model is not None or prompts.file is not None or sampling:
+        raise UserError(
+            "--suite readme: expected no model, prompts or sampling, for its cases have their own;"
+            " leave these out, or choose another suite"
+        )
+    if this_process().count > 1:
+        raise UserError("--suite readme: expected one process, got several; start it alone")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    content: dict[str, Any] = {}
+    for case in CASES:
+        try:
+            name, one = _measured(case, out, prompts, options, model, command)
+        except MachineError as error:  # weights that can't be had here
+            note(f"left out: {case.title} ({error})")
+            continue
+        if one is None:
+            continue
+        found[name] = one
+        about = {**environment(torch.device("cpu")), "command": command, "quick": options.quick}
+        content = stored(found, about)
+        write_atomically(out / "readme.json", (json_text(content, indent=1) + "\n").encode())
+    return content
+
+
+def _measured(
+    case: Case | SampleCase,
+    out: Path,
+    prompts: PromptOptions,
+    options: BenchmarkOptions,
+    model: ModelChoice,
+    command: str,
+) -> tuple[str, dict[str, Any] | None]:
+    """The case's name, and what is stored of it; None where --quick leaves it out."""
+    if isinstance(case, SampleCase):
+        rows = chosen_rows(options.rows or case.rows, options.row)
+        draws = case.quick if options.quick else case.draws
+        sampler = case.load()
+        with stages(this_process())(f"{case.title}: samples") as on_progress:
+            place = out / f"{case.name}.jsonl"
+            values = measure_samples(sampler, rows, draws, case.steps, place, on_progress)
+        made = [(row, values[row.name]) for row in rows if row.name in values]
+        return case.name, stored_case(f"{case.title}, {draws} draws", command, made)
+    suite = case.of(options.quick)
+    if suite is None:
+        return case.suite.name, None
+    place = out / suite.name
+    results = _finished(place, suite, options, command)
+    results = results or run_benchmark(suite, place, prompts, options, model, {}, command)
+    return suite.name, None if results is None else of_results(case, results)
+
+
+def _finished(place: Path, suite: Suite, options: BenchmarkOptions, command: str) -> Results | None:
+    """The results of a case that an earlier start of the same command has finished."""
+    if not (place / RESULTS).exists() or not (place / "report.html").exists():
+        return None
+    results = read_results(place)
+    wanted = [row.name for row in chosen_rows(options.rows or suite.rows, options.row)]
+    same = [row.name for row in results.rows] == wanted and results.images == suite.num
+    return results if same and results.manifest.get("command") == command else None
