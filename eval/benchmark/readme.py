@@ -137,6 +137,16 @@ CASES: tuple[Case | SampleCase, ...] = (
 )  # fmt: skip
 
 
+def name_of(case: Case | SampleCase) -> str:
+    """Return the name of a case, which its folder or file has, too."""
+    return case.name if isinstance(case, SampleCase) else case.suite.name
+
+
+def rows_of(case: Case | SampleCase) -> str | None:
+    """Return the names of a case's rows, with commas between."""
+    return case.rows if isinstance(case, SampleCase) else case.suite.rows
+
+
 def stored_case(
     title: str, command: str, rows: Iterable[tuple[Row | MethodResult, Mapping[str, Value]]]
 ) -> dict[str, Any]:

@@ -13,12 +13,21 @@ from mame_sd.cli.console import note
 from mame_sd.cli.groups import PromptOptions
 from mame_sd.errors import MachineError, UserError
 from mame_sd.json_files import json_text
-from mame_sd.runs.files import write_atomically
+from mame_sd.runs.files import check_place, write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import this_process
 
-from ..benchmark.readme import CASES, Case, SampleCase, of_results, stored, stored_case
+from ..benchmark.readme import (
+    CASES,
+    Case,
+    SampleCase,
+    name_of,
+    of_results,
+    rows_of,
+    stored,
+    stored_case,
+)
 from ..benchmark.results import NAME as RESULTS
 from ..benchmark.results import read_results
 from ..benchmark.rows import chosen_rows
@@ -53,13 +62,16 @@ def run_readme(
         )
     if this_process().count > 1:
         raise UserError("--suite readme: expected one process, got several; start it alone")
+    for case in CASES:  # unknown rows and settings are found before the first hour
+        chosen_rows(options.rows or rows_of(case), options.row)
+    _check_out(out)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     content: dict[str, Any] = {}
     for case in CASES:
         try:
             name, one = _measured(case, out, prompts, options, model, command)
-        except MachineError as error:  # weights that can't be had here
+        except (UserError, MachineError) as error:  # such as weights that can't be had here
             note(f"left out: {case.title} ({error})")
             continue
         if one is None:
@@ -71,6 +83,20 @@ def run_readme(
     return content
 
 
+def _check_out(out: Path) -> None:
+    """Raise UserError for a folder that holds anything but cases and their results."""
+    if check_place(out, out) != out:
+        return
+    own = {"readme.json", *(name_of(case) for case in CASES)}
+    entries = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith("."))
+    foreign = [entry for entry in entries if entry.removesuffix(".jsonl") not in own]
+    if foreign:
+        raise UserError(
+            f"--out {out}: expected a new or empty folder, or one begun by this command, got one"
+            f" with other things in it ({foreign[0]!r}); choose another"
+        )
+
+
 def _measured(
     case: Case | SampleCase,
     out: Path,
@@ -80,22 +106,23 @@ def _measured(
     command: str,
 ) -> tuple[str, dict[str, Any] | None]:
     """The case's name, and what is stored of it; None where --quick leaves it out."""
+    name = name_of(case)
     if isinstance(case, SampleCase):
         rows = chosen_rows(options.rows or case.rows, options.row)
         draws = case.quick if options.quick else case.draws
         sampler = case.load()
         with stages(this_process())(f"{case.title}: samples") as on_progress:
-            place = out / f"{case.name}.jsonl"
+            place = out / f"{name}.jsonl"
             values = measure_samples(sampler, rows, draws, case.steps, place, on_progress)
         made = [(row, values[row.name]) for row in rows if row.name in values]
-        return case.name, stored_case(f"{case.title}, {draws} draws", command, made)
+        return name, stored_case(f"{case.title}, {draws} draws", command, made)
     suite = case.of(options.quick)
     if suite is None:
-        return case.suite.name, None
-    place = out / suite.name
+        return name, None
+    place = out / name
     results = _finished(place, suite, options, command)
     results = results or run_benchmark(suite, place, prompts, options, model, {}, command)
-    return suite.name, None if results is None else of_results(case, results)
+    return name, None if results is None else of_results(case, results)
 
 
 def _finished(place: Path, suite: Suite, options: BenchmarkOptions, command: str) -> Results | None:

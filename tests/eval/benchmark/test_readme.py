@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.errors import UserError
-from mame_sd.eval.benchmark.readme import CASES, MARKER, Case, markdown, stored, stored_case
+from mame_sd.eval.benchmark.readme import (
+    CASES,
+    MARKER,
+    Case,
+    markdown,
+    name_of,
+    rows_of,
+    stored,
+    stored_case,
+)
 from mame_sd.eval.benchmark.rows import ROWS, Row, chosen_rows
 from mame_sd.eval.benchmark.samples import Sampler, measure_samples
 from mame_sd.eval.cli import app as cli
@@ -52,9 +60,8 @@ def test_cases_have_rows_that_exist_and_quick_ones_few_prompts() -> None:
     names = []
     for case in CASES:
         suite = case.of(quick=True) if isinstance(case, Case) else None
-        rows = case.suite.rows if isinstance(case, Case) else case.rows
-        assert "mame-default" in [row.name for row in chosen_rows(rows)]
-        names.append(case.suite.name if isinstance(case, Case) else case.name)
+        assert "mame-default" in [row.name for row in chosen_rows(rows_of(case))]
+        names.append(name_of(case))
         if isinstance(case, Case):
             assert set(case.suite.metrics) <= set(METRICS)
             assert suite is None or suite.num < case.suite.num
@@ -123,5 +130,12 @@ def test_the_suite_takes_no_model_of_ones_own(
     monkeypatch.chdir(tmp_path)
     assert cli.run(["benchmark", "--suite", "readme", "--model", "embedded-unet"]) == 2
     assert "--suite readme: expected no model, prompts or sampling" in error_of(capsys)
-    with pytest.raises(UserError, match="--row x: expected settings"):
-        chosen_rows(None, ["x"])
+    (tmp_path / "photo.png").touch()
+    for options, message in (
+        ("--row kep=1", "--row kep=1: expected settings such as keep=0.4"),
+        ("--rows x", "--rows: expected names of baseline"),
+        ("--out .", "got one with other things in it ('photo.png')"),
+    ):
+        assert cli.run(f"benchmark --suite readme --quick {options}".split()) == 2
+        assert message in error_of(capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["photo.png"]
