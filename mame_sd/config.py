@@ -30,6 +30,7 @@ from mame_sd.layer_rules import LayerRules, means
 # a file of settings in a model's folder, which merging takes where nothing else is given
 SETTINGS_FILE = "mame.json"
 DEFAULT_KEEP = 0.25
+DEFAULT_MLP_KEEP = 1.0
 Partition = Literal["alternating", "sequential", "random"]
 Metric = Literal["cosine", "dot", "euclidean", "softmax"]
 Feature = Literal["x", "k", "k-mean"]
@@ -112,6 +113,13 @@ class MaMeConfig:
             exact queries. In vision transformers it is the share of the tokens.
         tau: similarity above which whole tokens merge (the paper's method); lower merges more. The
             cosine goes from -1 to 1, where 1 merges nothing. Give `tau` or `keep`, not both.
+        mlp_keep: share of the tokens on which each MLP is computed, above 0 to 1; 1 computes all.
+            What it gives for all other tokens is restored by a fit. Lower is faster and further
+            off. Denoisers take it, by `apply_mame`.
+        block_keep: share of the tokens on which each block is computed, above 0 to 1; 1 computes
+            all. Its queries, its MLP and its cross-attention are computed for these tokens, with
+            the keys of all. The change that the block makes to all others is restored by a fit.
+            Denoisers take it, by `apply_mame`.
         min_tokens: layers with fewer tokens stay unmerged; left out: by kind of device. 1,024 on a
             CPU and on MPS; 8,192 on CUDA, 24,576 from compute capability 9 on; 4,096 elsewhere.
             With `MaMeAttnProcessor` on a video model it must be above the number of frames.
@@ -146,6 +154,8 @@ class MaMeConfig:
 
     keep: float | None = _setting(None, _share)
     tau: float | None = _setting(None, _number)
+    mlp_keep: float | None = _setting(None, _share, "keys")
+    block_keep: float | None = _setting(None, _share, "keys")
     min_tokens: int | None = _setting(None, _whole(1))
     fit_queries: int | None = _setting(None, _whole(0), "keys")
     tile_size: int = _setting(16, _side, "keys")
@@ -193,6 +203,18 @@ class MaMeConfig:
     def method(self) -> Method:
         """What merges: keys and values alone ("keys", by `keep`), or whole tokens (by `tau`)."""
         return "keys" if self.tau is None else "tokens"
+
+    @property
+    def mlp_share(self) -> float:
+        """The share of the tokens on which MLPs are computed; 1 if nothing is restored."""
+        if self.mlp_keep is None and self.is_open and self.block_keep is None:
+            return DEFAULT_MLP_KEEP
+        return 1.0 if self.mlp_keep is None else self.mlp_keep
+
+    @property
+    def block_share(self) -> float:
+        """The share of the tokens on which blocks are computed; 1 if nothing is restored."""
+        return 1.0 if self.block_keep is None else self.block_keep
 
     @property
     def given(self) -> dict[str, Any]:

@@ -11,17 +11,28 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mame_sd.core.merge import Groups
-from mame_sd.core.paper import Plan
-
 NEVER_CALLED = "not called yet"
 TOO_FEW = "fewer than "  # begins the reason of a layer with few tokens
+# What begins the line of a level in a report.
+NAMES = {"attention": "", "mlp": "MLPs, ", "block": "blocks, "}
 NOTHING_MERGES = "no layer merges"  # begins the warning of a first forward that merged nothing
+
+
+class Counts(Protocol):
+    """How many tokens came and how many were kept: groups, a plan, or chosen tokens."""
+
+    @property
+    def tokens_in(self) -> int:
+        """The tokens that came."""
+
+    @property
+    def tokens_kept(self) -> int:
+        """The tokens that were kept."""
 
 
 def counted(count: int, noun: str) -> str:
@@ -40,8 +51,10 @@ class LayerStats:
     With `keep` the tokens kept are keys. `last_reason` is None when the latest call could merge.
     """
 
-    def __init__(self, name: str, device: torch.device | None = None) -> None:
-        self.name = name
+    def __init__(
+        self, name: str, device: torch.device | None = None, kind: str = "attention"
+    ) -> None:
+        self.name, self.kind, self.device = name, kind, device
         # [3] int64: calls, tokens in, tokens kept; None: not counted there
         self.compiled: Tensor | None = None
         self.reset(device)
@@ -63,7 +76,7 @@ class LayerStats:
         self.last_reason = reason
         self._count(tokens, tokens)
 
-    def merged(self, plans: Sequence[Plan | Groups], size: tuple[int, ...], note: str = "") -> None:
+    def merged(self, plans: Sequence[Counts], size: tuple[int, ...], note: str = "") -> None:
         """Count a call that merged.
 
         Args:
@@ -114,10 +127,12 @@ class LayerReport(_Counted):
     """One layer: means over its calls since the last reset.
 
     `merged` is False when the layer was left alone, for the `reason` given. With `keep`
-    `tokens_kept` counts keys. `size` is (h, w) in tokens where it was known.
+    `tokens_kept` counts keys. `size` is (h, w) in tokens where it was known. `kind` is "attention",
+    "mlp" or "block"; of the latter two `tokens_kept` are those that were computed.
     """
 
     name: str
+    kind: str
     calls: int
     merged: bool
     reason: str
@@ -126,8 +141,9 @@ class LayerReport(_Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelReport(_Counted):
-    """All layers of one level, and how many of them merged."""
+    """All layers of one kind and level, and how many of them merged."""
 
+    kind: str
     layers: int
     layers_merged: int
 
@@ -141,12 +157,14 @@ class MaMeReport:
     def levels(self) -> list[LevelReport]:
         """Sum up the layers that were called by level, most tokens first, weighted by calls."""
         result = []
-        for level in sorted({layer.level for layer in self.layers if layer.calls}):
-            group = [layer for layer in self.layers if layer.calls and layer.level == level]
+        called = [layer for layer in self.layers if layer.calls]
+        for kind, level in sorted({(layer.kind, layer.level) for layer in called}):
+            group = [layer for layer in called if (layer.kind, layer.level) == (kind, level)]
             calls = sum(layer.calls for layer in group)
             result.append(
                 LevelReport(
                     level=level,
+                    kind=kind,
                     tokens_in=sum(layer.tokens_in * layer.calls for layer in group) / calls,
                     tokens_kept=sum(layer.tokens_kept * layer.calls for layer in group) / calls,
                     layers=len(group),
@@ -173,8 +191,8 @@ class MaMeReport:
             )
         for level in self.levels():
             lines.append(
-                f"level {level.level}: {level.tokens_in:.0f} -> {level.tokens_kept:.0f}"
-                f" tokens ({level.share:.0%}), {level.layers_merged} of"
+                f"{NAMES[level.kind]}level {level.level}: {level.tokens_in:.0f} ->"
+                f" {level.tokens_kept:.0f} tokens ({level.share:.0%}), {level.layers_merged} of"
                 f" {counted(level.layers, 'layer')} merge{'s' * (level.layers == 1)}"
             )
         return "\n".join(lines)
@@ -195,6 +213,7 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
     layers = tuple(
         LayerReport(
             name=layer.name,
+            kind=layer.kind,
             level=ranks.get(count, 0),
             tokens_in=total_in / calls if calls else 0.0,
             tokens_kept=total_kept / calls if calls else 0.0,

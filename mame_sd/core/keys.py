@@ -264,6 +264,9 @@ class MergeJob:
         prefixed: keys of earlier calls, of any number, stand before these.
         scale: of the logits, where the processor's is not that of the call.
         kernel: computes attention over merged keys instead of the model's own.
+        merges: whether keys merge; if False, only `rows` are looked at.
+        rows: LongTensor [B, n], the positions among the image's tokens of the queries that are
+            answered. The output is zero for all other queries of the image. If None, all are.
         note: for the report.
         merged: of the latest attention call that merged; None: none did.
         calls: how many merged: attention may run sample by sample.
@@ -281,6 +284,8 @@ class MergeJob:
     prefixed: bool = False
     scale: float | None = None
     kernel: OwnKernel | None = None
+    merges: bool = True
+    rows: Tensor | None = None
     note: str = field(default="", init=False)
     merged: Merged | None = field(default=None, init=False)
     calls: int = field(default=0, init=False)
@@ -344,6 +349,7 @@ class MergeJob:
         kernel: Callable[..., Any],
         unmerged: Callable[[], Any],
         laid_out: Callable[[Tensor], Tensor] | None = None,
+        axis: int = 2,
     ) -> Any:
         """Attention over merged keys, or as it is where the call is another's.
 
@@ -355,26 +361,71 @@ class MergeJob:
             unmerged: computes the call as it came.
             laid_out: lays the output [B, H, Q, D'] of the job's own kernel out as the call has it;
                 None: it is so.
+            axis: dimension of the queries in the output of `kernel`.
         """
         own = self.kernel
         if own is not None:
             name, bias = kernel_name(own.call), own.counts
         self.inside = True  # what the kernel calls by itself is not looked at
         try:
-            changed = self.merge(call, bias)
-            if changed is None:
+            placed = self.place(call)
+            if placed is None or not (self.merges or self._some(call)):
                 return unmerged()
-            if name:
+            changed = self.merge(call, bias) if self.merges else dict(call)
+            assert changed is not None
+            if self.merges and name:
                 self.note = f"attention by {name}" + ("" if bias else UNCOUNTED)
+            some = self._some(call)
+            if some:
+                changed = self._of_rows(changed, placed[1])
             qkv = [changed.pop(n) for n in ("query", "key", "value")]
             if own is None:
                 given = {n: v for n, v in changed.items() if n in call or v is not None}
-                return kernel(*qkv, **given)
-            mask, dropped = changed["attn_mask"], call.get("dropout_p") or 0.0
+                output = kernel(*qkv, **given)
+                return self._in_place(output, placed[1], axis) if some else output
+            mask, dropped = changed.get("attn_mask"), call.get("dropout_p") or 0.0
             output = own.attend(qkv[0], qkv[1], qkv[2], mask, changed.get("scale"), dropped)
+            output = self._in_place(output, placed[1], 2) if some else output
             return output if laid_out is None else laid_out(output)
         finally:
             self.inside = False
+
+    def _some(self, call: Mapping[str, Any]) -> bool:
+        """Return True if some queries of the image alone are answered in this call."""
+        return self.rows is not None and len(self.rows) == len(call["query"])
+
+    def _of_rows(self, call: Mapping[str, Any], first: int) -> dict[str, Any]:
+        """Return the arguments of a call with the queries of `rows` alone.
+
+        The image's queries begin at `first`.
+        """
+        assert self.rows is not None
+        end = first + torch.Size(self.grids[0].size).numel()
+        at = self.rows[:, None, :, None]  # [B, 1, n, 1]
+        changed = dict(call)
+        for name in ("query", "attn_mask"):
+            t: Tensor | None = call.get(name)
+            if t is None or t.dim() < 2 or t.shape[-2] == 1:
+                continue
+            t = t.reshape(*[1] * (4 - t.dim()), *t.shape)
+            image = torch.take_along_dim(t[:, :, first:end], at.to(t.device), 2)
+            parts = t[:, :, :first], image, t[:, :, end:]
+            changed[name] = torch.cat([p.expand(len(image), -1, -1, -1) for p in parts], 2)
+        return changed
+
+    def _in_place(self, output: Tensor, first: int, axis: int) -> Tensor:
+        """Return the output of all queries, zero where none was computed."""
+        assert self.rows is not None
+        count, tokens = self.rows.shape[1], torch.Size(self.grids[0].size).numel()
+        before, image, after = output.split(
+            [first, count, output.shape[axis] - first - count], axis
+        )
+        shape = list(image.shape)
+        shape[axis] = tokens
+        behind = output.dim() - axis - 1
+        at = self.rows.view(len(self.rows), *[1] * (axis - 1), count, *[1] * behind)
+        image = image.new_zeros(shape).scatter(axis, at.expand_as(image), image)
+        return torch.cat([before, image, after], axis)
 
 
 class SDPAInterceptor(TorchFunctionMode):
@@ -411,7 +462,7 @@ def attend_merged(
     mask = call.get("attn_mask")
     if mask is not None and mask.dim() == 3:
         call["attn_mask"] = mask.unsqueeze(1)
-    return job.attend(call, name, kernel is SDPA, one_head, unmerged, lambda t: t.squeeze(1))
+    return job.attend(call, name, kernel is SDPA, one_head, unmerged, lambda t: t.squeeze(1), 1)
 
 
 def kernel_name(kernel: Callable[..., Any]) -> str:

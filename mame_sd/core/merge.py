@@ -87,6 +87,7 @@ class Cells:
         number: LongTensor [T * m], the number of each destination in its tile.
         tiles, width, m: T, P and m, the destinations of a tile.
         tokens, kept: L and M = T * m, how many tokens and destinations there are.
+        in_order: whether the slots are the tokens in row-major order.
     """
 
     order: Tensor
@@ -99,6 +100,15 @@ class Cells:
     m: int
     tokens: int
     kept: int
+    in_order: bool
+
+    def to_slots(self, t: Tensor) -> Tensor:
+        """Return the tokens [B, T * P, ...] in the order of the slots of t [B, L, ...]."""
+        return t if self.in_order else t.index_select(1, self.order)
+
+    def from_slots(self, t: Tensor) -> Tensor:
+        """Return the tokens [B, L, ...] in row-major order of t [B, T * P, ...]."""
+        return t if self.in_order else t.index_select(1, self.slot)
 
     @property
     def dst(self) -> Tensor:
@@ -204,6 +214,7 @@ def _cut(
         m=m,
         tokens=rows * columns,
         kept=tiles * m,
+        in_order=tiles == 1 and len(size) < 3,
     )
 
 

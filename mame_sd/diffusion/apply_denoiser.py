@@ -45,12 +45,13 @@ from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import AttentionAdapter, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
+from mame_sd.diffusion.restoring import RestoreHook, restoring_hooks
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
 from mame_sd.upstream import require
 
 Outer = TypeVar("Outer")
-_OURS = (MergeHook.name, SizeHook.name, StepHook.name)
+_OURS = (MergeHook.name, RestoreHook.name, SizeHook.name, StepHook.name)
 # What each block of `hooks_restored` that is under way found on each module, in their order.
 _BLOCKS: list[dict[tuple[nn.Module, str], Any]] = []
 # Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video,
@@ -112,6 +113,7 @@ def build_handle(
     hooks: list[Placed] = []
     steps: dict[str, StepHook] = {}  # by path of the denoiser
     images: dict[str, tuple[SizeHook, Family]] = {}  # by path of what tells how tokens lie
+    attention: dict[str, tuple[MergeHook, Family]] = {}  # by path of a layer that merges
     merging = 0
     for path, module in root.named_modules():
         if spread(module):
@@ -136,12 +138,19 @@ def build_handle(
         if layer is not None:
             stats = LayerStats(path or kind, device_of(module))
             known = None if image is None else image.tokens
-            hooks.append((module, MergeHook(shared, stats, layer, known, merging)))
+            hook = MergeHook(shared, stats, layer, known, merging)
+            hooks.append((module, hook))
+            attention[path] = hook, family
             merging += 1
             if denoiser is not None:
                 denoiser.layers.append(stats)
     if not merging:
         raise ValueError(_nothing_found(root))
+    for path, module, restoring in restoring_hooks(root, shared, attention):
+        hooks.append((module, restoring))
+        around = _around(path, steps)
+        if around is not None:
+            around.layers.append(restoring.stats)
     return MaMeHandle(root, shared, hooks, None if target is root else target)
 
 

@@ -19,14 +19,15 @@ from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.families.refused import known_as
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import SizeHook, StepHook
-from mame_sd.diffusion.layer import MergeHook
+from mame_sd.diffusion.layer import LayerHook, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import make_config
+from mame_sd.diffusion.restoring import BlockHook, MLPHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
 
-Placed = tuple[nn.Module, MergeHook | PreHook]  # a hook and the module it goes on
+Placed = tuple[nn.Module, LayerHook | PreHook]  # a hook and the module it goes on
 GONE = "no longer part of the model: call apply_mame again"
 
 
@@ -37,7 +38,8 @@ class MaMeHandle:
 
     Attributes:
         root: the model, or an nn.ModuleDict of a pipeline's denoisers.
-        layers: the modules that may merge, each with its hook.
+        layers: the self-attentions that may merge, each with its hook.
+        restored: the MLPs and blocks that may be restored, each with its hook.
     """
 
     def __init__(
@@ -46,7 +48,11 @@ class MaMeHandle:
         self.root, self._pipe = root, _weakly(pipe)
         self._shared, self._hooks = shared, hooks
         self.layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
+        self.restored = [
+            (module, hook) for module, hook in hooks if isinstance(hook, (MLPHook, BlockHook))
+        ]
         self._names = [hook.stats.name for _, hook in self.layers]
+        self._restored_names = [hook.stats.name for _, hook in self.restored]
         merging = {module for module, _ in hooks}
         self._merging = {  # in each of the pipeline's denoisers
             name: merging & set(model.modules()) for name, model in denoisers_of(pipe).items()
@@ -224,7 +230,9 @@ class MaMeHandle:
             for module, hook in self.layers:
                 if module not in there:
                     hook.stats.last_reason = GONE
-        return make_report(hook.stats for _, hook in self.layers)
+        restored = (hook.stats for _, hook in self.restored)
+        stats = [hook.stats for _, hook in self.layers]
+        return make_report([*stats, *(one for one in restored if one.totals()[0])])
 
     def others(self, pipe: Any) -> Iterator[tuple[nn.Module, str]]:
         """Denoisers of a pipeline that came after `apply_mame`, and what to say of each; a wrapper
@@ -251,7 +259,7 @@ class MaMeHandle:
         input.
         """
         for module, hook in self._hooks:
-            if isinstance(hook, MergeHook):
+            if isinstance(hook, LayerHook):
                 hook.stats.reset(device_of(module))
             elif isinstance(hook, StepHook):
                 hook.forget()
@@ -288,7 +296,7 @@ class MaMeHandle:
         """Raises ValueError as `_check`."""
         config = resolved(self.root, asked)
         self._check(config)
-        names = () if config.layers is None else self._names
+        names = () if config.layers is None else (*self._names, *self._restored_names)
         of_layer = {name: config.of_layer(name) for name in names}
         setting = ResolvedConfig(config, active, asked, of_layer)
         if self._shared.kernel is not None and "tokens" in setting.methods:
@@ -325,7 +333,11 @@ class MaMeHandle:
                 f"size: expected none, for {self._kind} tells its height and width, got"
                 f" {config.size}; leave it out"
             )
-        unknown = [] if config.layers is None else config.layers.unknown(self._names)
+        unknown = (
+            []
+            if config.layers is None
+            else config.layers.unknown([*self._names, *self._restored_names])
+        )
         if unknown:
             raise ValueError(
                 f"layers: expected patterns of layers of {self._kind} such as {self._names[0]!r},"

@@ -93,12 +93,15 @@ def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
         if mask is not None and mask.dim() == 2:  # [B, N], as the dispatcher has it
             changes["attn_mask"] = mask[:, None, None]
 
-        def heads_last(_: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
-            key, value = (t.transpose(1, 2).contiguous() for t in (key, value))
-            return backend(query=call["query"], key=key, value=value, **given)
+        def heads_last(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+            qkv = {"query": query, "key": key, "value": value}
+            for name, t in qkv.items():
+                same = t is changes[name]
+                qkv[name] = call[name] if same else t.transpose(1, 2).contiguous()
+            return backend(**qkv, **given)
 
         unmerged = functools.partial(backend, **call)
-        return job.attend({**call, **changes}, name, counted, heads_last, unmerged, _heads_last)
+        return job.attend({**call, **changes}, name, counted, heads_last, unmerged, _heads_last, 1)
 
     watched._mame_watched = True  # type: ignore[attr-defined]
     return watched

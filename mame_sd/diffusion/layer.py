@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +27,14 @@ from mame_sd.core.merge import DRAWS
 from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.context import NO_STEP, Later, ResolvedConfig, Shared, Step, Tokens
 from mame_sd.diffusion.interception import watch_kernels
+from mame_sd.diffusion.rows import Rows, running_rows
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
 from mame_sd.upstream import outside_old_graphs
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 LEFT = "left unmerged by layers"
+KEEPS_ALL = "keep=1 keeps all keys"
 UNSEEN = "{} calls no attention over the layer's tokens that can be intercepted"
 
 
@@ -168,18 +171,18 @@ class Entry:
         inner: the module's own forward.
     """
 
-    def __init__(self, module: nn.Module, hook: MergeHook, inner: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, hook: Any, inner: Callable[..., Any]) -> None:
         self.module, self.inner = module, inner
-        self.hook: MergeHook | None = hook
+        self.hook = hook
 
     @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, merged where that is sound."""
-        hook = self.hook
+        hook: MergeHook | None = self.hook
         if hook is None:
             return self.inner(*args, **kwargs)
         shared, stats = hook.shared, hook.stats
-        setting: ResolvedConfig = getattr(shared.own.mine, "value", None) or shared.setting
+        setting = hook.setting
         if not setting.active and hook.instead is None:
             return self.inner(*args, **kwargs)
         call = hook.layer.call(self.module, self.inner, args, kwargs)
@@ -194,37 +197,35 @@ class Entry:
         return merged_call(hook.layer, call, hook.layout(), config, stats, hook.step, shared.kernel)
 
 
-class MergeHook:
-    """Merges around one layer, also in deepcopies of the module.
+class LayerHook:
+    """What hooks around a layer share: settings, counters, the tokens' layout and the step.
 
     Args:
         shared: what the hooks of a handle share.
         stats: counters of the layer.
-        layer: the kind of module.
         known: how the tokens lie in each thread's latest call of the model; None: unknown.
         number: of the layer in its model, from 0. Neighbours take different draws in one step, so
             that their errors do not add up.
     """
 
-    name = "mame"
+    name: str
     entry: Any = None  # what stands in for the module's forward, an Entry's
-    instead: Callable[[LayerCall], Any] | None = None  # computes calls while calibration measures
 
     def __init__(
-        self,
-        shared: Shared,
-        stats: LayerStats,
-        layer: AttentionAdapter,
-        known: PerThread | None,
-        number: int = 0,
+        self, shared: Shared, stats: LayerStats, known: PerThread | None, number: int = 0
     ) -> None:
         self.place = number % DRAWS
         # Of no dimension: for any device, and no constant of a compiled graph.
         self.number = torch.tensor(number)
         self.shared = shared
         self.stats = stats
-        self.layer = layer
         self.known = known
+
+    @property
+    def setting(self) -> ResolvedConfig:
+        """The setting in force."""
+        own: ResolvedConfig | None = getattr(self.shared.own.mine, "value", None)
+        return own or self.shared.setting
 
     def layout(self) -> Tokens | None:
         """How the tokens lie in this thread's latest call of the model; None: unknown."""
@@ -257,6 +258,29 @@ class MergeHook:
             shared.learning.again()
         return Step(draw, leader=step.leader, plans=None if learns else plans)
 
+
+class MergeHook(LayerHook):
+    """Merges around one layer, also in deepcopies of the module.
+
+    Args:
+        shared, stats, known, number: as for `LayerHook`.
+        layer: the kind of module.
+    """
+
+    name = "mame"
+    instead: Callable[[LayerCall], Any] | None = None  # computes calls while calibration measures
+
+    def __init__(
+        self,
+        shared: Shared,
+        stats: LayerStats,
+        layer: AttentionAdapter,
+        known: PerThread | None,
+        number: int = 0,
+    ) -> None:
+        super().__init__(shared, stats, known, number)
+        self.layer = layer
+
     def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
         """What is to stand in for `inner`, the own forward of a module."""
         self.entry = Entry(module, self, inner).forward
@@ -275,10 +299,16 @@ def merged_call(
     """The output of `call`, merged where that is sound, and counted; `step` is asked where keys
     merge, the other arguments are those of `route` and `Shared`.
     """
+    rows = running_rows()
     route = layer.route(call, known, config)
-    if isinstance(route, str):
-        stats.skipped(route, layer.count(call, known))
-        return call.run()
+    if isinstance(route, str) or (config.keep == 1 and config.tau is None):
+        why = route if isinstance(route, str) else KEEPS_ALL
+        stats.skipped(why, layer.count(call, known))
+        if rows is not None and config.tau is None:
+            route = layer.route(call, known, of_all_keys(config))
+        if rows is None or isinstance(route, str):
+            return call.run()
+        return _of_some_queries(layer, route, rows, stats, kernel)
     size = route.tokens.size
     if config.tau is not None:
         assert route.merge_tokens is not None
@@ -287,6 +317,7 @@ def merged_call(
         return route.merge_tokens(route, plan)
     job = layer.job(route, stats.name, step())
     job.kernel = kernel
+    job.rows = None if rows is None else rows.chosen.at
     with SDPAInterceptor(job):
         output = call.run() if route.run is None else route.run()
     if job.merged is None:
@@ -295,6 +326,26 @@ def merged_call(
         note = "; ".join(filter(None, (route.note, job.note)))
         stats.merged(job.merged.groups, size, note)
     return output
+
+
+def _of_some_queries(
+    layer: AttentionAdapter,
+    route: Route,
+    rows: Rows,
+    stats: LayerStats,
+    kernel: OwnKernel | None,
+) -> Any:
+    """Return the output of a call whose keys stay, computed for some queries alone."""
+    job = layer.job(route, stats.name, NO_STEP)
+    job.merges, job.kernel, job.rows = False, kernel, rows.chosen.at
+    with SDPAInterceptor(job):
+        return route.call.run() if route.run is None else route.run()
+
+
+@lru_cache(maxsize=64)
+def of_all_keys(config: MaMeConfig) -> MaMeConfig:
+    """Return `config` for layers of any size, whose keys all stay."""
+    return config.replace(keep=1, min_tokens=1)
 
 
 watch_kernels()  # here too, for models that were saved whole, merging included

@@ -67,6 +67,10 @@ class Family:
         by_sample: the attention runs over one sample after another, each with as much text as it
             has.
         references: `tokens` tells of reference images, so that these can merge too.
+        blocks: why blocks can't be restored (`block_keep`); empty: they can.
+        mlps: why MLPs can't be restored (`mlp_keep`); empty: they can.
+        parallel: two self-attentions of a block read the same tokens, not one the other's output.
+        sequence_first: MLPs are called with tokens [L, B, C].
         eager: `tokens` reads values of tensors, not only shapes, and so runs outside of compiled
             graphs.
     """
@@ -89,6 +93,10 @@ class Family:
     cached: Callable[[Call], bool] | None = None
     by_sample: bool = False
     references: bool = False
+    blocks: str = ""
+    mlps: str = ""
+    parallel: bool = False
+    sequence_first: bool = False
     eager: bool = False
 
     def __post_init__(self) -> None:

@@ -1,0 +1,243 @@
+"""Compute a function of each token on a few tokens, and restore all others by a fit.
+
+An MLP, or the change that a whole transformer block makes, is a function f of each token's input x.
+`choose_tokens` chooses a share P of the tokens, f is computed on P alone, and kernel ridge
+regression on the inputs gives f everywhere:
+
+    f(x) ~ mean(f_P) + W (f_P - mean(f_P)),   W = k(x, x_P) (k(x_P, x_P) + RIDGE I)^-1
+    k(a, b) = exp(-|a - b|^2 / m),            m = the mean of |a - b|^2 among the x_P
+
+The result is exact on P. MaRe (arXiv 2604.13432) copies the output of a merged token instead, which
+is two to ten times as far from f (docs/restoring.md). Half of P is drawn, one token of each cell of
+the grid; the other half are the tokens that are farthest from these. The grid is cut into tiles of
+at most `TILE_SIZE` x `TILE_SIZE` tokens (a third more where a side does not divide), so that the
+cost of the fit grows with the number of tokens alone.
+
+Every sample of a batch is restored by itself. Nothing waits for the device, and all shapes are
+known before the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import index
+
+import torch
+from torch import Tensor
+
+from mame_sd.core.merge import Cells, cells_of, no_autocast, product
+
+TILE_SIZE = 32  # tokens a side
+BANDWIDTH = 1.0  # of the mean squared distance among the chosen tokens
+RIDGE = 0.02  # the kernel is 1 on its diagonal
+DRAWN = 0.5  # share of the chosen tokens that are drawn; all others are the farthest from these
+HALF_MAX = 65504  # the largest number of fp16
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenTokens:
+    """The chosen tokens of each sample, and the weights that restore all tokens from them.
+
+    Attributes:
+        cells: the tiles of the grid.
+        at: LongTensor [B, T * K], the position in row-major order of each of the K chosen tokens of
+            T tiles.
+        weights: [B * T, P, K], how much each chosen token counts for each of the P slots of a tile.
+            Rows sum to 1; the row of a chosen token is one at its own place and zero elsewhere.
+    """
+
+    cells: Cells
+    at: Tensor
+    weights: Tensor
+
+    @property
+    def tokens_in(self) -> int:
+        """The number of tokens of the grid."""
+        return self.cells.tokens
+
+    @property
+    def tokens_kept(self) -> int:
+        """The number of chosen tokens."""
+        return self.at.shape[1]
+
+    def take(self, t: Tensor) -> Tensor:
+        """Return the chosen tokens [B, T * K, C] of t [B, L, C]."""
+        return t.gather(1, self.at.unsqueeze(-1).expand(-1, -1, t.shape[-1]))
+
+    def restore(self, f: Tensor) -> Tensor:
+        """Return all tokens [B, L, C], restored from f [B, T * K, C] of the chosen ones.
+
+        Gradients reach f; the weights are constants.
+        """
+        tiles, _, count = self.weights.shape
+        y = torch.bmm(self.weights.to(f.dtype), f.reshape(tiles, count, f.shape[-1]))
+        if f.dtype == torch.float16:
+            y = y.clamp(-HALF_MAX, HALF_MAX)
+        return self.cells.from_slots(y.view(f.shape[0], -1, f.shape[-1]))
+
+
+@torch.no_grad()
+def choose_tokens(
+    x: Tensor,
+    cells: Cells,
+    count: int,
+    draw: Tensor | None = None,
+    leader: Tensor | None = None,
+) -> ChosenTokens:
+    """Choose tokens by their inputs, and fit the weights that restore all others.
+
+    The choice and the weights have no gradient. Distances, the kernel and its factor are computed
+    in fp32 (fp64 for fp64), by Cholesky.
+
+    Args:
+        x: the inputs [B, L, C] of the tokens of the grid, in row-major order.
+        cells: the tiles, and the cells of which one token each is drawn.
+        count: K, the chosen tokens of each tile; more than `cells.m` and at most the tile's tokens.
+        draw: LongTensor [1], the index of the draw; None: the first.
+
+    Returns:
+        The chosen tokens, with weights in the dtype of x.
+    """
+    with no_autocast(x):
+        tiles, width, cell_count = cells.tiles, cells.width, cells.m
+        batch, channels = x.shape[0], x.shape[2]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
+        slots = cells.to_slots(x)  # [B, T * P, C]
+        first = slots.index_select(1, drawn[: cells.kept]).view(-1, cell_count, channels)
+        slots = slots.reshape(-1, width, channels)  # [B * T, P, C]
+        starts = torch.arange(tiles, device=x.device).unsqueeze(1) * width
+        own = drawn[: cells.kept].view(tiles, cell_count) - starts  # places in a tile
+        own = own.expand(batch, -1, -1).reshape(-1, cell_count)
+        squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square()  # [B * T, P]
+        # |x - p|^2 / 2 = |x|^2 / 2 + (|p|^2 / 2 - x . p)
+        halves = squares.gather(1, own).div_(2).unsqueeze(1)
+        nearest = (halves - product(slots, first.transpose(1, 2))).amin(-1)
+        nearest.add_(squares, alpha=0.5).scatter_(1, own, -1.0)
+        if cells.pad is not None:
+            pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
+            nearest.masked_fill_(pad, -1.0)
+        chosen = torch.cat([own, nearest.topk(count - cell_count, sorted=False).indices], 1)
+        if leader is not None and len(leader) == batch > 1:
+            chosen = chosen.view(batch, tiles, count).index_select(0, leader).flatten(0, 1)
+        points = slots.gather(1, chosen.unsqueeze(-1).expand(-1, -1, channels))
+        lengths = squares.gather(1, chosen)  # [B * T, K]
+        centre = torch.linalg.vector_norm(points.mean(1, dtype=dtype), dim=-1).square()
+        # The mean of |a - b|^2 among the points. The floor is the rounding of the squares: tokens
+        # that are all alike have a kernel of ones, and each is restored as their mean.
+        mean = lengths.mean(1)
+        bandwidth = (2 * BANDWIDTH * (mean - centre)).clamp_min(1e-5 * mean).clamp_min(1e-30).view(-1, 1, 1)
+        apart = squares.unsqueeze(2) + lengths.unsqueeze(1)
+        apart.sub_(product(slots, points.transpose(1, 2)), alpha=2)
+        kernel = apart.clamp_min_(0).div_(bandwidth).neg_().exp_()  # [B * T, P, K]
+        rows = chosen.unsqueeze(-1).expand(-1, -1, count)
+        gram = kernel.gather(1, rows)
+        gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
+        eye = torch.eye(count, device=x.device, dtype=dtype).expand_as(gram)
+        inverse = torch.linalg.solve_triangular(
+            torch.linalg.cholesky_ex(gram)[0], eye, upper=False
+        )  # of the factor
+        weights = torch.bmm(torch.bmm(kernel, inverse.transpose(1, 2)), inverse)
+        # With the mean of the f_P taken off and put back, rows sum to 1.
+        weights.add_((1 - weights.sum(-1, keepdim=True)) / count)
+        weights = weights.to(x.dtype).scatter_(1, rows, eye.to(x.dtype))
+        at = cells.order[(chosen.view(batch, tiles, count) + starts).view(batch, -1)]
+    return ChosenTokens(cells, at, weights)
+
+
+def cells_and_count(
+    size: tuple[int, ...], keep: float, seed: int, device: torch.device, tile_size: int = TILE_SIZE
+) -> tuple[Cells, int]:
+    """Return the tiles of a grid, and how many tokens of each tile to choose for a share `keep`.
+
+    Args:
+        size: (h, w) of an image's tokens, (t, h, w) of a video's, or (n,) of a sequence.
+        keep: share of the tokens to choose, above 0 and below 1.
+        seed: seed of the draws.
+        device: where the tables live.
+        tile_size: side of a tile in tokens; 0: the whole grid is one tile.
+    """
+    cells = cells_of(size, DRAWN * keep, tile_size, seed, device)
+    return cells, min(max(cells.m + 1, round(keep * cells.width)), cells.width)
+
+
+def restored(
+    fn: Callable[[Tensor], Tensor],
+    x: Tensor,
+    grid: Sequence[int],
+    keep: float = 0.125,
+    before: int = 0,
+    after: int = 0,
+    draw: Tensor | None = None,
+    seed: int = 0,
+    tile_size: int = TILE_SIZE,
+) -> Tensor:
+    """Compute `fn` on a share of an image's tokens, and restore all others by a fit.
+
+    `fn` must treat each token by itself, as an MLP does. It is called once.
+
+        hidden_states = hidden_states + restored(block.ff, norm(hidden_states), grid=(64, 64))
+
+    Args:
+        fn: a function of tokens [B, n, C] that returns [B, n, C'], for any n.
+        x: the tokens [B, before + L + after, C], L = prod(grid).
+        grid: (h, w) of the image's tokens in row-major order, or (t, h, w) of a video's.
+        keep: share of the image's tokens that `fn` is computed on, above 0 to 1; 1 computes all.
+        before, after: tokens of something else around the image's, such as text; `fn` is computed
+            on all of them.
+        draw: LongTensor [1] below 64, the index of the draw; give each layer and step another one
+            (`mame_sd.core.merge.draw_at`). None: the first.
+        seed: seed of the draws; they have a generator of their own.
+        tile_size: side of the tiles within which tokens are restored; 0: the whole grid is one.
+
+    Returns:
+        [B, before + L + after, C'] in the dtype that `fn` gives, exact on the chosen tokens and on
+        those around the image. Gradients reach `fn` through the chosen tokens; the choice and the
+        weights of the fit are constants.
+
+    Raises:
+        ValueError: shapes that don't go together, or `keep` out of its range.
+    """
+    try:
+        size = tuple(index(side) for side in grid)
+        around = index(before), index(after)
+    except TypeError:
+        size, around = (), (0, 0)
+    if not 1 <= len(size) <= 3 or min(*size, 1) < 1 or min(around) < 0:
+        raise ValueError(
+            "grid, before, after: expected (h, w) or (t, h, w) of at least 1 and numbers of tokens,"
+            f" got {grid!r}, {before!r}, {after!r}"
+        )
+    if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
+        raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
+    tokens = torch.Size(size).numel()
+    if x.dim() != 3 or x.shape[1] != before + tokens + after or not x.is_floating_point():
+        raise ValueError(
+            f"x: expected floating-point tokens [B, {before + tokens + after}, C], got"
+            f" {list(x.shape)} of {x.dtype}"
+        )
+    if keep == 1 or tokens < 2:
+        return fn(x)
+    cells, count = cells_and_count(size, keep, seed, x.device, tile_size)
+    chosen = choose_tokens(x[:, before : before + tokens], cells, count, draw)
+    return restored_by(chosen, fn, x, before)
+
+
+def restored_by(
+    chosen: ChosenTokens, fn: Callable[[Tensor], Tensor], x: Tensor, before: int = 0
+) -> Tensor:
+    """Compute `fn` on the chosen tokens and on those around the image, and restore the image's.
+
+    Args:
+        chosen: the chosen tokens of the image.
+        fn, x, before: as in `restored`.
+    """
+    end = before + chosen.tokens_in
+    image = chosen.take(x[:, before:end])
+    if x.shape[1] == chosen.tokens_in:
+        return chosen.restore(fn(image))
+    y = fn(torch.cat([x[:, :before], image, x[:, end:]], 1))
+    split = [before, chosen.tokens_kept, x.shape[1] - end]
+    first, image, last = y.split(split, 1)
+    return torch.cat([first, chosen.restore(image), last], 1)

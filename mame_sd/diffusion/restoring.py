@@ -1,0 +1,330 @@
+"""Layers of a denoiser that are computed on a few tokens, and restored by a fit
+(`mame_sd.core.restore`).
+
+- `mlp_keep`: each MLP is computed on a share of the image's tokens. Its output for all other
+  tokens is restored by a fit on the MLP's input.
+- `block_keep`: each transformer block answers a share of the image's tokens, with the keys and
+  values of all of them. The fit is made on the block's normalised input, and the change that the
+  block makes is restored.
+
+A block runs on all tokens. Its MLP, its cross-attention, its projection of attention's output and
+the queries of its self-attention are computed on the rows of the chosen tokens alone. The other
+rows are zero, and `BlockHook` restores them when the block is done. So any block is right whose
+other operations treat each token by itself. `Family.blocks` says which blocks do not.
+
+A block tells the modules in it which rows to compute by a `RowsMode` on PyTorch's stack of function
+modes, which belongs to the call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mame_sd.config import MaMeConfig
+from mame_sd.core.merge import least_tokens, too_few
+from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
+from mame_sd.diffusion.context import Shared, Tokens
+from mame_sd.diffusion.families.family import Family
+from mame_sd.diffusion.layer import Entry, LayerHook
+from mame_sd.diffusion.rows import Rows, RowsMode, image_start, running_rows
+from mame_sd.report import LayerStats
+from mame_sd.upstream import outside_old_graphs
+
+_MLP = re.compile("FeedForward|SwiGLU|MLP$")  # of a class's name
+_OTHERS = ("context", "txt", "text", "audio", "ff_t")  # in names of MLPs of other tokens
+# Children of a block that are linear maps of its tokens, where MLP and attention are fused.
+_FUSED = ("proj_mlp", "proj_out", "gate_proj", "up_proj", "down_proj")
+_OUTPUT = ("to_out.0", "to_out")  # the projection of attention's output, in the attention
+# diffusers' hooks that leave what a module gives as it is
+_HARMLESS = ("group_offloading", "layerwise_casting", "layer_execution_tracker", "lazy_prefetch")
+# Arguments of a cross-attention that come one for each of the image's tokens.
+_BY_TOKEN = ("image_rotary_emb", "query_rotary_emb", "rotary_emb", "ip_adapter_masks")
+CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
+
+
+class RestoreHook(LayerHook):
+    """What MLPs and blocks that are restored share.
+
+    Args:
+        shared, stats, known, number: as for `LayerHook`.
+        family: the family of the model.
+    """
+
+    name = "mame_restore"
+    OTHER = "its tokens are not the image's"
+    keep_of: str  # the setting that says how much is computed
+
+    def __init__(
+        self, shared: Shared, stats: LayerStats, known: Any, number: int, family: Family
+    ) -> None:
+        super().__init__(shared, stats, known, number)
+        self.family = family
+
+    def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
+        """Return what is to stand in for `inner`, the forward of `module`."""
+        self.entry = RestoreEntry(module, self, inner).forward
+        return self.entry
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the output of the module for these arguments."""
+        raise NotImplementedError
+
+    def share(self) -> float:
+        """Return the share of the tokens to compute in this call; 1 if nothing is restored."""
+        setting = self.setting
+        if not setting.active or "keys" not in setting.methods:
+            return 1.0
+        config: MaMeConfig | None = setting.config
+        if setting.of_layer:
+            config = setting.of_layer.get(self.stats.name, config)
+        return 1.0 if config is None else getattr(config, self.keep_of)
+
+    def choose(self, x: Tensor, keep: float, tokens: Tokens) -> ChosenTokens:
+        """Choose among the image's tokens x [B, L, C]."""
+        setting = self.setting.config
+        cells, count = cells_and_count(tokens.size, keep, setting.seed, x.device)
+        step = self.step()
+        leader = step.leader if setting.share_guidance_plan else None
+        return choose_tokens(x, cells, count, step.draw if setting.redraw else None, leader)
+
+    def too_few(self, tokens: Tokens, x: Tensor) -> str:
+        """Return why a call with so few tokens is left alone; empty if it is not."""
+        given = self.setting.config.min_tokens
+        if tokens.count >= least_tokens(given, x.device):
+            return ""
+        return too_few(given, x.device)
+
+    def reason(self, x: Any, keep: float) -> str | Tokens:
+        """Return how the tokens of an input x lie, or why nothing is restored of it."""
+        known = self.layout()
+        if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
+            return "input is no tokens [B, L, C]"
+        if known is None or known.unknown:
+            return "height and width unknown" if known is None else known.unknown
+        return self.OTHER if self.start(known, x) is None else known
+
+    def start(self, tokens: Tokens, x: Tensor) -> int | None:
+        """Return where the image's tokens begin in the input; None if they are not in it."""
+        return image_start(tokens, x)
+
+
+class RestoreEntry(Entry):
+    """Stands in for the `forward` of a module with a RestoreHook, in copies of it too."""
+
+    hook: Any
+
+    @outside_old_graphs
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output, restored where that is sound."""
+        if self.hook is None:
+            return self.inner(*args, **kwargs)
+        return self.hook.call(self, args, kwargs)
+
+
+class MLPHook(RestoreHook):
+    """Computes an MLP on a few tokens, and restores all others."""
+
+    keep_of = "mlp_share"
+
+    def start(self, tokens: Tokens, x: Tensor) -> int | None:
+        """See `RestoreHook`. Text that joins the image in a block stands as in its attention."""
+        start, beside = image_start(tokens, x), x.shape[1] - tokens.count
+        if start is None and beside > 0 and (tokens.before, tokens.after) == (0, 0):
+            start = {"first": beside, "last": 0}.get(self.family.joint or "")
+        return start
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `RestoreHook`."""
+        rows = running_rows()
+        keep = 1.0 if rows is not None else self.share()
+        if rows is None and keep == 1:
+            return entry.inner(*args, **kwargs)
+        name, x = _first(args, kwargs)
+        turned = self.family.sequence_first and isinstance(x, Tensor) and x.dim() == 3
+        x = x.transpose(0, 1) if turned else x
+
+        def fn(t: Tensor) -> Any:
+            return _run(entry.inner, args, kwargs, name, t.transpose(0, 1) if turned else t)
+
+        def of_tokens(t: Tensor) -> Tensor:
+            y: Tensor = fn(t)
+            return y.transpose(0, 1) if turned else y
+
+        if rows is not None:
+            part = rows.take(x) if isinstance(x, Tensor) and x.dim() == 3 else None
+            return fn(x) if part is None else rows.put(of_tokens(part), x)
+        tokens = self.reason(x, keep)
+        if isinstance(tokens, Tokens):
+            too_few = self.too_few(tokens, x)
+            tokens = too_few or tokens
+        if isinstance(tokens, str):
+            # The same MLP may take the text in another call, which is no reason of the image's.
+            if tokens != self.OTHER or not self.stats.calls:
+                count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
+                self.stats.skipped(tokens, count)
+            return entry.inner(*args, **kwargs)
+        start = self.start(tokens, x) or 0
+        chosen = self.choose(x[:, start : start + tokens.count], keep, tokens)
+        y = restored_by(chosen, of_tokens, x, start)
+        self.stats.merged((chosen,), tokens.size)
+        return y.transpose(0, 1) if turned else y
+
+
+class PartHook(RestoreHook):
+    """Computes a part of a block (its cross-attention, a projection) on the block's rows alone."""
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `RestoreHook`."""
+        rows = running_rows()
+        if rows is None or any(kwargs.get(name) is not None for name in _BY_TOKEN):
+            return entry.inner(*args, **kwargs)
+        name, x = _first(args, kwargs)
+        part = rows.take(x) if isinstance(x, Tensor) and x.dim() == 3 else None
+        if part is None:
+            return entry.inner(*args, **kwargs)
+        y = _run(entry.inner, args, kwargs, name, part)
+        fits = isinstance(y, Tensor) and y.shape[:2] == part.shape[:2] and y.dim() == 3
+        return rows.put(y, x) if fits else entry.inner(*args, **kwargs)
+
+
+class BlockHook(RestoreHook):
+    """Computes a block on a few tokens, with the keys of all, and restores the change it makes."""
+
+    keep_of = "block_share"
+    several = False  # whether one self-attention of the block follows another
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `RestoreHook`."""
+        keep = self.share()
+        if keep == 1 or running_rows() is not None:
+            return entry.inner(*args, **kwargs)
+        _, x = _first(args, kwargs)
+        tokens = self.reason(x, keep)
+        if isinstance(tokens, Tokens):
+            tokens = (
+                self.family.blocks
+                or ("one self-attention follows another" if self.several else "")
+                or self.too_few(tokens, x)
+                or (CACHED if self._is_cached(entry.module) else "")
+                or ("a skip connection" if kwargs.get("skip") is not None else "")
+                or tokens
+            )
+        if isinstance(tokens, str):
+            # The same MLP may take the text in another call, which is no reason of the image's.
+            if tokens != self.OTHER or not self.stats.calls:
+                count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
+                self.stats.skipped(tokens, count)
+            return entry.inner(*args, **kwargs)
+        start = self.start(tokens, x) or 0
+        end = start + tokens.count
+        image = x[:, start:end]
+        chosen = self.choose(F.layer_norm(image, image.shape[-1:]), keep, tokens)
+        with RowsMode(Rows(chosen, tokens)):
+            output = entry.inner(*args, **kwargs)
+        alone = isinstance(output, Tensor)
+        outputs = [output] if alone else list(output)
+        at = [i for i, y in enumerate(outputs) if isinstance(y, Tensor) and y.shape == x.shape]
+        if len(at) != 1:
+            self.stats.skipped(f"{len(at)} of its outputs have the shape of its tokens", x.shape[1])
+            return entry.inner(*args, **kwargs)
+        y = outputs[at[0]]
+        change = chosen.take(y[:, start:end]) - chosen.take(image)
+        restored = image + chosen.restore(change)
+        if y.shape[1] > tokens.count:
+            restored = torch.cat([y[:, :start], restored, y[:, end:]], 1)
+        outputs[at[0]] = restored
+        self.stats.merged((chosen,), tokens.size)
+        return restored if alone else type(output)(outputs)
+
+    def _is_cached(self, block: nn.Module) -> bool:
+        """Return True if a hook of diffusers may keep what a module of the block gave."""
+        for module in block.modules():
+            registry = getattr(module, "_diffusers_hook", None) if module is not block else None
+            if registry is not None and any(
+                not name.startswith(_HARMLESS) for name in registry.hooks
+            ):
+                return True
+        return False
+
+
+def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:
+    """Return the tokens that a module is called with, and their name if they came by one."""
+    if args:
+        return None, args[0]
+    for name in ("hidden_states", "x", "hidden_state", *kwargs):
+        if isinstance(kwargs.get(name), Tensor):
+            return name, kwargs[name]
+    return None, None
+
+
+def _run(
+    inner: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    name: str | None,
+    x: Tensor,
+) -> Any:
+    """Call `inner` with x in place of the tokens that it was called with."""
+    return inner(x, *args[1:], **kwargs) if name is None else inner(*args, **{**kwargs, name: x})
+
+
+def restoring_hooks(
+    root: nn.Module, shared: Shared, attention: Mapping[str, tuple[LayerHook, Family]]
+) -> Iterator[tuple[str, nn.Module, RestoreHook]]:
+    """Yield the path, the module and the hook of each MLP, block and part of a block of `root`.
+
+    Args:
+        root: the model.
+        shared: what the hooks of a handle share.
+        attention: by path the hooks of the self-attentions that merge, each with its family.
+    """
+    modules = {root.get_submodule(path) for path in attention}
+    blocks: dict[str, list[str]] = {}  # paths of the attentions in each block
+    for path in attention:
+        outer = path.rpartition(".")[0]
+        if path and not isinstance(root.get_submodule(outer), (nn.ModuleList, nn.ModuleDict)):
+            blocks.setdefault(outer, []).append(path)
+    for number, (outer, paths) in enumerate(blocks.items()):
+        block, (hook, family) = root.get_submodule(outer), attention[paths[0]]
+        for name, part, kind in _parts_of(block, modules):
+            path = f"{outer}.{name}" if outer else name
+            stats = LayerStats(path, hook.stats.device, "mlp")
+            yield path, part, kind(shared, stats, hook.known, number, family)
+        if outer:
+            stats = LayerStats(outer, hook.stats.device, "block")
+            own = BlockHook(shared, stats, hook.known, number, family)
+            own.several = len(paths) > 1 and not family.parallel
+            yield outer, block, own
+
+
+def _parts_of(
+    block: nn.Module, attention: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module, type[RestoreHook]]]:
+    """Yield the modules of a block that treat each token by itself: their path in the block, and
+    the kind of hook that goes on them.
+    """
+    for name, child in block.named_children():
+        kind = type(child).__name__
+        if child in attention:
+            for path in _OUTPUT:
+                part = _at(child, path)
+                if part is not None and not isinstance(part, nn.ModuleList):
+                    yield f"{name}.{path}", part, PartHook
+                    break
+        elif _MLP.search(kind) and not any(other in name for other in _OTHERS):
+            yield name, child, MLPHook
+        elif (kind.endswith("Attention") and "audio" not in name) or name in _FUSED:
+            yield name, child, PartHook
+
+
+def _at(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None

@@ -1,0 +1,79 @@
+"""Which rows of its tokens a block computes, told to the modules in it.
+
+A block that is restored (`restoring.BlockHook`) enters a `RowsMode`. Modules of the block, and the
+attention in it, find the rows on PyTorch's stack of function modes, which belongs to the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mame_sd.core.restore import ChosenTokens
+from mame_sd.diffusion.context import Tokens
+
+
+class Rows:
+    """The rows of a block's tokens that are computed.
+
+    Args:
+        chosen: the chosen tokens of the image.
+        tokens: how the image's tokens lie.
+    """
+
+    def __init__(self, chosen: ChosenTokens, tokens: Tokens) -> None:
+        self.chosen, self.tokens = chosen, tokens
+
+    def take(self, t: Tensor) -> Tensor | None:
+        """Return the rows [B, n', C] of t [B, n, C] that are computed: the chosen tokens, and all
+        that are not the image's. None if t does not hold the image's tokens.
+        """
+        start = image_start(self.tokens, t)
+        if start is None or len(t) != len(self.chosen.at):
+            return None
+        if t.shape[1] == self.tokens.count:
+            return self.chosen.take(t)
+        end = start + self.tokens.count
+        return torch.cat([t[:, :start], self.chosen.take(t[:, start:end]), t[:, end:]], 1)
+
+    def put(self, rows: Tensor, like: Tensor) -> Tensor:
+        """Return `rows` [B, n', C'] in their places among the tokens of `like`; others are zero."""
+        start = image_start(self.tokens, like) or 0
+        image = rows[:, start : start + self.chosen.tokens_kept]
+        at = self.chosen.at.unsqueeze(-1).expand(-1, -1, rows.shape[-1])
+        zeros = rows.new_zeros(len(rows), self.tokens.count, rows.shape[-1])
+        y = zeros.scatter(1, at, image)
+        if like.shape[1] == self.tokens.count:
+            return y
+        behind = rows[:, start + self.chosen.tokens_kept :]
+        return torch.cat([rows[:, :start], y, behind], 1)
+
+
+def image_start(tokens: Tokens, t: Tensor) -> int | None:
+    """Return where the image's tokens begin in t [B, n, C]; None if they are not in it."""
+    return tokens.start(t.shape[1]) if t.dim() == 3 else None
+
+
+class RowsMode(TorchFunctionMode):
+    """While entered, modules of a block compute the given rows alone."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.unflatten:  # see SDPAInterceptor
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def running_rows() -> Rows | None:
+    """Return the rows of the innermost block that is computed in part; None if none is."""
+    for place in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(place)
+        if isinstance(mode, RowsMode):
+            return mode.rows
+    return None
