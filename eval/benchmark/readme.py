@@ -15,7 +15,7 @@ from typing import Any
 
 from ..results.schema import MethodResult, Results, Value
 from ..tables import markdown_table
-from .rows import BASELINE, Row
+from .rows import BASELINE, Row, chosen_rows
 from .samples import Sampler
 from .suites import Suite
 
@@ -26,6 +26,8 @@ SETS = ("fd_dinov2", "kid_dinov2", "clip_score")
 # The rows of a case: our settings, fewer steps, what does nothing clever, others' methods.
 FEWER = "fewer-1,fewer-2"
 PLAIN = "unfitted-0.25,random-0.25,mean-attention"
+COPIED = "copied-0.125"
+RESTORED = ("keep=0.25", "mlp_keep=0.25", "mlp_keep=0.125", "block_keep=0.5", "block_keep=0.25")
 PAPER = "mame-0.8"
 
 
@@ -68,6 +70,7 @@ class SampleCase:
     draws: int
     quick: int
     rows: str
+    own: tuple[str, ...] = ()
 
 
 def _case(
@@ -111,15 +114,15 @@ def _terrain() -> Sampler:
 CASES: tuple[Case | SampleCase, ...] = (
     _case(
         "transformer-4", "transformer, 4 steps", "transformer", 128, 4,
-        f"mame-default,{FEWER},{PLAIN},{PAPER}", (4, 3),
+        f"mame-default,{FEWER},{COPIED},{PLAIN},{PAPER}", (4, 3), own=RESTORED,
     ),
     _case(
         "transformer-8", "transformer, 8 steps", "transformer", 32, 8,
-        f"mame-default,{FEWER},fewer-3,fewer-4,random-0.25", (2, 2),
+        f"mame-default,{FEWER},fewer-3,fewer-4,random-0.25", (2, 2), own=RESTORED,
     ),
     _case(
         "transformer-guided", "transformer, 4 steps, guidance 7.5", "transformer", 32, 4,
-        f"mame-default,{FEWER},random-0.25", (2, 2), guidance=7.5,
+        f"mame-default,{FEWER},random-0.25", (2, 2), guidance=7.5, own=RESTORED,
     ),
     _case(
         "unet-4", "UNet, 4 steps", "unet", 8, 4,
@@ -131,7 +134,7 @@ CASES: tuple[Case | SampleCase, ...] = (
     ),
     _case(
         "transformer-sets", "transformer, 4 steps, sets of images", "transformer", 500, 4,
-        f"mame-default,{FEWER},random-0.25,mean-attention", None, rounds=1,
+        f"mame-default,{FEWER},random-0.25,mean-attention", None, rounds=1, own=RESTORED,
         metrics=SETS, fetch=("dinov2-saliency", "clip"), other_seed=1,
     ),
 )  # fmt: skip
@@ -142,9 +145,12 @@ def name_of(case: Case | SampleCase) -> str:
     return case.name if isinstance(case, SampleCase) else case.suite.name
 
 
-def rows_of(case: Case | SampleCase) -> str | None:
-    """Return the names of a case's rows, with commas between."""
-    return case.rows if isinstance(case, SampleCase) else case.suite.rows
+def rows_of(
+    case: Case | SampleCase, names: str | None = None, own: Sequence[str] = ()
+) -> list[Row]:
+    """Return a case's rows; those of `names` instead, and those of `own` settings besides."""
+    of = case if isinstance(case, SampleCase) else case.suite
+    return chosen_rows(names or of.rows, [*(() if names else of.own), *own])
 
 
 def stored_case(

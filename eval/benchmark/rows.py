@@ -17,6 +17,7 @@ from mame_sd.runs.methods import Merging
 
 from .. import tables
 from ..results.schema import Family
+from ..rivals.copied import Copied
 from ..rivals.method import Rival
 from ..rivals.plans import mean_attention, means, random_cells, random_keys, strided, todo
 from ..rivals.tomesd import NO_TOMESD, ToMeSD, has_tomesd
@@ -86,6 +87,11 @@ AT_SHARE: dict[str, tuple[str, Any, Callable[[float], Any]]] = {
         "rival",
         lambda share: _random(share, FITTED),
     ),
+    "copied-": (
+        "MLPs on {} of the tokens, the nearest copied",
+        "rival",
+        lambda share: Copied(MaMeConfig(mlp_keep=share)),
+    ),
     "random-": ("{} of the keys at random", "rival", _random),
 }
 
@@ -137,7 +143,7 @@ def own_row(text: str) -> Row:
             f"--row {text}: expected settings such as keep=0.4,fit_queries=32, but {error};"
             " correct it"
         ) from None
-    return Row(name=text, label=f"MaMe, {text}", family="mame", method=Merging(config))
+    return Row(name=text, label=f"`{text}`", family="mame", method=Merging(config))
 
 
 def _value(text: str) -> Any:

@@ -29,6 +29,7 @@ class Suite:
         fetch: networks (`Metric.network`) whose weights may be fetched; None: all. Others are used
             if here.
         rows: names of rows instead of those of every benchmark, with commas between.
+        own: settings of further rows, such as `mlp_keep=0.125`.
         held_out: draws other prompts than those that defaults were chosen on.
         other_seed: quality is measured against unmerged images of the same prompts and this seed.
     """
@@ -49,6 +50,7 @@ class Suite:
     rounds: int
     fetch: tuple[str, ...] | None = None
     rows: str | None = None
+    own: tuple[str, ...] = ()
     held_out: bool = False
     other_seed: int | None = None
 

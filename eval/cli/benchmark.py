@@ -59,7 +59,8 @@ def run_benchmark(
     from ..report import render
 
     check_out(out)
-    wanted = chosen_rows(options.rows or suite.rows, options.row)
+    own = () if options.rows else suite.own
+    wanted = chosen_rows(options.rows or suite.rows, [*own, *options.row])
     note_lacking(wanted)
     settings = GenerateSettings(**suite.sampling(sampling))
     choice = _suite_model(suite, model)

@@ -30,7 +30,6 @@ from ..benchmark.readme import (
 )
 from ..benchmark.results import NAME as RESULTS
 from ..benchmark.results import read_results
-from ..benchmark.rows import chosen_rows
 from ..benchmark.samples import measure_samples
 from ..benchmark.suites import Suite
 from ..results.schema import Results
@@ -63,7 +62,7 @@ def run_readme(
     if this_process().count > 1:
         raise UserError("--suite readme: expected one process, got several; start it alone")
     for case in CASES:  # unknown rows and settings are found before the first hour
-        chosen_rows(options.rows or rows_of(case), options.row)
+        rows_of(case, options.rows, options.row)
     _check_out(out)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
@@ -108,7 +107,7 @@ def _measured(
     """The case's name, and what is stored of it; None where --quick leaves it out."""
     name = name_of(case)
     if isinstance(case, SampleCase):
-        rows = chosen_rows(options.rows or case.rows, options.row)
+        rows = rows_of(case, options.rows, options.row)
         draws = case.quick if options.quick else case.draws
         sampler = case.load()
         with stages(this_process())(f"{case.title}: samples") as on_progress:
@@ -120,16 +119,18 @@ def _measured(
     if suite is None:
         return name, None
     place = out / name
-    results = _finished(place, suite, options, command)
+    results = _finished(place, case, suite, options, command)
     results = results or run_benchmark(suite, place, prompts, options, model, {}, command)
     return name, None if results is None else of_results(case, results)
 
 
-def _finished(place: Path, suite: Suite, options: BenchmarkOptions, command: str) -> Results | None:
+def _finished(
+    place: Path, case: Case, suite: Suite, options: BenchmarkOptions, command: str
+) -> Results | None:
     """The results of a case that an earlier start of the same command has finished."""
     if not (place / RESULTS).exists() or not (place / "report.html").exists():
         return None
     results = read_results(place)
-    wanted = [row.name for row in chosen_rows(options.rows or suite.rows, options.row)]
+    wanted = [row.name for row in rows_of(case, options.rows, options.row)]
     same = [row.name for row in results.rows] == wanted and results.images == suite.num
     return results if same and results.manifest.get("command") == command else None

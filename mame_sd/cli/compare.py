@@ -14,7 +14,7 @@ from typing import Any
 from PIL import Image
 
 from mame_sd.cli.console import answer, progress
-from mame_sd.cli.generate import load_to_merge
+from mame_sd.cli.generate import level_line, load_to_merge
 from mame_sd.cli.sheet import (
     DIFFERENCE_SCALE,
     PANEL_SIDE,
@@ -54,7 +54,7 @@ class Panel:
 
     Attributes:
         seconds: of each round; on a CPU its own seconds, which other programs hardly change.
-        levels: what merged (fields of LevelReport), `things` of it; empty where nothing merges.
+        levels: what merged by the `method` (fields of LevelReport); empty where nothing merges.
         unit: of the seconds.
     """
 
@@ -62,7 +62,7 @@ class Panel:
     image: Image.Image
     seconds: tuple[float, ...]
     levels: list[dict[str, Any]]
-    things: str = "keys"
+    method: str = "keys"
     unit: str = "s"
 
     def speed(self, baseline: Panel) -> float:
@@ -75,10 +75,7 @@ class Panel:
         if self is baseline:
             return (self.label,)
         times = f"{self.speed(baseline):.2f} times as fast"
-        kept = [
-            f"level {v['level']}: {v['tokens_kept']:.0f} of {v['tokens_in']:.0f} {self.things} kept"
-            for v in self.levels
-        ]
+        kept = [level_line(level, self.method) for level in self.levels]
         return (self.label, f"{times}, {nearness(baseline.image, self.image)}", *kept)
 
 
@@ -156,8 +153,8 @@ def compare(
             finally:
                 if installed is not None:
                     installed.remove()
-            things = "keys" if way.config is None else way.config.method
-            panels[way.label] = Panel(way.label, image, (), levels, things, unit)
+            method = "keys" if way.config is None else way.config.method
+            panels[way.label] = Panel(way.label, image, (), levels, method, unit)
             done += 1
             on_progress(done, total)
     return [replace(panels[way.label], seconds=tuple(seconds[way.label])) for way in every]

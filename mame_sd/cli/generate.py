@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from mame_sd.cli.console import answer, doing, note, progress
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.report import counted
+from mame_sd.report import NAMES, counted
 from mame_sd.runs.generate import Summary, generate, known_settings
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
@@ -51,11 +51,24 @@ def run_generate(
     if process.is_main:
         lines = [_outcome(summary, out)]
         for level in summary.levels:
-            kept = f"{level['tokens_kept']:.0f} of {level['tokens_in']:.0f}"
-            what = config.method if config else "keys"
-            lines.append(f"level {level['level']}: {kept} {what} kept ({level['share']:.0%})")
+            share = f"({level['share']:.0%})"
+            lines.append(f"{level_line(level, config.method if config else 'keys')} {share}")
         see = f"mame-sd sheet {shlex.quote(str(out))}"
         answer("\n".join(lines), {"out": str(out), **asdict(summary)}, see)
+
+
+def level_line(level: Mapping[str, Any], method: str) -> str:
+    """Return what merged at a level, or what was computed of it.
+
+    >>> level_line({"level": 0, "tokens_in": 64.0, "tokens_kept": 16.0}, "keys")
+    'level 0: 16 of 64 keys kept'
+    >>> level_line({"kind": "mlp", "level": 0, "tokens_in": 64.0, "tokens_kept": 8.0}, "keys")
+    'MLPs, level 0: 8 of 64 tokens computed'
+    """
+    kind = level.get("kind") or "attention"
+    what = f"{method} kept" if kind == "attention" else "tokens computed"
+    kept = f"{level['tokens_kept']:.0f} of {level['tokens_in']:.0f}"
+    return f"{NAMES[kind]}level {level['level']}: {kept} {what}"
 
 
 def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:

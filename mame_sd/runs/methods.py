@@ -56,8 +56,11 @@ class Merging:
     config: MaMeConfig
 
     def describe(self) -> dict[str, Any]:
-        values = self.config.to_dict()
-        return {"mame": {**values, "keep": self.config.keep}}  # the default's number, too
+        config, values = self.config, self.config.to_dict()
+        if config.method == "keys":  # the default's numbers, too
+            values |= {"keep": config.keep, "mlp_keep": config.mlp_share}
+            values["block_keep"] = config.block_share
+        return {"mame": values}
 
     def on(self, model: LoadedModel) -> Merging:
         """As it merges on the model."""
