@@ -7,10 +7,8 @@ the model is no pipeline. What was measured is one JSON file, of which `markdown
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ..results.schema import MethodResult, Results, Value
@@ -114,23 +112,23 @@ def _terrain() -> Sampler:
 CASES: tuple[Case | SampleCase, ...] = (
     _case(
         "transformer-4", "transformer, 4 steps", "transformer", 128, 4,
-        f"mame-default,{FEWER},{COPIED},{PLAIN},{PAPER}", (4, 3), own=RESTORED,
+        f"mame-default,{FEWER},{COPIED},{PLAIN},{PAPER}", (3, 2), own=RESTORED,
     ),
     _case(
         "transformer-8", "transformer, 8 steps", "transformer", 32, 8,
-        f"mame-default,{FEWER},fewer-3,fewer-4,random-0.25", (2, 2), own=RESTORED,
+        f"mame-default,{FEWER},fewer-3,fewer-4,random-0.25", (1, 1), own=RESTORED,
     ),
     _case(
         "transformer-guided", "transformer, 4 steps, guidance 7.5", "transformer", 32, 4,
-        f"mame-default,{FEWER},random-0.25", (2, 2), guidance=7.5, own=RESTORED,
+        f"mame-default,{FEWER},random-0.25", (2, 1), guidance=7.5, own=RESTORED,
     ),
     _case(
         "unet-4", "UNet, 4 steps", "unet", 8, 4,
-        f"mame-default,{FEWER},{PLAIN},tomesd-25,tomesd-50,{PAPER}", (2, 2),
+        f"mame-default,{FEWER},{PLAIN},tomesd-25,tomesd-50,{PAPER}", (1, 1),
     ),
     SampleCase(
         name="terrain", title="published UNet of terrain", load=_terrain, steps=1,
-        draws=10, quick=3, rows=f"mame-default,{PLAIN}",
+        draws=10, quick=2, rows=f"mame-default,{PLAIN}",
     ),
     _case(
         "transformer-sets", "transformer, 4 steps, sets of images", "transformer", 500, 4,
@@ -154,9 +152,16 @@ def rows_of(
 
 
 def stored_case(
-    title: str, command: str, rows: Iterable[tuple[Row | MethodResult, Mapping[str, Value]]]
+    title: str,
+    made: Mapping[str, Any],
+    rows: Iterable[tuple[Row | MethodResult, Mapping[str, Value]]],
 ) -> dict[str, Any]:
-    """Return one case as the JSON file holds it; `rows` with their values by metric."""
+    """Return one case as the JSON file holds it.
+
+    Args:
+        made: the command and the commit that made it.
+        rows: with their values by metric.
+    """
     lines = [
         {
             "name": row.name,
@@ -166,7 +171,7 @@ def stored_case(
         }
         for row, values in rows
     ]
-    return {"title": title, "command": command, "rows": lines}
+    return {"title": title, **made, "rows": lines}
 
 
 def of_results(case: Case, results: Results) -> dict[str, Any]:
@@ -174,7 +179,8 @@ def of_results(case: Case, results: Results) -> dict[str, Any]:
     guidance = results.manifest["sampling"]["guidance"]
     title = case.title if "guidance" in case.title else f"{case.title}, guidance {guidance:g}"
     rows = [(row, row.values) for row in results.measured]
-    return stored_case(f"{title}, {results.images} prompts", results.manifest["command"], rows)
+    made = {name: results.manifest.get(name) for name in ("command", "commit")}
+    return stored_case(f"{title}, {results.images} prompts", made, rows)
 
 
 def stored(cases: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,24 +190,7 @@ def stored(cases: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> 
         cases: stored cases by name.
         about: what else the figures depend on: versions, threads, device, command.
     """
-    return {"format": FORMAT, "commit": commit(), **about, "cases": dict(cases)}
-
-
-def commit() -> str | None:
-    """Return the checkout's commit, with "+" behind it where files differ; None without git."""
-    place = Path(__file__).parent
-
-    def git(*words: str) -> str:
-        done = subprocess.run(
-            ["git", *words], cwd=place, capture_output=True, text=True, check=True
-        )
-        return done.stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + "+" * bool(changed)
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return {"format": FORMAT, **about, "cases": dict(cases)}
 
 
 def markdown(content: Mapping[str, Any], names: Sequence[str] = (), intervals: bool = True) -> str:
@@ -218,11 +207,9 @@ def markdown(content: Mapping[str, Any], names: Sequence[str] = (), intervals: b
     labels.pop(BASELINE, None)
     lines = []
     for name, label in labels.items():
-        cells = []
-        for case in cases.values():
-            values = next((row["values"] for row in case["rows"] if row["name"] == name), {})
-            cells.append(_cell(values, intervals))
         bold = f"**{label}**" if name == "mame-default" else label
+        of_row = [[r for r in case["rows"] if r["name"] == name] for case in cases.values()]
+        cells = (_cell(one[0]["values"], intervals) if one else "" for one in of_row)
         lines.append([bold, *cells])
     return markdown_table(["", *(case["title"] for case in cases.values())], lines)
 

@@ -29,7 +29,7 @@ from ..benchmark.readme import (
     stored_case,
 )
 from ..benchmark.results import NAME as RESULTS
-from ..benchmark.results import read_results
+from ..benchmark.results import commit, read_results
 from ..benchmark.samples import measure_samples
 from ..benchmark.suites import Suite
 from ..results.schema import Results
@@ -114,7 +114,9 @@ def _measured(
             place = out / f"{name}.jsonl"
             values = measure_samples(sampler, rows, draws, case.steps, place, on_progress)
         made = [(row, values[row.name]) for row in rows if row.name in values]
-        return name, stored_case(f"{case.title}, {draws} draws", command, made)
+        return name, stored_case(
+            f"{case.title}, {draws} draws", {"command": command, "commit": commit()}, made
+        )
     suite = case.of(options.quick)
     if suite is None:
         return name, None
