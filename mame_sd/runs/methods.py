@@ -56,10 +56,9 @@ class Merging:
     config: MaMeConfig
 
     def describe(self) -> dict[str, Any]:
-        config, values = self.config, self.config.to_dict()
-        if config.method == "keys":  # the default's numbers, too
-            values |= {"keep": config.keep, "mlp_keep": config.mlp_share}
-            values["block_keep"] = config.block_share
+        values = {**self.config.to_dict(), "keep": self.config.keep}  # the default's numbers, too
+        if self.config.mlp_share < 1:
+            values["mlp_keep"] = self.config.mlp_share
         return {"mame": values}
 
     def on(self, model: LoadedModel) -> Merging:

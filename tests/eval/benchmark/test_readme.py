@@ -86,8 +86,7 @@ def sampler() -> Sampler:
 def test_samples_are_measured_in_draws_and_go_on(tmp_path: Path) -> None:
     ours = Row(name="ours", label="ours", family="mame",
                method=Merging(MaMeConfig(keep=0.5, min_tokens=16)))  # fmt: skip
-    nothing = Row(name="all", label="all", method=Merging(MaMeConfig(keep=1, min_tokens=16)))
-    rows = [ROWS["baseline"], ours, nothing, *chosen_rows("fewer-1,fewer-2")[1:]]
+    rows = [ROWS["baseline"], ours, *chosen_rows("fewer-1,fewer-2")[1:]]
     told: list[tuple[int, int]] = []
 
     def measured(draws: int) -> dict[str, dict[str, Value]]:
@@ -96,12 +95,11 @@ def test_samples_are_measured_in_draws_and_go_on(tmp_path: Path) -> None:
         return measure_samples(sampler(), rows, draws, 2, place, lambda *now: told.append(now))
 
     first = measured(2)
-    assert set(first) == {"baseline", "ours", "all", "fewer-1"}, "two steps can't lose two"
-    assert first["all"]["psnr"].mean > 100  # type: ignore[operator]
+    assert set(first) == {"baseline", "ours", "fewer-1"}, "two steps can't lose two"
     assert 10 < first["fewer-1"]["psnr"].mean < first["ours"]["psnr"].mean < 100  # type: ignore[operator]
     assert first["baseline"]["cpu_speedup"].mean == 1
     more = measured(3)
-    assert told[0] == (8, 12), "two draws of four rows were there"
+    assert told[0] == (6, 9), "two draws of three rows were there"
     assert more["ours"]["psnr"].n == 3
 
 

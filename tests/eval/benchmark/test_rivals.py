@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mame_sd.config import MaMeConfig
 from mame_sd.core.restore import cells_and_count, choose_tokens
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.embedded.pipeline import embedded_pipeline
@@ -255,6 +254,6 @@ def test_copied_rows_run_where_something_is_restored() -> None:
     assert kinds["mlp"]["tokens_kept"] == 128
     installed.remove()
     assert not has_hooks(pipe.transformer)
-    unet = LoadedModel(pipe=tiny_unet(), identity={"name": "tiny"}, guidance=None)
+    other = LoadedModel(pipe=torch.nn.Linear(2, 2), identity={"name": "x"}, guidance=None)
     with pytest.raises(NotApplicable, match="copied: "):
-        replace(row.method, config=MaMeConfig(tau=0.5, min_tokens=16)).install(unet)
+        row.method.install(other)
