@@ -2,11 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
 OUT ?= out/demo
 DEMO := "rocket on a light blue background" "panda on a yellow brick background"
 
-demo: $(READY)  ## set up, then compare unmerged images, merged ones and those of one step fewer
+demo: $(INSTALLED)  ## set up, then compare unmerged images, merged ones and those of one step fewer
 	OMP_NUM_THREADS=1 $(BIN)/mame-sd compare $(DEMO) --model embedded-transformer --steps 4 --rounds 3 --out $(OUT)/sheet.png
 
 test: check  ## set up, lint, type-check and run every test
@@ -36,10 +37,14 @@ model: $(READY)  ## train the embedded model from nothing (hours)
 	$(BIN)/python -m scripts.training.train_unet --work out/train
 	$(BIN)/python -m scripts.training.train_unet --work out/train --export mame_sd/embedded/unet
 
-$(READY): pyproject.toml constraints.txt mame_sd/embedded/pyproject.toml
+$(INSTALLED): pyproject.toml constraints.txt mame_sd/embedded/pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable mame_sd/embedded --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable mame_sd/embedded --editable .
+	touch $(INSTALLED)
+
+$(READY): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm  # without torchvision, whose wheels fit one build of torch
 	touch $(READY)
 

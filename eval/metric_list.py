@@ -86,7 +86,7 @@ _CPU = "Seconds of all cores per image, which other programs hardly change; on a
 _MEMORY = "Most that tensors take at once, weights included."
 _CPU_SPEEDUP = "The same of CPU seconds, which other programs hardly change; on a CPU alone."
 _FD = "Frechet distance of DINOv2-S features (arXiv 2306.04675, there of DINOv2-L) to {}."
-_KID = "Squared kernel distance of {} features (arXiv 1801.01401), unbiased, times 1,000, to {}."
+_KID = "Squared kernel distance of {} features (arXiv 1801.01401), unbiased, to {}."
 _DINO: dict[str, Any] = {"digits": 2, "network": "dinov2-saliency"}
 _REFERENCE, _BASELINE = "the reference set", "the baseline's images: fidelity, not quality"
 _INCEPTION: dict[str, Any] = {"digits": 2, "network": "inception-fid"}
@@ -116,7 +116,12 @@ _EVERY = (
     ),
     quality("fid", "FID", "set", _FID, better="lower", **_INCEPTION),
     quality(
-        "kid", "KID", "set", _KID.format("Inception", _REFERENCE), better="lower", **_INCEPTION
+        "kid",
+        "KID",
+        "set",
+        _KID.format("Inception", f"{_REFERENCE}, times 1,000"),
+        better="lower",
+        **_INCEPTION,
     ),
     quality("fd_dinov2", "FD-DINOv2", "set", _FD.format(_REFERENCE), better="lower", **_DINO),
     quality(

@@ -135,6 +135,6 @@ def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Pa
     assert len(list(tmp_path.glob("run/images/*.png"))) == 1
     lines = done.stdout.splitlines()
     (place,) = (n for n, line in enumerate(lines) if line.startswith(str(site)))
-    (_, module), scores = lines[place].split(), lines[place + 1]
+    (_, module), scores = lines[place].split(), "".join(lines[place + 1 :])
     assert module == "mame_sd.pipelines.stable_diffusion_mame"
     assert json.loads(scores)["metrics"]["psnr"]["equal"] == 1

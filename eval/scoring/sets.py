@@ -57,7 +57,8 @@ def set_value(
     few = min(count, len(other.items) if isinstance(other, Run) else other.count or count)
     with _named(metric):
         if metric.name.startswith("kid"):  # which has no bias
-            return Value(mean=1000 * _kernel(metric, run, other, tools), n=count)
+            scale = 1000 if metric.name == "kid" else 1  # as published: Inception's is tiny
+            return Value(mean=scale * _kernel(metric, run, other, tools), n=count)
         warning = f"N = {few}, below {FEW_IMAGES:,}: biased upward" if few < FEW_IMAGES else None
         distance = _clean_fid if tools.by_clean_fid(metric) else _frechet
         return Value(mean=distance(metric, run, other, tools), n=count, warning=warning)
