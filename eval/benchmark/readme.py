@@ -31,7 +31,7 @@ PAPER = "mame-0.8"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A column of the table: a suite in full, of which --quick takes fewer prompts.
+    """A column of the table: a suite, of which --quick takes fewer prompts.
 
     Attributes:
         title: heads the column, before the number of prompts.
@@ -43,7 +43,7 @@ class Case:
     quick: tuple[int, int] | None
 
     def of(self, quick: bool) -> Suite | None:
-        """The suite to run; None where there is none."""
+        """Return the suite to run; None where --quick leaves the case out."""
         if not quick:
             return self.suite
         if self.quick is None:
@@ -56,9 +56,10 @@ class SampleCase:
     """A column of a model that is no text-to-image pipeline.
 
     Attributes:
-        load: gives the model; raises UserError or MachineError where its weights can't be had.
-        draws: batches of samples, and rounds of timing; `quick` of them by --quick.
-        rows: names, with commas between.
+        title: heads the column, before the number of draws.
+        load: returns the model; raises UserError or MachineError if its weights can't be had.
+        draws: batches of samples, which are the rounds of timing, too; `quick` of them by --quick.
+        rows: names, with commas between; `own` are settings of further rows.
     """
 
     name: str
@@ -82,7 +83,7 @@ def _case(
     rounds: int = 9,
     **more: Any,
 ) -> Case:
-    """A case of an embedded model, on prompts that no default was chosen on."""
+    """Return a case of an embedded model, on prompts that no default was chosen on."""
     fields = {"metrics": NEAR, "fetch": ("lpips-alex",), **more}
     suite = Suite(
         name=name, about=f"README's column: {title}.", model=f"embedded-{model}", prompts="drawn",
@@ -92,6 +93,7 @@ def _case(
 
 
 def _terrain() -> Sampler:
+    """Return the published UNet of terrain, which gives eight maps in one step."""
     import torch
 
     from ..networks.terrain import TERRAIN, load_terrain
@@ -146,7 +148,12 @@ def name_of(case: Case | SampleCase) -> str:
 def rows_of(
     case: Case | SampleCase, names: str | None = None, own: Sequence[str] = ()
 ) -> list[Row]:
-    """Return a case's rows; those of `names` instead, and those of `own` settings besides."""
+    """Return a case's rows.
+
+    Args:
+        names: of rows to take instead of the case's.
+        own: settings of rows to add.
+    """
     of = case if isinstance(case, SampleCase) else case.suite
     return chosen_rows(names or of.rows, [*(() if names else of.own), *own])
 
@@ -215,7 +222,7 @@ def markdown(content: Mapping[str, Any], names: Sequence[str] = (), intervals: b
 
 
 def _cell(values: Mapping[str, Any], intervals: bool) -> str:
-    """What a row did in a case, such as `31.5 dB (25.1), 1.15 times (1.13 to 1.18)`."""
+    """Return what a row did in a case, such as `31.5 dB (25.1), 1.15 times (1.13 to 1.18)`."""
     parts = []
     if "psnr" in values:
         inside = f" ({values['psnr_object']['mean']:.1f})" if "psnr_object" in values else ""

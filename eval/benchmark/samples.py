@@ -39,7 +39,8 @@ class Sampler:
 
     Attributes:
         module: what methods are put on.
-        sample: the samples of a draw's number in so many steps: [N, ...] in -1..1.
+        sample: takes the number of a draw and the number of steps, returns samples [N, ...] in
+            -1..1.
         identity: JSON values that tell this model from others.
     """
 
@@ -56,13 +57,20 @@ def measure_samples(
     record: Path,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> dict[str, dict[str, Value]]:
-    """Return, by row and metric ("psnr", "cpu", "cpu_speedup"), what `draws` draws gave; rows that
-    can't be put on the model are left out.
+    """Measure rows on a model, interleaved.
 
     Args:
-        rows: the first is the baseline.
-        steps: of a sample; rows of fewer steps are left out where there are too few.
+        rows: the first is the baseline. Rows that can't be put on the model are left out.
+        draws: batches of samples; the draw's number is the seed of what merging draws, too.
+        steps: of a sample; rows that would have none are left out.
         record: JSON lines that hold every draw as soon as it ends; a stopped call goes on from it.
+        on_progress: told (calls done, calls in all).
+
+    Returns:
+        by row the values of "psnr" (mean of draws), "cpu" and "cpu_speedup" (medians).
+
+    Raises:
+        UserError: a row of ours in which nothing merges.
     """
     device = next(sampler.module.parameters()).device
     model = LoadedModel(pipe=sampler.module, identity=dict(sampler.identity), guidance=None)
@@ -94,8 +102,7 @@ def measure_samples(
         "methods": {row.name: row.config for row in able.values()},
     }
     store = Store(record, FORMAT, "samples", about, ("draw", "row"), fresh=True)
-    whole = {draw for draw, _ in store.found}
-    done = {draw for draw in whole if all((draw, name) in store.found for name in able)}
+    done = {draw for draw in range(draws) if all((draw, name) in store.found for name in able)}
     for number, found in interleaved(list(able), draws, made, done=done, on_progress=on_progress):
         want = found[BASELINE][0]
         for name, (samples, seconds) in found.items():
@@ -106,6 +113,7 @@ def measure_samples(
 
 
 def _values(lines: Mapping[Any, Mapping[str, Any]], name: str, draws: int) -> dict[str, Value]:
+    """Return the metrics of a row from the lines of its draws and the baseline's."""
     own = [lines[number, name] for number in range(draws)]
     base = [lines[number, BASELINE] for number in range(draws)]
     median, low, high = median_interval(

@@ -45,10 +45,13 @@ def run_readme(
     sampling: dict[str, Any],
     command: str,
 ) -> dict[str, Any]:
-    """Measure every case into a folder below `out`, and return what `out`/readme.json holds.
+    """Measure every case into a folder below `out`.
 
-    It is written after each case, and a case that is finished is not run again. On a CPU one
-    thread computes, so that CPU seconds are those of the work alone.
+    `out`/readme.json is written after each case, and a case that is finished is not run again. On
+    a CPU one thread computes, so that CPU seconds are those of the work alone.
+
+    Returns:
+        what readme.json holds.
 
     Raises:
         UserError: options that name a model or prompts, which cases have of their own; several
@@ -65,21 +68,15 @@ def run_readme(
         rows_of(case, options.rows, options.row)
     _check_out(out)
     torch.set_num_threads(1)
+    about = {**environment(torch.device("cpu")), "command": command, "quick": options.quick}
     found: dict[str, Any] = {}
-    content: dict[str, Any] = {}
     for case in CASES:
-        try:
-            name, one = _measured(case, out, prompts, options, model, command)
-        except (UserError, MachineError) as error:  # such as weights that can't be had here
-            note(f"left out: {case.title} ({error})")
-            continue
-        if one is None:
-            continue
-        found[name] = one
-        about = {**environment(torch.device("cpu")), "command": command, "quick": options.quick}
-        content = stored(found, about)
-        write_atomically(out / "readme.json", (json_text(content, indent=1) + "\n").encode())
-    return content
+        one = _measured(case, out, prompts, options, model, command)
+        if one is not None:
+            found[name_of(case)] = one
+            text = json_text(stored(found, about), indent=1) + "\n"
+            write_atomically(out / "readme.json", text.encode())
+    return stored(found, about)
 
 
 def _check_out(out: Path) -> None:
@@ -103,33 +100,37 @@ def _measured(
     options: BenchmarkOptions,
     model: ModelChoice,
     command: str,
-) -> tuple[str, dict[str, Any] | None]:
-    """The case's name, and what is stored of it; None where --quick leaves it out."""
-    name = name_of(case)
-    if isinstance(case, SampleCase):
-        rows = rows_of(case, options.rows, options.row)
-        draws = case.quick if options.quick else case.draws
+) -> dict[str, Any] | None:
+    """Return what is stored of a case; None if --quick leaves it out, or its weights can't be
+    had.
+    """
+    place = out / name_of(case)
+    if isinstance(case, Case):
+        suite = case.of(options.quick)
+        if suite is None:
+            return None
+        results = _finished(place, case, suite, options, command)
+        results = results or run_benchmark(suite, place, prompts, options, model, {}, command)
+        return None if results is None else of_results(case, results)
+    rows = rows_of(case, options.rows, options.row)
+    draws = case.quick if options.quick else case.draws
+    try:
         sampler = case.load()
-        with stages(this_process())(f"{case.title}: samples") as on_progress:
-            place = out / f"{name}.jsonl"
-            values = measure_samples(sampler, rows, draws, case.steps, place, on_progress)
-        made = [(row, values[row.name]) for row in rows if row.name in values]
-        return name, stored_case(
-            f"{case.title}, {draws} draws", {"command": command, "commit": commit()}, made
-        )
-    suite = case.of(options.quick)
-    if suite is None:
-        return name, None
-    place = out / name
-    results = _finished(place, case, suite, options, command)
-    results = results or run_benchmark(suite, place, prompts, options, model, {}, command)
-    return name, None if results is None else of_results(case, results)
+    except (UserError, MachineError) as error:
+        note(f"left out: {case.title} ({error})")
+        return None
+    with stages(this_process())(f"{case.title}: samples") as on_progress:
+        record = place.with_suffix(".jsonl")
+        values = measure_samples(sampler, rows, draws, case.steps, record, on_progress)
+    made = {"command": command, "commit": commit()}
+    by_row = [(row, values[row.name]) for row in rows if row.name in values]
+    return stored_case(f"{case.title}, {draws} draws", made, by_row)
 
 
 def _finished(
     place: Path, case: Case, suite: Suite, options: BenchmarkOptions, command: str
 ) -> Results | None:
-    """The results of a case that an earlier start of the same command has finished."""
+    """Return the results of a case that an earlier start of the same command has finished."""
     if not (place / RESULTS).exists() or not (place / "report.html").exists():
         return None
     results = read_results(place)

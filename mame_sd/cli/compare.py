@@ -41,7 +41,13 @@ SMALL_SIDE = PANEL_SIDE // 2  # of an image where several prompts are compared
 
 @dataclass(frozen=True)
 class Way:
-    """One way to make an image: merged by `config` (None: unmerged), in so many steps fewer."""
+    """One way to make an image.
+
+    Attributes:
+        label: for the sheet and the summary.
+        config: settings of merging; None: unmerged.
+        fewer: denoising steps fewer than asked for.
+    """
 
     label: str
     config: MaMeConfig | None = None
@@ -66,12 +72,12 @@ class Panel:
     unit: str = "s"
 
     def speed(self, baseline: Panel) -> float:
-        """How many times as fast it is, the median of the rounds' ratios."""
+        """Return how many times as fast it is, the median of the rounds' ratios."""
         pairs = zip(baseline.seconds, self.seconds, strict=True)
         return median(base / max(own, 1e-9) for base, own in pairs)
 
     def lines(self, baseline: Panel) -> tuple[str, ...]:
-        """What stands under the image, below its seconds."""
+        """Return what stands under the image, below its seconds."""
         if self is baseline:
             return (self.label,)
         times = f"{self.speed(baseline):.2f} times as fast"
@@ -87,7 +93,14 @@ def run_compare(
     settings: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Write the sheet of the prompts, and print one line on what merging and one step fewer do."""
+    """Write the sheet of the prompts, and print one line on what merging and one step fewer do.
+
+    Args:
+        prompts: a row of the sheet each.
+        out: the sheet, a .png file.
+        rounds: how often each image is made, for its seconds.
+        choice, settings, merging: the model, how it is sampled, how it merges.
+    """
     model, merging = load_to_merge(choice, merging, prompts)
     ways = ways_of(merging, settings)
     rows = []
@@ -110,7 +123,7 @@ def run_compare(
 
 
 def ways_of(config: MaMeConfig, settings: GenerateSettings) -> list[Way]:
-    """Merging by `config`, and one step fewer where there is more than one."""
+    """Return merging by `config`, and one step fewer if there is more than one step."""
     ways = [Way("as given" if config.given else "default", config)]
     return [*ways, Way("one step fewer", fewer=1)] if settings.steps > 1 else ways
 

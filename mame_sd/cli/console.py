@@ -19,8 +19,11 @@ FIRST_LINE = 10.0  # seconds before the first plain line of progress
 
 @dataclass(frozen=True)
 class Output:
-    """What a call of a command prints: `quiet`, no notes and no progress; `as_json`, its result as
-    one JSON object on stdout.
+    """What a call of a command prints.
+
+    Attributes:
+        quiet: no notes and no progress.
+        as_json: the result as one JSON object on stdout.
     """
 
     quiet: bool = False
@@ -44,7 +47,7 @@ class Bar:
         self._next = self._start + FIRST_LINE
 
     def __call__(self, done: int, total: int) -> None:
-        """`done` of `total` are finished."""
+        """Tell that `done` of `total` are finished."""
         if total != self._total:  # what an earlier call has finished takes no time now
             self._started = done
         self._done, self._total = done, total
@@ -54,7 +57,7 @@ class Bar:
             self._bar.update(self._task, completed=done, total=total, step="")
 
     def step(self, step: int, steps: int) -> None:
-        """`step` of `steps` of the one under way is done."""
+        """Tell that `step` of `steps` of the one under way is done."""
         said = f"step {step} of {steps}"
         if self._bar is None:
             self._line(f", {said}")
@@ -67,13 +70,10 @@ class Bar:
             return
         passed, made = now - self._start, self._done - self._started
         self._next = now + min(60.0, max(FIRST_LINE, passed / 10))
-        left = (
-            (self._total - self._done) * passed / made
-            if made and self._done < self._total
-            else None
-        )
-        time_left = "" if left is None else f", about {_duration(left)} left"
-        say(f"{self._unit}: {self._done} of {self._total}{said}{time_left}")
+        left = self._total - self._done
+        if left and made:
+            said += f", about {_duration(left * passed / made)} left"
+        say(f"{self._unit}: {self._done} of {self._total}{said}")
 
 
 def _duration(seconds: float) -> str:
@@ -89,8 +89,11 @@ def _duration(seconds: float) -> str:
 
 @contextmanager
 def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
-    """Progress on stderr, of so many `unit` (a plural); gives what to tell of those done and of
-    steps.
+    """Show progress on stderr for a `with` block, which tells the `Bar` of it.
+
+    Args:
+        unit: what is counted, in the plural.
+        shown: whether this process shows anything.
     """
     from rich import progress as rich
 
@@ -132,8 +135,12 @@ def _stderr(shown: bool) -> Any:
 
 
 def answer(text: str, values: Any, next_step: str = "") -> None:
-    """Print a command's result on stdout: `text` and what to do next, or the JSON `values` where
-    --json is given.
+    """Print a command's result on stdout.
+
+    Args:
+        text: the result for people.
+        values: the result as JSON values, printed instead if --json is given.
+        next_step: a command that uses the result; empty if there is none.
     """
     if OUTPUT.get().as_json:
         print(json_text(values, indent=1))
