@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.launches import Work
-from mame_sd.core.merge import MIN_TOKENS
+from mame_sd.core.min_tokens import FUSED, MIN_TOKENS
 
 SMALLEST = 2.5e-6  # seconds: no kernel takes less
 LAUNCH = 6e-6  # seconds in which PyTorch launches one kernel from Python, at best
@@ -53,9 +53,9 @@ class Card:
 
     @property
     def min_tokens(self) -> int:
-        """From how many tokens on layers merge on it by default (`mame_sd.core.merge`)."""
+        """From how many tokens on layers merge on it by default (`mame_sd.core.min_tokens`)."""
         newest = self.name == "H100"
-        return MIN_TOKENS["cuda, capability 9 and above" if newest else "cuda"]
+        return MIN_TOKENS["cuda, capability 9 and above" if newest else "cuda", FUSED]
 
     def seconds(self, work: Work) -> float:
         """How long the card is busy with one operation."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mame_sd.core.merge import least_tokens
+from mame_sd.core.min_tokens import least_tokens
 
 from .attention import EngineCall
 from .layers import Key, Settings
@@ -57,7 +57,8 @@ class JointPatch:
         if config is None:
             call.run.note_left(RULED_OUT if key in layers.names else UNNAMED)
             return engine.run()
-        tokens, least = math.prod(grid), least_tokens(config.min_tokens, engine.k.device)
+        tokens, width = math.prod(grid), engine.heads_last(engine.k).shape[-1]
+        least = least_tokens(config.min_tokens, engine.k.device, engine.k.dtype, width)
         if tokens < least:
             call.run.note_left(SMALL, tokens, least)
             return engine.run()

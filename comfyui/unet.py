@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import plan_tokens
-from mame_sd.core.merge import least_tokens
+from mame_sd.core.min_tokens import least_tokens
 
 from .attention import EngineCall
 from .layers import Key, Settings
@@ -49,7 +49,11 @@ class UNetPatch:
             call.run.note_left(RULED_OUT)
         elif tokens != h * w or k.shape[0] != batch:
             call.run.note_left(OTHER, tokens, h, w)
-        elif tokens < (least := least_tokens(config.min_tokens, k.device)):
+        elif tokens < (
+            least := least_tokens(
+                config.min_tokens, k.device, k.dtype, extra_options.get("dim_head", 64)
+            )
+        ):
             call.run.note_left(SMALL, tokens, least)
         elif name in call.replaced or name[:-1] in call.replaced:  # or its block
             call.run.note_left(REPLACED)

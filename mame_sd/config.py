@@ -120,9 +120,10 @@ class MaMeConfig:
             all. Its queries, its MLP and its cross-attention are computed for these tokens, with
             the keys of all. The change that the block makes to all others is restored by a fit.
             Denoisers take it, by `apply_mame`.
-        min_tokens: layers with fewer tokens stay unmerged; left out: by kind of device. 1,024 on a
-            CPU and on MPS; 8,192 on CUDA, 24,576 from compute capability 9 on; 4,096 elsewhere.
-            With `MaMeAttnProcessor` on a video model it must be above the number of frames.
+        min_tokens: layers with fewer tokens stay unmerged; left out: by the attention kernel. With
+            a fused kernel 1,024 on a CPU, 4,096 on MPS, 16,384 on cards, 24,576 from compute
+            capability 9 on; with the unfused one 576, 1,024, 4,096 and 8,192. With
+            `MaMeAttnProcessor` on a video model it must be above the number of frames.
         fit_queries: queries that merged values are fitted to; 0: values are means. More are nearer
             and slower. Left out: one of 32 tokens, from 64 to 256.
         tile_size: side of the square tiles in which keys are compared; 0 compares all. A tile has

@@ -9,12 +9,14 @@ only, so nothing waits for the device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from mame_sd.core.min_tokens import BY_DEFAULT
 
 NEVER_CALLED = "not called yet"
 TOO_FEW = "fewer than "  # begins the reason of a layer with few tokens
@@ -150,9 +152,15 @@ class LevelReport(_Counted):
 
 @dataclass(frozen=True)
 class MaMeReport:
-    """Every layer that could merge; `str(report)` is a table."""
+    """Every layer that could merge; `str(report)` is a table.
+
+    Attributes:
+        layers: one for each self-attention, MLP and block.
+        unknown: attention of which no family says whether it is over the image, how many by class.
+    """
 
     layers: tuple[LayerReport, ...]
+    unknown: Mapping[str, int] = field(default_factory=dict)
 
     def levels(self) -> list[LevelReport]:
         """Sum up the layers that were called by level, most tokens first, weighted by calls."""
@@ -174,8 +182,11 @@ class MaMeReport:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values: `layers` and `levels`, each a list of objects."""
+        """Return the report as JSON values: `layers` and `levels`, each a list of objects, and
+        `unknown`.
+        """
         return {
+            "unknown": dict(self.unknown),
             "layers": [{**asdict(layer), "share": layer.share} for layer in self.layers],
             "levels": [{**asdict(level), "share": level.share} for level in self.levels()],
         }
@@ -195,15 +206,35 @@ class MaMeReport:
                 f" {level.tokens_kept:.0f} tokens ({level.share:.0%}), {level.layers_merged} of"
                 f" {counted(level.layers, 'layer')} merge{'s' * (level.layers == 1)}"
             )
+        if self.unknown:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.unknown.items()))
+            lines.append(f"not merged: {kinds}, which no family describes (register_family)")
+        if largest := self._left_by_default():
+            lines.append(
+                "no layer merges, which is the fastest way here by default;"
+                f" min_tokens={largest} merges the largest all the same"
+            )
         return "\n".join(lines)
 
+    def _left_by_default(self) -> int:
+        """The tokens of the largest layer where no layer merges and the default decided so; else
+        0.
+        """
+        called = [layer for layer in self.layers if layer.calls]
+        if any(layer.merged for layer in called):
+            return 0
+        left = [layer.tokens_in for layer in called if layer.reason.startswith(BY_DEFAULT)]
+        return round(max(left, default=0))
 
-def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
-    """Make the report of `stats`.
+
+def make_report(
+    stats: Iterable[LayerStats], unknown: Mapping[str, int] | None = None
+) -> MaMeReport:
+    """Make the report of `stats`, and of `unknown` attention (`MaMeReport`).
 
     Raises:
         NothingMergedError: layers were called since the last reset, and not one of them could
-            merge.
+            merge, for other reasons than the default's own rule (`mame_sd.core.min_tokens`).
     """
     rows = [(layer, *layer.totals()) for layer in stats]
     tokens = [round(total_in / calls) if calls else 0 for _, calls, total_in, _ in rows]
@@ -225,9 +256,10 @@ def make_report(stats: Iterable[LayerStats]) -> MaMeReport:
         for (layer, calls, total_in, total_kept), count in zip(rows, tokens, strict=True)
     )
     called = [layer for layer in layers if layer.calls]
-    if called and not any(layer.merged for layer in layers):
+    decided = any(layer.merged or layer.reason.startswith(BY_DEFAULT) for layer in called)
+    if called and not decided:
         raise NothingMergedError(_nothing_merged(called))
-    return MaMeReport(layers)
+    return MaMeReport(layers, unknown or {})
 
 
 def _nothing_merged(called: Sequence[LayerReport]) -> str:

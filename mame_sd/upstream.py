@@ -3,6 +3,7 @@ document, each with one check.
 
 `require` raises where a name is gone, so that nothing is silently left undone: `apply_mame` asks
 for torch's and diffusers', `compress_cache` for transformers'. `mame-sd doctor` asks for all.
+`private` gives those that are needed at import.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
-from inspect import signature
+from inspect import Parameter, signature
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,31 @@ def cache_of(output: Any) -> Any:
     return next((value for value in found if value is not None), None)
 
 
+def parameters_of(kind: type) -> dict[str, Parameter]:
+    """Return the parameters of a class's `forward` by name, without self.
+
+    A forward that passes on `*args` (a derived class's, or a tool's that wraps it) takes those of
+    the function that it wraps, or of the nearest base whose forward names them all.
+    """
+    own: dict[str, Parameter] | None = None
+    for base in kind.__mro__:
+        forward = vars(base).get("forward")
+        if forward is None or base is torch.nn.Module:
+            continue
+        found = dict(signature(forward).parameters)
+        if (first := next(iter(found), None)) and found[first].kind is not Parameter.VAR_POSITIONAL:
+            del found[first]  # self
+        if not any(one.kind is Parameter.VAR_POSITIONAL for one in found.values()):
+            return found
+        own = found if own is None else own
+    return own or {}
+
+
+def names_arguments(kind: type) -> bool:
+    """Whether it can be told which arguments a class's `forward` takes by position."""
+    return all(one.kind is not one.VAR_POSITIONAL for one in parameters_of(kind).values())
+
+
 def cache_argument(forward: Callable[..., Any]) -> str | None:
     """The name by which `forward` takes the KV cache; None where it takes none."""
     parameters = signature(forward).parameters
@@ -53,7 +79,8 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
     """The KV cache as a keyword argument of a model's forward or generate."""
-    return {cache_argument(type(model).forward) or CACHE_NAMES[0]: cache}
+    found = next((name for name in CACHE_NAMES if name in parameters_of(type(model))), None)
+    return {found or CACHE_NAMES[0]: cache}
 
 
 def implementation_of(config: Any) -> str | None:
@@ -82,10 +109,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 def _hooked() -> Any:
     """The registry of hooks that diffusers has put on a module, with one hook."""
-    from diffusers.hooks import HookRegistry, ModelHook
-
-    registry = HookRegistry.check_if_exists_or_initialize(torch.nn.Identity())
-    registry.register_hook(ModelHook(), "mame_check")
+    registry = resolve_name("diffusers.hooks:HookRegistry")
+    registry = registry.check_if_exists_or_initialize(torch.nn.Identity())
+    registry.register_hook(resolve_name("diffusers.hooks:ModelHook")(), "mame_check")
     return registry
 
 
@@ -98,6 +124,8 @@ _LLAMA = "transformers.models.llama.modeling_llama"
 # Of each library the names, by where they stand; of names with a bar between them one will do.
 NAMES: dict[str, dict[str, str]] = {
     "torch": {
+        "torch": "_fused_sdp_choice",
+        "torch.utils._python_dispatch": "_disable_current_modes",
         "torch._C": "_len_torch_function_stack _get_function_stack_at _current_graph_task_id",
         "torch._C:_nn": "scaled_dot_product_attention",
         "a module": "_forward_pre_hooks _forward_pre_hooks_with_kwargs _forward_hooks"
@@ -175,6 +203,18 @@ def require(*libraries: str) -> None:
             raise RuntimeError(complaint(library))
 
 
+def private(library: str, place: str, name: str) -> Any:
+    """Return a name of `NAMES` that is needed while our modules are imported.
+
+    Raises:
+        RuntimeError: the installed release of the library lacks it, or others of `NAMES`.
+    """
+    try:
+        return getattr(resolve_name(place), name)
+    except (ImportError, AttributeError):
+        raise RuntimeError(complaint(library)) from None
+
+
 # Captioners: LLaVA and Qwen-VL.
 
 
@@ -196,9 +236,9 @@ def require_captioner(model: Any, parts: tuple[str, ...]) -> None:
         model: the captioner.
         parts: paths of modules and methods in it, as `model.vision_tower`.
     """
-    takes = signature(type(model).forward).parameters
+    takes = parameters_of(type(model))
     gone = [f"{name} of its forward" for name in _CAPTIONER if name not in takes]
-    if cache_argument(type(model).forward) is None:
+    if takes.keys().isdisjoint(CACHE_NAMES):
         gone.append(f"{' or '.join(CACHE_NAMES)} of its forward")
     for path in parts:
         found = model

@@ -46,8 +46,8 @@ from benchmarks import gpu_models
 from benchmarks.gpu_models import Case
 from mame_sd import attention, mame
 from mame_sd.core.keys import Grid, KeyMerging, merge_keys
-from mame_sd.core.merge import MIN_TOKENS, kind_of
-from mame_sd.report import NothingMergedError
+from mame_sd.core.min_tokens import kernel_of
+from mame_sd.core.restore import restored as restored_all
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 480  # of a whole run
@@ -60,12 +60,27 @@ BACKENDS = {  # diffusers' name, and PyTorch's where its own attention takes it
     "cudnn": ("_native_cudnn", SDPBackend.CUDNN_ATTENTION),
 }
 ROWS = ("unmerged", "default", "keep .25", "keep .125")
+# Settings of restoring, each at any number of tokens.
+RESTORED: dict[str, dict[str, float]] = {
+    "mlp .125": {"keep": 1, "mlp_keep": 0.125},
+    "mlp .25": {"keep": 1, "mlp_keep": 0.25},
+    "block .25": {"keep": 1, "block_keep": 0.25},
+    "block .25, keep .25": {"keep": 0.25, "block_keep": 0.25},
+    "mlp .125, keep .25": {"keep": 0.25, "mlp_keep": 0.125},
+}
 MODELS = (
     "SD 1.5 at 512",
     "SDXL at 1024",
     "SD 1.5 at 1024",
     "FLUX.1 at 1024",
     "SD 3.5 large at 1024",
+    "Wan 2.1 14B, 480p",
+)
+RESTORED_MODELS = (
+    "FLUX.1 at 1024",
+    "SD 3.5 large at 1024",
+    "FLUX.1 at 2048",
+    "SDXL at 1024",
     "Wan 2.1 14B, 480p",
 )
 
@@ -147,10 +162,10 @@ def first_line(error: BaseException) -> str:
 
 def machine(run: Run) -> None:
     """The device, and what it reaches: products, memory, launches."""
+    kernel = kernel_of(run.device, torch.bfloat16)
     found: dict[str, Any] = {
         "torch": str(torch.__version__), "diffusers": diffusers.__version__,
-        "python": platform.python_version(), "kind": kind_of(run.device),
-        "min_tokens": MIN_TOKENS[kind_of(run.device)],
+        "python": platform.python_version(), "kind": ", ".join(kernel), "min_tokens": kernel.least,
     }  # fmt: skip
     if run.is_cuda:
         seen = torch.cuda.get_device_properties(run.device)
@@ -187,6 +202,27 @@ def is_near(run: Run, dtype: torch.dtype) -> None:
         want = attention(*(t.double() for t in given), size, before, after, **more)
         apart = float((found.double() - want).norm() / want.norm())
         run.note("near", case=name, dtype=str(dtype), apart=apart, right=apart < NEAR[dtype])
+
+
+def restored_is_near(run: Run) -> None:
+    """Restored MLPs on the device and on the processor in float64, from the same numbers."""
+    size = (12, 20) if run.tiny else (40, 56)
+    torch.manual_seed(0)
+    coarse = torch.randn(2, 64, size[0] // 4, size[1] // 4)
+    x = F.interpolate(coarse, size, mode="bilinear").flatten(2).transpose(1, 2)
+    x = x + 0.1 * torch.randn(x.shape)
+    mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).requires_grad_(False)
+    for keep in (0.125, 0.25):
+        for dtype in DTYPES:
+            rounded, given = copy.deepcopy(mlp).to(dtype), x.to(dtype)
+            want = restored_all(rounded.double(), given.double(), size, keep)
+            there = rounded.to(run.device, dtype)
+            found = restored_all(there, given.to(run.device), size, keep).cpu()
+            apart = _apart(found.double(), want)
+            run.note(
+                "near", case=f"MLP on {keep}", dtype=str(dtype), apart=apart,
+                right=apart < NEAR[dtype],
+            )  # fmt: skip
 
 
 def layers_are_near(run: Run) -> None:
@@ -341,12 +377,32 @@ def rows_of(run: Run) -> Mapping[str, Callable[[Any], AbstractContextManager[Any
     }
 
 
-def model(run: Run, name: str) -> None:
+def restored_rows(run: Run) -> Mapping[str, Callable[[Any], AbstractContextManager[Any]]]:
+    """Return what is put on a model for each row of restoring."""
+
+    def on(model: Any, how: Mapping[str, float]) -> AbstractContextManager[Any]:
+        return mame(model, min_tokens=run.least, **how)
+
+    rows = {name: partial(on, how=how) for name, how in RESTORED.items()}
+    return {"unmerged": lambda model: nullcontext(), **rows}
+
+
+def restored(run: Run, name: str, rounds: int = 2) -> None:
+    """See `model`, with layers that are restored."""
+    model(run, name, restored_rows(run), rounds)
+
+
+def model(
+    run: Run,
+    name: str,
+    rows: Mapping[str, Callable[[Any], AbstractContextManager[Any]]] | None = None,
+    rounds: int = 5,
+) -> None:
     """Milliseconds of a forward, eager and as a CUDA graph, interleaved, and its peak of memory."""
+    rows = rows_of(run) if rows is None else rows
     case = case_of(run, name)
     built = case.build(run.device).requires_grad_(False)
     named = random_inputs(case, built)
-    rows = rows_of(run)
     found: dict[str, dict[str, Any]] = {row: {"eager": [], "graph": []} for row in rows}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
 
@@ -362,12 +418,9 @@ def model(run: Run, name: str) -> None:
             call()
             run.wait()
             if handle is not None:
-                try:
-                    layers = [layer for layer in handle.report().layers if layer.calls]
-                    merged = sum(layer.share < 1 for layer in layers)
-                    found[row]["merged"] = f"{merged} of {len(layers)} layers"
-                except NothingMergedError as error:  # the default's min_tokens are more
-                    found[row]["merged"] = first_line(error)
+                layers = [layer for layer in handle.report().layers if layer.calls]
+                merged = sum(layer.share < 1 for layer in layers)
+                found[row]["merged"] = f"{merged} of {len(layers)} layers"
             if run.is_cuda:
                 found[row]["peak_gb"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
                 try:
@@ -376,7 +429,7 @@ def model(run: Run, name: str) -> None:
                     found[row]["no graph"] = first_line(error)
                     torch.cuda.synchronize()
         found[row]["said"] = [str(w.message)[:160] for w in said][:2]
-    for number in range(1 if run.tiny else 5):
+    for number in range(1 if run.tiny else rounds):
         for row in list(rows)[:: -1 if number % 2 else 1]:
             with rows[row](built):
                 call()
@@ -474,10 +527,12 @@ STEPS: dict[str, tuple[float, Callable[[Run], None]]] = {  # seconds that each m
     "machine": (40, machine),
     **{f"near {str(d).split('.')[1]}": (25, partial(is_near, dtype=d)) for d in DTYPES},
     "near layers": (40, layers_are_near),
+    "near, restored": (20, restored_is_near),
     **{name: (60, partial(model, name=name)) for name in MODELS[:2]},
     "attention": (45, attention_alone),
     "block": (45, block_alone),
     "launches": (20, launches),
+    **{f"{name}, restored": (60, partial(restored, name=name)) for name in RESTORED_MODELS},
     **{name: (60, partial(model, name=name)) for name in MODELS[2:]},
     **{f"{name}, compiled": (75, partial(compiled, name=name)) for name in reversed(MODELS)},
     "tests": (90, tests),

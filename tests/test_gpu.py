@@ -13,7 +13,7 @@ from benchmarks import gpu
 from benchmarks.cards import CARDS, Card
 from benchmarks.gpu_models import SD15, SDXL, rows_of, unet, wan
 from benchmarks.launches import Work
-from mame_sd.core.merge import MIN_TOKENS
+from mame_sd.core.min_tokens import FUSED, MIN_TOKENS
 from tests.builders.tiny import one_level_unet
 
 BOTH = [CARDS["A100"], CARDS["H100"]]
@@ -49,7 +49,7 @@ def test_a_model_cut_in_depth_stands_for_all_of_its_blocks() -> None:
 @pytest.mark.parametrize("card", BOTH, ids=["A100", "H100"])
 def test_the_default_row_follows_the_one_table(card: Card) -> None:
     newest = "cuda, capability 9 and above"
-    assert card.min_tokens == MIN_TOKENS[newest if card.name == "H100" else "cuda"]
+    assert card.min_tokens == MIN_TOKENS[newest if card.name == "H100" else "cuda", FUSED]
     side = math.ceil(card.min_tokens**0.5)
     for least, merges in ((side, True), (side - 1, False)):
         case = unet(one_level_unet().config, 8 * least, torch.float32)

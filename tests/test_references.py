@@ -12,7 +12,13 @@ import diffusers
 import pytest
 import torch
 
-from mame_sd import MaMeAttnProcessor, MaMeConfig, apply_mame, remove_mame
+from mame_sd import (
+    MaMeAttnProcessor,
+    MaMeConfig,
+    NothingMergedError,
+    apply_mame,
+    remove_mame,
+)
 from tests.builders.transformers import TEXT, H, W, normal
 from tests.builders.transformers import run as output_of
 from tests.matrix.models.registry import MODELS
@@ -136,6 +142,20 @@ def test_fitted_values_are_nearer_and_a_share_of_1_changes_nothing() -> None:
     handle.set(references=SHARE)
     model(**{**inputs, "hidden_states": hidden}, return_dict=False)[0].sum().backward()
     assert hidden.grad.flatten(2).abs().amax((0, 2)).min() > 0
+
+
+def test_tokens_of_references_that_merge_count() -> None:
+    """Whether a layer is large enough: they are keys that merge like the image's."""
+    edit = EDITS[0]
+    model, inputs = built(edit)
+    least = H * W + 1
+    handle = apply_mame(model, keep=KEEP, min_tokens=least)
+    output_of(inputs, model)
+    with pytest.raises(NothingMergedError, match=f"fewer than min_tokens={least}"):
+        handle.report()
+    handle.set(references=SHARE)
+    output_of(inputs, model)
+    assert all(layer.merged for layer in handle.report().layers)
 
 
 def test_models_without_references_refuse_it() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,3 +89,24 @@ def test_the_cache_is_found_by_both_names(name: str) -> None:
     assert upstream.cache_of(SimpleNamespace(**{name: 3})) == 3
     assert upstream.cache_argument(forward) == name
     assert upstream.cache_argument(nn.Linear.forward) is None
+
+
+IMPORTS = """
+import sys, torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+import mame_sd.diffusion.layer, mame_sd.diffusion.processor
+assert type(Registry._backends) is dict, "an import changes nothing of diffusers"
+for name in [name for name in sys.modules if name.partition(".")[0] == "mame_sd"]:
+    del sys.modules[name]
+del torch._C._nn.scaled_dot_product_attention
+try:
+    from mame_sd import apply_mame
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_an_import_changes_nothing_and_explains_a_name_that_is_gone() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "expected scaled_dot_product_attention of torch._C:_nn, found none" in done.stdout

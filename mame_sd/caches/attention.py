@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -74,7 +75,8 @@ class Attention:
         """Return this layer, with no rotation where it has none.
 
         The layer is run on three tokens. The keys that it hands to its cache, and the queries that
-        it attends by, are compared with those that this class makes.
+        it attends by, are compared with those that this class makes. Its output is looked at under
+        masks of numbers, which must be added to the logits.
 
         Raises:
             ValueError: they differ.
@@ -95,19 +97,29 @@ class Attention:
             device = "cpu" if weight.device.type == "meta" else weight.device
             hidden = torch.arange(3 * width, device=device).float().mul(0.7).sin()
             hidden, places = hidden.view(1, 3, width).to(dtype), places.to(device)
-            with queries:
-                self.module.forward(
+
+            def run(mask: Tensor | None) -> Tensor:
+                output = self.module.forward(
                     hidden_states=hidden,
                     position_embeddings=self._turn(hidden, places),
-                    attention_mask=None,
+                    attention_mask=mask,
                     **{name: SimpleNamespace(update=update)},
                 )
+                first: Tensor = output[0] if isinstance(output, tuple) else output
+                return first[:, -1]
+
+            with queries:
+                run(None)
             for layer in (self, replace(self, rotary=None)):
-                if _near(layer.rotate(layer.project(hidden, "k"), places), keys[0]):
-                    own = layer.rotate(layer.project(hidden), places)
-                    if queries.found is None or _near(own, queries.found):
-                        return layer
+                if not _near(layer.rotate(layer.project(hidden, "k"), places), keys[0]):
+                    continue
+                own = layer.rotate(layer.project(hidden), places)
+                if queries.found is not None and not _near(own, queries.found):
                     why = "its queries are other ones"
+                elif not _adds_masks(run, self.module.config.num_attention_heads, hidden):
+                    why = "it doesn't add the numbers of a mask to its logits"
+                else:
+                    return layer
         except Exception as error:
             why, cause = f"it raised {type(error).__name__}", error
         raise ValueError(
@@ -115,6 +127,31 @@ class Attention:
             " norms and rotates keys as Llama, Qwen, Mistral or Gemma do, but on a trial of three"
             f" tokens {why}"
         ) from cause
+
+
+def _adds_masks(run: Callable[[Tensor], Tensor], heads: int, hidden: Tensor) -> bool:
+    """Whether attention adds a mask of numbers to its logits, as biases of kept keys need it.
+
+    Args:
+        run: gives the last token's output [1, C] under a mask [1, H, 3, 3].
+        heads: H.
+        hidden: of the mask's dtype and device.
+    """
+
+    def under(*numbers: float) -> Tensor:
+        return run(hidden.new_tensor(numbers).expand(1, heads, 3, 3))
+
+    none = torch.finfo(hidden.dtype).min
+    first, last = under(0, none, none), under(none, none, 0)
+    ignored = torch.equal(first, last) and bool(first.any())
+    return not ignored and all(
+        _near(found, wanted)
+        for found, wanted in (
+            (under(-5, -5, -5), under(0, 0, 0)),  # what is added to all changes nothing
+            (under(-1e4, 1, 1), under(none, 0, 0)),
+            (under(1e4, 0, 0), first),
+        )
+    )
 
 
 class _Queries(TorchFunctionMode):

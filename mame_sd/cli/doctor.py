@@ -43,6 +43,7 @@ def examine(choice: ModelChoice) -> list[Check]:
     return [
         *_versions(),
         first,
+        _guarded("attention", lambda: _attention(device)),
         _guarded("merging", lambda: _merging(device)),
         _guarded("model", lambda: _model(choice)),
     ]
@@ -95,6 +96,43 @@ def _device(device: torch.device) -> Check:
     free, total = (count >> 20 for count in torch.cuda.mem_get_info(device))
     name = torch.cuda.get_device_name(device)
     return Check("device", "ok", f"{device}, {name}, {free} of {total} MiB free")
+
+
+def _attention(device: torch.device) -> Check:
+    """Name the kernels that run, and compare attention with a bias with the formula."""
+    from mame_sd.core.min_tokens import UNFUSED, backend_of, kernel_of
+
+    dtype = torch.float32 if device.type == "cpu" else torch.float16
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 320, 64, generator=generator).to(device, dtype)
+    bias = torch.rand(1, 1, 1, 320, generator=generator).to(device, dtype)
+    backends = [
+        None if backend is None else backend.name.lower().removesuffix("_attention")
+        for backend in (backend_of(q), backend_of(q, bias))
+    ]
+    found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    q, k, v, bias, found = (t.cpu().double() for t in (q, k, v, bias, found))
+    wanted = (q @ k.mT / 8 + bias).softmax(-1) @ v
+    apart = float((found - wanted).norm() / wanted.norm())
+    if not apart < 100 * torch.finfo(dtype).eps:
+        raise MachineError(
+            f"attention with a bias: expected the formula's output, got one off by {apart:.1e};"
+            " update PyTorch, or give a kernel without a bias (docs/kernels.md)"
+        )
+    kernel = kernel_of(device, dtype)
+    without, masked = (name or kernel.kind for name in backends)
+    said = (
+        f"{without}, with a bias {masked} (off by {apart:.0e}); layers merge from"
+        f" {kernel.least:,} tokens on by default"
+    )
+    if kernel.kind != UNFUSED or device.type == "cpu":
+        return Check("attention", "ok", said)
+    if device.type == "mps":
+        return Check("attention", "note", f"{said}; torch 2.13 has fused kernels for MPS")
+    switch = "set TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL=1" if torch.version.hip else "update it"
+    return Check(
+        "attention", "note", f"{said}; PyTorch has no fused kernel here, {switch} before you merge"
+    )
 
 
 def _merging(device: torch.device) -> Check:

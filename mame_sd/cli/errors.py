@@ -168,6 +168,4 @@ def _usage_message(error: Any) -> str:
         kind = "a whole number" if found["type"].startswith("int") else "a number"
         message = f"{error.param.opts[0]}: expected {kind}, got {found['input']!r}"
     path = getattr(getattr(error, "ctx", None), "command_path", None) or "mame-sd"
-    if not message or "\n" in message:  # a whole help text
-        message = "expected a command, got none"
     return f"{message}; {path} --help shows what can be given"

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from mame_sd.core.merge import product
+from mame_sd.upstream import private
 
 # PyTorch's own, whatever somebody put in its place under torch.nn.functional.
-SDPA = torch._C._nn.scaled_dot_product_attention
+SDPA = private("torch", "torch._C:_nn", "scaled_dot_product_attention")
 RIDGE = 0.1  # of the mean diagonal of A A^T
 SIZE_RIDGE = 1e-3  # of the mean square of the queries
 # How exact outputs of attention are known, relative to the values. Where queries look at the text

@@ -172,7 +172,7 @@ def _with_mask(
     if mask.shape[-1] > 1:
         mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
         row = groups[0].row
-        every = torch.arange(length, device=row.device).expand(len(row), -1)
+        every = torch.arange(length, device=row.device).expand(row.shape[0], -1)
         parts, end = [], 0
         for grid, found in zip(grids, groups, strict=True):
             parts += [every[:, end : grid.start], found.kept + grid.start]
@@ -392,7 +392,7 @@ class MergeJob:
 
     def _some(self, call: Mapping[str, Any]) -> bool:
         """Return True if some queries of the image alone are answered in this call."""
-        return self.rows is not None and len(self.rows) == len(call["query"])
+        return self.rows is not None and self.rows.shape[0] == call["query"].shape[0]
 
     def _of_rows(self, call: Mapping[str, Any], first: int) -> dict[str, Any]:
         """Return the arguments of a call with the queries of `rows` alone.
@@ -410,7 +410,7 @@ class MergeJob:
             t = t.reshape(*[1] * (4 - t.dim()), *t.shape)
             image = torch.take_along_dim(t[:, :, first:end], at.to(t.device), 2)
             parts = t[:, :, :first], image, t[:, :, end:]
-            changed[name] = torch.cat([p.expand(len(image), -1, -1, -1) for p in parts], 2)
+            changed[name] = torch.cat([p.expand(image.shape[0], -1, -1, -1) for p in parts], 2)
         return changed
 
     def _in_place(self, output: Tensor, first: int, axis: int) -> Tensor:
@@ -423,7 +423,7 @@ class MergeJob:
         shape = list(image.shape)
         shape[axis] = tokens
         behind = output.dim() - axis - 1
-        at = self.rows.view(len(self.rows), *[1] * (axis - 1), count, *[1] * behind)
+        at = self.rows.view(self.rows.shape[0], *[1] * (axis - 1), count, *[1] * behind)
         image = image.new_zeros(shape).scatter(axis, at.expand_as(image), image)
         return torch.cat([before, image, after], axis)
 

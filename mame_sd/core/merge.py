@@ -24,42 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils._python_dispatch import _disable_current_modes
+
+from mame_sd.upstream import private
+
+_no_modes = private("torch", "torch.utils._python_dispatch", "_disable_current_modes")
 
 DRAWS = 64  # partitions that steps and layers choose from
 LARGEST_CELL = 16  # tokens a side
-# From how many tokens on a layer merges. It is a table, so that a seed gives the same image on the
-# same kind of device. The counts for cards are reckoned at harsh assumptions (docs/gpu.md);
-# `MaMeHandle.calibrate` measures instead.
-MIN_TOKENS = {
-    "cpu": 1024,
-    "mps": 1024,
-    "cuda": 8192,  # below compute capability 9, and ROCm
-    "cuda, capability 9 and above": 24576,
-    "other": 4096,
-}
-
-
-@lru_cache(maxsize=64)
-def kind_of(device: torch.device) -> str:
-    """The entry of `MIN_TOKENS` for a device."""
-    if device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available():
-        newest = torch.cuda.get_device_capability(device)[0] >= 9
-        return "cuda, capability 9 and above" if newest else "cuda"
-    return device.type if device.type in MIN_TOKENS else "other"
-
-
-def least_tokens(given: int | None, device: torch.device) -> int:
-    """The number of tokens from which on a layer merges: the given one, or the device's."""
-    return MIN_TOKENS[kind_of(device)] if given is None else given
-
-
-def too_few(given: int | None, device: torch.device) -> str:
-    """Why a layer with fewer tokens is left alone."""
-    if given is not None:
-        return f"fewer than min_tokens={given}"
-    kind = kind_of(device)
-    return f"fewer than {MIN_TOKENS[kind]} tokens, the min_tokens of {kind}"
 
 
 def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -402,7 +373,7 @@ def group_tokens(
     drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
     dst, queries = drawn.tensor_split([cells.kept])
     batch, dtype = slots.shape[0], torch.promote_types(slots.dtype, torch.float32)
-    place = leader if leader is not None and len(leader) == batch > 1 else None
+    place = leader if leader is not None and leader.shape[0] == batch > 1 else None
     if place is not None and slots.device.type == "cpu" and not torch.compiler.is_compiling():
         # Nothing waits here, and samples with one leader are compared once.
         led, place = place.unique(return_inverse=True)
@@ -427,7 +398,7 @@ def group_tokens(
         row.scatter_(1, staying, -1)
     # Each destination keeps itself: no equal one takes it, nor one that is not finite, beside which
     # no token is the farthest.
-    row.index_copy_(1, dst, cells.number.expand(len(slots), -1))
+    row.index_copy_(1, dst, cells.number.expand(slots.shape[0], -1))
     if place is not None:
         row, staying = row.index_select(0, place), staying.index_select(0, place)
     return Groups(cells, dst, queries, row, staying, dtype, cells.tokens, cells.kept + stay)
@@ -459,7 +430,7 @@ def constant(make: Callable[..., Any], *args: Any) -> Any:
 @lru_cache(maxsize=256)
 def _constant(make: Callable[..., Any], *args: Any) -> Any:
     # no inference tensors, which autograd refuses, and none that a mode traces
-    with torch.inference_mode(False), _disable_current_modes(), torch.device("cpu"):
+    with torch.inference_mode(False), _no_modes(), torch.device("cpu"):
         return make(*args)
 
 

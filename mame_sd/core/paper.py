@@ -78,7 +78,7 @@ class Plan:
         """LongTensor [B, L], which of the tokens that `merge` gives each token mainly went to."""
         first = self.prefix + len(self.dst)
         numbers = torch.arange(self.tokens_kept, device=self.dst.device).expand(
-            len(self.weights), -1
+            self.weights.shape[0], -1
         )
         mainly = (self.weights.argmax(1) + self.prefix).index_copy(
             1, self.preserved, numbers[:, first:]

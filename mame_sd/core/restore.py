@@ -5,7 +5,7 @@ An MLP, or the change that a whole transformer block makes, is a function f of e
 regression on the inputs gives f everywhere:
 
     f(x) ~ mean(f_P) + W (f_P - mean(f_P)),   W = k(x, x_P) (k(x_P, x_P) + RIDGE I)^-1
-    k(a, b) = exp(-|a - b|^2 / m),            m = the mean of |a - b|^2 among the x_P
+    k(a, b) = exp(-|a - b|^2 / (BANDWIDTH m)),  m = the mean of |a - b|^2 among the x_P
 
 The result is exact on P. MaRe (arXiv 2604.13432) copies the output of a merged token instead, which
 is two to ten times as far from f (docs/restoring.md). Half of P is drawn, one token of each cell of
@@ -27,12 +27,14 @@ import torch
 from torch import Tensor
 
 from mame_sd.core.merge import Cells, cells_of, no_autocast, product
+from mame_sd.core.merge import constant as cached
 
 TILE_SIZE = 32  # tokens a side
-BANDWIDTH = 1.0  # of the mean squared distance among the chosen tokens
-RIDGE = 0.02  # the kernel is 1 on its diagonal
+BANDWIDTH = 2.0  # of the mean squared distance among the chosen tokens
+RIDGE = 0.005  # the kernel is 1 on its diagonal
 DRAWN = 0.5  # share of the chosen tokens that are drawn; all others are the farthest from these
 HALF_MAX = 65504  # the largest number of fp16
+TINY = 1e-30  # a mean distance of tokens that are all alike
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,17 +106,17 @@ def choose_tokens(
         batch, channels = x.shape[0], x.shape[2]
         dtype = torch.promote_types(x.dtype, torch.float32)
         drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
+        drawn = drawn[: cells.kept]
         slots = cells.to_slots(x)  # [B, T * P, C]
-        first = slots.index_select(1, drawn[: cells.kept]).view(-1, cell_count, channels)
+        first = slots.index_select(1, drawn).view(-1, cell_count, channels)
         slots = slots.reshape(-1, width, channels)  # [B * T, P, C]
-        starts = torch.arange(tiles, device=x.device).unsqueeze(1) * width
-        own = drawn[: cells.kept].view(tiles, cell_count) - starts  # places in a tile
+        own = (drawn % width).view(tiles, cell_count)  # places in a tile
         own = own.expand(batch, -1, -1).reshape(-1, cell_count)
-        squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square()  # [B * T, P]
+        squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square_()  # [B * T, P]
         # |x - p|^2 / 2 = |x|^2 / 2 + (|p|^2 / 2 - x . p)
-        halves = squares.gather(1, own).div_(2).unsqueeze(1)
-        nearest = (halves - product(slots, first.transpose(1, 2))).amin(-1)
-        nearest.add_(squares, alpha=0.5).scatter_(1, own, -1.0)
+        halves = squares.gather(1, own).unsqueeze(1)
+        dots = product(slots, first.transpose(1, 2))
+        nearest = torch.add(halves, dots, alpha=-2).amin(-1).add_(squares).scatter_(1, own, -1.0)
         if cells.pad is not None:
             pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
             nearest.masked_fill_(pad, -1.0)
@@ -122,28 +124,33 @@ def choose_tokens(
         if leader is not None and len(leader) == batch > 1:
             chosen = chosen.view(batch, tiles, count).index_select(0, leader).flatten(0, 1)
         points = slots.gather(1, chosen.unsqueeze(-1).expand(-1, -1, channels))
-        lengths = squares.gather(1, chosen)  # [B * T, K]
-        centre = torch.linalg.vector_norm(points.mean(1, dtype=dtype), dim=-1).square()
-        # The mean of |a - b|^2 among the points. The floor is the rounding of the squares: tokens
-        # that are all alike have a kernel of ones, and each is restored as their mean.
-        mean = lengths.mean(1)
-        bandwidth = (2 * BANDWIDTH * (mean - centre)).clamp_min(1e-5 * mean).clamp_min(1e-30).view(-1, 1, 1)
-        apart = squares.unsqueeze(2) + lengths.unsqueeze(1)
-        apart.sub_(product(slots, points.transpose(1, 2)), alpha=2)
-        kernel = apart.clamp_min_(0).div_(bandwidth).neg_().exp_()  # [B * T, P, K]
+        apart = squares.unsqueeze(2) + squares.gather(1, chosen).unsqueeze(1)
+        apart = apart.sub_(product(slots, points.transpose(1, 2)), alpha=2).clamp_min_(0)
         rows = chosen.unsqueeze(-1).expand(-1, -1, count)
+        mean = apart.gather(1, rows).mean((1, 2), keepdim=True).clamp_min_(TINY)
+        kernel = apart.div_(mean).mul_(-1 / BANDWIDTH).exp_()  # [B * T, P, K]
         gram = kernel.gather(1, rows)
         gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
-        eye = torch.eye(count, device=x.device, dtype=dtype).expand_as(gram)
-        inverse = torch.linalg.solve_triangular(
-            torch.linalg.cholesky_ex(gram)[0], eye, upper=False
-        )  # of the factor
+        eye = cached(_eye, count, dtype, x.device).expand_as(gram)
+        factor = torch.linalg.cholesky_ex(gram)[0]
+        inverse = torch.linalg.solve_triangular(factor, eye, upper=False)  # of the factor
         weights = torch.bmm(torch.bmm(kernel, inverse.transpose(1, 2)), inverse)
         # With the mean of the f_P taken off and put back, rows sum to 1.
-        weights.add_((1 - weights.sum(-1, keepdim=True)) / count)
+        lacking = weights.sum(-1, keepdim=True)
+        weights.sub_(lacking, alpha=1 / count).add_(1 / count)
         weights = weights.to(x.dtype).scatter_(1, rows, eye.to(x.dtype))
+        starts = cached(_starts, tiles, width, x.device)
         at = cells.order[(chosen.view(batch, tiles, count) + starts).view(batch, -1)]
     return ChosenTokens(cells, at, weights)
+
+
+def _eye(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(count, dtype=dtype, device=device)
+
+
+def _starts(tiles: int, width: int, device: torch.device) -> Tensor:
+    """Return the slot with which each tile begins, a LongTensor [T, 1]."""
+    return torch.arange(tiles, device=device).unsqueeze(1) * width
 
 
 def cells_and_count(

@@ -8,12 +8,14 @@ merges with its own weights, and so does one that `torch.save` wrote whole.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any, TypeVar
 
+from diffusers.models.attention_processor import Attention
 from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
@@ -22,9 +24,9 @@ from mame_sd.core.keys import Kernel, own_kernel
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.diffusion.families.attention import PlainAttention, SequenceAttention, fixed_reason
-from mame_sd.diffusion.families.family import Family
+from mame_sd.diffusion.families.family import Family, is_one_of
 from mame_sd.diffusion.families.processors import PLAIN_PROCESSORS, default_processor
-from mame_sd.diffusion.families.refused import EXCLUDED, known_as
+from mame_sd.diffusion.families.refused import EXCLUDED, known_as, refused_as
 from mame_sd.diffusion.families.transformers import (
     ADDED_KEYS,
     NOTHING_BESIDE,
@@ -48,10 +50,14 @@ from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.diffusion.restoring import RestoreHook, restoring_hooks
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.report import LayerStats, device_of
-from mame_sd.upstream import require
+from mame_sd.upstream import names_arguments, require
 
 Outer = TypeVar("Outer")
 _OURS = (MergeHook.name, RestoreHook.name, SizeHook.name, StepHook.name)
+UNNAMED = (
+    "{}.forward was replaced by one of (*args, **kwargs) that doesn't name what it takes: arguments"
+    " by position can't be read, such as the timestep. Wrap it with functools.wraps"
+)
 # What each block of `hooks_restored` that is under way found on each module, in their order.
 _BLOCKS: list[dict[tuple[nn.Module, str], Any]] = []
 # Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video,
@@ -114,7 +120,7 @@ def build_handle(
     steps: dict[str, StepHook] = {}  # by path of the denoiser
     images: dict[str, tuple[SizeHook, Family]] = {}  # by path of what tells how tokens lie
     attention: dict[str, tuple[MergeHook, Family]] = {}  # by path of a layer that merges
-    merging = 0
+    merging, unknown = 0, Counter[str]()  # attention that no family owns, by class
     for path, module in root.named_modules():
         if spread(module):
             raise ValueError(SPREAD.format(type(module).__name__))
@@ -123,9 +129,12 @@ def build_handle(
         if denoiser is None and takes_timestep(module):
             steps[path] = StepHook(module, shared)
             hooks.append((module, steps[path]))
-        if family is None and kind in EXCLUDED and path in tops:
-            raise ValueError(f"{known_as(kind)} does not merge: {EXCLUDED[kind]}")
-        if family is None and kind in NOTHING_BESIDE.models:
+        if isinstance(module, ModelMixin) and not names_arguments(type(module)):
+            warnings.warn(UNNAMED.format(kind), UserWarning, stacklevel=4)
+        refused = refused_as(module) if family is None and path in tops else None
+        if refused is not None:
+            raise ValueError(f"{known_as(refused)} does not merge: {EXCLUDED[refused]}")
+        if family is None and is_one_of(module, NOTHING_BESIDE.models):
             family = NOTHING_BESIDE
         if family is not None:
             reader = EagerSizeHook if family.eager else SizeHook
@@ -144,6 +153,8 @@ def build_handle(
             merging += 1
             if denoiser is not None:
                 denoiser.layers.append(stats)
+        elif image is not None and _is_unknown(path, module, family):
+            unknown[kind] += 1
     if not merging:
         raise ValueError(_nothing_found(root))
     for path, module, restoring in restoring_hooks(root, shared, attention):
@@ -151,7 +162,7 @@ def build_handle(
         around = _around(path, steps)
         if around is not None:
             around.layers.append(restoring.stats)
-    return MaMeHandle(root, shared, hooks, None if target is root else target)
+    return MaMeHandle(root, shared, hooks, None if target is root else target, unknown)
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:
@@ -240,6 +251,19 @@ def _layer_of(
             " which would merge twice: call remove_mame first"
         )
     return PlainAttention(module) if plain else SequenceAttention(module, family)
+
+
+def _is_unknown(path: str, module: nn.Module, family: Family) -> bool:
+    """Whether `module` is attention inside of an image's model of which no family says what it is.
+
+    Cross-attention, which never merges, is told by its class's name.
+    """
+    kind = type(module).__name__
+    if not kind.endswith("Attention") or "Cross" in kind or "Perceiver" in kind:
+        return False
+    if family is NOTHING_BESIDE:
+        return not isinstance(module, Attention) and _TEMPORAL.isdisjoint(path.split("."))
+    return not family.knows(path, module)
 
 
 def _around(path: str, outer: dict[str, Outer]) -> Outer | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig, Method
 from mame_sd.core.keys import OwnKernel
 from mame_sd.core.merge import Groups
-from mame_sd.diffusion.threads import PerThread
+from mame_sd.diffusion.threads import PerTask, PerThread
 
 Call = Mapping[str, Any]  # the arguments of a forward, by name
 
@@ -186,8 +186,8 @@ class Shared:
     merging.
 
     Attributes:
-        setting: every thread's, but for those that have one of their own.
-        own: each thread's own ResolvedConfig.
+        setting: every task's, but for those that have one of their own.
+        own: the ResolvedConfigs of each task's open `using` blocks, the innermost last.
         step: the Step of its latest call of the model, or a Later one.
         learning: what is known of calls with gradients.
         kernel: computes attention over merged keys instead of the model's own.
@@ -196,14 +196,15 @@ class Shared:
     def __init__(self, setting: ResolvedConfig, kernel: OwnKernel | None = None) -> None:
         self.setting = setting
         self.kernel = kernel
-        self.own = PerThread()
+        self.own = PerTask()
         self.step = PerThread(latest=True)
         self.learning = Learning()
 
     @property
     def now(self) -> ResolvedConfig:
-        """The setting in force in this thread."""
-        return self.own.value or self.setting
+        """The setting in force in this task."""
+        own = self.own.value
+        return own[-1] if own else self.setting
 
 
 class Later:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from mame_sd.diffusion.families.refused import EXCLUDED
+from mame_sd.diffusion.families.refused import refused_as
 
 # Of a pipeline, what may denoise. Several may be there: each takes its own steps, its own half of
 # guidance, or its own workflow (MiniMax H3's `transformer_ref`).
@@ -30,7 +30,7 @@ def denoisers_of(pipe: Any) -> dict[str, nn.Module]:
     for names in (DENOISERS, OTHER_NAMES):
         models = {name: getattr(pipe, name, None) for name in names}
         every = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
-        merging = {n: m for n, m in every.items() if type(m).__name__ not in EXCLUDED}
+        merging = {n: m for n, m in every.items() if refused_as(m) is None}
         if every:
             return merging or dict(list(every.items())[:1])
     return {}

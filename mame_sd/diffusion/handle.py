@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.denoisers import denoisers_of
+from mame_sd.diffusion.families.family import class_names
 from mame_sd.diffusion.families.refused import known_as
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
 from mame_sd.diffusion.hooks import SizeHook, StepHook
@@ -43,9 +44,15 @@ class MaMeHandle:
     """
 
     def __init__(
-        self, root: nn.Module, shared: Shared, hooks: list[Placed], pipe: Any = None
+        self,
+        root: nn.Module,
+        shared: Shared,
+        hooks: list[Placed],
+        pipe: Any = None,
+        unknown: Mapping[str, int] | None = None,
     ) -> None:
         self.root, self._pipe = root, _weakly(pipe)
+        self._unknown = dict(unknown or {})  # attention of no family, how many by class
         self._shared, self._hooks = shared, hooks
         self.layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
         self.restored = [
@@ -70,7 +77,7 @@ class MaMeHandle:
 
     @property
     def config(self) -> MaMeConfig:
-        """The settings now in force (in this thread)."""
+        """The settings now in force (in this task)."""
         return self._shared.now.config
 
     @property
@@ -114,9 +121,13 @@ class MaMeHandle:
 
     @property
     def _kind(self) -> str:
-        """The model's class, not torch.compile's wrapper; those of several denoisers."""
+        """The class of the model, without torch.compile's and FSDP2's wrappers; those of several
+        denoisers.
+        """
         models = self.root.values() if isinstance(self.root, nn.ModuleDict) else [self.root]
-        kinds = (type(getattr(model, "_orig_mod", model)).__name__ for model in models)
+        names = (class_names(getattr(model, "_orig_mod", model)) for model in models)
+        # FSDP2 puts "FSDP" before the name of a class
+        kinds = (next(kind for kind in own if not kind.startswith("FSDP")) for own in names)
         return " and ".join(dict.fromkeys(kinds))
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
@@ -140,15 +151,18 @@ class MaMeHandle:
 
     @contextmanager
     def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
-        """Settings of this thread alone for a `with` block, whatever others set: several threads
-        may generate at once, each with its own. Merging is on in the block, also where `active` is
-        False.
+        """Settings of this task alone for a `with` block, whatever others set: several threads and
+        coroutines may generate at once, each with its own. Merging is on in the block, also where
+        `active` is False.
 
             with handle.using(keep=0.25):
                 image = pipe("a red key").images[0]
 
-        A backward pass that computes blocks again (checkpointing) may run in another thread: there
-        `set` is the way.
+        `asyncio.to_thread` and FastAPI's `run_in_threadpool` take the settings along. A generator
+        that yields inside of the block has no task of its own, so that its settings hold for its
+        caller meanwhile: run it by `contextvars.copy_context().run`. A compiled model takes the
+        settings that were last set in its thread. A backward pass that computes blocks again
+        (checkpointing) may run in another thread: there `set` is the way.
 
         Raises:
             RuntimeError: merging was removed or replaced.
@@ -158,14 +172,11 @@ class MaMeHandle:
         asked = make_config(self._shared.now.asked if config is None else config, fields)
         new = self._setting(asked, True)
         own = self._shared.own
-        entered: list[ResolvedConfig] = own.mine.__dict__.setdefault("entered", [])
-        entered.append(new)
-        own.value = new
+        own.value = (*(own.value or ()), new)
         try:
             yield
         finally:  # blocks may end in another order than they began
-            entered.remove(new)
-            own.value = entered[-1] if entered else None
+            own.value = tuple(one for one in own.value or () if one is not new)
 
     def calibrate(
         self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any
@@ -232,7 +243,8 @@ class MaMeHandle:
                     hook.stats.last_reason = GONE
         restored = (hook.stats for _, hook in self.restored)
         stats = [hook.stats for _, hook in self.layers]
-        return make_report([*stats, *(one for one in restored if one.totals()[0])])
+        counted = [*stats, *(one for one in restored if one.totals()[0])]
+        return make_report(counted, self._unknown)
 
     def others(self, pipe: Any) -> Iterator[tuple[nn.Module, str]]:
         """Denoisers of a pipeline that came after `apply_mame`, and what to say of each; a wrapper

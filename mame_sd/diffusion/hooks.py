@@ -4,7 +4,6 @@ merges around a layer is `layer.MergeHook`.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.core.merge import DRAWS, constant, counting, draw_at, leaders
+from mame_sd.core.min_tokens import BY_DEFAULT
 from mame_sd.diffusion.context import NO_STEP, Call, Later, Plans, Shared, Step, Tokens
+from mame_sd.diffusion.families.family import class_names, is_one_of
 from mame_sd.diffusion.families.layouts import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import PreHook
 from mame_sd.diffusion.interception import watch_kernels
-from mame_sd.diffusion.threads import PerThread, begin, end
+from mame_sd.diffusion.threads import PerTask, PerThread, begin, end
 from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
-from mame_sd.upstream import outside_old_graphs
+from mame_sd.upstream import outside_old_graphs, parameters_of
 
 TokensOf = Callable[[Any, Call], Tokens | str | None]
 # Models whose pipelines put the prompt before the negative one in a batch.
@@ -106,13 +107,14 @@ class StepHook(PreHook):
     def __init__(self, module: nn.Module, shared: Shared) -> None:
         self.names = _names(module)
         self.shared = shared
-        self.latest = PerThread()  # each thread's Plans
+        self.latest = PerTask()  # each task's Plans
         self.layers: list[LayerStats] = []  # of this model
         self.warned = False  # that nothing merges, since something did
         # a ControlNet is called with the same latents for each control image
-        self.calls_pair = "ControlNet" not in type(module).__name__
+        self.calls_pair = not any("ControlNet" in name for name in class_names(module))
         # A UNet of images makes samples of a video's frames, as many at once as it likes.
-        self.by_frame = any(type(part).__name__ in IMAGE_MODULES for part in module.modules())
+        self.by_frame = any(is_one_of(part, IMAGE_MODULES) for part in module.modules())
+        self.prompt_first = is_one_of(module, _PROMPT_FIRST)
 
     @outside_old_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -135,7 +137,7 @@ class StepHook(PreHook):
         device = tensors[0].device if tensors else None
         drawn_by = timestep if setting.config.redraw and keys else None
         of_frames = self.by_frame and latents is not None and latents.dim() == 5
-        prompt_first = type(module).__name__ in _PROMPT_FIRST
+        prompt_first = self.prompt_first
 
         def made(latents: Tensor | None) -> Step:
             draw = draws = leader = None
@@ -199,7 +201,8 @@ class StepHook(PreHook):
             if not compiling:  # which happens once
                 self.warned = True
             text = f"{NOTHING_MERGES}: each of {len(reasons)} was left alone ({reasons[0]})"
-            if not compiling and any((reason or "").startswith(TOO_FEW) for reason in reasons):
+            small = (TOO_FEW, BY_DEFAULT)
+            if not compiling and any((reason or "").startswith(small) for reason in reasons):
                 counts = [stats.totals() for stats in self.layers]
                 most = max(tokens // max(calls, 1) for calls, tokens, _ in counts)
                 text += f", and the largest has {most} tokens: lower min_tokens or generate larger"
@@ -207,7 +210,7 @@ class StepHook(PreHook):
             _warn(type(module).__name__, f"{text}; report() says more")
 
     def forget(self) -> None:
-        """Lets go of this thread's plans."""
+        """Lets go of this task's plans."""
         self.latest.value = None
         self._share_no_more()
 
@@ -271,4 +274,4 @@ def takes_timestep(module: nn.Module) -> bool:
 
 
 def _names(module: nn.Module) -> list[str]:
-    return list(inspect.signature(type(module).forward).parameters)[1:]
+    return list(parameters_of(type(module)))

@@ -10,7 +10,6 @@ is said by an `AttentionAdapter` (`families/attention.py`).
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.rows import Rows, running_rows
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
-from mame_sd.upstream import outside_old_graphs
+from mame_sd.upstream import outside_old_graphs, parameters_of
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 LEFT = "left unmerged by layers"
@@ -97,9 +96,8 @@ class AttentionAdapter(ABC):
     hidden = "hidden_states"  # the argument that holds the tokens [B, L, C]
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        own = {} if module is None else inspect.signature(type(module).forward).parameters
-        given = list(own.values())[1:]  # but for self, which may be positional alone
-        self._names = tuple(p.name for p in given if p.kind is p.POSITIONAL_OR_KEYWORD)
+        own = {} if module is None else parameters_of(type(module))
+        self._names = tuple(p.name for p in own.values() if p.kind is p.POSITIONAL_OR_KEYWORD)
 
     def call(
         self,
@@ -175,6 +173,11 @@ class Entry:
         self.module, self.inner = module, inner
         self.hook = hook
 
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        """A model that was saved whole merges where nobody has called `apply_mame`."""
+        vars(self).update(values)
+        watch_kernels()
+
     @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's output, merged where that is sound."""
@@ -224,8 +227,10 @@ class LayerHook:
     @property
     def setting(self) -> ResolvedConfig:
         """The setting in force."""
-        own: ResolvedConfig | None = getattr(self.shared.own.mine, "value", None)
-        return own or self.shared.setting
+        own = self.shared.own  # read here as `Shared.now` reads it, which costs no call
+        mine = getattr(own.mine, "value", None) if torch.compiler.is_compiling() else own.var.get()
+        setting: ResolvedConfig = mine[-1] if mine else self.shared.setting
+        return setting
 
     def layout(self) -> Tokens | None:
         """How the tokens lie in this thread's latest call of the model; None: unknown."""
@@ -301,7 +306,8 @@ def merged_call(
     """
     rows = running_rows()
     route = layer.route(call, known, config)
-    if isinstance(route, str) or (config.keep == 1 and config.tau is None):
+    keeps_all = config.keep == 1 and config.tau is None and config.references is None
+    if isinstance(route, str) or keeps_all:
         why = route if isinstance(route, str) else KEEPS_ALL
         stats.skipped(why, layer.count(call, known))
         if rows is not None and config.tau is None:
@@ -346,6 +352,3 @@ def _of_some_queries(
 def of_all_keys(config: MaMeConfig) -> MaMeConfig:
     """Return `config` for layers of any size, whose keys all stay."""
     return config.replace(keep=1, min_tokens=1)
-
-
-watch_kernels()  # here too, for models that were saved whole, merging included

@@ -182,6 +182,11 @@ class MaMeAttnProcessor:
         """Copies and pickles start without counters, which belong to this model's modules."""
         return {**self.__dict__, "_stats": {}, "_passed": Counter()}
 
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        """A model that was saved whole merges where nobody has made a processor."""
+        self.__dict__.update(values)
+        watch_kernels()
+
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.config.given.items())
         return f"MaMeAttnProcessor({given})"
@@ -208,6 +213,3 @@ def _check_replaceable(
             f" replaced {lost}: load the model (or the IP-Adapter) anew and use apply_mame, which"
             " replaces nothing"
         )
-
-
-watch_kernels()  # here too, for models that were saved whole, merging included

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import least_tokens, too_few
+from mame_sd.core.min_tokens import BY_DEFAULT, least_tokens
 from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
 from mame_sd.diffusion.context import Shared, Tokens
 from mame_sd.diffusion.families.family import Family
@@ -96,9 +96,11 @@ class RestoreHook(LayerHook):
     def too_few(self, tokens: Tokens, x: Tensor) -> str:
         """Return why a call with so few tokens is left alone; empty if it is not."""
         given = self.setting.config.min_tokens
-        if tokens.count >= least_tokens(given, x.device):
+        least = least_tokens(given, x.device, x.dtype)
+        if tokens.count >= least:
             return ""
-        return too_few(given, x.device)
+        by_default = f"{BY_DEFAULT}fewer than {least:,} tokens"
+        return by_default if given is None else f"fewer than min_tokens={given}"
 
     def reason(self, x: Any, keep: float) -> str | Tokens:
         """Return how the tokens of an input x lie, or why nothing is restored of it."""

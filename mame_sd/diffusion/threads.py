@@ -1,18 +1,23 @@
-"""Several threads that generate with one model: what each call keeps for itself, and changes to the
-model only between calls.
+"""Several threads and tasks that generate with one model: what each call keeps for itself, and
+changes to the model only between calls.
 
-What a forward leaves for the layers in it (the step, how tokens lie) belongs to its thread. Hooks
-and the settings of all are on the model. They change only while no other thread is in a forward of
-it. Nor may one be in a call of a StableDiffusionMaMePipeline with it. Between two forwards of
-another pipeline nobody tells of an image under way: a change then holds from its next step on.
+What a forward leaves for the layers in it (the step, how tokens lie) belongs to its thread: a
+forward runs on one thread from beginning to end, and no coroutine is resumed in between. What
+outlives a forward (the settings of `using`, plans that two calls share) belongs to the task
+(contextvars). Hooks and the settings of all are on the model. They change only while no other
+thread is in a forward of it. Nor may one be in a call of a StableDiffusionMaMePipeline with it.
+Between two forwards of another pipeline nobody tells of an image under way: a change then holds
+from its next step on.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
 CHANGES = threading.RLock()  # held while hooks or settings of a model change
@@ -23,8 +28,37 @@ _UNDER_WAY: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, str], weakref.r
 )
 
 
+class PerTask:
+    """A value that each task has its own of: each coroutine that asyncio runs as a task, and each
+    thread. Threads of `asyncio.to_thread` begin with that of the task that started them.
+
+    Compiled graphs, which can't read a ContextVar, take the value that was set last in the thread.
+
+    Copies start without values.
+    """
+
+    def __init__(self) -> None:
+        self.var: ContextVar[Any] = ContextVar("mame_sd", default=None)
+        self.mine = threading.local()  # its `value`, for compiled graphs
+
+    @property
+    def value(self) -> Any:
+        """This task's; None before it has set one."""
+        if torch.compiler.is_compiling():
+            return getattr(self.mine, "value", None)
+        return self.var.get()
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self.var.set(value)
+        self.mine.value = value
+
+    def __reduce__(self) -> Any:
+        return PerTask, ()
+
+
 class PerThread:
-    """A value that each thread has its own of; None before it has set one.
+    """A value of a forward, which each thread has its own of; None before it has set one.
 
     Args:
         latest: a thread that has set none reads what any thread has set last. A backward pass,

@@ -8,7 +8,6 @@ checkpoints where its block would.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -24,7 +23,7 @@ from mame_sd.perception.hooks import InnerHook, Merging
 from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.plans import GroupPlan, plan_block
 from mame_sd.perception.shared import Forward, ForwardState
-from mame_sd.upstream import outside_old_graphs
+from mame_sd.upstream import outside_old_graphs, parameters_of
 
 UNKNOWN = "height and width unknown: destinations are every second token"
 Grid = tuple[int, int] | None
@@ -76,8 +75,8 @@ class MergedBlock(Merging):
         self.shared = shared
         self.counts = counts.get(number)
         self.first = number == min(counts)
-        parameters = inspect.signature(type(block).forward).parameters.values()
-        self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD][1:]
+        parameters = parameters_of(type(block)).values()
+        self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD]
         self.config = config
         if config is not None and encoder.keys is not None:
             self.inner = [InnerHook(shared, block, encoder.keys, self.heard)]

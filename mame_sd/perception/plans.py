@@ -32,7 +32,7 @@ class GroupPlan:
     def sizes(self) -> Tensor:
         """How many tokens each of those that `merge` gives stands for, [B, L']."""
         sizes = self.found.sizes
-        return torch.cat([sizes.new_ones(len(sizes), self.prefix), sizes], 1)
+        return torch.cat([sizes.new_ones(sizes.shape[0], self.prefix), sizes], 1)
 
     @property
     def kept(self) -> Tensor:
@@ -53,7 +53,7 @@ class GroupPlan:
         return torch.cat([y[:, : self.prefix], self.found.restore(y[:, self.prefix :])], 1)
 
     def _after_prefix(self, index: Tensor) -> Tensor:
-        first = torch.arange(self.prefix, device=index.device).expand(len(index), -1)
+        first = torch.arange(self.prefix, device=index.device).expand(index.shape[0], -1)
         return torch.cat([first, index + self.prefix], 1)
 
 

@@ -6,7 +6,6 @@ the model for all (applying, removing, settings) is refused while another thread
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 import weakref
@@ -21,7 +20,7 @@ from mame_sd.perception.counts import CONVOLUTIONS
 from mame_sd.perception.hooks import InnerHook, Merging
 from mame_sd.perception.known_encoders import Encoder
 from mame_sd.perception.plans import GroupPlan
-from mame_sd.upstream import outside_old_graphs
+from mame_sd.upstream import outside_old_graphs, parameters_of
 
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 
@@ -85,7 +84,7 @@ class ForwardState(Merging):
         convolutions, self.patches = _convolutions(model, blocks)
         self.inner = [InnerHook(self, model, path, self.computed) for path in convolutions]
         self.clips = isinstance(model.get_submodule(self.patches or ""), nn.Conv3d)
-        self._names = list(inspect.signature(type(model).forward).parameters)[1:]
+        self._names = list(parameters_of(type(model)))
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:

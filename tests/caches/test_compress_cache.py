@@ -285,6 +285,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "unknown attention PhiAttention; expected one that projects.*its keys are other ones",
     ),
     (
+        "DogeForCausalLM",  # takes every number of a mask but 0 for "masked"
+        {**SHAPE, "num_key_value_heads": SHAPE["num_attention_heads"]},
+        "unknown attention DogeAttention; .* it doesn't add the numbers of a mask to its logits",
+    ),
+    ("DogeForCausalLM", SHAPE, "unknown attention DogeAttention; .* it raised RuntimeError"),
+    (
         "MistralForCausalLM",
         {**SHAPE, "sliding_window": 8},
         "every layer sees a sliding window alone",

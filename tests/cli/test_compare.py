@@ -42,8 +42,9 @@ def test_panels_are_the_unmerged_one_and_then_each_way(model: LoadedModel) -> No
     assert abs(first - fewer).max() > 1
     sheet = compare_sheet(["a\x1b[31m [red] key"], [panels])
     assert sheet.width > 9 * 512, "each way but the first has a difference map"
-    with pytest.raises(UserError, match="fewer than 1024 tokens"):
-        compare(model, KEY, TWO_STEPS, ways_of(MaMeConfig(), TWO_STEPS))
+    with pytest.warns(UserWarning, match=r"no layer merges.*fewer than 1,024 tokens"):
+        unmerged = compare(model, KEY, TWO_STEPS, ways_of(MaMeConfig(), TWO_STEPS))
+    assert unmerged[1].levels[0]["tokens_kept"] == 256, "the default decided so: no error"
 
 
 def test_one_line_says_what_merging_and_one_step_fewer_do() -> None:

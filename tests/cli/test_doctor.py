@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from mame_sd.cli import app as cli
+from mame_sd.cli.doctor import _attention
+from mame_sd.errors import MachineError
 from tests.builders.console import error_of
 
 
@@ -18,14 +21,27 @@ def test_doctor_says_what_would_fail(
 ) -> None:
     assert cli.run(["doctor", "--device", "cpu", "--model", str(model_folder)]) == 0
     out = capsys.readouterr().out
-    for name in ("torch", "device", "merging", "model"):
+    for name in ("torch", "device", "attention", "merging", "model"):
         assert any(line[6:].startswith(name) for line in out.splitlines()), name
+    assert " flash, with a bias flash (off by " in out
+    assert "layers merge from 1,024 tokens on by default" in out
     assert cli.run(["doctor", "--device", "cpu", "--model", "nowhere"]) == 2
     out, err = capsys.readouterr()
     assert "fail  model" in out
     assert err.splitlines()[-1].startswith("error: --model nowhere: expected a folder")
     assert cli.run(["doctor", "--device", "abacus", "--model", str(model_folder)]) == 2
     assert "--device abacus: expected auto" in error_of(capsys)
+
+
+def test_doctor_finds_a_kernel_that_ignores_the_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = torch.nn.functional.scaled_dot_product_attention
+
+    def without(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        return kernel(q, k, v)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without)
+    with pytest.raises(MachineError, match="attention with a bias: expected the formula's output"):
+        _attention(torch.device("cpu"))
 
 
 def test_doctor_reads_the_weights(

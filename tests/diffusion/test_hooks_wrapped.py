@@ -162,6 +162,33 @@ class Beside(AttnProcessor2_0):
         return super().__call__(attn, x, every)
 
 
+class Storing(AttnProcessor2_0):
+    """Keeps what its tokens were, as processors of self-attention guidance keep a map."""
+
+    kept = 0
+
+    def __call__(
+        self, attn: Any, hidden_states: torch.Tensor, *args: Any, **_: Any
+    ) -> torch.Tensor:
+        """See `AttnProcessor2_0`."""
+        self.kept = hidden_states.shape[1]
+        return super().__call__(attn, hidden_states, *args)
+
+
+def test_whole_tokens_stay_around_a_processor_that_keeps_what_it_saw() -> None:
+    attn, x = attention(), tokens()
+    expected = attn(x)
+    handle = apply_mame(attn, tau=-0.9, min_tokens=1)
+    attn.set_processor(Storing())
+    assert torch.equal(attn(x), expected)
+    assert attn.processor.kept == x.shape[1]
+    with pytest.raises(NothingMergedError, match="Storing may do more than attention"):
+        handle.report()
+    handle.set(keep=0.5)
+    assert not torch.equal(attn(x), expected)
+    assert attn.processor.kept == x.shape[1]
+
+
 @pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3)])
 def test_keys_among_others_that_a_processor_adds_are_left_alone(before: int, after: int) -> None:
     attn, x = attention(), tokens()

@@ -6,10 +6,12 @@ Stand-ins for kernels that need a GPU note how many keys they are given.
 from __future__ import annotations
 
 import io
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -208,6 +210,22 @@ def biased(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **more: Any) 
     """A kernel of the user, which takes one."""
     SEEN.append((q.shape[2], k.shape[2]))
     return SDPA(q, k, v, attn_mask=attn_mask, **more)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_kernels_of_the_page_compute_attention_over_merged_keys() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text(encoding="utf-8")
+    model = FLUX.build()
+    with mame(model, **MERGING):
+        expected = run(model)
+    for code, apart in zip(
+        re.findall(r"```python\n(.*?)```", page, re.S), (1e-2, 1e-5), strict=True
+    ):
+        scope = {"apply_mame": partial(apply_mame, **MERGING), "pipe": model}
+        exec(code.replace("torch.compile(flex_attention)", "flex_attention"), scope)
+        assert (run(model) - expected).abs().max() < apart * expected.abs().max()
+        kernel = scope["handle"].report().layers[0].reason  # type: ignore[attr-defined]
+        assert kernel.startswith("attention by with")
 
 
 @pytest.mark.compiles

@@ -124,3 +124,30 @@ def test_a_model_and_its_controlnet_that_are_given_the_same_places_each_have_the
     for _ in range(2):
         assert layouts.packed(MODEL, call) == Tokens((4, 6), before=7)
         assert layouts.packed(union, call) == Tokens((4, 6), before=8)
+
+
+def at(h: int, w: int, row: int = 0, column: int = 0) -> Tensor:
+    """`places` of image 0 from a row and column on."""
+    return places(h, w) + torch.tensor([0, row, column])
+
+
+# Of each second part of `img_ids` that bears the image's number what is read: how the image's
+# tokens lie, tokens behind them, and references.
+OF_ONE_NUMBER: dict[str, tuple[Tensor, Tokens]] = {
+    "the same places": (at(4, 6), Tokens((4, 6), 7, 24, references=((4, 6),))),
+    "another size": (at(2, 3), Tokens((4, 6), 7, 6, references=((2, 3),))),
+    "beside it": (at(4, 6, 0, 6), Tokens((4, 6), 7, 24, references=((4, 6),))),
+    "apart below": (at(4, 6, 5), Tokens((4, 6), 7, 24, references=((4, 6),))),
+    "two": (torch.cat([at(4, 6), at(4, 6)]), Tokens((4, 6), 7, 48, references=((4, 6),) * 2)),
+    # as the ids of an image of that height
+    "right below": (at(4, 6, 4), Tokens((8, 6), 7)),
+    "a rest": (at(1, 3, 4), Tokens((27,), 7)),
+}
+
+
+@pytest.mark.parametrize(("other", "expected"), OF_ONE_NUMBER.values(), ids=OF_ONE_NUMBER)
+def test_a_reference_with_the_number_of_the_image_is_told_apart_by_its_places(
+    other: Tensor, expected: Tokens
+) -> None:
+    ids, text = torch.cat([places(4, 6), other]), torch.zeros(1, 7, 8)
+    assert layouts.packed(MODEL, {"img_ids": ids, "encoder_hidden_states": text}) == expected

@@ -7,7 +7,9 @@ another one acts.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -96,6 +98,53 @@ def test_settings_of_a_thread_are_its_own() -> None:
         assert handle.active
         assert torch.equal(run_unet(unet), quarter)
     assert not handle.active
+
+
+def test_coroutines_of_a_thread_make_what_they_make_alone() -> None:
+    """Each with settings of its own, and with a plan that its two calls of an input share."""
+    unet = tiny_unet()
+    handle = apply_mame(unet, **MERGED)
+    texts = torch.randn(2, 1, 7, unet.config.cross_attention_dim)
+
+    async def image(keep: float, seed: int) -> Tensor:
+        inputs = unet_inputs(unet)
+        latents = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(seed))
+        made = []
+        with handle.using(keep=keep):
+            for text in texts:
+                with torch.no_grad():
+                    made.append(
+                        unet(latents, inputs["timestep"], encoder_hidden_states=text).sample
+                    )
+                await asyncio.sleep(0)
+            kept = await asyncio.to_thread(lambda: handle.config.keep)
+            assert kept == keep
+        return torch.cat(made)
+
+    async def at_once() -> list[Tensor]:
+        return await asyncio.gather(image(0.25, 1), image(0.6, 2))
+
+    alone = [asyncio.run(image(0.25, 1)), asyncio.run(image(0.6, 2))]
+    found = asyncio.run(at_once())
+    assert all(map(torch.equal, found, alone))
+    assert handle.config.keep == 0.5
+
+
+def test_generators_have_settings_of_their_own_in_contexts_of_their_own() -> None:
+    unet = tiny_unet()
+    handle = apply_mame(unet, **MERGED)
+
+    def images(keep: float) -> Iterator[Tensor]:
+        with handle.using(keep=keep):
+            while True:
+                yield run_unet(unet)
+
+    expected = {keep: next(images(keep)) for keep in (0.25, 0.6)}
+    contexts = {keep: (contextvars.copy_context(), images(keep)) for keep in expected}
+    for _ in range(2):
+        for keep, (context, made) in contexts.items():
+            assert torch.equal(context.run(next, made), expected[keep])
+    assert handle.config.keep == 0.5
 
 
 def test_settings_of_a_thread_are_refused_where_they_would_have_no_effect() -> None:

@@ -140,6 +140,18 @@ def test_an_exported_graph_merges() -> None:
     assert graph(x).shape != plain.shape or not torch.allclose(graph(x), plain)
 
 
+@pytest.mark.compiles
+@torch.no_grad()
+def test_an_exported_graph_takes_any_batch() -> None:
+    model = _First(SHALLOW.build().requires_grad_(False))
+    x = SHALLOW.batch()["pixel_values"]
+    apply_encoder(model, keep=0.6)
+    any_batch = {"pixel_values": {0: torch.export.Dim.DYNAMIC}}
+    graph = torch.export.export(model, (x,), dynamic_shapes=any_batch).module()
+    more = torch.cat([x, -x, x / 2])
+    torch.testing.assert_close(graph(more), model(more))
+
+
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @torch.no_grad()

@@ -22,11 +22,16 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import least_tokens, too_few
+from mame_sd.core.min_tokens import head_width, kernel_of
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families.family import Family, Rows
-from mame_sd.diffusion.families.processors import PLAIN, STOOD_IN_FOR, processed
+from mame_sd.diffusion.families.processors import (
+    PLAIN,
+    PLAIN_PROCESSORS,
+    STOOD_IN_FOR,
+    processed,
+)
 from mame_sd.diffusion.families.transformers import NOTHING_BESIDE
 from mame_sd.diffusion.layer import NO_SIZE, AttentionAdapter, LayerCall, Route
 
@@ -34,6 +39,10 @@ KEYS_ONLY = "in {} only keys merge: give keep instead of tau"
 LAYER_SKIP = (
     "diffusers' layer skip puts values instead of attention only where there are as many as"
     " queries; tau goes with it"
+)
+NOT_PLAIN = (
+    "{} may do more than attention, such as keep its map, which would be that of fewer tokens: give"
+    " keep instead of tau"
 )
 STOOD_IN = "computed by AttnProcessor2_0 in place of {}"
 
@@ -61,7 +70,7 @@ class SequenceAttention(AttentionAdapter):
         hidden = hidden if hidden.dim() == 3 else _sequence(hidden)
         alone = hidden.shape[1] == known.count and not (known.before or known.after)
         start = 0 if alone else known.start(hidden.shape[1])
-        reason = _skip_reason(family, given, known, config, start, hidden.device)
+        reason = _skip_reason(family, call.module, given, known, config, start, hidden)
         if reason is not None:
             return reason
         first = start or 0
@@ -134,6 +143,8 @@ class PlainAttention(SequenceAttention):
             return reason
         if call.kind == "MaMeAttnProcessor":
             return f"a {call.kind} on the module merges already"
+        if config.tau is not None and call.kind not in PLAIN_PROCESSORS:
+            return NOT_PLAIN.format(call.kind)
         hidden = call.arguments.get(self.hidden)
         if known is None and isinstance(hidden, Tensor) and hidden.dim() == 3:
             known = guessed(hidden.shape[1], config.size)
@@ -211,15 +222,16 @@ def _skips_scores(attn: Any) -> bool:
 
 def _skip_reason(
     family: Family,
+    module: nn.Module,
     given: Call,
     tokens: Tokens,
     config: MaMeConfig,
     first: int | None,
-    device: torch.device,
+    hidden: Tensor,
 ) -> str | None:
-    """Why this call passes through untouched; None if it may merge.
+    """Why this call of a module passes through untouched; None if it may merge.
 
-    `first`: where the tokens begin in the first of the inputs.
+    `first`: where the tokens begin in the first of the inputs, `hidden`.
     """
     joint = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
     if joint and family.joint is None:
@@ -232,8 +244,15 @@ def _skip_reason(
         if not known and (not isinstance(value, Tensor) or tokens.start(value.shape[1]) is None):
             length = value.shape[1] if isinstance(value, Tensor) else "no"
             return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
-    if tokens.count < least_tokens(config.min_tokens, device):
-        return too_few(config.min_tokens, device)
+    merging = tokens.count
+    if config.references is not None:
+        merging += sum(math.prod(size) for size in tokens.references)
+    if config.min_tokens is None:
+        kernel = kernel_of(hidden.device, hidden.dtype, head_width(module))
+        if merging < kernel.least:
+            return kernel.too_few
+    elif merging < config.min_tokens:
+        return f"fewer than min_tokens={config.min_tokens}"
     for name in family.leaves:
         if given.get(name) is not None:
             return f"{name} is given, with which it attends otherwise"

@@ -18,7 +18,7 @@ Where none of the layouts fits, `tokens` and `select` are functions of your own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -105,10 +105,30 @@ class Family:
 
     def owns(self, path: str, module: nn.Module) -> bool:
         """Whether `module` at `path` is a self-attention of this family."""
-        kind, parts = type(module).__name__, path.split(".")
+        parts = path.split(".")
         if not set(self.outside).isdisjoint(parts):
             return False
-        return kind in self.attention or f"{kind}.{parts[-1]}" in self.attention
+        return any(
+            kind in self.attention or f"{kind}.{parts[-1]}" in self.attention
+            for kind in class_names(module)
+        )
+
+    def knows(self, path: str, module: nn.Module) -> bool:
+        """Whether attention of this class at `path` is known, whether it merges or not."""
+        known = {entry.partition(".")[0] for entry in self.attention}
+        return is_one_of(module, known) or not set(self.outside).isdisjoint(path.split("."))
+
+
+def class_names(module: nn.Module) -> list[str]:
+    """Return the names of a module's class and of all its bases: users derive classes, and FSDP2
+    renames those of a model's modules.
+    """
+    return [kind.__name__ for kind in type(module).__mro__]
+
+
+def is_one_of(module: nn.Module, names: Container[str]) -> bool:
+    """Whether the class of a module, or one of its bases, has one of these names."""
+    return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
 # By class name of the model; these come before the built-in ones.

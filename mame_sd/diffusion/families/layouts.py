@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.diffusion.context import Call, Tokens
-from mame_sd.diffusion.families.family import Rows
+from mame_sd.diffusion.families.family import Rows, is_one_of
 
 Layout = Callable[[Any, Call], Tokens | str | None]
 Dims = int | tuple[int, ...] | list[int | None]
@@ -81,7 +81,7 @@ def image_or_patches(module: Any, call: Call) -> Tokens | None:
     image = call.get("hidden_states")
     if not isinstance(image, Tensor) or image.dim() != 4:
         return None
-    by_pixel = type(module).__name__ in UNET_TRANSFORMERS
+    by_pixel = is_one_of(module, UNET_TRANSFORMERS)
     by_pixel = by_pixel and not getattr(module, "is_input_patches", False)
     patch = 1 if by_pixel else int(module.config["patch_size"])
     return Tokens((index(image.shape[-2]) // patch, index(image.shape[-1]) // patch))
@@ -138,8 +138,9 @@ def _in_sequence(
 @reads("img_ids")
 def packed(model: Any, call: Call) -> Tokens | str:
     """Flux and its kin: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of
-    further images stay as they are. Rows and columns are unknown where those of the first image are
-    no grid, row after row.
+    further images stay as they are. A further image may bear the first one's number: it begins
+    where places repeat or jump. (Right below the first one nothing tells it from a taller image.)
+    Rows and columns are unknown where those of the first image are no grid, row after row.
     """
     if call.get("kv_cache_mode") == "extract":
         return "this call fills a cache of reference images"
@@ -150,14 +151,15 @@ def packed(model: Any, call: Call) -> Tokens | str:
     conditions = call.get("image_cond_hidden_states")
     behind = 0 if conditions is None else conditions.shape[1]
     same = ids[:, 0] == ids[0, 0]
-    size = _grid(ids[: int(same.sum()), 1:3])
-    count = math.prod(size)
-    if not same[:count].all():
+    run = int(same.long().cumprod(0).sum())
+    if int(same.sum()) != run:
         return Tokens((ids.shape[0],), before, behind)
-    _, counts = torch.unique_consecutive(ids[count:, 0], return_counts=True)
-    others = tuple(_grid(part[:, 1:3]) for part in ids.split([count, *counts.tolist()])[1:])
-    references = others if all(len(one) == 2 for one in others) else ()
-    return Tokens(size, before, ids.shape[0] - count + behind, references=references)
+    size, *others = _images(ids[:run, 1:3])
+    _, counts = torch.unique_consecutive(ids[run:, 0], return_counts=True)
+    others += [_grid(part[:, 1:3]) for part in ids.split([run, *counts.tolist()])[1:]]
+    references = tuple(others) if all(len(one) == 2 for one in others) else ()
+    behind += ids.shape[0] - math.prod(size)
+    return Tokens(size, before, behind, references=references)
 
 
 def qwen_image(model: Any, call: Call) -> Tokens:
@@ -407,6 +409,24 @@ def _grid(places: Tensor) -> tuple[int, ...]:
         if torch.equal(places, torch.cartesian_prod(*every)):
             return h, w
     return (len(places),)
+
+
+def _images(places: Tensor) -> list[tuple[int, ...]]:
+    """(h, w) of each of the grids, row after row, that (row, column) pairs [L, 2] consist of; one
+    (L,) where they don't, or where one has a single row or column.
+    """
+    sizes, rest = [], places
+    while len(rest):
+        along = torch.arange(len(rest), device=rest.device)
+        first_row = (rest == rest[0] + torch.stack([along * 0, along], 1)).all(1)
+        w = int(first_row.long().cumprod(0).sum())
+        in_grid = (rest == rest[0] + torch.stack([along // w, along % w], 1)).all(1)
+        h = int(in_grid.long().cumprod(0).sum()) // w
+        sizes.append((h, w))
+        rest = rest[h * w :]
+    if len(sizes) > 1 and min(map(min, sizes)) < 2:
+        return [(len(places),)]
+    return sizes or [(0,)]
 
 
 def along(**dims: Dims) -> Callable[[Call, Rows], dict[str, Any]]:

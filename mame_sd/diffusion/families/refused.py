@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 
+from torch import nn
+
 _LINEAR = "its self-attention is linear in the tokens already, so merging has nothing to save"
 _SPARSE = (
     "its attention goes by blocks of keys that the model picks (flex attention): no softmax over"
@@ -40,6 +42,11 @@ EXCLUDED = {
     "RFD4ProteinaTransformer": _NO_IMAGE,
     "TransformerTemporalModel": "its attention is over the frames of each pixel",
 }
+
+
+def refused_as(module: nn.Module) -> str | None:
+    """Return the name in `EXCLUDED` of a model's class or of one of its bases, else None."""
+    return next((k.__name__ for k in type(module).__mro__ if k.__name__ in EXCLUDED), None)
 
 
 def known_as(kind: str) -> str:

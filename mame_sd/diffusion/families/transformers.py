@@ -11,7 +11,7 @@ from torch import nn
 
 from mame_sd.diffusion.context import Call
 from mame_sd.diffusion.families import layouts as at
-from mame_sd.diffusion.families.family import REGISTERED, Family
+from mame_sd.diffusion.families.family import REGISTERED, Family, class_names
 from mame_sd.diffusion.families.layouts import along
 
 # Processors that are given the same tokens for queries and keys.
@@ -203,8 +203,8 @@ def family_of(model: nn.Module) -> Family | None:
 
     Families that users have registered come before the built-in ones.
     """
-    for kind in type(model).__mro__:
+    for kind in class_names(model):
         for known in (REGISTERED, _MODELS):
-            if kind.__name__ in known:
-                return known[kind.__name__]
+            if kind in known:
+                return known[kind]
     return None

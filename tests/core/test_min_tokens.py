@@ -1,0 +1,106 @@
+"""Which attention kernel would run, and from how many tokens on layers merge then.
+
+What PyTorch answers on machines that no test has is stood in for by `Machine`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mame_sd import apply_mame
+from mame_sd.core import min_tokens
+from mame_sd.core.min_tokens import MIN_TOKENS, Machine, head_width, kernel_of, kernel_on
+from tests.builders.tiny import one_level_unet, run_unet, tiny_unet
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST_BLOCK = re.findall(r"```python\n(.*?)```", README, re.S)[0]
+NEW, OLD = (2, 13), (2, 12)
+# Of each machine what PyTorch answers there, a head's width, and from how many tokens layers merge.
+MACHINES: dict[str, tuple[Machine, int, int]] = {
+    "CPU": (Machine("cpu", None, NEW, True), 64, 1024),
+    "CPU, math kernel": (Machine("cpu", None, NEW, False), 64, 576),
+    "A100": (Machine("cuda", (8, 0), NEW, True), 64, 16384),
+    "H100": (Machine("cuda", (9, 0), NEW, True), 128, 24576),
+    "a card in fp64": (Machine("cuda", (8, 6), NEW, False), 64, 4096),
+    "ROCm with AOTriton": (Machine("cuda", None, NEW, True), 64, 16384),
+    "ROCm without fused kernels": (Machine("cuda", None, NEW, False), 64, 4096),
+    "MPS, torch 2.12": (Machine("mps", None, OLD, None), 64, 1024),
+    "MPS, torch 2.13": (Machine("mps", None, NEW, None), 64, 4096),
+    "MPS, torch 2.13, SD 1.5's heads": (Machine("mps", None, NEW, None), 40, 1024),
+    "another device": (Machine("xpu", None, NEW, True), 64, 16384),
+    "a device that nobody can ask": (Machine("privateuseone", None, NEW, None), 64, 16384),
+}
+
+
+@pytest.mark.parametrize(("machine", "width", "least"), MACHINES.values(), ids=MACHINES)
+def test_the_kernel_that_would_run_decides(machine: Machine, width: int, least: int) -> None:
+    assert kernel_on(machine, width).least == least
+
+
+def test_fewer_tokens_gain_where_attention_is_slow() -> None:
+    for device in {device for device, _ in MIN_TOKENS}:
+        assert MIN_TOKENS[device, "unfused"] < MIN_TOKENS[device, "fused"]
+
+
+def test_the_page_has_these_numbers() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| ([\d,]+) \| ([\d,]+) \|$", page, re.M)
+    told = [int(number.replace(",", "")) for row in rows for number in row]
+    assert told == [MIN_TOKENS[key] for key in MIN_TOKENS if key[0] != "other"]
+    assert MIN_TOKENS["other", "fused"] == MIN_TOKENS["cuda", "fused"]
+
+
+def test_pytorch_is_asked_as_it_is_set_now() -> None:
+    cpu = torch.device("cpu")
+    assert kernel_of(cpu, torch.bfloat16, 40) == ("cpu", "fused")
+    with sdpa_kernel(SDPBackend.MATH):
+        assert kernel_of(cpu, torch.bfloat16, 40) == ("cpu", "unfused")
+    assert kernel_of(cpu, torch.bfloat16, 40) == ("cpu", "fused")
+    # one that this machine lacks (benchmarks/launches.py pretends it)
+    assert kernel_of(torch.device("cuda", 99)) == ("cuda", "fused")
+
+
+def test_a_layer_merges_from_fewer_tokens_on_under_the_unfused_kernel() -> None:
+    unet = one_level_unet()
+    handle = apply_mame(unet)
+    with pytest.warns(UserWarning, match="no layer merges"):
+        run_unet(unet, height=24, width=24)
+    report = handle.report()  # raised NothingMergedError before
+    assert {layer.reason for layer in report.layers} == {
+        "not merged by default: fewer than 1,024 tokens by fused attention gain nothing on this CPU"
+    }
+    assert str(report).splitlines()[-1].endswith("min_tokens=576 merges the largest all the same")
+    handle.reset()
+    with sdpa_kernel(SDPBackend.MATH):
+        run_unet(unet, height=24, width=24)
+    assert {layer.share for layer in handle.report().layers} == {0.25}
+
+
+@pytest.mark.parametrize("name", ["A100", "ROCm without fused kernels", "MPS, torch 2.13"])
+def test_the_first_block_of_the_readme_runs_on(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, _, least = MACHINES[name]
+    monkeypatch.setattr(min_tokens, "asked", lambda *_: machine)
+    code = FIRST_BLOCK.replace("num_inference_steps=4", "num_inference_steps=1")
+    if least > 4096:
+        with pytest.warns(UserWarning, match="no layer merges"):
+            exec(code, {})
+    else:
+        exec(code, {})
+    said = capsys.readouterr().out
+    assert ("level 0: 4096 -> 1024 tokens (25%)" in said) is (least <= 4096)
+    assert ("fewer than 16,384 tokens by fused attention gain" in said) is (least > 4096)
+
+
+def test_the_width_of_a_head_is_read_off_the_module() -> None:
+    attn = tiny_unet().down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    assert head_width(attn) == attn.inner_dim // attn.heads
+    assert head_width(nn.Identity()) == 64
