@@ -130,7 +130,7 @@ CASES: tuple[Case | SampleCase, ...] = (
     ),
     SampleCase(
         name="terrain", title="published UNet of terrain", load=_terrain, steps=1,
-        draws=10, quick=2, rows=f"mame-default,{PLAIN}",
+        draws=10, quick=2, rows="mame-default,unfitted-0.25,random-0.25",
     ),
     _case(
         "transformer-sets", "transformer, 4 steps, sets of images", "transformer", 500, 4,
@@ -214,6 +214,7 @@ def markdown(content: Mapping[str, Any], names: Sequence[str] = (), intervals: b
     labels.pop(BASELINE, None)
     lines = []
     for name, label in labels.items():
+        label = f"`{label}`" if "=" in label else label  # settings
         bold = f"**{label}**" if name == "mame-default" else label
         of_row = [[r for r in case["rows"] if r["name"] == name] for case in cases.values()]
         cells = (_cell(one[0]["values"], intervals) if one else "" for one in of_row)

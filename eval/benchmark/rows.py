@@ -143,7 +143,7 @@ def own_row(text: str) -> Row:
             f"--row {text}: expected settings such as keep=0.4,fit_queries=32, but {error};"
             " correct it"
         ) from None
-    return Row(name=text, label=f"`{text}`", family="mame", method=Merging(config))
+    return Row(name=text, label=text, family="mame", method=Merging(config))
 
 
 def _value(text: str) -> Any:

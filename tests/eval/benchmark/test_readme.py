@@ -108,9 +108,10 @@ def values(**means: float) -> dict[str, Value]:
 
 
 def test_the_table_has_a_row_for_each_method_and_a_column_for_each_case() -> None:
-    by_name = {row.name: row for row in chosen_rows("mame-default,fewer-1")}
+    by_name = {row.name: row for row in chosen_rows("mame-default,fewer-1", ["keep=1"])}
     near = values(psnr=31.46, psnr_object=25.0, cpu_speedup=1.15)
     first = [(by_name["baseline"], values(cpu=2.0)), (by_name["mame-default"], near)]
+    first.append((by_name["keep=1"], values(cpu_speedup=1.0)))
     second = [(by_name["fewer-1"], values(fd_dinov2=12.0, clip_score=80.0))]
     cases = {"a": stored_case("A", {}, first), "b": stored_case("B", {}, second)}
     content: dict[str, Any] = json.loads(json.dumps(stored(cases, {"command": "c"})))
@@ -118,6 +119,7 @@ def test_the_table_has_a_row_for_each_method_and_a_column_for_each_case() -> Non
         "|  | A | B |",
         "|---|---|---|",
         "| **MaMe default** | 31.5 dB (25.0), 1.15 times (1.05 to 1.25) |  |",
+        "| `keep=1` | 1.00 times (0.90 to 1.10) |  |",
         "| one step fewer |  | FD 12.0, CLIP 80.0 |",
     ]
     assert "(1.05 to" not in markdown(content, ["a"], intervals=False)
