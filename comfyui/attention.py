@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mame_sd.core.keys import Grid, KeyMerging, merge_keys
+from mame_sd.core.keys import Grid, KeyMerging, merge_keys, unlike
 from mame_sd.core.merge import Groups
 
 # The engine's functions that add a mask to the logits. For others, and for those of other nodes,
@@ -54,6 +54,16 @@ class EngineCall:
             return t.transpose(1, 2)
         return t.flatten(2).unflatten(2, (-1, self.q.shape[-1] // self.heads))
 
+    def unlike(self, grid: Grid) -> str | None:
+        """Why its mask lets no keys merge; None where it does."""
+        mask = self._of_heads()
+        return None if mask is None else unlike(mask, [grid])
+
+    def _of_heads(self) -> Tensor | None:
+        """The mask, broadcast to [B, H, Q, L]."""
+        mask = self.mask
+        return mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+
     def merged(
         self, grid: Grid, how: KeyMerging, draw: Tensor | None, leader: Tensor | None
     ) -> tuple[Tensor, Groups]:
@@ -72,8 +82,7 @@ class EngineCall:
         if queries != length:
             spread = torch.arange(length, device=q.device) * queries // length
             q = q.index_select(2, spread)
-        mask = self.mask
-        mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
+        mask = self._of_heads()
         function = self.function
         counted = getattr(function, "__name__", "") in TAKES_MASK
         scale = self.kwargs.get("scale")

@@ -78,7 +78,12 @@ class Call:
         draw = (self.draw + number) % DRAWS if config.redraw else None
         leader = self.leader if config.share_guidance_plan else None
         how = KeyMerging(config.fit_queries, config.tile_size, config.seed)
-        output, groups = engine.merged(Grid(start, size, config.keep), how, draw, leader)
+        grid = Grid(start, size, config.keep)
+        reason = engine.unlike(grid)
+        if reason is not None:
+            self.run.note_left(reason)
+            return engine.run()
+        output, groups = engine.merged(grid, how, draw, leader)
         self.note_merged(groups, size)
         return output
 

@@ -4,13 +4,21 @@ order, and which of them a model of clips sees.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageCms, ImageOps
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # of images
+from mame_sd.errors import UserError
+
+# Of images, and of images that are not read.
+SUFFIXES = (*(".png", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif"),)
+UNREAD = (".heic", ".heif", ".jxl", ".jp2", ".tga", ".psd", ".ppm", ".pgm", ".svg")
+_SPACES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}  # of colour profiles
 
 
 def is_turned(image: Image.Image) -> bool:
@@ -18,11 +26,40 @@ def is_turned(image: Image.Image) -> bool:
     return image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)
 
 
+def in_srgb(image: Image.Image) -> Image.Image:
+    """Return an image with the colours that viewers show by its colour profile, without a profile.
+
+    Raises ValueError for a profile that can't be read, or is of another kind of image.
+    """
+    data = image.info.get("icc_profile")
+    if not data or image.mode.startswith("I"):
+        return image
+    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+    try:
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(data))
+        mode = _SPACES[profile.profile.xcolor_space]
+        if mode == "CMYK" != image.mode or (mode == "L" and image.mode not in ("L", "LA", "1")):
+            raise ValueError(f"of {mode} in an image of {image.mode}")
+        colours = image.convert("RGB" if mode == "RGB" else mode)
+        shown = ImageCms.profileToProfile(
+            colours, profile, ImageCms.createProfile("sRGB"), outputMode="RGB"
+        )
+    except (OSError, KeyError, ImageCms.PyCMSError) as error:
+        raise ValueError(str(error)) from None
+    assert shown is not None
+    shown.info.pop("icc_profile", None)
+    if alpha is not None:
+        shown.putalpha(alpha)
+    return shown
+
+
 def as_shown(image: Image.Image) -> Image.Image:
-    """`image` in 8-bit RGB as viewers show it: turned as EXIF says, the upper 8 of 16 bits,
-    see-through pixels on white, the first of several frames.
+    """`image` in 8-bit RGB as viewers show it: turned as EXIF says, in the colours of its
+    profile, the upper 8 of 16 bits, see-through pixels on white, the first of several frames.
     """
     image = ImageOps.exif_transpose(image)
+    with contextlib.suppress(ValueError):  # viewers leave such a profile out
+        image = in_srgb(image)
     if image.mode.startswith("I"):  # Pillow would cut off at 255
         image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
     if image.has_transparency_data:
@@ -32,8 +69,19 @@ def as_shown(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def check_read(files: Iterable[Path]) -> None:
+    """Raise UserError for images of a kind that is not read, rather than leave them out."""
+    unread = sorted(one.name for one in files if one.suffix.lower() in UNREAD)
+    if unread:
+        raise UserError(
+            f"expected images ({', '.join(SUFFIXES)}), got {unread[0]!r} ({len(unread)} of a kind"
+            " that is not read); convert it or take it out"
+        )
+
+
 def frames_in(folder: Path) -> list[Path]:
     """The images in `folder` in the order of the numbers in their names."""
+    check_read(folder.iterdir())
     files = [one for one in folder.iterdir() if one.suffix.lower() in SUFFIXES]
     return sorted(files, key=lambda one: [int(n) for n in re.findall(r"\d+", one.stem)])
 

@@ -1,8 +1,9 @@
 """Images from files, without a silent change on the way in.
 
 What is the same picture in 8-bit RGB is taken: RGB, grey, palettes, an alpha channel that hides
-nothing. What a conversion would change is refused: 16 bits, see-through pixels, CMYK, animations.
-Pixels are turned as EXIF says, as viewers do; `turned` tells of how many files.
+nothing. What a conversion would change is refused: 16 bits, see-through pixels, CMYK, animations,
+colours of a profile other than sRGB. Pixels are turned as EXIF says, as viewers do; `turned` tells
+of how many files.
 """
 
 from __future__ import annotations
@@ -20,15 +21,23 @@ from torch import Tensor
 
 from mame_sd.errors import UserError
 
-from .frames import SUFFIXES, as_shown, is_turned
+from .frames import SUFFIXES, as_shown, check_read, in_srgb, is_turned
 
+ROUNDING = 1  # by which a profile of sRGB itself may change an 8-bit value
 _PNG_SIGNATURE, _PNG_DEPTH_AT = b"\x89PNG\r\n\x1a\n", 24
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images directly inside `folder`, by name. Raises UserError when there are none."""
+    """The images directly inside `folder`, by name.
+
+    Raises UserError when there are none, or some of a kind that is not read.
+    """
     if not folder.is_dir():
         raise UserError(f"expected a folder of images, but {folder} is not one; check the path")
+    try:
+        check_read(folder.iterdir())
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
     found = sorted(
         path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file()
     )
@@ -45,7 +54,8 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
 
     Args:
         convert: take what RGB can't hold unchanged too, as other programs show it: CMYK converted,
-            16 bits as their upper 8, see-through pixels on white, the first of several frames.
+            16 bits as their upper 8, see-through pixels on white, the first of several frames, the
+            colours of a profile.
 
     Raises:
         UserError: no such file, not an image, truncated, corrupt, or in a mode that RGB can't hold
@@ -114,6 +124,15 @@ def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
             raise _wrong_mode(path, "see-through pixels")
     if image.mode not in ("RGB", "RGBA", "RGBX", "L", "1", "P"):
         raise _wrong_mode(path, f"mode {image.mode}")
+    rgb = image.convert("RGB")
+    if image.info.get("icc_profile"):
+        try:
+            shown = in_srgb(image).convert("RGB")
+        except ValueError as error:
+            raise _wrong_mode(path, f"a colour profile that can't be read ({error})") from None
+        apart = np.abs(np.asarray(shown, np.int16) - np.asarray(rgb, np.int16))
+        if apart.max() > ROUNDING:
+            raise _wrong_mode(path, "a colour profile that changes its colours")
     return ImageOps.exif_transpose(image).convert("RGB")
 
 

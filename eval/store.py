@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError
-from mame_sd.runs.files import write_atomically, writing
+from mame_sd.runs.files import open_own, read_regular, write_atomically, writing
 
 Lines = dict[tuple[Any, ...], dict[str, Any]]
 
@@ -41,7 +42,7 @@ def read_store(
     with writing(path):
         if not path.exists():
             return {}
-        text = path.read_bytes().decode("utf-8", "replace")
+        text = read_regular(path).decode("utf-8", "replace")
     lines: list[Any] = []
     for line in text.split("\n"):
         with contextlib.suppress(ValueError, RecursionError):
@@ -94,8 +95,8 @@ class Store:
             write_atomically(self._path, "".join(lines).encode())
             self._open = True
             return
-        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        with writing(self._path), open_own(self._path, os.O_WRONLY | os.O_APPEND) as file:
+            file.write(json.dumps(line).encode() + b"\n")
 
 
 def another_file(path: Path, form: str, what: str, error: Exception) -> UserError:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 REFINE_FLOOR = 1e-5  # of the library's settled form
-RIDGE, SIZE_RIDGE = 0.1, 1e-3
+RIDGE, SIZE_RIDGE, ROOM = 0.1, 1e-3, 0.25
 
 # ----------------------------------------------------------------- the paper
 
@@ -173,7 +173,7 @@ class Image:
         start: where they begin.
         groups: of each sample the group of each token.
         kept: of each sample the position, among the image's, of the token that each group formed
-            around: a mask's column is taken from there.
+            around: the column of a mask that differs among queries is taken from there.
     """
 
     start: int
@@ -208,7 +208,8 @@ def merged_attention(
         q, k, v: in any precision; there may be fewer heads of keys than of queries.
         images: what merges, in order.
         queries: positions in q that values are fitted to; none: values are means.
-        mask: boolean or added to the logits, broadcast to [B, H, Q, N].
+        mask: boolean or added to the logits, broadcast to [B, H, Q, N]; where it is the same for
+            all queries the members of groups count by it.
         scale: of the logits.
         sized: positions in q of the queries of the image, and of all others, by which keys carry
             the sizes of their groups; none: logits count them.
@@ -221,8 +222,15 @@ def merged_attention(
     outputs, values = [], []
     for b, h in itertools.product(range(len(q)), range(heads)):
         members, columns, merged = _kept(images, b, count)
-        key, value = (torch.stack([t[b, h, at].mean(0) for at in members]) for t in (k, v))
-        log_sizes = key.new_tensor([len(at) for at in members]).log()
+        of_all = None if mask is None else _of_all_queries(mask[b])
+        shares = [_shares(at, of_all) for at in members]
+        key, value = (
+            torch.stack([w @ t[b, h, at] / w.sum() for at, w in zip(members, shares, strict=True)])
+            for t in (k, v)
+        )
+        log_sizes = torch.stack([w.sum() for w in shares]).log()
+        if of_all is not None:  # a group is seen as the one of its members that is seen best
+            columns = [max(at, key=lambda p: float(of_all[p])) for at in members]
         rows = slice(h * shared, (h + 1) * shared)  # heads of queries
         own, seen = q[b, rows], None if mask is None else mask[b, rows]
         bias = torch.zeros_like(log_sizes) if len(sized) else log_sizes
@@ -242,12 +250,30 @@ def merged_attention(
             a = attend(own[:, few], key, value, scale, near)[1].flatten(0, 1)
             lacking, a = exact - a @ value, a[:, merged]
             change = a.T @ (_ridged_inverse(a @ a.T, RIDGE) @ lacking)
-            value = torch.cat([value[: merged.start], value[merged] + change, value[merged.stop :]])
+            low, high = v[b, h].amin(0), v[b, h].amax(0)
+            room = ROOM * (high - low)
+            fitted = (value[merged] + change).clamp(low - room, high + room)
+            value = torch.cat([value[: merged.start], fitted, value[merged.stop :]])
         values.append(value)
         outputs.append(attend(own, key, value, scale, bias)[0])
     return torch.stack(outputs).view(*q.shape[:3], -1), torch.stack(values).unflatten(
         0, (-1, heads)
     )
+
+
+def _of_all_queries(mask: Tensor) -> Tensor | None:
+    """What a mask [H, Q, N] adds to the logits of each key, [N]; None where queries differ."""
+    if bool((mask != mask[:1, :1]).any()):
+        return None
+    row = mask[0, 0]
+    return torch.where(row, 0.0, -math.inf).double() if row.dtype == torch.bool else row
+
+
+def _shares(at: list[int], of_all: Tensor | None) -> Tensor:
+    """How much each member of a group counts, relative to the one that is seen best."""
+    if of_all is None or bool((of_all[at] == -math.inf).all()):
+        return torch.ones(len(at), dtype=torch.float64)
+    return (of_all[at] - of_all[at].max()).exp()
 
 
 def _kept(images: Sequence[Image], b: int, count: int) -> tuple[list[list[int]], list[int], slice]:

@@ -228,6 +228,18 @@ def test_captions_of_unequal_length_leave_images_in_place(name: str, first: int)
     assert {(call.first, call.tokens) for call in calls} == {(first, H * W)}
 
 
+@pytest.mark.parametrize("how", [{"keep": 0.5}, {"tau": 0.5}], ids=str)
+def test_a_mask_for_regions_of_the_image_leaves_it_whole(how: dict[str, Any]) -> None:
+    """Chroma hides from each query what the mask hides: here half of the image's tokens."""
+    model, inputs = tiny("ChromaTransformer2DModel")
+    inputs["attention_mask"][:, TEXT + H * W // 2 :] = False
+    before = run(inputs, model)
+    handle = apply_mame(model, min_tokens=1, **how)
+    assert torch.equal(run(inputs, model), before)
+    with pytest.raises(RuntimeError, match=r"an attention mask .*the image's (keys differ|tokens)"):
+        handle.report()
+
+
 def test_keys_that_unets_add_stay_whole() -> None:
     """Kandinsky 2.2: the text's keys stand before the image's."""
     model = others.KANDINSKY.build()

@@ -12,7 +12,7 @@ from typing import Any
 
 from mame_sd.errors import UserError
 from mame_sd.json_files import json_text
-from mame_sd.runs.files import check_place, write_atomically, writing
+from mame_sd.runs.files import check_place, read_regular, write_atomically, writing
 from mame_sd.runs.run_folder import differences, in_short
 
 from ..metric_list import METRICS
@@ -52,7 +52,7 @@ def read_results(out: Path) -> Results:
     """The results in `out`. Raises UserError when there are none."""
     path = out / NAME
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        values: Any = json.loads(read_regular(path).decode())
     except FileNotFoundError:
         raise UserError(
             f"{out}: expected the folder of a benchmark, found no {NAME}; run benchmark first"

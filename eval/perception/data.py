@@ -17,7 +17,7 @@ import numpy as np
 from mame_sd.errors import UserError, first_line
 from mame_sd.runs.files import shown
 
-from ..frames import SUFFIXES, evenly, frames_in
+from ..frames import SUFFIXES, check_read, evenly, frames_in
 from ..images import image_files, load_image
 from .encoders import check_size
 
@@ -151,6 +151,7 @@ def _in_class(folder: Path, clips: bool) -> list[str]:
         kind, suffixes = "folders of frames or video files", ", ".join(VIDEOS)
         found = [one for one in entries if one.is_dir() or one.suffix.lower() in VIDEOS]
     else:
+        check_read(entries)
         kind, suffixes = "images", ", ".join(SUFFIXES)
         found = [one for one in entries if one.is_file() and one.suffix.lower() in SUFFIXES]
     if not found:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from mame_sd.errors import UserError
 from mame_sd.runs.records import Sample, read_manifest, read_samples
@@ -50,7 +51,8 @@ class Run:
         ):
             return cls.open(folder)
         files = image_files(folder)
-        items = {path.stem: Sample(path.stem, path.stem, "", 0, None, path, {}) for path in files}
+        names = [(path, normalize("NFC", path.stem)) for path in files]
+        items = {name: Sample(name, name, "", 0, None, path, {}) for path, name in names}
         if len(items) < len(files):
             raise UserError(
                 f"{folder}: expected names that differ without their endings, got some twice;"
@@ -80,7 +82,7 @@ class Run:
         items = read_samples(folder, AGAIN)
         if not items:
             raise UserError(f"{folder}: expected a run with images, found none; {AGAIN}")
-        _check_complete(folder, settings, items)
+        items = _complete(folder, settings, items)
         return cls(folder, settings, manifest.get("environment", {}), items)
 
 
@@ -139,21 +141,26 @@ def differing_settings(a: Run, b: Run) -> list[str]:
     return found
 
 
-def _check_complete(folder: Path, settings: Mapping[str, Any], items: Mapping[str, Sample]) -> None:
-    """Raise UserError unless the images are those of samples.jsonl, and as many as the settings
+def _complete(
+    folder: Path, settings: Mapping[str, Any], items: Mapping[str, Sample]
+) -> dict[str, Sample]:
+    """Return the items with their files as they are named on this system.
+
+    Raises UserError unless the images are those of samples.jsonl, and as many as the settings
     promise.
     """
     try:
-        present = {path.name for path in (folder / "images").iterdir()}
+        present = {normalize("NFC", path.name): path for path in (folder / "images").iterdir()}
     except OSError:
-        present = set()
-    lacking = [item.path.name for item in items.values() if item.path.name not in present]
+        present = {}
+    wanted = {key: normalize("NFC", item.path.name) for key, item in items.items()}
+    lacking = [name for name in wanted.values() if name not in present]
     if lacking:
         raise UserError(
             f"{folder}: expected the image {lacking[0]}, found none ({len(lacking)} missing);"
             f" {AGAIN}"
         )
-    extra = sorted(present - {item.path.name for item in items.values()})
+    extra = sorted(present.keys() - {*wanted.values()})
     if extra:
         raise UserError(
             f"{folder}: expected only images of samples.jsonl, got {extra[0]!r} ({len(extra)} too"
@@ -170,3 +177,4 @@ def _check_complete(folder: Path, settings: Mapping[str, Any], items: Mapping[st
             f"{folder}: expected {promised} images, found {len(items)}; finish that run first (the"
             " same command continues)"
         )
+    return {key: replace(item, path=present[wanted[key]]) for key, item in items.items()}

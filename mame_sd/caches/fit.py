@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mame_sd.caches.layer import Kept
 from mame_sd.caches.view import CacheView
+from mame_sd.core.fit import within
 
 RIDGE_MASS, RIDGE_VALUES = 0.1, 0.01  # in units of the mean diagonal of the normal equations
 LEAST, MOST = 1e-2, 1e2  # of what a key may count for
@@ -64,7 +65,8 @@ def _one(
     attention = share * bias.exp().unsqueeze(1)
     attention = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(share.dtype).tiny)
     start = kept.values[:, 0].to(logits.dtype)
-    return start + _ridge(attention, target * weight - attention @ start, RIDGE_VALUES, count), bias
+    change = _ridge(attention, target * weight - attention @ start, RIDGE_VALUES, count)
+    return within(start + change, view.values[:, 0]), bias
 
 
 def _ridge(a: Tensor, b: Tensor, strength: float, count: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from mame_sd import upstream
 from mame_sd.caches.attention import Attention, attention_layers
@@ -32,7 +32,8 @@ class CacheHandle:
     """What `compress_cache` did.
 
     Attributes:
-        keep: share of the bytes that stays.
+        keep: share of the bytes that stays; set it, and prompts from then on keep that share. It
+            stays 1 where the block was entered with 1.
         compressing: set it to False, and caches stay as they are, as when a text is scored after a
             prompt.
         layers: numbers of the layers that are compressed.
@@ -48,6 +49,19 @@ class CacheHandle:
     passed_by: tuple[int, ...] = ()
     tokens: dict[int, tuple[int, float]] = field(default_factory=dict)
     bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    watched: bool = field(default=False, init=False, repr=False)  # whether hooks are on the model
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "keep":
+            check_keep(value)
+            if getattr(self, "keep", None) == 1 != value and not self.watched:
+                raise ValueError(
+                    f"keep: expected 1 in a block that was entered with it, got {value!r}; enter"
+                    " one of compress_cache with a smaller share"
+                )
+        elif name == "compressing" and not isinstance(value, bool):
+            raise TypeError(f"compressing: expected True or False, got {value!r}")
+        super().__setattr__(name, value)
 
     def report(self) -> str:
         """Say in one line what stayed, and in a second which layers were passed by."""
@@ -67,6 +81,12 @@ class CacheHandle:
                 f" {', '.join(map(str, self.passed_by))}"
             )
         return "\n".join(lines)
+
+
+def check_keep(keep: Any) -> None:
+    """Raise ValueError for what is no share of the bytes."""
+    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
+        raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
 
 
 @contextmanager
@@ -96,8 +116,7 @@ def compress_cache(
             compressed.
     """
     upstream.require("transformers")
-    if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-        raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
+    check_keep(keep)
     chosen = method if isinstance(method, Selection) else Selection(method)
     every = attention_layers(model)
     config = getattr(model, "generation_config", None)
@@ -111,6 +130,7 @@ def compress_cache(
         raise ValueError(
             "model: every layer sees a sliding window alone, whose cache is short as it is"
         )
+    _check_kind(model, layers)
     running = _RUNNING.get()
     if any(work.live and work.layers.keys() & layers.keys() for work in running):
         raise ValueError("model: its cache is compressed already; leave that compress_cache first")
@@ -126,6 +146,7 @@ def compress_cache(
     _RUNNING.set((*running, work))
     try:
         work.install()
+        handle.watched = True
         yield handle
         if work.ran and not handle.tokens:
             raise NothingMergedError(
@@ -136,6 +157,18 @@ def compress_cache(
     finally:
         work.remove()
         _RUNNING.set(tuple(other for other in _RUNNING.get() if other is not work))
+
+
+def _check_kind(model: nn.Module, layers: dict[int, Attention]) -> None:
+    """Raise ValueError for a model whose own cache holds more than keys and values in a layer."""
+    made = DynamicCache(config=model.config).layers
+    for layer in layers.values():
+        kind = type(made[layer.index]) if layer.index < len(made) else DynamicLayer
+        if kind is not DynamicLayer:
+            raise ValueError(
+                "model: expected layers that cache keys and values alone, got"
+                f" {type(model).__name__} with a {kind.__name__}; leave compress_cache out"
+            )
 
 
 _ASSISTED = (
@@ -237,7 +270,9 @@ class _Work:
     def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Look at a layer after several tokens; compress all layers after the last."""
         cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
-        if not self._acts() or not self.handle.compressing or hidden.shape[1] == 1:
+        handle = self.handle
+        idle = not handle.compressing or handle.keep == 1
+        if not self._acts() or idle or hidden.shape[1] == 1:
             return
         self.ran += id(module) == self.first
         layer = None if cache is None else _layer_of(cache, module.layer_idx)

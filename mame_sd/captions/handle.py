@@ -20,10 +20,9 @@ class CaptionHandle(Calls):
 
     Attributes:
         model: the model.
-        config: the settings now in force, of which `keep` counts.
     """
 
-    config: MaMeConfig
+    _config: MaMeConfig
 
     def __init__(self, model: nn.Module, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
         super().__init__(model, self._images)
@@ -32,6 +31,11 @@ class CaptionHandle(Calls):
     def _images(self, call: dict[str, Any]) -> list[Image]:
         assert self.config.keep is not None
         return images_of(self.model, call, self.config.keep)
+
+    @property
+    def config(self) -> MaMeConfig:
+        """The settings now in force, of which `keep` counts; `set` changes them."""
+        return self._config
 
     @property
     def installed(self) -> bool:
@@ -58,7 +62,7 @@ class CaptionHandle(Calls):
                 f"{other}: expected keep alone for the visual tokens of a language model,"
                 f" got {new.given[other]!r}; leave it out"
             )
-        self.config = new
+        self._config = new
 
     def report(self) -> CaptionReport:
         """Return the visual tokens since the last `reset`."""

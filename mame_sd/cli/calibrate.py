@@ -14,11 +14,16 @@ from mame_sd.cli.console import answer, note, progress
 from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.groups import PAPERS
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
+from mame_sd.diffusion.calibration import (
+    Calibration,
+    check_speed,
+    measure_images,
+    read_measurement,
+)
 from mame_sd.diffusion.saved_setting import uniform
 from mame_sd.errors import UserError
 from mame_sd.report import counted
-from mame_sd.runs.files import write_atomically
+from mame_sd.runs.files import read_regular, write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, known_identity
@@ -58,7 +63,7 @@ def run_calibrate(
     try:
         config = found.config(speed)
     except ValueError as error:
-        raise UserError(f"--{error}; ask for less") from None
+        raise UserError(f"--{error}") from None
     checked, which = prompts[few:], "other prompt"
     if not checked:
         note("one prompt calibrates and checks, which flatters the settings; give more")
@@ -102,7 +107,7 @@ def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file:
         raise UserError("merging: expected no tau, for calibration tries shares to keep; drop it")
     if file.exists():
         try:
-            there = json.loads(file.read_bytes())["about"]["model"]
+            there = json.loads(read_regular(file))["about"]["model"]
             different = differences(there, known_identity(choice), partly=True, name="model")
         except (OSError, *STRANGE):
             different = ["one with another config.json"]
@@ -111,6 +116,10 @@ def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file:
                 f"--out {out}: expected a new folder, or one of an earlier calibration of this"
                 f" model, got {in_short(different)}; choose another"
             )
+    try:
+        read_measurement(out / MEASURED)
+    except ValueError as error:
+        raise UserError(f"--out {out}: {error}") from None
     choice.check_place()
 
 

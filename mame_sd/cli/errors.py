@@ -39,6 +39,8 @@ def exit_status(command: Callable[[], object]) -> int:
     # stdout writes as escapes what it lacks, as stderr does.
     if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
+    if os.environ.get("COLUMNS", "").isdigit() and not int(os.environ["COLUMNS"]):
+        del os.environ["COLUMNS"]  # no terminal is 0 wide: help would be empty
     with _interrupts() as interrupts:
         try:
             # whatever the command sets for itself ends with it

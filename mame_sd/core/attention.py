@@ -8,6 +8,7 @@ kernel there is. Text beside the image stays as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from operator import index
@@ -18,7 +19,10 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.fit import SDPA
-from mame_sd.core.keys import Grid, Kernel, KeyMerging, merge_keys, own_kernel
+from mame_sd.core.keys import Grid, Kernel, KeyMerging, merge_keys, own_kernel, unlike
+from mame_sd.core.merge import DRAWS, unreadable
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def attention(
@@ -55,44 +59,106 @@ def attention(
 
     Raises:
         TypeError: `kernel` can't be called.
-        ValueError: shapes that don't go together, `keep` out of its range, or a kernel without an
-            argument that the call needs.
+        ValueError: tensors that don't go together, an argument out of its range, a mask that lets
+            no keys merge, or a kernel without an argument that the call needs.
     """
     call: dict[str, Any] = {
         name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how
     }
     size = _checked(grid, before, after, keep, how)
-    tokens, mask = torch.Size(size).numel(), call.get("attn_mask")
-    count = before + tokens + after
-    if (
-        q.dim() != 4
-        or k.dim() != 4
-        or v.shape[:3] != k.shape[:3]
-        or k.shape[2] != count
-        or q.shape[2] not in (count, tokens)
-        or not k.shape[1] * q.shape[3]
-        or q.shape[1] % k.shape[1]
-        or not q.is_floating_point()
-        or {k.dtype, v.dtype} != {q.dtype}
-    ):
-        given = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in (q, k, v))
-        raise ValueError(
-            f"q, k, v: expected floating-point numbers of one dtype, [B, H, {count} or {tokens}, D]"
-            f" and twice [B, H', {count}, D], H a multiple of H', got {given}"
-        )
-    if mask is not None and not (isinstance(mask, Tensor) and mask.shape[-1:] in ((1,), (count,))):
-        got = list(mask.shape) if isinstance(mask, Tensor) else repr(mask)
-        raise ValueError(f"attn_mask: expected a tensor that ends in 1 or {count} keys, got {got}")
-    for name, length in (("draw", 1), ("leader", len(q))):
-        one = call.get(name)
-        if one is not None and not (isinstance(one, Tensor) and one.shape == (length,)):
-            raise ValueError(f"{name}: expected a LongTensor [{length}], got {one!r}")
+    _check_tensors(q, k, v, size, before, after)
+    mask = call.get("attn_mask")
+    _check_call(q, k, **call)
     own = own_kernel(kernel)
     if keep < 1 and len(q):
         grids = [Grid(before, size, keep)]
+        reason = None if mask is None else unlike(mask, grids)
+        if reason is not None:
+            raise ValueError(
+                "attn_mask: expected [B, 1, 1, N], the same for all queries, or rows in which the"
+                f" image's keys are alike, got {reason}; keep=1 takes any"
+            )
         merged = merge_keys(q, k, v, grids, KeyMerging(**how), **call, counted=own.counts)
         k, v, mask = merged.key, merged.value, merged.bias
     return own.attend(q, k, v, mask, call.get("scale"))
+
+
+def _check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, size: tuple[int, ...], before: int, after: int
+) -> None:
+    """Raise ValueError for queries, keys and values that don't go together."""
+    tokens = torch.Size(size).numel()
+    count = before + tokens + after
+    if all(isinstance(t, Tensor) for t in (q, k, v)):
+        given = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in (q, k, v))
+        if (
+            q.dim() == k.dim() == v.dim() == 4
+            and k.shape == (len(q), k.shape[1], count, q.shape[3])
+            and k.shape[:3] == v.shape[:3]
+            and q.shape[2] in (count, tokens)
+            and min(*q.shape[1:], k.shape[1], v.shape[3]) > 0
+            and q.shape[1] % k.shape[1] == 0
+            and q.dtype == k.dtype == v.dtype in DTYPES
+            and q.device == k.device == v.device
+        ):
+            return
+        if len({t.device for t in (q, k, v)}) > 1:
+            given += f", on {', '.join(str(t.device) for t in (q, k, v))}"
+    else:
+        given = ", ".join(type(t).__name__ for t in (q, k, v))
+    raise ValueError(
+        f"q, k, v: expected tensors of floating-point numbers of one dtype and device, [B, H,"
+        f" {count} or {tokens}, D], [B, H', {count}, D] and [B, H', {count}, D'], H a multiple of"
+        f" H', got {given}"
+    )
+
+
+def _check_call(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Any = None,
+    scale: Any = None,
+    draw: Any = None,
+    leader: Any = None,
+) -> None:
+    """Raise ValueError for arguments of the attention that don't fit its queries and keys."""
+    if attn_mask is not None:
+        sizes = [*q.shape[:3], k.shape[2]]
+        fits = isinstance(attn_mask, Tensor) and 0 < attn_mask.dim() <= 4
+        if fits:
+            pairs = zip(reversed(attn_mask.shape), reversed(sizes), strict=False)
+            fits = all(side in (1, size) for side, size in pairs)
+            fits = fits and attn_mask.dtype in (torch.bool, q.dtype)
+            fits = fits and attn_mask.device == q.device
+        if not fits:
+            raise ValueError(
+                f"attn_mask: expected a tensor of booleans or {q.dtype} on {q.device}, broadcast to"
+                f" [B, H, Q, N] = {sizes}, got {_said(attn_mask)}"
+            )
+    number = not isinstance(scale, bool) and isinstance(scale, int | float)
+    if scale is not None and not (number and math.isfinite(scale)):
+        raise ValueError(f"scale: expected a finite number, got {scale!r}")
+    for name, one, length, end in (("draw", draw, 1, DRAWS), ("leader", leader, len(q), len(q))):
+        if one is None:
+            continue
+        fits = isinstance(one, Tensor) and one.shape == (length,) and one.dtype == torch.long
+        fits = fits and one.device == q.device
+        if fits and not unreadable(one) and length:
+            fits = 0 <= int(one.min()) <= int(one.max()) < end
+        if not fits:
+            raise ValueError(
+                f"{name}: expected a LongTensor [{length}] on {q.device}, of numbers from 0 to"
+                f" {end - 1}, got {_said(one)}"
+            )
+
+
+def _said(value: Any) -> str:
+    """Say on one line what an argument is."""
+    if not isinstance(value, Tensor):
+        return f"{value!r}"
+    few = value.numel() <= 8 and value.dtype == torch.long and not unreadable(value)
+    numbers = f"{value.tolist()}, " if few else ""
+    return f"{numbers}{list(value.shape)} of {value.dtype} on {value.device}"
 
 
 def _checked(

@@ -21,8 +21,10 @@ SDPA = private("torch", "torch._C:_nn", "scaled_dot_product_attention")
 RIDGE = 0.1  # of the mean diagonal of A A^T
 SIZE_RIDGE = 1e-3  # of the mean square of the queries
 # How exact outputs of attention are known, relative to the values. Where queries look at the text
-# alone, what lacks on merged keys is below that, and must not be divided by their small weights.
-NOISE = {torch.float64: 1e-14, torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+# alone, what lacks on merged keys is below that, and must not be divided by their small weights:
+# in fp64 neither, where values would serve these queries and spoil the others.
+NOISE = {torch.float64: 3e-6, torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+ROOM = 0.25  # of the range of the values, by which fitted ones may leave it on either side
 HALF_MAX = 65504  # where fp16 ends
 
 
@@ -61,6 +63,21 @@ def fitted_values(
     if not alone:
         fitted = torch.cat([values[:, :first], fitted, values[:, last:]], 1)
     return fitted.view(shape)
+
+
+def within(fitted: Tensor, values: Tensor) -> Tensor:
+    """Return fitted values within the range of those they stand for, and a quarter of it beyond.
+
+    Attention gives means of values. A few queries may ask for far larger ones, which others, that
+    look at the merged keys more than they do, would be given too.
+
+    Args:
+        fitted: [.., K, D], in fp32 at least.
+        values: [.., N, D]; the range is that of each channel.
+    """
+    low, high = (t.to(fitted.dtype).unsqueeze(-2) for t in torch.aminmax(values, dim=-2))
+    room = ROOM * (high - low)
+    return torch.clamp(fitted, low - room, high + room)
 
 
 def sized_keys(
@@ -148,7 +165,7 @@ def fitted_to(
     logits = product(some, key.transpose(1, 2)).unflatten(0, kept[0].shape[:2])
     logits = scale * logits if bias is None else torch.add(bias, logits, alpha=scale)
     weights = torch.softmax(logits, -1).flatten(0, 1)
-    fitted = fitted_values(weights, value, exact, *merged)
+    fitted = within(fitted_values(weights, value, exact, *merged), full[1].flatten(0, 1))
     if dtype == torch.float16:
         fitted = fitted.clamp(-HALF_MAX, HALF_MAX)
     return fitted.view(kept[1].shape).to(dtype)

@@ -16,17 +16,26 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.fit import SDPA, fitted_to, sized_keys
-from mame_sd.core.merge import Groups, cells_of, group_tokens, no_autocast
+from mame_sd.core.merge import (
+    Cells,
+    Groups,
+    autocasts,
+    cells_of,
+    group_tokens,
+    no_autocast,
+    unreadable,
+)
 
 ALONE = 0.125  # of the kept keys, those that stay as they are: the farthest from all others
 Kernel = Callable[..., Tensor]
@@ -96,7 +105,8 @@ def merge_keys(
         q, k, v: as in `attention`.
         grids: the images that merge, in their order among the keys, the generated one first.
         how: the settings.
-        attn_mask: of the attention, boolean or added to the logits, broadcast to [B, H, Q, N].
+        attn_mask: of the attention, boolean or added to the logits, broadcast to [B, H, Q, N], one
+            of those that `unlike` doesn't refuse.
         scale: of the logits; None: 1 / sqrt(D).
         draw: LongTensor [1] below `merge.DRAWS`, which of the draws; None: the first.
         leader: LongTensor [B], the sample whose keys decide what merges (`merge.leaders`).
@@ -115,10 +125,14 @@ def merge_keys(
     if count is None:
         count = min(max(tokens // 32, 64), 256)
     parts: tuple[list[Tensor], list[Tensor]] = [], []  # of keys and of values [B, H, .., D]
-    logs, end = [], 0
+    by_key = None
+    if attn_mask is not None:
+        attn_mask, by_key = _of_keys(attn_mask, q, k.shape[2])
+    logs, columns, end = [], [], 0
     with no_autocast(q):
         for number, (start, size, keep) in enumerate(grids):
             cells = cells_of(size, (1 - ALONE) * keep, how.tile_size, how.seed, k.device)
+            cells = _like(cells, k)
             last = start + cells.tokens
             # Where the image comes first nothing is cut off: a CPU would copy it to read its slots.
             slots = [
@@ -128,7 +142,11 @@ def merge_keys(
             if number not in known:
                 stay = max(0, round(keep * cells.tokens) - cells.kept)
                 known[number] = group_tokens(slots[0].flatten(2), cells, draw, leader, stay)
-            means, counts = known[number].means(*slots, fitted=count > 0)
+            if by_key is None:
+                means, counts = known[number].means(*slots, fitted=count > 0)
+            else:
+                means, counts, own = _seen_means(known[number], slots, by_key[:, start:last])
+                columns += [by_key[:, end:start], own]
             for of, t, mean in zip(parts, (k, v), means, strict=True):
                 of += [t[:, :, end:start], *(part.transpose(1, 2) for part in mean)]
             rest = k.shape[2] - last if number == len(grids) - 1 else 0
@@ -145,7 +163,11 @@ def merge_keys(
         few = at[: max(1, count * k.shape[1] // q.shape[1])]
         if attn_mask is not None:
             zero = log_sizes.new_zeros(()) if bias is None else bias
-            own_bias = bias = masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2])
+            if by_key is not None:
+                masked = zero + torch.cat([*columns, by_key[:, end:]], 1)[:, None, None]
+            else:
+                masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2])
+            own_bias = bias = masked
             if attn_mask.dim() > 1 and attn_mask.shape[-2] > 1:
                 rows, own_bias = (
                     t[..., image, :].index_select(-2, few) for t in (attn_mask, masked)
@@ -163,11 +185,101 @@ def merge_keys(
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
 
 
+def _like(cells: Cells, t: Tensor) -> Cells:
+    """Return cells whose tables are without numbers where `t` is, as shape propagation has it."""
+    mode = None if torch.compiler.is_compiling() else maybe_get_fake_mode(t)
+    if mode is None:
+        return cells
+    tables: dict[str, Any] = {
+        name: mode.from_tensor(x) for name, x in vars(cells).items() if isinstance(x, Tensor)
+    }
+    return replace(cells, **tables)
+
+
+ROWS = "an attention mask with a row for each query"
+ROWS_HIDE = f"{ROWS}, in which the image's keys differ"
+ROWS_UNREAD = f"{ROWS}, whose numbers no compiled graph can read"
+
+
+def unlike(mask: Tensor, grids: Sequence[Grid]) -> str | None:
+    """Return why keys can't merge under a mask, or None if they can.
+
+    A group's key is seen or not seen as a whole. So each query has to see all keys of an image
+    alike, or all queries the same keys: by such a mask `merge_keys` weighs the keys.
+
+    Args:
+        mask: boolean or added to the logits, broadcast to [B, H, Q, N].
+        grids: the images among the keys.
+    """
+    if _same_for_all(mask) or mask.shape[-1] == 1:
+        return None
+    if unreadable(mask):
+        return ROWS_UNREAD
+    parts = (mask[..., g.start : g.start + torch.Size(g.size).numel()] for g in grids)
+    return None if all(constant_along(part, -1) for part in parts) else ROWS_HIDE
+
+
+def constant_along(t: Tensor, dim: int) -> bool:
+    """Return whether all entries along a dimension are equal; the device is waited for."""
+    return bool((t == t.narrow(dim, 0, 1)).all())
+
+
+def _same_for_all(mask: Tensor) -> bool:
+    """Return whether a mask is the same for all queries and heads by its shape or its strides."""
+    of_many = [dim for dim in (-2, -3) if mask.dim() >= -dim and mask.shape[dim] > 1]
+    return all(mask.stride(dim) == 0 for dim in of_many)
+
+
+def _of_keys(mask: Tensor, q: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
+    """Return a mask [.., 1, N] in place of one that repeats its rows, and its numbers [B, N] that
+    are added to the logits. Any other comes back as it is, with None.
+    """
+    if not _same_for_all(mask) or mask.shape[-1] == 1:
+        return mask, None
+    mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)[:, :1, :1]
+    columns = mask[:, 0, 0].expand(len(q), length)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if mask.dtype == torch.bool:
+        return mask, torch.zeros_like(columns, dtype=dtype).masked_fill(~columns, -torch.inf)
+    return mask, columns.to(dtype)
+
+
+def _seen_means(
+    groups: Groups, slots: Sequence[Tensor], columns: Tensor
+) -> tuple[list[list[Tensor]], Tensor, Tensor]:
+    """Average the tokens of each group, weighed by the exponential of a mask.
+
+    Args:
+        groups: what merges.
+        slots: keys and values [B, T * P, H, D], as `Groups.means` takes them.
+        columns: [B, n], what the mask adds to the logits of the n tokens.
+
+    Returns:
+        Means as `Groups.means` gives them; the sizes of groups [B, M], in which a token counts by
+        its weight relative to the largest, and 1 where none is seen; and the mask's columns [B, K]
+        of the kept keys, -inf where none of a group is seen.
+    """
+    top = columns.amax(1, keepdim=True)
+    top = top.where(top > -torch.inf, 0.0)
+    at_slot = columns.index_select(1, groups.cells.order)  # [B, T * P]
+    # The tokens that stay are given back as they are.
+    weight = (at_slot - top).exp().scatter(1, groups.stay, 1.0)
+    share, counts = groups.means(weight.unsqueeze(2))
+    seen = share[0][0].squeeze(2)  # [B, M]
+    none = seen == 0
+    by, used = weight.unflatten(1, (-1, 1, 1)), 1 / seen.masked_fill(none, 1.0)
+    means, _ = groups.means(*((t * by).to(t.dtype) for t in slots))
+    for mean, t in zip(means, slots, strict=True):
+        mean[0] = (mean[0] * used.unflatten(1, (-1, 1, 1))).to(t.dtype)
+    own = torch.cat([top.masked_fill(none, -torch.inf), at_slot.gather(1, groups.stay)], 1)
+    return means, (counts * seen).masked_fill(none, 1.0), own
+
+
 def _with_mask(
     bias: Tensor, mask: Tensor, grids: Sequence[Grid], groups: Sequence[Groups], length: int
 ) -> Tensor:
-    """The bias [B, .., K] of kept keys and the mask [.., N] of all `length` keys: of each kept one
-    the column at its own position.
+    """Return the bias [B, .., K] of kept keys and the mask [.., N] of all `length` keys: of each
+    kept one the column at its own position, which all of its group have (`unlike`).
     """
     if mask.shape[-1] > 1:
         mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
@@ -204,7 +316,7 @@ class OwnKernel(NamedTuple):
     ) -> Tensor:
         """Attention [B, H, Q, D'], by a call with the arguments that are needed.
 
-        Raises ValueError where the kernel lacks one, or gives another shape.
+        Raises ValueError where the kernel lacks one, or gives another shape or dtype.
         """
         usual = scale is None or math.isclose(scale, q.shape[-1] ** -0.5)
         needed = {
@@ -224,6 +336,8 @@ class OwnKernel(NamedTuple):
         if not isinstance(output, Tensor) or output.shape != wanted:
             got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
             raise ValueError(f"kernel: expected it to give a tensor {list(wanted)}, got {got}")
+        if output.dtype != q.dtype and not autocasts(q):
+            raise ValueError(f"kernel: expected it to give {q.dtype}, got {output.dtype}")
         return output
 
 
@@ -268,6 +382,7 @@ class MergeJob:
         rows: LongTensor [B, n], the positions among the image's tokens of the queries that are
             answered. The output is zero for all other queries of the image. If None, all are.
         note: for the report.
+        left: why the latest attention call over the grids was not merged; empty: it was.
         merged: of the latest attention call that merged; None: none did.
         calls: how many merged: attention may run sample by sample.
         inside: whether a merge runs, or a kernel of it.
@@ -287,6 +402,7 @@ class MergeJob:
     merges: bool = True
     rows: Tensor | None = None
     note: str = field(default="", init=False)
+    left: str = field(default="", init=False)
     merged: Merged | None = field(default=None, init=False)
     calls: int = field(default=0, init=False)
     inside: bool = field(default=False, init=False)
@@ -329,6 +445,9 @@ class MergeJob:
         grids, first = placed
         scale = self.scale if self.scale is not None else call.get("scale")
         given = call.get("attn_mask")
+        self.left = unlike(given, grids) or "" if isinstance(given, Tensor) else ""
+        if self.left:
+            return None
         known = None if self.known is None else self.known.setdefault(self.calls, {})
         self.calls += 1
         self.merged = merge_keys(

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.utils.rnn import pad_sequence
 
 from mame_sd.upstream import private
@@ -33,12 +34,25 @@ DRAWS = 64  # partitions that steps and layers choose from
 LARGEST_CELL = 16  # tokens a side
 
 
+def unreadable(t: Tensor) -> bool:
+    """Return whether the numbers of a tensor can't be read: in a graph that is being compiled or
+    captured, and of a tensor without any.
+    """
+    captured = t.is_cuda and torch.cuda.is_current_stream_capturing()
+    return torch.compiler.is_compiling() or captured or is_fake(t)
+
+
+def autocasts(t: Tensor) -> bool:
+    """Return whether autocast is on, on the device of `t`."""
+    kind = t.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
     """Autocast off on the device of `t`, where it is on."""
-    kind = t.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
-    return contextlib.nullcontext()
+    return (
+        torch.autocast(t.device.type, enabled=False) if autocasts(t) else contextlib.nullcontext()
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +283,7 @@ class Groups:
         cells, batch, own = self.cells, self.row.shape[0], slots[0].dtype
         least = torch.promote_types(own, torch.float32)
         rows, merged = self.row.view(batch * cells.tiles, cells.width), batch * cells.kept
-        added = self.row.device.type in ADDING and not torch.compiler.is_compiling()
+        added = self.row.device.type in ADDING and not unreadable(self.row)
         # Cards multiply 16 bits and sum in fp32, CPUs hardly do.
         halves = slots[0].is_cuda and own in (torch.float16, torch.bfloat16)
         used = own if halves else least
@@ -374,7 +388,7 @@ def group_tokens(
     dst, queries = drawn.tensor_split([cells.kept])
     batch, dtype = slots.shape[0], torch.promote_types(slots.dtype, torch.float32)
     place = leader if leader is not None and leader.shape[0] == batch > 1 else None
-    if place is not None and slots.device.type == "cpu" and not torch.compiler.is_compiling():
+    if place is not None and slots.device.type == "cpu" and not unreadable(place):
         # Nothing waits here, and samples with one leader are compared once.
         led, place = place.unique(return_inverse=True)
         slots = slots if len(led) == batch else slots.index_select(0, led)

@@ -36,6 +36,17 @@ MIN_TOKENS: dict[tuple[str, str], int] = {
     ("other", FUSED): 16384,
     ("other", UNFUSED): 4096,
 }
+# From how many operations (16 B L C^2: those of an MLP four times as wide as its C channels, over L
+# tokens of B samples) on an MLP or a block is restored by default. Restoring costs about 2 ms a
+# layer from Python on a card. On an H200 an MLP of 2.5e12 is 1.8 times as fast, one of .6e12 half
+# as fast (docs/gpu.md); for other devices the number is estimated, for CPUs measured.
+MIN_WORK: dict[str, float] = {
+    "cpu": 1e9,
+    "mps": 1e11,
+    "cuda": 5e11,
+    "cuda, capability 9 and above": 1.5e12,
+    "other": 5e11,
+}
 # Begins the reason of a layer that the default leaves unmerged.
 BY_DEFAULT = "not merged by default: "
 _MPS_WIDTHS = (64, 128)  # of heads, for which MPS has fused kernels from torch 2.13 on
@@ -174,6 +185,16 @@ def least_tokens(
         device, dtype, width: as `kernel_of` takes them.
     """
     return kernel_of(device, dtype, width).least if given is None else given
+
+
+def too_little_work(x: Tensor) -> str:
+    """Return why a layer with the tokens x [B, L, C] is not restored by default; empty if it is."""
+    device = kernel_of(x.device, x.dtype).device
+    batch, tokens, channels = x.shape
+    if 16 * batch * tokens * channels**2 >= MIN_WORK[device]:
+        return ""
+    where = {"cpu": "CPU", "mps": "Mac"}.get(device, "card")
+    return f"{BY_DEFAULT}{tokens:,} tokens of {channels:,} channels gain nothing on this {where}"
 
 
 def head_width(attention: nn.Module) -> int:

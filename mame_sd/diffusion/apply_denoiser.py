@@ -22,7 +22,7 @@ from torch import nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.keys import Kernel, own_kernel
 from mame_sd.diffusion.context import ResolvedConfig, Shared
-from mame_sd.diffusion.denoisers import denoiser_of
+from mame_sd.diffusion.denoisers import denoiser_of, has_denoiser_names
 from mame_sd.diffusion.families.attention import PlainAttention, SequenceAttention, fixed_reason
 from mame_sd.diffusion.families.family import Family, is_one_of
 from mame_sd.diffusion.families.processors import PLAIN_PROCESSORS, default_processor
@@ -169,7 +169,14 @@ def remove_mame(target: Any, processors: bool = True) -> None:
     """See `mame_sd.remove_mame`; raises RuntimeError where another thread makes an image with the
     model.
     """
-    root = denoiser_of(target)
+    try:
+        root = denoiser_of(target)
+    except TypeError:
+        check = check_of(target)
+        if check is None and not has_denoiser_names(target):
+            raise
+        # The denoiser was taken out of the pipeline, perhaps with merging on it.
+        root = nn.ModuleDict() if check is None else check.handle.root
     with CHANGES:
         check_idle(root, "remove_mame")
         forget_pipeline(target)

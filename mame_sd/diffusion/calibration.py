@@ -127,10 +127,15 @@ class Calibration:
         """
         check_speed(speed)
         chosen = choose(self.options, self.forward * (1 - 1 / speed))
+        if chosen is None and self.fastest < 1.005:
+            raise ValueError(
+                "speed: merging is reckoned to make this model no faster here; leave it unmerged,"
+                " or give larger images"
+            )
         if chosen is None:
             raise ValueError(
                 f"speed: expected at most {self.fastest:.2f}, which merging is reckoned to give"
-                f" this model here, got {speed:g}"
+                f" this model here, got {speed:g}; ask for less"
             )
         return chosen
 
@@ -286,7 +291,8 @@ def measure_images(
         on_image: told (images done, images).
 
     Raises:
-        ValueError: several denoisers, settings with tau, or no layer could merge.
+        ValueError: several denoisers, settings with tau, a file `kept_in` that is none of ours, or
+            no layer could merge.
     """
     if isinstance(handle.root, nn.ModuleDict):
         raise ValueError(
@@ -311,7 +317,9 @@ def measure_images(
         measure(handle, run, found, len(runs))
         if kept_in is not None:
             part = Path(f"{os.fspath(kept_in)}.part")
-            part.write_text(json.dumps({"about": mark, **asdict(found)}), encoding="utf-8")
+            part.unlink(missing_ok=True)  # a link is not followed
+            with part.open("x", encoding="utf-8") as file:
+                json.dump({"about": mark, **asdict(found)}, file)
             part.replace(kept_in)
     on_image(len(runs), len(runs))
     base = handle.config.replace(layers=None, made_for=None)
@@ -320,13 +328,31 @@ def measure_images(
     return Calibration(base, handle.described, forward, options(found), said)
 
 
-def _kept(file: str | PathLike[str] | None, mark: Any) -> Measurement:
-    """What an earlier call with the same mark measured."""
+def read_measurement(file: str | PathLike[str]) -> tuple[Any, Measurement] | None:
+    """Return what an earlier call measured, and its mark; None where there is no file.
+
+    Raises ValueError for a file of another kind.
+    """
+    path = Path(file)
+    if not os.path.lexists(path):
+        return None
     try:
-        kept = json.loads(Path(file).read_bytes()) if file is not None else {}
-        return Measurement(**kept) if kept.pop("about") == mark else Measurement()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return Measurement()
+        if not path.is_file():  # a pipe might never end
+            raise ValueError("no file")
+        values = json.loads(path.read_bytes())
+        mark = values.pop("about")
+        return mark, Measurement(**values)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected none, or what an earlier calibration measured, got another file"
+            f" ({type(error).__name__}: {str(error)[:60]}); choose another, or take it away"
+        ) from None
+
+
+def _kept(file: str | PathLike[str] | None, mark: Any) -> Measurement:
+    """Return what an earlier call with the same mark measured."""
+    there = None if file is None else read_measurement(file)
+    return there[1] if there is not None and there[0] == mark else Measurement()
 
 
 def clock_of(device: torch.device) -> Clock:

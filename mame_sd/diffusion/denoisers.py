@@ -36,6 +36,11 @@ def denoisers_of(pipe: Any) -> dict[str, nn.Module]:
     return {}
 
 
+def has_denoiser_names(target: Any) -> bool:
+    """Return whether a pipeline has a place for a denoiser, filled or not."""
+    return any(hasattr(target, name) for name in (*DENOISERS, *OTHER_NAMES))
+
+
 def denoiser_of(target: Any) -> nn.Module:
     """The module that merging goes on: `target` itself, or a pipeline's UNet or transformer.
 

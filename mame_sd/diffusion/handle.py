@@ -70,6 +70,12 @@ class MaMeHandle:
         """Leave the pipeline out: a copy goes with a copied pipeline, which it does not know."""
         return {**vars(self), "_pipe": None}
 
+    def __repr__(self) -> str:
+        where = "" if self.installed else ", removed or replaced"
+        active = "" if self.active else ", not active"
+        given = ", ".join(f"{name}={value!r}" for name, value in self.config.given.items())
+        return f"MaMeHandle({given or 'defaults'}: {self.described}{active}{where})"
+
     @property
     def pipe(self) -> Any:
         """The pipeline that merging was applied to; None: a model by itself, or it is gone."""

@@ -327,7 +327,7 @@ def merged_call(
     with SDPAInterceptor(job):
         output = call.run() if route.run is None else route.run()
     if job.merged is None:
-        stats.skipped(UNSEEN.format(call.kind), route.tokens.count)
+        stats.skipped(job.left or UNSEEN.format(call.kind), route.tokens.count)
     else:
         note = "; ".join(filter(None, (route.note, job.note)))
         stats.merged(job.merged.groups, size, note)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.min_tokens import BY_DEFAULT, least_tokens
+from mame_sd.core.min_tokens import too_little_work
 from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
 from mame_sd.diffusion.context import Shared, Tokens
 from mame_sd.diffusion.families.family import Family
@@ -75,34 +75,30 @@ class RestoreHook(LayerHook):
         """Return the output of the module for these arguments."""
         raise NotImplementedError
 
-    def share(self) -> float:
-        """Return the share of the tokens to compute in this call; 1 if nothing is restored."""
+    @property
+    def config(self) -> MaMeConfig | None:
+        """The settings of this layer in this call; None if nothing is restored."""
         setting = self.setting
         if not setting.active or "keys" not in setting.methods:
-            return 1.0
-        config: MaMeConfig | None = setting.config
-        if setting.of_layer:
-            config = setting.of_layer.get(self.stats.name, config)
-        return 1.0 if config is None else getattr(config, self.keep_of)
+            return None
+        return setting.of_layer.get(self.stats.name, setting.config)
 
-    def choose(self, x: Tensor, keep: float, tokens: Tokens) -> ChosenTokens:
+    def choose(self, x: Tensor, config: MaMeConfig, tokens: Tokens) -> ChosenTokens:
         """Choose among the image's tokens x [B, L, C]."""
-        setting = self.setting.config
-        cells, count = cells_and_count(tokens.size, keep, setting.seed, x.device)
+        keep: float = getattr(config, self.keep_of)
+        cells, count = cells_and_count(tokens.size, keep, config.seed, x.device)
         step = self.step()
-        leader = step.leader if setting.share_guidance_plan else None
-        return choose_tokens(x, cells, count, step.draw if setting.redraw else None, leader)
+        leader = step.leader if config.share_guidance_plan else None
+        return choose_tokens(x, cells, count, step.draw if config.redraw else None, leader)
 
-    def too_few(self, tokens: Tokens, x: Tensor) -> str:
+    def too_few(self, tokens: Tokens, x: Tensor, config: MaMeConfig) -> str:
         """Return why a call with so few tokens is left alone; empty if it is not."""
-        given = self.setting.config.min_tokens
-        least = least_tokens(given, x.device, x.dtype)
-        if tokens.count >= least:
-            return ""
-        by_default = f"{BY_DEFAULT}fewer than {least:,} tokens"
-        return by_default if given is None else f"fewer than min_tokens={given}"
+        if config.min_tokens is None:
+            return too_little_work(x)
+        few = tokens.count < config.min_tokens
+        return f"fewer than min_tokens={config.min_tokens}" if few else ""
 
-    def reason(self, x: Any, keep: float) -> str | Tokens:
+    def reason(self, x: Any) -> str | Tokens:
         """Return how the tokens of an input x lie, or why nothing is restored of it."""
         known = self.layout()
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
@@ -143,9 +139,8 @@ class MLPHook(RestoreHook):
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
-        rows = running_rows()
-        keep = 1.0 if rows is not None else self.share()
-        if rows is None and keep == 1:
+        rows, config = running_rows(), self.config
+        if rows is None and (config is None or config.mlp_share == 1):
             return entry.inner(*args, **kwargs)
         name, x = _first(args, kwargs)
         turned = self.family.sequence_first and isinstance(x, Tensor) and x.dim() == 3
@@ -161,10 +156,10 @@ class MLPHook(RestoreHook):
         if rows is not None:
             part = rows.take(x) if isinstance(x, Tensor) and x.dim() == 3 else None
             return fn(x) if part is None else rows.put(of_tokens(part), x)
-        tokens = self.reason(x, keep)
+        assert config is not None
+        tokens = self.reason(x)
         if isinstance(tokens, Tokens):
-            too_few = self.too_few(tokens, x)
-            tokens = too_few or tokens
+            tokens = self.family.mlps or self.too_few(tokens, x, config) or tokens
         if isinstance(tokens, str):
             # The same MLP may take the text in another call, which is no reason of the image's.
             if tokens != self.OTHER or not self.stats.calls:
@@ -172,7 +167,7 @@ class MLPHook(RestoreHook):
                 self.stats.skipped(tokens, count)
             return entry.inner(*args, **kwargs)
         start = self.start(tokens, x) or 0
-        chosen = self.choose(x[:, start : start + tokens.count], keep, tokens)
+        chosen = self.choose(x[:, start : start + tokens.count], config, tokens)
         y = restored_by(chosen, of_tokens, x, start)
         self.stats.merged((chosen,), tokens.size)
         return y.transpose(0, 1) if turned else y
@@ -203,16 +198,16 @@ class BlockHook(RestoreHook):
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
-        keep = self.share()
-        if keep == 1 or running_rows() is not None:
+        config = self.config
+        if config is None or config.block_share == 1 or running_rows() is not None:
             return entry.inner(*args, **kwargs)
         _, x = _first(args, kwargs)
-        tokens = self.reason(x, keep)
+        tokens = self.reason(x)
         if isinstance(tokens, Tokens):
             tokens = (
                 self.family.blocks
                 or ("one self-attention follows another" if self.several else "")
-                or self.too_few(tokens, x)
+                or self.too_few(tokens, x, config)
                 or (CACHED if self._is_cached(entry.module) else "")
                 or ("a skip connection" if kwargs.get("skip") is not None else "")
                 or tokens
@@ -226,7 +221,7 @@ class BlockHook(RestoreHook):
         start = self.start(tokens, x) or 0
         end = start + tokens.count
         image = x[:, start:end]
-        chosen = self.choose(F.layer_norm(image, image.shape[-1:]), keep, tokens)
+        chosen = self.choose(F.layer_norm(image, image.shape[-1:]), config, tokens)
         with RowsMode(Rows(chosen, tokens)):
             output = entry.inner(*args, **kwargs)
         alone = isinstance(output, Tensor)

@@ -33,7 +33,6 @@ class EncoderHandle:
     Attributes:
         root: what merging was applied to.
         encoder: the vision transformer in it.
-        configs: the settings now in force, by number of block.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class EncoderHandle:
         self._blocks = modules
         self._paper = is_paper(config, fields)
         chosen = chosen_blocks(blocks, len(modules), 1 if self._paper else EVERY)
-        self.configs = configs_of(config, fields, chosen)
+        self._configs = configs_of(config, fields, chosen)
         if restore is False and known.dense:
             raise ValueError(
                 f"restore: expected True for {type(self.encoder).__name__}, whose heads read every"
@@ -105,6 +104,11 @@ class EncoderHandle:
     def _costs(self) -> list[BlockCost]:
         """Of the blocks as they are: tools may have put other layers in them."""
         return [BlockCost(block, self._shared.known) for block in self._blocks]
+
+    @property
+    def configs(self) -> dict[int, MaMeConfig]:
+        """The settings now in force, by number of block; `set` changes them."""
+        return dict(self._configs)
 
     @property
     def config(self) -> MaMeConfig:
@@ -159,7 +163,7 @@ class EncoderHandle:
         else:
             new = configs_of(config, fields, self.configs)
         _check_parts(new, self._shared.prop_attn, self._shared.known, self._blocks[0])
-        self.configs = new
+        self._configs = new
         for number, config in self.configs.items():
             self._merged[number].config = config
 

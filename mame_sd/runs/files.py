@@ -7,6 +7,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +20,40 @@ _MACHINE_ERRNOS = {
     getattr(errno, f"E{name}", None)
     for name in ("NOSPC", "DQUOT", "FBIG", "IO", "NOMEM", "MFILE", "NFILE", "STALE", "BUSY")
 }
+
+
+# A link is not followed, and a pipe not waited for, where a system knows these (Windows doesn't).
+_OWN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def open_own(path: Path, flags: int) -> BinaryIO:
+    """Open a file of our own to write to, by flags of `os.open`; it is created where it is missing.
+
+    Raises OSError for a link, a pipe, a device or a folder in its place.
+    """
+    file = os.fdopen(os.open(path, flags | os.O_CREAT | _OWN, 0o666), "wb")
+    try:
+        _check_regular(file, path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the bytes of a file.
+
+    Raises OSError for what can't be read, and for a pipe or a device, which might never end.
+    """
+    flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    with os.fdopen(os.open(path, os.O_RDONLY | flags), "rb") as file:
+        _check_regular(file, path)
+        return file.read()
+
+
+def _check_regular(file: BinaryIO, path: Path) -> None:
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        raise OSError(errno.EINVAL, "expected a file, got a pipe or a device", str(path))
 
 
 @contextlib.contextmanager
@@ -85,11 +121,15 @@ def written_whole(path: Path, temporary: Path | None = None) -> Iterator[BinaryI
 
     Raises UserError or MachineError as `writing` does.
     """
-    temporary = temporary or path.with_name(f".mame-sd.{os.getpid()}.tmp")
+    own = f".mame-sd.{os.getpid()}.{threading.get_ident()}.tmp"
+    temporary = temporary or path.with_name(own)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(
+            missing_ok=True
+        )  # of a run that was killed, or a link that others put there
         try:
-            with open(temporary, "wb") as file:
+            with open_own(temporary, os.O_WRONLY | os.O_EXCL) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

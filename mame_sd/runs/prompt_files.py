@@ -21,6 +21,8 @@ from mame_sd.runs.files import shown
 from mame_sd.runs.prompt_formats import KNOWN_COLUMNS, READERS, read_text
 
 MAX_ID_BYTES = 200  # file systems take 255 bytes; "_<repeat>.png" follows
+# Windows keeps these for devices, whatever follows after a dot.
+_DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{d}{n}" for d in ("COM", "LPT") for n in range(10))}
 _FORBIDDEN_IN_ID = set('/\\:*?"<>|')
 
 
@@ -168,6 +170,12 @@ def _check_id(place: str, identity: str) -> str:
         raise UserError(
             f'{place}id: expected a plain file name (no slash, colon, * ? " < > | or leading dot),'
             f" got {identity!r}; rename it"
+        )
+    first, dot, _ = identity.partition(".")
+    if dot and first.rstrip().upper() in _DEVICES:
+        raise UserError(
+            f"{place}id: expected a file name of any system, got {identity!r}, which Windows keeps"
+            " for a device; rename it"
         )
     if len(identity.encode()) > MAX_ID_BYTES:
         raise UserError(

@@ -44,6 +44,11 @@ def read_text(path: Path) -> str:
 
 
 def _text_records(path: Path, text: str) -> Iterator[Record]:
+    if "\r" in text.strip("\r") and "\n" not in text:
+        raise UserError(
+            f"{path}: expected lines that end in \\n or \\r\\n, got \\r alone; save the file with"
+            " the line ends of today"
+        )
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip(" \t\r")
         if line and not line.startswith("#"):
@@ -76,9 +81,12 @@ def _table_records(delimiter: str, path: Path, text: str) -> Iterator[Record]:
                 yield line, {n: cell for n, cell in cells if cell or n not in KNOWN_COLUMNS}
             line = rows.line_num + 1
     except csv.Error as error:
+        advice = "write a quote inside a cell twice"
+        if "field limit" in str(error):
+            advice = "end its quotes, or shorten it"
+            error = csv.Error(f"a cell has more than {csv.field_size_limit():,} characters")
         raise UserError(
-            f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; write a quote"
-            " inside a cell twice"
+            f"{path}:{max(rows.line_num, 1)}: expected a table, but {error}; {advice}"
         ) from None
 
 

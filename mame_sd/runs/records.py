@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 from mame_sd.errors import UserError
+from mame_sd.runs.files import read_regular
 
 FORMAT = "mame-sd run 1"
 # What reading a line that is no record raises.
@@ -35,7 +37,7 @@ class Sample:
 def read_manifest(path: Path, advice: str) -> dict[str, Any]:
     """The manifest of a run. Raises UserError, which ends in `advice`, for any other file."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_regular(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: expected the manifest of a run, got: {error}; {advice}") from None
     known = isinstance(values, dict) and values.get("format") == FORMAT
@@ -74,15 +76,15 @@ def sample_of(folder: Path, line: str | bytes) -> Sample:
 
 
 def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
-    """What samples.jsonl of the run in `folder` says of its images, by key, in its order; the
-    images are not looked at.
+    """What samples.jsonl of the run in `folder` says of its images, by key (in Unicode's form NFC,
+    so that files of other systems pair), in its order; the images are not looked at.
 
     Raises UserError, which ends in `advice`, for a file that is missing, broken, or names an image
     twice.
     """
     path = folder / "samples.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_regular(path).decode().split("\n")
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(
             f"{folder}: expected samples.jsonl of a run, found none; {advice}"
@@ -100,10 +102,11 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
                 f"{path}:{number}: expected the record of an image, got {type(error).__name__}:"
                 f" {error}; {advice}"
             ) from None
-        if sample.key in found:
+        key = normalize("NFC", sample.key)
+        if key in found:
             raise UserError(
                 f"{path}:{number}: expected one record an image, got another one of"
                 f" {sample.key}; {advice}"
             )
-        found[sample.key] = sample
+        found[key] = sample
     return found

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mame_sd.errors import UserError
-from mame_sd.runs.files import check_place, write_atomically, writing
+from mame_sd.runs.files import check_place, open_own, read_regular, write_atomically, writing
 from mame_sd.runs.records import FORMAT, STRANGE, read_manifest, sample_of
 
 _PNG_END = b"IEND\xaeB`\x82"
@@ -63,6 +63,12 @@ class RunFolder:
                     f"--out {self.path}: expected {own.name} to be a folder of its own, got a link"
                     f" to {os.readlink(own)!r}; put the folder itself there, or make --out a link"
                 )
+        strange = next((one for one in self.images.glob("*.png") if one.is_dir()), None)
+        if strange is not None:
+            raise UserError(
+                f"--out {self.path}: expected images, got the folder {strange.name!r} among them;"
+                " take it away, or choose another"
+            )
         with writing(self.path):
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
         if foreign and self.manifest.name not in foreign:
@@ -107,7 +113,7 @@ class RunFolder:
     def write_image(self, name: str, png: bytes, record: Mapping[str, Any]) -> None:
         """Add a finished image: its record first, then the file, in one step."""
         part = self.work / f"samples-{self._rank}.jsonl"
-        with writing(part), open(part, "ab") as file:
+        with writing(part), open_own(part, os.O_WRONLY | os.O_APPEND) as file:
             row = {"name": name, **record, "sha256": hashlib.sha256(png).hexdigest()}
             file.write(json.dumps(row, sort_keys=True).encode() + b"\n")
             file.flush()
@@ -156,7 +162,7 @@ class RunFolder:
         parts = self.samples, *sorted(self.work.glob("samples-*.jsonl"))
         for source in filter(os.path.exists, parts):
             try:
-                lines = source.read_bytes().split(b"\n")
+                lines = read_regular(source).split(b"\n")
             except OSError as error:
                 raise UserError(
                     f"{source}: can't be read ({error.strerror}); take it away and run the same"
@@ -174,7 +180,7 @@ class RunFolder:
         An image that other hands cut short or put in its place is made again.
         """
         try:
-            data = (self.images / f"{name}.png").read_bytes()
+            data = read_regular(self.images / f"{name}.png")
         except OSError:
             return False
         digest = hashlib.sha256(data).hexdigest()
@@ -189,8 +195,7 @@ class RunFolder:
             import fcntl
         except ImportError:
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-        self._lock = os.fdopen(os.open(self.work / "lock", flags, 0o666), "wb")
+        self._lock = open_own(self.work / "lock", os.O_WRONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -324,6 +324,16 @@ def test_what_cannot_be_compressed_is_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+def test_a_layer_that_caches_more_than_keys_is_refused_on_entry() -> None:
+    sizes = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    model = _other("FalconH1ForCausalLM", **SHAPE, **sizes)
+    with (
+        pytest.raises(ValueError, match="keys and values alone, got FalconH1ForCausalLM with a Li"),
+        compress_cache(model, 0.5),
+    ):
+        pass
+
+
 def test_gates_behind_queries_are_left_out_and_queries_of_another_kind_are_refused() -> None:
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
     kind = {
@@ -416,3 +426,31 @@ def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> Non
         exec(compile(code, "kv-cache.md", "exec"), scope)
         assert scope["answer"].shape == (1, 128)
     assert "2 layers: 14 of 64 keys stay" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("keep", [-5, 0, float("nan"), 2, True, "x", None])
+def test_a_share_is_checked_when_it_is_set(keep: Any) -> None:
+    model, ids = tiny("llama"), prompt()
+    with compress_cache(model, 0.5) as handle:
+        with pytest.raises(ValueError, match="keep: expected a share above 0 and at most 1, got"):
+            handle.keep = keep
+        with pytest.raises(TypeError, match="compressing: expected True or False, got 'no'"):
+            handle.compressing = "no"  # type: ignore[assignment]
+        assert (handle.keep, handle.compressing) == (0.5, True)
+        generated(model, ids)
+        half = handle.tokens[0][1]
+        handle.keep = 0.25
+        generated(model, ids)
+        assert handle.tokens[0][1] < half
+        handle.keep, handle.tokens = 1, {}
+        generated(model, ids)
+        assert not handle.tokens
+        handle.keep = 0.25
+        generated(model, ids)
+    with (
+        compress_cache(model, 1) as handle,
+        pytest.raises(
+            ValueError, match=r"keep: expected 1 in a block that was entered with it, got"
+        ),
+    ):
+        handle.keep = 0.5

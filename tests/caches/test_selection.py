@@ -150,6 +150,16 @@ def test_fit_of_all_keys_is_the_cache_itself() -> None:
     assert fit.bias.abs().max() < 1e-4
 
 
+def test_fitted_values_stay_near_the_range_of_what_was_seen() -> None:
+    """Keys that queries hardly look at are not given values that serve these queries alone."""
+    view = view_of(seed=3)
+    view = replace(view, keys=15 * view.keys)
+    _, fit, _ = fitted(view, 16)
+    low, high = torch.aminmax(view.values, dim=2, keepdim=True)
+    room = 0.25001 * (high - low)
+    assert ((fit.values >= low - room) & (fit.values <= high + room)).all()
+
+
 def test_half_precision_comes_near() -> None:
     dtype = torch.bfloat16
     names = ("keys", "values", "hidden_states")

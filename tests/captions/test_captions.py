@@ -249,11 +249,13 @@ def test_merging_is_taken_off_under_a_tool_that_wrapped_forward_later() -> None:
 
 def test_settings_change_and_are_reported() -> None:
     model, call = tiny.llava(), inputs()
-    handle = apply_mame(model, MaMeConfig(keep=0.5))
+    handle: Any = apply_mame(model, MaMeConfig(keep=0.5))
     half = model(**call).logits
     assert "18.0 visual tokens" in str(handle.report())
     assert handle.report().to_dict()["visual_before"] == PATCHES
     handle.set(keep=0.25)
+    with pytest.raises(AttributeError):
+        handle.config = MaMeConfig(keep=0.5)
     assert model(**call).logits.shape[1] < half.shape[1]
     handle.remove()
     assert not handle.installed

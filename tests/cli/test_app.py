@@ -282,6 +282,14 @@ def test_options_override_the_config_file(run_cli: Any, tmp_path: Path) -> None:
     assert (b["keep"], b["tau"], b["fit_queries"], b["seed"]) == (None, 0.5, None, 3)
 
 
+def test_help_is_there_on_a_terminal_of_no_width(
+    run_cli: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert cli.run(["generate", "--help"]) == 0
+    assert "--images-per-prompt" in capsys.readouterr().out
+
+
 def test_version_and_help(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_cli("--version") == 0
     assert capsys.readouterr().out == f"mame-sd {version('mame-sd')}\n"

@@ -93,6 +93,21 @@ def test_bad_input_is_refused_before_anything_is_loaded(
     assert "got one with another config.json" in error_of(capsys)
 
 
+@pytest.mark.parametrize(
+    "content", ['{"my lab results": 1}', '{"about": 1, "images": 2, "x": 3}', "["]
+)
+def test_a_measured_json_of_others_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    file = tmp_path / command.MEASURED
+    file.write_text(content)
+    assert cli.run(["calibrate", "--model", str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
+    assert "measured.json: expected none, or what an earlier calibration measured" in error_of(
+        capsys
+    )
+    assert file.read_text() == content
+
+
 def test_a_model_in_which_nothing_can_merge_is_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -153,11 +153,15 @@ def test_other_attention_is_left_alone(node: Any, call: Recorded) -> None:
 )
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32], ids=str)
 def test_any_mask_follows_the_keys(node: Any, shape: tuple[int, ...], kind: torch.dtype) -> None:
-    """A merged key is masked as the token is that it formed around."""
+    """A mask for all queries weighs the image's keys; one for each query sees them all alike."""
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     mask = mask > -1 if kind == torch.bool else mask
     call = replace(CALLS["Flux, a mask"], kwargs={"skip_reshape": True, "mask": mask})
-    qkv = tensors(call)
+    qkv, start = tensors(call), call.start
+    if shape[-2] > 1:
+        merged = run(node, call, *qkv)
+        assert torch.equal(merged, run(None, call, *qkv)), "each query sees keys of its own"
+        mask[..., start:] = mask[..., start, None]
     torch.testing.assert_close(
         run(node, call, *qkv), loops(call, *qkv, mask=mask), rtol=1e-4, atol=1e-4
     )

@@ -19,6 +19,7 @@ from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.diffusion.context import ResolvedConfig, Shared
 from mame_sd.diffusion.hooks import StepHook
 from tests.builders.layers import CONFIGS
+from tests.builders.pipelines import sd
 from tests.builders.tiny import run_unet, tiny_sdxl_unet, tiny_unet, unet_inputs
 from tests.builders.transformers import normal, run
 from tests.matrix.models.registry import MODELS
@@ -290,6 +291,21 @@ def test_a_denoiser_that_was_replaced_or_came_later_is_told(name: str) -> None:
     remove_mame(handle.root)
     setattr(pipe, name, tiny_unet())
     assert handle.report()  # of the time before
+
+
+def test_merging_is_taken_off_a_denoiser_that_left_its_pipeline() -> None:
+    pipe: Any = sd("StableDiffusionPipeline", unet=tiny_unet())
+    unet, handle = pipe.unet, apply_mame(pipe, **MERGING)
+    assert repr(handle) == (
+        "MaMeHandle(tau=0.2, min_tokens=40: UNet2DConditionModel with 7 self-attentions)"
+    )
+    pipe.unet = None
+    remove_mame(pipe)
+    assert not has_hooks(unet)
+    remove_mame(pipe)  # nothing is there any more
+    assert repr(handle).endswith("self-attentions, removed or replaced)")
+    with pytest.raises(TypeError, match="expected a torch module or a diffusers pipeline"):
+        remove_mame(Pipe())
 
 
 def test_a_wrapper_around_a_denoiser_does_not_replace_it() -> None:

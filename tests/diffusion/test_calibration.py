@@ -111,6 +111,12 @@ def test_all_that_merging_can_save_can_be_asked_for(layers: int) -> None:
     found = Calibration(MaMeConfig(**SMALL), "a model", 2.0, named)
     for speed in (found.fastest, found.fastest * 0.999):
         assert found.config(speed).made_for == "a model"
+    with pytest.raises(ValueError, match=r"speed: expected at most .*, got 99; ask for less"):
+        found.config(99)
+    slower = {"layer": [Option(False, 0.0, 1.0), Option({"keep": 0.5, "fit_queries": 0}, 0.1, 1.1)]}
+    found = Calibration(MaMeConfig(**SMALL), "a model", 2.0, slower)
+    with pytest.raises(ValueError, match="speed: merging is reckoned to make this model no faster"):
+        found.config(1.01)
 
 
 def test_errors_are_those_of_the_layers_own_merged_outputs(

@@ -372,6 +372,18 @@ def test_a_kernel_that_takes_no_numbers_is_given_a_boolean_mask() -> None:
     assert torch.equal(changed["attn_mask"], seen[..., : 3 + 12])
 
 
+def test_a_mask_that_differs_among_queries_within_the_image_merges_nothing() -> None:
+    job, (q, k, v), _ = masked_call()
+    apart = (torch.arange(27)[:, None] - torch.arange(27)).abs() < 9
+    with SDPAInterceptor(job):
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=apart)
+    assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, attn_mask=apart))
+    assert job.merged is None
+    assert (
+        job.left == "an attention mask with a row for each query, in which the image's keys differ"
+    )
+
+
 def test_one_head_without_a_dimension_of_its_own_keeps_the_masks_of_its_samples() -> None:
     job, qkv, seen = masked_call()
     q, k, v = (t[:, 0] for t in qkv)

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageCms
 
 from mame_sd.errors import UserError
+from mame_sd.eval.frames import frames_in
 from mame_sd.eval.images import (
     check_images,
     image_files,
@@ -72,6 +73,16 @@ def saved(image: Image.Image, **options: object) -> Callable[[Path], object]:
     return lambda path: image.save(path, **options)
 
 
+def profile(*, swapped: bool) -> bytes:
+    """The profile of sRGB, or one whose red is green."""
+    data = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    tags = {b"rXYZ": b"gXYZ", b"gXYZ": b"rXYZ"} if swapped else {}
+    end = 132 + 12 * int.from_bytes(data[128:132])
+    table = [data[at : at + 12] for at in range(132, end, 12)]
+    entries = [tags.get(entry[:4], entry[:4]) + entry[4:] for entry in table]
+    return data[:132] + b"".join(entries) + data[end:]
+
+
 GREY = Image.fromarray(pixels(channels=1)[..., 0].astype(np.uint16))
 TWICE: dict[str, object] = {"save_all": True, "append_images": [Image.fromarray(255 - pixels())]}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -81,6 +92,16 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "16.png": (png, "has 16 bits"),
     "animated.png": (saved(PICTURE, **TWICE), "has 2 frames"),
     "cmyk.jpg": (saved(PICTURE.convert("CMYK")), "has mode CMYK"),
+    "p3.png": (
+        saved(PICTURE, icc_profile=profile(swapped=True)),
+        "has a colour profile that changes",
+    ),
+    "p3.jpg": (
+        saved(PICTURE, icc_profile=profile(swapped=True)),
+        "has a colour profile that changes",
+    ),
+    "bad.png": (saved(PICTURE, icc_profile=b"none"), "has a colour profile that can't be read"),
+    "two.gif": (saved(PICTURE, **TWICE), "has 2 frames"),
     "cut.png": (truncated, "but"),
     "bomb.png": (lambda path: png(path, side=9500, depth=8), "decompression bomb"),
     "text.png": (lambda path: path.write_text("not a picture"), "it is not an image"),
@@ -95,6 +116,43 @@ def test_what_rgb_would_change_and_what_is_no_image_is_refused(tmp_path: Path, n
     make(tmp_path / name)
     with pytest.raises(UserError, match=f"expected .*{name}.*{why}"):
         load_image(tmp_path / name)
+
+
+def test_colours_are_those_that_viewers_show(tmp_path: Path) -> None:
+    """A profile of sRGB changes nothing; where pictures are shown, another one is converted."""
+    PICTURE.save(tmp_path / "a.png", icc_profile=profile(swapped=False))
+    assert np.array_equal(load_image(tmp_path / "a.png"), pixels())
+    red = Image.new("RGB", (4, 4), (255, 0, 0))
+    see_through = red.copy()
+    see_through.putalpha(0)
+    for name, image in (("b.png", red), ("c.tif", red), ("d.png", see_through)):
+        image.save(tmp_path / name, icc_profile=profile(swapped=True))
+    shown = [
+        load_image(tmp_path / name, convert=True)[0, 0] for name in ("b.png", "c.tif", "d.png")
+    ]
+    assert shown[0].tolist() == shown[1].tolist() == [0, 255, 0]
+    assert shown[2].tolist() == [255, 255, 255]
+    red.save(tmp_path / "e.png", icc_profile=b"none")
+    assert load_image(tmp_path / "e.png", convert=True)[0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize("ending", ["gif", "tif", "tiff", "jfif", "avif"])
+def test_every_kind_that_is_read_is_found(tmp_path: Path, ending: str) -> None:
+    Image.new("RGB", (8, 8), (10, 20, 30)).save(
+        tmp_path / f"a.{ending.upper()}", {"jfif": "JPEG", "tif": "TIFF"}.get(ending)
+    )
+    (path,) = image_files(tmp_path)
+    assert np.abs(load_image(path).astype(int) - [10, 20, 30]).max() <= 2
+
+
+@pytest.mark.parametrize("name", ["b.heic", "b.JXL"])
+def test_a_kind_that_is_not_read_is_not_left_out(tmp_path: Path, name: str) -> None:
+    PICTURE.save(tmp_path / "a.png")
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UserError, match=f"got '{name}' .1 of a kind that is not read.; convert"):
+        image_files(tmp_path)
+    with pytest.raises(UserError, match=name):
+        frames_in(tmp_path)
 
 
 def test_classifying_takes_cmyk_and_see_through_pictures(tmp_path: Path) -> None:

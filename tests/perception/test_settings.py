@@ -60,6 +60,9 @@ def test_the_paper_s_method_is_by_tau_and_counts_no_sizes() -> None:
     assert apply_encoder(VIT.build(), **given, prop_attn=True).prop_attn
     handle = apply_encoder(VIT.build())
     before = handle.configs
+    with pytest.raises(AttributeError):
+        handle.configs = {}  # type: ignore[misc]
+    handle.configs.clear()
     for change in (given, {"tau": 0.5}):
         with pytest.raises(ValueError, match="tau: expected the method that merging was applied"):
             handle.set(**change)

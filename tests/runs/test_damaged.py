@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.prompt_files import prompts_from_texts
+from mame_sd.runs.run_folder import RunFolder
 from tests.builders.run_folders import snapshot
 
 PROMPTS, FAST = prompts_from_texts(["key", "ant"]), GenerateSettings(steps=1)
@@ -82,3 +86,79 @@ def test_a_damaged_run_goes_on_or_says_why_not(
     assert snapshot(outside) == {"file": b"mine".hex()}
     with contextlib.suppress(UserError):
         folders_sheet([run], limit=2)
+
+
+NAMES = ("manifest.tmp", "samples.tmp", "image-0.tmp", "samples-0.jsonl", "lock")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_among_temporary_files_are_not_written_through(
+    model: LoadedModel, finished: Path, tmp_path: Path, name: str
+) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    shutil.copytree(finished, run)
+    mine.write_bytes(b"mine")
+    (run / "manifest.json").unlink()
+    (run / "samples.jsonl").unlink()
+    shutil.rmtree(run / "images")
+    (run / ".mame-sd").mkdir(exist_ok=True)
+    (run / ".mame-sd" / name).symlink_to(mine)
+    if name == "lock":
+        with pytest.raises(UserError, match="can't be written"):
+            generate(model, PROMPTS, FAST, None, run)
+    else:
+        generate(model, PROMPTS, FAST, None, run)
+        assert snapshot(run / "images") == snapshot(finished / "images")
+        assert not any(path.is_symlink() for path in run.rglob("*"))
+    assert mine.read_bytes() == b"mine"
+
+
+def test_an_image_s_place_that_is_a_folder_is_told_before_anything_is_made(
+    finished: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    image = sorted((run / "images").iterdir())[0]
+    image.unlink()
+    image.mkdir()
+    with pytest.raises(UserError, match=f"expected images, got the folder '{image.name}'"):
+        RunFolder(run).check()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names")
+@pytest.mark.parametrize(
+    "place",
+    ["manifest.json", "samples.jsonl", "image", *(f".mame-sd/{name}" for name in NAMES)],
+)
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(
+    model: LoadedModel, finished: Path, tmp_path: Path, place: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / ".mame-sd").mkdir(exist_ok=True)
+    path = sorted((run / "images").iterdir())[0] if place == "image" else run / place
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with deadline(60):
+        if place == "image" or place.endswith(".tmp"):
+            generate(model, PROMPTS, FAST, None, run)
+            assert snapshot(run / "images") == snapshot(finished / "images")
+        else:
+            with pytest.raises(UserError, match=r"pipe|can't be written"):
+                generate(model, PROMPTS, FAST, None, run)
+
+
+@contextlib.contextmanager
+def deadline(seconds: int) -> Iterator[None]:
+    """Fail, rather than hang, after so many seconds of CPU and of waiting."""
+
+    def late(*_: object) -> None:
+        raise AssertionError("it waits for a pipe")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -80,6 +80,9 @@ a.txt | key\n--prompt "ant" --seed 5\n | a.txt:2: expected a prompt, got one wit
 a.txt | ant --ar 16:9 | got one with the option --ar
 a.txt | -p ant | got one with the option -p
 a.csv | prompt,id\nkey,a\nant,b\nbat,A\n | a.csv:4: expected ids that differ (also without case)
+a.txt | ant\rbat\r | a.txt: expected lines that end in \n or \r\n, got \r alone
+a.csv | prompt,id\nkey,con.x\n | a.csv:2: id: expected a file name of any system, got 'con.x'
+a.csv | prompt,id\nkey,Lpt1 .y\n | which Windows keeps for a device; rename it
 a.csv | prompt,Width\nkey,64\n | a.csv:2: width: expected none, for all images of a run have one
 """
 
@@ -91,6 +94,12 @@ def test_bad_files_name_file_and_line(tmp_path: Path, case: str) -> None:
     with pytest.raises(UserError) as caught:
         load_prompts(write(tmp_path, name, data))
     assert message in str(caught.value)
+
+
+def test_a_cell_that_never_ends_is_told_from_a_quote_within_one(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.csv", 'prompt\n"' + "key " * 40_000 + '"\n')
+    with pytest.raises(UserError, match="a cell has more than 131,072 characters; end its quotes"):
+        load_prompts(path)
 
 
 @pytest.mark.parametrize(

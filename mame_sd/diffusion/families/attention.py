@@ -22,6 +22,8 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.keys import constant_along
+from mame_sd.core.merge import unreadable
 from mame_sd.core.min_tokens import head_width, kernel_of
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.context import Call, Tokens
@@ -44,6 +46,8 @@ NOT_PLAIN = (
     "{} may do more than attention, such as keep its map, which would be that of fewer tokens: give"
     " keep instead of tau"
 )
+MASK_HIDES = "an attention mask that hides some of the image's tokens"
+MASK_UNREAD = "an attention mask whose numbers no compiled graph can read"
 STOOD_IN = "computed by AttnProcessor2_0 in place of {}"
 
 
@@ -307,17 +311,26 @@ def _rows(tokens: Tokens, kept: Tensor) -> Rows:
 
 
 def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:
-    """Why the rows of this call's arguments are not those of its tokens; None where they are."""
+    """Why the rows of this call's arguments are not those of its tokens, or a mask sees some of the
+    tokens otherwise than others; None where neither is so.
+    """
     wrong: list[str] = []
+    masked: list[str] = []
 
     def look(t: Tensor, dim: int) -> Tensor:
-        if tokens.start(t.shape[dim]) is None:
+        start = tokens.start(t.shape[dim])
+        if start is None:
             wrong.append(f"{t.shape[dim]} along dimension {dim} of {list(t.shape)}")
+        elif t is given.get("attention_mask"):
+            if unreadable(t):
+                masked.append(MASK_UNREAD)
+            elif not constant_along(t.narrow(dim, start, tokens.count), dim):
+                masked.append(MASK_HIDES)
         return t
 
     select(given, look)
     before, after = ("any number" if n is None else n for n in (tokens.before, tokens.after))
     others = f" (with {before} before and {after} after them)" if before or after else ""
     if not wrong:
-        return None
+        return masked[0] if masked else None
     return f"expected one position for each of {tokens.count} image tokens{others}, got {wrong[0]}"

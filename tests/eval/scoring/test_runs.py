@@ -7,9 +7,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.gates import unrelated_pairs
@@ -113,3 +115,20 @@ def test_runs_that_do_not_pair_are_refused(tmp_path: Path, change: Any, message:
         rewrite(b, lambda rows: rows[0].update(change))
     with pytest.raises(UserError, match=message):
         pair(Run.open(a), Run.open(b))
+
+
+def test_names_pair_however_a_system_writes_their_accents(tmp_path: Path) -> None:
+    """macOS may write an accent as a letter of its own, which prints alike."""
+    for form in ("NFC", "NFD"):
+        (tmp_path / form).mkdir()
+        Image.fromarray(PIXELS).save(tmp_path / form / f"{normalize(form, 'café')}.png")
+    a, b = (Run.open_any(tmp_path / form) for form in ("NFC", "NFD"))
+    (found,) = pair(a, b)
+    assert (found.a.parent.name, found.b.parent.name) == ("NFC", "NFD")
+    whole = tmp_path / "whole"
+    name = normalize("NFC", "café_0")
+    write_run(whole, {name: PIXELS}, {name: "key"}, steps=1)
+    (whole / "images" / f"{name}.png").rename(whole / "images" / f"{normalize('NFD', name)}.png")
+    items = Run.open(whole).items
+    assert list(items) == [name]
+    assert items[name].path.is_file()
