@@ -19,6 +19,7 @@ from mame_sd.cli.console import answer, note, progress
 from mame_sd.cli.errors import exit_status
 from mame_sd.cli.groups import MODEL, PromptOptions
 from mame_sd.cli.options import FieldOptions, command, program
+from mame_sd.errors import UserError
 from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
@@ -125,6 +126,10 @@ def benchmark_command(
     """
     place = Path("out") / suite if out is None else out
     chosen = None if suite == README else suite_named(suite)
+    if options.quick and chosen is not None:
+        raise UserError(
+            f"--quick: expected --suite {README}, got {suite}; leave it out, or give that"
+        )
     from .benchmark import command_again, run_benchmark
 
     again = command_again(context.obj or ["benchmark"])

@@ -4,6 +4,7 @@ JSON file and one table.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,13 @@ def _measured(
         suite = case.of(options.quick)
         if suite is None:
             return None
+        if prompts.num is not None:
+            suite = replace(suite, num=prompts.num)
         results = _finished(place, case, suite, options, command)
         results = results or run_benchmark(suite, place, prompts, options, model, {}, command)
         return None if results is None else of_results(case, results)
     rows = rows_of(case, options.rows, options.row)
-    draws = case.quick if options.quick else case.draws
+    draws = prompts.num or (case.quick if options.quick else case.draws)
     try:
         sampler = case.load()
     except (UserError, MachineError) as error:

@@ -42,6 +42,7 @@ BAD: dict[str, tuple[str, str]] = {
         "benchmark --model ./none --reference nope",
         "--reference: expected a folder of images, but nope is not one",
     ),
+    "quick": ("benchmark --quick", "--quick: expected --suite readme, got quick; leave it out"),
     "model": ("benchmark --model ./none", "--model ./none: expected a folder"),
     "weights-dir": (  # before the model
         "benchmark --model ./none --weights-dir none",
