@@ -37,21 +37,21 @@ model: $(READY)  ## train the embedded model from nothing (hours)
 	$(BIN)/python -m scripts.training.train_unet --work out/train
 	$(BIN)/python -m scripts.training.train_unet --work out/train --export mame_sd/embedded/unet
 
-$(INSTALLED): pyproject.toml constraints.txt mame_sd/embedded/pyproject.toml
+$(INSTALLED): pyproject.toml .ci/constraints.txt mame_sd/embedded/pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable mame_sd/embedded --editable .
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable mame_sd/embedded --editable .
 	touch $(INSTALLED)
 
 $(READY): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps timm  # without torchvision, whose wheels fit one build of torch
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --no-deps timm  # without torchvision, whose wheels fit one build of torch
 	touch $(READY)
 
-$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+$(OLDEST)/.ready: pyproject.toml .ci/constraints-oldest.txt
 	$(OLDEST)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable mame_sd/embedded --editable ".[matrix,lora]" hypothesis pytest
-	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints.txt --no-deps timm
+	$(OLDEST)/bin/python -m pip install --quiet --constraint .ci/constraints-oldest.txt --editable mame_sd/embedded --editable ".[matrix,lora]" hypothesis pytest
+	$(OLDEST)/bin/python -m pip install --quiet --constraint .ci/constraints.txt --no-deps timm
 	touch $(OLDEST)/.ready
 
 clean:

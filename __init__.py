@@ -1,12 +1,12 @@
-"""For `git clone` into ComfyUI's custom_nodes, which imports the clone under its path: the node of
-`comfyui/`.
+"""ComfyUI imports this file when the repository is cloned into its folder custom_nodes.
+
+It passes on the node of `comfyui/`. Nothing else imports it.
 """
 
 import sys
 
-if (
-    __name__.isidentifier()
-):  # pytest, which takes the checkout for a package that may be called as a real one is
+# pytest takes the checkout for a package, under a name that a real package might have.
+if __name__.isidentifier():
     sys.modules.pop(__name__, None)
 else:
     from .comfyui import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS

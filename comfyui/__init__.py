@@ -1,6 +1,6 @@
 """ComfyUI custom node: MaMe on a loaded model.
 
-Cloned with the whole repository, linked or copied (see README.md).
+Clone the whole repository, or link or copy this folder (see README.md).
 """
 
 from . import library  # noqa: F401  (makes `import mame_sd` work; before the nodes, which need it)

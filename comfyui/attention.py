@@ -1,9 +1,9 @@
-"""The engine's attention calls, in the terms of `scaled_dot_product_attention`.
+"""Attention calls of the engine, translated to `scaled_dot_product_attention`.
 
-The engine hands its attention function and that function's arguments to
+The engine passes its attention function and that function's arguments to
 `optimized_attention_override`: (function, q, k, v, heads, mask, ..., transformer_options=). With
-`skip_reshape` q, k and v are [B, H, L, D], else [B, L, H * D] (SD3's v: [B, L, H, D]). The output
-is [B, H, L, D] with `skip_output_reshape`, else [B, L, H * D].
+`skip_reshape` q, k and v are [B, H, L, D], otherwise [B, L, H * D] (SD3's v: [B, L, H, D]). The
+output is [B, H, L, D] with `skip_output_reshape`, otherwise [B, L, H * D].
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TAKES_MASK = {f"attention_{name}" for name in ("basic", "pytorch", "split", "sub
 
 @dataclass(frozen=True)
 class EngineCall:
-    """A call of an attention function, the engine's or another node's."""
+    """A call of an attention function of the engine or of another node."""
 
     function: Callable[..., Tensor]
     q: Tensor
@@ -36,46 +36,50 @@ class EngineCall:
 
     @property
     def heads(self) -> int:
+        """Number of heads."""
         return self.args[0] if self.args else self.kwargs["heads"]
 
     @property
     def mask(self) -> Tensor | None:
-        """[Q, L], [B, Q, L] or [B, H, Q, L], or broadcast to those; bool, or what is added to
-        logits.
-        """
+        """Mask [Q, L], [B, Q, L] or [B, H, Q, L], or broadcastable to these; bool or additive."""
         return self.args[1] if len(self.args) > 1 else self.kwargs.get("mask")
 
     def run(self) -> Tensor:
+        """Call the function."""
         return self.function(self.q, self.k, self.v, *self.args, **self.kwargs)
 
     def heads_last(self, t: Tensor) -> Tensor:
-        """[B, L, H, D] of the call's q, k or v."""
+        """Return the call's q, k or v as [B, L, H, D]."""
         if self.kwargs.get("skip_reshape"):
             return t.transpose(1, 2)
         return t.flatten(2).unflatten(2, (-1, self.q.shape[-1] // self.heads))
 
     def unlike(self, grid: Grid) -> str | None:
-        """Why its mask lets no keys merge; None where it does."""
+        """Return why the call's mask lets no keys merge, or None if it does."""
         mask = self._of_heads()
         return None if mask is None else unlike(mask, [grid])
 
     def _of_heads(self) -> Tensor | None:
-        """The mask, broadcast to [B, H, Q, L]."""
+        """Return the mask, broadcast to [B, H, Q, L]."""
         mask = self.mask
         return mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
 
     def merged(
         self, grid: Grid, how: KeyMerging, draw: Tensor | None, leader: Tensor | None
     ) -> tuple[Tensor, Groups]:
-        """The output with merged keys, given to the function in the layout it knows; what merged.
+        """Call the function with merged keys, in the layout that it expects.
 
-        Where another node has merged the queries, so that there are fewer of them than keys, the
-        values are fitted to those there are.
+        If another node has merged the queries, so that there are fewer of them than keys, the
+        values are fitted to the queries that there are.
 
         Args:
-            grid: the image among the keys.
-            how: the settings.
-            draw, leader: see `merge_keys`.
+            grid: The image among the keys.
+            how: The settings.
+            draw: See `merge_keys`.
+            leader: See `merge_keys`.
+
+        Returns:
+            The output, and the groups that merged.
         """
         q, k, v = (self.heads_last(t).transpose(1, 2) for t in (self.q, self.k, self.v))
         queries, length = q.shape[2], k.shape[2]

@@ -1,5 +1,6 @@
-"""A transformer's attention: the image's keys and values merge, after rotation; queries and text
-stay whole.
+"""Attention of a transformer: keys and values of the image merge after rotation.
+
+Queries and text don't merge.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ UNNAMED = "the engine does not say which of its blocks attends; update ComfyUI"
 
 
 class JointPatch:
-    """The override. It keeps nothing.
+    """The attention override. It has no state.
 
     Args:
-        settings: those of the layers.
-        transformer: where the image is.
+        settings: Settings of the layers.
+        transformer: Says where the image is.
     """
 
     def __init__(self, settings: Settings, transformer: Transformer) -> None:
@@ -37,7 +38,7 @@ class JointPatch:
         self.transformer = transformer
 
     def attend(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The output of the engine's call; an `optimized_attention_override`."""
+        """Compute the output of the engine's call, as an `optimized_attention_override`."""
         options = kwargs["transformer_options"]
         call = options[KEY]
         engine: EngineCall = call.of_engine(function, *args, **kwargs)
@@ -51,8 +52,8 @@ class JointPatch:
             key = (*key, 1)  # SD3.5's second attention of a block, over the image alone
         number = layers.number(key)
         if number is None:
-            number = call.counted
-            call.counted += 1
+            number = call.unnamed
+            call.unnamed += 1
         config, grid = self.settings.of(key), call.place.grid
         if config is None:
             call.run.note_left(RULED_OUT if key in layers.names else UNNAMED)
@@ -66,7 +67,7 @@ class JointPatch:
         return output
 
     def _start(self, call: Any, queries: int, length: int, mask: Tensor | None) -> int | None:
-        """Where the image begins among `length` keys; None where they are left alone."""
+        """Return where the image begins among `length` keys; None if they don't merge."""
         place, family = call.place, self.transformer.family
         tokens = math.prod(place.grid)
         if queries != length:

@@ -1,8 +1,7 @@
-"""What diffusers calls a model's self-attentions, by where the engine has them; settings of each by
-those names, as files of calibration hold them.
+"""Diffusers' names of a model's self-attentions, by their place in the engine.
 
-Only models whose layers are known to be the same ones have names: a file's layers must be those
-that it means.
+Files of calibration have settings by these names. Only models whose layers are known to be the same
+ones have names, because a file must mean the layers that it names.
 """
 
 from __future__ import annotations
@@ -58,15 +57,16 @@ class Layers:
     """A model's self-attentions.
 
     Attributes:
-        models: diffusers' classes that have them.
-        names: of each, by where the engine has it, in the order in which `apply_mame` counts them.
+        models: Diffusers' classes that have them.
+        names: Name of each one by its place in the engine, in the order in which `apply_mame`
+            counts them.
     """
 
     models: tuple[str, ...] = ()
     names: Mapping[Key, str] = field(default_factory=dict)
 
     def number(self, key: Key) -> int | None:
-        """Which of the layers it is, counted from 0; None: it is none of them."""
+        """Return the index of a layer, or None if there is no such layer."""
         return list(self.names).index(key) if key in self.names else None
 
 
@@ -75,25 +75,25 @@ class Settings:
     """The settings of a model's layers.
 
     Args:
-        config: those of all, or with `layers` those of single ones over them.
-        layers: the model's; where the settings are of single layers or made for one model, they
-            have names.
-        known: the model, as people know it.
+        config: Settings of all layers, and in `layers` those of single layers.
+        layers: The model's layers; they need names if settings belong to single layers or to one
+            model.
+        model: Name of the model.
 
     Raises:
-        ValueError: settings for another model, or for layers that this one lacks.
+        ValueError: If the settings belong to another model, or to layers that this one lacks.
     """
 
     config: MaMeConfig
     layers: Layers
-    known: str
+    model: str
     of_each: Mapping[Key, MaMeConfig | None] = field(init=False)
 
     def __post_init__(self) -> None:
         config, names = self.config, list(self.layers.names.values())
         if config.layers is not None or config.made_for is not None:
             if not names:
-                raise ValueError(NO_NAMES.format(self.known))
+                raise ValueError(NO_NAMES.format(self.model))
             described = [
                 f"{model} with {len(names)} self-attentions" for model in self.layers.models
             ]
@@ -101,27 +101,27 @@ class Settings:
                 raise ValueError(OTHER_MODEL.format(" or ".join(described), config.made_for))
             unknown = [] if config.layers is None else config.layers.unknown(names)
             if unknown:
-                raise ValueError(UNKNOWN.format(self.known, names[0], unknown[0]))
+                raise ValueError(UNKNOWN.format(self.model, names[0], unknown[0]))
         of_each = {key: config.of_layer(name) for key, name in self.layers.names.items()}
         object.__setattr__(self, "of_each", of_each)
 
     @property
     def by_layer(self) -> bool:
-        """Whether layers have settings of their own."""
+        """True if layers have their own settings."""
         return self.config.layers is not None
 
     def of(self, key: Key) -> MaMeConfig | None:
-        """The settings of the layer that the engine has there; None: it stays as it is."""
+        """Return the settings of a layer, or None if it doesn't merge."""
         return self.of_each.get(key) if self.by_layer else self.config
 
     @property
     def every(self) -> list[MaMeConfig]:
-        """The settings that some layer has."""
+        """Settings that some layer has."""
         return [one for one in self.of_each.values() if one] if self.by_layer else [self.config]
 
 
 def layers_of_unet(unet: Any) -> Layers:
-    """The self-attentions of ComfyUI's UNet.
+    """Return the self-attentions of ComfyUI's UNet.
 
     Its `input_blocks` begin with a convolution; each level follows with as many blocks as it has
     ResNets, and a downsampler. Its `output_blocks` have one ResNet more for each level. In
@@ -151,8 +151,9 @@ def _in_block(block: Any, key: Key, path: str, place: int) -> dict[Key, str]:
 
 
 def layers_of_transformer(model: Any) -> Layers:
-    """The self-attentions of a transformer over its image; none where diffusers' are not known to
-    be the same.
+    """Return the self-attentions of a transformer over its image.
+
+    There are none if it isn't known that diffusers' layers are the same.
     """
     models, kinds = TRANSFORMERS.get(type(model).__name__, ((), {}))
     names: dict[Key, str] = {}
@@ -165,10 +166,10 @@ def layers_of_transformer(model: Any) -> Layers:
 
 
 def settings_in(path: str | PathLike[str]) -> MaMeConfig:
-    """The settings of a file, whose path is absolute or begins in ComfyUI's input folder.
+    """Read the settings of a file, whose path is absolute or relative to ComfyUI's input folder.
 
     Raises:
-        ValueError: it can't be read, or holds no settings.
+        ValueError: If it can't be read, or has no settings.
     """
     try:
         return MaMeConfig.from_file(place_of(path))
@@ -177,7 +178,7 @@ def settings_in(path: str | PathLike[str]) -> MaMeConfig:
 
 
 def place_of(path: str | PathLike[str]) -> Path:
-    """Where a file of settings is."""
+    """Return the absolute path of a file of settings."""
     try:
         folders = import_module("folder_paths")  # ComfyUI's
     except ImportError:

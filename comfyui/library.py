@@ -1,7 +1,7 @@
-"""Makes `import mame_sd` work in ComfyUI: the copy beside this folder, else an installed one.
+"""Make `import mame_sd` work in ComfyUI: the copy next to this folder, or an installed one.
 
-The copy is loaded by its path: with the repository on `sys.path` its other folders (`eval`,
-`tests`, ...) would be importable to every node. Its core needs PyTorch alone.
+The copy is loaded by its path: with the repository on `sys.path`, its other folders (`eval`,
+`tests`, ...) could be imported by every node. Its core needs PyTorch only.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import sys
 from pathlib import Path
 
 MISSING = (
-    "MaMe token merging: expected the folder mame_sd beside {}, or the package mame-sd installed,"
+    "MaMe token merging: expected the folder mame_sd next to {}, or the package mame-sd installed,"
     " and found neither; git clone the whole repository into custom_nodes, or pip install --no-deps"
     " the package"
 )
 
 
 def load(folder: Path) -> None:
-    """Imports `mame_sd`, from `folder` where it holds one.
+    """Import `mame_sd`, from `folder` if it contains the package.
 
     Raises:
-        ImportError: it is neither there nor installed.
+        ImportError: If it is neither there nor installed.
     """
     init = folder / "mame_sd" / "__init__.py"
     if "mame_sd" not in sys.modules and init.is_file():

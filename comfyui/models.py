@@ -1,7 +1,7 @@
-"""Which models the node merges, and where the image's tokens are in a transformer's attention.
+"""Models that the node merges, and the place of the image's tokens in a transformer's attention.
 
-All hand q, k and v, after rotation, to `optimized_attention_override`. UNets alone have one
-`attn1_patch` before their projections, where whole tokens merge.
+All of them pass q, k and v to `optimized_attention_override` after rotation. Only UNets have an
+`attn1_patch` before their projections, in which whole tokens can merge.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mame_sd.diffusion.families.refused import known_as
+from mame_sd.refused import COMFYUI, UNKNOWN_PLACE
 
 from .layers import Layers, layers_of_transformer, layers_of_unet
 
 UNET = "UNetModel"
-HIDDEN = "ComfyUI hands its attention to no node"
-UNKNOWN = "the node does not know yet where its image is"
-CAUSAL = "each of its frames attends to those before it, from a cache of keys"
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a transformer lays out the sequence [..., L, ...] of its self-attention.
+    """Layout of the sequence [..., L, ...] of a transformer's self-attention.
 
     Attributes:
-        name: what people call it.
-        patch: the attributes that hold its patch size, one for all sides or one for each; empty:
+        name: Its usual name.
+        patch: The attributes that hold its patch size, one for all sides or one for each; empty if
             each of the latent's pixels is a token.
-        image: the image comes "last", behind any number of other tokens; "first", before them; or
-            "alone", which other sequences are not.
-        references: where tokens of reference images are: "behind" the image, "before" it among the
+        image: "last" if the image comes after any other tokens, "first" if before them, "alone" if
+            its sequence holds nothing else.
+        references: Where tokens of reference images are: "behind" the image, "before" it among the
             others, or nowhere.
-        masked: calls with an attention mask merge; else their image starts elsewhere in each
-            sample.
-        hidden: the blocks and their attention, where the engine hands it to no node (`handed.py`).
-        unnamed: the engine does not say which of its blocks attends, but lets each be replaced.
+        masked: True if calls with an attention mask merge; otherwise their image starts elsewhere
+            in each sample.
+        hidden: The blocks and their attention, if the engine passes it to no node
+            (`pass_options.py`).
+        unnamed: True if the engine doesn't say which of its blocks attends, but lets each be
+            replaced.
     """
 
     name: str
@@ -49,9 +49,8 @@ class Family:
 
 
 COSMOS = "patch_temporal patch_spatial patch_spatial"
-# By the class of ComfyUI's diffusion_model, or of its nearest base. A text: why it can't merge,
-# after the name that people know it by.
-FAMILIES: dict[str, Family | tuple[str, str]] = {
+# By the class of ComfyUI's diffusion_model, or of its nearest base.
+FAMILIES: dict[str, Family] = {
     "Flux": Family("Flux", references="behind"),
     "Chroma": Family("Chroma"),
     "QwenImageTransformer2DModel": Family("Qwen-Image", references="behind"),
@@ -74,26 +73,20 @@ FAMILIES: dict[str, Family | tuple[str, str]] = {
     "ErnieImageModel": Family("ERNIE-Image", image="first", hidden=("layers", "self_attention")),
     # Text, references and sound before the video. Those with keyframes have them there too.
     "MiniMaxH3Model": Family("MiniMax H3"),
-    "CausalWanModel": ("Wan CausVid and Self-Forcing", CAUSAL),
-    "WanAnimate2Model": ("Wan Animate 2", "its attention goes by windows of frames"),
-    "PixArtMS": ("PixArt", HIDDEN),
-    "HunYuanDiT": ("HunyuanDiT", HIDDEN),
-    "StageC": ("Stable Cascade", UNKNOWN),
-    "StageB": ("Stable Cascade", UNKNOWN),
-    "PixDiT_T2I": ("PixelDiT", UNKNOWN),
-    "HiDreamO1Transformer": ("HiDream O1", "its prompt takes a pass of its own"),
 }
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the image is in the sequences of one call of the model.
+    """The place of the image in the sequences of one call of the model.
 
     Attributes:
         grid: (frames, rows, columns) of its tokens.
-        padded: how many tokens it is padded to.
-        least, most: tokens beside it, in a sequence that holds all.
-        before: where it begins; None: at the end, but for the tokens `behind` it.
+        padded: Number of tokens that it is padded to.
+        least: Smallest number of other tokens in a sequence that contains everything.
+        most: Largest number of other tokens in such a sequence.
+        before: Where it begins. If None, it ends the sequence except for the tokens `behind` it.
+        behind: Number of tokens behind it.
     """
 
     grid: tuple[int, int, int]
@@ -104,7 +97,7 @@ class Place:
     behind: int = 0
 
     def start(self, length: int) -> int | None:
-        """Where the image begins in a sequence of `length`; None when it is not in it."""
+        """Return where the image begins in a sequence of `length`, or None if it isn't in it."""
         others = length - self.padded
         if not self.least <= others <= self.most:
             return None
@@ -116,14 +109,14 @@ class Transformer:
     """A model of a family.
 
     Attributes:
-        family: how its sequence is laid out.
-        patch: size of a patch along the latent's last dimensions.
-        multiple: each image and prompt is padded at its end to a multiple of this many tokens.
-        reference_frame: it puts the tokens of `reference_latent` before the video.
-        reference_method: what it does with reference images where the call does not say; None: it
+        family: The layout of its sequence.
+        patch: Size of a patch along the latent's last dimensions.
+        multiple: Each image and prompt is padded at its end to a multiple of this number of tokens.
+        reference_frame: True if it puts the tokens of `reference_latent` before the video.
+        reference_method: What it does with reference images if the call doesn't say. If None, it
             leaves them out.
-        sees: of Z-Image Omni, whether it has what SigLIP sees of the references.
-        hidden: attention that the engine hands to no node, by its path in the model.
+        sees: For Z-Image Omni, True if it gets SigLIP's features of the references.
+        hidden: Attention that the engine passes to no node, by its path in the model.
     """
 
     family: Family
@@ -135,7 +128,7 @@ class Transformer:
     hidden: Mapping[str, Any] = field(default_factory=dict)
 
     def grid(self, latent: Sequence[int]) -> tuple[int, int, int]:
-        """(frames, rows, columns) of tokens of a latent of shape [B, C, ..., H, W]."""
+        """Return (frames, rows, columns) of tokens of a latent of shape [B, C, ..., H, W]."""
         sizes = latent[2:]
         patch = ((1,) * len(sizes) + self.patch)[-len(sizes) :]
         counts = tuple(math.ceil(size / side) for size, side in zip(sizes, patch, strict=True))
@@ -143,80 +136,90 @@ class Transformer:
         return t, h, w
 
     def padded(self, tokens: int) -> int:
+        """Return a number of tokens after padding."""
         return math.ceil(tokens / self.multiple) * self.multiple
 
     def tokens(self, latents: Sequence[Any]) -> int:
-        """Of images with these latents, each padded."""
+        """Return the number of tokens of images with these latents, each padded."""
         return sum(self.padded(math.prod(self.grid(latent.shape))) for latent in latents)
 
-    def text(self, prompt: Any, given: Mapping[str, Any]) -> int:
-        """Tokens of the prompts of a call, each padded.
+    def text(self, prompt: Any, arguments: Mapping[str, Any]) -> int:
+        """Return the number of tokens of a call's prompts, each padded.
 
         Args:
-            prompt: the first.
-            given: the other arguments of the call, by name.
+            prompt: The first prompt.
+            arguments: The other arguments of the call by name.
         """
-        parts = [part for part in (prompt, given.get("direct_context")) if part is not None]
+        parts = [part for part in (prompt, arguments.get("direct_context")) if part is not None]
         counts = [sum(part.shape[1] for part in parts)]
-        counts += [1 if part is None else part.shape[1] for part in given.get("ref_contexts") or ()]
+        counts += [
+            1 if part is None else part.shape[1] for part in arguments.get("ref_contexts") or ()
+        ]
         return sum(map(self.padded, counts))
 
-    def seen(self, given: Mapping[str, Any]) -> int:
-        """Of Z-Image Omni, tokens of what SigLIP sees of each reference, and of the image itself,
-        of which it sees nothing. Each is padded, and nothing is as long as one pad.
+    def seen(self, arguments: Mapping[str, Any]) -> int:
+        """Return the number of tokens of SigLIP's features in Z-Image Omni.
+
+        Each reference has some, and the image itself has none. Each is padded, and an empty one
+        takes one pad.
         """
-        references = given.get("ref_latents") or ()
-        features = [*(given.get("siglip_feats") or ()), *[None] * len(references)]
+        references = arguments.get("ref_latents") or ()
+        features = [*(arguments.get("siglip_feats") or ()), *[None] * len(references)]
         sizes = [1 if one is None else one.shape[1] * one.shape[2] for one in features]
         return sum(map(self.padded, (*sizes[: len(references)], 1))) if self.sees else 0
 
-    def place(self, latent: Sequence[int], given: Mapping[str, Any], text: int) -> Place:
-        """Where the image is.
+    def place(self, latent: Sequence[int], arguments: Mapping[str, Any], text: int) -> Place:
+        """Return the place of the image.
 
         Args:
-            latent: shape of the model's latents.
-            given: the other arguments of the call, by name.
-            text: tokens of the prompts, each padded.
+            latent: Shape of the model's latents.
+            arguments: The other arguments of the call by name.
+            text: Tokens of the prompts, each padded.
         """
-        if given.get("latent_shapes"):  # LTX-2: video and sound in one latent
-            latent = given["latent_shapes"][0]
-        if given.get("image_cond") is not None and self.family.name == "HiDream":
-            latent = (*latent[:-1], latent[-1] + given["image_cond"].shape[-1])
+        if arguments.get("latent_shapes"):  # LTX-2: video and sound in one latent
+            latent = arguments["latent_shapes"][0]
+        if arguments.get("image_cond") is not None and self.family.name == "HiDream":
+            latent = (*latent[:-1], latent[-1] + arguments["image_cond"].shape[-1])
         grid = self.grid(latent)
         padded, family = self.padded(math.prod(grid)), self.family
         references = 0
-        if family.references and given.get("ref_latents_method", self.reference_method) is not None:
-            references = self.tokens(given.get("ref_latents") or ())
+        if (
+            family.references
+            and arguments.get("ref_latents_method", self.reference_method) is not None
+        ):
+            references = self.tokens(arguments.get("ref_latents") or ())
         if family.image == "alone":
             return Place(grid, padded, 0, 0)
         if family.image == "first":
-            frame = given.get("reference_latent") if self.reference_frame else None
+            frame = arguments.get("reference_latent") if self.reference_frame else None
             before = 0 if frame is None else self.tokens([frame])
             return Place(grid, padded, before, before=before)
         if family.references == "behind":
             return Place(grid, padded, references, behind=references)
-        if given.get("ref_frames"):  # Ming-Image: references in one sequence with its frames
+        if arguments.get("ref_frames"):  # Ming-Image: references in one sequence with its frames
             return Place(grid, padded, math.inf)
         if self.multiple > 1 and references:
-            beside = text + references + self.seen(given)
-            return Place(grid, padded, beside, beside)
+            others = text + references + self.seen(arguments)
+            return Place(grid, padded, others, others)
         return Place(grid, padded, text + references if references else 0)
 
 
 def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
-    """How ComfyUI's `diffusion_model` lays out its image (None: it is a UNet), and its
-    self-attentions over it.
+    """Return the layout of ComfyUI's `diffusion_model` and its self-attentions over the image.
+
+    The layout is None for a UNet.
 
     Raises:
-        ValueError: it is neither a UNet nor a transformer that merges.
+        ValueError: If it is neither a UNet nor a transformer that merges.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile's
     bases = [base.__name__ for base in type(model).__mro__]
     if UNET in bases:
         return None, layers_of_unet(model)
-    family = next((FAMILIES[base] for base in bases if base in FAMILIES), None)
-    if not isinstance(family, Family):
-        name, why = family or (known_as(bases[0]), UNKNOWN)
+    base = next((base for base in bases if base in FAMILIES or base in COMFYUI), "")
+    family = FAMILIES.get(base)
+    if family is None:
+        name, why = COMFYUI.get(base, (known_as(bases[0]), UNKNOWN_PLACE))
         raise ValueError(
             f"MaMe token merging: {name} does not merge, since {why}; take the node out of this"
             " model's path"
@@ -235,7 +238,7 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
             size = getattr(size, name)
         patch += tuple(size) if isinstance(size, (tuple, list)) else (size or 1,)
     blocks, name = family.hidden
-    found = Transformer(
+    transformer = Transformer(
         family,
         patch * 2 if len(patch) == 1 else patch,
         getattr(model, "pad_tokens_multiple", None) or 1,
@@ -247,4 +250,4 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
             for i, b in enumerate(getattr(model, blocks, ()))
         },
     )
-    return found, layers_of_transformer(model)
+    return transformer, layers_of_transformer(model)

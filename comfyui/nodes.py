@@ -1,4 +1,4 @@
-"""The node: takes a model and gives one that merges tokens in its large self-attention layers."""
+"""The node: it takes a model and returns one that merges in its large self-attention layers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 from mame_sd import MaMeConfig
 
-from .handed import handed
 from .joint import JointPatch
 from .layers import Settings, place_of, settings_in
-from .merging import Merging
 from .models import layout_of
+from .pass_options import forward_with_options
 from .run import KEY
 from .unet import UNetPatch
+from .wrappers import SamplerWrappers
 
 DEFAULT = "default"
 UNREAD = "feature", "references", "size"  # settings that only apply_mame follows
@@ -27,7 +27,7 @@ def _share(default: float | None, tooltip: str, least: float = 0.0) -> tuple[Any
 
 
 class MaMeModelPatch:
-    """Node: merges keys, or tokens, in the self-attention over an image."""
+    """Node that merges keys, or tokens, in the self-attention over an image."""
 
     RETURN_TYPES: ClassVar = ("MODEL",)
     OUTPUT_TOOLTIPS: ClassVar = ("The model, merging. The one that came in is left as it is.",)
@@ -41,6 +41,7 @@ class MaMeModelPatch:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
+        """Return the node's inputs."""
         return {
             "required": {
                 "model": _input(
@@ -87,7 +88,7 @@ class MaMeModelPatch:
 
     @classmethod
     def VALIDATE_INPUTS(cls, settings: str = "") -> bool | str:
-        """What the editor says of a file that can't be read."""
+        """Return what the editor shows for a file that can't be read."""
         try:
             return not settings or bool(settings_in(settings))
         except ValueError as error:
@@ -95,7 +96,7 @@ class MaMeModelPatch:
 
     @classmethod
     def IS_CHANGED(cls, settings: str = "", **_: Any) -> float:
-        """Another number after the file was written again."""
+        """Return another number after the file was written again."""
         return place_of(settings).stat().st_mtime if settings else 0.0
 
     def patch(
@@ -109,11 +110,21 @@ class MaMeModelPatch:
         end_percent: float = 1.0,
         settings: str = "",
     ) -> tuple[Any]:
-        """A clone of `model` that merges; one that merged already takes these settings instead.
+        """Return a clone of `model` that merges; a model that merges already gets new settings.
+
+        Args:
+            model: The engine's model.
+            mode: "default", "keep" or "tau".
+            keep: Share of keys that remains, with mode "keep".
+            tau: Similarity above which tokens merge, with mode "tau".
+            min_tokens: Layers with fewer tokens don't merge; 0 for the device's default.
+            start_percent: Share of sampling at which merging begins.
+            end_percent: Share of sampling at which merging ends.
+            settings: File of settings by layer, or "".
 
         Raises:
-            ValueError: a value out of its range, a file of settings that is none or for another
-                model, or a model that can't merge so.
+            ValueError: If a value is out of range, if a file has no settings or those of another
+                model, or if the model can't merge in this way.
         """
         if not 0 <= start_percent <= end_percent <= 1:
             raise ValueError(
@@ -124,10 +135,10 @@ class MaMeModelPatch:
         if settings:
             config = settings_in(settings)
         else:
-            given = {} if mode == DEFAULT else {mode: keep if mode == "keep" else tau}
-            config = MaMeConfig.from_dict({**given, "min_tokens": min_tokens or None})
-        known = "this UNet" if transformer is None else transformer.family.name
-        of_layers = Settings(config, layers, known)
+            chosen = {} if mode == DEFAULT else {mode: keep if mode == "keep" else tau}
+            config = MaMeConfig.from_dict({**chosen, "min_tokens": min_tokens or None})
+        model_name = "this UNet" if transformer is None else transformer.family.name
+        of_layers = Settings(config, layers, model_name)
         for name in UNREAD:
             if any(name in one.given for one in of_layers.every):
                 raise ValueError(
@@ -137,21 +148,23 @@ class MaMeModelPatch:
         whole = any(one.method == "tokens" for one in of_layers.every)
         if whole and transformer is not None:
             raise ValueError(
-                f"tau: expected mode keep for {known}, whose keys alone merge in ComfyUI, got tau;"
-                " take mode keep or default"
+                f"tau: expected mode keep for {model_name}, whose keys alone merge in ComfyUI, got"
+                " tau; take mode keep or default"
             )
         patch: Any = UNetPatch(of_layers)
         if transformer is not None:
             patch = JointPatch(of_layers, transformer)
-        merging, clone = Merging(patch, start_percent, end_percent), model.clone()
+        wrappers, clone = SamplerWrappers(patch, start_percent, end_percent), model.clone()
         for kind_of_call, wrapper in (
-            ("outer_sample", merging.outer_sample),
-            ("apply_model", merging.apply_model),
+            ("outer_sample", wrappers.outer_sample),
+            ("apply_model", wrappers.apply_model),
         ):
             clone.remove_wrappers_with_key(kind_of_call, KEY)
             clone.add_wrapper_with_key(kind_of_call, KEY, wrapper)
         for path, attention in ({} if transformer is None else transformer.hidden).items():
-            clone.add_object_patch(f"diffusion_model.{path}.forward", handed(attention))
+            clone.add_object_patch(
+                f"diffusion_model.{path}.forward", forward_with_options(attention)
+            )
         return (clone,)
 
 

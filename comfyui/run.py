@@ -1,4 +1,4 @@
-"""What happened in one run of the sampler, told in one line when it ends."""
+"""Record what happened in one run of the sampler, and log it in one line when the run ends."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ OUTSIDE = "no step was between start_percent and end_percent"
 
 @dataclass
 class Run:
-    """Filled by the calls of one run, which may come from several threads.
+    """Record of one run; its calls may come from several threads.
 
-    Compiled graphs note nothing here: they would be compiled anew once a step has noted something.
+    Compiled graphs record nothing here, because they would be compiled again after each record.
 
     Attributes:
-        merged: what merged.
-        left: why other layers were left alone.
-        compiled: whether some calls were a graph's.
-        other_attention: another node's attention is called with the merged keys.
+        merged: What merged.
+        left: Why other layers didn't merge.
+        compiled: True if some calls ran in a compiled graph.
+        other_attention: True if another node's attention is called with the merged keys.
     """
 
     merged: dict[str, None] = field(default_factory=dict)
@@ -38,19 +38,21 @@ class Run:
     other_attention: bool = False
 
     def note_merged(self, merged: Mapping[str, None]) -> None:
+        """Record what merged in a call."""
         if torch.compiler.is_compiling():
             self.compiled = True
         else:
             self.merged.update(merged)
 
     def note_left(self, reason: str, *values: object) -> None:
+        """Record why a layer didn't merge."""
         if torch.compiler.is_compiling():
             self.compiled = True
         else:
             self.left.add(reason.format(*values))
 
     def tell(self) -> None:
-        """Logs what merged; a warning with every reason when nothing did."""
+        """Log what merged, or a warning with every reason if nothing did."""
         if self.merged:
             extra = f"; {OTHER_ATTENTION}" if self.other_attention else ""
             log.info("MaMe merged %s%s", ", ".join(sorted(self.merged)), extra)

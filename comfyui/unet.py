@@ -1,5 +1,4 @@
-"""A UNet's self-attention: by `keep` its keys merge in it, by `tau` whole tokens merge before it
-and are restored after it.
+"""Self-attention of a UNet: its keys merge with `keep`, whole tokens merge around it with `tau`.
 
 ComfyUI calls an "attn1_patch" with (queries, keys, values, extra_options) before the projections,
 all three [B, L, C]. It calls an "attn1_output_patch" with (output, extra_options) after the
@@ -31,7 +30,7 @@ OTHER = "attention over {} tokens is not the image's {} x {}"
 class UNetPatch:
     """The three patches.
 
-    They keep nothing: a plan travels from one to the next in the call's or the block's own options.
+    They have no state: a plan travels from one to the next in the options of the call or block.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -40,7 +39,14 @@ class UNetPatch:
     def before(
         self, q: Tensor, k: Tensor, v: Tensor, extra_options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The three as they came, or, by `tau`, with merged tokens."""
+        """Return the three unchanged, or with merged tokens if `tau` is set.
+
+        Args:
+            q: Input of the queries' projection, [B, L, C].
+            k: Input of the keys' projection, [B, L, C].
+            v: Input of the values' projection, [B, L, C].
+            extra_options: The block's options.
+        """
         call, name = extra_options[KEY], name_of(extra_options)
         config = self.settings.of(name)
         batch, _, h, w = extra_options["activations_shape"]
@@ -71,14 +77,14 @@ class UNetPatch:
         return q, k, v
 
     def attend(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The output of the engine's call; an `optimized_attention_override`."""
+        """Compute the output of the engine's call, as an `optimized_attention_override`."""
         call = kwargs["transformer_options"][KEY]
         engine: EngineCall = call.of_engine(function, *args, **kwargs)
         merge, call.merge = call.merge, None
         return engine.run() if merge is None else merge(engine)
 
     def after(self, n: Tensor, extra_options: dict[str, Any]) -> Tensor:
-        """The output of all tokens."""
+        """Return the output of all tokens."""
         call = extra_options[KEY]
         if call.merge is not None:
             call.merge = None
@@ -88,7 +94,5 @@ class UNetPatch:
 
 
 def name_of(extra_options: dict[str, Any]) -> Key:
-    """The transformer layer that the options are of: its block, the block's place, the layer in
-    it.
-    """
+    """Return the layer that options belong to: its block, the block's place, the layer in it."""
     return (*extra_options.get("block", ()), extra_options.get("block_index", 0))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mame_sd.embedded.pipeline import embedded_pipeline as embedded_pipeline
     from mame_sd.errors import MachineError as MachineError
     from mame_sd.errors import UserError as UserError
-    from mame_sd.perception.known_encoders import register_encoder as register_encoder
+    from mame_sd.perception.encoder_registry import register_encoder as register_encoder
     from mame_sd.pipelines.stable_diffusion_mame import (
         StableDiffusionMaMePipeline as StableDiffusionMaMePipeline,
     )
@@ -49,7 +49,7 @@ _LAZY = {
     "embedded_pipeline": "mame_sd.embedded.pipeline",
     "mame": "mame_sd.apply",
     "plan_tokens": "mame_sd.core.paper",
-    "register_encoder": "mame_sd.perception.known_encoders",
+    "register_encoder": "mame_sd.perception.encoder_registry",
     "register_family": "mame_sd.diffusion.families.family",
     "remove_mame": "mame_sd.apply",
 }

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from mame_sd.captions.known_captioners import is_captioner, reader_in
+from mame_sd.captions.captioner_registry import is_captioner, reader_in
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.families.family import REGISTERED
-from mame_sd.perception.known_encoders import is_encoder
+from mame_sd.perception.encoder_registry import is_encoder
 
 if TYPE_CHECKING:
     from mame_sd.captions.handle import CaptionHandle

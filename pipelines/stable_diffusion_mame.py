@@ -1,15 +1,14 @@
-"""StableDiffusionMaMePipeline: everything StableDiffusionPipeline has, with token merging as one of
-its settings.
+"""StableDiffusionMaMePipeline: StableDiffusionPipeline with token merging as one of its settings.
 
     pipe = StableDiffusionMaMePipeline.from_pretrained(model, tau=0.8)
     image = pipe("a red key").images[0]
     plain = pipe("a red key", tau=None).images[0]        # off for this call
     print(pipe.mame.report())                            # of the latest call that merged
 
-Merging belongs to the pipeline, not to its UNet: it is on during the pipeline's calls only. A UNet
-that is shared through `from_pipe` gives bit-equal images in the other pipeline, which neither sees
-nor changes this one's settings. What was put on the UNet by `apply_mame` steps back during a merged
-call and is in force again after it.
+Merging belongs to the pipeline, not to its UNet: it is on only during the pipeline's calls. A UNet
+that is shared through `from_pipe` gives bit-equal images in the other pipeline, which neither reads
+nor changes this one's settings. Merging that `apply_mame` put on the UNet is suspended during a
+merged call and resumes after it.
 """
 
 from __future__ import annotations
@@ -36,27 +35,26 @@ _UNSET: Any = "unset"
 
 
 class StableDiffusionMaMePipeline(StableDiffusionPipeline):
-    """Text-to-image with Stable Diffusion 1.x and 2.x, and MaMe + MaRe in its large
-    self-attentions.
+    """Text-to-image with Stable Diffusion 1.x and 2.x, with merging in its large self-attentions.
 
     Args:
-        tau: similarity above which a token may merge. Lower merges more: faster, further from the
-            unmerged image. None is off (if `keep` is None too); "default" is what measurement
-            chose.
-        keep: share of tokens to keep instead of a fixed `tau`.
-        mame_config: any further fields of MaMeConfig, as a dict, a MaMeConfig or a file of
-            settings. `tau` and `keep` of it count where the arguments leave them out.
+        tau: Similarity above which a token may merge. Lower values merge more: faster, and farther
+            from the unmerged image. None is off (if `keep` is None too); "default" is the measured
+            default.
+        keep: Share of tokens to keep, instead of a fixed `tau`.
+        mame_config: Further fields of MaMeConfig, as a dict, a MaMeConfig or a file of settings.
+            Its `tau` and `keep` are used if the arguments leave them out.
 
     All three are saved in model_index.json, which names StableDiffusionPipeline as the class. So
-    diffusers' own classes load a saved folder too, as a plain pipeline that does not merge. Load it
-    by this class, or by `mame-sd generate --model`. `from_pretrained(folder, tau=0.9)` overrides
-    what was saved, and `from_pretrained(folder, tau=None, keep=0.5)` changes from one to the other.
-    `from_pretrained`, `from_single_file` and `from_pipe` also take each field of MaMeConfig by its
-    name (`min_tokens=256`), over those of `mame_config`. The other arguments are those of
-    StableDiffusionPipeline.
+    diffusers' own classes load a saved folder too, as a plain pipeline that doesn't merge. Load it
+    with this class, or with `mame-sd generate --model`. `from_pretrained(folder, tau=0.9)`
+    overrides what was saved, and `from_pretrained(folder, tau=None, keep=0.5)` changes from one to
+    the other. `from_pretrained`, `from_single_file` and `from_pipe` also take each field of
+    MaMeConfig by its name (`min_tokens=256`), which overrides `mame_config`. The other arguments
+    are those of StableDiffusionPipeline.
 
     Raises:
-        ValueError: a setting is unknown or out of its range, or both tau and keep are given.
+        ValueError: If a setting is unknown or out of range, or if both tau and keep are given.
     """
 
     def __init__(
@@ -76,35 +74,34 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
-        """As StableDiffusionPipeline's, with any field of MaMeConfig.
+        """Load a pipeline as StableDiffusionPipeline does, with any field of MaMeConfig.
 
-        Raises ValueError for a value that can't be, before a model is loaded.
+        Raises ValueError for an invalid value before a model is loaded.
         """
         _check(kwargs)
         return super().from_pretrained(*args, **kwargs)
 
     @classmethod
     def from_single_file(cls, *args: Any, **kwargs: Any) -> StableDiffusionMaMePipeline:
-        """As StableDiffusionPipeline's, with any field of MaMeConfig.
+        """Load a pipeline as StableDiffusionPipeline does, with any field of MaMeConfig.
 
-        Raises ValueError for a value that can't be, before a model is loaded.
+        Raises ValueError for an invalid value before a model is loaded.
         """
         _check(kwargs)
         return super().from_single_file(*args, **kwargs)
 
     @classmethod
     def load_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """As StableDiffusionPipeline's, with the saved merging under the names that `__init__`
-        takes.
-        """
+        """Load a config, with saved merging settings under the names that `__init__` takes."""
         loaded = super().load_config(*args, **kwargs)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         config.update(config.pop(ENTRY, {}))
         return loaded
 
     def to_json_string(self) -> str:
-        """The text of model_index.json: that of a StableDiffusionPipeline, with merging in an entry
-        of its own.
+        """Return the text of model_index.json.
+
+        It is that of a StableDiffusionPipeline, with merging in an entry of its own.
         """
         config = json.loads(super().to_json_string())
         for name in SAVED:
@@ -115,14 +112,15 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     @property
     def tau(self) -> float | str | None:
-        """The threshold this pipeline merges with; None with `keep` or when off, "default" for the
-        measured default.
+        """Threshold that this pipeline merges with, or "default".
+
+        None if `keep` is set or merging is off.
         """
         return self.config.tau
 
     @property
     def keep(self) -> float | None:
-        """The share of tokens this pipeline keeps; None with `tau` or when off."""
+        """Share of tokens that this pipeline keeps; None if `tau` is set or merging is off."""
         return self.config.keep
 
     @property
@@ -132,16 +130,19 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     @property
     def mame_config(self) -> MaMeConfig | None:
-        """All settings that the next call merges with; None when merging is off."""
+        """All settings that the next call merges with; None if merging is off."""
         return resolve_setting(self.config.tau, self.config.keep, self.config.mame_config)
 
     def set_mame(self, tau: Any = _UNSET, keep: Any = _UNSET, mame_config: Any = _UNSET) -> None:
-        """Changes settings for all further calls and for saving.
+        """Change settings for all further calls and for saving.
 
-        Giving one of `tau` and `keep` replaces the other.
+        Args:
+            tau: Replaces `keep`, as in the constructor.
+            keep: Replaces `tau`, as in the constructor.
+            mame_config: Further fields, as in the constructor.
 
         Raises:
-            ValueError: a setting is unknown or out of its range; nothing has changed then.
+            ValueError: If a setting is unknown or out of range. Nothing has changed then.
         """
         fields = _dict_of(self.config.get("mame_config") if mame_config is _UNSET else mame_config)
         number = {n: fields.pop(n) for n in ("tau", "keep") if fields.get(n) is not None}
@@ -154,17 +155,17 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
         self.register_to_config(tau=tau, keep=keep, mame_config=fields or None)
 
     def __call__(self, *args: Any, tau: Any = _UNSET, keep: Any = _UNSET, **kwargs: Any) -> Any:
-        """Generates images; takes and returns what StableDiffusionPipeline's call does.
+        """Generate images; arguments and result are those of StableDiffusionPipeline's call.
 
         Args:
-            tau: threshold for this call alone, also when it raises; None is off, "default" the
+            args: StableDiffusionPipeline's.
+            tau: Threshold for this call only, also if it raises; None is off, "default" the
                 measured default.
-            keep: share of tokens to keep for this call alone.
-            kwargs: StableDiffusionPipeline's, and any other field of MaMeConfig for this call
-                alone.
+            keep: Share of tokens to keep for this call only.
+            kwargs: StableDiffusionPipeline's, and any other field of MaMeConfig for this call only.
 
         Raises:
-            ValueError: a setting is out of its range, or both tau and keep are given.
+            ValueError: If a setting is out of range, or if both tau and keep are given.
         """
         fields = {**_dict_of(self.config.mame_config), **_taken(kwargs)}
         config = resolve_setting(*self._choice(tau, keep), fields)
@@ -174,7 +175,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
             return super().__call__(*args, **kwargs)
 
     def _choice(self, tau: Any, keep: Any) -> tuple[Any, Any]:
-        """(tau, keep), where what is given replaces what the pipeline has."""
+        """Return (tau, keep), where given values replace those of the pipeline."""
         if tau is _UNSET and keep is _UNSET:
             return self.config.get("tau", DEFAULT), self.config.get("keep")
         tau, keep = (None if value is _UNSET else value for value in (tau, keep))
@@ -182,10 +183,10 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
     @contextmanager
     def _merging(self, config: MaMeConfig) -> Iterator[None]:
-        """Merges with `config` in this thread while entered; the UNet behaves as before after that.
+        """Merge with `config` in this thread within the `with` block.
 
-        The hooks stay on the UNet, inactive, so that a compiled UNet need not compile again for
-        every call. They never replace another handle's.
+        The hooks stay on the UNet afterwards, inactive, so that a compiled UNet isn't compiled
+        again for every call. They never replace another handle's.
         """
         unet, image = self.unet, threading.Lock()
         with CHANGES:
@@ -204,7 +205,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
                     self._foreign.close()
 
     def _begin(self, config: MaMeConfig) -> None:
-        """Put the hooks on, for calls that merge."""
+        """Put the hooks on the UNet for calls that merge."""
         if self._mame is None or self._mame.root is not self.unet:
             self._mame = build_handle(self.unet, config, active=False)
         handle = self._mame
@@ -219,7 +220,7 @@ class StableDiffusionMaMePipeline(StableDiffusionPipeline):
 
 
 def _dict_of(mame_config: Any) -> dict[str, Any]:
-    """The fields of a `mame_config`, given as a dict, a MaMeConfig or a file."""
+    """Return the fields of a `mame_config`, given as a dict, a MaMeConfig or a file."""
     if isinstance(mame_config, (str, PathLike)):
         mame_config = MaMeConfig.from_file(mame_config)
     if isinstance(mame_config, MaMeConfig):
@@ -228,31 +229,33 @@ def _dict_of(mame_config: Any) -> dict[str, Any]:
 
 
 def _taken(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The fields of MaMeConfig among `arguments`, taken out of them."""
+    """Remove the fields of MaMeConfig from `arguments` and return them."""
     return {name: arguments.pop(name) for name in FIELDS if name in arguments}
 
 
 def _check(arguments: dict[str, Any]) -> None:
-    """Raises ValueError for settings among a loader's arguments that can't be, whatever is saved
-    with the model.
+    """Raise ValueError for invalid settings among a loader's arguments.
+
+    They are invalid whatever is saved with the model.
     """
     fields = _dict_of(arguments.get("mame_config"))
     check_names(fields)
-    given = {**fields, **arguments}
+    settings = {**fields, **arguments}
     for name in NAMES:
-        if (name, given.get(name)) != ("tau", DEFAULT):
-            checked(name, given.get(name))
+        if (name, settings.get(name)) != ("tau", DEFAULT):
+            checked(name, settings.get(name))
 
 
-def _signature(base: Callable[..., Any], **own: Any) -> inspect.Signature:
-    """The signature of a method of StableDiffusionPipeline, with keywords of ours and their
-    defaults: diffusers' ways of loading, help() and others look arguments up in it.
+def _signature(base: Callable[..., Any], **added: Any) -> inspect.Signature:
+    """Return the signature of a method of StableDiffusionPipeline with our keywords added.
+
+    diffusers' loaders, help() and other tools look arguments up in it.
     """
     parameters = list(inspect.signature(base).parameters.values())
     rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
     ours = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=object)
-        for name, value in own.items()
+        for name, value in added.items()
     ]
     return inspect.Signature([*(p for p in parameters if p not in rest), *ours, *rest])
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mame_sd.embedded.model import embedded_models
+from scripts.release import set_links
 
 ROOT = Path(__file__).parents[1]
 # What the installed wheel is asked, in one process: another would load all libraries again.
@@ -39,6 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     unlike = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "out", "*.egg-info")
     shutil.copytree(ROOT, folder / "source", ignore=unlike)
+    set_links(folder / "source")  # as for a release
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
     done = subprocess.run(
         [*command, "--outdir", str(folder), str(folder / "source")],

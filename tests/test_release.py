@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts.release import PLACES, problems, set_version
+from scripts.release import OWNERS, VERSIONS, problems, set_owner, set_version
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -19,12 +19,11 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """The files that a release reads, ready for one."""
-    for name in {name for name, _ in PLACES} | {"CHANGELOG.md"}:
+    for name in {name for name, _ in (*VERSIONS, *OWNERS)} | {"CHANGELOG.md"}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     set_version("1.2.3", tmp_path)
-    change(tmp_path / "pyproject.toml", "/OWNER/", "/somebody/")
-    change(tmp_path / "pyproject.toml", '"PUBLISHER"', '"somebody"')
+    set_owner("somebody", tmp_path)
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3\n", encoding="utf-8")
     return tmp_path
 
@@ -41,16 +40,16 @@ def test_the_version_is_one() -> None:
 
 def test_a_checkout_with_all_set_may_be_released(checkout: Path) -> None:
     place = "https://github.com/somebody/mame-sd"
-    assert [*problems(checkout, "v1.2.3", place, comfy=True)] == []
+    assert [*problems(checkout, "v1.2.3", place)] == []
 
 
 @pytest.mark.parametrize(
     ("name", "old", "new", "message"),
     [
-        ("pyproject.toml", "/somebody/", "/OWNER/", "expected the repository's address"),
+        ("pyproject.toml", "/somebody/", "/OWNER/", "pyproject.toml: expected the owner of the"),
         ("pyproject.toml", "/somebody/", "/another/", "expected Repository https://github.com/s"),
-        ("pyproject.toml", '"somebody"', '"PUBLISHER"', "expected a publisher of Comfy's registry"),
-        ("pyproject.toml", '"somebody"', '""', "expected a publisher of Comfy's registry"),
+        ("pyproject.toml", '"somebody"', '"OWNER"', "pyproject.toml: expected the owner of the"),
+        ("comfyui/README.md", "/somebody/", "/OWNER/", "comfyui/README.md: expected the owner of"),
         ("pyproject.toml", "models==1.2.3", "models==1.2.2", "expected version 1.2.3, got 1.2.2"),
         ("mame_sd/embedded/pyproject.toml", "1.2.3", "1.2.4", "expected version 1.2.3, got 1.2.4"),
         ("CITATION.cff", "version: 1.2.3", "version: 1.0.0", "expected version 1.2.3, got 1.0.0"),
@@ -62,8 +61,14 @@ def test_what_is_missing_stops_it(
 ) -> None:
     change(checkout / name, old, new)
     place = "https://github.com/somebody/mame-sd"
-    (problem,) = problems(checkout, "v1.2.3", place, comfy=True)
+    (problem,) = problems(checkout, "v1.2.3", place)
     assert message in problem
+
+
+def test_the_placeholder_of_the_owner_is_no_owner(checkout: Path) -> None:
+    for owner in ("OWNER", "", "a/b", "-a"):
+        with pytest.raises(ValueError, match="expected the name of an account"):
+            set_owner(owner, checkout)
 
 
 def test_another_tag_or_form_of_version_is_refused(checkout: Path) -> None:

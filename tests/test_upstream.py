@@ -45,7 +45,7 @@ def test_the_oldest_releases_are_those_of_the_package_and_of_its_oldest_test() -
     }
     for library, releases in upstream.RELEASES.items():
         assert releases.startswith(f"between {floors[library]} and ")
-    lines = (root / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
+    lines = (root / ".ci" / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
     for oldest in (Requirement(line) for line in lines if not line.startswith("#")):
         pinned, floor = next(iter(oldest.specifier)).version, floors[oldest.name]
         assert pinned == floor or pinned.startswith(f"{floor}."), oldest.name

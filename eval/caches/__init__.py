@@ -1,3 +1,1 @@
-"""Methods that shorten a language model's KV cache, measured beside one another: `mame-sd-eval
-cache`.
-"""
+"""Measure methods that shorten a language model's KV cache: `mame-sd-eval cache`."""

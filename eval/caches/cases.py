@@ -1,13 +1,12 @@
-"""What caches are measured on: passages of text that a model goes on with, and questions that it
-answers from its prompt.
+"""Cases for measuring caches: passages that a model continues, and questions that it answers.
 
-Passages come from a folder of HTML, Python and plain text. Files are dealt to two halves by their
-names: "development", on which a method may be tuned, and "report".
+Passages come from a folder of HTML, Python and plain text. Files are divided into two halves by
+their names: "development", on which a method may be tuned, and "report".
 
-Questions are of two tasks: one of a few codes in filler, and one of many pairs. A prompt is a
-conversation in which questions about other codes are asked and answered. The cache is cut there,
-and the question that counts comes after: no method sees it. The answer is teacher-forced: right is
-a whole answer, token by token.
+There are two tasks of questions: a few codes in filler text, and many pairs. A prompt is a
+conversation in which questions about other codes are asked and answered. The cache is shortened
+after it, and the question that counts follows: no method sees it. The answer is teacher-forced and
+right if every token is.
 """
 
 from __future__ import annotations
@@ -55,11 +54,14 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt and what is read after its cache was cut, as token ids.
+    """A prompt, and what is read after its cache was shortened, as token ids.
 
     Attributes:
-        kind: TEXT, a passage that goes on; or a retrieval task.
-        answer: how many of the last tokens of `rest` are the answer that must be given; 0: none.
+        name: Name of the case.
+        kind: TEXT for a passage, or the name of a task.
+        prompt: The prompt.
+        rest: What follows it.
+        answer: Number of tokens at the end of `rest` that are the answer; 0 for a passage.
     """
 
     name: str
@@ -70,7 +72,7 @@ class Case:
 
 
 def read_text(path: Path) -> str:
-    """A file's text without markup. Raises UserError when it can't be read."""
+    """Return a file's text without markup. Raise UserError if it can't be read."""
     try:
         text = path.read_bytes().decode("utf-8", "replace")
     except OSError as error:
@@ -85,27 +87,29 @@ def read_text(path: Path) -> str:
 
 
 def text_files(folder: Path | None) -> dict[str, list[Path]]:
-    """Files by where they come from (the first folder below `folder`); None: Python's own library.
+    """Return the text files of a folder by their first folder below it.
+
+    If `folder` is None, the files of Python's standard library.
 
     Raises:
-        UserError: no folder, or no text in it.
+        UserError: If there is no such folder, or no text in it.
     """
     if folder is None:
         library = Path(sysconfig.get_paths()["stdlib"])
         return {"python": sorted(library.glob("*.py"))}
     if not folder.is_dir():
         raise UserError(f"--texts: expected a folder, found none at {folder}; give one")
-    found: dict[str, list[Path]] = {}
+    files: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix in SUFFIXES and path.is_file() and not path.is_symlink():
-            found.setdefault(path.relative_to(folder).parts[0], []).append(path)
-    if not found:
+            files.setdefault(path.relative_to(folder).parts[0], []).append(path)
+    if not files:
         raise UserError(f"--texts: expected {', '.join(SUFFIXES)}, found none in {folder}")
-    return found
+    return files
 
 
 def half_of(path: Path) -> str:
-    """Which half a file belongs to: by the sha256 of its name."""
+    """Return the half that a file belongs to, by the sha256 of its name."""
     return HALVES[hashlib.sha256(path.name.encode()).digest()[0] % 2]
 
 
@@ -117,24 +121,27 @@ def passages(
     length: int,
     rest: int,
 ) -> list[Case]:
-    """`num` passages of one half, sources in turn, one of each file.
+    """Return passages of one half, one per file, from all sources in turn.
 
     Args:
-        tokens: a text's token ids.
-        files: from `text_files`.
-        length, rest: tokens of the prompt and of what follows.
+        tokens: Returns a text's token ids.
+        files: What `text_files` returned.
+        half: The half.
+        num: Number of passages.
+        length: Tokens of the prompt.
+        rest: Tokens of what follows.
 
     Raises:
-        UserError: fewer texts than that.
+        UserError: If there are fewer texts.
     """
-    sources = [_of_source(tokens, name, own, half, length, rest) for name, own in files.items()]
+    sources = [_of_source(tokens, name, paths, half, length, rest) for name, paths in files.items()]
     turns = (one for turn in zip_longest(*sources) for one in turn if one is not None)
-    found = list(islice(turns, num))
-    if len(found) < num:
+    cases = list(islice(turns, num))
+    if len(cases) < num:
         raise UserError(
-            f"--num: expected at most {len(found)} passages of {length + rest} tokens, got {num}"
+            f"--num: expected at most {len(cases)} passages of {length + rest} tokens, got {num}"
         )
-    return found
+    return cases
 
 
 def _of_source(
@@ -158,25 +165,32 @@ def _of_source(
 
 
 def questions(task: str, tokens: Callable[[str], list[int]], num: int, length: int) -> list[Case]:
-    """`num` questions of a task, whose prompts have at most `length` tokens.
+    """Return the questions of a task.
 
-    Raises UserError where so many do not hold one.
+    Args:
+        task: "needles" or "pairs".
+        tokens: Returns a text's token ids.
+        num: Number of questions.
+        length: Largest number of tokens of a prompt.
+
+    Raises:
+        UserError: If no prompt fits into that many tokens.
     """
-    found: list[Case] = []
+    cases: list[Case] = []
     for name in (f"{task}-{number}" for number in range(num)):
         for size in range(_MOST[task], 0, -1):
             parts = _asked(task, random.Random(name), size)
             ids, question, answer = (tokens(part) for part in parts)
             if len(ids) <= length:
-                found.append(Case(name, task, ids, [*question, *answer], len(answer)))
+                cases.append(Case(name, task, ids, [*question, *answer], len(answer)))
                 break
         else:
             raise UserError(f"--length: expected room for the task {task}, got {length} tokens")
-    return found
+    return cases
 
 
 def _asked(task: str, rng: random.Random, size: int) -> tuple[str, str, str]:
-    """The context, the question, and the answer."""
+    """Return the context, the question and the answer."""
     count = _NEEDLES if task == "needles" else max(size, _SHOWN[task] + 1)
     names = rng.sample(_WORDS.split(), count)
     codes = [str(rng.randrange(1000, 9999)) for _ in names]

@@ -1,4 +1,4 @@
-"""One prompt, every method: one prefill, then what follows read once for each method and share."""
+"""Measure every method on one prompt: one prefill, then what follows for each method and share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .methods import KVzip
 
 
 class Recorder(Selection):
-    """A method that keeps every key and remembers what it saw."""
+    """A method that keeps every key and records what it saw."""
 
     views: Sequence[CacheView] = ()
 
     def look(self, view: CacheView, keep: float) -> Any:
-        """Return the whole view, the layer's input too."""
+        """Return the whole view, with the layer's input."""
         return view
 
     def lengths(self, views: Sequence[CacheView], looks: Sequence[Any], keep: float) -> Tensor:
@@ -39,7 +39,12 @@ class Recorder(Selection):
 
 
 class Meter:
-    """Runs prompts on one model, inside `with`."""
+    """Run prompts on one model inside a `with` block.
+
+    Args:
+        model: The language model.
+        repeat: Token ids that ask the model to repeat its prompt, for KVzip.
+    """
 
     def __init__(self, model: Any, repeat: Sequence[int] = ()) -> None:
         """`repeat`: token ids that ask the model to repeat its prompt, for KVzip."""
@@ -61,7 +66,7 @@ class Meter:
     def prefill(
         self, prompt: Sequence[int], cache: DynamicCache | None = None
     ) -> Sequence[CacheView]:
-        """Runs a prompt once, behind what a cache holds; gives the caches of all layers."""
+        """Run a prompt once after the tokens of a cache; return the caches of all layers."""
         self.handle.compressing = True
         self._call(prompt, DynamicCache() if cache is None else cache, logits_to_keep=1)
         self.handle.compressing = False
@@ -69,26 +74,35 @@ class Meter:
 
     @torch.no_grad()
     def rest(self, kept: Sequence[Kept], seen: int, ids: Sequence[int]) -> Tensor:
-        """Log-probabilities [n, V] in fp32 after each of `ids`, read after a cache."""
+        """Read tokens after a cache.
+
+        Args:
+            kept: What each layer keeps.
+            seen: Number of tokens that it stands for.
+            ids: The tokens that follow.
+
+        Returns:
+            Log-probabilities after each of them, fp32 [n, V].
+        """
         logits: Tensor = self._call(ids, cache_of(kept, seen)).logits[0]
         return logits.float().log_softmax(-1)
 
     @torch.no_grad()
     def repeated(self, prompt: Sequence[int], start: Sequence[CacheView]) -> list[Tensor]:
-        """KVzip's scores [1, h, L] of each layer of `start`: the prompt is read again behind it."""
-        length, found = start[0].seen, []
+        """Return KVzip's scores [1, h, L] of each layer, from reading the prompt a second time."""
+        length, scores = start[0].seen, []
         for view in self.prefill([*self.repeat, *prompt], cache_of(start, length)):
             queries, slots = view.newest()
             parts = [
                 view.attention(queries[:, :, at], slots[at])[..., :length].amax((2, 3))
                 for at in view.blocks(queries)
             ]
-            found.append(torch.stack(parts).amax(0))
-        return found
+            scores.append(torch.stack(parts).amax(0))
+        return scores
 
 
 def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
-    """A cache that holds what was kept of `seen` tokens."""
+    """Return a cache that holds what was kept of `seen` tokens."""
     cache = DynamicCache()
     cache.layers = [CompressedLayer(one, seen) for one in kept]
     return cache
@@ -101,15 +115,22 @@ def measure(
     shares: Sequence[float],
     done: Callable[[str, float], bool],
 ) -> Iterator[dict[str, Any]]:
-    """What the full cache, and each row and share that isn't `done`, make of a case.
+    """Measure the full cache and every row and share that isn't done, on one case.
 
     A question that the full cache answers wrong says nothing about the others, which are left out.
 
+    Args:
+        meter: Runs prompts.
+        case: The case.
+        rows: The rows.
+        shares: Shares of the cache.
+        done: Returns True for a row and share that were measured before.
+
     Yields:
-        row, share; and of a text kl to the full cache and nll of what follows (nats per token,
-        means over the tokens that follow but the first), and the shares of keys ("kept") and of
-        bytes ("bytes", with biases, slots and padding) that stayed; of a question whether the
-        answer is "right".
+        A result with row and share. For a passage also "kl" to the full cache and "nll" of what
+        follows (nats per token, means over all tokens but the first), and the shares of keys
+        ("kept") and of bytes ("bytes", with biases, slots and padding) that stayed. For a question
+        also whether the answer is "right".
     """
     todo = [(row, s) for row in rows for s in shares if not done(row.name, s)]
     if not todo and done("full", 1.0):

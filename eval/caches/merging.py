@@ -1,9 +1,9 @@
-"""Merging as the paper sketches it for caches: destinations at odd positions, sources at even ones,
-a triangular mask.
+"""The paper's sketch of causal merging for caches.
 
-Paper, "Future Work": W^F is multiplied by M, M_ij = 1 where source j is not later than destination
-i. To the letter W^F still sums each source's column over *all* destinations, so a later token
-changes the weights of an earlier one.
+Destinations are at odd positions, sources at even ones. Paper, "Future Work": W^F is multiplied by
+M, with M_ij = 1 if source j isn't later than destination i. Taken literally, W^F still normalises
+each source's column over *all* destinations, so that a later token changes the weights of an
+earlier one.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ from .methods import RECENT, SINKS, keys_of
 
 @dataclass(frozen=True)
 class CausalMaMe:
-    """The paper's causal merging of a cache, in rounds of the most similar tokens that halve it at
-    most, until the share is reached; of one sample without padding.
+    """The paper's causal merging of a cache, for one sample without padding.
+
+    It merges the most similar tokens in rounds, each of which at most halves the cache, until the
+    share is reached.
 
     Attributes:
-        sinks, recent: first and newest tokens that take no part.
+        sinks: Number of first tokens that don't merge.
+        recent: Number of newest tokens that don't merge.
     """
 
     sinks: int = SINKS
     recent: int = RECENT
 
     def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
-        """Every layer's merged cache."""
+        """Return every layer's merged cache."""
         return [self.compress(view, keep) for view in views]
 
     def compress(self, view: CacheView, keep: float) -> Kept:
-        """The merged cache, at most round(keep * tokens) keys in each head."""
+        """Return a merged cache of at most round(keep * tokens) keys in each head."""
         keys, values, slots = view.keys[0], view.values[0], view.slots[0, 0]
         count = min(keys_of(view, keep), len(slots))
         first, end = min(self.sinks, count // 4), len(slots) - min(self.recent, count // 2)
@@ -56,16 +59,21 @@ class CausalMaMe:
 
         def joined(old: Tensor, middle: Tensor) -> Tensor:
             """Keys or values [h, L, D] of which `middle` [K', h D] merged, [1, h, K, D]."""
-            own = middle.unflatten(1, (len(old), -1)).transpose(0, 1).to(old.dtype)
-            return torch.cat([old[:, :first], own, old[:, end:]], 1)[None]
+            split = middle.unflatten(1, (len(old), -1)).transpose(0, 1).to(old.dtype)
+            return torch.cat([old[:, :first], split, old[:, end:]], 1)[None]
 
         places = torch.cat([slots[:first], stays, slots[end:]]).expand(1, len(keys), -1)
         return Kept(joined(keys, new[0]), joined(values, new[1]), places)
 
 
 def merged(x: Tensor, slots: Tensor, width: int, target: int) -> tuple[Tensor, Tensor]:
-    """Merge tokens x [n, C] at slots [n] once, compared by their first `width` features: to
-    `target` tokens where half of them reach it, else to half.
+    """Merge tokens once: to `target` tokens, or to half of them if half is more.
+
+    Args:
+        x: Tokens [n, C].
+        slots: Their slots [n].
+        width: Number of leading features by which they are compared.
+        target: Number of tokens to reach.
     """
     n = len(slots) // 2 * 2  # the last of an odd number has no destination after it
     if not n:
@@ -79,14 +87,20 @@ def merged(x: Tensor, slots: Tensor, width: int, target: int) -> tuple[Tensor, T
 
 
 def causal_weights(x: Tensor, merges: int) -> tuple[Tensor, Tensor]:
-    """W^F [n / 2, n / 2] of tokens x [n, C], destinations at odd positions, of which the `merges`
-    most similar sources merge; and which sources stay, bool [n / 2].
+    """Return the weights of causal merging, destinations at odd positions.
+
+    Args:
+        x: Tokens [n, C].
+        merges: Number of sources that merge, the most similar ones.
+
+    Returns:
+        W^F [n / 2, n / 2], and the sources that stay, bool [n / 2].
     """
-    found = similarity(x[1::2].unsqueeze(0), x[::2].unsqueeze(0), "cosine")[0]
-    allowed = torch.ones_like(found, dtype=torch.bool).tril()
-    best = found.masked_fill(~allowed, -torch.inf).amax(0)
+    similarities = similarity(x[1::2].unsqueeze(0), x[::2].unsqueeze(0), "cosine")[0]
+    allowed = torch.ones_like(similarities, dtype=torch.bool).tril()
+    best = similarities.masked_fill(~allowed, -torch.inf).amax(0)
     order = best.argsort(descending=True, stable=True)[:merges]
     chosen = torch.zeros_like(allowed[0]).index_fill(0, order, True)
     tau = max(-1.0, float(best[chosen].min()) - 1e-6)
-    weights = fusion_weights(found.unsqueeze(0), tau, True)[0][0] * allowed * chosen
+    weights = fusion_weights(similarities.unsqueeze(0), tau, True)[0][0] * allowed * chosen
     return weights, weights.sum(0) == 0

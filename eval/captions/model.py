@@ -1,5 +1,7 @@
-"""The captioner that is measured: a LLaVA in transformers' format, or a mini LLaVA of fetched parts
-and a trained projector.
+"""Load the captioner that is measured.
+
+It is a LLaVA in transformers' format, or a small LLaVA made of fetched parts and a trained
+projector.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from mame_sd.captions.known_captioners import LLAVA, name_of
+from mame_sd.captions.captioner_registry import LLAVA, name_of
 from mame_sd.embedded.model import models_folder
 from mame_sd.errors import UserError, first_line
 from mame_sd.runs.devices import pick_device, pick_dtype
@@ -32,12 +34,12 @@ _SIDE, _PATCH, _LAYER = 126, 14, -4
 
 @dataclass(frozen=True)
 class Captioner:
-    """A LLaVA in eval mode, and what makes its inputs and texts.
+    """A LLaVA in eval mode, with functions that make its inputs and texts.
 
     Attributes:
-        model: of a class that merges.
-        inputs: what its processor makes of one picture.
-        text: of ids that it wrote.
+        model: A model of a registered class.
+        inputs: Returns the processor's inputs for one picture.
+        text: Decodes the ids that the model wrote.
     """
 
     model: Any
@@ -46,11 +48,11 @@ class Captioner:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         return next(iter(self.model.parameters())).device
 
     def call(self, picture: Image.Image) -> dict[str, Tensor]:
-        """What the model is called with for one picture, on its device and in its dtype."""
+        """Return the model's arguments for one picture, on its device and in its dtype."""
         dtype = next(iter(self.model.parameters())).dtype
         return {
             name: value.to(self.device, dtype if value.is_floating_point() else None)
@@ -61,16 +63,16 @@ class Captioner:
 def load_captioner(
     choice: ModelChoice, prompt: str | None, weights_dir: Path | None = None
 ) -> Captioner:
-    """The captioner of a folder or hub id, on its device.
+    """Load the captioner of a folder or hub id, on its device.
 
     Args:
-        choice: of it model, dtype, device, revision and offline count.
-        prompt: what is asked; None: `PROMPT`.
-        weights_dir: looked into first for weights of the mini LLaVA's parts.
+        choice: Its model, dtype, device, revision and offline fields are used.
+        prompt: The prompt. If None, `PROMPT`.
+        weights_dir: Folder that is searched first for weights of the small LLaVA's parts.
 
     Raises:
-        UserError: it isn't there, or is no LLaVA, or no such device, or a prompt that it can't be
-            given.
+        UserError: If the model is missing or isn't a LLaVA, if the device is missing, or if the
+            prompt doesn't fit the model.
     """
     mini = _mini_of(choice)
     if prompt is not None and mini is not None:
@@ -84,12 +86,14 @@ def load_captioner(
         )
     device = pick_device(choice.device)
     dtype = pick_dtype(choice.dtype, device)
-    found = _published(choice, prompt, dtype) if mini is None else _mini(mini, weights_dir, choice)
-    return replace(found, model=found.model.eval().requires_grad_(False).to(device, dtype))
+    captioner = (
+        _published(choice, prompt, dtype) if mini is None else _mini(mini, weights_dir, choice)
+    )
+    return replace(captioner, model=captioner.model.eval().requires_grad_(False).to(device, dtype))
 
 
 def _published(choice: ModelChoice, prompt: str | None, dtype: torch.dtype) -> Captioner:
-    """A LLaVA in transformers' format."""
+    """Load a LLaVA in transformers' format."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     expected = f"a LLaVA of transformers, or a folder with {MINI}"
@@ -110,7 +114,7 @@ def _published(choice: ModelChoice, prompt: str | None, dtype: torch.dtype) -> C
 
 
 def _mini_of(choice: ModelChoice) -> Path | None:
-    """The file of a mini LLaVA, where the model is one."""
+    """Return the file of a small LLaVA if the model is one, or None."""
     folder = Path(choice.model or EMBEDDED)
     if str(folder) == EMBEDDED and not folder.exists():
         folder = models_folder() / "captioner"
@@ -118,7 +122,7 @@ def _mini_of(choice: ModelChoice) -> Path | None:
 
 
 def _mini(path: Path, weights_dir: Path | None, choice: ModelChoice) -> Captioner:
-    """DINOv2-S, SmolLM2 and what joins them."""
+    """Join DINOv2-S, SmolLM2 and the trained parts."""
     language, tokenizer = load_smollm2(weights_dir, choice.offline)
     tower = load_dinov2(weights_dir, choice.offline)
     image = tokenizer.convert_tokens_to_ids(_IMAGE)
@@ -139,11 +143,16 @@ def _words(tokenizer: Any, ids: Tensor) -> str:
 
 
 def joined(tower: Any, language: Any, path: Path, image: int) -> Any:
-    """A LLaVA of a vision tower, a language model, and the projector and updates in the file
-    `path`; `image` is the id of image tokens.
+    """Join a vision tower, a language model, and a trained projector and updates to a LLaVA.
+
+    Args:
+        tower: The vision tower.
+        language: The language model.
+        path: File with the projector and the updates.
+        image: The id of image tokens.
 
     Raises:
-        UserError: the file can't be read, or is of other parts.
+        UserError: If the file can't be read or belongs to other parts.
     """
     from safetensors.torch import load_file
     from transformers import LlavaConfig, LlavaForConditionalGeneration

@@ -1,5 +1,6 @@
-"""References of captions in COCO's format: `images` with ids and files, `annotations` with
-captions.
+"""Read reference captions in COCO's format.
+
+`images` has ids and files, `annotations` has captions.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ class Pictures:
     """Pictures in the order of the file of references.
 
     Attributes:
-        files: of each picture by its id.
-        references: captions of each.
+        files: The file of each picture by its id.
+        references: The captions of each picture by its id.
     """
 
     files: dict[str, Path]
@@ -27,11 +28,16 @@ class Pictures:
 
 
 def read_references(file: Path, folder: Path, num: int | None = None) -> Pictures:
-    """The pictures of `folder` that the file describes, or the first `num`.
+    """Read the pictures of a folder that a file of references describes.
+
+    Args:
+        file: The file of references.
+        folder: The folder of pictures.
+        num: Read only the first `num`.
 
     Raises:
-        UserError: a file or picture that isn't there, another format, an id twice, a picture
-            without captions.
+        UserError: If a file is missing or has another format, an id occurs twice, or a picture has
+            no caption.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)

@@ -1,7 +1,7 @@
-"""Rows of the caption table: which of an image's tokens the language model reads.
+"""Rows of the caption table: the tokens of an image that the language model reads.
 
-All rows go through the same calls of the model (`mame_sd.captions.calls`); a row says only which
-vectors an image gives. Each image is seen alone, so that a row does not depend on a batch.
+All rows use the same calls of the model (`mame_sd.captions.shorten`); a row only chooses the
+vectors of an image. Each image is processed alone, so that no row depends on a batch.
 """
 
 from __future__ import annotations
@@ -17,35 +17,43 @@ from torch import Tensor, nn
 
 from mame_sd.apply import mame
 from mame_sd.captions.apply_captioner import apply_captioner
-from mame_sd.captions.calls import Calls
+from mame_sd.captions.captioner_registry import images_of, layer_of
 from mame_sd.captions.farthest import cosines, farthest_first
-from mame_sd.captions.known_captioners import images_of, layer_of
-from mame_sd.captions.on_model import put, take
+from mame_sd.captions.patch import attach, detach
 from mame_sd.captions.prompts import Image
+from mame_sd.captions.shorten import PromptShortener
 
 from ..perception.rivals import rival_on
 from ..perception.rules import ToMe
 from ..tables import Row, named
 
-On = Callable[[Any], AbstractContextManager[Calls]]  # puts a row on a LLaVA for a `with` block
+On = Callable[
+    [Any], AbstractContextManager[PromptShortener]
+]  # puts a row on a LLaVA for a `with` block
 
 
 @contextmanager
-def _giving(model: Any, seen: Callable[[dict[str, Any]], list[Image]]) -> Iterator[Calls]:
-    """Let the images of each call give what `seen` makes of it."""
-    calls = Calls(model, seen)
-    put(calls)
+def _attached(
+    model: Any, seen: Callable[[dict[str, Any]], list[Image]]
+) -> Iterator[PromptShortener]:
+    """Attach a shortener to a model for a `with` block."""
+    calls = PromptShortener(model, seen)
+    attach(calls)
     try:
         yield calls
     finally:
-        take(model, calls)
+        detach(model, calls)
 
 
 def chosen(
     pick: Callable[[Tensor, int], Tensor], keep: float, model: Any
-) -> AbstractContextManager[Calls]:
-    """Give the language model a share `keep` of an image's tokens, in their order: `pick` takes so
-    many places of features [L, C].
+) -> AbstractContextManager[PromptShortener]:
+    """Give the language model a share of an image's tokens, in their order.
+
+    Args:
+        pick: Returns the places of `count` tokens of features [L, C].
+        keep: The share.
+        model: The LLaVA.
     """
 
     def some(image: Image) -> Image:
@@ -53,16 +61,16 @@ def chosen(
         places = pick(image.features, count).sort().values
         return Image(image.features[places], image.places[places], image.unmerged)
 
-    return _giving(model, lambda call: [some(one) for one in images_of(model, call, 1.0)])
+    return _attached(model, lambda call: [some(one) for one in images_of(model, call, 1.0)])
 
 
 def first(features: Tensor, count: int) -> Tensor:
-    """Take the first ones."""
+    """Return the first places."""
     return torch.arange(count, device=features.device)
 
 
 def at_random(features: Tensor, count: int) -> Tensor:
-    """Take some at random, as follows from the features alone."""
+    """Return random places; the features alone determine them."""
     data = features.detach().float().cpu().numpy().tobytes()
     seed = int.from_bytes(hashlib.sha256(data).digest()[:4], "big")
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed))
@@ -70,18 +78,20 @@ def at_random(features: Tensor, count: int) -> Tensor:
 
 
 def divprune(features: Tensor, count: int) -> Tensor:
-    """Take those whose nearest neighbours among themselves are farthest (DivPrune, Alvar et al.
-    2025, arXiv 2503.02175): greedily, by cosine distance. Our default begins with it too.
+    """Return the places whose nearest neighbours among themselves are farthest.
+
+    DivPrune (Alvar et al. 2025, arXiv 2503.02175), greedily by cosine distance. Our default begins
+    with it too.
     """
     return farthest_first(cosines(features[None]), count)[0]
 
 
 @contextmanager
-def merged(model: Any, **fields: Any) -> Iterator[Calls]:
+def merged(model: Any, **fields: Any) -> Iterator[PromptShortener]:
     """Merge behind the tower as `apply_mame` does with these fields."""
     handle = apply_captioner(model, **fields)
     try:
-        yield handle
+        yield handle.shortener
     finally:
         handle.remove()
 
@@ -89,12 +99,15 @@ def merged(model: Any, **fields: Any) -> Iterator[Calls]:
 @contextmanager
 def in_tower(
     merging: Callable[[Any, int], AbstractContextManager[Any]], model: Any
-) -> Iterator[Calls]:
-    """Merge tokens in the tower's blocks, and give the language model those that are left, each at
-    the place of the first token that it was made of.
+) -> Iterator[PromptShortener]:
+    """Merge tokens in the tower's blocks, and give the language model those that remain.
+
+    Each remaining token stands at the place of the first token that it was made of.
 
     Args:
-        merging: puts merging on a tower of which so many blocks are read.
+        merging: Puts merging on a tower; it is called with the tower and the number of its blocks
+            that are read.
+        model: The LLaVA.
     """
     count, tower = layer_of(model), model.model.vision_tower
     skip = int(model.config.vision_feature_select_strategy == "default")
@@ -113,13 +126,18 @@ def in_tower(
 
     with merging(tower, count) as handle:
         handle.capture()
-        with _giving(model, lambda call: list(map(image, call["pixel_values"].split(1)))) as calls:
+        with _attached(
+            model, lambda call: list(map(image, call["pixel_values"].split(1)))
+        ) as calls:
             yield calls
 
 
 @contextmanager
-def renumbered(row: On, model: Any) -> Iterator[Calls]:
-    """Count what a row leaves of a prompt from 0, as of a shorter prompt: the paper's form."""
+def renumbered(row: On, model: Any) -> Iterator[PromptShortener]:
+    """Count the positions of a row's remaining prompt from 0, as for a shorter prompt.
+
+    This is the paper's form.
+    """
 
     def count(module: nn.Module, args: Any, call: dict[str, Any]) -> Any:
         mask = call.get("attention_mask")  # of what is left; None: nothing merged
@@ -154,8 +172,8 @@ ROWS = {
 
 
 def chosen_rows(text: str | None) -> list[str]:
-    """Names of the baseline and of the rows named with commas between; None: all.
+    """Return the names of the baseline and of the rows that `text` names, separated by commas.
 
-    Raises UserError for one that there isn't.
+    If `text` is None, all rows. Raises UserError for an unknown name.
     """
     return list({"baseline": None, **named(text, ROWS)})

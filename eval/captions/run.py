@@ -1,13 +1,14 @@
-"""`mame-sd-eval caption`: every row captions every picture; captions are kept as they are made.
+"""Caption every picture by every row: `mame-sd-eval caption`.
 
     OUT/captions.jsonl     a line for each row and picture: caption, visual tokens, seconds
-    OUT/captions.json      the table's figures
+    OUT/captions.json      the figures of the table
 
-KL is that of the unmerged model's next words to a row's, in nats, the mean over the words of the
-unmerged model's caption.
+KL is the divergence from the unmerged model's next words to a row's, in nats, as a mean over the
+words of the unmerged model's caption.
 
-A stopped run continues with what is missing. Rows take turns on a picture, and each one's seconds
-are divided by the baseline's of the same turn: that of a row which is added later is timed again.
+A stopped run continues with what is missing. Rows take turns on a picture, and each row's seconds
+are divided by the baseline's of the same turn. For a row that is added later the baseline is timed
+again.
 """
 
 from __future__ import annotations
@@ -50,11 +51,20 @@ def run_caption(
     out: Path,
     on_note: Callable[[str], object],
 ) -> dict[str, Any]:
-    """Caption what `out` does not hold yet, and return the table's figures.
+    """Caption what `out` doesn't hold yet.
+
+    Args:
+        settings: The options of the command.
+        choice: The model.
+        out: Folder of results.
+        on_note: Called with a line of progress after each picture.
+
+    Returns:
+        The figures of the table.
 
     Raises:
-        UserError: bad options, no model, no references, an `out` of another run, or a row that
-            can't be had of this model. What was done before is kept.
+        UserError: If an option, the model or the references are invalid, if `out` belongs to
+            another run, or if this model can't run a row. What was done before is kept.
     """
     check_place(out, out)
     rows = chosen_rows(settings.rows)
@@ -73,9 +83,9 @@ def run_caption(
     store = Store(out / "captions.jsonl", FORMAT, "captions", identity, ("row", "picture"))
     captioner = load_captioner(choice, settings.prompt, settings.weights_dir)
     caption_pictures(captioner, pictures, rows, settings.tokens, store, on_note)
-    found = {"identity": identity, "rows": figures_of(store.found, pictures, rows)}
-    write_atomically(out / "captions.json", f"{json.dumps(found, indent=1)}\n".encode())
-    return found
+    result = {"identity": identity, "rows": figures_of(store.found, pictures, rows)}
+    write_atomically(out / "captions.json", f"{json.dumps(result, indent=1)}\n".encode())
+    return result
 
 
 def caption_pictures(
@@ -86,10 +96,15 @@ def caption_pictures(
     store: Store,
     on_note: Callable[[str], object],
 ) -> None:
-    """Caption every picture by every row that `store` does not hold yet, the baseline first.
+    """Caption every picture by every row that `store` doesn't hold yet, the baseline first.
 
     Args:
-        tokens: of a caption, at most.
+        captioner: The captioner.
+        pictures: The pictures and their references.
+        rows: Names of the rows.
+        tokens: Largest number of tokens of a caption.
+        store: The lines of results.
+        on_note: Called with a line of progress after each picture.
     """
     done = store.found
     for number, (name, path) in enumerate(pictures.files.items(), 1):
@@ -109,15 +124,15 @@ def caption_pictures(
             if row != BASELINE:
                 ids = done[BASELINE, name]["ids"]
                 whole = _read(captioner, BASELINE, inputs, ids) if whole is None else whole
-                own = _read(captioner, row, inputs, ids)
-                record["kl"] = float((whole.exp() * (whole - own)).sum(-1).mean())
+                read = _read(captioner, row, inputs, ids)
+                record["kl"] = float((whole.exp() * (whole - read)).sum(-1).mean())
             store.add(record)
         on_note(f"{number} of {len(pictures.files)} pictures")
 
 
 @torch.inference_mode()
 def _caption(captioner: Captioner, row: str, inputs: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """One caption, its visual tokens, and seconds until its first token and its last."""
+    """Write one caption; measure its visual tokens and the seconds to its first and last token."""
     with ROWS[row].method(captioner.model) as calls:
         write = partial(captioner.model.generate, **inputs, do_sample=False)  # the row's
         _, first = seconds_of(partial(write, max_new_tokens=1), captioner.device)
@@ -135,7 +150,7 @@ def _caption(captioner: Captioner, row: str, inputs: dict[str, Any], tokens: int
 
 @torch.inference_mode()
 def _read(captioner: Captioner, row: str, inputs: dict[str, Any], ids: list[int]) -> Tensor:
-    """Log-probabilities [T, words] of each word of a caption `ids`, read behind the prompt."""
+    """Return the log-probabilities [T, words] of the words of a caption behind the prompt."""
     caption = torch.tensor([ids], device=inputs["input_ids"].device)
     call = {**inputs, "input_ids": torch.cat([inputs["input_ids"], caption], 1)}
     if call.get("attention_mask") is not None:
@@ -147,14 +162,20 @@ def _read(captioner: Captioner, row: str, inputs: dict[str, Any], ids: list[int]
 
 
 def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dict[str, Any]]:
-    """The figures of each row, the baseline first, and of captions of other pictures, where there
-    are some.
+    """Return the figures of each row, the baseline first.
+
+    A last row scores the captions of other pictures, if there are any.
+
+    Args:
+        done: The lines of results.
+        pictures: The pictures and their references.
+        rows: Names of the rows.
     """
     names = list(pictures.files)
     each = {name: name for name in names}
     every = {row: {name: done[row, name] for name in names} for row in rows}
-    kl = {row: {name: own["kl"] for name, own in every[row].items()} for row in rows[1:]}
-    found = []
+    kl = {row: {name: one["kl"] for name, one in every[row].items()} for row in rows[1:]}
+    figures_by_row = []
     for row, records in every.items():
         figures = {"row": row, **scored(records, pictures)}
         if row in kl:
@@ -168,29 +189,29 @@ def figures_of(done: Lines, pictures: Pictures, rows: Sequence[str]) -> list[dic
         other = row.replace("keep-", "divprune-")
         if other != row and {row, other} <= kl.keys():
             figures["kl_over"] = paired_difference(kl[row], kl[other], each)
-        found.append(figures)
+        figures_by_row.append(figures)
     if len(names) == 1:  # there is no other picture
-        return found
+        return figures_by_row
     others = [*names[1:], names[0]]
     turned = {name: every[BASELINE][other] for name, other in zip(names, others, strict=True)}
-    return [*found, {**found[0], "row": "chance", **scored(turned, pictures)}]
+    return [*figures_by_row, {**figures_by_row[0], "row": "chance", **scored(turned, pictures)}]
 
 
 def scored(records: Mapping[str, Mapping[str, Any]], pictures: Pictures) -> dict[str, Any]:
-    """Scores of one caption of each picture."""
+    """Score one caption of each picture."""
     captions = {name: str(one["caption"]) for name, one in records.items()}
-    found: dict[str, Any] = {**language_scores(captions, pictures.references)}
-    found["words"] = float(np.mean([len(one.split()) for one in captions.values()]))
-    return found
+    scores: dict[str, Any] = {**language_scores(captions, pictures.references)}
+    scores["words"] = float(np.mean([len(one.split()) for one in captions.values()]))
+    return scores
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """The figures as a Markdown table."""
+def table(result: Mapping[str, Any]) -> str:
+    """Format the figures as a Markdown table."""
     columns = {"visual": ".1f", "kl": ".3f", **dict.fromkeys(SCORES, ".3f")}
     columns |= {"words": ".1f", "first_share": ".2f", "whole_share": ".2f"}
     heads = {"kl": "KL", "first_share": "first token", "whole_share": "caption"}
     lines, notes = [], []
-    for row in found["rows"]:
+    for row in result["rows"]:
         label = ROWS[row["row"]].label if row["row"] in ROWS else CHANCE
         cells = (format(row[name], form) if name in row else "" for name, form in columns.items())
         lines.append([label, *cells])

@@ -1,7 +1,7 @@
-"""How near captions are to their references: BLEU-1 to 4, ROUGE-L and CIDEr by pycocoevalcap.
+"""Score captions against references by pycocoevalcap: BLEU-1 to 4, ROUGE-L and CIDEr.
 
-pycocoevalcap's tokenizer is a Java program. `tokens` stands in for it: lower case, words with
-their inner hyphens, apostrophes and dots, without punctuation. Unlike it, it does not part "don't".
+pycocoevalcap's tokenizer is a Java program. `tokens` replaces it: lower case, words with their
+inner hyphens, apostrophes and dots, without punctuation. Unlike it, it doesn't split "don't".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WORD = re.compile(r"[^\W_]+(?:[-'.][^\W_]+)*")
 
 
 def tokens(text: str) -> str:
-    """The words of a caption with single spaces between.
+    """Return the words of a caption separated by single spaces.
 
     >>> tokens("A t-shirt on light blue,  and a CAT.")
     'a t-shirt on light blue and a cat'
@@ -28,11 +28,12 @@ def tokens(text: str) -> str:
 def language_scores(
     captions: Mapping[str, str], references: Mapping[str, Sequence[str]]
 ) -> dict[str, float]:
-    """The scores of all captions together, by name. CIDEr's weights of words are those of these
-    references.
+    """Return the scores of all captions together, by name.
+
+    CIDEr weighs words by their frequency in these references.
 
     Raises:
-        UserError: pycocoevalcap is missing.
+        UserError: If pycocoevalcap is missing.
     """
     try:
         from pycocoevalcap.bleu.bleu import Bleu
@@ -43,7 +44,10 @@ def language_scores(
             "expected the package pycocoevalcap to score captions; pip install mame-sd[captions]"
         ) from error
     made: dict[str, list[str]] = {name: [tokens(text)] for name, text in captions.items()}
-    given = {name: [tokens(text) for text in references[name]] for name in made}
-    bleu: Any = Bleu(4).compute_score(given, made, verbose=0)[0]
-    rouge, cider = Rouge().compute_score(given, made)[0], Cider().compute_score(given, made)[0]
+    expected = {name: [tokens(text) for text in references[name]] for name in made}
+    bleu: Any = Bleu(4).compute_score(expected, made, verbose=0)[0]
+    rouge, cider = (
+        Rouge().compute_score(expected, made)[0],
+        Cider().compute_score(expected, made)[0],
+    )
     return dict(zip(SCORES, (*map(float, bleu), float(rouge), float(cider)), strict=True))

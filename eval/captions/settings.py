@@ -1,4 +1,4 @@
-"""What `mame-sd-eval caption` measures, and on which pictures."""
+"""Options of `mame-sd-eval caption`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CaptionSettings:
     """The options of the command.
 
     Raises:
-        UserError: naming the option, its range and the value that came.
+        UserError: If an option is out of range; the message names it, its range and its value.
     """
 
     data: Path | None = option(None, "Folder of pictures.", metavar="FOLDER")
@@ -23,7 +23,7 @@ class CaptionSettings:
     )
     rows: str | None = option(
         None,
-        "Rows to run beside the baseline, with commas between; an unknown one lists them.",
+        "Rows to run besides the baseline, with commas between; an unknown one lists them.",
         metavar="NAMES",
     )
     num: int | None = option(None, "So many pictures.")

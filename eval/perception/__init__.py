@@ -1,3 +1,1 @@
-"""Vision transformers measured: rivals of merging, speed and accuracy of classification, a
-report.
-"""
+"""Measure vision transformers: rivals of merging, speed, accuracy, and a report."""

@@ -1,10 +1,9 @@
-"""What is measured of one row: its answers to every image, with tokens and FLOPs of every batch,
-and its speed.
+"""Measure one row: its answers to every image, with tokens and FLOPs of every batch, and its speed.
 
-    OUT/answers/<row>.<rank>.jsonl     a head that says what they are of, then a line for each batch
+    OUT/answers/<row>.<rank>.jsonl     a head that says what they belong to, then a line per batch
     OUT/bench.jsonl                    every timing
 
-Both are kept as they are made, so that a stopped run continues. Batches are shared among processes.
+Both files grow as results are made, so that a stopped run continues. Processes share the batches.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Batch:
-    """One batch.
+    """Results of one batch.
 
     Attributes:
-        answers: the class of each image.
-        flops: multiply-adds for one of them.
-        tokens: before the first block, then after each one.
-        files: a digest of the names and sizes of its files.
+        answers: The class of each image.
+        flops: Multiply-adds for one image.
+        tokens: Tokens before the first block, then after each block.
+        files: A digest of the names and sizes of its files.
     """
 
     answers: list[int]
@@ -53,7 +52,7 @@ Batches = dict[int, Batch]
 
 @dataclass(frozen=True)
 class Asked:
-    """What is measured: a model that answers, images, and how many of them are a batch."""
+    """What is measured: a model that answers, images, and the size of a batch."""
 
     head: Head
     images: ImageSet
@@ -61,11 +60,11 @@ class Asked:
 
     @property
     def batches(self) -> list[range]:
-        """Places of the images of each batch."""
+        """Indices of the images of each batch."""
         return self.images.batches(self.size)
 
     def inputs(self, places: Sequence[int]) -> dict[str, Tensor]:
-        """What the model is called with for the images or clips at these places."""
+        """Return the model's arguments for the images or clips at these indices."""
         return self.head.encoder.inputs(self.images.load(places))
 
 
@@ -78,15 +77,23 @@ def answers_of(
     process: Process,
     on_progress: Progress,
 ) -> Batches:
-    """Answer every batch under `method`, by number, on every process; what `file` holds of just
-    `about` is not made again.
+    """Answer every batch under `method`, on every process.
+
+    Batches that `file` holds already are not computed again if they belong to the same `about`.
 
     Args:
-        file: without the rank, which is put before its suffix.
-        about: all that decides the answers, as JSON values.
+        asked: The model and the images.
+        method: What the row does to the model.
+        file: Path without the rank, which is inserted before its suffix.
+        about: Everything that decides the answers, as JSON values.
+        process: This process.
+        on_progress: Called with the number of images done and of all images.
+
+    Returns:
+        All batches by number.
 
     Raises:
-        UserError: an image that can't be read; what was done before is kept.
+        UserError: If an image can't be read; what was done before is kept.
     """
     batches, images = asked.batches, asked.images
     files = [images.digest(images.files[place] for place in batch) for batch in batches]
@@ -95,31 +102,36 @@ def answers_of(
     mine = [number for number in range(len(batches)) if number not in done]
     path = file.with_name(f"{file.stem}.{process.rank}{file.suffix}")
     store = Store(path, FORMAT, "answers", about, ("batch",), fresh=True)
-    own: Batches = {}
+    answered: Batches = {}
     count = sum(len(batches[number]) for number in done)
     on_progress(count, len(images.files))
     for number in mine[process.rank :: process.count]:
         inputs = asked.inputs(batches[number])
-        with method.counted(asked.head.encoder.model) as handle:
+        with method.counting(asked.head.encoder.model) as handle:
             answers = asked.head.logits(inputs).argmax(-1).tolist()
             report = handle.report()
         tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
-        own[number] = Batch(answers, report.flops, tokens, files[number])
-        store.add({"batch": number, **asdict(own[number])})
+        answered[number] = Batch(answers, report.flops, tokens, files[number])
+        store.add({"batch": number, **asdict(answered[number])})
         count += len(answers)
         on_progress(count, len(images.files))
-    for found in process.all_gather(own):
-        done.update(found)
+    for others in process.all_gather(answered):
+        done.update(others)
     return dict(sorted(done.items()))
 
 
 def read_batches(file: Path, about: Mapping[str, Any], files: Sequence[str]) -> Batches:
-    """Read the batches that the files of all processes hold of just `about`, and of images as they
-    are now, whose digests `files` has by batch.
+    """Read the batches that the files of all processes hold.
 
-    Raises UserError for a file that is none of this version.
+    Args:
+        file: Path without the rank.
+        about: Everything that decides the answers; batches of other settings are left out.
+        files: The current digest of each batch's images; batches of changed images are left out.
+
+    Raises:
+        UserError: If a file isn't one of this version.
     """
-    found: Batches = {}
+    batches: Batches = {}
     for path in sorted(file.parent.glob(f"{file.stem}.*{file.suffix}")):
         if not path.suffixes[-2][1:].isdigit():
             continue
@@ -127,10 +139,10 @@ def read_batches(file: Path, about: Mapping[str, Any], files: Sequence[str]) -> 
         try:
             for (number,), line in lines.items():
                 if number < len(files) and line["files"] == files[number]:
-                    found[number] = Batch(**{k: v for k, v in line.items() if k != "batch"})
+                    batches[number] = Batch(**{k: v for k, v in line.items() if k != "batch"})
         except (KeyError, TypeError) as error:
             raise another_file(path, FORMAT, "answers", error) from None
-    return found
+    return batches
 
 
 @torch.no_grad()
@@ -142,14 +154,20 @@ def speed_of(
     about: Mapping[str, Any],
     on_progress: Progress,
 ) -> dict[str, list[Timing]]:
-    """Time one batch with every method, `rounds` times over, each round on the next whole batch; by
-    name, in order of rounds.
+    """Time one batch with every method, each round on the next whole batch.
 
-    What is timed is the model from prepared images to logits.
+    The timed part is the model from prepared images to logits.
 
     Args:
-        record: see `timed_rounds`.
-        about: all that timings depend on, as JSON values; "methods" by name.
+        asked: The model and the images.
+        methods: The methods by name.
+        rounds: Number of rounds.
+        record: File of timings, see `timed_rounds`.
+        about: Everything that timings depend on, as JSON values; "methods" by name.
+        on_progress: Called with the number of calls done and of all calls.
+
+    Returns:
+        Timings by name in the order of rounds.
     """
     head, model = asked.head, asked.head.encoder.model
     alike = [batch for batch in asked.batches if len(batch) == len(asked.batches[0])]
@@ -165,19 +183,19 @@ def speed_of(
         return ready[place]
 
     def warm_up(name: str) -> None:
-        given = inputs(0)
+        batch = inputs(0)
         with methods[name].on(model):
-            head.logits(given)
+            head.logits(batch)
             if device.type == "cpu":  # CUDA counts while it is timed, the CPU in a call of its own
-                peaks[name] = weight_bytes([model]) + most(allocations(lambda: head.logits(given)))
+                peaks[name] = weight_bytes([model]) + most(allocations(lambda: head.logits(batch)))
 
     def call(name: str, number: int) -> Timing:
-        given = inputs(number)
+        batch = inputs(number)
         with methods[name].on(model):
             if on_cuda:
-                head.logits(given)  # the first after a change of rows fills caches
+                head.logits(batch)  # the first after a change of rows fills caches
                 torch.cuda.reset_peak_memory_stats(device)
-            logits, seconds = timed(lambda: head.logits(given), device)
+            logits, seconds = timed(lambda: head.logits(batch), device)
             peak = torch.cuda.max_memory_allocated(device) if on_cuda else peaks.get(name)
         return Timing(seconds / len(logits), allocated=peak)
 

@@ -1,7 +1,8 @@
-"""Images or clips to classify: a folder of class folders, as torchvision and timm read them, or a
-folder of images without labels.
+"""Images or clips to classify.
 
-A clip is a folder of frames, or a video file that PyAV reads (`pip install mame-sd[video]`).
+They are a folder of class folders, as torchvision and timm read them, or a folder of images without
+labels. A clip is a folder of frames, or a video file that PyAV reads (`pip install
+mame-sd[video]`).
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ VIDEOS = (".mp4", ".webm", ".mkv", ".avi", ".mov", ".mpg", ".mpeg", ".m4v")
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Images, or clips, in the order in which batches take them: shuffled once and for all, so that
-    classes mix.
+    """Images or clips in a fixed shuffled order, so that classes mix.
 
     Attributes:
-        folder: where they lie.
-        files: relative to `folder`.
-        labels: number of the class of each, by its folder; None: no labels.
-        classes: names of the class folders, sorted.
-        frames: how many of each clip the model sees, evenly spaced; None: they are images.
+        folder: The folder.
+        files: Paths relative to `folder`.
+        labels: Index of each one's class, from its folder. If None, there are no labels.
+        classes: Names of the class folders, sorted.
+        frames: Number of evenly spaced frames of each clip that the model sees. If None, they are
+            images.
     """
 
     folder: Path
@@ -44,10 +45,11 @@ class ImageSet:
     frames: int | None = None
 
     def load(self, places: Iterable[int]) -> list[np.ndarray]:
-        """The pixels of images, uint8 [H, W, 3], or of clips [frames, H, W, 3].
+        """Return the pixels of images, uint8 [H, W, 3], or of clips, [frames, H, W, 3].
 
-        Raises UserError, naming it, for one that can't be read or is too small, or a clip whose
-        frames differ in size.
+        Raises:
+            UserError: If one can't be read or is too small, or if the frames of a clip differ in
+                size.
         """
         paths = [self.folder / self.files[place] for place in places]
         loaded = [self._pixels(path) for path in paths]
@@ -71,17 +73,17 @@ class ImageSet:
         return np.stack(made)
 
     def part(self, places: slice) -> ImageSet:
-        """Take some of them."""
+        """Return a part of the set."""
         labels = None if self.labels is None else self.labels[places]
         return replace(self, files=self.files[places], labels=labels)
 
     def batches(self, size: int) -> list[range]:
-        """Places in `files` of the images of each batch."""
+        """Return the indices in `files` of each batch's images."""
         count = len(self.files)
         return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
     def digest(self, files: Iterable[str] | None = None) -> str:
-        """The sha256 of names and sizes of some of its images or clips, or of all."""
+        """Return the sha256 of names and sizes of some files, or of all."""
         digest = hashlib.sha256()
         for name in self.files if files is None else files:
             path = self.folder / name
@@ -91,9 +93,7 @@ class ImageSet:
         return digest.hexdigest()
 
     def about(self) -> dict[str, Any]:
-        """JSON values that tell this set from others: names of its files; and their sizes, of which
-        each batch of answers knows its own.
-        """
+        """Return JSON values that identify this set: names and sizes of its files."""
         return {
             "name": shown(self.folder.resolve().name),
             "images": len(self.files),
@@ -104,11 +104,16 @@ class ImageSet:
 
 
 def open_images(folder: Path, num: int | None = None, frames: int | None = None) -> ImageSet:
-    """The images of `folder`, or `num` of them; with `frames`, its clips.
+    """Open the images of a folder, or `num` of them.
+
+    Args:
+        folder: The folder.
+        num: Number of images. If None, all.
+        frames: Number of frames of each clip. If None, the folder has images.
 
     Raises:
-        UserError: no folder, no images, a class folder without images, images beside class folders,
-            or clips without class folders.
+        UserError: If there is no folder or no image, if images are next to class folders, or if
+            clips have no class folders.
     """
     wanted = "class folders or of images" if frames is None else "class folders of clips"
     if not folder.is_dir():
@@ -120,23 +125,23 @@ def open_images(folder: Path, num: int | None = None, frames: int | None = None)
     loose = [one.name for one in entries if one.suffix.lower() in SUFFIXES and one.is_file()]
     if frames is None and classes and loose:
         raise UserError(
-            f"--data {folder}: expected class folders or images, got both ({classes[0]!r} beside"
+            f"--data {folder}: expected class folders or images, got both ({classes[0]!r} next to"
             f" {loose[0]!r}); take one away"
         )
     if frames is not None and not classes:
         raise UserError(
             f"--data {folder}: expected {wanted}, found no folder in it; give the folder above"
         )
-    found = [
+    files = [
         (f"{name}/{one}", number)
         for number, name in enumerate(classes)
         for one in _in_class(folder / name, frames is not None)
     ]
     if not classes:
-        found = [(path.name, -1) for path in image_files(folder)]
-    order = np.random.default_rng(0).permutation(len(found)).tolist()[:num]
-    names = tuple(found[place][0] for place in order)
-    labels = tuple(found[place][1] for place in order) if classes else None
+        files = [(path.name, -1) for path in image_files(folder)]
+    order = np.random.default_rng(0).permutation(len(files)).tolist()[:num]
+    names = tuple(files[place][0] for place in order)
+    labels = tuple(files[place][1] for place in order) if classes else None
     return ImageSet(folder, names, labels, classes, frames)
 
 
@@ -145,25 +150,25 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _in_class(folder: Path, clips: bool) -> list[str]:
-    """Names of the images, or the clips, of one class folder."""
+    """Return the names of the images or clips of one class folder."""
     entries = _entries(folder)
     if clips:
         kind, suffixes = "folders of frames or video files", ", ".join(VIDEOS)
-        found = [one for one in entries if one.is_dir() or one.suffix.lower() in VIDEOS]
+        matching = [one for one in entries if one.is_dir() or one.suffix.lower() in VIDEOS]
     else:
         check_read(entries)
         kind, suffixes = "images", ", ".join(SUFFIXES)
-        found = [one for one in entries if one.is_file() and one.suffix.lower() in SUFFIXES]
-    if not found:
+        matching = [one for one in entries if one.is_file() and one.suffix.lower() in SUFFIXES]
+    if not matching:
         raise UserError(
             f"--data: expected {kind} ({suffixes}) in each class folder, found none in"
             f" {folder}; take the folder out or put them in"
         )
-    return [one.name for one in found]
+    return [one.name for one in matching]
 
 
 def _frames_of(folder: Path) -> list[Path]:
-    """The frames of a clip in the order of the numbers in their names."""
+    """Return the frames of a clip in the order of the numbers in their names."""
     files = frames_in(folder)
     if not files:
         raise UserError(
@@ -173,7 +178,7 @@ def _frames_of(folder: Path) -> list[Path]:
 
 
 def _decoded(path: Path) -> list[np.ndarray]:
-    """Every frame of a video file."""
+    """Decode every frame of a video file."""
     try:
         import av
     except ImportError:
@@ -195,21 +200,23 @@ def _decoded(path: Path) -> list[np.ndarray]:
 
 
 def labelled(images: ImageSet, labels: dict[str, int]) -> tuple[ImageSet, str]:
-    """Label images with the model's numbers of classes, and say how these were found: by the class
-    folders' names, or else by their order.
+    """Replace the labels by the model's class indices.
 
     Args:
-        images: with labels.
-        labels: the model's names of classes and their numbers.
+        images: Images with labels.
+        labels: The model's class names and indices.
+
+    Returns:
+        The images, and how classes were matched: by folder names, or by order.
 
     Raises:
-        UserError: folders that are neither named as the model's classes nor as many.
+        UserError: If the folders are neither named as the model's classes nor equally many.
     """
-    known = [name in labels for name in images.classes]
-    if not any(known) and len(images.classes) == len(labels):
+    matched = [name in labels for name in images.classes]
+    if not any(matched) and len(images.classes) == len(labels):
         return images, "class folders in sorted order"
-    if not all(known):
-        missing = images.classes[known.index(False)]
+    if not all(matched):
+        missing = images.classes[matched.index(False)]
         raise UserError(
             f"--data {images.folder}: expected class folders named as the model's {len(labels)}"
             f" classes, or just as many in their order, got {len(images.classes)} with {missing!r},"

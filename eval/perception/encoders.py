@@ -1,7 +1,8 @@
-"""Load a vision transformer, ready to see images: a folder or hub id in transformers' or timm's
-format, the embedded CLIP, or a DINOv2-S of a package registry.
+"""Load a vision transformer with its image processor.
 
-Whatever goes wrong becomes a UserError that says what was expected, what came and what to do.
+It is a folder or hub id in the format of transformers or timm, the embedded CLIP, or a DINOv2-S
+from a package registry. Every failure becomes a UserError that says what was expected, what came
+and what to do.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.errors import UserError, first_line
-from mame_sd.perception.known_encoders import find_encoder
+from mame_sd.perception.encoder_registry import find_encoder
 from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of, find_folder, name_of
 
@@ -36,15 +37,15 @@ _TIMM_NAME = re.compile(r"\w+\.\w+")  # such as deit_small_patch16_224.fb_in1k
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedEncoder:
-    """A model with a vision transformer, in eval mode on its device, and what makes its inputs.
+    """A model with a vision transformer in eval mode on its device, and what makes its inputs.
 
     Attributes:
-        model: called as those of transformers: with a classifier, with a text half (CLIP, SigLIP),
+        model: Called as those of transformers: with a classifier, with a text half (CLIP, SigLIP),
             or the vision transformer alone.
-        processor: its image processor.
-        tokenizer: of its text half; None where there is none.
-        identity: JSON values that tell this model from others: name, class, a digest of its files,
-            dtype, device type.
+        processor: Its image processor.
+        tokenizer: The tokenizer of its text half, or None.
+        identity: JSON values that identify this model: name, class, a digest of its files, dtype,
+            device type.
     """
 
     model: Any
@@ -54,43 +55,45 @@ class LoadedEncoder:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that it computes on."""
         return next(iter(self.model.parameters())).device
 
     @property
     def labels(self) -> dict[str, int]:
-        """Names of its classes and their numbers; empty without a classifier of images."""
+        """Class names and indices; empty without a classifier of images."""
         named = getattr(self.model.config, "label2id", None) or {}
         return {str(name): int(number) for name, number in named.items()} if self.classifies else {}
 
     @property
     def classifies(self) -> bool:
-        """Whether it has a classifier of images or videos."""
+        """True if it has a classifier of images or videos."""
         name = type(self.model).__name__
         return "ForImageClassification" in name or "ForVideoClassification" in name
 
     @property
     def frames(self) -> int | None:
-        """How many frames a clip has that it sees; None: it sees images."""
-        found = getattr(self.model.config, "num_frames", None)
-        return None if found is None else int(found)
+        """Number of frames of a clip that it takes, or None if it takes images."""
+        frames = getattr(self.model.config, "num_frames", None)
+        return None if frames is None else int(frames)
 
     @property
     def compares_text(self) -> bool:
-        """Whether it has a text half to compare images with."""
+        """True if it has a text half to compare images with."""
         halves = ("get_text_features", "get_image_features")
         return all(hasattr(self.model, half) for half in halves)
 
     def inputs(self, images: Sequence[np.ndarray]) -> dict[str, Tensor]:
-        """What the model is called with, on its device, as its own processor makes it.
+        """Return the model's arguments for images, on its device, as its processor makes them.
 
-        Images are uint8 [H, W, 3], or clips [frames, H, W, 3] where it sees these.
+        Args:
+            images: Images uint8 [H, W, 3], or clips [frames, H, W, 3] for a model of clips.
 
-        Raises UserError for images of which it makes several sizes.
+        Raises:
+            UserError: If the processor makes several sizes of them.
         """
-        given: Any = list(images) if self.frames is None else [list(clip) for clip in images]
+        batch: Any = list(images) if self.frames is None else [list(clip) for clip in images]
         try:
-            made = self.processor(given, return_tensors="pt", input_data_format="channels_last")
+            made = self.processor(batch, return_tensors="pt", input_data_format="channels_last")
         except (ValueError, RuntimeError) as error:
             sizes = sorted({(one.shape[-2], one.shape[-3]) for one in images})
             names = ", ".join(f"{width} x {height}" for width, height in sizes[:3])
@@ -107,7 +110,7 @@ class LoadedEncoder:
 
 
 def check_size(image: np.ndarray, name: str) -> None:
-    """Raise UserError where an image or a clip, called `name`, has too few pixels to see."""
+    """Raise UserError if an image or a clip, called `name`, has too few pixels."""
     height, width = image.shape[-3:-1]
     if min(height, width) < SMALLEST:
         raise UserError(
@@ -120,22 +123,22 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
     """Load a model with a vision transformer that can merge.
 
     Args:
-        choice: of it model, dtype, device, revision and offline count. A name of timm, with its
-            tag, means the hub's model of that name.
-        local_rank: which CUDA device "auto" and "cuda" mean, among several processes on this
+        choice: Its model, dtype, device, revision and offline fields are used. A name of timm with
+            its tag means the hub's model of that name.
+        local_rank: The CUDA device that "auto" and "cuda" mean, among several processes on this
             machine.
 
     Raises:
-        UserError: no such model or device, files that can't be read, or no vision transformer that
-            can merge.
-        MachineError: weights that could not be fetched.
+        UserError: If the model or the device is missing, a file can't be read, or no vision
+            transformer can merge.
+        MachineError: If weights could not be fetched.
     """
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
     if choice.model == SALIENCY:
         name, digest = SALIENCY, REGISTRY[SALIENCY].sha256
-        found: tuple[Any, Any, Any]
-        found = load_dinov2(offline=choice.offline), _processor(224, 224, MEAN, DEVIATION), None
+        loaded: tuple[Any, Any, Any]
+        loaded = load_dinov2(offline=choice.offline), _processor(224, 224, MEAN, DEVIATION), None
     else:
         name = choice.model or EMBEDDED_ENCODER
         if _TIMM_NAME.fullmatch(name) and not Path(name).exists():
@@ -145,9 +148,9 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             if "architecture" in config:
-                found = _of_timm(folder)
+                loaded = _of_timm(folder)
             else:
-                found = _of_transformers(folder, config["architectures"][0], dtype)
+                loaded = _of_transformers(folder, config["architectures"][0], dtype)
         except UserError:
             raise
         except Exception as error:  # a missing file raises OSError, a broken one nearly anything
@@ -157,7 +160,7 @@ def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
                 f" has a text half), or one of timm, got {type(error).__name__}:"
                 f" {first_line(error)}; copy the whole folder from the hub"
             ) from error
-    model, processor, tokenizer = found
+    model, processor, tokenizer = loaded
     try:
         find_encoder(model)
     except ValueError as error:
@@ -185,7 +188,7 @@ def _downloaded(choice: ModelChoice, name: str) -> str:
 
 
 def _of_transformers(folder: Path, kind: str, dtype: torch.dtype) -> tuple[Any, Any, Any]:
-    """Model, image processor and tokenizer (None without a text half) of transformers."""
+    """Load model, image processor and tokenizer (None without a text half) of transformers."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -198,10 +201,10 @@ def _of_transformers(folder: Path, kind: str, dtype: torch.dtype) -> tuple[Any, 
 
 
 class TimmForImageClassification(nn.Module):
-    """A classifier of timm, called as those of transformers are.
+    """A classifier of timm with the call of transformers.
 
     Attributes:
-        timm: the model.
+        timm: The model.
     """
 
     def __init__(self, model: Any, labels: Sequence[str]) -> None:
@@ -210,12 +213,12 @@ class TimmForImageClassification(nn.Module):
         self.config = SimpleNamespace(label2id={name: n for n, name in enumerate(labels)})
 
     def forward(self, pixel_values: Tensor) -> Any:
-        """Logits [B, classes] of pixels [B, 3, H, W], as an attribute."""
+        """Compute logits [B, classes] of pixels [B, 3, H, W]."""
         return SimpleNamespace(logits=self.timm(pixel_values))
 
 
 def _of_timm(folder: Path) -> tuple[Any, Any, None]:
-    """Model and image processor of timm. Classes without names are called by their numbers."""
+    """Load model and image processor of timm. Classes without names are called by their index."""
     try:
         import timm
     except ImportError as error:
@@ -229,19 +232,21 @@ def _of_timm(folder: Path) -> tuple[Any, Any, None]:
             f"--model {folder}: expected a classifier of timm, got one without classes; give the"
             " same weights in transformers' format"
         )
-    given = model.pretrained_cfg
-    labels = given.get("label_names") or range(model.num_classes)
-    side, how = given["input_size"][-1], given.get("interpolation", "bicubic")
-    edge = math.floor(side / given.get("crop_pct", 0.875))
-    processor = _processor(edge, side, given["mean"], given["std"], how)
+    config = model.pretrained_cfg
+    labels = config.get("label_names") or range(model.num_classes)
+    side, how = config["input_size"][-1], config.get("interpolation", "bicubic")
+    edge = math.floor(side / config.get("crop_pct", 0.875))
+    processor = _processor(edge, side, config["mean"], config["std"], how)
     return TimmForImageClassification(model, [str(one) for one in labels]), processor, None
 
 
 def _processor(
     edge: int, side: int, mean: Sequence[float], std: Sequence[float], how: str = "bicubic"
 ) -> Any:
-    """An image processor: the shorter edge is resized to `edge` pixels, the middle is cropped to
-    `side` x `side`, pixels are normalised.
+    """Make an image processor.
+
+    It resizes the shorter edge to `edge` pixels, crops the middle `side` x `side` pixels, and
+    normalises them.
     """
     from PIL import Image
     from transformers import BitImageProcessor

@@ -1,9 +1,10 @@
-"""From a model's output to answers: its classifier's, the class whose prompts are nearest
-(zero-shot), or the nearest image of a gallery.
+"""Turn a model's output into answers.
 
-A model that gives features alone answers by a gallery: half of the images, with the unmerged
-model's features, for merging is to find what is stored. The other half is asked. It is the
-nearest-neighbour classification by which papers compare features without a classifier.
+Answers come from its classifier, from the class whose prompts are nearest (zero-shot), or from the
+nearest image of a gallery. A model that returns features only answers by a gallery: half of the
+images with the unmerged model's features, since a merged model has to find what is stored. The
+other half are the questions. Papers compare features without a classifier by this nearest-neighbour
+classification.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from mame_sd.embedded.model import BACKGROUNDS, caption
 from mame_sd.errors import UserError
-from mame_sd.perception.known_encoders import find_encoder
+from mame_sd.perception.encoder_registry import find_encoder
 
 from .data import ImageSet
 from .encoders import EMBEDDED_ENCODER, LoadedEncoder
@@ -30,14 +31,14 @@ PROMPTS_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class Head:
-    """Makes logits [B, classes] of a batch.
+    """Computes logits [B, classes] of a batch.
 
     Attributes:
-        encoder: the model.
-        vectors: unit vectors [N, d] of prompts or of a gallery, which images are compared with;
-            None: the model has its own classifier.
-        answers: which answer each vector of a gallery stands for [N]; None: vectors are of the
-            classes' prompts.
+        encoder: The model.
+        vectors: Unit vectors [N, d] of prompts or of a gallery, which images are compared with. If
+            None, the model has its own classifier.
+        answers: The answer that each vector of a gallery stands for, [N]. If None, vectors belong
+            to the classes' prompts.
     """
 
     encoder: LoadedEncoder
@@ -45,8 +46,10 @@ class Head:
     answers: Tensor | None = None
 
     def logits(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Of what `LoadedEncoder.inputs` gives; cosines where there are vectors, -2 for an answer
-        without an image in the gallery.
+        """Compute logits of what `LoadedEncoder.inputs` returned.
+
+        Where there are vectors they are cosines, and -2 for an answer without an image in the
+        gallery.
         """
         model = self.encoder.model
         if self.vectors is None:
@@ -55,15 +58,15 @@ class Head:
         if self.answers is None:
             return unit(model.get_image_features(**inputs)) @ self.vectors.T
         cosines = summary(model, inputs) @ self.vectors.T
-        found = cosines.new_full((len(cosines), int(self.answers.max()) + 1), -2.0)
-        return found.scatter_reduce(1, self.answers.expand_as(cosines), cosines, "amax")
+        logits = cosines.new_full((len(cosines), int(self.answers.max()) + 1), -2.0)
+        return logits.scatter_reduce(1, self.answers.expand_as(cosines), cosines, "amax")
 
 
 def summary(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Unit vectors [B, d] that stand for whole images: the class token, else what the model pools,
-    else the mean over tokens.
+    """Return unit vectors [B, d] that stand for whole images.
 
-    Raises UserError for a model that gives no tokens.
+    They are the class token, or else what the model pools, or else the mean over tokens. Raises
+    UserError for a model that returns no tokens.
     """
     output = model(**inputs)
     tokens = getattr(output, "last_hidden_state", None)
@@ -72,16 +75,17 @@ def summary(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
             "--model: expected a model with a classifier, a text half or tokens, got"
             f" {type(model).__name__}; give one of these"
         )
-    encoder, _, known = find_encoder(model)
+    encoder, _, spec = find_encoder(model)
     pooled = getattr(output, "pooler_output", None)
-    if known.prefix_tokens_of(encoder):
+    if spec.prefix_tokens_of(encoder):
         pooled = tokens[:, 0]
     return unit(tokens.mean(1) if pooled is None else pooled)
 
 
 def unit(features: Any) -> Tensor:
-    """Rows of length 1 of what `get_*_features` gave: a tensor or, from transformers 5 on, an
-    output with one inside.
+    """Normalise the rows that `get_*_features` returned.
+
+    It returns a tensor, or from transformers 5 on an output that contains one.
     """
     rows = features if isinstance(features, Tensor) else features.pooler_output
     return F.normalize(rows.float(), dim=-1)
@@ -94,16 +98,20 @@ def nearest_head(
     size: int,
     on_progress: Callable[[int, int], object],
 ) -> tuple[Head, ImageSet, dict[str, Any]]:
-    """The head, the half of the images that it is asked, and JSON values that say how it answers.
+    """Make a head that answers by the nearest image of a gallery.
 
     Args:
-        encoder: the model.
-        images: in the order in which batches take them; the first half is the gallery.
-        size: of a batch.
-        on_progress: called with how many images of the gallery are done, and with their number.
+        encoder: The model.
+        images: The images in the order of batches; the first half is the gallery.
+        size: Size of a batch.
+        on_progress: Called with the number of images of the gallery done and of all its images.
+
+    Returns:
+        The head, the half of the images that are questions, and JSON values that say how it
+        answers.
 
     Raises:
-        UserError: fewer than two images, or one that can't be read.
+        UserError: If there are fewer than two images, or if one can't be read.
     """
     middle = len(images.files) // 2
     if not middle:
@@ -124,13 +132,14 @@ def nearest_head(
 
 @torch.no_grad()
 def text_head(encoder: LoadedEncoder, names: Sequence[str], templates: Sequence[str]) -> Head:
-    """The zero-shot head: for each class the mean of its prompts' unit vectors, of length 1 again
-    (CLIP, section 3.1.4).
+    """Make the zero-shot head: for each class the normalised mean of its prompts' unit vectors.
+
+    CLIP, section 3.1.4.
 
     Args:
-        encoder: with a text half.
-        names: of the classes.
-        templates: prompts with {} where the name goes.
+        encoder: A model with a text half.
+        names: Names of the classes.
+        templates: Prompts with {} where the name goes.
     """
     config = encoder.model.config.text_config
     # SigLIP was trained on prompts padded to their full length and reads no mask
@@ -146,21 +155,21 @@ def text_head(encoder: LoadedEncoder, names: Sequence[str], templates: Sequence[
             return_tensors="pt",
         )
         read = ["input_ids", *(["attention_mask"] if padding is True else [])]
-        given = {name: ids.to(encoder.device) for name, ids in chunk.items() if name in read}
-        rows.append(unit(encoder.model.get_text_features(**given)))
+        inputs = {name: ids.to(encoder.device) for name, ids in chunk.items() if name in read}
+        rows.append(unit(encoder.model.get_text_features(**inputs)))
     return Head(encoder, unit(torch.cat(rows).unflatten(0, (len(names), len(templates))).mean(1)))
 
 
 def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
-    """Read the names of the classes, in the order of their folders.
+    """Read the names of the classes in the order of their folders.
 
     Args:
-        file: a line for each class in the order of the folders, or lines of folder, tab, name;
-            None: the folders' names, with spaces for underscores.
-        folders: of the classes; empty where images have no labels, which needs a file.
+        file: A line for each class in the order of the folders, or lines of folder, tab, name. If
+            None, the folders' names with spaces for underscores.
+        folders: Folders of the classes; empty if images have no labels, which requires a file.
 
     Raises:
-        UserError: a file that can't be read or does not fit the folders.
+        UserError: If the file can't be read or doesn't fit the folders.
     """
     if file is None and not folders:
         raise UserError(
@@ -188,10 +197,10 @@ def class_names(file: Path | None, folders: Sequence[str]) -> list[str]:
 
 
 def prompt_templates(file: Path | None, encoder: LoadedEncoder) -> list[str]:
-    """Read the prompt templates of `file`, one a line; None: the captions that the embedded model
-    was trained on, CLIP's plain one elsewhere.
+    """Read prompt templates, one per line.
 
-    Raises UserError for a file that can't be read, or a line without {}.
+    If `file` is None, the captions that the embedded model was trained on, or CLIP's plain one for
+    other models. Raises UserError if the file can't be read, or if a line has no {}.
     """
     if file is None:
         embedded = encoder.identity["name"] == EMBEDDED_ENCODER
@@ -209,7 +218,7 @@ def prompt_templates(file: Path | None, encoder: LoadedEncoder) -> list[str]:
 def read_lines(file: Path, flag: str) -> list[str]:
     """Read the lines of a text file that are not empty.
 
-    Raises UserError, naming `flag`, where there are none.
+    Raises UserError, which names `flag`, if there are none.
     """
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]

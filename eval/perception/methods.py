@@ -1,8 +1,7 @@
-"""What a row of a classification benchmark does to a model: nothing, merging, a rival's rule,
-smaller images.
+"""What a row of a classification benchmark does to a model.
 
-A method at a knob can be brought to the FLOPs of another one: `at_flops` finds the knob by
-counting.
+It does nothing, merges, applies a rival's rule, or shows smaller images. A method with a knob can
+be brought to the FLOPs of another one: `at_flops` finds the value by counting.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 from torch import nn
 
 from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
+from mame_sd.perception.encoder_registry import find_encoder
 from mame_sd.perception.handle import EncoderHandle
-from mame_sd.perception.known_encoders import find_encoder
 from mame_sd.perception.settings import EVERY, LEFT
 from mame_sd.runs.methods import NotApplicable
 
@@ -38,11 +37,11 @@ BLOCKS: dict[str, Callable[[int], tuple[int, ...]]] = {
 
 @dataclass(frozen=True)
 class Method:
-    """What a row does to a model; without arguments it leaves it as it is.
+    """What a row does to a model; without arguments it leaves the model as it is.
 
     Attributes:
-        config: all that decides its answers, as JSON values.
-        on: the method on a model for a `with` block, as it is timed; it gives the handle that
+        config: Everything that decides its answers, as JSON values.
+        on: Puts the method on a model for a `with` block, as it is timed, and gives the handle that
             counts tokens and FLOPs, or None.
     """
 
@@ -51,11 +50,11 @@ class Method:
 
     @property
     def merges(self) -> bool:
-        """Whether it is merging."""
+        """True if it is merging."""
         return "mame" in self.config
 
     @contextmanager
-    def counted(self, model: nn.Module) -> Iterator[EncoderHandle]:
+    def counting(self, model: nn.Module) -> Iterator[EncoderHandle]:
         """Put the method on `model` for a `with` block, counting tokens and FLOPs."""
         with self.on(model) as handle:
             if handle is not None:
@@ -114,13 +113,14 @@ class Knob:
     """A rival at any value of its knob.
 
     Attributes:
-        label: for tables, {} for the value; `short` without it.
-        make: gives the method at a value.
-        at: gives the value at a part of its range, in which FLOPs grow from 0 to 1, of a model's
-            tokens, patches along a side and their side in pixels.
-        most: of the knob; None: any number above 0.
-        whole: the knob takes whole numbers alone.
-        family: of its rows.
+        label: Label for tables, with {} for the value.
+        short: Label without the value.
+        make: Returns the method at a value.
+        at: Returns the value at a part of the knob's range in [0, 1], in which FLOPs grow. It also
+            gets the model's tokens, patches along a side and their side in pixels.
+        most: Largest value. If None, any number above 0.
+        whole: True if the knob takes whole numbers only.
+        family: Family of its rows.
     """
 
     label: str
@@ -157,18 +157,21 @@ RIVALS: dict[str, Knob] = {
 def at_flops(
     model: nn.Module, name: str, flops: float, call: Callable[[], Any], side: int
 ) -> tuple[float, float]:
-    """Find the value of the knob of the rival `name` whose counted FLOPs are nearest to `flops`,
-    and these.
+    """Find the value of a rival's knob whose counted FLOPs are nearest to `flops`.
 
     Args:
-        model: what `call` calls.
-        name: of RIVALS.
-        flops: multiply-adds for one image.
-        call: a forward of one image; how many tokens rivals leave depends on no image.
-        side: of the images, in pixels.
+        model: The model that `call` calls.
+        name: Name of the rival in RIVALS.
+        flops: Multiply-adds for one image.
+        call: Runs a forward of one image; the number of tokens that rivals leave depends on no
+            image.
+        side: Side of the images in pixels.
+
+    Returns:
+        The value and its FLOPs.
 
     Raises:
-        NotApplicable: it can do nothing with this model.
+        NotApplicable: If the rival can do nothing with this model.
     """
     knob = RIVALS[name]
     seen: dict[float, float] = {}
@@ -181,7 +184,7 @@ def at_flops(
     def of(part: float) -> float:
         value = knob.at(part, tokens, side // patch, patch)
         if value not in seen:
-            with knob.make(value).counted(model) as handle:
+            with knob.make(value).counting(model) as handle:
                 handle.reset()
                 call()
                 seen[value] = handle.report().flops

@@ -1,8 +1,7 @@
-"""What merging has to beat in vision transformers, on the library's own path: its hooks and blocks,
-with a rival's rule in them.
+"""Run rivals of merging in vision transformers through the library's own hooks and blocks.
 
-So every rival meets the same models, calls and counting as ours and differs in nothing but what
-becomes of the tokens.
+So every rival gets the same models, calls and counting as our method, and differs only in what
+happens to the tokens.
 
     with rival_on(model, ToMe(r=8)) as handle:
         logits = model(pixel_values).logits
@@ -22,19 +21,19 @@ from torch import Tensor, nn
 
 from mame_sd.perception.apply_encoder import encoder_restored
 from mame_sd.perception.counts import width_of
+from mame_sd.perception.encoder_registry import Encoder, find_encoder
 from mame_sd.perception.handle import EncoderHandle
-from mame_sd.perception.known_encoders import Encoder, find_encoder
 from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.runs.methods import NotApplicable
 
-from .rules import Given, Rule
+from .rules import BlockTokens, Rule
 
 # name of the projection to keys: of that to queries
 _QUERIES = {"k_proj": "q_proj", "key": "query", "qkv": "qkv"}
 
 
 class RivalBlock(MergedBlock):
-    """A merged block in which a rival's rule takes the place of merging."""
+    """A merged block in which a rival's rule replaces merging."""
 
     def __init__(self, rule: Rule, *args: Any) -> None:
         super().__init__(*args)
@@ -46,15 +45,15 @@ class RivalBlock(MergedBlock):
     def _attend(self, normed: Tensor, sizes: Tensor | None, call: dict[str, Any]) -> Tensor:
         with ExitStack() as hooks:
             for what in self.rule.hears if self._place >= 0 else ():
-                path = projection_of(self.encoder, what)
+                path = projection_of(self.spec, what)
                 hook = self._module(path).register_forward_hook(partial(self._hear, what))
                 hooks.callback(hook.remove)
             return super()._attend(normed, sizes if self.shared.prop_attn else None, call)
 
     def _hear(self, what: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Keeps queries or keys [B, heads, L, d] as the attention's projection gives them."""
-        if self.encoder.joined:
-            width = width_of(self.block, self.encoder)
+        """Keep queries or keys [B, heads, L, d] that the attention's projection returned."""
+        if self.spec.joined:
+            width = width_of(self.block, self.spec)
             output = output[..., :width] if what == "queries" else output[..., width : 2 * width]
         self._heard[what] = output.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
@@ -70,9 +69,9 @@ class RivalBlock(MergedBlock):
         prefix = self.shared.num_prefix_tokens
         keys, queries = self._heard.get("keys"), self._heard.get("queries")
         told = self.shared.capturing
-        given = Given(x, prefix, self._place, sizes, keys, queries, self._places, told)
+        tokens = BlockTokens(x, prefix, self._place, sizes, keys, queries, self._places, told)
         self._heard = {}
-        reduced = self.rule(given)
+        reduced = self.rule(tokens)
         if self.shared.capturing and reduced.kept is not None:
             self.shared.keep(self.number, cast(Any, reduced))  # its `kept` is that of a plan
         if self.shared.now.counting:
@@ -82,23 +81,24 @@ class RivalBlock(MergedBlock):
 
 @contextmanager
 def rival_on(model: nn.Module, rule: Rule) -> Iterator[EncoderHandle]:
-    """The vision transformer in `model` with a rival's rule in its blocks for a `with` block;
-    merging that was on it is back after.
+    """Put a rival's rule into the blocks of a vision transformer for a `with` block.
+
+    Merging that was on it is restored afterwards.
 
     Raises:
-        ValueError: no vision transformer that is known.
-        NotApplicable: it lacks what the rule works by (a class token, keys).
+        ValueError: If there is no registered vision transformer.
+        NotApplicable: If it lacks what the rule works by (a class token, keys).
     """
-    encoder, blocks, known = find_encoder(model)
-    if "queries" in rule.hears and known.prefix_tokens_of(encoder) == 0:
+    encoder, blocks, spec = find_encoder(model)
+    if "queries" in rule.hears and spec.prefix_tokens_of(encoder) == 0:
         raise NotApplicable(
             f"expected a class token to prune by, but {type(encoder).__name__} has none; choose"
             " another method"
         )
     for what in rule.hears:
-        if projection_of(known, what) not in dict(blocks[0].named_modules()):
+        if projection_of(spec, what) not in dict(blocks[0].named_modules()):
             raise NotApplicable(
-                f"expected attention with known {what}, but those of kind {known.name!r} are not;"
+                f"expected attention with known {what}, but those of kind {spec.name!r} are not;"
                 " choose another method"
             )
     chosen, make = rule.blocks(len(blocks)), partial(RivalBlock, rule)
@@ -108,11 +108,9 @@ def rival_on(model: nn.Module, rule: Rule) -> Iterator[EncoderHandle]:
         yield handle
 
 
-def projection_of(known: Encoder, what: str) -> str:
-    """Path in a block of the projection that gives "keys" or "queries"; "" where it is not
-    known.
-    """
-    path, _, name = (known.keys or "").rpartition(".")
+def projection_of(spec: Encoder, what: str) -> str:
+    """Return the path in a block of the projection to "keys" or "queries"; "" if it is unknown."""
+    path, _, name = (spec.keys or "").rpartition(".")
     if what == "queries":
         name = _QUERIES.get(name, "")
     return f"{path}.{name}" if name else ""
@@ -120,12 +118,15 @@ def projection_of(known: Encoder, what: str) -> str:
 
 @contextmanager
 def on_smaller_images(model: nn.Module, side: int) -> Iterator[None]:
-    """The vision transformer in `model` sees its images at `side` x `side` pixels for a `with`
-    block, positions interpolated.
+    """Show a vision transformer smaller images for a `with` block, with interpolated positions.
+
+    Args:
+        model: The model.
+        side: Side of the images in pixels.
 
     Raises:
-        NotApplicable: a model whose positions can't be interpolated or whose images come cut into
-            patches, or a `side` that is no multiple of the patch's.
+        NotApplicable: If positions can't be interpolated, if images arrive cut into patches, or if
+            `side` is not a multiple of the patch's.
     """
     encoder = find_encoder(model)[0]
     embed = embedding_of(encoder)
@@ -159,6 +160,6 @@ def on_smaller_images(model: nn.Module, side: int) -> Iterator[None]:
 
 
 def embedding_of(encoder: nn.Module) -> Any:
-    """The convolution that makes patches; None where there is none."""
+    """Return the convolution that makes patches, or None."""
     kinds = (nn.Conv2d, nn.Conv3d)
     return next((part for part in encoder.modules() if isinstance(part, kinds)), None)

@@ -1,7 +1,7 @@
 """The rows of `classify`: names that say what runs, and the suites that list them.
 
-docs/perception-classify.md says what each name means. `mame-0.8-unrefined` and its like are the
-paper's ablations.
+docs/perception-classify.md says what each name means. `mame-0.8-unrefined` and names like it are
+the paper's ablations.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _MAME = re.compile(rf"mame-(?:({'|'.join(PLACES)})-)?([^-]+)(?:-({'|'.join(ABLAT
 
 @dataclass(frozen=True, kw_only=True)
 class Row(tables.Row):
-    """One row; its `method` is one of `methods`, None where `at` decides it.
+    """One row; its `method` is one of `methods`, or None if `at` decides it.
 
     Attributes:
-        rival: a name of RIVALS; None: none.
-        at: name of the row whose FLOPs the rival is brought to.
+        rival: A name of RIVALS, or None.
+        at: Name of the row whose FLOPs the rival is brought to.
     """
 
     rival: str | None = None
@@ -52,7 +52,7 @@ class Row(tables.Row):
 
 @cache
 def row_named(name: str) -> Row:
-    """The row that a name says. Raises UserError for another name."""
+    """Return the row that a name describes. Raises UserError for another name."""
     if name == BASELINE:
         return Row(name=name, label="baseline", family="baseline", method=Method())
     if name == DEFAULT:
@@ -67,14 +67,14 @@ def row_named(name: str) -> Row:
     rates = name.removeprefix("diffrate-")
     if rates != name and rates in RATES:
         return Row(name=name, label=f"DiffRate, {rates}", method=rival(DiffRate(rates)))
-    said = _MAME.fullmatch(name)
-    tau = None if said is None else _number(said[2], 1.0)
-    if said is not None and tau is not None:
+    match = _MAME.fullmatch(name)
+    tau = None if match is None else _number(match[2], 1.0)
+    if match is not None and tau is not None:
         words = [
             f"MaMe τ {tau:g}",
-            *(part.replace("-", " ", 1) for part in said.group(1, 3) if part),
+            *(part.replace("-", " ", 1) for part in match.group(1, 3) if part),
         ]
-        method = merged(PLACES[said[1] or "first"], **{"tau": tau, **ABLATED.get(said[3], {})})
+        method = merged(PLACES[match[1] or "first"], **{"tau": tau, **ABLATED.get(match[3], {})})
         return Row(name=name, label=f"{', '.join(words)} (paper)", family="mame", method=method)
     kind, _, text = name.rpartition("-")
     knob = RIVALS.get(kind)
@@ -90,7 +90,7 @@ def row_named(name: str) -> Row:
 
 
 def _number(text: str, most: float | None) -> float | None:
-    """A finite number above 0 and at most `most`; None for anything else."""
+    """Return a finite number above 0 and at most `most`, or None for any other text."""
     try:
         value = float(text)
     except ValueError:
@@ -98,28 +98,29 @@ def _number(text: str, most: float | None) -> float | None:
     return value if 0 < value < float("inf") and (most is None or value <= most) else None
 
 
-def beside(names: str, rivals: Iterable[str] = RIVALS) -> list[str]:
-    """Each of these rows with every rival at its FLOPs, our default among them where the row is not
-    it.
+def with_rivals(names: str, rivals: Iterable[str] = RIVALS) -> list[str]:
+    """Return each of these rows with every rival at its FLOPs.
+
+    Our default is among the rivals of a row that isn't the default itself.
     """
-    found = []
+    rows = []
     for name in names.split():
         ours = "default" in name
-        found += [name, *(f"{one}@{name}" for one in rivals if not (ours and one == "default"))]
-    return found
+        rows += [name, *(f"{one}@{name}" for one in rivals if not (ours and one == "default"))]
+    return rows
 
 
-# What each suite is, and the names of its rows beside the baseline.
+# What each suite is, and the names of its rows besides the baseline.
 SUITES: dict[str, tuple[str, list[str]]] = {
     "vit": (
         "Training-free: our default, keep .6 in its place, and the paper's tau .7, .8 and .9 in"
-        " the first two thirds of the blocks, beside rivals at equal FLOPs.",
-        beside(f"{DEFAULT} default-0.6 mame-0.7 mame-0.8 mame-0.9"),
+        " the first two thirds of the blocks, next to rivals at equal FLOPs.",
+        with_rivals(f"{DEFAULT} default-0.6 mame-0.7 mame-0.8 mame-0.9"),
     ),
     "zero-shot": (
         "Zero-shot: our default, and the paper's tau for CLIP (.7, .8), SigLIP (.8, .9) and SigLIP"
-        " 2 (.9, .95), beside our default and rivals at equal FLOPs.",
-        [DEFAULT, *beside("mame-0.7 mame-0.8 mame-0.9 mame-0.95")],
+        " 2 (.9, .95), next to our default and rivals at equal FLOPs.",
+        [DEFAULT, *with_rivals("mame-0.7 mame-0.8 mame-0.9 mame-0.95")],
     ),
     "ablation": (
         "The paper's ablations at tau .8, and tau times number of blocks.",
@@ -131,33 +132,32 @@ SUITES: dict[str, tuple[str, list[str]]] = {
         ],
     ),
     VIDEO: (
-        "Clips: our default, keep .6 instead, and the paper's tau .8, .85 and .9, beside rivals"
+        "Clips: our default, keep .6 instead, and the paper's tau .8, .85 and .9, next to rivals"
         " at equal FLOPs.",
-        beside(f"{DEFAULT} default-0.6", ("tome", "random-all"))
-        + beside("mame-0.8 mame-0.85 mame-0.9", ("default", "tome")),
+        with_rivals(f"{DEFAULT} default-0.6", ("tome", "random-all"))
+        + with_rivals("mame-0.8 mame-0.85 mame-0.9", ("default", "tome")),
     ),
 }
 
 
 def chosen_rows(suite: str, names: str | None) -> list[Row]:
-    """The rows of these names, with commas between, the baseline first and each rival after the row
-    whose FLOPs it takes.
+    """Return rows by name, the baseline first and each rival after the row whose FLOPs it takes.
 
     Args:
-        suite: one of SUITES, whose rows None means.
-        names: any names, as the module says.
+        suite: One of SUITES; its rows are used if `names` is None.
+        names: Names separated by commas, as the module describes them.
 
     Raises:
-        UserError: an unknown suite or name.
+        UserError: If the suite or a name is unknown.
     """
     if suite not in SUITES:
         raise UserError(
             f"--suite: expected one of {', '.join(SUITES)}, got {suite!r}; give one of these"
         )
-    found = {BASELINE: row_named(BASELINE)}
+    rows = {BASELINE: row_named(BASELINE)}
     for name in SUITES[suite][1] if names is None else map(str.strip, names.split(",")):
         row = row_named(name)
         for one in (row.at, row.name):
             if one is not None:
-                found.setdefault(one, row_named(one))
-    return list(found.values())
+                rows.setdefault(one, row_named(one))
+    return list(rows.values())

@@ -1,14 +1,14 @@
-"""What rivals do to the tokens of one block, between attention and MLP: pure functions of tensors.
+"""What rivals do to the tokens of one block between attention and MLP: pure functions of tensors.
 
 * `ToMe` (Bolya et al., arXiv 2210.09461): bipartite soft matching on the keys' mean over heads. It
-  leaves r tokens fewer in every block, weighs means by size and makes attention proportional;
+  removes r tokens in every block, weights means by size and makes attention proportional;
 * `EViT` (Liang et al., arXiv 2202.07800), without its training: the tokens that the class token
   attends to least become one;
-* `DiffRate` (Chen et al., arXiv 2305.17997), off the shelf: its published rates of pruning and
-  merging, by the class token's attention;
+* `DiffRate` (Chen et al., arXiv 2305.17997), as published: its rates of pruning and merging, by the
+  class token's attention;
 * `RandomDrop`: a random share stays.
 
-Special tokens stand first, take no part and stay first.
+Special tokens come first, take no part and stay first.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from mame_sd.runs.methods import NotApplicable
 
 
 @dataclass
-class Given:
-    """What a rule is given in one block.
+class BlockTokens:
+    """What a rule gets in one block.
 
     Attributes:
         x: x' [B, L, C], prefix tokens first.
-        prefix: how many of them.
-        place: how many blocks have reduced the tokens before, of `places` in all.
-        sizes: how many tokens each one stands for, fp32 [B, L]; None: 1 each.
-        keys, queries: the attention's [B, heads, L, d]; None where the rule does not ask for them.
-        told: whether it has to tell what it kept.
+        prefix: Number of prefix tokens.
+        place: Number of blocks that have reduced the tokens before, of `places` in all.
+        sizes: Number of tokens that each one stands for, fp32 [B, L]. If None, 1 each.
+        keys: The attention's keys [B, heads, L, d], or None if the rule doesn't ask for them.
+        queries: The attention's queries [B, heads, L, d], or None if the rule doesn't ask for them.
+        places: Number of blocks that reduce tokens.
+        told: True if the rule has to say which tokens it kept.
     """
 
     x: Tensor
@@ -50,13 +52,13 @@ class Given:
 
 @dataclass
 class Reduced:
-    """What a rule gives.
+    """What a rule returns.
 
     Attributes:
         x: x'' [B, L', C].
-        sizes: [B, L'], None: 1 each.
-        cost: multiply-adds for one image.
-        kept: LongTensor [B, L'], the first of the tokens that each was made of; None: not told.
+        sizes: [B, L']. If None, 1 each.
+        cost: Multiply-adds for one image.
+        kept: LongTensor [B, L'], the first of the tokens that each was made of, or None.
     """
 
     x: Tensor
@@ -69,8 +71,8 @@ class Rule:
     """One rival at one setting; this one leaves the tokens as they are, and counts them.
 
     Attributes:
-        prop_attn: the log of a token's size is added to its attention logits.
-        hears: what of the attention it is given, "keys" and "queries"; queries are those of a class
+        prop_attn: True if the log of a token's size is added to its attention logits.
+        hears: What it needs of the attention, "keys" and "queries"; queries are those of a class
             token.
     """
 
@@ -78,22 +80,24 @@ class Rule:
     hears: ClassVar[tuple[str, ...]] = ()
 
     def blocks(self, depth: int) -> tuple[int, ...]:
-        """The blocks of `depth` in which it reduces the tokens, counted from 0."""
+        """Return the indices of the blocks of `depth` in which it reduces the tokens."""
         return (depth - 1,)
 
-    def __call__(self, given: Given) -> Reduced:
-        return Reduced(given.x)
+    def __call__(self, tokens: BlockTokens) -> Reduced:
+        """Reduce the tokens of one block."""
+        return Reduced(tokens.x)
 
 
 class EveryBlock(Rule):
     """A rule that reduces the tokens in every block."""
 
     def blocks(self, depth: int) -> tuple[int, ...]:
+        """Return the indices of all blocks."""
         return tuple(range(depth))
 
 
 def quarters(depth: int) -> tuple[int, ...]:
-    """Blocks 3, 6 and 9 of 12; of another depth those as far up.
+    """Return blocks 3, 6 and 9 of 12, or the same fractions of another depth.
 
     >>> quarters(12), quarters(24), quarters(4)
     ((3, 6, 9), (6, 12, 18), (1, 2, 3))
@@ -102,7 +106,7 @@ def quarters(depth: int) -> tuple[int, ...]:
 
 
 def rows_of(x: Tensor, at: Tensor) -> Tensor:
-    """The tokens [B, K, C] of `x` [B, L, C] at `at` [B, K]."""
+    """Gather the tokens [B, K, C] of `x` [B, L, C] at the indices `at` [B, K]."""
     return x.gather(1, at.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
@@ -110,8 +114,8 @@ def rows_of(x: Tensor, at: Tensor) -> Tensor:
 class ToMe(EveryBlock):
     """Token merging: `r` tokens fewer in every block, at most half of the patches.
 
-    A fraction of `r` is spread over the blocks. `decreasing` (section 4 of the paper): from 2 `r`
-    fewer in the first block down to 0 in the last.
+    A fractional `r` is spread over the blocks. With `decreasing` (section 4 of the paper) the
+    number falls linearly from 2 `r` in the first block to 0 in the last.
     """
 
     r: float
@@ -120,7 +124,7 @@ class ToMe(EveryBlock):
     hears: ClassVar[tuple[str, ...]] = ("keys",)
 
     def fewer(self, place: int, places: int) -> int:
-        """How many tokens it merges in the block of that place, where there are enough.
+        """Return the number of tokens to merge in the block of that place, if there are enough.
 
         >>> [ToMe(2.5).fewer(place, 4) for place in range(4)], ToMe(8).fewer(5, 12)
         ([3, 2, 3, 2], 8)
@@ -131,38 +135,43 @@ class ToMe(EveryBlock):
             return round(2 * self.r * (1 - place / (places - 1)))
         return math.floor(self.r * (place + 1) + 0.5) - math.floor(self.r * place + 0.5)
 
-    def __call__(self, given: Given) -> Reduced:
-        assert given.keys is not None
-        x, metric = given.x, given.keys.mean(1)
-        sizes = x.new_ones(x.shape[:2], dtype=torch.float32) if given.sizes is None else given.sizes
-        r = min(self.fewer(given.place, given.places), (x.shape[1] - given.prefix) // 2)
+    def __call__(self, tokens: BlockTokens) -> Reduced:
+        """Merge the `fewer` most similar pairs."""
+        assert tokens.keys is not None
+        x, metric = tokens.x, tokens.keys.mean(1)
+        sizes = (
+            x.new_ones(x.shape[:2], dtype=torch.float32) if tokens.sizes is None else tokens.sizes
+        )
+        r = min(self.fewer(tokens.place, tokens.places), (x.shape[1] - tokens.prefix) // 2)
         if r < 1:
             return Reduced(x, sizes)
-        merge = bipartite_soft_matching(metric, r, given.prefix)
+        merge = bipartite_soft_matching(metric, r, tokens.prefix)
         weight = sizes.unsqueeze(-1)
         merged, size = merge(x * weight.to(x.dtype)), merge(weight)
-        odd = x.shape[1] // 2 - given.prefix // 2
-        cost = (x.shape[1] - given.prefix - odd) * odd * metric.shape[-1]
+        odd = x.shape[1] // 2 - tokens.prefix // 2
+        cost = (x.shape[1] - tokens.prefix - odd) * odd * metric.shape[-1]
         kept = None
-        if given.told:
+        if tokens.told:
             places = torch.arange(x.shape[1], device=x.device).expand(len(x), -1).unsqueeze(-1)
             kept = merge(places, True).squeeze(-1)
         return Reduced(merged / size.to(x.dtype), size.squeeze(-1), cost, kept)
 
 
 def bipartite_soft_matching(metric: Tensor, r: int, prefix: int) -> Callable[..., Tensor]:
-    """Match tokens by bipartite soft matching (ToMe, section 3): each token of A, at even places,
-    has one edge, to the most similar of B, at odd places; the r most similar edges merge.
+    """Match tokens by bipartite soft matching (ToMe, section 3).
+
+    Each token of A, at even places, has one edge, to the most similar token of B, at odd places;
+    the r most similar edges merge.
 
     Args:
         metric: [B, L, d], compared by cosine.
-        r: edges to merge, at most as many as A has tokens.
-        prefix: leading tokens that take no part.
+        r: Number of edges to merge, at most the number of tokens of A.
+        prefix: Number of leading tokens that take no part.
 
     Returns:
-        What sums up merging tokens of [B, L, C], or takes the least of them as a second argument
-        says, and gives [B, L - r, C]. These are the prefix tokens, the rest of A, then B. The rest
-        of A keeps its order where there are prefix tokens. Elsewhere the most similar come first,
+        A function that sums merging tokens of [B, L, C], or takes their minimum if its second
+        argument is True, and returns [B, L - r, C]: the prefix tokens, the rest of A, then B. The
+        rest of A keeps its order if there are prefix tokens; otherwise the most similar come first,
         as published.
     """
     tokens = torch.arange(metric.shape[1], device=metric.device)[prefix:]
@@ -187,33 +196,35 @@ def bipartite_soft_matching(metric: Tensor, r: int, prefix: int) -> Callable[...
     return merge
 
 
-def class_attention(given: Given) -> Tensor:
-    """Attention of the class token to each patch [B, patches], the mean over heads, fp32."""
-    assert given.keys is not None
-    assert given.queries is not None
-    queries = given.queries[:, :, :1]
-    logits = (queries @ given.keys.transpose(2, 3) * queries.shape[-1] ** -0.5).float()
-    if given.sizes is not None:
-        logits = logits + given.sizes.log()[:, None, None]
-    return logits.softmax(-1)[:, :, 0, given.prefix :].mean(1)
+def class_attention(tokens: BlockTokens) -> Tensor:
+    """Return the class token's attention to each patch [B, patches], the mean over heads, fp32."""
+    assert tokens.keys is not None
+    assert tokens.queries is not None
+    queries = tokens.queries[:, :, :1]
+    logits = (queries @ tokens.keys.transpose(2, 3) * queries.shape[-1] ** -0.5).float()
+    if tokens.sizes is not None:
+        logits = logits + tokens.sizes.log()[:, None, None]
+    return logits.softmax(-1)[:, :, 0, tokens.prefix :].mean(1)
 
 
 @dataclass(frozen=True)
 class EViT(Rule):
-    """The share `keep` of the tokens stays to which the class token attends most (mean over heads),
-    in three blocks as published.
+    """Keep the share of tokens that the class token attends to most, in three blocks as published.
 
-    The others become one token, the sum of them weighted by that attention, as published.
+    The attention is averaged over heads. The other tokens become one, their sum weighted by that
+    attention.
     """
 
     keep: float
     hears: ClassVar[tuple[str, ...]] = ("keys", "queries")
 
     def blocks(self, depth: int) -> tuple[int, ...]:
+        """Return the three blocks."""
         return quarters(depth)
 
-    def __call__(self, given: Given) -> Reduced:
-        attention, x, prefix = class_attention(given), given.x, given.prefix
+    def __call__(self, tokens: BlockTokens) -> Reduced:
+        """Keep the share of tokens, and sum up the others."""
+        attention, x, prefix = class_attention(tokens), tokens.x, tokens.prefix
         width = x.shape[-1]
         left = math.ceil(self.keep * attention.shape[1])
         if left >= attention.shape[1]:
@@ -259,8 +270,8 @@ RATES: dict[str, tuple[str, str]] = {
 class DiffRate(EveryBlock):
     """DiffRate without its training, at the published rates of `rates`, one of RATES.
 
-    In each block the patches are sorted by the class token's attention, the last are dropped, and
-    of those left the last join the most similar of the others: as their plain mean, and with sizes
+    In each block the patches are sorted by the class token's attention and the last are dropped. Of
+    those left, the last join the most similar of the others: as their plain mean, and with sizes
     that count a joined token by its similarity.
     """
 
@@ -268,21 +279,24 @@ class DiffRate(EveryBlock):
     prop_attn: ClassVar[bool] = True
     hears: ClassVar[tuple[str, ...]] = ("keys", "queries")
 
-    def __call__(self, given: Given) -> Reduced:
-        x, prefix = given.x, given.prefix
+    def __call__(self, tokens: BlockTokens) -> Reduced:
+        """Prune and merge tokens at the block's published rates."""
+        x, prefix = tokens.x, tokens.prefix
         pruned, merged = ([int(n) for n in text.split()] for text in RATES[self.rates])
-        fits = given.place > 0 or x.shape[1] == pruned[0]
-        if given.places != len(pruned) or prefix != 1 or not fits:
+        fits = tokens.place > 0 or x.shape[1] == pruned[0]
+        if tokens.places != len(pruned) or prefix != 1 or not fits:
             raise NotApplicable(
                 f"expected {len(pruned)} blocks and {pruned[0]} tokens, one of them for the class,"
-                f" which DiffRate's rates of {self.rates} are for, got {given.places} and"
+                f" which DiffRate's rates of {self.rates} are for, got {tokens.places} and"
                 f" {x.shape[1]}; choose other rates"
             )
-        sizes = x.new_ones(x.shape[:2], dtype=torch.float32) if given.sizes is None else given.sizes
-        order = class_attention(given).argsort(dim=-1, descending=True) + prefix
-        order = torch.cat([order.new_zeros(len(x), 1), order], 1)[:, : pruned[given.place]]
+        sizes = (
+            x.new_ones(x.shape[:2], dtype=torch.float32) if tokens.sizes is None else tokens.sizes
+        )
+        order = class_attention(tokens).argsort(dim=-1, descending=True) + prefix
+        order = torch.cat([order.new_zeros(len(x), 1), order], 1)[:, : pruned[tokens.place]]
         x, sizes = rows_of(x, order), sizes.gather(1, order)
-        kept, cost = min(merged[given.place], x.shape[1]), given.x.shape[1] * x.shape[2]
+        kept, cost = min(merged[tokens.place], x.shape[1]), tokens.x.shape[1] * x.shape[2]
         if kept < x.shape[1]:
             unit = F.normalize(x, dim=-1)
             alike = unit[:, kept:] @ unit[:, :kept].transpose(1, 2)
@@ -298,15 +312,16 @@ class DiffRate(EveryBlock):
 
 @dataclass(frozen=True)
 class RandomDrop(EveryBlock):
-    """A random share `keep` of the patches stays, others for each sample of a batch."""
+    """A random share `keep` of the patches stays, different for each sample of a batch."""
 
     keep: float
     seed: int = 0
 
-    def __call__(self, given: Given) -> Reduced:
-        x, prefix = given.x, given.prefix
+    def __call__(self, tokens: BlockTokens) -> Reduced:
+        """Keep a random share of the patches."""
+        x, prefix = tokens.x, tokens.prefix
         patches = x.shape[1] - prefix
-        generator = torch.Generator(x.device).manual_seed(self.seed * 1000 + given.place)
+        generator = torch.Generator(x.device).manual_seed(self.seed * 1000 + tokens.place)
         drawn = torch.rand(len(x), patches, generator=generator, device=x.device)
         at = drawn.topk(max(1, round(self.keep * patches)), dim=-1).indices.sort(dim=-1).values
         return Reduced(torch.cat([x[:, :prefix], rows_of(x[:, prefix:], at)], 1))

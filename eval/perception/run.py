@@ -1,11 +1,10 @@
-"""A classification benchmark from images to results: answers of every row, speed, checks, and all
-of it written down.
+"""A classification benchmark from images to results: answers of every row, speed and checks.
 
     OUT/answers/, OUT/bench.jsonl      see `answers`
     OUT/results.json                   everything that is known so far, rewritten after each step
     OUT/report.html, ...               made of results.json
 
-Every step continues where it was stopped, so the same command does.
+Every step continues where it was stopped, so the same command resumes a run.
 """
 
 from __future__ import annotations
@@ -69,16 +68,19 @@ COLUMNS: tuple[Metric, ...] = (
 
 @dataclass(kw_only=True)
 class Classification:
-    """One benchmark; `run` does it.
+    """One benchmark, which `run` executes.
 
     Attributes:
-        asked: the model, the images that it answers, and the size of a batch.
-        about: how it answers, as JSON values: class names and templates, or where labels come from.
-        rows: the first is the baseline, and each rival comes after the row whose FLOPs it takes.
-        rounds: of timing.
-        stage: opens a step of that name and gives its progress callback.
-        command: what makes it again, for the report.
-        results: what is known so far.
+        suite: Name of the suite.
+        asked: The model, the images that it answers, and the size of a batch.
+        about: How it answers, as JSON values: class names and templates, or where labels come from.
+        rows: The first one is the baseline, and each rival follows the row whose FLOPs it takes.
+        rounds: Number of rounds of timing.
+        out: Folder of results.
+        process: This process.
+        stage: Opens a step of that name and returns its progress callback.
+        command: The command that makes it again, for the report.
+        results: What is known so far.
     """
 
     suite: str
@@ -95,10 +97,13 @@ class Classification:
     _found: dict[str, list[Batch]] = field(default_factory=dict)
 
     def run(self) -> Results:
-        """Everything, in order; returns the results, on the main process those of results.json.
+        """Run everything in order.
+
+        Returns:
+            The results; on the main process they are those of results.json.
 
         Raises:
-            UserError, MachineError: what was done before is kept; the same call continues.
+            UserError, MachineError: What was done before is kept; the same call continues.
         """
         self.results = resumed(self._before(), self.out, settings_of)
         self._save()
@@ -117,11 +122,11 @@ class Classification:
 
     @property
     def _meets_tome(self) -> bool:
-        """Whether ToMe runs at the FLOPs of some row."""
+        """True if ToMe runs at the FLOPs of some row."""
         return any(row.rival == TOME and row.at for row in self.rows)
 
     def _before(self) -> Results:
-        """What is known before anything is measured."""
+        """Return what is known before anything is measured."""
         encoder, images = self.asked.head.encoder, self.asked.images
         about, labelled = images.about(), images.labels is not None
         rows = [
@@ -159,14 +164,12 @@ class Classification:
         )
 
     def _answer(self, row: Row) -> None:
-        """The answers of a row and its figures; why there are none, where it can do nothing with
-        this model.
-        """
+        """Compute the answers of a row and its figures, or the reason why there are none."""
         line = self.results.row(row.name)
         try:
             method = self._solved(row, line) if row.at else row.method
             with self.stage(f"{row.label}: answers") as on_progress:
-                found = answers_of(
+                batches = answers_of(
                     self.asked,
                     method,
                     self.out / "answers" / f"{row.name}.jsonl",
@@ -177,13 +180,13 @@ class Classification:
         except NotApplicable as error:
             line.measured, line.reason = False, str(error)
         else:
-            self._methods[row.name], self._found[row.name] = method, list(found.values())
+            self._methods[row.name], self._found[row.name] = method, list(batches.values())
             line.measured, line.reason = True, None
             line.values.update(self._values(row.name))
         self._save()
 
     def _solved(self, row: Row, line: MethodResult) -> Method:
-        """The rival at the FLOPs that were counted of another row."""
+        """Return the rival at the FLOPs that were counted for another row."""
         assert row.rival is not None
         if row.at not in self._found:
             raise NotApplicable(
@@ -208,7 +211,7 @@ class Classification:
         return RIVALS[row.rival].make(solved["knob"])
 
     def _values(self, name: str) -> dict[str, Value]:
-        """What answers, tokens and FLOPs of a row come to."""
+        """Return the figures that follow from a row's answers, tokens and FLOPs."""
         answers, plain = self._answers(name), self._answers(BASELINE)
         count = len(answers)
 
@@ -233,7 +236,7 @@ class Classification:
         return values
 
     def _ahead(self, row: Row) -> Value:
-        """How far a row's top-1 is ahead of ToMe's at its FLOPs."""
+        """Return how far a row's top-1 is ahead of ToMe's at the same FLOPs."""
         right, other = self._right(row.name), f"{TOME}@{row.at or row.name}"
         if right is None:
             return UNLABELLED
@@ -253,18 +256,18 @@ class Classification:
         return [answer for batch in self._found[name] for answer in batch.answers]
 
     def _right(self, name: str) -> list[bool] | None:
-        """Whether each answer is its image's label; None without labels."""
+        """Return whether each answer is its image's label; None without labels."""
         labels = self.asked.images.labels
         if labels is None:
             return None
         return [a == label for a, label in zip(self._answers(name), labels, strict=True)]
 
     def _flops(self, name: str) -> float:
-        """GFLOPs of a row that was measured."""
+        """Return the GFLOPs of a row that was measured."""
         return self.results.row(name).values["flops"].mean or 0.0
 
     def _time(self) -> None:
-        """Speed and memory, on the main process while the others wait."""
+        """Measure speed and memory, on the main process while the others wait."""
         about = {
             **settings_of(self.results.manifest),
             "environment": self.results.manifest["environment"],
@@ -273,18 +276,16 @@ class Classification:
         with self.stage("speed and memory") as on_progress:
             record = self.out / TIMINGS
             timings = speed_of(self.asked, self._methods, self.rounds, record, about, on_progress)
-        for name, found in timings.items():
+        for name, taken in timings.items():
             values = self.results.row(name).values
-            values["throughput"] = of_rounds([1 / timing.seconds for timing in found])
-            costs = summary(found, timings[BASELINE])
+            values["throughput"] = of_rounds([1 / timing.seconds for timing in taken])
+            costs = summary(taken, timings[BASELINE])
             values.update({key: costs[key] for key in ("speedup", "memory") if key in costs})
         self._save()
 
     @torch.no_grad()
     def _check(self) -> None:
-        """The sanity gates: rows leave the model as it was, and merging that is switched off
-        changes nothing.
-        """
+        """Check that rows leave the model as it was, and that inactive merging changes nothing."""
         head, inputs = self.asked.head, self.asked.inputs(self.asked.batches[0])
         plain = head.logits(inputs)
 
@@ -294,7 +295,7 @@ class Classification:
 
         gates = []
         for name, method in self._methods.items():
-            with method.counted(head.encoder.model) as handle:
+            with method.counting(head.encoder.model) as handle:
                 handle.active = not method.merges
                 logits = head.logits(inputs)
             if name == BASELINE:
@@ -310,9 +311,9 @@ class Classification:
 
 
 def settings_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a benchmark must be continued with.
+    """Return the settings that a benchmark must be continued with.
 
-    Sizes of files are left out: a batch whose file was mended is answered anew.
+    Sizes of files are left out: a batch whose file was corrected is answered again.
     """
     images = {key: value for key, value in manifest["images"].items() if key != "sha256"}
     return {**{key: manifest[key] for key in ("model", "answers", "batch")}, "images": images}

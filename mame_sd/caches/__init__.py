@@ -1,4 +1,4 @@
-"""Shorter KV caches of language models: the keys that will be read stay, with fitted values."""
+"""Shorter KV caches of language models: the most useful keys stay, with fitted values."""
 
 from mame_sd.caches.handle import CacheHandle, compress_cache
 from mame_sd.caches.layer import Kept

@@ -1,4 +1,4 @@
-"""Read attention layers, their queries and rotary positions off a transformers model."""
+"""Find the attention layers of a transformers model, and compute their queries as they do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from mame_sd import upstream
 
 IMPLEMENTATIONS = ("sdpa", "eager")
-_NEAR = 1e-2  # of the norm: how far keys may be from the model's own, for 16-bit kernels
+_NEAR = 1e-2  # relative difference allowed on trial, which covers 16-bit kernels
 
 
 @dataclass(frozen=True)
@@ -25,42 +25,53 @@ class Attention:
     """One attention layer of a decoder: how it makes queries and rotates them."""
 
     module: Any
-    rotary: Any  # None: the layer rotates nothing
+    rotary: Any  # None if the layer rotates nothing
     index: int
-    sliding: bool  # sees a window alone, whose cache is short as it is
+    sliding: bool  # attends to a window only, so that its cache is short anyway
 
     def project(self, hidden_states: Tensor, which: str = "q") -> Tensor:
-        """Make queries [B, H, N, D] (or "k": keys), not rotated, of the layer's input [B, N, C]."""
+        """Compute queries or keys of the layer's input, not rotated.
+
+        Args:
+            hidden_states: The layer's input, [B, N, C].
+            which: "q" for queries, "k" for keys.
+
+        Returns:
+            [B, H, N, D].
+        """
         b, n = hidden_states.shape[:2]
         x = getattr(self.module, f"{which}_proj")(hidden_states)
         norm = getattr(self.module, f"{which}_norm", None)
         weight = getattr(norm, "weight", None)
         flat = weight is not None and weight.shape == x.shape[-1:]
-        if norm is not None and flat:  # over all heads at once, as OLMo 2 does
+        if norm is not None and flat:  # OLMo 2 norms all heads at once
             x = norm(x)
         x = x.view(b, n, -1, self.module.head_dim)
-        if which == "q":  # gates of the output stand behind each head of Qwen3-Next
+        if which == "q":  # in Qwen3-Next the gates of the output follow each head
             x = x[:, :, :: x.shape[2] // self.module.config.num_attention_heads]
         if norm is not None and not flat:
             x = norm(x)
         return x.transpose(1, 2)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x [B, H, N, D] to positions [B, N], by the model's own functions."""
+        """Rotate x [B, H, N, D] to positions [B, N] by the model's own functions."""
         if self.rotary is None:
             return x
         cos, sin = self._turn(x, positions)
-        turned = cos.shape[-1]  # of the features; Phi and StableLM leave others as they are
+        turned = cos.shape[-1]  # features that rotate; Phi and StableLM rotate a part only
         apply = sys.modules[type(self.module).__module__].apply_rotary_pos_emb
         part = x[..., :turned]
-        part = apply(part, part[:, :1], cos, sin)[0]  # queries and keys: of keys one head will do
+        part = apply(part, part[:, :1], cos, sin)[
+            0
+        ]  # it takes queries and keys: one head of keys is enough
         return part if turned == x.shape[-1] else torch.cat([part, x[..., turned:]], -1)
 
     def _turn(self, x: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
         """Return cosine and sine of positions [B, N] in the dtype and on the device of x.
 
-        The rotary embedding's forward is called without what transformers wraps around it, which
-        changes the model where frequencies depend on the length (dynamic NTK, longrope).
+        This calls the rotary embedding's forward without the decorator that transformers puts
+        around it, which changes the model if frequencies depend on the length (dynamic NTK,
+        longrope).
         """
         forward = inspect.unwrap(type(self.rotary).forward)
         device = next((b.device for b in self.rotary.buffers()), x.device)
@@ -72,23 +83,23 @@ class Attention:
 
     @torch.no_grad()
     def checked(self) -> Attention:
-        """Return this layer, with no rotation where it has none.
+        """Return this layer, without rotation if it has none, after a trial on three tokens.
 
-        The layer is run on three tokens. The keys that it hands to its cache, and the queries that
-        it attends by, are compared with those that this class makes. Its output is looked at under
-        masks of numbers, which must be added to the logits.
+        The trial compares the keys that the layer gives its cache and the queries that it attends
+        by with those that this class computes, and checks that the layer adds masks of numbers to
+        its logits.
 
         Raises:
-            ValueError: they differ.
+            ValueError: If they differ.
         """
         keys: list[Tensor] = []
         queries, places = _Queries(), torch.tensor([[0, 3, 11]], device="cpu")
         name = upstream.cache_argument(self.module.forward) or upstream.CACHE_NAMES[0]
         why, cause = "its keys are other ones", None
 
-        def update(own: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
-            keys.append(own)
-            return own, values
+        def update(key: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+            keys.append(key)
+            return key, values
 
         try:
             weight = next(self.module.k_proj.parameters())
@@ -113,8 +124,8 @@ class Attention:
             for layer in (self, replace(self, rotary=None)):
                 if not _near(layer.rotate(layer.project(hidden, "k"), places), keys[0]):
                     continue
-                own = layer.rotate(layer.project(hidden), places)
-                if queries.found is not None and not _near(own, queries.found):
+                computed = layer.rotate(layer.project(hidden), places)
+                if queries.first is not None and not _near(computed, queries.first):
                     why = "its queries are other ones"
                 elif not _adds_masks(run, self.module.config.num_attention_heads, hidden):
                     why = "it doesn't add the numbers of a mask to its logits"
@@ -130,12 +141,12 @@ class Attention:
 
 
 def _adds_masks(run: Callable[[Tensor], Tensor], heads: int, hidden: Tensor) -> bool:
-    """Whether attention adds a mask of numbers to its logits, as biases of kept keys need it.
+    """Return True if attention adds a mask of numbers to its logits, as biases of keys need.
 
     Args:
-        run: gives the last token's output [1, C] under a mask [1, H, 3, 3].
+        run: Returns the last token's output [1, C] under a mask [1, H, 3, 3].
         heads: H.
-        hidden: of the mask's dtype and device.
+        hidden: A tensor with the mask's dtype and device.
     """
 
     def under(*numbers: float) -> Tensor:
@@ -145,9 +156,9 @@ def _adds_masks(run: Callable[[Tensor], Tensor], heads: int, hidden: Tensor) -> 
     first, last = under(0, none, none), under(none, none, 0)
     ignored = torch.equal(first, last) and bool(first.any())
     return not ignored and all(
-        _near(found, wanted)
-        for found, wanted in (
-            (under(-5, -5, -5), under(0, 0, 0)),  # what is added to all changes nothing
+        _near(output, wanted)
+        for output, wanted in (
+            (under(-5, -5, -5), under(0, 0, 0)),  # the same number for all keys changes nothing
             (under(-1e4, 1, 1), under(none, 0, 0)),
             (under(1e4, 0, 0), first),
         )
@@ -155,30 +166,29 @@ def _adds_masks(run: Callable[[Tensor], Tensor], heads: int, hidden: Tensor) -> 
 
 
 class _Queries(TorchFunctionMode):
-    """Remember the queries [B, H, N, D] of the first attention inside of it."""
+    """Remember the queries [B, H, N, D] of the first attention call inside the `with` block."""
 
-    found: Tensor | None = None
+    first: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         attends = func in (F.scaled_dot_product_attention, torch.matmul)
-        if attends and self.found is None and args and args[0].dim() == 4:
-            self.found = args[0]
+        if attends and self.first is None and args and args[0].dim() == 4:
+            self.first = args[0]
         return func(*args, **(kwargs or {}))
 
 
-def _near(found: Tensor, wanted: Tensor) -> bool:
-    if found.shape != wanted.shape:
+def _near(computed: Tensor, wanted: Tensor) -> bool:
+    if computed.shape != wanted.shape:
         return False
-    return bool((found - wanted).float().norm() <= _NEAR * wanted.float().norm())
+    return bool((computed - wanted).float().norm() <= _NEAR * wanted.float().norm())
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
     """Find the self-attention layers of a decoder that can be compressed, in order.
 
     Raises:
-        TypeError: no transformers model.
-        ValueError: no layer with a KV cache, an attention that isn't known, or an implementation
-            that takes no mask.
+        TypeError: If it isn't a transformers model.
+        ValueError: If no layer has a KV cache, or if an attention is unknown or can't take a mask.
     """
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or config is None:
@@ -190,17 +200,17 @@ def attention_layers(model: nn.Module) -> list[Attention]:
         raise ValueError(
             f"model: expected a decoder alone, got {name}, whose cache holds an encoder's keys too"
         )
-    found = {
+    modules = {
         path: module
         for path, module in model.named_modules()
         if hasattr(module, "layer_idx") and "Attention" in type(module).__name__
     }
-    if not found:
+    if not modules:
         raise ValueError(
             "model: expected a decoder with a KV cache, found no attention layer that has one in"
             f" {name}"
         )
-    return [_layer(model, path, module) for path, module in found.items()]
+    return [_layer(model, path, module) for path, module in modules.items()]
 
 
 def _layer(model: nn.Module, path: str, module: Any) -> Attention:
@@ -225,11 +235,11 @@ def _layer(model: nn.Module, path: str, module: Any) -> Attention:
             f"model: expected one that isn't compiled, got a compiled {name}, whose graphs may lack"
             " what shortens its cache; give the model without torch.compile"
         )
-    beside = (child for outer in around for child in outer.children())  # the nearest first
-    rotary = next((m for m in beside if type(m).__name__.endswith("RotaryEmbedding")), None)
+    nearby = (child for outer in around for child in outer.children())  # the nearest first
+    rotary = next((m for m in nearby if type(m).__name__.endswith("RotaryEmbedding")), None)
     if rotary is None:
         raise ValueError(
-            f"model: expected a rotary embedding beside {type(module).__name__}, found none"
+            f"model: expected a rotary embedding next to {type(module).__name__}, found none"
         )
     layer = Attention(module, rotary, module.layer_idx, _is_sliding(config, module.layer_idx))
     return layer if layer.sliding else layer.checked()

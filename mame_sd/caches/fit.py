@@ -1,9 +1,8 @@
-"""Values and a bias for each key that stays, fitted so that attention gives what it gave over all
-keys.
+"""Fit values and a bias to the kept keys, so that attention gives what it gave over all keys.
 
 Attention Matching (arXiv 2602.16284): first the mass, then the values, both by least squares over
-reference queries. Ours are the prompt's own, moved to positions to come; both fits are ridges
-towards what the keys had.
+reference queries. Here the reference queries are the prompt's own, moved to future positions, and
+both fits are ridge regressions towards what the keys had.
 """
 
 from __future__ import annotations
@@ -17,23 +16,25 @@ from mame_sd.caches.layer import Kept
 from mame_sd.caches.view import CacheView
 from mame_sd.core.fit import within
 
-RIDGE_MASS, RIDGE_VALUES = 0.1, 0.01  # in units of the mean diagonal of the normal equations
-LEAST, MOST = 1e-2, 1e2  # of what a key may count for
+RIDGE_MASS, RIDGE_VALUES = 0.1, 0.01  # relative to the mean diagonal of the normal equations
+LEAST, MOST = 1e-2, 1e2  # limits of the factor on a key's mass
 
 
 def with_fitted_values(
-    view: CacheView, kept: Kept, place: Tensor, queries: Tensor, counted: Tensor
+    view: CacheView, kept: Kept, place: Tensor, queries: Tensor, valid: Tensor
 ) -> Kept:
-    """Return `kept` with the values and biases that fit.
+    """Return `kept` with fitted values and biases.
 
     Args:
-        place: LongTensor [B, h, K], where each kept key lies in `view`.
-        queries: reference queries [B, H, N, D], rotated.
-        counted: which of them count, bool [B, N].
+        view: The layer's whole cache.
+        kept: The keys that stay.
+        place: LongTensor [B, h, K], the index of each kept key in `view`.
+        queries: Reference queries, rotated, [B, H, N, D].
+        valid: Bool [B, N], False for queries at padding.
     """
-    g = queries.shape[1] // place.shape[1]  # heads of queries that share one of keys
+    g = queries.shape[1] // place.shape[1]  # heads of queries per head of keys
     parts = [
-        _one(view.head(i), kept.head(i), place[:, i], queries[:, i * g : (i + 1) * g], counted)
+        _fit_head(view.head(i), kept.head(i), place[:, i], queries[:, i * g : (i + 1) * g], valid)
         for i in range(place.shape[1])
     ]
     values = torch.stack([v for v, _ in parts], 1).to(kept.values.dtype)
@@ -41,25 +42,31 @@ def with_fitted_values(
     return replace(kept, values=values, bias=bias if kept.bias is None else kept.bias + bias)
 
 
-def _one(
-    view: CacheView, kept: Kept, place: Tensor, queries: Tensor, counted: Tensor
+def _fit_head(
+    view: CacheView, kept: Kept, place: Tensor, queries: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return values [B, K, D] and what is added to the bias [B, K] of one head of keys."""
+    """Fit one head of keys; arguments as `with_fitted_values` has them.
+
+    Returns:
+        Values [B, K, D], and what is added to the bias [B, K].
+    """
     g = queries.shape[1]
     logits = view.logits(queries)[:, 0].flatten(1, 2)  # [B, G N, L]
-    weight = counted.repeat(1, g).unsqueeze(-1).to(logits.dtype)
+    weight = valid.repeat(1, g).unsqueeze(-1).to(logits.dtype)
     at = place.unsqueeze(1).expand(-1, logits.shape[1], -1)
     everything = logits.softmax(-1)
     if view.real is not None:
         everything = everything.nan_to_num()
     target = everything @ view.values[:, 0].to(logits.dtype)
-    share = everything.gather(2, at) * weight  # of all attention, by key
+    share = everything.gather(2, at) * weight  # each kept key's share of all attention
     count = torch.full((place.shape[0],), place.shape[1], device=place.device)
     if kept.real is not None:
         share = share.masked_fill(~kept.real, 0)
         count = kept.real[:, 0].sum(-1).clamp(min=1)
     mass = weight - share.sum(-1, keepdim=True)
-    a, b = (t.unflatten(1, (g, -1))[:, :, ::2].flatten(1, 2) for t in (share, mass))  # half will do
+    a, b = (
+        t.unflatten(1, (g, -1))[:, :, ::2].flatten(1, 2) for t in (share, mass)
+    )  # half of the queries are enough
     change = _ridge(a, b, RIDGE_MASS, count).squeeze(-1)
     bias = (1 + change).clamp(LEAST, MOST).log()
     attention = share * bias.exp().unsqueeze(1)
@@ -70,11 +77,18 @@ def _one(
 
 
 def _ridge(a: Tensor, b: Tensor, strength: float, count: Tensor) -> Tensor:
-    """Return x [B, K, D] that minimises |a x - b|^2 + strength * mean diagonal * |x|^2, of a
-    [B, N, K] and b [B, N, D].
+    """Solve ridge regression: the x that minimises |a x - b|^2 + strength * m * |x|^2.
 
-    The mean is that of the `count` [B] keys that aren't padding, whose columns are 0. The smaller
-    of a a^T and a^T a is factored, by Cholesky: both give the same x.
+    The smaller of a a^T and a^T a is factored by Cholesky; both give the same x.
+
+    Args:
+        a: [B, N, K], 0 in the columns of padding.
+        b: [B, N, D].
+        strength: Relative to m, the mean diagonal of a^T a over the keys that aren't padding.
+        count: Number of these keys, [B].
+
+    Returns:
+        x [B, K, D].
     """
     t = a.transpose(-1, -2)
     few = a.shape[1] < a.shape[2]

@@ -1,7 +1,7 @@
-"""compress_cache: a shorter KV cache while a block runs, by hooks on the attention layers.
+"""Shorten the KV cache of a model inside a `with` block, by hooks on its attention layers.
 
-The block is one of its thread (a context variable tells). Prompts of other threads on the same
-model are refused, unless they enter a block of their own.
+The block belongs to its thread (a context variable records it). Prompts that other threads give the
+same model are refused unless they are in a block of their own.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class CacheHandle:
     """What `compress_cache` did.
 
     Attributes:
-        keep: share of the bytes that stays; set it, and prompts from then on keep that share. It
-            stays 1 where the block was entered with 1.
-        compressing: set it to False, and caches stay as they are, as when a text is scored after a
+        keep: Share of the bytes that stays. A new value applies to later prompts; in a block that
+            was entered with 1 it stays 1.
+        compressing: If False, caches stay as they are, for example while a text is scored after a
             prompt.
-        layers: numbers of the layers that are compressed.
-        passed_by: numbers of those that see a window alone and are left as they are.
-        tokens: of each compressed layer, tokens seen and keys that stayed on average over heads, at
-            the last compression.
-        bytes: of each compressed layer, before and after the last compression.
+        layers: Indices of the compressed layers.
+        passed_by: Indices of layers that aren't compressed because they attend to a window only.
+        tokens: For each compressed layer, the tokens seen and the mean number of keys per head that
+            stayed, at the last compression.
+        bytes: For each compressed layer, its bytes before and after the last compression.
     """
 
     keep: float
@@ -64,7 +64,7 @@ class CacheHandle:
         super().__setattr__(name, value)
 
     def report(self) -> str:
-        """Say in one line what stayed, and in a second which layers were passed by."""
+        """Return one line about what stayed, and a second one about layers that were passed by."""
         if not self.tokens:
             lines = [f"keep={self.keep}: nothing was compressed"]
         else:
@@ -84,7 +84,7 @@ class CacheHandle:
 
 
 def check_keep(keep: Any) -> None:
-    """Raise ValueError for what is no share of the bytes."""
+    """Raise ValueError if `keep` isn't a share in (0, 1]."""
     if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
         raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
 
@@ -93,26 +93,29 @@ def check_keep(keep: Any) -> None:
 def compress_cache(
     model: nn.Module, keep: float = 0.25, method: Any = None
 ) -> Iterator[CacheHandle]:
-    """Compress the KV cache of a transformers model while the block runs.
+    """Compress the KV cache of a transformers model while the `with` block runs.
 
-    Caches that were made inside can be used inside alone.
+    Caches that were made inside the block can only be used inside it.
 
     Args:
-        model: a causal language model with rotary positions, attention `sdpa` or `eager`, and a
+        model: A causal language model with rotary positions, attention `sdpa` or `eager`, and a
             dynamic cache.
-        keep: share of the bytes that stays, above 0, at most 1; with 1 nothing is touched. At least
-            one key of each layer stays. Lower saves more memory and time, and moves the model's
-            answers further from those of the full cache.
-        method: an object with `score` (`mame_sd.caches.selection`) or a `Selection`; None: the
+        keep: Share of the bytes that stays, in (0, 1]; 1 changes nothing. At least one key of each
+            layer stays. Lower values save more memory and time, and move the model's answers
+            further from those of the full cache.
+        method: An object with `score` (`mame_sd.caches.selection`) or a `Selection`. If None, the
             default.
 
+    Yields:
+        The handle, whose report says what stayed.
+
     Raises:
-        TypeError: no transformers model, or no method.
-        ValueError: `keep` out of range, or a model, attention or cache that can't be
+        TypeError: If `model` isn't a transformers model, or `method` isn't a method.
+        ValueError: If `keep` is out of range, or if the model, its attention or its cache can't be
             compressed.
-        RuntimeError: the installed transformers lacks a name that this relies on, or another thread
-            than the block's gives the model a prompt.
-        NothingMergedError: the block ends, forwards of several tokens ran, and no layer was
+        RuntimeError: If the installed transformers lacks a name that this relies on, or if another
+            thread gives the model a prompt.
+        NothingMergedError: If the block ends, forwards of several tokens ran, and no layer was
             compressed.
     """
     upstream.require("transformers")
@@ -182,16 +185,18 @@ class _Forward:
     """One forward of a model on one cache."""
 
     mask: Tensor | None  # the model's own, over all tokens seen
-    # of layers that wait for the others, by their numbers
+    # Layers that wait for the others, by index.
     waiting: dict[int, tuple[CacheView, Look]] = field(default_factory=dict)
 
 
 class _Hook:
-    """A hook on a layer of the model that it was put on: copies of the model carry an idle one.
+    """A hook on one layer of a model; on copies of the model it does nothing.
 
     Args:
-        count: of its arguments, keywords among them. torch calls it without those where another
-            thread puts it on or takes it off at that moment, and the call is none of its block.
+        call: What it calls.
+        count: Number of the hook's arguments, keywords included. If another thread adds or removes
+            a hook during a forward, torch omits the keyword arguments; the call belongs to no block
+            of ours then and is ignored.
     """
 
     def __init__(self, call: Any = None, count: int = 0) -> None:
@@ -208,8 +213,8 @@ class _Hook:
 class _Work:
     """The hooks of one `compress_cache`."""
 
-    name: str  # of the model
-    layers: dict[int, Attention]  # by the identity of their modules
+    name: str  # the model's class
+    layers: dict[int, Attention]  # by id of their modules
     method: Selection
     handle: CacheHandle
     forwards: WeakKeyDictionary[Cache, _Forward] = field(default_factory=WeakKeyDictionary)
@@ -236,7 +241,7 @@ class _Work:
         return self.live and any(work is self for work in _RUNNING.get())
 
     def _refuse(self, module: Any, tokens: int) -> None:
-        """Raise RuntimeError for a prompt of a thread that is in no block on this model."""
+        """Raise RuntimeError for a prompt from a thread that has no block on this model."""
         others = any(work.live and id(module) in work.layers for work in _RUNNING.get())
         if self.live and tokens > 1 and not others:
             raise RuntimeError(
@@ -248,7 +253,7 @@ class _Work:
     def _before(
         self, module: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
-        """Give a layer that was compressed the mask of what it still holds."""
+        """Give a compressed layer the mask of the keys that it still holds."""
         cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
         if cache is None:
             return None
@@ -268,7 +273,7 @@ class _Work:
 
     @torch.no_grad()
     def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Look at a layer after several tokens; compress all layers after the last."""
+        """Score a layer's keys after several tokens; compress all layers after the last one."""
         cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
         handle = self.handle
         idle = not handle.compressing or handle.keep == 1
@@ -281,14 +286,14 @@ class _Work:
         forward = self.forwards[cache]
         view = _view(self.layers[id(module)], layer, hidden, forward.mask, kwargs)
         look = self.method.look(view, self.handle.keep)
-        # The layer's input may go now, which a slice of it would hold.
-        none = hidden.new_empty(hidden.shape[0], 0, hidden.shape[2])
-        forward.waiting[view.layer] = replace(view, hidden_states=none), look
+        # An empty tensor releases the layer's input, which a slice of it would keep.
+        empty = hidden.new_empty(hidden.shape[0], 0, hidden.shape[2])
+        forward.waiting[view.layer] = replace(view, hidden_states=empty), look
         if id(module) == self.last:
             self._shorten(cache, self.forwards.pop(cache).waiting)
 
     def _shorten(self, cache: Cache, waiting: dict[int, tuple[CacheView, Look]]) -> None:
-        """Compress all layers, one after the other, and let go of each."""
+        """Compress all layers one by one, and release the full cache of each."""
         views, looks = zip(*waiting.values(), strict=True)
         lengths = self.method.lengths(views, looks, self.handle.keep)
         del views, looks
@@ -340,9 +345,14 @@ def _view(
 
 
 def _real_tokens(mask: Tensor | None, samples: int, tokens: int) -> Tensor:
-    """Read off a layer's mask [B, 1, Q, N] which tokens the newest one sees, bool [B, N].
+    """Return the tokens that the newest token attends to, bool [B, N].
 
-    A sample of padding alone counts as one of tokens, so that what is kept of it is finite.
+    A sample that consists of padding counts as tokens, so that what is kept of it is finite.
+
+    Args:
+        mask: The layer's mask [B, 1, Q, N] or None.
+        samples: B.
+        tokens: N.
     """
     if mask is None:
         return torch.ones(samples, tokens, dtype=torch.bool, device="cpu")
@@ -352,7 +362,7 @@ def _real_tokens(mask: Tensor | None, samples: int, tokens: int) -> Tensor:
 
 
 def _next(positions: Tensor | None, tokens: Tensor) -> Tensor:
-    """Return the position after that of the newest token that is no padding, LongTensor [B]."""
+    """Return the position after the newest token that isn't padding, LongTensor [B]."""
     if positions is None or positions.dim() != 2:
         return tokens.sum(1)
     positions = positions.to(tokens.device).expand(len(tokens), -1)
@@ -364,7 +374,13 @@ def _input_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _layer_of(cache: Cache, index: int, compressing: bool = True) -> Any:
-    """Return a layer of a cache, None where none is yet; refuse one that can't be compressed."""
+    """Return one layer of a cache, or None if it doesn't exist yet.
+
+    Args:
+        cache: The cache.
+        index: The index of the layer.
+        compressing: If True, refuse a cache that can't be compressed.
+    """
     layers, name = getattr(cache, "layers", None), type(cache).__name__
     if layers is None:
         raise ValueError(f"cache: expected a DynamicCache, got {name}")

@@ -1,6 +1,4 @@
-"""One layer of a transformers cache that has been compressed: it counts every token and stores
-fewer.
-"""
+"""One compressed layer of a transformers cache: it counts every token but stores fewer keys."""
 
 from __future__ import annotations
 
@@ -20,15 +18,15 @@ _PARTS = ("keys", "values", "slots", "bias", "real")
 class Kept:
     """The keys and values that one attention layer holds.
 
-    Samples, and heads of a method of one's own, may keep different numbers of keys: they are padded
-    to the largest one, and `real` says which slots hold a key.
+    Samples, and heads with a method of your own, may keep different numbers of keys. They are
+    padded to the largest number, and `real` marks the slots that hold a key.
     """
 
     keys: Tensor  # [B, H, K, D], rotated, H heads of keys
     values: Tensor  # [B, H, K, D]
-    slots: Tensor  # LongTensor [B, H, K]: the token of the sequence at which each key stands
-    bias: Tensor | None = None  # [B, H, K], added to every query's logits; None: 0
-    real: Tensor | None = None  # bool [B, H, K]: which are keys of tokens that count; None: all
+    slots: Tensor  # LongTensor [B, H, K]: index in the sequence of each key's token
+    bias: Tensor | None = None  # [B, H, K], added to every query's logits; None is 0
+    real: Tensor | None = None  # bool [B, H, K]: False at padding; None: all are real
 
     def __post_init__(self) -> None:
         shape = self.keys.shape[:3]
@@ -41,27 +39,26 @@ class Kept:
                 )
 
     def real_keys(self) -> Tensor:
-        """Return which slots hold a key, bool [B, H, K]."""
+        """Return the slots that hold a key, bool [B, H, K]."""
         return torch.ones_like(self.slots, dtype=torch.bool) if self.real is None else self.real
 
     def head(self, index: int) -> Self:
-        """Return one head of keys by itself, [B, 1, K]."""
+        """Return one head of keys, [B, 1, K]."""
         parts = {name: getattr(self, name) for name in _PARTS}
-        own: Any = {n: t if t is None else t[:, index, None] for n, t in parts.items()}
-        return replace(self, **own)
+        head: Any = {n: t if t is None else t[:, index, None] for n, t in parts.items()}
+        return replace(self, **head)
 
 
 class CompressedLayer(DynamicLayer):
-    """A `DynamicLayer` whose first keys are those that a method kept; the tokens that came later
-    follow them whole.
+    """A `DynamicLayer` whose first keys are those that a method kept; all later tokens follow.
 
-    `get_seq_length` counts the tokens that were seen, so that later ones take the positions of the
-    full sequence. Masks are made by the model as if nothing were missing; `mask` picks from them
-    what is still there.
+    `get_seq_length` counts the tokens seen, so that later ones take the positions of the full
+    sequence. The model makes masks as if no key were missing; `mask` selects the remaining keys
+    from them.
 
     Args:
-        kept: what stays of the first `seen` tokens.
-        seen: how many tokens of the sequence `kept` stands for.
+        kept: What stays of the first `seen` tokens.
+        seen: Number of tokens that `kept` stands for.
     """
 
     def __init__(self, kept: Kept, seen: int) -> None:
@@ -71,15 +68,15 @@ class CompressedLayer(DynamicLayer):
         self.slots = kept.slots.to(torch.int32)  # half the bytes
         self.bias, self.real = kept.bias, kept.real
         self.compressed = self.seen = seen
-        self.masked = False  # whether the mask of what comes next was made by `mask`
+        self.masked = False  # True once `mask` has made the mask of the next tokens
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append keys and values [B, H, n, D]; return all that the layer holds.
+        """Append keys and values [B, H, n, D], and return all that the layer holds.
 
         Raises:
-            ValueError: outside of compress_cache, where nothing masks what was dropped.
+            ValueError: If called outside of compress_cache, where nothing masks the removed keys.
         """
         new = key_states.shape[-2]
         if self.compressed:
@@ -93,7 +90,7 @@ class CompressedLayer(DynamicLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def _longer(self, new: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return slots, biases and real keys, with those of `new` tokens behind them."""
+        """Return slots, biases and real keys, extended by `new` tokens."""
         coming = torch.arange(self.seen, self.seen + new, device=self.slots.device)
         slots = torch.cat(
             [self.slots, coming.to(torch.int32).expand(*self.slots.shape[:2], -1)], -1
@@ -102,24 +99,29 @@ class CompressedLayer(DynamicLayer):
         return slots, bias, None if self.real is None else F.pad(self.real, (0, new), value=True)
 
     def get_seq_length(self, *args: Any) -> int:
-        """Tokens seen, not tokens stored."""
+        """Return the number of tokens seen, not of those stored."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return the size of a mask over every token seen (transformers 5.0 gives positions instead
-        of their number).
+        """Return the size and offset of a mask over every token seen.
+
+        transformers 5.0 passes positions instead of their number.
         """
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self.seen + new, 0
 
     def mask(self, full: Tensor | None, new: int, heads: int, dtype: torch.dtype) -> Tensor | None:
-        """Make the additive mask [B, heads, new, K + new] of `new` tokens that are about to come,
-        or None where none is needed.
+        """Make the additive mask of tokens that are about to come.
 
         Args:
-            full: the model's own, bool or additive, over all tokens [B, 1, new, seen + new]; None:
-                causal.
-            heads: of queries.
+            full: The model's own mask over all tokens, bool or additive, [B, 1, new, seen + new].
+                If None, causal.
+            new: Number of coming tokens.
+            heads: Number of heads of queries.
+            dtype: Dtype of the result.
+
+        Returns:
+            The mask [B, heads, new, K + new], or None if none is needed.
         """
         self.masked = True
         if full is None and new == 1 and self.bias is None and self.real is None:
@@ -144,11 +146,14 @@ class CompressedLayer(DynamicLayer):
         return sum(p.untyped_storage().nbytes() for p in parts if p is not None)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens (a negative number), of those that came after the compression; a
-        positive number is how many of the sequence stay.
+        """Remove the newest tokens, which must have come after the compression.
+
+        Args:
+            tokens_to_remove: If negative, the number of tokens to remove; if positive, the number
+                of tokens of the sequence that stay.
 
         Raises:
-            ValueError: some were compressed, which can't be brought back.
+            ValueError: If compressed tokens would be removed, which can't be restored.
         """
         count = -tokens_to_remove if tokens_to_remove <= 0 else self.seen - tokens_to_remove
         later = self.seen - self.compressed
@@ -162,22 +167,22 @@ class CompressedLayer(DynamicLayer):
             self.seen -= count
 
     def reset(self) -> None:
-        """Empty the layer, which is compressed anew after the next prompt."""
+        """Empty the layer, which is compressed again after the next prompt."""
         self.keys = self.values = self.slots = None  # type: ignore[assignment]
         self.bias = self.real = None
         self.is_initialized = False
         self.compressed = self.seen = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let each beam go on from the cache of the one that it grew from."""
+        """Let each beam continue from the cache of the beam that it grew from."""
         self._each(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sample so often."""
+        """Repeat each sample `repeats` times."""
         self._each(lambda t: t.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these samples."""
+        """Keep only the samples at these indices."""
         self._each(lambda t: t[indices])
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -188,7 +193,7 @@ class CompressedLayer(DynamicLayer):
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn a bool mask into numbers that are added to logits; leave one of numbers as it is."""
+    """Return a bool mask as numbers that are added to logits, and a mask of numbers unchanged."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)

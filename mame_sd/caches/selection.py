@@ -1,6 +1,6 @@
-"""Which keys stay: their scores, how long each layer stays, and what becomes of the rest.
+"""Choose the keys that stay: their scores, the length of each layer, and fitted values.
 
-Scores of your own need one function:
+Your own method needs one function:
 
     class Newest:
         def score(self, view):
@@ -23,80 +23,85 @@ from mame_sd.caches.layer import Kept
 from mame_sd.caches.view import CacheView
 
 SINKS, RECENT = 4, 32  # first and newest tokens that stay in every head
-FLOOR = 0.2  # of an equal share, which every layer keeps
-SCORING = 1024  # queries of the prompt that score keys, at most
-COUNT, AHEAD = 192, 128  # queries that values are fitted to; positions that queries are spread over
-# Bytes that a kept key takes beside its key and value: the token at which it stands.
-SLOT = 4
-MOST = 1e30  # a score beyond it counts as it, so that sums over heads are finite
+FLOOR = 0.2  # smallest length of a layer, relative to an equal share
+SCORING = 1024  # largest number of the prompt's queries that score keys
+COUNT, AHEAD = 192, 128  # queries that values are fitted to; positions that they are spread over
+SLOT = 4  # bytes of a kept key's slot
+MOST = 1e30  # scores are clamped to it, so that sums over heads are finite
 
 
 class Scores(Protocol):
-    """Scores keys."""
+    """A method that scores keys."""
 
     def score(self, view: CacheView) -> Tensor:
-        """Return a number for each key of one layer, [B, h, L]; the highest stay."""
+        """Return a number for each key of one layer, [B, h, L]; the highest ones stay."""
 
 
 class Look(NamedTuple):
-    """What stays of a layer's forward until all layers have run."""
+    """What is kept of a layer's forward until all layers have run."""
 
-    scores: Tensor  # [B, h, L]; inf: stays, -inf: no key
-    queries: Tensor  # [B, H, N, D], moved to positions to come
-    counted: Tensor  # bool [B, N]: which of them count
+    scores: Tensor  # [B, h, L]; inf if the key stays in any case, -inf at padding
+    queries: Tensor  # [B, H, N, D], rotated to future positions
+    valid: Tensor  # bool [B, N]: False at padding
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Keeps the keys of the highest scores, with fitted values.
+    """Keep the keys with the highest scores, and fit their values.
 
-    All layers share a budget of bytes. A layer's heads keep equally many keys, so that nothing is
-    padded; its length is how far its heads' scores reach. None keeps less than `FLOOR` of an equal
-    share. A subclass may shorten caches by steps of its own.
+    All layers share a budget of bytes. The heads of a layer keep equally many keys, so that nothing
+    is padded. A layer's length follows from its heads' scores, and no layer keeps less than `FLOOR`
+    of an equal share. A subclass may shorten caches by its own steps.
 
     Attributes:
-        method: scores the keys; None: attention of the prompt's own queries, moved to positions to
-            come.
+        method: Scores the keys. If None, the attention of the prompt's own queries, moved to future
+            positions.
     """
 
     method: Scores | None = None
 
     def __post_init__(self) -> None:
-        own = self.method
-        if isinstance(own, type):
+        method = self.method
+        if isinstance(method, type):
+            name = method.__name__
+            raise TypeError(f"method: expected an object, got the class {name}; write {name}()")
+        if method is not None and not callable(getattr(method, "score", None)):
             raise TypeError(
-                f"method: expected an object, got the class {own.__name__}; write {own.__name__}()"
-            )
-        if own is not None and not callable(getattr(own, "score", None)):
-            raise TypeError(
-                f"method: expected an object with score(view), got {type(own).__name__}"
+                f"method: expected an object with score(view), got {type(method).__name__}"
             )
 
     def look(self, view: CacheView, keep: float) -> Look:
-        """Score the keys, and choose the queries that values will be fitted to."""
-        own = self.method
-        moved, counted = view.to_come(SCORING if own is None else COUNT, AHEAD)
-        if own is None:
-            scores = future_attention(view, moved, counted)
-            moved, counted = _fewer(moved, counted)
+        """Score the keys of a layer, and choose the queries that its values will be fitted to."""
+        method = self.method
+        moved, valid = view.to_come(SCORING if method is None else COUNT, AHEAD)
+        if method is None:
+            scores = future_attention(view, moved, valid)
+            moved, valid = _fewer(moved, valid)
         else:
-            scores = own.score(view)
+            scores = method.score(view)
         real = isinstance(scores, Tensor) and not scores.is_complex()
         if not real or scores.shape != view.slots.shape:
             got = list(scores.shape) if real else type(scores).__name__
             raise ValueError(
-                f"{type(own).__name__}.score: expected a number for each key,"
+                f"{type(method).__name__}.score: expected a number for each key,"
                 f" {list(view.slots.shape)}, got {got}"
             )
-        return Look(marked(scores, view, keep), moved, counted)
+        return Look(marked(scores, view, keep), moved, valid)
 
     def lengths(self, views: Sequence[CacheView], looks: Sequence[Look], keep: float) -> Tensor:
-        """Share the budget out, the largest gain of scores for each byte first, at least one key a
-        layer: LongTensor [layers, B].
+        """Share the budget among layers, the largest gain of scores per byte first.
+
+        Args:
+            views: The layers.
+            looks: What `look` returned for them.
+            keep: Share of the bytes that stays.
+
+        Returns:
+            The number of keys in each head, at least 1, LongTensor [layers, B].
         """
         ranked = [look.scores.sort(-1, descending=True).values.cpu() for look in looks]
         low = min(float(each.masked_fill(each == -torch.inf, torch.inf).min()) for each in ranked)
-        low = 0.0 if low == torch.inf else low  # every key stays
+        low = 0.0 if low == torch.inf else low  # inf: every key stays
         curves, prices = [], []
         for view, each in zip(views, ranked, strict=True):
             gain = (each - low).masked_fill(each.isinf(), 0).sum(1)  # [B, L]
@@ -115,35 +120,50 @@ class Selection:
         return torch.stack([p.sum(1) for p in picked.split([c.shape[1] for c in curves], 1)])
 
     def shorten(self, view: CacheView, look: Look, length: Tensor) -> Kept:
-        """Keep the keys of the highest scores, with fitted values."""
+        """Keep the keys with the highest scores, with fitted values.
+
+        Args:
+            view: The layer.
+            look: What `look` returned for it.
+            length: Number of keys in each head, LongTensor [B].
+        """
         kept, place = gathered(view, look.scores, length)
-        return with_fitted_values(view, kept, place, look.queries, look.counted)
+        return with_fitted_values(view, kept, place, look.queries, look.valid)
 
 
-def future_attention(view: CacheView, moved: Tensor, counted: Tensor) -> Tensor:
-    """Score keys by the attention of queries at positions to come: sqrt(mean of attention squared
-    over queries and grouped heads) |v|, [B, h, L].
+def future_attention(view: CacheView, moved: Tensor, valid: Tensor) -> Tensor:
+    """Score keys by the attention of queries at future positions, times the norm of the value.
+
+    A score is sqrt(mean of squared attention over queries and grouped heads) |v|.
 
     Args:
-        view: of the layer.
-        moved: the prompt's own queries [B, H, N, D], moved there.
-        counted: bool [B, N], which of them count.
+        view: The layer.
+        moved: The prompt's own queries, rotated to future positions, [B, H, N, D].
+        valid: Bool [B, N], False for queries at padding.
+
+    Returns:
+        Scores [B, h, L].
     """
     power = torch.zeros(view.slots.shape, device=moved.device)
-    weigh = not bool(counted.all())
+    weigh = not bool(valid.all())
     for at in view.blocks(moved):
-        found = view.attention(moved[:, :, at]).square_()
+        squared = view.attention(moved[:, :, at]).square_()
         if weigh:
-            found = found * counted[:, None, None, at, None]
-        power += found.sum((2, 3))
+            squared = squared * valid[:, None, None, at, None]
+        power += squared.sum((2, 3))
     return power.sqrt_() * view.values.to(power.dtype).norm(dim=-1)
 
 
-def _fewer(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Take at most `COUNT` of the queries [B, H, N, D], evenly spaced over those that count, bool
-    [B, N], which come first: a sample has the same ones whatever stands beside it.
+def _fewer(queries: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Select at most `COUNT` of the queries, evenly spaced over the valid ones.
+
+    A sample gets the same queries in any batch.
+
+    Args:
+        queries: [B, H, N, D].
+        valid: Bool [B, N], the valid ones first.
     """
-    n = counted.sum(1, keepdim=True)
+    n = valid.sum(1, keepdim=True)
     most = n.clamp(min=1, max=COUNT)
     each = torch.arange(min(COUNT, queries.shape[2]), device=n.device)
     index = ((each + 1) * n // most - 1).clamp(min=0, max=queries.shape[2] - 1)
@@ -152,27 +172,32 @@ def _fewer(queries: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def full_price_of(view: CacheView) -> int:
-    """Count the bytes of one token's keys and values."""
+    """Return the bytes of one token's keys and values in a layer."""
     width = view.keys.shape[-1] + view.values.shape[-1]
     return view.keys.shape[1] * view.keys.element_size() * width
 
 
 def price_of(view: CacheView) -> int:
-    """Count the bytes of one kept key in every head of a layer, its bias and slot too."""
+    """Return the bytes of one kept key in every head of a layer, with its bias and slot."""
     return full_price_of(view) + view.keys.shape[1] * (view.keys.element_size() + SLOT)
 
 
 def budget(view: CacheView, keep: float) -> Tensor:
-    """Return how many keys a head keeps on average, at least 1, LongTensor [B]."""
+    """Return the number of keys that a head keeps on average, at least 1, LongTensor [B]."""
     share = keep * full_price_of(view) / price_of(view)
     return (view.counts() * share).long().clamp(min=1)
 
 
 def marked(scores: Tensor, view: CacheView, keep: float) -> Tensor:
-    """Set scores [B, h, L] to inf at the first and newest tokens, and -inf where no key is.
+    """Set scores to inf at the first and the newest tokens, and to -inf where there is no key.
 
-    Where the budget is small, first tokens take at most a quarter of it and newest ones a half.
-    NaN ranks last.
+    If the budget is small, the first tokens take at most a quarter of it and the newest ones a
+    half. NaN ranks last.
+
+    Args:
+        scores: [B, h, L].
+        view: The layer.
+        keep: Share of the bytes that stays.
     """
     scores = scores.float().clamp(-MOST, MOST)
     low = scores.nan_to_num(nan=MOST).amin()
@@ -185,13 +210,20 @@ def marked(scores: Tensor, view: CacheView, keep: float) -> Tensor:
 
 
 def gathered(view: CacheView, scores: Tensor, length: Tensor) -> tuple[Kept, Tensor]:
-    """Take the `length` [B] keys of the highest scores [B, h, L] in each head, padded to the
-    longest sample, and say where each lies in `view`, [B, h, K].
+    """Gather the keys with the highest scores in each head, padded to the longest sample.
+
+    Args:
+        view: The layer.
+        scores: [B, h, L].
+        length: Number of keys to gather, LongTensor [B].
+
+    Returns:
+        The keys, and the index of each in `view`, [B, h, K].
     """
     most = int(length.max())
     place = scores.topk(most, -1).indices
     real = torch.arange(most, device=place.device) < length.to(place.device).view(-1, 1, 1)
-    # In the order of the sequence, what is too much at the end.
+    # In the order of the sequence, with padding at the end.
     place = place.masked_fill(~real, scores.shape[-1]).sort(-1).values
     place = place.clamp(max=scores.shape[-1] - 1)
     index = place.unsqueeze(-1)

@@ -1,6 +1,4 @@
-"""What a method sees of one attention layer: its cache, the newest queries, and how attention
-weighs keys.
-"""
+"""What a method sees of an attention layer: its cache, the newest queries, attention weights."""
 
 from __future__ import annotations
 
@@ -12,17 +10,17 @@ from torch import Tensor
 
 from mame_sd.caches.layer import Kept
 
-BLOCK = 2**19  # logits that are looked at at once: 2 MiB of fp32, which caches of CPUs hold
+BLOCK = 2**19  # logits computed at once: 2 MiB of fp32, which fits CPU caches
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheView(Kept):
-    """One attention layer's cache when it is compressed.
+    """One attention layer's cache at the time of compression.
 
-    B samples, H heads of queries, h heads of keys, L keys, Q queries, D features of a head. Nothing
-    here may be written to. Tokens count from the start of the sequence, padding included ("slots");
-    rotary positions need not count padding. Keys [B, h, L, D], values, slots, biases of keys that
-    were fitted before, and which keys are real (none of padding is) stand as in `Kept`.
+    B samples, H heads of queries, h heads of keys, L keys, Q queries, D features per head. Don't
+    modify anything in place. Slots count the tokens of the sequence from its start, including
+    padding; rotary positions may leave padding out. Keys [B, h, L, D], values, slots, biases of
+    keys that were fitted before, and the mask of real keys are those of `Kept`.
     """
 
     hidden_states: Tensor  # [B, Q, C]: the layer's input at the newest Q tokens
@@ -30,22 +28,29 @@ class CacheView(Kept):
     scale: float  # of the logits
     project: Callable[[Tensor], Tensor]  # inputs [B, N, C] to queries [B, H, N, D], not rotated
     rotate: Callable[[Tensor, Tensor], Tensor]  # x [B, H, N, D] to positions [B, N]
-    tokens: Tensor  # bool [B, seen]: which are no padding
-    next: Tensor  # LongTensor [B]: the position of the token to come
+    tokens: Tensor  # bool [B, seen]: False at padding
+    next: Tensor  # LongTensor [B]: the position of the next token
     softcap: float | None = None
-    layer: int = 0  # its number in the model
+    layer: int = 0  # its index in the model
 
     def counts(self) -> Tensor:
-        """Count the tokens seen without padding, LongTensor [B]."""
+        """Return the number of tokens seen, without padding, LongTensor [B]."""
         return self.tokens.sum(1)
 
     def ranks(self) -> Tensor:
-        """Count the tokens before each key's that are no padding, LongTensor [B, h, L]."""
+        """Return the number of tokens before each key, without padding, LongTensor [B, h, L]."""
         ranks = self.tokens.long().cumsum(1) - 1
         return ranks.unsqueeze(1).expand(-1, self.slots.shape[1], -1).gather(2, self.slots)
 
     def newest(self, count: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the newest `count` queries (None: all), rotated [B, H, N, D], and tokens [N]."""
+        """Return the newest `count` queries, rotated, and their tokens.
+
+        Args:
+            count: If None, all queries at hand.
+
+        Returns:
+            Queries [B, H, N, D], and slots [N].
+        """
         hidden = self.hidden_states if count is None else self.hidden_states[:, -count:]
         n = hidden.shape[1]
         later = self.tokens[:, -n:].long().flip(1).cumsum(1).flip(1)
@@ -53,21 +58,21 @@ class CacheView(Kept):
         return self.rotate(self.project(hidden), self.next.unsqueeze(1) - later), slots
 
     def to_come(self, count: int, ahead: int) -> tuple[Tensor, Tensor]:
-        """Move the prompt's queries to positions to come.
+        """Move the prompt's queries to future positions.
 
         Args:
-            count: how many of them at most, evenly spaced over all at hand.
-            ahead: they are spread evenly over so many positions.
+            count: Largest number of queries, evenly spaced over all at hand.
+            ahead: Number of positions over which they are spread evenly.
 
         Returns:
-            rotated queries [B, H, N, D], and bool [B, N], False where one is of padding.
+            Rotated queries [B, H, N, D], and bool [B, N], False at padding.
         """
         most, device = self.hidden_states.shape[1], self.keys.device
         real = self.tokens[:, -most:]
         at_hand = real.sum(1, keepdim=True)
         n = at_hand.clamp(min=1, max=count)
         each = torch.arange(min(count, most), device=device)
-        # Of the tokens that are no padding, so many are skipped; the newest is among them.
+        # Evenly spaced over the tokens that aren't padding; the newest is among them.
         taken = ((each * at_hand + at_hand - 1) // n).clamp(min=0, max=most - 1)
         taken = (~real).to(torch.uint8).argsort(dim=1, stable=True).gather(1, taken)
         index = taken.unsqueeze(-1).expand(-1, -1, self.hidden_states.shape[-1])
@@ -75,17 +80,22 @@ class CacheView(Kept):
         return self.rotate(plain, self.next.unsqueeze(1) + each * ahead // n), each < at_hand
 
     def logits(self, queries: Tensor, slots: Tensor | None = None) -> Tensor:
-        """Compute attention logits in fp32 [B, h, G, Q, L] of rotated queries [B, H, Q, D]; -inf
-        where a key isn't seen.
+        """Compute attention logits in fp32.
 
         Args:
-            slots: LongTensor [Q], the token of each query, which sees no later key; None: queries
-                to come, which see all.
+            queries: Rotated queries, [B, H, Q, D].
+            slots: LongTensor [Q], the token of each query, which attends to no later key. If None,
+                the queries are future ones that attend to all keys.
+
+        Returns:
+            Logits [B, h, G, Q, L], -inf at keys that a query doesn't attend to.
         """
         keys = self.keys.to(wide(self.keys))
         b, h, _, d = keys.shape
         n = queries.shape[2]
-        flat = queries.reshape(b, h, -1, d).to(keys.dtype) * self.scale  # heads of one key follow
+        flat = (
+            queries.reshape(b, h, -1, d).to(keys.dtype) * self.scale
+        )  # query heads that share a key head are adjacent
         x = (flat @ keys.transpose(-1, -2)).view(b, h, -1, n, keys.shape[2])
         if self.softcap is not None:
             x = torch.tanh(x / self.softcap) * self.softcap
@@ -98,16 +108,16 @@ class CacheView(Kept):
         return x
 
     def attention(self, queries: Tensor, slots: Tensor | None = None) -> Tensor:
-        """Compute attention in fp32 [B, h, G, Q, L]; a query of padding sees no key and gives 0."""
-        found = self.logits(queries, slots).softmax(-1)
-        return found if self.real is None else torch.nan_to_num(found)
+        """Compute attention weights in fp32, [B, h, G, Q, L]; 0 for a query at padding."""
+        weights = self.logits(queries, slots).softmax(-1)
+        return weights if self.real is None else torch.nan_to_num(weights)
 
     def blocks(self, queries: Tensor) -> Iterator[slice]:
-        """Slice queries [B, H, Q, D] into parts whose attention is looked at at once."""
+        """Yield slices of queries [B, H, Q, D] whose attention is computed at once."""
         step = max(1, BLOCK // (queries.shape[0] * queries.shape[1] * self.slots.shape[2]))
         return (slice(i, i + step) for i in range(0, queries.shape[2], step))
 
 
 def wide(t: Tensor) -> torch.dtype:
-    """Return fp32, or a wider dtype where `t` has one."""
+    """Return fp32, or the dtype of `t` if that is wider."""
     return torch.promote_types(t.dtype, torch.float32)

@@ -1,3 +1,4 @@
-"""Fewer visual tokens for a language model: merging behind the vision tower of
-LLaVA, LLaVA-NeXT, Qwen2-VL and Qwen2.5-VL.
+"""Give a language model fewer visual tokens: LLaVA, LLaVA-NeXT, Qwen2-VL and Qwen2.5-VL.
+
+Tokens merge behind the vision tower.
 """

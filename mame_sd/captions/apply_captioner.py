@@ -1,6 +1,4 @@
-"""apply_captioner: merging behind the vision tower of LLaVA or Qwen-VL, so that its language model
-reads fewer tokens, until `remove_captioner`.
-"""
+"""Apply merging behind the vision tower of LLaVA or Qwen-VL, and remove it."""
 
 from __future__ import annotations
 
@@ -10,20 +8,20 @@ from typing import Any
 
 from torch import nn
 
-from mame_sd.captions.handle import CaptionHandle
-from mame_sd.captions.known_captioners import (
+from mame_sd.captions.captioner_registry import (
     KNOWN,
     PARTS,
     QWEN,
-    REFUSED,
     layer_of,
     name_of,
     reader_in,
 )
-from mame_sd.captions.on_model import block, take
+from mame_sd.captions.handle import CaptionHandle
+from mame_sd.captions.patch import detach, restored_after
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import remove_encoder
-from mame_sd.perception.known_encoders import find_encoder
+from mame_sd.perception.encoder_registry import find_encoder
+from mame_sd.refused import CAPTIONERS
 from mame_sd.upstream import require_captioner
 
 
@@ -32,36 +30,44 @@ def apply_captioner(
     config: MaMeConfig | None = None,
     **fields: Any,
 ) -> CaptionHandle:
-    """Merges the visual tokens of a LLaVA or Qwen-VL, until `remove_captioner`.
+    """Merge the visual tokens that the language model of a LLaVA or Qwen-VL reads.
 
-    Those that are farthest from one another stay, and the others join the nearest of them
-    (`mame_sd.captions.farthest`). The tower runs whole. Prompts are given as the processor writes
-    them, with an image token for each patch; those that stay keep their order and positions.
+    The tokens that are farthest from one another stay, and each other one joins the nearest of them
+    (`mame_sd.captions.farthest`). The vision tower itself computes all tokens. Prompts are passed
+    as the processor writes them, with an image token for each patch; the remaining tokens keep
+    their order and positions. `remove_captioner` ends it.
 
     Args:
-        target: a model that holds one LLaVA, LLaVA-NeXT, Qwen2-VL or Qwen2.5-VL.
-        config: the settings, of which `keep` may be given.
-        fields: `keep`, the share of the visual tokens that the language model gets, .25 by default.
+        target: A model that contains one LLaVA, LLaVA-NeXT, Qwen2-VL or Qwen2.5-VL.
+        config: Settings, of which only `keep` may be set.
+        fields: `keep`, the share of the visual tokens that the language model reads, .25 by
+            default.
+
+    Returns:
+        The handle that changes, reports and removes this merging.
 
     Raises:
-        TypeError: `config` is no MaMeConfig.
-        RuntimeError: the installed transformers lacks a name that merging needs.
-        ValueError: no such model, a refused one, more than one, or bad settings.
+        TypeError: If `config` is not a MaMeConfig.
+        RuntimeError: If the installed transformers lacks a name that merging needs.
+        ValueError: If there is no such model, a refused one or more than one, or if a setting is
+            invalid.
     """
-    found = [(module, name) for module in target.modules() if (name := name_of(module))]
-    refused = next((name for _, name in found if name in REFUSED), None)
-    unknown = None if found else reader_in(target)
-    known = f"expected one of {', '.join(KNOWN)}, got"
+    captioners = [(module, name) for module in target.modules() if (name := name_of(module))]
+    refused = next((name for _, name in captioners if name in CAPTIONERS), None)
+    unknown = None if captioners else reader_in(target)
+    expected = f"expected one of {', '.join(KNOWN)}, got"
     if refused is not None:
-        raise ValueError(f"{known} {refused}: {REFUSED[refused]}; leave it as it is")
+        raise ValueError(f"{expected} {refused}: {CAPTIONERS[refused]}; leave it as it is")
     if unknown is not None:
         raise ValueError(
-            f"{known} {type(unknown).__name__}, which reads images for a language model in a way"
+            f"{expected} {type(unknown).__name__}, which reads images for a language model in a way"
             " that is not known here; leave it as it is"
         )
-    if len(found) != 1:
-        raise ValueError(f"{known} {len(found)} of them in {type(target).__name__}; give one")
-    ((model, name),) = found
+    if len(captioners) != 1:
+        raise ValueError(
+            f"{expected} {len(captioners)} of them in {type(target).__name__}; give one"
+        )
+    ((model, name),) = captioners
     require_captioner(model, PARTS[name])
     if name not in QWEN:
         layer_of(model)
@@ -72,17 +78,17 @@ def apply_captioner(
 
 
 def remove_captioner(target: nn.Module) -> None:
-    """Takes merging off every captioner in `target`. Does nothing if there is none."""
+    """Remove merging from every captioner in `target`, if there is any."""
     for module in target.modules():
-        take(module)
+        detach(module)
     remove_encoder(target)
 
 
 @contextmanager
 def captioner_restored(target: nn.Module) -> Iterator[None]:
-    """Take off after the block what it applied to `target`, which merges for this thread alone."""
+    """Remove what the `with` block applied to `target`, which merges for this thread or task."""
     with ExitStack() as blocks:
         for module in target.modules():
             if name_of(module) in KNOWN:
-                blocks.enter_context(block(module))
+                blocks.enter_context(restored_after(module))
         yield

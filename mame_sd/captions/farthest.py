@@ -1,9 +1,8 @@
-"""Merging behind the vision tower: which visual tokens stay, and what merges into them.
+"""Choose the visual tokens that stay, and merge the others into them.
 
-Those stay that are farthest from one another by what the language model would read. They are the
-first of a farthest-first traversal, which DivPrune (Alvar et al. 2025, arXiv 2503.02175) takes to
-choose what it keeps. Every other token joins the nearest of these by the tower's tokens, and the
-mean stands at its place. Similarities are cosines.
+The tokens that stay are the first of a farthest-first traversal of what the language model would
+read, as in DivPrune (Alvar et al. 2025, arXiv 2503.02175). Every other token joins the nearest of
+them, compared by the tower's tokens, and the mean takes its place. Similarities are cosines.
 """
 
 from __future__ import annotations
@@ -16,15 +15,17 @@ from mame_sd.core.merge import no_autocast
 
 
 def farthest_first(similarity: Tensor, count: int) -> Tensor:
-    """Choose the tokens of each sample that stay, LongTensor [B, count] in the order of their
-    places.
+    """Choose the tokens of each sample that stay.
 
-    The first is the one whose nearest neighbour is farthest. Each next one is farthest from the
-    nearest of those before.
+    The first one is the token whose nearest neighbour is farthest. Each next one is the token
+    farthest from those chosen before.
 
     Args:
-        similarity: of all pairs [B, L, L].
-        count: how many stay, from 1 to L.
+        similarity: Similarity of all pairs, [B, L, L].
+        count: Number of tokens that stay, from 1 to L.
+
+    Returns:
+        LongTensor [B, count] of positions in ascending order.
     """
     diagonal = torch.eye(similarity.shape[1], dtype=torch.bool, device=similarity.device)
     place = similarity.masked_fill(diagonal, -torch.inf).amax(-1).argmin(-1, keepdim=True)  # [B, 1]
@@ -39,13 +40,17 @@ def farthest_first(similarity: Tensor, count: int) -> Tensor:
 
 
 def merged(x: Tensor, like: Tensor | None, keep: float) -> tuple[Tensor, Tensor]:
-    """Merge visual tokens x [B, L, C] into those that stay: features [B, k, C] and their places,
-    LongTensor [B, k].
+    """Merge visual tokens into those that stay.
 
     Args:
-        x: vectors as wide as the language model. By these tokens are chosen that stay.
-        like: [B, L, d], by which others find the nearest of these: the tower's tokens. None: by x.
-        keep: share of them that stays, to the next whole number and at least one.
+        x: Vectors as wide as the language model, [B, L, C]. The tokens that stay are chosen by
+            them.
+        like: The tower's tokens, [B, L, d], by which each other token finds the nearest one that
+            stays. If None, x.
+        keep: Share of the tokens that stays, rounded to a whole number of at least one.
+
+    Returns:
+        Features [B, k, C] and their positions, LongTensor [B, k].
     """
     samples, length, channels = x.shape
     count = max(1, round(keep * length))
@@ -65,7 +70,7 @@ def merged(x: Tensor, like: Tensor | None, keep: float) -> tuple[Tensor, Tensor]
 
 
 def cosines(x: Tensor) -> Tensor:
-    """Compute the cosines of all pairs of x [..., L, C], [..., L, L]; -1 of what is not finite."""
+    """Return the cosines of all pairs of x [..., L, C], [..., L, L]; -1 for non-finite rows."""
     exact = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     with no_autocast(exact):
         unit = F.normalize(exact, dim=-1)

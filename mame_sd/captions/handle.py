@@ -1,4 +1,4 @@
-"""CaptionHandle: what `apply_captioner` gives, to read, change, switch and remove merging."""
+"""The handle of a captioner whose visual tokens merge."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from typing import Any
 
 from torch import nn
 
-from mame_sd.captions.calls import Calls, CaptionReport
-from mame_sd.captions.known_captioners import images_of
-from mame_sd.captions.on_model import on_model, put, take
+from mame_sd.captions.captioner_registry import images_of
+from mame_sd.captions.patch import attach, detach, patch_on
 from mame_sd.captions.prompts import Image
+from mame_sd.captions.shorten import CaptionReport, PromptShortener
 from mame_sd.config import MaMeConfig
+from mame_sd.handle import Handle, check_config
 from mame_sd.perception.apply_encoder import has_encoder_hooks
 
 
-class CaptionHandle(Calls):
-    """Merging as applied to one LLaVA or Qwen-VL. Made by `apply_captioner`.
+class CaptionHandle(Handle[MaMeConfig]):
+    """Merging as applied to one LLaVA or Qwen-VL, made by `apply_captioner`.
 
     Attributes:
-        model: the model.
+        model: The model.
+        shortener: What shortens the prompts of its calls.
     """
 
-    _config: MaMeConfig
-
     def __init__(self, model: nn.Module, config: MaMeConfig | None, fields: dict[str, Any]) -> None:
-        super().__init__(model, self._images)
-        self.set(MaMeConfig() if config is None else config, **fields)
+        check_config(config)
+        self.model = model
+        self.shortener = PromptShortener(model, self._images)
+        self._use(self._resolve(MaMeConfig() if config is None else config, fields))
 
     def _images(self, call: dict[str, Any]) -> list[Image]:
         assert self.config.keep is not None
@@ -34,27 +36,16 @@ class CaptionHandle(Calls):
 
     @property
     def config(self) -> MaMeConfig:
-        """The settings now in force, of which `keep` counts; `set` changes them."""
-        return self._config
+        """Current settings, of which only `keep` is used; `set` changes them."""
+        return self._settings
 
     @property
     def installed(self) -> bool:
-        """Whether merging is on the model as this handle put it."""
-        on = on_model(self.model)
-        return on is not None and any(one.calls is self for one in on.slots)
+        """True if this handle's merging is on the model."""
+        patch = patch_on(self.model)
+        return patch is not None and any(one.shortener is self.shortener for one in patch.slots)
 
-    def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Changes `keep` from the next call on.
-
-        Raises:
-            TypeError: `config` is no MaMeConfig.
-            ValueError: another setting, or one out of its range; nothing has changed then.
-        """
-        if config is not None and not isinstance(config, MaMeConfig):
-            raise TypeError(
-                f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(keep=0.25) or"
-                " keep=0.25"
-            )
+    def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> MaMeConfig:
         new = (self.config if config is None else config).replace(**fields)
         other = next((name for name in new.given if name != "keep"), None)
         if other is not None:
@@ -62,30 +53,34 @@ class CaptionHandle(Calls):
                 f"{other}: expected keep alone for the visual tokens of a language model,"
                 f" got {new.given[other]!r}; leave it out"
             )
-        self._config = new
+        return new
+
+    def _switch(self, active: bool) -> None:
+        super()._switch(active)
+        self.shortener.active = active
 
     def report(self) -> CaptionReport:
         """Return the visual tokens since the last `reset`."""
-        return replace(self.counts)
+        return replace(self.shortener.counts)
 
     def reset(self) -> None:
-        """Sets all counters to zero."""
-        self.counts = CaptionReport()
+        """Set all counters to zero."""
+        self.shortener.counts = CaptionReport()
 
     def remove(self) -> None:
-        """Takes this handle's merging off the model; that of a later one stays."""
-        take(self.model, self)
+        """Remove this handle's merging from the model; that of a later handle stays."""
+        detach(self.model, self.shortener)
 
     def install(self) -> None:
-        """Puts merging back after `remove`, or replaces that of a later handle.
+        """Put merging back after `remove`, or replace that of a later handle.
 
         Raises:
-            ValueError: another tool has replaced `forward` or `generate`, or the tower merges
-                tokens by itself.
+            ValueError: If another tool has replaced `forward` or `generate`, or if the vision tower
+                merges by itself.
         """
         if has_encoder_hooks(self.model):
             raise ValueError(
                 "expected a vision tower that merges nothing by itself, found merging on it;"
                 " call remove_mame on it first"
             )
-        put(self)
+        attach(self.shortener)

@@ -1,7 +1,7 @@
-"""Prompts that lose image tokens: which of their tokens stay, and rows of unequal lengths padded.
+"""Prompts that lose image tokens: which tokens stay, and how rows of unequal lengths are padded.
 
-A processor writes one image token for each patch. Where patches have merged, as many of them are
-taken out as tokens are gone. With them goes the padding, which is put back on its side.
+A processor writes one image token for each patch. If patches have merged, the surplus image tokens
+are removed. Padding is removed with them and added again on the same side.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Image:
-    """What one image gives the language model.
+    """The features of one image that the language model reads.
 
     Attributes:
         features: [k, C], in the order of their places.
-        places: LongTensor [k]: which of the image tokens of an unmerged prompt these are.
-        unmerged: how many image tokens the unmerged prompt has for it.
+        places: LongTensor [k], their indices among the image tokens of an unmerged prompt.
+        unmerged: Number of image tokens that the unmerged prompt has for this image.
     """
 
     features: Tensor
@@ -29,41 +29,49 @@ class Image:
 
 @dataclass(frozen=True)
 class Kept:
-    """Which tokens of a batch of prompts [B, L] stay.
+    """The tokens of a batch of prompts [B, L] that stay.
 
     Attributes:
-        rows: LongTensor [B, L'] their places, in order; 0 at padding.
-        real: bool [B, L'], False at padding.
+        rows: LongTensor [B, L'], their indices in order; 0 at padding.
+        real: Bool [B, L'], False at padding.
     """
 
     rows: Tensor
     real: Tensor
 
     def of(self, values: Tensor, padding: float) -> Tensor:
-        """Take those of values [B, L, ...] that stay, [B, L', ...], with `padding` between."""
+        """Select the values that stay.
+
+        Args:
+            values: [B, L, ...].
+            padding: The value at padding.
+
+        Returns:
+            Values [B, L', ...].
+        """
         shape = (*self.rows.shape, *[1] * (values.dim() - 2))
         rows, real = self.rows.view(shape), self.real.view(shape)
-        found = values.gather(1, rows.expand(-1, -1, *values.shape[2:]))
-        return torch.where(real, found, padding)
+        kept = values.gather(1, rows.expand(-1, -1, *values.shape[2:]))
+        return torch.where(real, kept, padding)
 
     def of_positions(self, whole: Tensor) -> Tensor:
-        """Take the positions of what stays, [.., B, L'], of whole [.., 1 or B, L]."""
+        """Select the positions that stay, [..., B, L'], from `whole` [..., 1 or B, L]."""
         rows = self.rows.expand(*whole.shape[:-2], -1, -1)
-        found = whole.expand(*whole.shape[:-2], len(self.rows), -1).gather(-1, rows)
-        return found.masked_fill(~self.real, 0)
+        positions = whole.expand(*whole.shape[:-2], len(self.rows), -1).gather(-1, rows)
+        return positions.masked_fill(~self.real, 0)
 
 
 def kept_of(ids: Tensor, mask: Tensor | None, token: int, images: list[Image]) -> Kept:
-    """Find the tokens of prompts ids [B, L] that stay.
+    """Find the tokens of prompts that stay.
 
     Args:
-        ids: the prompts as the processor wrote them.
-        mask: [B, L], 0 at padding; None: there is none.
-        token: the id of image tokens.
-        images: in the order of the prompts.
+        ids: Prompts as the processor wrote them, [B, L].
+        mask: [B, L], 0 at padding, or None if there is none.
+        token: The id of image tokens.
+        images: The images in the order of the prompts.
 
     Raises:
-        ValueError: the prompts have another number of image tokens than the images.
+        ValueError: If the prompts have another number of image tokens than the images.
     """
     slots, unmerged = ids == token, sum(image.unmerged for image in images)
     check_count(int(slots.sum()), images)
@@ -84,7 +92,7 @@ def kept_of(ids: Tensor, mask: Tensor | None, token: int, images: list[Image]) -
 
 
 def check_count(found: int, images: list[Image]) -> None:
-    """Raise ValueError where prompts have another number of image tokens than their images."""
+    """Raise ValueError if prompts have another number of image tokens than their images."""
     unmerged = sum(image.unmerged for image in images)
     if found != unmerged:
         raise ValueError(
@@ -93,19 +101,24 @@ def check_count(found: int, images: list[Image]) -> None:
         )
 
 
-def of_prompts(ids: Tensor, token: int, images: list[Image]) -> list[list[Image]]:
-    """Deal out images to prompts ids [B, L], by how many image tokens each has.
+def images_by_prompt(ids: Tensor, token: int, images: list[Image]) -> list[list[Image]]:
+    """Assign images to prompts by the number of image tokens in each.
+
+    Args:
+        ids: Prompts as the processor wrote them, [B, L].
+        token: The id of image tokens.
+        images: The images in the order of the prompts.
 
     Raises:
-        ValueError: the prompts have another number of image tokens than the images.
+        ValueError: If the prompts have another number of image tokens than the images.
     """
     counts = (ids == token).sum(1).tolist()
     check_count(sum(counts), images)
-    left, found = iter(images), []
+    left, rows = iter(images), []
     for count in counts:
-        own: list[Image] = []
-        while sum(image.unmerged for image in own) < count:
-            own.append(next(left))
-        check_count(count, own)
-        found.append(own)
-    return found
+        row: list[Image] = []
+        while sum(image.unmerged for image in row) < count:
+            row.append(next(left))
+        check_count(count, row)
+        rows.append(row)
+    return rows

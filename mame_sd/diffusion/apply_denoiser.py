@@ -290,5 +290,5 @@ def _nothing_found(root: nn.Module) -> str:
     return (
         f"{known_as(kind)} is not supported yet: no attention over an image's tokens is known in"
         f" {kind}, which has {found}. Describe where they are with mame_sd.families.register_family"
-        ", or a vision transformer with mame_sd.perception.known_encoders.register_encoder"
+        ", or a vision transformer with mame_sd.perception.encoder_registry.register_encoder"
     )

@@ -31,6 +31,7 @@ from mame_sd.core.min_tokens import too_little_work
 from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
 from mame_sd.diffusion.context import Shared, Tokens
 from mame_sd.diffusion.families.family import Family
+from mame_sd.diffusion.interception import running_job
 from mame_sd.diffusion.layer import Entry, LayerHook
 from mame_sd.diffusion.rows import Rows, RowsMode, image_start, running_rows
 from mame_sd.report import LayerStats
@@ -190,6 +191,20 @@ class PartHook(RestoreHook):
         return rows.put(y, x) if fits else entry.inner(*args, **kwargs)
 
 
+class QueryHook(PartHook):
+    """Computes the queries of a self-attention on the block's rows alone, where its keys stay.
+
+    Merged values are fitted to queries of any of the tokens.
+    """
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `RestoreHook`."""
+        job = running_job()
+        if job is not None and job.merges:
+            return entry.inner(*args, **kwargs)
+        return super().call(entry, args, kwargs)
+
+
 class BlockHook(RestoreHook):
     """Computes a block on a few tokens, with the keys of all, and restores the change it makes."""
 
@@ -309,6 +324,9 @@ def _parts_of(
     for name, child in block.named_children():
         kind = type(child).__name__
         if child in attention:
+            queries = _at(child, "to_q")
+            if queries is not None:
+                yield f"{name}.to_q", queries, QueryHook
             for path in _OUTPUT:
                 part = _at(child, path)
                 if part is not None and not isinstance(part, nn.ModuleList):

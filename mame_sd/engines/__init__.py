@@ -1,1 +1,1 @@
-"""Merging in engines that serve diffusion models with code of their own."""
+"""Merging in engines that run diffusion models with their own code."""

@@ -2,11 +2,11 @@
 
     MAME_SD_VLLM_OMNI_KEEP=0.25 vllm serve MODEL --omni --diffusion-attention-backend TORCH_SDPA
 
-vLLM-Omni calls `register` by the entry point `vllm_omni.general_plugins` in each of its processes.
-Without the variable nothing changes. With it that backend is replaced by `MergedBackend`, which
-merges the keys and values of a video where the model says how it lies: the models in `TELLS`, by
-`AttentionMetadata.video_layout`. Another model is refused as it is built, for its backend sees a
-sequence and not an image.
+vLLM-Omni calls `register` through the entry point `vllm_omni.general_plugins` in each of its
+processes. Without the variable nothing changes. With it, `MergedBackend` replaces that backend and
+merges the keys and values of a video, for models that say where it is in the sequence (`TELLS`,
+through `AttentionMetadata.video_layout`). Other models are refused when they are built, because
+their backend sees a sequence instead of an image.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ TELLS = (
 
 
 def register() -> None:
-    """Put `MergedBackend` in the place of TORCH_SDPA where the variable is set.
+    """Replace TORCH_SDPA by `MergedBackend` if the variable is set.
 
     Raises:
-        ValueError: it is no share between 0 and 1.
+        ValueError: If its value isn't a share in (0, 1].
     """
     if KEEP in os.environ:
         share()
@@ -66,7 +66,7 @@ class MergedBackend(SDPABackend):
 
     @staticmethod
     def get_name() -> str:
-        """Return the name of the backend that it replaces, by which the engine chooses."""
+        """Return the name of the replaced backend, by which the engine chooses."""
         return str(SDPABackend.get_name())
 
     @staticmethod
@@ -79,7 +79,7 @@ class MergedImpl(SDPAImpl):
     """One attention layer.
 
     Raises:
-        ValueError: the model's code doesn't tell where its video lies.
+        ValueError: If the model's code doesn't say where its video is.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -101,11 +101,22 @@ class MergedImpl(SDPAImpl):
         attn_metadata: Any = None,
         mask_mode: Any = "broadcast_k",
     ) -> Tensor:
-        """Compute the output [B, L, H, D] of queries, keys and values of that shape.
+        """Compute attention over merged keys.
 
-        The engine computes what has no layout (attention to text, refiners).
+        Calls without a layout (attention to text, refiners) go to the engine's own implementation.
 
-        Raises RuntimeError where this rank sees a part of the queries.
+        Args:
+            query: [B, L, H, D].
+            key: [B, L, H, D].
+            value: [B, L, H, D].
+            attn_metadata: The engine's metadata of the call.
+            mask_mode: As in the engine.
+
+        Returns:
+            [B, L, H, D].
+
+        Raises:
+            RuntimeError: If this rank has only a part of the queries.
         """
         place = video_of(attn_metadata, key.shape[1])
         if place is None:
@@ -139,8 +150,15 @@ class MergedImpl(SDPAImpl):
 
 
 def video_of(metadata: Any, length: int) -> tuple[tuple[int, int, int], int, int] | None:
-    """Return the grid (t, h, w) of the video that is made, where it begins, and how many of
-    `length` tokens are no padding; None where the model doesn't tell.
+    """Find the generated video in a sequence.
+
+    Args:
+        metadata: The engine's metadata of the call.
+        length: Number of tokens.
+
+    Returns:
+        Its grid (t, h, w), its first token, and the number of tokens without padding; None if the
+        model doesn't say.
     """
     layout = getattr(metadata, "video_layout", None)
     if layout is None or metadata.full_attn_spans is not None:

@@ -1,4 +1,4 @@
-"""apply_encoder: merging in the blocks of a vision transformer, until `remove_encoder`."""
+"""Apply merging to the blocks of a vision transformer, and remove it."""
 
 from __future__ import annotations
 
@@ -23,36 +23,39 @@ def apply_encoder(
     prop_attn: bool | None = None,
     **fields: Any,
 ) -> EncoderHandle:
-    """Merges tokens between attention and MLP in blocks of a vision transformer, until
-    `remove_encoder`. Later blocks see fewer (arXiv 2604.13432, "Integration for Visual
-    Perception").
+    """Merge tokens between attention and MLP in blocks of a vision transformer.
 
-    Merging that is on it already is replaced. With neither `tau` nor `keep` given, the last block
-    that merges leaves a quarter of the patches (where 3 or more merge), and about half of the FLOPs
-    are left.
+    Later blocks compute fewer tokens (arXiv 2604.13432, "Integration for Visual Perception").
+    Merging that is already on the model is replaced; `remove_encoder` removes it.
+
+    If neither `tau` nor `keep` is given, the last merging block leaves a quarter of the patches (if
+    3 or more blocks merge), and about half of the FLOPs remain.
 
     Args:
-        target: a model that holds one vision transformer that is known
-            (`mame_sd.perception.known_encoders`).
-        config: the settings; of its fields only those that were given count. It does not hold
-            `blocks`.
-        blocks: how many blocks merge, from the first; or which ones, counted from 0 (-1 is the
-            last). None: every second one from 0 on, but all by `tau`.
-        restore: give the model's output all of its tokens again, so that means and pooling count
-            what each stands for; and hidden states that dense heads read. None: where a head is
-            known to take a mean or to be dense.
-        prop_attn: add the log of how many tokens each one stands for to its attention logits
-            (ToMe's proportional attention). This holds in all blocks after the first merging. Those
-            that merge again take means over all of these tokens. Attention implementations eager
-            and sdpa only. None: where the model's attention can take it (`handle.prop_attn` says),
-            but not by `tau`.
-        fields: fields of MaMeConfig over those of `config`. One `keep` is the mean over the blocks
-            that merge, of which the first ones merge most; `tau` and `keep` may be one number for
-            each block.
+        target: A model that contains one registered vision transformer
+            (`mame_sd.perception.encoder_registry`).
+        config: Settings. Only the fields that were set explicitly count; `blocks` is not among
+            them.
+        blocks: Number of blocks that merge, counted from the first, or their indices (-1 is the
+            last). If None, every second block from 0 on merges, and all blocks with `tau`.
+        restore: If True, the model's output contains all tokens again, so that means and pooling
+            weight each token by its size; dense heads always read all tokens. If None, True for
+            models whose head takes a mean.
+        prop_attn: If True, add the log of each token's size to its attention logits (ToMe's
+            proportional attention) in all blocks after the first merging one, and weight later
+            means by size. Needs the attention implementation eager or sdpa. If None, True where the
+            model's attention supports it (see `handle.prop_attn`), but never with `tau`.
+        fields: Fields of MaMeConfig, which override those of `config`. A single `keep` is the mean
+            over the merging blocks, of which the first merge most; `tau` and `keep` may also hold
+            one number for each block.
+
+    Returns:
+        The handle that changes, reports and removes this merging.
 
     Raises:
-        TypeError: `config` is no MaMeConfig.
-        ValueError: no vision transformer that can merge, more than one, or bad settings.
+        TypeError: If `config` is not a MaMeConfig.
+        ValueError: If no vision transformer can merge, if there is more than one, or if a setting
+            is invalid.
     """
     handle = EncoderHandle(target, config, blocks, fields, restore, prop_attn)
     handle.install()
@@ -60,26 +63,25 @@ def apply_encoder(
 
 
 def remove_encoder(target: nn.Module) -> None:
-    """Takes all merging off the vision transformers in `target`. Does nothing if there is none."""
+    """Remove all merging from the vision transformers in `target`, if there is any."""
     take_all(target)
 
 
 def has_encoder_hooks(target: nn.Module) -> bool:
-    """Tell whether any merging is on a vision transformer in `target`, active or not."""
+    """Return True if a vision transformer in `target` has merging on it, active or not."""
     return any(ours_on(module) for module in target.modules())
 
 
-# What each block of `encoder_restored` that is open found on each module; the innermost last.
+# For each open block of `encoder_restored`, the merging that it found by module; innermost last.
 _OPENED: list[dict[nn.Module, list[Placed]]] = []
 
 
 @contextmanager
 def encoder_restored(target: nn.Module) -> Iterator[None]:
-    """Put back after the block what merged on `target` before it, whatever the block applied or
-    removed.
+    """Restore the merging that was on `target` when the `with` block is left.
 
-    Blocks may be left in any order: what one applied goes when it is left, or stays in force where
-    one that was opened later has replaced it.
+    Whatever the block applied or removed is undone. Blocks may be left in any order: what a block
+    applied stays in force as long as a block that was opened later depends on it.
     """
     before = {module: ours_on(module) for module in target.modules()}
     _OPENED.append(before)
@@ -89,7 +91,7 @@ def encoder_restored(target: nn.Module) -> Iterator[None]:
         place = next(place for place, one in enumerate(_OPENED) if one is before)
         del _OPENED[place]
         later = (one for one in _OPENED[place:] if one.keys() & before.keys())
-        if (inner := next(later, None)) is not None:  # theirs is in force until it is left
+        if (inner := next(later, None)) is not None:  # its merging stays until it is left
             inner.update({module: before.get(module, []) for module in target.modules()} | before)
         else:
             take_all(target, "mame")

@@ -1,9 +1,9 @@
-"""How many tokens blocks saw, and the multiply-adds that follow: counted, not guessed.
+"""Count tokens per block and derive multiply-adds from them.
 
-A block's linear layers cost their weights' sizes for each token. Its attention costs two products
-of all tokens by all. Merging costs one product of destinations by sources, and a second one for the
-means, as on a card: a CPU adds tokens by index there. Tokens are counted as they pass, and their
-squares, so that sums over calls are exact.
+A block's linear layers cost the size of their weights for each token, and its attention costs two
+products of all tokens by all tokens. Merging costs one product of destinations by sources and one
+for the means, as on a GPU; a CPU adds tokens by index instead. Token counts and their squares are
+summed as tokens pass, so that totals over calls are exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from mame_sd.perception.known_encoders import Encoder
+from mame_sd.perception.encoder_registry import Encoder
 
 _ADDING = threading.Lock()
 CONVOLUTIONS = nn.Conv2d, nn.Conv3d
@@ -23,26 +23,35 @@ FIELDS = ("calls", "tokens", "squares", "kept", "kept_squares", "merging")
 
 
 class BlockCounts:
-    """Sums over the calls of one merging block since the last `reset`, in the order of FIELDS:
-    calls, tokens in, their squares, tokens kept, their squares, and multiply-adds of merging itself
-    for one image.
+    """Sums over the calls of one merging block since the last `reset`, in the order of FIELDS.
 
-    Compiled regions count in a tensor: a number that changed in every call would recompile each.
-    `note` says of the latest call why it merged otherwise than the settings say.
+    They are calls, tokens in, their squares, tokens kept, their squares, and multiply-adds of
+    merging itself for one image. Compiled regions count in a tensor, because a Python number that
+    changes in every call would trigger a recompilation.
+
+    Attributes:
+        note: How the latest call merged differently from the settings, if it did.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.reset(device)
 
     def reset(self, device: torch.device) -> None:
-        """Back to zero calls; `device` is where compiled regions are to count."""
+        """Set all sums to zero; compiled regions will count on `device`."""
         self._eager = [0] * len(FIELDS)
         self.note = ""
         with torch.inference_mode(False):  # counted in place, in and out of inference mode
             self._compiled = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
 
     def add(self, tokens: int, kept: int, merging: int, note: str = "") -> None:
-        """Count a call of `tokens` that kept `kept` of them; prefix tokens included."""
+        """Count one call.
+
+        Args:
+            tokens: Tokens in, prefix tokens included.
+            kept: Tokens kept, prefix tokens included.
+            merging: Multiply-adds of merging itself for one image.
+            note: How the call merged differently from the settings.
+        """
         values = (1, tokens, tokens * tokens, kept, kept * kept, merging)
         self.note = note
         if torch.compiler.is_exporting():  # whose graphs change no tensor of ours
@@ -55,27 +64,37 @@ class BlockCounts:
             self._eager = [sum(pair) for pair in zip(self._eager, values, strict=True)]
 
     def sums(self) -> dict[str, int]:
-        """Return the sums by name; waits for the device if a compiled region counted there."""
+        """Return the sums by name; this waits for the device if a compiled region counted there."""
         totals = map(sum, zip(self._eager, self._compiled.tolist(), strict=True))
         return dict(zip(FIELDS, totals, strict=True))
 
 
 class BlockCost:
-    """Multiply-adds of one block as its modules are."""
+    """Multiply-adds of one block with its current modules."""
 
-    def __init__(self, block: nn.Module, encoder: Encoder) -> None:
-        self._attention = sum(weights_of(block.get_submodule(part)) for part in encoder.attention)
-        self._mlp = sum(weights_of(block.get_submodule(part)) for part in encoder.mlp)
-        self._width = width_of(block, encoder)
+    def __init__(self, block: nn.Module, spec: Encoder) -> None:
+        self._attention = sum(weights_of(block.get_submodule(part)) for part in spec.attention)
+        self._mlp = sum(weights_of(block.get_submodule(part)) for part in spec.mlp)
+        self._width = width_of(block, spec)
 
     def of(self, tokens: int, squares: int, kept: int) -> int:
-        """Reckon multiply-adds of so many tokens, their squares, and tokens left for the MLP."""
+        """Return the multiply-adds of calls of the block.
+
+        Args:
+            tokens: Sum of tokens over calls.
+            squares: Sum of their squares.
+            kept: Sum of the tokens that reach the MLP.
+        """
         return self._attention * tokens + 2 * self._width * squares + self._mlp * kept
 
 
 def left_of(costs: Sequence[BlockCost], kept: Mapping[int, float], patches: int) -> float:
-    """Estimate the share of a model's multiply-adds that is left of an image of so many patches,
-    where blocks keep the shares `kept` of their tokens, by number.
+    """Estimate the share of a model's multiply-adds that remains for one image.
+
+    Args:
+        costs: Costs of all blocks.
+        kept: Share of tokens that each merging block keeps, by index.
+        patches: Number of patches of the image.
     """
     left, works = patches, []
     for number, cost in enumerate(costs):
@@ -86,12 +105,12 @@ def left_of(costs: Sequence[BlockCost], kept: Mapping[int, float], patches: int)
     return merged / whole
 
 
-def width_of(block: nn.Module, encoder: Encoder) -> int:
-    """Count the channels of all heads of a block's attention together."""
-    if encoder.keys in dict(block.named_modules()):
-        keys = cast(Any, block.get_submodule(encoder.keys or ""))
-        return int(keys.out_features) // (3 if encoder.joined else 1)
-    linear = linear_layers(block.get_submodule(encoder.attention[1]))
+def width_of(block: nn.Module, spec: Encoder) -> int:
+    """Return the number of channels of all heads of a block's attention together."""
+    if spec.keys in dict(block.named_modules()):
+        keys = cast(Any, block.get_submodule(spec.keys or ""))
+        return int(keys.out_features) // (3 if spec.joined else 1)
+    linear = linear_layers(block.get_submodule(spec.attention[1]))
     return int(linear[-1].in_features) if linear else 0
 
 
@@ -102,13 +121,16 @@ def around_blocks(
     before: float,
     after: float,
 ) -> float:
-    """Reckon the multiply-adds of what a model does to one image besides its blocks: embedding
-    patches, pooling, its own head.
+    """Return the multiply-adds of a model for one image outside of its blocks.
+
+    These are the patch embedding, pooling, and the model's own head.
 
     Args:
-        model, blocks: the vision transformer and its blocks.
-        places: by path, at how many places its convolutions compute, with adapters in them.
-        before, after: tokens before the first block and after the last.
+        model: The vision transformer.
+        blocks: Its blocks.
+        places: Number of output positions of its convolutions by path, adapters included.
+        before: Tokens before the first block.
+        after: Tokens after the last block.
     """
     inside = {part for block in blocks for part in block.modules()}
     linear = set(linear_layers(model))
@@ -133,7 +155,7 @@ def around_blocks(
 
 
 def linear_layers(module: nn.Module) -> list[Any]:
-    """List the linear layers in `module`, quantised ones too, and those inside of adapters."""
+    """List the linear layers in `module`, including quantised ones and those inside of adapters."""
     like = [part for part in module.modules() if hasattr(part, "in_features")]
     # Adapters name the sizes of what they wrap, convolutions too.
     wrapped = {*like, *(part for part in module.modules() if isinstance(part, CONVOLUTIONS))}
@@ -142,5 +164,5 @@ def linear_layers(module: nn.Module) -> list[Any]:
 
 
 def weights_of(module: nn.Module) -> int:
-    """Count the weights of the linear layers in `module`: its multiply-adds for each token."""
+    """Return the number of weights of the linear layers in `module`: multiply-adds per token."""
     return sum(int(part.in_features) * int(part.out_features) for part in linear_layers(module))

@@ -1,6 +1,4 @@
-"""EncoderHandle: what `apply_encoder` gives, to read, change, switch, restore and remove
-merging.
-"""
+"""The handle of a merged vision transformer: settings, counters, restoring and removal."""
 
 from __future__ import annotations
 
@@ -14,25 +12,24 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
+from mame_sd.handle import Handle, check_config
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
+from mame_sd.perception.encoder_registry import Encoder, find_encoder, takes_mean
+from mame_sd.perception.forward_state import FeatureMaps, ForwardState, no_sizes
 from mame_sd.perception.hooks import Placed, check_free, left_by, ours_on, put, take, take_all
-from mame_sd.perception.known_encoders import Encoder, find_encoder, takes_mean
 from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.perception.plans import GroupPlan
 from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
 from mame_sd.perception.settings import EVERY, changed, chosen_blocks, configs_of, is_paper
-from mame_sd.perception.shared import FeatureMaps, ForwardState, no_sizes
 from mame_sd.report import device_of
 
 
-class EncoderHandle:
-    """Merging as applied to one vision transformer: settings, counters, restoring, removal.
-
-    Made by `apply_encoder`.
+class EncoderHandle(Handle[dict[int, MaMeConfig]]):
+    """Merging as applied to one vision transformer, made by `apply_encoder`.
 
     Attributes:
-        root: what merging was applied to.
-        encoder: the vision transformer in it.
+        root: The module that merging was applied to.
+        encoder: The vision transformer in it.
     """
 
     def __init__(
@@ -45,23 +42,19 @@ class EncoderHandle:
         prop_attn: bool | None,
         make_block: Callable[..., MergedBlock] = MergedBlock,
     ) -> None:
-        if config is not None and not isinstance(config, MaMeConfig):
-            raise TypeError(
-                f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(tau=0.8) or"
-                " tau=0.8"
-            )
+        check_config(config)
         self.root = root
         for name, value in (("restore", restore), ("prop_attn", prop_attn)):
             if value is not None and not isinstance(value, bool):
                 raise ValueError(f"{name}: expected True, False or None, got {value!r}")
-        self.encoder, modules, known = find_encoder(root)
+        self.encoder, modules, spec = find_encoder(root)
         names = {module: name for name, module in root.named_modules()}
         self._names = [names[block] for block in modules]
         self._blocks = modules
         self._paper = is_paper(config, fields)
         chosen = chosen_blocks(blocks, len(modules), 1 if self._paper else EVERY)
-        self._configs = configs_of(config, fields, chosen)
-        if restore is False and known.dense:
+        self._settings = configs_of(config, fields, chosen)
+        if restore is False and spec.dense:
             raise ValueError(
                 f"restore: expected True for {type(self.encoder).__name__}, whose heads read every"
                 " token, got False; leave it out"
@@ -69,16 +62,16 @@ class EncoderHandle:
         if restore is None:
             restore = takes_mean(root) and not self._paper
         if prop_attn is None and (
-            self._paper or not (known.adds_mask and _has_mask(known, modules[0]))
+            self._paper or not (spec.adds_mask and _has_mask(spec, modules[0]))
         ):
             prop_attn = False
-        _check_parts(self.configs, prop_attn, known, modules[0])
-        self._shared = ForwardState(self.encoder, known, modules, restore, prop_attn)
+        _check_parts(self.configs, prop_attn, spec, modules[0])
+        self._shared = ForwardState(self.encoder, spec, modules, restore, prop_attn)
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
         self._merged = {
             number: make_block(
-                modules[number], known, number, self._shared, self.configs.get(number), self._counts
+                modules[number], spec, number, self._shared, self.configs.get(number), self._counts
             )
             for number in range(chosen[0], len(modules))
         }
@@ -87,7 +80,7 @@ class EncoderHandle:
         self._placed = self._place()
 
     def _place(self) -> list[Placed]:
-        """List what lies where."""
+        """List every method that merging puts on a module, and where."""
         shared, encoder, blocks = self._shared, self.encoder, self._merged.values()
         placed: list[Placed] = [(encoder, "before", shared.before), (encoder, "end", shared.end)]
         placed += [(one.block, "forward", one.forward) for one in blocks]
@@ -97,61 +90,43 @@ class EncoderHandle:
         norms = [child for name, child in encoder.named_children() if "norm" in name]
         noted = [*(one.block for one in blocks), *norms]
         placed += [(module, "after", shared.note) for module in noted]
-        maps = shared.known.maps
+        maps = shared.spec.maps
         return placed + [(encoder, name, FeatureMaps(shared, name).call) for name in maps]
 
     @property
     def _costs(self) -> list[BlockCost]:
-        """Of the blocks as they are: tools may have put other layers in them."""
-        return [BlockCost(block, self._shared.known) for block in self._blocks]
+        """Costs of the blocks as they are now, since tools may have replaced their layers."""
+        return [BlockCost(block, self._shared.spec) for block in self._blocks]
 
     @property
     def configs(self) -> dict[int, MaMeConfig]:
-        """The settings now in force, by number of block; `set` changes them."""
-        return dict(self._configs)
+        """Current settings by block index; `set` changes them."""
+        return dict(self._settings)
 
     @property
     def config(self) -> MaMeConfig:
-        """The settings of the first block that merges; `configs` has those of each."""
+        """Settings of the first merging block; `configs` has those of every block."""
         return next(iter(self.configs.values()))
 
     @property
     def prop_attn(self) -> bool:
-        """Whether attention, as the model is now, counts how many tokens each stands for."""
+        """True if attention currently adds the log of token sizes to its logits."""
         return self._shared.prop_attn is not False and not no_sizes(self.encoder)
 
     @property
     def installed(self) -> bool:
-        """Whether merging is on the model as this handle put it: not removed, not replaced."""
+        """True if this handle's merging is on the model: neither removed nor replaced."""
         return all(one in ours_on(one[0]) for one in self._placed)
 
-    @property
-    def active(self) -> bool:
-        """Whether blocks merge; False makes every call bit-equal to a model without merging."""
-        return self._shared.active
+    def _switch(self, active: bool) -> None:
+        super()._switch(active)
+        self._shared.active = active
 
-    @active.setter
-    def active(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"active: expected True or False, got {value!r}")
-        self._shared.check_idle("active")
-        self._shared.active = value
+    def _check_change(self, what: str) -> None:
+        super()._check_change(what)
+        self._shared.check_idle(what)
 
-    def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Changes live settings from the next forward on: `handle.set(tau=0.9)`, or one tau for
-        each block that merges; `config` replaces all of them.
-
-        Raises:
-            RuntimeError: merging was removed or replaced, so the change would have no effect.
-            ValueError: a field is unknown, out of its range or without meaning here, or the other
-                method, which decides on sizes too; nothing has changed then.
-        """
-        if not self.installed:
-            raise RuntimeError(
-                "expected merging to be applied, but it was removed or replaced: call apply_mame"
-                " again"
-            )
-        self._shared.check_idle("set")
+    def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> dict[int, MaMeConfig]:
         paper = is_paper(config, fields)
         if paper > self._paper or (config and paper != self._paper):
             raise ValueError(
@@ -162,16 +137,19 @@ class EncoderHandle:
             new = changed(self.configs, fields)
         else:
             new = configs_of(config, fields, self.configs)
-        _check_parts(new, self._shared.prop_attn, self._shared.known, self._blocks[0])
-        self._configs = new
-        for number, config in self.configs.items():
+        _check_parts(new, self._shared.prop_attn, self._shared.spec, self._blocks[0])
+        return new
+
+    def _use(self, settings: dict[int, MaMeConfig]) -> None:
+        super()._use(settings)
+        for number, config in settings.items():
             self._merged[number].config = config
 
     def advice(self) -> str:
-        """Say what is nearer to the unmerged model than settings that merge so much; empty where
-        nothing is known to be.
+        """Return advice for settings that merge too much; an empty string if there is none.
 
-        By `keep` it is reckoned before an image is seen. By `tau` the report has it afterwards.
+        With `keep` the remaining FLOPs are estimated before any image is seen. With `tau` they
+        depend on the images, and the report gives the advice.
         """
         if any(config.keep is None for config in self.configs.values()):
             return ""
@@ -181,7 +159,7 @@ class EncoderHandle:
         return advice and f"these settings leave about {share:.0%}; {advice}"
 
     def report(self) -> EncoderReport:
-        """Return tokens and FLOPs of every block since the last `reset`, means over forwards."""
+        """Return tokens and FLOPs of every block since the last `reset`, as means over forwards."""
         blocks, calls = make_blocks(self._names, self._costs, self._counts)
         before, after = blocks[0].tokens_in, blocks[-1].tokens_kept
         whole = sum(block.flops_before for block in blocks)
@@ -194,35 +172,35 @@ class EncoderHandle:
         return EncoderReport(blocks, calls, whole, left, self.prop_attn, self._shared.clips)
 
     def reset(self) -> None:
-        """Sets all counters to zero and drops captured plans."""
+        """Set all counters to zero and drop captured plans."""
         for count in self._counts.values():
             count.reset(device_of(self.encoder))
         self._shared.now.plans = {}
 
     def capture(self, on: bool = True) -> None:
-        """Keeps the plans of this thread's latest forward for `plans`, `owners` and `restore`
-        (memory: one plan a block; not under torch.compile).
+        """Keep the plans of this thread's latest forward, for `plans`, `owners` and `restore`.
+
+        This needs memory for one plan per block and does not work under torch.compile.
         """
         self._shared.capture = on
         if not on:
             self._shared.now.plans = {}
 
     def plans(self) -> dict[int, Plan | GroupPlan]:
-        """Return the plans of the latest forward since `capture`, by number of block."""
+        """Return the plans of the latest forward since `capture`, by block index."""
         return dict(self._shared.now.plans)
 
     def owners(self, block: int | None = None) -> Tensor:
-        """Return the input token that each one mainly merged into, over all blocks, LongTensor [B,
-        L].
+        """Return the input token that each token mainly merged into, LongTensor [B, L].
 
-        A token that is kept has itself.
+        A kept token has itself.
 
         Args:
-            block: only up to this block, counted from 0 (-1 is the last).
+            block: Consider only the blocks up to this index (-1 is the last). If None, all blocks.
 
         Raises:
-            RuntimeError: no forward has run since `capture`.
-            ValueError: there is no such block.
+            RuntimeError: If no forward has run since `capture`.
+            ValueError: If there is no such block.
         """
         plans, first = self._captured(block)
         samples, device = first.sizes.shape[0], first.sizes.device
@@ -236,24 +214,24 @@ class EncoderHandle:
 
     @property
     def num_prefix_tokens(self) -> int:
-        """How many tokens come before the patches."""
+        """Number of tokens before the patches."""
         return self._shared.num_prefix_tokens
 
     def restore(self, features: Tensor, block: int | None = None) -> Tensor:
-        """Restore all tokens [B, L, C] of the latest forward's features [B, L', C], each at its
-        place (MaRe, last block first).
-
-        Prefix tokens stand first in both.
+        """Restore all tokens of features of the latest forward (MaRe, last block first).
 
         Args:
-            features: the model's output, or a hidden state: what a block gave.
-            block: which block gave them, counted from 0 (-1 is the last). None: the last that left
-                so many tokens.
+            features: The model's output or a hidden state, [B, L', C], prefix tokens first.
+            block: Index of the block that returned them (-1 is the last). If None, the last block
+                that left L' tokens.
+
+        Returns:
+            Features [B, L, C], every token at its original position.
 
         Raises:
-            RuntimeError: no forward has run since `capture`.
-            ValueError: features of another shape, or of a forward before the latest, or there is no
-                such block.
+            RuntimeError: If no forward has run since `capture`.
+            ValueError: If the shape doesn't match, if the features are from an earlier forward, or
+                if there is no such block.
         """
         plans, first = self._captured(block)
         if self._shared.is_earlier(features):
@@ -275,7 +253,7 @@ class EncoderHandle:
         return self._shared.restored(features, fit[-1] + 1)
 
     def remove(self) -> None:
-        """Takes this handle's merging off the model; that of a later `apply_encoder` stays."""
+        """Remove this handle's merging from the model; merging applied later stays."""
         self._shared.check_idle("remove")
         ours = {*self._inner, *(method.__self__ for _, _, method in self._placed)}
         parts = (module for module, _, _ in self._placed)  # whether or not tools took them out
@@ -283,10 +261,10 @@ class EncoderHandle:
             take(module, ours)
 
     def install(self) -> None:
-        """Puts merging back after `remove`, or replaces that of a later `apply_encoder`.
+        """Put merging back after `remove`, or replace merging that was applied later.
 
         Raises:
-            ValueError: another tool has replaced a block's forward.
+            ValueError: If another tool has replaced a block's forward.
         """
         for one in self._merged.values():
             check_free(one.block)
@@ -297,7 +275,7 @@ class EncoderHandle:
             inner.place()
 
     def _captured(self, block: int | None) -> tuple[dict[int, Plan | GroupPlan], Plan | GroupPlan]:
-        """Return the plans kept up to `block`, by its number, and the first of all."""
+        """Return the captured plans up to `block` by index, and the first captured plan."""
         plans = dict(sorted(self._shared.now.plans.items()))
         if not plans:
             raise RuntimeError(
@@ -312,23 +290,23 @@ class EncoderHandle:
 
 
 def _check_parts(
-    configs: dict[int, MaMeConfig], prop_attn: bool | None, known: Encoder, block: nn.Module
+    configs: dict[int, MaMeConfig], prop_attn: bool | None, spec: Encoder, block: nn.Module
 ) -> None:
-    """Raises ValueError for settings that the model's blocks lack the parts for."""
-    if any(config.feature != "x" for config in configs.values()) and known.keys is None:
+    """Raise ValueError for settings that need parts which the model's blocks lack."""
+    if any(config.feature != "x" for config in configs.values()) and spec.keys is None:
         raise ValueError(
-            f"feature: expected 'x' for a model of kind {known.name!r}, whose keys are not known,"
+            f"feature: expected 'x' for a model of kind {spec.name!r}, whose keys are not known,"
             " got another; leave it out"
         )
-    if prop_attn and not _has_mask(known, block):
-        attention = type(block.get_submodule(known.attention[1])).__name__
+    if prop_attn and not _has_mask(spec, block):
+        attention = type(block.get_submodule(spec.attention[1])).__name__
         raise ValueError(
-            f"prop_attn: expected attention that takes an argument {known.mask!r}, which"
+            f"prop_attn: expected attention that takes an argument {spec.mask!r}, which"
             f" {attention} does not; leave it out, or update the library that the model is of"
         )
 
 
-def _has_mask(known: Encoder, block: nn.Module) -> bool:
-    """Tell whether the attention of `block` takes a mask, or is known to us with one."""
-    attention = type(block.get_submodule(known.attention[1]))
-    return known.attend is not None or known.mask in inspect.signature(attention.forward).parameters
+def _has_mask(spec: Encoder, block: nn.Module) -> bool:
+    """Return True if the attention of `block` accepts a mask, or if we compute it with one."""
+    attention = type(block.get_submodule(spec.attention[1]))
+    return spec.attend is not None or spec.mask in inspect.signature(attention.forward).parameters

@@ -1,8 +1,8 @@
-"""What merging puts on a model's modules: methods of merged blocks, of hooks on inner modules and
-of the state that all of them share.
+"""Put merging on a model's modules and take it off again.
 
-Each lies in its module's dictionaries, so that a deepcopy has its own. Its owner's type identifies
-it.
+Merging consists of bound methods: replaced forwards of blocks, and hooks on inner modules. Each one
+is stored in its module's own dictionaries, so that a deepcopy gets its own. The type of the
+method's owner (`HookOwner`) identifies it as ours.
 """
 
 from __future__ import annotations
@@ -14,44 +14,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# A module, the place on it, and what lies there: "before" or "after" its forward, "end" (after its
-# forward, or what it raised), or the name of the method that is replaced.
+# A module, a place on it, and the method there. Places are "before" and "after" its forward, "end"
+# (after its forward has returned or raised), or the name of the method that is replaced.
 Placed = tuple[nn.Module, str, Any]
-_OFFLOADED = "_old_forward"  # where accelerate's hooks call a module's own forward
+_OFFLOADED = "_old_forward"  # attribute by which accelerate's hooks call a module's forward
 
 
-class Merging:
+class HookOwner:
     """An object whose methods merging puts on modules.
 
     Attributes:
-        shared: what all of these objects share, a `ForwardState`.
-        inner: the hooks on inner modules that belong to it.
+        shared: The `ForwardState` that all owners of one model share.
+        inner: Hooks on inner modules that belong to this owner.
     """
 
     shared: Any
     inner: Sequence[InnerHook] = ()
 
 
-class InnerHook(Merging):
-    """Hears what one of the model's inner modules gives. It lies on whatever takes the module's
-    place too: adapters (LoRA) and quantised layers do after merging was applied.
+class InnerHook(HookOwner):
+    """Observe the output of one inner module of a model.
+
+    Adapters (LoRA) and quantised layers may replace the module after merging was applied; the hook
+    then moves to the replacement.
 
     Args:
-        shared: of all blocks.
-        owner: of the module, which stays.
-        path: of the module in `owner`.
-        heard: called with the path and the module's output.
+        shared: The `ForwardState` of the model.
+        owner: The module that contains the observed one and isn't replaced.
+        path: Path of the observed module in `owner`.
+        on_output: Called with the path and the observed module's output.
     """
 
     def __init__(
-        self, shared: Any, owner: nn.Module, path: str, heard: Callable[[str, Tensor], None]
+        self, shared: Any, owner: nn.Module, path: str, on_output: Callable[[str, Tensor], None]
     ) -> None:
-        self.shared, self.owner, self.path, self.heard = shared, owner, path, heard
+        self.shared, self.owner, self.path, self.on_output = shared, owner, path, on_output
         self.inner = [self]
         self.child: nn.Module | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and files are without a module that was replaced, which may hold anything."""
+        """Leave out a module that was replaced since, which may hold anything."""
         return {**self.__dict__, "child": self.child if self.child is self._there else None}
 
     @property
@@ -62,15 +64,18 @@ class InnerHook(Merging):
             return None
 
     def hear(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """After the inner module."""
-        self.heard(self.path, output)
+        """Pass on the output of the inner module."""
+        self.on_output(self.path, output)
 
     def follow(self, *_: Any, late: bool = False) -> None:
-        """Lie on what stands at the path now, before it is called.
+        """Move to the module that is at the path now, before it is called.
+
+        Args:
+            late: True if that module has already been called in this forward.
 
         Raises:
-            RuntimeError: nothing stands there. Or another module than before does, and this is too
-                `late` for its call, or in a compiled graph.
+            RuntimeError: If there is no module, or if it was replaced and moving is `late` or would
+                happen inside a compiled graph.
         """
         child, expected = self._there, f"expected {self.path} as merging was applied to it, got"
         if child is None:
@@ -85,7 +90,7 @@ class InnerHook(Merging):
             self.place()
 
     def place(self) -> None:
-        """Lie on what stands at the path, and on nothing else."""
+        """Attach to the module that is at the path, and detach from any other."""
         there = self._there
         for module in (self.child, there):  # tools copy hooks to what they put in a layer's place
             if module is not None:
@@ -95,33 +100,33 @@ class InnerHook(Merging):
         self.child = there
 
 
-def _found(module: nn.Module) -> Iterator[tuple[dict[Any, Any], Any, MethodType]]:
-    """Yield what of ours is on `module`: the dictionary that it lies in, its key, and it."""
+def _our_methods(module: nn.Module) -> Iterator[tuple[dict[Any, Any], Any, MethodType]]:
+    """Yield our methods on `module`: each one's dictionary, its key, and the method."""
     for there in (module._forward_pre_hooks, module._forward_hooks, module.__dict__):
         for key, method in there.items():
-            if isinstance(method, MethodType) and isinstance(method.__self__, Merging):
+            if isinstance(method, MethodType) and isinstance(method.__self__, HookOwner):
                 yield there, key, method
 
 
 def ours_on(module: nn.Module) -> list[Placed]:
-    """List what of merging is on `module`."""
-    found: list[Placed] = []
-    for there, key, method in _found(module):
+    """List the methods of ours on `module`, with their places."""
+    placed: list[Placed] = []
+    for there, key, method in _our_methods(module):
         if there is module._forward_pre_hooks:
             place = "before"
         elif there is module._forward_hooks:
             place = "end" if key in module._forward_hooks_always_called else "after"
         else:
             place = "forward" if key == _OFFLOADED else key
-        found.append((module, place, method))
-    return found
+        placed.append((module, place, method))
+    return placed
 
 
 def check_free(module: nn.Module, name: str = "forward") -> None:
-    """Raise ValueError where another tool has replaced a method of `module`."""
+    """Raise ValueError if another tool has replaced the method `name` of `module`."""
     there = module.__dict__.get(slot_of(module, name))
     if getattr(there, "__func__", None) is getattr(type(module), name):
-        return  # its own, which transformers 5.0 and accelerate leave there
+        return  # its own method, which transformers 5.0 and accelerate store there
     if there is not None and not ours_on(module):
         raise ValueError(
             f"expected a {type(module).__name__} with its own {name}, found another tool's in its"
@@ -130,19 +135,26 @@ def check_free(module: nn.Module, name: str = "forward") -> None:
 
 
 def slot_of(module: nn.Module, name: str) -> str:
-    """Name the attribute by which a method of `module` is replaced."""
+    """Return the attribute by which a method of `module` is replaced."""
     return _OFFLOADED if name == "forward" and "_hf_hook" in module.__dict__ else name
 
 
 def give_back(module: nn.Module, key: str) -> None:
-    """Let `module` have its own method again, which was replaced by the attribute `key`."""
+    """Give `module` its own method back, which was replaced through the attribute `key`."""
     del module.__dict__[key]
     if key == _OFFLOADED:
         setattr(module, key, MethodType(type(module).forward, module))
 
 
 def put(module: nn.Module, place: str, method: Callable[..., Any]) -> None:
-    """Put it on `module`."""
+    """Put a method on `module`.
+
+    Args:
+        module: The module.
+        place: "before", "after" or "end" for a hook, or the name of the method to replace (see
+            `Placed`).
+        method: The hook or the replacement.
+    """
     if place == "before":
         module.register_forward_pre_hook(method, with_kwargs=True)
     elif place in ("after", "end"):
@@ -152,8 +164,8 @@ def put(module: nn.Module, place: str, method: Callable[..., Any]) -> None:
 
 
 def take(module: nn.Module, owners: Collection[Any] | None = None) -> None:
-    """Take off `module` what belongs to these; None: all that is ours."""
-    for there, key, method in [*_found(module)]:
+    """Take the methods that belong to `owners` off `module`; if None, all of ours."""
+    for there, key, method in [*_our_methods(module)]:
         if owners is None or method.__self__ in owners:
             if there is module.__dict__:
                 give_back(module, key)
@@ -164,19 +176,25 @@ def take(module: nn.Module, owners: Collection[Any] | None = None) -> None:
 
 
 def take_all(target: nn.Module, what: str = "remove_mame") -> None:
-    """Take everything off all modules of `target`.
+    """Take all of our methods off every module of `target`.
+
+    Args:
+        target: The model.
+        what: The operation, for the error message.
 
     Raises:
-        RuntimeError: another thread is in a forward of the model.
+        RuntimeError: If another thread is in a forward of the model.
     """
     modules = [*target.modules()]
-    owners: set[Any] = {method.__self__ for module in modules for *_, method in _found(module)}
+    owners: set[Any] = {
+        method.__self__ for module in modules for *_, method in _our_methods(module)
+    }
     for one in owners:
         one.shared.check_idle(what)
     for module in modules + left_by(owners):
         take(module)
 
 
-def left_by(owners: Collection[Merging]) -> list[nn.Module]:
-    """List inner modules that were heard, which another tool may have taken out of the model."""
+def left_by(owners: Collection[HookOwner]) -> list[nn.Module]:
+    """List observed inner modules, which another tool may have taken out of the model."""
     return [hook.child for one in owners for hook in one.inner if hook.child is not None]

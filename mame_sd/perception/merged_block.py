@@ -1,9 +1,10 @@
-"""One block of a vision transformer, merged: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) +
-x'' (paper, "Integration for Visual Perception").
+"""One merged block of a vision transformer (arXiv 2604.13432, "Integration for Visual Perception").
 
-A `MergedBlock` replaces its block's forward and runs the block's own modules, whatever tools have
-put in their places. So their hooks, their weights and what is saved stay as they are. It
-checkpoints where its block would.
+x' = MSA(LN(x)) + x, x'' = MaMe(x'), y = MLP(LN(x'')) + x''
+
+A `MergedBlock` replaces its block's forward and calls the block's own modules, including those that
+other tools have put there. So their hooks, weights and checkpoints on disk stay as they are.
+Gradient checkpointing happens where the block would do it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
 from mame_sd.perception.counts import BlockCounts, weights_of, width_of
-from mame_sd.perception.hooks import InnerHook, Merging
-from mame_sd.perception.known_encoders import Encoder
+from mame_sd.perception.encoder_registry import Encoder
+from mame_sd.perception.forward_state import Forward, ForwardState
+from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan, plan_block
-from mame_sd.perception.shared import Forward, ForwardState
 from mame_sd.upstream import outside_old_graphs, parameters_of
 
 UNKNOWN = "height and width unknown: destinations are every second token"
@@ -30,12 +31,12 @@ Grid = tuple[int, int] | None
 
 
 def weighted(plan: Plan | GroupPlan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge tokens that stand for several already: means over all that they stand for.
+    """Merge tokens that already stand for several, as means weighted by size.
 
     Args:
-        plan: for x.
-        x: tokens [B, L, C].
-        sizes: how many tokens each stands for [B, L].
+        plan: The plan for x.
+        x: Tokens [B, L, C].
+        sizes: Number of tokens that each one stands for, [B, L].
 
     Returns:
         Tokens [B, L', C] in the dtype of x, and their sizes [B, L'].
@@ -47,30 +48,30 @@ def weighted(plan: Plan | GroupPlan, x: Tensor, sizes: Tensor) -> tuple[Tensor, 
     return y.to(x.dtype), held.squeeze(-1).to(sizes.dtype) * plan.sizes
 
 
-class MergedBlock(Merging):
-    """Replaces the forward of one block.
+class MergedBlock(HookOwner):
+    """Replace the forward of one block.
 
     Args:
-        block: the block.
-        encoder: what its modules are.
-        number: which one it is, counted from 0.
-        shared: of all blocks of the model.
-        config: how its tokens merge; None: not at all (later blocks still read sizes).
-        counts: counters of the blocks that merge, by number. In the first of them tokens are the
-            image's patches.
+        block: The block.
+        spec: The description of its modules.
+        number: Its index.
+        shared: The state that all blocks of the model share.
+        config: Settings of its merging. If None, it doesn't merge but still reads sizes.
+        counts: Counters of the merging blocks by index. In the first of these blocks the tokens are
+            the image's patches in row-major order.
     """
 
     def __init__(
         self,
         block: nn.Module,
-        encoder: Encoder,
+        spec: Encoder,
         number: int,
         shared: ForwardState,
         config: MaMeConfig | None,
         counts: Mapping[int, BlockCounts],
     ) -> None:
         self.block = block
-        self.encoder = encoder
+        self.spec = spec
         self.number = number
         self.shared = shared
         self.counts = counts.get(number)
@@ -78,12 +79,12 @@ class MergedBlock(Merging):
         parameters = parameters_of(type(block)).values()
         self._names = [one.name for one in parameters if one.kind != one.VAR_KEYWORD]
         self.config = config
-        if config is not None and encoder.keys is not None:
-            self.inner = [InnerHook(shared, block, encoder.keys, self.heard)]
+        if config is not None and spec.keys is not None:
+            self.inner = [InnerHook(shared, block, spec.keys, self.keep_keys)]
 
     @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the block's output [B, L', C] of tokens [B, L, C]."""
+        """Compute the block's output [B, L', C] from tokens [B, L, C]."""
         shared, block = self.shared, cast(Any, self.block)
         if not shared.active:
             return type(block).forward(block, *args, **kwargs)
@@ -92,7 +93,7 @@ class MergedBlock(Merging):
         call = {**dict(zip(self._names, args, strict=False)), **kwargs}
         x = call.pop(self._names[0])
         now = shared.begin() if self.first else shared.now
-        masked = call.pop(self.encoder.mask, None) is not None and not now.unmasked
+        masked = call.pop(self.spec.mask, None) is not None and not now.unmasked
         if masked or call.get("is_causal"):
             raise ValueError(
                 "expected images without an attention mask (no padding, one resolution), got one:"
@@ -104,11 +105,11 @@ class MergedBlock(Merging):
             run = partial(block._gradient_checkpointing_func, run)  # before 5.23: around this call
         grid = None if now.again else now.grid
         now.counting = True
-        # sizes and the rest as arguments, which checkpoints keep
+        # Passed as arguments, because checkpoints keep these.
         y, sizes = run(self._left(x, now), now.sizes, grid, now.sized)
         now.counting = False
         last = self.number == shared.last
-        now.sizes = None if last else sizes  # a graph of gradients hangs on them
+        now.sizes = None if last else sizes  # they hold a graph of gradients
         dense = shared.dense or now.dense
         if not dense and not (shared.restore and last):
             return y
@@ -119,7 +120,7 @@ class MergedBlock(Merging):
         return whole
 
     def _left(self, x: Tensor, now: Forward) -> Tensor:
-        """Return what is left, [B, L', C], of x [B, L, C], which the block before gave whole."""
+        """Return the merged tokens [B, L', C] whose restored form x the previous block returned."""
         if now.whole is None:
             return x
         whole, left = now.whole
@@ -132,29 +133,29 @@ class MergedBlock(Merging):
         return left
 
     def _run(self, x: Tensor, sizes: Tensor | None, grid: Grid, sized: bool, **call: Any) -> Any:
-        normed = self._module(self.encoder.attention[0])(x)
+        normed = self._module(self.spec.attention[0])(x)
         x = x + self._attend(normed, sizes, call)
         if self.config is not None:
-            # By tau the number of tokens depends on data, and each would be compiled anew.
+            # With tau the number of tokens depends on data, and each number would be compiled.
             apart = torch.compiler.is_compiling() and self.config.keep is None
             merge = self._between_graphs if apart else self._merge
             x, sizes = merge(x, normed, sizes, grid, sized)
         y = x
-        for part in self.encoder.mlp:
+        for part in self.spec.mlp:
             y = self._module(part)(y)
         return x + y, sizes
 
     def _attend(self, normed: Tensor, sizes: Tensor | None, call: dict[str, Any]) -> Tensor:
         """Compute the attention branch after its norm, [B, L, C]."""
-        attention, *rest = self.encoder.attention[1:]
+        attention, *rest = self.spec.attention[1:]
         mask = (
             None if sizes is None else sizes.log().to(normed.dtype)[:, None, None]
         )  # [B, 1, 1, L]
-        if mask is not None and self.encoder.attend is not None:
-            y = self.encoder.attend(self._module(attention), normed, mask)
+        if mask is not None and self.spec.attend is not None:
+            y = self.spec.attend(self._module(attention), normed, mask)
         else:
             y = self._module(attention)(
-                normed, **(call if mask is None else {**call, self.encoder.mask: mask})
+                normed, **(call if mask is None else {**call, self.spec.mask: mask})
             )
         y = y[0] if isinstance(y, tuple) else y
         for part in rest:
@@ -164,10 +165,19 @@ class MergedBlock(Merging):
     def _merge(
         self, x: Tensor, normed: Tensor, sizes: Tensor | None, grid: Grid, sized: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Merge x' [B, L, C] into x'' [B, L', C], and count how many tokens each stands for where
-        that matters. By tau a source stays where any sample of the batch keeps it (Algorithm 1).
+        """Merge x' [B, L, C] into x'' [B, L', C] and count the call.
 
-        `grid`: (h, w) of the image's patches.
+        With `tau` a source token stays if any sample of the batch preserves it (Algorithm 1).
+
+        Args:
+            x: Tokens after the attention branch, [B, L, C].
+            normed: The normalised input of the attention, [B, L, C].
+            sizes: Number of tokens that each one stands for, [B, L]. If None, 1 each.
+            grid: (h, w) of the image's patches, or None if unknown.
+            sized: True if later blocks need sizes.
+
+        Returns:
+            Merged tokens [B, L', C], and their sizes [B, L'] or None.
         """
         config, counts, now = self.config, self.counts, self.shared.now
         assert config is not None
@@ -183,9 +193,9 @@ class MergedBlock(Merging):
             if samples > 1 and not torch.compiler.is_compiling():
                 note = f"by tau in a batch of {samples}: a token stays where any image keeps it"
         elif self.first:
-            known = self.encoder.grid and grid is not None and math.prod(grid) == tokens - prefix
-            size, note = (grid, "") if known else (None, UNKNOWN)
-        # Attention may call its projection to keys by no hook: then it is computed again.
+            on_grid = self.spec.grid and grid is not None and math.prod(grid) == tokens - prefix
+            size, note = (grid, "") if on_grid else (None, UNKNOWN)
+        # If attention calls its projection to keys without hooks, keys are computed again.
         again = self.compared != "x" and self.number not in now.keys
         feature = self._feature(x, normed)
         plan = plan_block(feature, config, size, prefix)
@@ -193,12 +203,12 @@ class MergedBlock(Merging):
             self.shared.keep(self.number, plan)
             cost = self._cost(plan, x.shape[2], feature.shape[2], sizes is not None)
             if again:
-                cost += tokens * weights_of(self._module(self.encoder.keys or ""))
+                cost += tokens * weights_of(self._module(self.spec.keys or ""))
             counts.add(tokens, plan.tokens_kept, cost, note)
         if sizes is not None:
             return weighted(plan, x, sizes)
-        counted = sized and self.number < self.shared.last
-        return plan.merge(x), plan.sizes.expand(samples, -1) if counted else None
+        sized = sized and self.number < self.shared.last
+        return plan.merge(x), plan.sizes.expand(samples, -1) if sized else None
 
     @torch.compiler.disable
     def _between_graphs(self, *args: Any) -> tuple[Tensor, Tensor | None]:
@@ -206,24 +216,31 @@ class MergedBlock(Merging):
 
     @property
     def compared(self) -> str:
-        """What similarity compares: with `keep` the keys, where the model's are known."""
+        """What similarity compares: the keys with `keep`, if the registry knows them."""
         if self.config is None:
             return "x"
         if self.config.keep is None:
             return self.config.feature
-        return "k" if self.encoder.keys else "x"
+        return "k" if self.spec.keys else "x"
 
     def _cost(self, plan: Plan | GroupPlan, channels: int, dim: int, sized: bool) -> int:
-        """Reckon the multiply-adds of merging one image by products of `dim` channels."""
-        if isinstance(plan, GroupPlan):  # compared, and means by a matrix of ones
-            pairs, products = plan.found.cells.kept * plan.found.tokens_in, channels
+        """Count the multiply-adds of merging one image.
+
+        Args:
+            plan: The plan.
+            channels: C of the tokens.
+            dim: Channels of what is compared.
+            sized: True if sizes are merged too.
+        """
+        if isinstance(plan, GroupPlan):  # one product to compare, one for the means
+            pairs, products = plan.body.cells.kept * plan.body.tokens_in, channels
         else:
             pairs = plan.dst.shape[0] * plan.src.shape[0]
             products = (1 + self.shared.restore) * channels
         return pairs * (dim + products + sized)
 
-    def heard(self, path: str, keys: Tensor) -> None:
-        """Keep what the projection to keys gives [B, L, d], where the block will compare it."""
+    def keep_keys(self, path: str, keys: Tensor) -> None:
+        """Keep the keys [B, L, d] that a projection returned, if this block will compare them."""
         if self.shared.active and self.compared != "x":
             self.shared.now.keys[self.number] = keys
 
@@ -233,16 +250,16 @@ class MergedBlock(Merging):
             return x
         keys = self.shared.now.keys.pop(self.number, None)
         if keys is None:
-            keys = self._module(self.encoder.keys or "")(normed)
-        if self.encoder.joined:
-            width = width_of(self.block, self.encoder)
+            keys = self._module(self.spec.keys or "")(normed)
+        if self.spec.joined:
+            width = width_of(self.block, self.spec)
             keys = keys[..., width : 2 * width]
         return keys if self.compared == "k" else keys.unflatten(-1, (self.heads, -1)).mean(-2)
 
     @property
     def heads(self) -> int:
-        """Of the block's attention."""
-        owner = self._module((self.encoder.keys or "").rpartition(".")[0])
+        """Number of heads of the block's attention."""
+        owner = self._module((self.spec.keys or "").rpartition(".")[0])
         return int(getattr(owner, "num_attention_heads", None) or owner.num_heads)
 
     def _module(self, path: str) -> Any:

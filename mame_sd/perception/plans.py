@@ -1,4 +1,4 @@
-"""The plan of one block: the paper's by `tau`, hard groups by `keep`."""
+"""Plan what merges in one block: the paper's soft weights with `tau`, hard groups with `keep`."""
 
 from __future__ import annotations
 
@@ -9,48 +9,49 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import Groups, cells_of, group_tokens, no_autocast
 from mame_sd.core.paper import Plan, plan_tokens
 
-GRID, ROW = 0.25, 0.5  # shares of the destinations at most: of 2 x 2 patches one, or every second
+GRID, ROW = 0.25, 0.5  # largest shares of destinations: one of 2 x 2 patches, every second token
 
 
 class GroupPlan:
-    """Groups of tokens behind leading ones that take no part.
+    """Groups of tokens behind prefix tokens, which don't merge.
 
     Args:
-        found: the groups.
-        prefix: how many tokens stand before those of the groups.
+        body: The groups of the other tokens.
+        prefix: Number of prefix tokens.
 
     Attributes:
-        tokens_in, tokens_kept: L and L', prefix tokens included.
+        tokens_in: L, prefix tokens included.
+        tokens_kept: L', prefix tokens included.
     """
 
-    def __init__(self, found: Groups, prefix: int) -> None:
-        self.found, self.prefix = found, prefix
-        self.tokens_in = prefix + found.tokens_in
-        self.tokens_kept = prefix + found.tokens_kept
+    def __init__(self, body: Groups, prefix: int) -> None:
+        self.body, self.prefix = body, prefix
+        self.tokens_in = prefix + body.tokens_in
+        self.tokens_kept = prefix + body.tokens_kept
 
     @property
     def sizes(self) -> Tensor:
-        """How many tokens each of those that `merge` gives stands for, [B, L']."""
-        sizes = self.found.sizes
+        """Number of tokens in each group, [B, L']."""
+        sizes = self.body.sizes
         return torch.cat([sizes.new_ones(sizes.shape[0], self.prefix), sizes], 1)
 
     @property
     def kept(self) -> Tensor:
-        """LongTensor [B, L'], the positions of the tokens that `merge` gives."""
-        return self._after_prefix(self.found.kept)
+        """Positions of the tokens that represent the groups, LongTensor [B, L']."""
+        return self._after_prefix(self.body.kept)
 
     @property
     def groups(self) -> Tensor:
-        """LongTensor [B, L], which of the tokens that `merge` gives each token went to."""
-        return self._after_prefix(self.found.groups)
+        """Group of each token, LongTensor [B, L] in [0, L')."""
+        return self._after_prefix(self.body.groups)
 
     def merge(self, t: Tensor) -> Tensor:
-        """Average the groups of t [B, L, C], as [B, L', C]."""
-        return torch.cat([t[:, : self.prefix], self.found.merge(t[:, self.prefix :])], 1)
+        """Average the groups of t [B, L, C]; returns [B, L', C]."""
+        return torch.cat([t[:, : self.prefix], self.body.merge(t[:, self.prefix :])], 1)
 
     def restore(self, y: Tensor) -> Tensor:
-        """Restore all tokens [B, L, C] as copies of their groups' y [B, L', C]."""
-        return torch.cat([y[:, : self.prefix], self.found.restore(y[:, self.prefix :])], 1)
+        """Copy each group's y [B, L', C] to all of its tokens; returns [B, L, C]."""
+        return torch.cat([y[:, : self.prefix], self.body.restore(y[:, self.prefix :])], 1)
 
     def _after_prefix(self, index: Tensor) -> Tensor:
         first = torch.arange(self.prefix, device=index.device).expand(index.shape[0], -1)
@@ -60,26 +61,29 @@ class GroupPlan:
 def plan_block(
     feature: Tensor, config: MaMeConfig, size: tuple[int, int] | None, prefix: int
 ) -> Plan | GroupPlan:
-    """Plan what merges in a block.
+    """Plan which tokens of a block merge.
 
     Args:
-        feature: what is compared, [B, L, d].
-        config: `tau` is the paper's method. By `keep` each token joins the destination of the most
-            similar angle (ToMe, arXiv 2210.09461, compares keys so), and the least similar ones
-            stay.
-        size: (h, w) of the patches; None: they are no grid any more.
-        prefix: leading tokens that take no part.
+        feature: What is compared, [B, L, d].
+        config: With `tau`, the paper's method. With `keep`, each token joins the destination with
+            the highest cosine similarity (ToMe, arXiv 2210.09461, compares keys in the same way),
+            and the tokens with the lowest stay unmerged.
+        size: (h, w) of the patches. If None, the tokens no longer form a grid.
+        prefix: Number of leading tokens that don't merge.
+
+    Returns:
+        The plan.
     """
     if config.tau is not None:
         return plan_tokens(feature, config, prefix)
     assert config.keep is not None
     with no_autocast(feature), torch.no_grad():
-        body = feature[:, prefix:]
+        patches = feature[:, prefix:]
         share = min(config.keep, ROW if size is None else GRID)
-        cells = cells_of(size or (body.shape[1],), share, 0, None, body.device)
-        dtype = torch.promote_types(body.dtype, torch.float32)
-        body = torch.nn.functional.normalize(body.to(dtype), dim=-1)
-        stay = max(0, round(config.keep * body.shape[1]) - cells.kept)
-        found = group_tokens(body.index_select(1, cells.order), cells, stay=stay)
-        found.stay = found.stay.sort(1).values  # later blocks see tokens in their order
-    return GroupPlan(found, prefix)
+        cells = cells_of(size or (patches.shape[1],), share, 0, None, patches.device)
+        dtype = torch.promote_types(patches.dtype, torch.float32)
+        patches = torch.nn.functional.normalize(patches.to(dtype), dim=-1)
+        stay = max(0, round(config.keep * patches.shape[1]) - cells.kept)
+        groups = group_tokens(patches.index_select(1, cells.order), cells, stay=stay)
+        groups.stay = groups.stay.sort(1).values  # later blocks get the tokens in order
+    return GroupPlan(groups, prefix)

@@ -1,6 +1,4 @@
-"""What merging did in a vision transformer: tokens of each block, multiply-adds with and without
-merging.
-"""
+"""Report of a merged vision transformer: tokens and multiply-adds of every block."""
 
 from __future__ import annotations
 
@@ -10,18 +8,26 @@ from typing import Any
 
 from mame_sd.perception.counts import BlockCost, BlockCounts
 
-# share of the FLOPs below which a smaller image is nearer, on photographs (docs/perception.md)
+# Below this share of the FLOPs a smaller image is nearer, on photographs (docs/perception.md).
 NEARER = 0.37
-PATCHES = 256  # of these photographs
+PATCHES = 256  # of each of these photographs
 
 
 @dataclass(frozen=True)
 class BlockReport:
     """One block: means over its calls since the last reset, for one image.
 
-    Special tokens are counted. `flops` and `flops_before` are multiply-adds with and without
-    merging, `merging` (part of `flops`) those of merging itself. `merged` says whether the settings
-    merge here, `note` how otherwise than they say.
+    Token counts include special tokens.
+
+    Attributes:
+        name: Path of the block.
+        tokens_in: Tokens before the block.
+        tokens_kept: Tokens after it.
+        flops_before: Multiply-adds without merging.
+        flops: Multiply-adds with merging.
+        merging: The part of `flops` that merging itself takes.
+        merged: True if the settings merge here.
+        note: How the block merged differently from its settings, if it did.
     """
 
     name: str
@@ -41,13 +47,19 @@ class BlockReport:
 
 @dataclass(frozen=True)
 class EncoderReport:
-    """Every block of a vision transformer; `str(report)` is a table.
+    """Report of every block of a vision transformer; `str(report)` is a table.
 
     FLOPs are multiply-adds of matrix products and convolutions for one image, as papers count them.
-    They include the patches' embedding, the blocks, and the model's own pooling and head. `calls`
-    are forwards since the last reset. A checkpoint around blocks, such as timm's, doubles them.
-    `prop_attn` says whether attention counts how many tokens each one stands for. `clips` says
-    whether the model sees clips, not images.
+    They include the patch embedding, the blocks, and the model's own pooling and head.
+
+    Attributes:
+        blocks: One report per block.
+        calls: Forwards since the last reset. A checkpoint around blocks, such as timm's, doubles
+            them.
+        flops_before: Multiply-adds without merging.
+        flops: Multiply-adds with merging.
+        prop_attn: True if attention adds the log of token sizes to its logits.
+        clips: True if the model takes clips, not images.
     """
 
     blocks: tuple[BlockReport, ...]
@@ -91,8 +103,9 @@ class EncoderReport:
 
 
 def advice_of(share: float, clips: bool) -> str:
-    """Say what is nearer to the unmerged model than merging to `share` of the FLOPs; empty where
-    nothing is known to be, as for clips.
+    """Return advice for merging to `share` of the FLOPs; an empty string if there is none.
+
+    There is none for clips, for which no alternative was measured.
     """
     if clips or share >= NEARER:
         return ""
@@ -105,7 +118,16 @@ def advice_of(share: float, clips: bool) -> str:
 def make_blocks(
     names: list[str], costs: list[BlockCost], counts: Mapping[int, BlockCounts]
 ) -> tuple[tuple[BlockReport, ...], int]:
-    """Make the blocks' reports, and say of how many forwards; `counts` of those that merge."""
+    """Make the reports of all blocks.
+
+    Args:
+        names: Paths of the blocks.
+        costs: Costs of the blocks.
+        counts: Counters of the merging blocks by index.
+
+    Returns:
+        The reports, and the number of forwards that they average.
+    """
     sums = {number: count.sums() for number, count in sorted(counts.items())}
     start = next(iter(sums.values()))
     calls, tokens, squares = start["calls"], start["tokens"], start["squares"]

@@ -1,6 +1,4 @@
-"""Which block merges how: `blocks`, one tau or keep for all or one for each, and the defaults of
-perception.
-"""
+"""Choose which blocks merge, and the settings of each block."""
 
 from __future__ import annotations
 
@@ -11,13 +9,13 @@ from typing import Any
 
 from mame_sd.config import MaMeConfig
 
-MIN_TOKENS = 2  # of a block that merges
-LEFT = 0.25  # share of the patches that the last block leaves, where there are blocks enough
-# which blocks merge, from the first: every second one keeps as much as all do, for half of the
-# merges
+MIN_TOKENS = 2  # blocks with fewer patches don't merge
+LEFT = 0.25  # share of the patches that the last block leaves, if there are enough blocks
+# By default every second block merges: as near to the unmerged model as all of them, with half of
+# the merges.
 EVERY = 2
-FEWEST = 0.01  # share that is asked of a block at least
-LEAST = 0.5  # of the tokens of one block: its destinations, where they are no grid
+FEWEST = 0.01  # lowest share that a block keeps
+LEAST = 0.5  # lowest mean share: the destinations of a block whose tokens are no grid
 _NO_MEANING = {
     "fit_queries": "an encoder's tokens merge, not its keys alone",
     "tile_size": "all of an image's patches are compared",
@@ -33,8 +31,16 @@ _NO_MEANING = {
 def chosen_blocks(
     blocks: int | Iterable[int] | None, depth: int, every: int = 1
 ) -> tuple[int, ...]:
-    """Choose the blocks of `depth` that merge, ascending, counted from 0: every `every`-th, the
-    first ones, or those that are named (negative ones count from the end).
+    """Return the indices of the merging blocks in ascending order.
+
+    Args:
+        blocks: How many blocks merge from the first on, or their indices (negative ones count from
+            the end). If None, every `every`-th block.
+        depth: Number of blocks of the model.
+        every: Step of the default.
+
+    Raises:
+        ValueError: If `blocks` names none, names one twice, or is out of range.
     """
     if blocks is None:
         return tuple(range(0, depth, every))
@@ -46,28 +52,29 @@ def chosen_blocks(
             )
         return tuple(range(blocks))
     try:
-        given = [] if isinstance(blocks, Mapping) else [*blocks]
-        named = [index(block) for block in given if not isinstance(block, bool)]
+        numbers = [] if isinstance(blocks, Mapping) else [*blocks]
+        named = [index(block) for block in numbers if not isinstance(block, bool)]
     except TypeError:
         raise ValueError(
             f"blocks: expected a number or numbers of blocks counted from 0, got {blocks!r}"
         ) from None
-    found = sorted({block % depth for block in named if -depth <= block < depth})
-    if not found or len(found) < len(given):
+    chosen = sorted({block % depth for block in named if -depth <= block < depth})
+    if not chosen or len(chosen) < len(numbers):
         raise ValueError(f"blocks: expected different ones from 0 to {depth - 1}, got {blocks!r}")
-    return tuple(found)
+    return tuple(chosen)
 
 
 def is_paper(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
-    """Tell whether blocks merge as the paper has it, by `tau`."""
+    """Return True if these settings choose the paper's method (`tau`)."""
     if fields.get("tau") is not None or fields.get("keep") is not None:
         return fields.get("tau") is not None
     return config is not None and config.tau is not None
 
 
 def shares(keep: float, count: int) -> list[float]:
-    """Spread `keep`, the mean share of tokens, over `count` blocks. The share that merges falls as
-    the square root of how many blocks are still to merge.
+    """Spread `keep`, the mean share of tokens, over `count` blocks.
+
+    The merged share falls with the square root of the number of blocks that are still to merge.
 
     >>> [round(share, 2) for share in shares(0.8, 6)]
     [0.73, 0.75, 0.78, 0.81, 0.84, 0.89]
@@ -78,10 +85,9 @@ def shares(keep: float, count: int) -> list[float]:
 
 
 def mean_share(count: int) -> float:
-    """Find the mean share of their tokens that `count` blocks keep by default: so that the last one
-    leaves `LEFT` of the patches.
+    """Return the default mean share of tokens that `count` blocks keep, at least `LEAST`.
 
-    It is at least `LEAST`.
+    It is the share for which the last block leaves `LEFT` of the patches.
     """
     low, high = LEAST, 1.0
     for _ in range(50):
@@ -93,18 +99,17 @@ def mean_share(count: int) -> float:
 def configs_of(
     config: MaMeConfig | None, fields: Mapping[str, Any], blocks: Iterable[int]
 ) -> dict[int, MaMeConfig]:
-    """Make the settings of each block: those of `config` that were given, over the defaults of
-    perception, with `fields` over both.
+    """Return the settings of each block: `fields` over `config` over the defaults for encoders.
 
-    Where neither `tau` nor `keep` is given, the blocks keep `mean_share`.
+    If neither `tau` nor `keep` is given, the blocks keep `mean_share`.
 
     Args:
-        config: the settings that were given as one object.
-        fields: those that were given by name.
-        blocks: that merge.
+        config: Settings given as one object; only the fields that were set explicitly count.
+        fields: Settings given by name.
+        blocks: Indices of the merging blocks.
 
     Raises:
-        ValueError: as `changed`.
+        ValueError: As `changed`.
     """
     blocks, base = [*blocks], MaMeConfig() if config is None else config
     base = base.replace(min_tokens=base.min_tokens or MIN_TOKENS)
@@ -114,12 +119,16 @@ def configs_of(
 
 
 def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any]) -> dict[int, MaMeConfig]:
-    """Put `fields` over the settings of each block; one that is None is left as it is. `tau` and
-    `keep` may be one number for each block, and one `keep` is shared out by `shares`.
+    """Return the settings of each block with `fields` over them.
+
+    Args:
+        configs: Settings by block index.
+        fields: New values; None changes nothing. `tau` and `keep` may hold one number for each
+            block; one `keep` is spread by `shares`.
 
     Raises:
-        ValueError: a field is unknown, out of its range or without meaning here, or not one for
-            each block.
+        ValueError: If a field is unknown, out of range, meaningless here, or has the wrong number
+            of values.
     """
     rows: list[dict[str, Any]] = [{} for _ in configs]
     for name, value in fields.items():

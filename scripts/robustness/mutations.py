@@ -120,13 +120,13 @@ caches/layer.py: caches
     (mask + bias.unsqueeze(2).to(dtype)).clamp => mask.clamp
 captions/farthest.py: captions
     torch.maximum(nearest, row) => torch.minimum(nearest, row)
-captions/calls.py: captions
+captions/shorten.py: captions
     kept.of(call["labels"], -100) => kept.of(call["labels"], 0)
-    torch.cat([real.to(mask), mask[:, lost.length :]], 1) => mask[:, -real.shape[1] - later :]
+    torch.cat([real.to(mask), mask[:, removed.length :]], 1) => mask[:, -real.shape[1] - later :]
     [:, None].to(places) + places => [:, None].to(places) * 0 + start + places
-captions/on_model.py: captions
+captions/patch.py: captions
     for row in rows for one in row * times] => for _ in range(times) for row in rows for one in row]
-    if slot is self.base and calls is None and self.blocks: => if False:
+    if slot is self.base and shortener is None and self.blocks: => if False:
 caches/handle.py: caches
     if self.live and tokens > 1 and not others: => if False:
 perception/hooks.py: perception/test_tools.py
@@ -134,7 +134,7 @@ perception/hooks.py: perception/test_tools.py
 perception/handle.py: perception/test_tools.py perception/test_restore.py
     placed.append((parent, "before", hook.follow)) => pass
     if self._shared.is_earlier(features): => if False:
-perception/known_encoders.py: perception/test_apply.py
+perception/encoder_registry.py: perception/test_apply.py
     [*parts, self.keys] => parts
 perception/merged_block.py: perception
     if self.compared == "x": => if True:

@@ -1,6 +1,4 @@
-"""The autoencoder: trained on crops of glyphs on random colours, then used once to encode every
-picture.
-"""
+"""The autoencoder: trained on crops of glyphs, then used once to encode every picture."""
 
 from pathlib import Path
 
@@ -15,6 +13,7 @@ AUTOENCODER = CosineStage(name="autoencoder", steps=2400, batch=16, lr=2e-3, lr_
 
 
 def new_autoencoder() -> AutoencoderTiny:
+    """Return the autoencoder with random weights."""
     return AutoencoderTiny(
         encoder_block_out_channels=(48, 48, 48),
         decoder_block_out_channels=(48, 48, 48),
@@ -26,8 +25,17 @@ def new_autoencoder() -> AutoencoderTiny:
 def crops(
     rgba: torch.Tensor, colors: torch.Tensor, size: int, batch: int, g: torch.Generator
 ) -> torch.Tensor:
-    """Random crops of random glyphs [n, 4, 256, 256] on random colours: [batch, 3, size, size] in
-    [-1, 1].
+    """Draw random crops of random glyphs on random colours.
+
+    Args:
+        rgba: Glyphs [n, 4, 256, 256].
+        colors: The colours.
+        size: Side of a crop.
+        batch: Number of crops.
+        g: The random generator.
+
+    Returns:
+        [batch, 3, size, size] in [-1, 1].
     """
     glyph = torch.randint(len(rgba), (batch,), generator=g).tolist()
     color = colors[torch.randint(len(colors), (batch,), generator=g)]
@@ -49,8 +57,9 @@ def crops(
 def autoencoder_loss(
     vae: AutoencoderTiny, images: torch.Tensor, g: torch.Generator
 ) -> torch.Tensor:
-    """L1 + gradient loss of the reconstruction from slightly noisy latents, plus a leash on the
-    latents' size.
+    """Compute L1 and gradient loss of the reconstruction from slightly noisy latents.
+
+    A penalty keeps the latents small.
     """
     latents = vae.encode(images).latents
     noise = 0.05 * torch.randn(latents.shape, generator=g)
@@ -67,6 +76,7 @@ def autoencoder_loss(
 def train_autoencoder(
     work: Path, rgba: torch.Tensor, seed: int, stage: CosineStage
 ) -> AutoencoderTiny:
+    """Train the autoencoder to the end of a stage."""
     torch.manual_seed(seed)
     vae = new_autoencoder().to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(vae.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
@@ -83,6 +93,7 @@ def train_autoencoder(
 
 
 def pictures(rgba: torch.Tensor, background: str) -> torch.Tensor:
+    """Return every glyph on one background."""
     color = torch.tensor(subjects.BACKGROUNDS[background], dtype=torch.float32)[:, None, None] / 255
     cut = rgba.float() / 255
     return (cut[:, :3] * cut[:, 3:] + color * (1 - cut[:, 3:])) * 2 - 1
@@ -90,8 +101,15 @@ def pictures(rgba: torch.Tensor, background: str) -> torch.Tensor:
 
 @torch.no_grad()
 def all_latents(work: Path, vae: AutoencoderTiny, rgba: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Latents of every glyph on every background, [glyphs, backgrounds, 4, h, w], scaled to mean
-    square 1, and that scale.
+    """Encode every glyph on every background.
+
+    Args:
+        work: Folder of the training.
+        vae: The autoencoder.
+        rgba: Glyphs.
+
+    Returns:
+        Latents [glyphs, backgrounds, 4, h, w], scaled to mean square 1, and that scale.
     """
     path = work / "latents.pt"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""The small CLIP: its parts, the contrastive loss, and how it grows from coarse to fine tokens."""
+"""The small CLIP: its parts, the contrastive loss, and growth from coarse to fine tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Batch = tuple[list[np.ndarray], list[str], list[str]]  # pictures, their caption
 
 @dataclass(frozen=True, kw_only=True)
 class ClipStage(Stage):
-    """Pictures averaged to ``side`` x ``side`` pixels, ``side`` / 16 patches a side."""
+    """A stage whose pictures have ``side`` x ``side`` pixels, in ``side`` / 16 patches a side."""
 
     side: int
     negatives: int = 0  # captions beside those of the batch, other glyphs on the same grounds
@@ -35,13 +35,12 @@ class ClipStage(Stage):
     locked: bool = False
 
     def crowd_at(self, step: int) -> tuple[int, int] | None:
+        """Return how many pieces of other glyphs are in a picture at a step."""
         return (0, round(self.crowd * min(1.0, (step + 1) / self.ramp))) if self.crowd else None
 
 
 def new_model(stage: ClipStage, tokenizer: CLIPTokenizer) -> CLIPModel:
-    """A CLIP whose text half starts as the embedded model's text encoder, for pictures of the
-    stage's side.
-    """
+    """Return a CLIP whose text half starts as the embedded model's text encoder."""
     text, _ = joint.new_text_encoders(tokenizer)
     vision = {
         "hidden_size": WIDTH,
@@ -65,7 +64,7 @@ def new_model(stage: ClipStage, tokenizer: CLIPTokenizer) -> CLIPModel:
 
 
 def grow(old: CLIPModel, new: CLIPModel) -> None:
-    """Start ``new`` as ``old``, positions of the patches interpolated to its grid."""
+    """Start ``new`` as ``old``, with positions of the patches interpolated to its grid."""
     key = "vision_model.embeddings.position_embedding.weight"
     state, fresh = old.state_dict(), new.state_dict()
     table = state[key]
@@ -79,24 +78,25 @@ def grow(old: CLIPModel, new: CLIPModel) -> None:
 
 
 def prepared(images: Sequence[np.ndarray], side: int) -> torch.Tensor:
-    """Pixels [n, 3, side, side] as the image processor gives them, of uint8 pictures."""
+    """Return pixels [n, 3, side, side] of uint8 pictures, as the image processor returns them."""
     pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
     return (F.avg_pool2d(pixels, world.SIDE // side) - MEAN) / STD
 
 
 def unit(features: object) -> torch.Tensor:
-    """Rows of length 1 of what ``get_*_features`` gives: a tensor, or from transformers 5 on an
-    output with one inside.
+    """Normalise the rows that ``get_*_features`` returned.
+
+    It returns a tensor, or from transformers 5 on an output that contains one.
     """
     rows = features if isinstance(features, torch.Tensor) else features.pooler_output
     return F.normalize(rows.float(), dim=-1)
 
 
 def draw_batch(names: Sequence[str], stage: ClipStage, seed: int, step: int) -> Batch:
-    """Pictures, their captions, and further captions: other glyphs on grounds of the batch.
+    """Draw pictures, their captions, and further captions.
 
-    A batch has few grounds: captions on other ones are told apart by the ground, and teach nothing
-    about glyphs.
+    The further captions name other glyphs on backgrounds of the batch. A batch has few backgrounds:
+    captions with others could be told apart by the background and would teach nothing about glyphs.
     """
     rng = pictures.rng_of(seed, f"{stage.name} captions", step)
     grounds = [str(phrase) for phrase in rng.choice(ground_phrases(), stage.grounds, replace=False)]
@@ -124,8 +124,9 @@ def draw_batch(names: Sequence[str], stage: ClipStage, seed: int, step: int) -> 
 def contrastive_loss(
     model: CLIPModel, tokens: dict[str, torch.Tensor], stage: ClipStage, batch: Batch
 ) -> torch.Tensor:
-    """CLIP's symmetric loss; equal captions all count as right, and further captions are wrong for
-    every other picture.
+    """Compute CLIP's symmetric loss.
+
+    Equal captions all count as right, and further captions are wrong for every picture but theirs.
     """
     images, captions, others = batch
     texts = [*captions, *others]

@@ -1,6 +1,4 @@
-"""The diffusion stages: a small UNet on large patches first, then one level more around it at each
-stage.
-"""
+"""Diffusion stages: a small UNet on large patches, then one more level around it at each stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ LATENTS = 64  # side of the latent grid at the default size
 
 @dataclass(frozen=True, kw_only=True)
 class UNetStage(CosineStage):
-    """``patch`` latents a side go into one position of the UNet's first level."""
+    """A stage in which ``patch`` latents a side go into one position of the UNet's first level."""
 
     patch: int
     channels: tuple[int, ...]
@@ -33,8 +31,9 @@ class UNetStage(CosineStage):
 
 
 def new_scheduler() -> DPMSolverMultistepScheduler:
-    """Almost no signal at the last step (sqrt of alpha-bar: 0.003), so that plain backgrounds come
-    out in any colour.
+    """Return a scheduler with almost no signal at the last step (sqrt of alpha-bar is 0.003).
+
+    So plain backgrounds come out in any colour.
     """
     return DPMSolverMultistepScheduler(
         beta_start=0.00085,
@@ -47,6 +46,7 @@ def new_scheduler() -> DPMSolverMultistepScheduler:
 
 
 def new_unet(stage: UNetStage) -> UNet2DConditionModel:
+    """Return the UNet of a stage with random weights."""
     inner = len(stage.channels) - 1
     return UNet2DConditionModel(
         sample_size=LATENTS // stage.patch,
@@ -65,7 +65,7 @@ def new_unet(stage: UNetStage) -> UNet2DConditionModel:
 
 @torch.no_grad()
 def grow(small: UNet2DConditionModel, large: UNet2DConditionModel) -> None:
-    """Put the levels of ``small`` inside ``large``, which has one level more around them."""
+    """Put the levels of ``small`` inside ``large``, which has one more level around them."""
     own, new = small.state_dict(), large.state_dict()
     shift = len(large.down_blocks) - len(small.down_blocks)
     for name, value in own.items():
@@ -88,7 +88,7 @@ def grow(small: UNet2DConditionModel, large: UNet2DConditionModel) -> None:
 
 
 def freeze_inner(model: "Denoiser", frozen: bool) -> None:
-    """Let only the outermost level and the edges of the UNet learn, or everything."""
+    """Train only the outermost level and the edges of the UNet, or everything."""
     last = len(model.unet.up_blocks) - 1
     outer = (
         "unet.conv_",
@@ -103,13 +103,15 @@ def freeze_inner(model: "Denoiser", frozen: bool) -> None:
 
 
 class Denoiser(torch.nn.Module):
+    """What is trained: the UNet and its text encoder."""
+
     def __init__(self, unet: UNet2DConditionModel, text_encoder: CLIPTextModel) -> None:
         super().__init__()
         self.unet, self.text_encoder = unet, text_encoder
 
 
 def training_pairs(names: Sequence[str]) -> torch.Tensor:
-    """Numbers of glyph and background [n, 2] of the pairs that may be trained on."""
+    """Return the indices of glyph and background [n, 2] of the pairs that may be trained on."""
     pairs = [
         (i, j)
         for i, name in enumerate(names)
@@ -120,7 +122,7 @@ def training_pairs(names: Sequence[str]) -> torch.Tensor:
 
 
 def sample_timesteps(batch: int, decided: float, g: torch.Generator) -> torch.Tensor:
-    """``decided`` of them in the last 30 % of the noise, stratified over the batch."""
+    """Draw stratified timesteps, ``decided`` of them in the last 30 % of the noise."""
     u = (torch.rand(1, generator=g) + torch.arange(batch) / batch) % 1
     u = torch.where(u < decided, 0.7 + u / decided * 0.3, (u - decided) / (1 - decided) * 0.7)
     return (u * 1000).long().clamp(0, 999)

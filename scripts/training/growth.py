@@ -1,14 +1,14 @@
-"""From one stage to the next, whose tokens are finer: what was learnt stays as valid as it can.
+"""Start a stage with finer tokens from the previous one, keeping what it learned valid.
 
-The layers are taken as they are, and the position embedding is a function of the place in the
-picture at every grid. Three things change meaning and are fitted anew by least squares:
+The layers are taken unchanged, and the position embedding is a function of the place in the picture
+at every grid. Three parts change their meaning and are fitted again by least squares:
 
-- the time embedding, when the side of the latents grows by n. Averaging over n x n latents divides
-  the noise by n. So what the layers know of noise level a belongs to n a / (1 + (n - 1) a) now;
-- the patch embedding, when the patch shrinks: each fine token shall enter the layers as nearly as
-  the coarse one around it;
-- the output projection: the best linear reading of what the layers now say, held near the old one
-  where data say nothing.
+- the time embedding, if the side of the latents grows by n. Averaging over n x n latents divides
+  the noise by n, so what the layers know of noise level a belongs to n a / (1 + (n - 1) a) now;
+- the patch embedding, if the patch shrinks: each fine token should enter the layers as nearly as
+  possible like the coarse one around it;
+- the output projection: the best linear reading of the layers' output, close to the old one where
+  the data don't determine it.
 """
 
 from collections.abc import Callable
@@ -24,22 +24,26 @@ BATCHES, BATCH = 12, 8  # and pictures of each
 
 
 def affine(layer: torch.nn.Module) -> torch.Tensor:
+    """Return weights and bias of a layer as one matrix."""
     return torch.cat([layer.weight.flatten(1), layer.bias[:, None]], 1)
 
 
 def patches(latents: torch.Tensor, patch: int) -> torch.Tensor:
-    """[tokens, channels * patch * patch], in the order of the patch embedding's weights."""
+    """Return [tokens, channels * patch * patch], in the order of the patch embedding's weights."""
     return F.unfold(latents, patch, stride=patch).transpose(1, 2).flatten(0, 1)
 
 
 def output_patches(latents: torch.Tensor, patch: int) -> torch.Tensor:
-    """[tokens, patch * patch * channels], in the order of the output projection."""
+    """Return [tokens, patch * patch * channels], in the order of the output projection."""
     return patches(latents, patch).unflatten(1, (latents.shape[1], -1)).transpose(1, 2).flatten(1)
 
 
 @torch.no_grad()
 def map_time(small: Denoiser, large: Denoiser, ratio: int) -> float:
-    """The time embedding of ``small`` at the level it met there; the relative error of the fit."""
+    """Fit the time embedding of ``large`` to that of ``small`` at the corresponding noise level.
+
+    Returns the relative error of the fit.
+    """
     old, new = small.transformer.time_text_embed, large.transformer.time_text_embed
     now = torch.linspace(0.001, 1, 4000)
     then = now / (ratio - (ratio - 1) * now)
@@ -61,7 +65,11 @@ def grow(
     """Start `large`, of the stage `after`, as `small` ended the stage `before`.
 
     Args:
-        draw: draws the batch of that number, as `large` will see it.
+        small: The trained model.
+        before: Its stage.
+        large: The model of the next stage.
+        after: The next stage.
+        draw: Draws the batch of a number, as `large` will see it.
     """
     kept = {k: v for k, v in small.state_dict().items() if large.state_dict()[k].shape == v.shape}
     large.load_state_dict(kept, strict=False)

@@ -1,6 +1,4 @@
-"""The transformer with joint attention: its parts, what it learns from, and how it grows from
-coarse to fine tokens.
-"""
+"""The transformer with joint attention: parts, training data, growth from coarse to fine tokens."""
 
 import math
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ POSITIONS = 16.0  # side of the picture in the units of the position embedding, 
 
 @dataclass(frozen=True, kw_only=True)
 class JointStage(Stage):
-    """Latents averaged to ``side`` x ``side``, cut into patches of ``patch``."""
+    """A stage whose latents are averaged to ``side`` x ``side``, in patches of ``patch``."""
 
     side: int
     patch: int
@@ -37,13 +35,13 @@ class JointStage(Stage):
 
 
 class Batch(NamedTuple):
-    """What a step is learned from.
+    """What a step learns from.
 
     Attributes:
-        noisy: latents [B, 4, side, side] with noise.
-        sigma: how much of it [B], 0 to 1.
-        words: tokens of the captions [B, TEXT_LENGTH].
-        velocity: what is to be said, noise less latents.
+        noisy: Latents with noise, [B, 4, side, side].
+        sigma: Noise levels [B] in (0, 1].
+        words: Tokens of the captions, [B, TEXT_LENGTH].
+        velocity: The target, noise minus latents.
     """
 
     noisy: torch.Tensor
@@ -68,8 +66,9 @@ class Denoiser(torch.nn.Module):
     def forward(
         self, noisy: torch.Tensor, sigma: torch.Tensor, tokens: torch.Tensor
     ) -> torch.Tensor:
-        """As the pipeline calls it, the ``IDLE`` zero tokens counted instead of repeated
-        (`counted_attention`).
+        """Compute the velocity as the pipeline does; ``IDLE`` zero tokens are counted once.
+
+        See `CountedAttention`.
         """
         one, two = (
             e(tokens, output_hidden_states=True) for e in (self.text_encoder, self.text_encoder_2)
@@ -81,11 +80,10 @@ class Denoiser(torch.nn.Module):
 
 
 class CountedAttention:
-    """Joint attention in which the last token stands for ``IDLE`` equal ones: the same output, at a
-    fifth of the cost.
+    """Joint attention in which the last token stands for ``IDLE`` equal ones.
 
-    Equal tokens stay equal in every layer, and n equal keys weigh as much as one whose logit is
-    greater by log n.
+    The output is the same at a fifth of the cost: equal tokens stay equal in every layer, and n
+    equal keys weigh as much as one whose logit is greater by log n.
     """
 
     def __call__(
@@ -120,8 +118,9 @@ class CountedAttention:
 
 
 def position_embedding(grid: int) -> torch.Tensor:
-    """[1, grid * grid, WIDTH]: sines and cosines of the tokens' centres, in units that do not
-    depend on the grid.
+    """Return [1, grid * grid, WIDTH]: sines and cosines of the tokens' centres.
+
+    Their units don't depend on the grid.
     """
     at = (torch.arange(grid, dtype=torch.float64) + 0.5) * POSITIONS / grid
     rate = 1 / 10000 ** (torch.arange(WIDTH // 4, dtype=torch.float64) / (WIDTH // 4))
@@ -131,6 +130,7 @@ def position_embedding(grid: int) -> torch.Tensor:
 
 
 def new_transformer(side: int, patch: int) -> SD3Transformer2DModel:
+    """Return the transformer with random weights."""
     model = SD3Transformer2DModel(
         sample_size=side,
         patch_size=patch,
@@ -156,8 +156,9 @@ def new_transformer(side: int, patch: int) -> SD3Transformer2DModel:
 
 
 def joint_tokenizer() -> CLIPTokenizer:
-    """The embedded model's words and those of the grounds; prompts are cut at `TEXT_LENGTH`
-    tokens.
+    """Return a tokenizer for the embedded model's words and those of the backgrounds.
+
+    Prompts are cut at `TEXT_LENGTH` tokens.
     """
     return new_tokenizer(world.all_captions(), TEXT_LENGTH)
 
@@ -165,13 +166,12 @@ def joint_tokenizer() -> CLIPTokenizer:
 def new_text_encoders(
     tokenizer: CLIPTokenizer,
 ) -> tuple[CLIPTextModelWithProjection, CLIPTextModelWithProjection]:
-    """The embedded model's text encoder as it was trained, in a vocabulary with more words, and a
-    small one without context.
+    """Return two text encoders, since the pipeline needs two.
 
-    The pipeline wants two and reads the last hidden state but one. Of the first that is the words
-    in their context. Of the second, with its single layer, it is the words as they are.
+    The first is the embedded model's, as it was trained, in a larger vocabulary. The second is a
+    small one without context. The pipeline reads the last hidden state but one: of the first that
+    is the words in their context, of the second, with its single layer, the words themselves.
     """
-
     first, second = (
         CLIPTextModelWithProjection(text_config(tokenizer, *shape))
         for shape in ((TEXT_WIDTH, 3), (WORDS_WIDTH, 1))
@@ -198,14 +198,16 @@ def new_text_encoders(
 
 
 def new_denoiser(stage: JointStage, tokenizer: CLIPTokenizer) -> Denoiser:
+    """Return the transformer and text encoders of a stage."""
     model = Denoiser(new_transformer(stage.side, stage.patch), *new_text_encoders(tokenizer))
     model.transformer.set_attn_processor(CountedAttention())
     return model
 
 
 def draw_sigmas(batch: int, shift: float, g: torch.Generator) -> torch.Tensor:
-    """Noise levels in (0, 1], stratified: nine in ten logit-normal, one in ten even, all shifted
-    towards high noise.
+    """Draw stratified noise levels in (0, 1].
+
+    Nine in ten are logit-normal, one in ten uniform, all shifted towards high noise.
     """
     u = (torch.rand(1, generator=g) + torch.arange(batch) / batch) % 1
     normal = torch.sigmoid(torch.special.ndtri((u / 0.9).clamp(1e-4, 1 - 1e-4)))
@@ -222,7 +224,7 @@ def draw_batch(
     batch: int,
     g: torch.Generator,
 ) -> Batch:
-    """Pictures of the pool, which grows with the steps, at noise levels of the stage."""
+    """Draw pictures of the pool, which grows with the steps, at noise levels of the stage."""
     count = int(stage.pool[0] + stage.pool[1] * step)
     pool.grow(count)
     clean, words = [], []
@@ -240,8 +242,9 @@ def draw_batch(
 def flow_loss(
     model: Denoiser, batch: Batch, nothing: torch.Tensor, g: torch.Generator
 ) -> torch.Tensor:
-    """The squared error of the velocity. One prompt in ten is replaced by the tokens of no
-    prompt, ``nothing``.
+    """Compute the squared error of the velocity.
+
+    One prompt in ten is replaced by ``nothing``, the tokens of the empty prompt.
     """
     dropped = torch.rand(len(batch.words), generator=g) < 0.1
     words = torch.where(dropped[:, None], nothing, batch.words)
@@ -251,7 +254,7 @@ def flow_loss(
 
 
 def optimizer_for(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Of the layers of the transformer and of the text encoders, and of all else."""
+    """Return an optimizer of the layers of transformer and text encoders, and of all else."""
     blocks = "transformer_blocks"
     return muon(
         model,

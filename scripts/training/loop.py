@@ -1,5 +1,6 @@
-"""A training loop whose every step depends on (seed, stage, step) alone, so that a stopped run
-continues where it was.
+"""A training loop whose every step depends on (seed, stage, step) only.
+
+So a stopped run continues where it was.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ class Stage:
     """One part of a training. Its checkpoint is WORK/NAME.pt.
 
     The learning rate rises over `warmup` steps and stays. Over the last `decay` of the steps it
-    falls to `least` of itself, so that a stage can be given more steps while it is constant.
+    falls to `least` of itself, so that a stage can be extended while it is constant.
     """
 
     name: str
@@ -38,41 +39,49 @@ class Stage:
     ema: float | None = 0.998  # of the weights that are kept; None keeps those of the last step
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step."""
+        """Return the learning rate of a step."""
         left = (self.steps - step) / max(1, self.decay * self.steps)
         return self.lr * min(1.0, (step + 1) / self.warmup) * max(self.least, min(1.0, left))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CosineStage(Stage):
-    """A stage whose learning rate falls by half a cosine, to `lr_end`."""
+    """A stage whose learning rate falls by half a cosine to `lr_end`."""
 
     lr_end: float
 
     def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
         half = 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.steps)))
         return min(1.0, (step + 1) / self.warmup) * (self.lr_end + (self.lr - self.lr_end) * half)
 
 
 def mixed_precision() -> torch.autocast:
-    """bf16 where the processor multiplies it; emulated it takes 50 times as long as fp32."""
+    """Return autocast to bf16 if the processor multiplies it.
+
+    Emulated bf16 takes 50 times as long as fp32.
+    """
     fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.autocast("cpu", torch.bfloat16, enabled=fast)
 
 
 def atomic_save(state: dict, path: Path) -> None:
+    """Save a checkpoint, so that a stopped run leaves either the old or the new one."""
     with written_whole(path) as file:
         torch.save(state, file)
 
 
 def generator(seed: int, stage: str, step: int) -> torch.Generator:
+    """Return the random generator of a step."""
     digest = hashlib.sha256(f"{seed}/{stage}/{step}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def muon(model: torch.nn.Module, inside: Callable[[str], bool], decay: float = 0.0) -> Muon:
-    """Muon for the weight matrices whose names are `inside` of layers, AdamW at a tenth of its
-    learning rate for what meets the outside: embeddings, patches, modulation.
+    """Return Muon for the weight matrices of layers, and AdamW for the rest.
+
+    `inside` names the layers. The rest (embeddings, patches, modulation) learns at a tenth of the
+    rate.
     """
     hidden, rest = [], []
     for name, p in model.named_parameters():
@@ -83,6 +92,7 @@ def muon(model: torch.nn.Module, inside: Callable[[str], bool], decay: float = 0
 
 
 def checkpoint(work: Path, stage: Stage) -> dict:
+    """Return the path of a stage's checkpoint."""
     state: dict = torch.load(work / f"{stage.name}.pt", weights_only=True)
     return state
 
@@ -94,7 +104,15 @@ def fit(
     optimizer: torch.optim.Optimizer,
     loss_of: Callable[[int], torch.Tensor],
 ) -> None:
-    """Train to the end of the stage, continuing from its checkpoint in `work`."""
+    """Train to the end of the stage, continuing from its checkpoint in `work`.
+
+    Args:
+        work: Folder of the training.
+        stage: The stage.
+        model: What is trained.
+        optimizer: Its optimizer.
+        loss_of: Returns the loss of a step.
+    """
     path, name, steps, ema = work / f"{stage.name}.pt", stage.name, stage.steps, stage.ema
     if steps < FEW:
         for group in optimizer.param_groups:

@@ -1,11 +1,10 @@
-"""Pictures to recognise: one glyph of all 180 in a picture of the world, smaller, turned further
-and partly hidden.
+"""Pictures to recognise: one of 180 glyphs in a scene, smaller, rotated further and partly hidden.
 
-In a crowded picture it is large, and pieces of other glyphs are strewn over everything. Few tokens
-are redundant. The answer has to be put together from what shows through.
+In a crowded picture the glyph is large, and pieces of other glyphs are strewn over everything: few
+tokens are redundant, and the answer has to be put together from what remains visible.
 
-A picture follows from (seed, kind, index) alone. Pairs of glyph and ground that are held out are
-never trained on and are what the model is measured on.
+A picture follows from (seed, kind, index) only. Pairs of glyph and background that are held out are
+never trained on; the model is measured on them.
 """
 
 import hashlib
@@ -28,6 +27,7 @@ NOISE = 12.0  # levels of 255, the largest standard deviation of the pixels' noi
 
 
 def rng_of(seed: int, kind: str, index: int) -> np.random.Generator:
+    """Return the random generator of a picture."""
     digest = hashlib.sha256(f"{seed}/{kind}/{index}".encode()).digest()
     return np.random.default_rng(int.from_bytes(digest[:8], "big"))
 
@@ -39,9 +39,14 @@ def draw(
     grounds: Sequence[str] = (),
     crowd: tuple[int, int] | None = None,
 ) -> tuple[np.ndarray, world.Scene]:
-    """A picture, uint8 [side, side, 3], and what it shows: one of ``names`` on a ground. The ground
-    is one of ``grounds`` where some are given. The glyph stands among pieces of other glyphs where
-    ``crowd`` says how few and how many.
+    """Draw a picture, uint8 [side, side, 3], and what it shows.
+
+    Args:
+        rng: The random generator.
+        names: Names of the glyphs to choose from.
+        held_out: Draw held-out pairs instead of trained ones.
+        grounds: Backgrounds to choose from; all if empty.
+        crowd: Smallest and largest number of pieces of other glyphs, or None.
     """
     scene = world.draw_scene(rng, len(names), held_out=held_out, names=names, grounds=grounds)
     size = float(np.exp(rng.uniform(*np.log(CROWDED if crowd else (SMALLEST, LARGEST)))))
@@ -60,7 +65,7 @@ def draw(
 
 
 def draw_pieces(rng: np.random.Generator, shown: int, count: int) -> tuple[world.Piece, ...]:
-    """``count`` pieces of glyphs other than ``shown``, anywhere."""
+    """Draw ``count`` pieces of glyphs other than ``shown`` at random places."""
     others = [glyph for glyph in range(len(subjects.glyph_names())) if glyph != shown]
     return tuple(
         world.Piece(
@@ -75,7 +80,7 @@ def draw_pieces(rng: np.random.Generator, shown: int, count: int) -> tuple[world
 
 
 def hide(pixels: np.ndarray, placed: world.Placed, rng: np.random.Generator) -> None:
-    """Lay an ellipse or a rectangle of one colour over a part of the glyph, in place."""
+    """Cover a part of the glyph by an ellipse or a rectangle of one colour, in place."""
     side = world.SIDE
     half = placed.size * rng.uniform(*COVER, 2) / 2 * side
     cx, cy = (np.array([placed.x, placed.y]) + rng.uniform(-0.5, 0.5, 2) * placed.size) * side

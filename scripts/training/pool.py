@@ -1,8 +1,8 @@
-"""Latents of scenes, encoded once with the embedded model's autoencoder and kept on disk in shards.
+"""Latents of scenes, encoded once with the embedded model's autoencoder and stored in shards.
 
-A scene is encoded with a margin around the picture. The encoder is a convolution. So each window of
-the canvas is the latent of the picture with everything moved by multiples of 4 pixels. One encoding
-serves some hundred pictures.
+A scene is encoded with a margin around the picture. The encoder is a convolution, so each window of
+the canvas is the latent of the picture moved by multiples of 4 pixels. One encoding serves some
+hundred pictures.
 """
 
 from dataclasses import dataclass, field
@@ -24,12 +24,16 @@ SHARD = 64  # scenes
 
 
 def load_autoencoder() -> AutoencoderTiny:
+    """Return the embedded model's autoencoder."""
     vae = AutoencoderTiny.from_pretrained(subjects.embedded_model_path() / "vae")
     return vae.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
 def room(scene: world.Scene) -> list[int]:
-    """How many latents the picture may move (left, right, up, down), its glyph wholly inside."""
+    """Return by how many latents the picture may move left, right, up and down.
+
+    Its glyph stays inside.
+    """
     most, p = MARGIN // FACTOR, scene.subject
     ends = (p.x - p.size / 2, 1 - p.x - p.size / 2, p.y - p.size / 2, 1 - p.y - p.size / 2)
     return [min(most, max(0, int(end * world.SIDE / FACTOR))) for end in ends]
@@ -37,9 +41,7 @@ def room(scene: world.Scene) -> list[int]:
 
 @dataclass
 class Pool:
-    """Shards ``folder/single-00000.npz``, each a function of (seed, number), made when first asked
-    for.
-    """
+    """Shards ``folder/single-00000.npz``, each a function of (seed, number), made on first use."""
 
     folder: Path
     seed: int
@@ -81,8 +83,12 @@ class Pool:
         }
 
     def window(self, index: int, u: float, v: float) -> torch.Tensor:
-        """The picture's latents [4, 64, 64] of scene ``index``, moved to the shares ``u`` and ``v``
-        of its room.
+        """Return the latents [4, 64, 64] of scene ``index``, moved within its room.
+
+        Args:
+            index: The scene.
+            u: Horizontal share of its room.
+            v: Vertical share of its room.
         """
         shard, number = divmod(index, self.size)
         left, right, up, down = self.rooms[shard][number].tolist()

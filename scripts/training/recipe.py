@@ -1,7 +1,7 @@
-"""What the trainings share: a recipe says what a model learns, and `run` is its command.
+"""Common code of the trainings: a recipe says what a model learns, and `run` is its command.
 
-A training goes through its stages, each of which begins with what the one before it learned. It
-may be stopped at any time: the same command continues it.
+A training runs through its stages, each of which begins with what the previous one learned. It may
+be stopped at any time: the same command continues it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Recipe(ABC, Generic[S]):
     """The training of one model.
 
     Args:
-        args: the command's options.
-        stages: in order.
-        small: what a smoke run changes in each stage, beside one step of two samples.
+        args: The command's options.
+        stages: The stages in order.
+        small: What a smoke run changes in each stage, besides running one step of two samples.
     """
 
     @staticmethod
     def options(add: Callable[..., Any]) -> None:
-        """Adds the options of this training alone, by `add_argument`."""
+        """Add the options of this training only, by `add_argument`."""
 
     def __init__(self, args: argparse.Namespace, stages: Sequence[S], **small: Any) -> None:
         self.work: Path = args.work
@@ -51,42 +51,43 @@ class Recipe(ABC, Generic[S]):
 
     @abstractmethod
     def new_model(self, stage: S) -> torch.nn.Module:
-        """The model of a stage, with random weights."""
+        """Return the model of a stage with random weights."""
 
     def begin(self, stage: S, model: Any) -> None:
-        """Gives the model what was learned in the stage before."""
+        """Give the model what was learned in the previous stage."""
 
     @abstractmethod
     def optimizer(self, stage: S, model: Any) -> torch.optim.Optimizer:
-        """What trains the model."""
+        """Return the optimizer of the model."""
 
     @abstractmethod
     def loss(self, stage: S, model: Any, step: int) -> torch.Tensor:
-        """The loss of a step, which follows from (seed, stage, step)."""
+        """Return the loss of a step, which follows from (seed, stage, step)."""
 
     @abstractmethod
     def export(self, folder: Path, stage: S, origin: dict[str, str]) -> None:
-        """Writes what a stage learned, for others to load."""
+        """Write what a stage learned, for others to load."""
 
     def pictures(self, each: int) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-        """What the model is measured on, `each` of every class: a file's name, and what draws it
-        as [side, side, 3].
+        """Yield the pictures that the model is measured on, `each` of every class.
+
+        Yields a file's name and a function that draws it as [side, side, 3].
         """
         raise NotImplementedError
 
     def before(self, stage: S) -> S | None:
-        """The stage with whose weights this one begins."""
+        """Return the stage with whose weights this one begins."""
         number = self.stages.index(stage)
         return self.stages[number - 1] if number else None
 
     def learned(self, stage: S) -> Any:
-        """The model as a stage left it, its weights averaged over steps."""
+        """Return the model as a stage left it, its weights averaged over steps."""
         model = self.new_model(stage)
         model.load_state_dict(checkpoint(self.work, stage)["ema"])
         return model.eval()
 
     def train(self, stage: S) -> None:
-        """Trains one stage to its end, or does nothing where that is done."""
+        """Train one stage to its end, or do nothing if that is done."""
         path = self.work / f"{stage.name}.pt"
         if path.exists() and checkpoint(self.work, stage)["step"] >= stage.steps:
             return
@@ -98,7 +99,7 @@ class Recipe(ABC, Generic[S]):
         print(f"{stage.name}: {stage.steps} steps done", flush=True)
 
     def draw(self, folder: Path, each: int) -> None:
-        """Writes the pictures that the model is measured on; those that are there stay."""
+        """Write the pictures that the model is measured on; existing ones stay."""
         for name, picture in self.pictures(each):
             if not (folder / name).exists():
                 with written_whole(folder / name) as file:
@@ -106,12 +107,12 @@ class Recipe(ABC, Generic[S]):
 
 
 def run(kind: type[Recipe[Any]], about: str | None, argv: Sequence[str] | None = None) -> None:
-    """The command of a training.
+    """Run the command of a training.
 
     Args:
-        kind: the recipe.
-        about: the script's docstring.
-        argv: what was typed; None is the process's own arguments.
+        kind: The recipe.
+        about: The script's docstring.
+        argv: The arguments. If None, the process's own.
     """
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -163,15 +164,15 @@ def refit(
     prior: torch.Tensor | None = None,
     ridge: float | None = None,
 ) -> None:
-    """Give a layer the weights that lead from `inputs` to `targets` by least squares.
+    """Give a layer the weights that map `inputs` to `targets` by least squares.
 
     Args:
-        layer: a linear layer, or a convolution over whole patches.
-        inputs: [n, inputs]
-        targets: [n, outputs]
-        prior: weights and bias [outputs, inputs + 1] to stay near where it matters little; None is
-            zeros.
-        ridge: how near; None is a thousandth of the mean square of the inputs.
+        layer: A linear layer, or a convolution over whole patches.
+        inputs: [n, inputs].
+        targets: [n, outputs].
+        prior: Weights and bias [outputs, inputs + 1] to stay near where the data matter little. If
+            None, zeros.
+        ridge: How near. If None, a thousandth of the mean square of the inputs.
     """
     x = torch.cat([inputs, torch.ones(len(inputs), 1)], 1).double()
     gram, wanted = x.T @ x, x.T @ targets.double()
@@ -184,7 +185,7 @@ def refit(
 
 
 def origin_of(seed: int, steps: dict[str, int]) -> dict[str, str]:
-    """Metadata of exported weights: the code that trained them, their seed and their steps."""
+    """Return metadata of exported weights: the training code, the seed and the steps."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files))
     return {
@@ -196,8 +197,9 @@ def origin_of(seed: int, steps: dict[str, int]) -> dict[str, str]:
 
 
 def finish_export(out: Path, origin: dict[str, str]) -> None:
-    """Finish a folder that was saved in half precision: libraries load it in float32, and the
-    weights' files say where they come from.
+    """Finish a folder that was saved in half precision.
+
+    Libraries load it in float32, and the weights' files say where they come from.
     """
     for config in out.rglob("config.json"):  # transformers loads in the dtype that stands here
         text = config.read_text(encoding="utf-8")

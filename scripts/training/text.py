@@ -1,6 +1,4 @@
-"""The text side: a real CLIP tokenizer made from the captions, and a CLIP text encoder that is
-trained with the UNet.
-"""
+"""The text side: a CLIP tokenizer made from the captions, and the UNet's text encoder."""
 
 import json
 
@@ -13,11 +11,11 @@ LAST = 0xE000  # start of the private use area of Unicode
 
 
 def new_tokenizer(captions: list[str], length: int = 77) -> CLIPTokenizer:
-    """A byte-level BPE in which every word of the captions is one token, and any other string is
-    still spelt out. Prompts are cut at ``length`` tokens.
+    """Return a byte-level BPE in which every word of the captions is one token.
 
-    The trainer's own end-of-word suffix makes it break ties by chance; a marked last letter
-    (``LAST`` + the letter) does not.
+    Any other string is spelt out. Prompts are cut at ``length`` tokens. The trainer's own
+    end-of-word suffix makes it break ties randomly; a marked last letter (``LAST`` + the letter)
+    doesn't.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE())
@@ -43,7 +41,7 @@ def new_tokenizer(captions: list[str], length: int = 77) -> CLIPTokenizer:
 
 
 def text_config(tokenizer: CLIPTokenizer, width: int, layers: int) -> CLIPTextConfig:
-    """Of a text encoder with heads of 64 channels."""
+    """Return the config of a text encoder with heads of 64 channels."""
     return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -59,10 +57,12 @@ def text_config(tokenizer: CLIPTokenizer, width: int, layers: int) -> CLIPTextCo
 
 
 def new_text_encoder(tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    """Return the text encoder with random weights."""
     return CLIPTextModel(text_config(tokenizer, TEXT_WIDTH, 3))
 
 
 def caption_tokens(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tensor:
+    """Return the tokens of captions."""
     rows: torch.Tensor = tokenizer(
         captions, padding="max_length", truncation=True, return_tensors="pt"
     ).input_ids
@@ -70,7 +70,7 @@ def caption_tokens(tokenizer: CLIPTokenizer, captions: list[str]) -> torch.Tenso
 
 
 class Tokens(dict[str, torch.Tensor]):
-    """Tokens of a caption, computed when first asked for."""
+    """Tokens of a caption, computed on first use."""
 
     def __init__(self, tokenizer: CLIPTokenizer) -> None:
         super().__init__()

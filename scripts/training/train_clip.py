@@ -48,6 +48,8 @@ STAGES = (
 
 
 class ClipRecipe(Recipe[ClipStage]):
+    """The recipe of the embedded CLIP."""
+
     @staticmethod
     def options(add: Callable[..., Any]) -> None:
         add("--plain", action="store_true", help="--draw: glyphs alone, without a crowd of pieces")
@@ -76,7 +78,7 @@ class ClipRecipe(Recipe[ClipStage]):
         return contrast.contrastive_loss(model, self.tokens, stage, batch)
 
     def export(self, folder: Path, stage: ClipStage, origin: dict[str, str]) -> None:
-        """Writes the model in half precision with tokenizer and image processor."""
+        """Write the model in half precision with tokenizer and image processor."""
         self.learned(stage).half().save_pretrained(folder)
         self.tokens.tokenizer.save_pretrained(folder)
         size = {"height": stage.side, "width": stage.side}
@@ -86,7 +88,7 @@ class ClipRecipe(Recipe[ClipStage]):
         finish_export(folder, origin)
 
     def pictures(self, each: int) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
-        """Held-out pictures in class folders, ``each`` of them of a glyph."""
+        """Yield held-out pictures in class folders, ``each`` of them of a glyph."""
 
         def drawn(name: str, number: int) -> np.ndarray:
             rng = pictures.rng_of(self.seed, f"drawn {name}", number)

@@ -1,5 +1,4 @@
-"""Train the embedded transformer (joint attention of text and image) in a world where tokens need
-one another, on a CPU.
+"""Train the embedded transformer (joint attention of text and image) on a CPU.
 
     python -m scripts.training.train_transformer --work DIR                   # ten hours, two cores
     python -m scripts.training.train_transformer --work DIR --until tokens64  # up to this stage
@@ -11,7 +10,8 @@ A stopped training continues when it is started again. `--export` writes a pipel
 
 The recipe is the UNet's: coarse first. 64 tokens of 4 x 4 latents of pictures at half the side
 learn where things are and in which colours. 256 tokens at the full side learn the details. 1,024
-tokens of 2 x 2 latents, the form that is shipped, refine them. The world is `world.py`.
+tokens of 2 x 2 latents, the form that is shipped, refine them. In this world (`world.py`) tokens
+need one another.
 
 Why this form:
 
@@ -19,12 +19,13 @@ Why this form:
   pipeline puts 256 zero tokens after the prompt's 20. They are all equal and stay equal. So
   training runs one of them and counts it 256 times (`joint.py`, `CountedAttention`). What is
   trained is exactly what the pipeline computes.
-- Two text encoders, for the pipeline wants two. One is the embedded model's, which knows the names
-  and colours already and is trained on. The other is a single layer whose hidden state but one is
-  the words themselves. Widths 192 + 64 are the ``joint_attention_dim``, so that nothing is padded.
-- Width 256 in 6 blocks (13.8 M) rather than 192 in 10 (13.2 M). It does 31, 10.5 and 1.7 against
-  27, 8.0 and 1.4 pictures a second at 64, 256 and 1,024 tokens on one thread.
-- Noise levels: logit-normal, shifted by 4 at 32 x 32 latents and 6 at 64 x 64. There averaging over
+- Two text encoders, since the pipeline needs two. One is the embedded model's, which knows the
+  names and colours already and is trained further. The other is a single layer whose last hidden
+  state but one is the words themselves. Widths 192 + 64 are the ``joint_attention_dim``, so that
+  nothing is padded.
+- Width 256 in 6 blocks (13.8 M) instead of 192 in 10 (13.2 M). It processes 31, 10.5 and 1.7
+  pictures a second, compared with 27, 8.0 and 1.4, at 64, 256 and 1,024 tokens on one thread.
+- Noise levels: logit-normal, shifted by 4 at 32 x 32 latents and 6 at 64 x 64, where averaging over
   four times the latents leaves half the noise.
 """
 
@@ -61,6 +62,8 @@ STAGES = (
 
 
 class JointRecipe(Recipe[JointStage]):
+    """The recipe of the embedded transformer."""
+
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args, STAGES, pool=(4, 0))
         glyphs, shard = (8, 4) if self.smoke else (len(SUBJECTS), 64)
@@ -89,7 +92,7 @@ class JointRecipe(Recipe[JointStage]):
         return joint.flow_loss(model, batch, self.tokens[""], g)
 
     def export(self, folder: Path, stage: JointStage, origin: dict[str, str]) -> None:
-        """Writes a plain StableDiffusion3Pipeline folder in half precision."""
+        """Write a plain StableDiffusion3Pipeline folder in half precision."""
         pipe = new_pipeline(self.learned(stage), self.tokens.tokenizer)
         blank, blank_tokenizer = blank_t5()
         pipe.register_modules(text_encoder_3=blank, tokenizer_3=blank_tokenizer)
@@ -98,6 +101,7 @@ class JointRecipe(Recipe[JointStage]):
 
 
 def new_pipeline(model: Denoiser, tokenizer: CLIPTokenizer) -> StableDiffusion3Pipeline:
+    """Return the pipeline of a trained model."""
     model = copy.deepcopy(model)
     model.transformer.set_attn_processor(JointAttnProcessor2_0())
     pipe = StableDiffusion3Pipeline(
@@ -116,11 +120,10 @@ def new_pipeline(model: Denoiser, tokenizer: CLIPTokenizer) -> StableDiffusion3P
 
 
 def blank_t5() -> tuple[T5EncoderModel, T5Tokenizer]:
-    """A T5 without layers that says zero to every prompt, as the pipeline does by itself when it
-    has none.
+    """Return a T5 without layers that answers zero to every prompt.
 
-    ``from_pretrained`` refuses a folder without one unless it's called with
-    ``text_encoder_3=None``.
+    The pipeline does the same by itself if it has none, but ``from_pretrained`` refuses a folder
+    without one unless it is called with ``text_encoder_3=None``.
     """
     blank = T5EncoderModel(
         T5Config(

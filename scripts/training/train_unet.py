@@ -5,11 +5,11 @@
     python -m scripts.training.train_unet --smoke --work DIR  # all of it in a minute, DIR/model
 
 The recipe: the UNet's inner levels are trained first, on 8 x 8 patches of 8 x 8 latents. There a
-step is cheap and every position knows its place from the padding around it. They learn which shape
+step is cheap, and every position knows its place from the padding around it. They learn which shape
 in which colours a caption means. Then an outer level is put around them (16 x 16 patches of 4 x 4),
-then another (32 x 32). The last one, at the end, sees the plain 64 x 64 latents. What the inner
-levels know stays valid at each growth, since every cell keeps its place in the picture. They are
-frozen until the new level has learnt to work with them.
+then another (32 x 32). The last one sees the plain 64 x 64 latents. What the inner levels know
+remains valid at each growth, since every cell keeps its place in the picture. They are frozen until
+the new level has learned to work with them.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from scripts.training.text import caption_tokens, new_text_encoder, new_tokenize
 
 
 def stage(name: str, patch: int, widths: tuple[int, ...], **more: Any) -> UNetStage:
-    """A stage with heads of 64 channels, 500 steps unless `more` says otherwise."""
+    """Return a stage with heads of 64 channels, of 500 steps unless `more` says otherwise."""
     heads = tuple(max(1, round(width / 64)) for width in widths)
     return UNetStage(**{"name": name, "patch": patch, "channels": widths, "heads": heads, **more})
 
@@ -47,7 +47,7 @@ STAGES = (
 
 
 class UNetRecipe(Recipe[UNetStage]):
-    """The autoencoder is trained first, and all pictures are encoded once."""
+    """The recipe of the embedded UNet: first the autoencoder, which encodes all pictures once."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__(args, STAGES)
@@ -104,7 +104,7 @@ class UNetRecipe(Recipe[UNetStage]):
         return F.mse_loss(F.pixel_shuffle(predicted.float(), stage.patch), target)
 
     def export(self, folder: Path, stage: UNetStage, origin: dict[str, str]) -> None:
-        """Writes a plain StableDiffusionPipeline folder in half precision."""
+        """Write a plain StableDiffusionPipeline folder in half precision."""
         model = self.learned(stage)
         self.vae.register_to_config(scaling_factor=self.scale)
         pipe = StableDiffusionPipeline(

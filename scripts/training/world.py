@@ -1,10 +1,9 @@
-"""A world in which the tokens of a picture need one another: a glyph at a free place, on a ground
-with a free pattern.
+"""A world in which the tokens of a picture need one another: a glyph on a patterned background.
 
-The caption names the glyph, the colour and the kind of the ground: ``rocket on a red brick
-background``. It says nothing of a glyph's place, size and angle, nor of a ground's period, phase,
+The caption names the glyph, the colour and the kind of the background: ``rocket on a red brick
+background``. It doesn't say a glyph's place, size and angle, nor a background's period, phase,
 direction and second colour. A denoiser's tokens have to agree on them. A scene follows from a
-random generator alone.
+random generator only.
 """
 
 from collections.abc import Sequence
@@ -24,8 +23,10 @@ NAMED_SHARE = 0.62  # of the width of stripes and checks: the colour in the capt
 
 @dataclass(frozen=True)
 class Placed:
-    """A glyph in the picture: side of its cell and place of its centre in shares of the picture's
-    side, angle in degrees.
+    """A glyph in the picture.
+
+    Side of its cell and place of its centre are shares of the picture's side; the angle is in
+    degrees.
     """
 
     glyph: int
@@ -44,6 +45,8 @@ class Piece(Placed):
 
 @dataclass(frozen=True)
 class Ground:
+    """A background: kind, colours, and a free pattern."""
+
     color: str
     texture: str
     second: tuple[float, float, float]  # sRGB of stripes, checks or mortar
@@ -58,9 +61,7 @@ class Ground:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows: a glyph, which the caption names, on a ground, and pieces of others
-    strewn over both, which it does not.
-    """
+    """A glyph on a background, which the caption names, and pieces of others, which it doesn't."""
 
     subject: Placed
     ground: Ground
@@ -80,7 +81,7 @@ class Scene:
 
 
 def all_captions() -> list[str]:
-    """Every caption, and one with "and", which is a word of the embedded tokenizer."""
+    """Return every caption, and one with "and", which is a word of the embedded tokenizer."""
     captions = [
         subjects.caption(name, phrase)
         for name in subjects.glyph_names()
@@ -90,6 +91,7 @@ def all_captions() -> list[str]:
 
 
 def draw_ground(rng: np.random.Generator) -> Ground:
+    """Draw a background."""
     color = str(rng.choice(list(subjects.BACKGROUNDS)))
     texture = str(rng.choice(TEXTURES, p=TEXTURE_SHARES))
     named = np.array(subjects.BACKGROUNDS[color], np.float64)
@@ -117,8 +119,14 @@ def draw_scene(
     names: Sequence[str] = SUBJECTS,
     grounds: Sequence[str] = (),
 ) -> Scene:
-    """A scene of one of the first ``glyphs`` of ``names``, on one of ``grounds`` where some are
-    given.
+    """Draw a scene.
+
+    Args:
+        rng: The random generator.
+        glyphs: The scene shows one of the first `glyphs` of `names`.
+        held_out: Draw held-out pairs instead of trained ones.
+        names: Names of the glyphs to choose from.
+        grounds: Backgrounds to choose from; all if empty.
     """
     while True:
         rng.uniform()  # decides nothing; without it other scenes would follow than were trained on
@@ -132,14 +140,15 @@ def draw_scene(
 
 
 def wave(u: np.ndarray, period: float, phase: float) -> np.ndarray:
-    """A square wave with soft edges of a pixel: 0 over the named share of each period, else 1."""
+    """Return a square wave with soft edges: 0 over a share of each period, 1 otherwise."""
     distance = np.abs((u / period + phase) % 1 - 0.5) - NAMED_SHARE / 2
     return np.clip(distance * period + 0.5, 0, 1)
 
 
 def paint_ground(ground: Ground, margin: int) -> np.ndarray:
-    """[side, side, 3] float32 in 0..255, of a canvas that reaches ``margin`` pixels beyond the
-    picture on each side.
+    """Paint a background on a canvas ``margin`` pixels larger than the picture on each side.
+
+    Returns [side, side, 3] float32 in 0..255.
     """
     at = np.arange(-margin, SIDE + margin, dtype=np.float64) + 0.5
     x, y = at[None, :], at[:, None]
@@ -168,11 +177,12 @@ def paint_ground(ground: Ground, margin: int) -> np.ndarray:
 
 @cache
 def glyph_image(glyph: int) -> Image.Image:
+    """Return the image of a glyph."""
     return Image.fromarray(subjects.glyphs()[glyph], "RGBA")
 
 
 def strewn(canvas: np.ndarray, pieces: Sequence[Piece], margin: int) -> np.ndarray:
-    """The canvas with pieces laid on it, the last one on top."""
+    """Return the canvas with pieces laid on it, the last one on top."""
     picture = Image.fromarray(np.rint(canvas.clip(0, 255)).astype(np.uint8), "RGB")
     for p in pieces:
         cell = max(8, round(p.size * SIDE))
@@ -195,9 +205,7 @@ def strewn(canvas: np.ndarray, pieces: Sequence[Piece], margin: int) -> np.ndarr
 
 
 def render(scene: Scene, margin: int = 0) -> np.ndarray:
-    """The picture of a scene, uint8 [side, side, 3], with ``margin`` pixels more of it on every
-    side.
-    """
+    """Render a scene, uint8 [side, side, 3], with ``margin`` pixels more of it on every side."""
     canvas = paint_ground(scene.ground, margin)
     side, p = canvas.shape[0], scene.subject
     cell = max(8, round(p.size * SIDE))

@@ -9,8 +9,9 @@ from tests.oracle import TokenPlan, settled_column, similarity
 
 
 def causal_weights(x: Tensor, tau: float) -> Tensor:
-    """W^F [n / 2, n / 2] of x [n, C], destinations at 1, 3, ..., sources at 0, 2, ...: the paper's
-    columns, of which a source reaches no destination before it.
+    """Compute W^F [n / 2, n / 2] of x [n, C] as the paper does, by loops.
+
+    Destinations are at 1, 3, ..., sources at 0, 2, ...; a source reaches no earlier destination.
     """
     odd, even = list(range(1, len(x), 2)), list(range(0, len(x), 2))
     columns = similarity(x.double(), odd, even, "cosine").T

@@ -1,4 +1,4 @@
-"""compress_cache beside what else runs on a model: threads, copies, other blocks, rotary states."""
+"""compress_cache with other users of a model: threads, copies, other blocks, rotary states."""
 
 from __future__ import annotations
 

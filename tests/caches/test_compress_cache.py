@@ -24,9 +24,7 @@ from tests.caches.tiny import MODELS, SHAPE, padded, prompt, tiny
 
 
 class Everything(Selection):
-    """Keeps every key, so that what comes after runs over a compressed layer and must give what it
-    gave.
-    """
+    """Keep every key, so that later tokens run over a compressed layer with the same output."""
 
     def look(self, view: CacheView, keep: float) -> Any: ...
 
@@ -50,7 +48,7 @@ GO_ON = [name for name in MODELS if name != "stablelm" or not OLD]
 
 
 def generated(model: nn.Module, ids: Tensor, **fields: Any) -> Tensor:
-    """The tokens that greedy search or beams add."""
+    """Return the tokens that greedy search or beams add."""
     few = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
     return model.generate(ids, **{**few, **fields})[:, ids.shape[1] :]  # type: ignore[operator]
 
@@ -254,7 +252,7 @@ GPT_OSS: dict[str, Any] = {
 
 
 def _other(name: str, **fields: Any) -> nn.Module:
-    """A model of transformers on its own configuration."""
+    """Build a model of transformers on its own configuration."""
     kind = getattr(transformers, name)
     return kind(kind.config_class(**fields))
 
@@ -264,7 +262,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "GPT2LMHeadModel",
         {**SMALL, "n_head": 2},
-        "expected a rotary embedding beside GPT2Attention, found none",
+        "expected a rotary embedding next to GPT2Attention, found none",
     ),
     ("MambaForCausalLM", SMALL, "found no attention layer that has one in MambaForCausalLM"),
     (
@@ -403,7 +401,7 @@ def test_compiled_models_are_refused(part: str, way: str) -> None:
         pass
     model = copy.deepcopy(tiny("llama"))
     model.model.layers[0].mlp.compile(backend="eager")
-    with compress_cache(model, 0.5):  # what stands beside attention may be compiled
+    with compress_cache(model, 0.5):  # modules next to attention may be compiled
         pass
 
 

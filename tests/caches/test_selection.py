@@ -18,7 +18,7 @@ from tests.oracle import attend
 
 
 def shortened(views: list[CacheView], keep: float, method: Selection | None = None) -> list[Kept]:
-    """What a selection makes of all layers."""
+    """Apply a selection to all layers."""
     how = method or Selection()
     looks = [how.look(view, keep) for view in views]
     lengths = how.lengths(views, looks, keep)

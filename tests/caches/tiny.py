@@ -58,8 +58,6 @@ def prompt(length: int = 48, samples: int = 1, seed: int = 0) -> Tensor:
 
 
 def padded(ids: Tensor, left: int, length: int) -> tuple[Tensor, Tensor]:
-    """Ids [1, n] after `left` tokens of padding, with more after them to `length`; and the
-    attention mask.
-    """
+    """Return ids [1, n] after `left` tokens of padding, padded to `length`, and their mask."""
     sides = (left, length - left - ids.shape[1])
     return F.pad(ids, sides), F.pad(torch.ones_like(ids), sides)

@@ -19,7 +19,7 @@ def view_of(
     seed: int = 0,
     **fields: object,
 ) -> CacheView:
-    """A random layer's view, whose rotation turns pairs of features by the position."""
+    """Make the view of a random layer whose rotation turns pairs of features by the position."""
     g = torch.Generator().manual_seed(seed)
     h, d = heads // groups, 8
 
@@ -43,7 +43,7 @@ def view_of(
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """x [B, H, N, 8] turned by positions [B, N]."""
+    """Rotate x [B, H, N, 8] by positions [B, N]."""
     angle = positions.unsqueeze(1).unsqueeze(-1).to(x.dtype) * torch.tensor([1.0, 0.3, 0.1, 0.03])
     a, b = x.chunk(2, -1)
     turned = [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()]
@@ -51,7 +51,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def with_padding(view: CacheView, left: int, right: int) -> CacheView:
-    """The same sample with padding on both sides."""
+    """Return the same sample with padding on both sides."""
 
     def around(t: Tensor) -> Tensor:
         return F.pad(t, (0, 0, left, right), value=3.0)

@@ -1,5 +1,6 @@
-"""Calls of one captioner know nothing of one another: threads, blocks, copies, padding, and what
-watches a `generate`.
+"""Calls of one captioner don't affect one another.
+
+Threads, blocks, copies, padding, and what observes a `generate`.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def whole(call: dict[str, Tensor]) -> int:
 
 
 def at_once(users: list[Callable[[Any], Any]]) -> list[Any]:
-    """What users give who write their words in turns, or the message of what they raise."""
+    """Return what users return who write their words in turns, or the message of their error."""
     found: list[Any] = [None] * len(users)
     step = threading.Barrier(len(users), timeout=60)
 
@@ -244,7 +245,7 @@ def test_assisted_generation_is_refused_before_the_tower_runs() -> None:
     ):
         if not again:
             model.generation_config.prompt_lookup_num_tokens = 2
-        with pytest.raises(ValueError, match="expected none beside images whose patches merge, g"):
+        with pytest.raises(ValueError, match="expected none with images whose patches merge, g"):
             model.generate(**call, **FEW, **again)
     assert handle.report().images == 0
     text = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2, do_sample=False)
@@ -263,3 +264,16 @@ def test_prompts_with_anothers_image_or_a_filled_cache_are_refused() -> None:
     ids = torch.cat([call["input_ids"], torch.tensor([[3]])], 1)
     with pytest.raises(ValueError, match="give the whole conversation at once"):
         model.generate(ids, max_new_tokens=2, **with_cache(model, cache_of(held)))
+
+
+def test_a_copy_made_while_an_answer_is_written_is_unmerged_whole() -> None:
+    model, copies = tiny.llava(), []
+    apply_mame(model, **HALF)
+
+    def look(ids: Tensor, scores: Tensor) -> Tensor:
+        copies.append(copy.deepcopy(model))
+        return scores
+
+    words(model, ask([1]), max_new_tokens=1, min_new_tokens=1, logits_processor=[look])
+    remove_mame(copies[0])
+    assert not {"forward", "generate"} & vars(copies[0]).keys()

@@ -327,7 +327,7 @@ def test_a_name_that_transformers_dropped_is_refused_on_entry(gone: str) -> None
 
 
 def gemma3() -> Any:
-    """A tiny model that reads images and is not known."""
+    """Build a tiny model that reads images and isn't registered."""
     vision = {**tiny.SIGLIP.to_dict(), "num_hidden_layers": 2, "model_type": "siglip_vision_model"}
     text = {"vocab_size": 60, "hidden_size": tiny.WIDTH, "num_hidden_layers": 1, "head_dim": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": tiny.PAD}

@@ -1,6 +1,4 @@
-"""Qwen-VL whose visual tokens merge behind its tower: equal to loops by hand, positions of three
-axes, nothing left behind.
-"""
+"""Qwen-VL with visual tokens that merge behind its tower, compared with loops."""
 
 from __future__ import annotations
 

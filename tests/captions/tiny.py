@@ -1,6 +1,4 @@
-"""Tiny LLaVA models with random weights, their prompts, and a loop that does by hand what merging
-does.
-"""
+"""Tiny LLaVA models with random weights, their prompts, and a loop that merges by hand."""
 
 from __future__ import annotations
 
@@ -59,8 +57,9 @@ def llava_next() -> LlavaNextForConditionalGeneration:
 
 
 def prompts(rows: list[list[int]], right: bool = False, seed: int = 0) -> dict[str, Tensor]:
-    """Ids and mask of prompts in which images of these lengths stand between words; the shorter
-    ones padded on the left or the right.
+    """Return ids and mask of prompts with images of these lengths between words.
+
+    Shorter prompts are padded on the left or the right.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -103,9 +102,7 @@ def whole_by_hand(model: Any, picture: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined_by_hand(features: Tensor, states: Tensor, keep: float) -> dict[int, Tensor]:
-    """Vectors by place: those farthest from one another, and the means of what is nearest to
-    them.
-    """
+    """Return vectors by place: the farthest ones, each averaged with what is nearest to it."""
     count = len(features)
     like, near = (
         torch.cosine_similarity(x.double()[:, None], x.double(), dim=-1).tolist()
@@ -130,15 +127,16 @@ def logits_by_hand(
     new: int = 0,
     axes: list[list[int]] | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """Logits of one prompt without padding, and the `new` tokens of most weight that follow,
-    computed anew for each. Positions are those of the whole prompt.
+    """Compute the logits of one prompt without padding, and the `new` likeliest next tokens.
+
+    Every token is computed from scratch. Positions are those of the whole prompt.
 
     Args:
-        model: a LLaVA.
-        ids: the prompt's, as the processor wrote it.
-        seen: for each image, what each of its image tokens is given; None: it is taken out.
-        new: how many tokens are written.
-        axes: positions of each token of the prompt; None: it is counted.
+        model: A LLaVA.
+        ids: The prompt's ids as the processor wrote them.
+        seen: For each image, the vector of each of its image tokens, or None if it is removed.
+        new: Number of tokens to write.
+        axes: Positions of each token of the prompt. If None, they are counted.
     """
     given = iter([one for image in seen for one in image])
     table = model.get_input_embeddings().weight

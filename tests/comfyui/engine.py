@@ -1,6 +1,7 @@
-"""The real engine, where MAME_COMFYUI names a checkout of ComfyUI and its requirements are
-installed; tiny models of its own classes, whose sizes are in `tiny.json`: those of "tiny" merge,
-and those of "hidden" hand their attention to no node.
+"""The real engine, if MAME_COMFYUI names a checkout of ComfyUI with its requirements installed.
+
+Tiny models of its own classes have their sizes in `tiny.json`: those of "tiny" merge, and those of
+"hidden" pass their attention to no node.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ needs_engine = pytest.mark.skipif(not CHECKOUT, reason="MAME_COMFYUI names no ch
 
 
 def engine() -> Any:
-    """The package `comfy` of the checkout, on the CPU."""
+    """Import the package `comfy` of the checkout, on the CPU."""
     if CHECKOUT not in sys.path:
         sys.path.append(str(Path(CHECKOUT)))
     from comfy.cli_args import args
@@ -43,9 +44,7 @@ def engine() -> Any:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A tiny model: its names in `comfy.supported_models` and, where that is another one, in
-    `comfy.model_base`; its size; what a call of it takes, and how many samples.
-    """
+    """A tiny model: its names in the engine, its size, the arguments of a call, and its samples."""
 
     config: str
     size: dict[str, Any]
@@ -58,7 +57,7 @@ class Tiny:
 
 
 def _tensors(value: Any) -> Any:
-    """A JSON value with {"ones": SHAPE} and {"zeros": SHAPE}, whole numbers, as tensors."""
+    """Return a JSON value with {"ones": SHAPE} and {"zeros": SHAPE} as tensors."""
     if isinstance(value, list):
         return [_tensors(one) for one in value]
     if not isinstance(value, dict):
@@ -111,7 +110,7 @@ def patcher(name: str, **size: Any) -> Any:
 
 
 def _made(comfy: Any, tiny: Tiny, size: dict[str, Any]) -> Any:
-    """The model, without the arguments of `size` that an older engine does not know."""
+    """Make the model without the arguments of `size` that an older engine doesn't know."""
     config = getattr(comfy.supported_models, tiny.config)(size)
     config.unet_config |= size  # over what the engine adds
     config.custom_operations = comfy.ops.disable_weight_init
@@ -125,7 +124,7 @@ def _made(comfy: Any, tiny: Tiny, size: dict[str, Any]) -> Any:
 
 
 def inputs(name: str, batch: int | None = None, seed: int = 1) -> dict[str, Any]:
-    """What `apply_model` takes."""
+    """Return the arguments of `apply_model`."""
     tiny, generator = (TINY | HIDDEN)[name], torch.Generator().manual_seed(seed)
     batch = tiny.batch if batch is None else batch
     values: dict[str, Any] = {
@@ -166,7 +165,7 @@ def call(model: Any, name: str, options: dict[str, Any] | None = None, **changes
 def sampled(
     model: Any, name: str = "SD 1.5", steps: int = 3, cfg: float = 7.0, latent: tuple[int, ...] = ()
 ) -> Tensor:
-    """A run of the engine's own sampler on seeded noise."""
+    """Run the engine's own sampler on seeded noise."""
     comfy, tiny = engine(), TINY[name]
     noise = torch.randn(1, *(latent or tiny.latent), generator=torch.Generator().manual_seed(2))
     text = torch.randn(2, 1, *tiny.context, generator=torch.Generator().manual_seed(3))
@@ -189,8 +188,9 @@ def sampled(
 
 
 def embedded_unet() -> Any:
-    """ComfyUI's UNet with the embedded model's weights, which have other groups, heads and time
-    embedding than it would make.
+    """Load the embedded model's weights into ComfyUI's UNet.
+
+    They have other groups, heads and time embedding than the engine would make.
     """
     comfy, path = engine(), Path(embedded_model_path()) / "unet"
     levels = {
@@ -226,9 +226,7 @@ def embedded_unet() -> Any:
 
 
 def embedded_transformer() -> Any:
-    """ComfyUI's SD3 with the embedded transformer's weights, by the engine's own table of their
-    names.
-    """
+    """Load the embedded transformer's weights into ComfyUI's SD3, by the engine's names."""
     comfy, path = engine(), Path(embedded_model_path("transformer")) / "transformer"
     weights = comfy.utils.load_torch_file(str(path / "diffusion_pytorch_model.safetensors"))
     texts, last = weights["context_embedder.weight"].shape, 5
@@ -250,7 +248,7 @@ def embedded_transformer() -> Any:
 
 
 def _load(model: Any, weights: dict[str, Tensor], names: dict[str, Any]) -> None:
-    """Fills the model with all of `weights`, by the engine's names, parts and changes of them."""
+    """Fill the model with all of `weights` by the engine's names, parts and changes of them."""
     ours, left = dict(model.model.diffusion_model.state_dict()), set(weights)
     for theirs in left & set(names):
         entry = names[theirs]

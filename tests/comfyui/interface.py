@@ -1,8 +1,7 @@
-"""The part of ComfyUI's interface that the node meets, around real attention: what calls what, in
-which order, with which names.
+"""The part of ComfyUI's interface that the node uses, around real attention.
 
-Written down from calls of ComfyUI 0.33.0 (commit 783545f6) and 0.3.64; `test_engine.py` holds it
-against the engine itself.
+Written after calls of ComfyUI 0.33.0 (commit 783545f6) and 0.3.64; `test_engine.py` compares it
+with the engine itself.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ Wrapper = Callable[..., Any]
 
 
 def applied(node: Any, model: Any, **changes: Any) -> Any:
-    """A clone of the model that merges by these inputs of the node."""
+    """Return a clone of the model that merges by these inputs of the node."""
     values = {"mode": "keep", "keep": 0.25, "tau": 0.1, "min_tokens": 16} | changes
     return node.patch(model, **values)[0]
 
 
 def network(kind: str, **attributes: Any) -> Any:
-    """A model of the engine's class of that name: what says how its tokens lie, and no more."""
+    """Make a model of the engine's class of that name that only says where its tokens are."""
     module = type(kind, (nn.Module,), {})()
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -42,13 +41,12 @@ class SpatialTransformer(nn.Module):
 
 
 class UNetModel(nn.Module):
-    """A UNet's blocks, of which one self-attention is called, with patches, as the engine's
-    transformer block calls it.
+    """Blocks of a UNet, of which one self-attention is called with patches as the engine does.
 
     Args:
-        blocks: transformer layers by the block that they stand in, the middle's among them; other
-            blocks have none. Or the one layer, of the first block.
-        where: the block of that attention.
+        blocks: Transformer layers by their block, including the middle's; other blocks have none.
+            Or the one layer of the first block.
+        where: The block of that attention.
     """
 
     middle_block: nn.Module | None
@@ -74,7 +72,7 @@ class UNetModel(nn.Module):
         self.attn: Any = blocks[where].attn1
 
     def forward(self, n: Tensor, size: tuple[int, int], options: dict[str, Any]) -> Tensor:
-        """n [B, h * w, C]"""
+        """Compute the attention of n [B, h * w, C]."""
         patches, replaced = options.get("patches", {}), options.get("patches_replace", {})
         extra = {k: v for k, v in options.items() if k not in ("patches", "patches_replace")}
         extra |= {"block": self.where, "block_index": 0, "n_heads": self.attn.heads}
@@ -107,8 +105,9 @@ def attention_pytorch(
     scale: float | None = None,
     **_: Any,
 ) -> Tensor:
-    """The engine's attention function: [B, L, H * D], or [B, H, L, D] with `skip_reshape`, to [B,
-    L, H * D].
+    """Compute attention as the engine's function of that name does.
+
+    [B, L, H * D], or [B, H, L, D] with `skip_reshape`, becomes [B, L, H * D].
     """
     if not skip_reshape:
         q, k, v = (
@@ -124,7 +123,7 @@ def attention_pytorch(
 
 
 def optimized_attention(*args: Any, function: Wrapper = attention_pytorch, **kwargs: Any) -> Tensor:
-    """The engine's, which hands its `function` to the override of the options, if there is one."""
+    """Call the override of the options if there is one, or else `function`, as the engine does."""
     override = (kwargs.get("transformer_options") or {}).get("optimized_attention_override")
     if override is None:
         result: Tensor = function(*args, **kwargs)
@@ -188,7 +187,7 @@ class Model:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """The model with its object patches in place, as the engine loads it for a run."""
+        """Put the model's object patches in place for a block, as the engine does for a run."""
         places = []
         for name, value in self.object_patches.items():
             path, _, last = name.removeprefix("diffusion_model.").rpartition(".")
@@ -218,7 +217,7 @@ class Model:
     def apply_model(
         self, latent: Tensor, sigma: float, call: Callable[[dict[str, Any]], Tensor], **kwargs: Any
     ) -> Any:
-        """A call of the model, which is `call` of the options that arrive there."""
+        """Call the model; `call` gets the options that arrive there."""
         times, context = torch.full((latent.shape[0],), sigma), kwargs.pop("context", None)
         options = dict(self.model_options["transformer_options"])
         through = self._through("apply_model", lambda *args, **_: call(args[5]))
@@ -233,6 +232,6 @@ class Model:
         return result
 
     def sample(self, call: Wrapper) -> Any:
-        """A run of the sampler: `call` of the model with this run's own options."""
+        """Run the sampler; `call` is called with the model and this run's own options."""
         run = self.clone()
         return run._through("outer_sample", lambda: call(run))()

@@ -1,5 +1,4 @@
-"""Calls of `optimized_attention` by each model family, recorded as ComfyUI hands them to an
-override.
+"""Calls of `optimized_attention` by each model family, recorded as ComfyUI passes them on.
 
 They come from ComfyUI's own classes at tiny size, in 0.33.0 (783545f6) and 0.3.64 (63722199). One
 record means that both agree. The prompt has 7 tokens, and a video 3 frames. The latents are 16 x 24
@@ -50,7 +49,10 @@ class Recorded:
 
 
 def _read(value: Any, name: str = "") -> Any:
-    """A JSON value: lists are tuples, but those of several shapes; objects of a model its parts."""
+    """Return a JSON value with tuples for lists, except lists of several shapes.
+
+    Objects of a model become its parts.
+    """
     if isinstance(value, dict):
         values = {key: _read(one, key) for key, one in value.items()}
         return SimpleNamespace(**values) if name == "patchifier" else values

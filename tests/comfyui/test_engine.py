@@ -1,5 +1,6 @@
-"""The node in ComfyUI itself, where MAME_COMFYUI names a checkout: tiny models of its own classes,
-its own sampler and nodes.
+"""The node in ComfyUI itself, if MAME_COMFYUI names a checkout.
+
+Tiny models of its own classes, its own sampler and nodes.
 """
 
 from __future__ import annotations
@@ -80,9 +81,7 @@ def test_the_engine_calls_attention_as_recorded(name: str) -> None:
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_a_refused_models_attention_is_handed_to_no_node(node: Any, name: str) -> None:
-    """Its reason: an override of another node, which sees every other model's attention, sees
-    nothing of this one's.
-    """
+    """Check the reason for refusing it: an override of another node sees none of its attention."""
     skip_other(name, OTHER_MODELS)
     model, seen = patcher(name), []
 
@@ -119,7 +118,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def inputs_of(name: str, folder: Path) -> dict[str, Any]:
-    """The node's inputs for these settings: by mode, or by a file of single layers'."""
+    """Return the node's inputs for these settings: by mode, or by a file of single layers."""
     if name != "file":
         return {"mode": name, **SETTINGS[name]}
     path = folder / "settings.json"
@@ -128,7 +127,7 @@ def inputs_of(name: str, folder: Path) -> dict[str, Any]:
 
 
 def of_both(patched: Any, model: Any, theirs: Any, name: str, **given: Any) -> list[Tensor]:
-    """The output of ComfyUI's model and that of diffusers', of the same arguments."""
+    """Return the outputs of ComfyUI's model and of diffusers' for the same arguments."""
     seen: list[Any] = []
     hook = model.model.diffusion_model.register_forward_hook(
         lambda _, args, kwargs, output: seen.append((args, kwargs, output)), with_kwargs=True
@@ -174,7 +173,7 @@ def test_an_embedded_model_is_that_of_apply_mame(
 
 
 def extras(name: str, node: str) -> Any:
-    """A node of the engine's own, by its module and class; as it is called by the engine."""
+    """Return a node of the engine's own by module and class, as the engine calls it."""
     import importlib
 
     engine()
@@ -237,9 +236,7 @@ def test_a_part_of_the_steps_merges_and_a_run_tells_what(node: Any, caplog: Any)
 
 
 def compiled(model: Any) -> Any:
-    """As TorchCompileModel does it (whose backend is inductor, which needs a C++ compiler and
-    minutes).
-    """
+    """Compile as TorchCompileModel does (its inductor needs a C++ compiler and minutes)."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     model = model.clone()

@@ -1,6 +1,4 @@
-"""What a user installs: a clone in custom_nodes, with PyTorch alone; what the registry reads; the
-example workflow.
-"""
+"""What a user installs: a clone with PyTorch only, the registry's files, the example workflow."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ print(plan.tokens_kept, node.CATEGORY)
 
 
 def test_the_registry_gets_what_the_node_needs_and_little_else(tmp_path: Path) -> None:
-    """Comfy's tool uploads what git tracks, less .comfyignore: with the weights 101 MB. It loads
-    with PyTorch alone.
+    """Load what Comfy's tool uploads, tracked files without .comfyignore's, with PyTorch only.
+
+    With the weights it would be 101 MB.
     """
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
@@ -74,7 +73,7 @@ def test_the_folder_alone_says_what_is_missing(tmp_path: Path) -> None:
     hide += "u.find_spec = lambda name, *rest: None if name == 'mame_sd' else found(name, *rest)\n"
     command = [sys.executable, "-c", hide + LOAD, str(folder), "installed"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "ImportError: MaMe token merging: expected the folder mame_sd beside" in done.stderr
+    assert "ImportError: MaMe token merging: expected the folder mame_sd next to" in done.stderr
     assert "git clone the whole repository into custom_nodes" in done.stderr
 
 

@@ -88,7 +88,7 @@ def layers(count: int) -> nn.Module:
 
 
 def engine_model(kind: str, counts: dict[str, int], twice: int = 0) -> nn.Module:
-    """A transformer's blocks; in `twice` of them a second attention over the image alone."""
+    """Make a transformer's blocks; those in `twice` have a second attention over the image."""
     blocks = {
         name: [
             SimpleNamespace(x_block=SimpleNamespace(x_block_self_attn=i < twice)) for i in range(n)
@@ -131,8 +131,9 @@ def written(folder: Path, **values: Any) -> str:
 
 
 def lengths(model: Model, blocks: list[dict[str, Any]], *counts: int) -> list[int]:
-    """How many keys the attention of each of these blocks has, of 96 of an image behind 7, or of
-    so many.
+    """Return the number of keys in the attention of each of these blocks.
+
+    The image has 96 tokens behind 7, or as many as given.
     """
     seen: list[int] = []
 
@@ -157,9 +158,7 @@ def lengths(model: Model, blocks: list[dict[str, Any]], *counts: int) -> list[in
 
 
 def test_each_layer_merges_as_the_file_says(node: Any, tmp_path: Path, caplog: Any) -> None:
-    """Layers of a block's own share, the share of all others, and one that stays whole; in any
-    order in which the engine calls them.
-    """
+    """One block's own share, the share of all others, and one unmerged, in any order of calls."""
     caplog.set_level("INFO")
     path = written(
         tmp_path,

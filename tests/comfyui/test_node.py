@@ -1,6 +1,4 @@
-"""The node on a UNet's self-attention, against `apply_mame`; its inputs, refusals and what it
-logs.
-"""
+"""The node on a UNet's self-attention, compared with `apply_mame`; inputs, refusals and logs."""
 
 from __future__ import annotations
 
@@ -148,8 +146,9 @@ def test_a_guided_pair_merges_by_the_guided_tokens(
 def test_patches_that_merge_queries_may_come_before_or_after(
     node: Any, model: Model, first: str
 ) -> None:
-    """As "Patch model (ToMe)" does: a third fewer queries before the attention, all of them after
-    it. Keys merge beside it, whole tokens don't.
+    """Put the node next to "Patch model (ToMe)", whose attention has a third fewer queries.
+
+    Keys merge next to it, whole tokens don't.
     """
     plain = model.self_attention(tokens(), (H, W))
     error = {}
@@ -372,13 +371,14 @@ def test_a_part_of_the_steps_is_refused_beside_a_compiled_model(node: Any, model
     for changes in ({"start_percent": 0.5}, {"end_percent": 0.5}):
         patched = applied(node, model, **changes)
         patched.model_options["transformer_options"] |= compiled
-        with pytest.raises(ValueError, match="expected 0 and 1 beside TorchCompileModel"):
+        with pytest.raises(ValueError, match="expected 0 and 1 with TorchCompileModel"):
             patched.sample(lambda run: run.self_attention(tokens(), (H, W)))
 
 
 def test_a_refusal_names_the_model_as_people_know_it(package: Any, node: Any) -> None:
-    """Its own class, not that of its base: Wan's own merges. One that the node does not know goes
-    by diffusers' name.
+    """Use its own class, not its base's, since Wan's own merges.
+
+    A model that the node doesn't know has diffusers' name.
     """
     kinds = importlib.import_module(f"{package.__name__}.comfyui.models").FAMILIES
     refused = {kind: why for kind, why in kinds.items() if isinstance(why, tuple)}

@@ -1,6 +1,4 @@
-"""Calls of each transformer family's attention, as recorded: the image's keys and values merge,
-everything else is as it was.
-"""
+"""Recorded calls of each transformer family: the image's keys and values merge, nothing else."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def tensors(call: Recorded) -> list[Tensor]:
 
 
 def mask_of(shape: Any) -> Any:
-    """A padding mask: the first three of the prompt's tokens are not read."""
+    """Return a padding mask: the first three of the prompt's tokens are not read."""
     if not isinstance(shape, tuple):
         return shape
     mask = torch.zeros(shape)
@@ -48,7 +46,7 @@ def mask_of(shape: Any) -> Any:
 
 
 def given(call: Recorded) -> dict[str, Any]:
-    """The further arguments of a recorded call, as tensors."""
+    """Return the further arguments of a recorded call as tensors."""
 
     def made(value: Any) -> Any:
         return [*map(torch.zeros, value)] if isinstance(value, list) else torch.zeros(value)
@@ -59,7 +57,7 @@ def given(call: Recorded) -> dict[str, Any]:
 def through(
     model: Any, call: Recorded, attend: Callable[[dict[str, Any]], Any], text: int = 7
 ) -> Any:
-    """A call of the model, in which `attend` is called with its options."""
+    """Call the model; `attend` is called with its options."""
     context = torch.zeros(2, text, 24)
     return model.apply_model(torch.zeros(call.latent), 0.5, attend, context=context, **given(call))
 
@@ -72,8 +70,9 @@ def run(
     function: Any = attention_pytorch,
     layers: int = 1,
 ) -> Tensor:
-    """The call in the engine, with the node applied (or not, with `node` None); the last layer's
-    output.
+    """Run the call in the engine with the node applied, or without it if `node` is None.
+
+    Returns the last layer's output.
     """
     model = Model(network(call.model, **call.attributes))
     model.model_options["transformer_options"] |= options or {}
@@ -92,7 +91,7 @@ def run(
 def loops(
     call: Recorded, *qkv: Tensor, mask: Tensor | None = None, layer: int = 0, counted: bool = True
 ) -> Tensor:
-    """The same attention in float64, by loops, of the groups and queries that the library draws."""
+    """Compute the same attention in float64 loops, with the groups and queries that were drawn."""
     assert call.start is not None
     if not call.kwargs.get("skip_reshape"):
         width = call.q[-1] // 2
@@ -184,8 +183,9 @@ def test_another_scale_and_heads_apart(node: Any) -> None:
 def test_attention_that_may_take_no_mask_is_handed_none(
     node: Any, name: str, whose: str, caplog: Any
 ) -> None:
-    """Unless the call has one: keys carry the sizes of their groups. The log names another
-    node's.
+    """Unless the call has a mask, keys carry the sizes of their groups.
+
+    The log names the other node's attention.
     """
     caplog.set_level("INFO")
     call, masks = CALLS[name], []

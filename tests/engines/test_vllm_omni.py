@@ -1,6 +1,4 @@
-"""vLLM-Omni's plugin, in the interface that the diffusion backends of 0.30.0 have, by stand-ins of
-a few lines.
-"""
+"""vLLM-Omni's plugin, behind stand-ins for the interface of 0.30.0's diffusion backends."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Calls of `mame_sd.attention`, which here keeps every key."""
+    """Record calls of `mame_sd.attention`, which keeps every key here."""
     seen: list[dict[str, Any]] = []
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **how: Any) -> Tensor:
@@ -94,14 +92,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def registered(engine: Any) -> dict[str, str]:
-    """What stands in for which backend, once the entry point was called."""
+    """Return what replaces which backend after the entry point was called."""
     entry = EntryPoint("mame_sd", "mame_sd.engines.vllm_omni:register", "vllm_omni.general_plugins")
     entry.load()()
     return {key.name: path for key, path in engine.chosen.items()}
 
 
 def layer(scale: float = 16**-0.5) -> Any:
-    """An attention layer, made as the engine makes it from the path that was registered."""
+    """Make an attention layer as the engine makes it from the registered path."""
     module = importlib.import_module("mame_sd.engines.vllm_omni")
     given = {"num_heads": 2, "head_size": 16, "softmax_scale": scale, "causal": False}
     return module.MergedBackend.get_impl_cls()(**given, role="self", backend_explicit=True)

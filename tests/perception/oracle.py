@@ -1,9 +1,8 @@
-"""A merging block in plain loops: x' = MSA(LN(x)) + x, x'' = MaMe(x'), MLP(LN(x'')) + x'', from
-the block's own forward.
+"""A merging block in plain loops: x' = MSA(LN(x)) + x, x'' = MaMe(x'), y = MLP(LN(x'')) + x''.
 
-The first half is what the block's second norm is given. The second is what the block gives with its
-attention silenced. So nothing is assumed of the modules between. Merging is that of
-`tests.oracle`.
+It uses the block's own forward. The first half is the input of the block's second norm, the second
+is the block's output with its attention silenced. So nothing is assumed about the modules between.
+Merging is that of `tests.oracle`.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from tests.builders.perception import FRAMES, Row, frames
 
 
 def blocks_of(model: nn.Module, row: Row) -> list[Any]:
-    """The blocks of the vision transformer: modules that have the row's norm and attention, of
-    images' half.
+    """Return the blocks of the vision transformer, not those of a text half.
+
+    They are the modules that have the row's norm and attention.
     """
     named = [
         (name, module)
@@ -41,12 +41,11 @@ def merged_oracle(
     prop_attn: bool = False,
     size: tuple[int, int] | None = None,
 ) -> nn.Module:
-    """A copy of `model` in float64 in which the blocks `configs` merge; with `prop_attn` later
-    attentions add the log of sizes.
+    """Return a copy of `model` in float64 whose blocks in `configs` merge.
 
-    Tokens are a grid of `size` in the first of them alone, where a convolution says height and
-    width and nothing shuffles. `size` is a square unless given; a video's frames lie one below the
-    other.
+    With `prop_attn` later attentions add the log of sizes. Only in the first of these blocks are
+    tokens a grid of `size`, if a convolution says height and width and nothing shuffles. `size` is
+    a square unless given; a video's frames are stacked vertically.
     """
     plane = "ViTMAE" not in row.name and any(
         isinstance(part, nn.Conv2d | nn.Conv3d) for part in model.modules()

@@ -1,6 +1,4 @@
-"""Merging on a model: what stays in batches, restoring, compiling, models of one's own, and what is
-refused.
-"""
+"""Merging on a model: batches, restoring, compiling, models of one's own, refusals."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ import transformers
 from torch import Tensor, nn
 
 from mame_sd import apply_mame, mame
-from mame_sd.perception import shared
+from mame_sd.perception import forward_state
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
-from mame_sd.perception.known_encoders import Encoder, is_encoder, register_encoder
+from mame_sd.perception.encoder_registry import Encoder, is_encoder, register_encoder
 from tests.builders.perception import DEPTH, NAMED, PATCHES, TIMM, VIT, WIDTH, Row, tokens
 from tests.builders.timm_models import NEEDS_TIMM
 from tests.builders.tiny import seeded, tiny_unet
@@ -174,7 +172,7 @@ def test_timm_checkpoints_and_gives_features_directly(
     handle = apply_encoder(model, keep=0.5, blocks=(0, 2), prop_attn=False)
     grads = []
     # Computed again, a block doesn't know its image's sides, and does without from the beginning.
-    monkeypatch.setattr(shared, "checkpoints_around", lambda model: True)
+    monkeypatch.setattr(forward_state, "checkpoints_around", lambda model: True)
     for checkpoint in (False, True):
         model.zero_grad()
         model.set_grad_checkpointing(checkpoint)

@@ -1,6 +1,4 @@
-"""Every class of vision transformers: merged as the paper says, counted, copied, saved,
-checkpointed, taken off again.
-"""
+"""Every class of vision transformers: merged, counted, copied, saved, checkpointed, removed."""
 
 from __future__ import annotations
 
@@ -15,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mame_sd.core import merge
-from mame_sd.perception import shared
+from mame_sd.perception import forward_state
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
-from mame_sd.perception.known_encoders import find_encoder, is_encoder
+from mame_sd.perception.encoder_registry import find_encoder, is_encoder
 from tests.builders.perception import AROUND, DEPTH, EVERY, NAMED, PATCHES, SHALLOW, VIT, Row
 from tests.perception.oracle import blocks_of, merged_oracle
 
@@ -41,7 +39,7 @@ def doubled(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def squares(output: dict[str, Tensor]) -> Tensor:
-    """A number that everything in an output changes."""
+    """Return a number that changes with everything in an output."""
     return sum(  # type: ignore[return-value]
         value.double().square().sum() for value in output.values() if value.is_floating_point()
     )
@@ -84,7 +82,7 @@ def test_output_and_gradients_are_the_oracle_s(
 
 
 def counted(row: Row, model: Any, inputs: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
-    """What a model gives, and the multiply-adds of its vision transformer."""
+    """Return a model's output, and the multiply-adds of its vision transformer."""
     encoder, counter = find_encoder(model)[0], FlopCounterMode(display=False)
     hooks = [
         encoder.register_forward_pre_hook(lambda *_: counter.__enter__() and None),
@@ -171,7 +169,7 @@ def test_checkpointing_changes_no_gradient(
 ) -> None:
     grads = []
     if AROUND:  # then a model does without grid and sizes, which blocks computed again don't know
-        monkeypatch.setattr(shared, "checkpoints_around", lambda model: True)
+        monkeypatch.setattr(forward_state, "checkpoints_around", lambda model: True)
     for checkpoint in (False, True):
         model, inputs = row.build().double().train(), doubled(row.batch())
         if checkpoint:

@@ -1,6 +1,4 @@
-"""Tokens put back at their places: hidden states of every block, dense heads, heads that take a
-mean, and what can't be.
-"""
+"""Tokens restored to their places: hidden states of every block, dense heads, means, errors."""
 
 from __future__ import annotations
 

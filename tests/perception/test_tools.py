@@ -1,5 +1,6 @@
-"""Merging beside other tools and several threads: what is put in a layer's place, exported, traced,
-replicated, offloaded or compiled, before merging is applied or after it.
+"""Merging with other tools and threads: replaced layers, export, offloading, compilation.
+
+Each before and after merging is applied.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def dynamic(model: nn.Module) -> nn.Module:
 
 
 def dynamic_and_saved(model: nn.Module) -> nn.Module:
-    """What was replaced holds what can't be saved, and merging does not hold on to it."""
+    """Replace a layer by one that can't be saved, which merging must not keep."""
     return pickle.loads(pickle.dumps(dynamic(model)))
 
 

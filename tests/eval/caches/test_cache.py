@@ -1,6 +1,4 @@
-"""mame-sd-eval cache: texts, prompts, one passage measured, and the command from end to end on a
-tiny model.
-"""
+"""mame-sd-eval cache: texts, prompts, one measured passage, and the command on a tiny model."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ WORDS = [f"w{i}" for i in range(40)]
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with a tokenizer of words."""
+    """Save a tiny Llama with a tokenizer of words."""
     folder = tmp_path_factory.mktemp("model")
     word_tokenizer(["<unk>", *WORDS]).save_pretrained(folder)
     torch.manual_seed(0)

@@ -1,6 +1,4 @@
-"""Rows of the caption table on a tiny LLaVA: each gives what it says, through the model's own
-calls.
-"""
+"""Rows of the caption table on a tiny LLaVA, through the model's own calls."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from torch import Tensor
 from transformers import CLIPImageProcessor, LlavaProcessor
 
 from mame_sd import mame
-from mame_sd.captions.known_captioners import images_of
+from mame_sd.captions.captioner_registry import images_of
 from mame_sd.errors import UserError
 from mame_sd.eval.captions.model import Captioner, load_captioner
 from mame_sd.eval.captions.references import Pictures, read_references
@@ -69,7 +67,7 @@ def test_chosen_tokens_keep_their_places_and_their_order() -> None:
     model, inputs = tiny.llava(), call()
     (whole,) = images_of(model, inputs, 1.0)
     with chosen(lambda features, count: torch.tensor([5, 2]), 0.06, model) as calls:
-        (image,) = calls.seen(inputs)
+        (image,) = calls.see(inputs)
     assert image.places.tolist() == [2, 5]
     assert torch.equal(image.features, whole.features[[2, 5]])
     assert image.unmerged == len(whole.features) == PATCHES
@@ -170,7 +168,7 @@ def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
     for name in ("caption", "visual", "first_share", *SCORES):
         assert again["rows"][0].get(name) == found["rows"][0].get(name)
     assert again["rows"][1]["whole_share"] > 1e-3, (
-        "the baseline is timed beside a row that is added"
+        "the baseline is timed next to a row that is added"
     )
     assert again["rows"][1]["visual"] == 9
     low, high = again["rows"][1]["kl_interval"]
@@ -187,7 +185,7 @@ def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:
 
 
 def written(folder: Path, images: Any, annotations: Any = None) -> Path:
-    """References of one picture, which is there."""
+    """Write references of one picture that exists."""
     folder.mkdir(exist_ok=True)
     Image.new("RGB", (tiny.SIDE, tiny.SIDE)).save(folder / "0.png")
     captions = [{"image_id": 0, "caption": "a cat"}] if annotations is None else annotations

@@ -1,6 +1,4 @@
-"""`mame-sd-eval classify` on tiny models: every value, resumed and shared runs, images without
-labels, named errors.
-"""
+"""`mame-sd-eval classify` on tiny models: values, resumed and shared runs, errors."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ ROWS = "mame-0.3,smaller@mame-0.3,tome@mame-0.3,evit-0.5"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the models vit, siglip and features (a ViT without a classifier), and data."""
+    """Make a folder with the models vit, siglip and features (without a classifier), and data."""
     folder = tmp_path_factory.mktemp("classify")
     save_classifier(folder / "vit")
     save_text_model(folder / "siglip", "SiglipModel")

@@ -1,6 +1,4 @@
-"""Class folders, clips, labels, class names and prompt templates: what is taken, and what is
-refused by name.
-"""
+"""Class folders, clips, labels, class names and templates: what is accepted and what is refused."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def test_bad_folders_are_named(folder: Path) -> None:
     refused(folder / "nothing", "expected a folder of class folders or of images, found none")
     refused(folder / "ant", "expected class folders of clips, found no folder in it", 4)
     shutil.copy(folder / "ant" / "0.png", folder / "loose.png")
-    refused(folder, r"got both \('ant' beside 'loose.png'\)")
+    refused(folder, r"got both \('ant' next to 'loose.png'\)")
     (folder / "loose.png").unlink()
     refused(folder, "expected folders of frames or video", 4)
     (folder / "empty").mkdir()

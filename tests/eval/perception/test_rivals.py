@@ -1,6 +1,4 @@
-"""Rivals do what their papers say, by plain loops in float64, on every class of models; and count
-what they run.
-"""
+"""Rivals compared with their papers in float64 loops on every class of models, and their FLOPs."""
 
 from __future__ import annotations
 
@@ -18,9 +16,9 @@ from mame_sd.eval.perception.methods import smaller
 from mame_sd.eval.perception.rivals import on_smaller_images, rival_on
 from mame_sd.eval.perception.rules import (
     RATES,
+    BlockTokens,
     DiffRate,
     EViT,
-    Given,
     RandomDrop,
     Rule,
     ToMe,
@@ -28,7 +26,7 @@ from mame_sd.eval.perception.rules import (
     class_attention,
 )
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
-from mame_sd.perception.known_encoders import find_encoder
+from mame_sd.perception.encoder_registry import find_encoder
 from mame_sd.runs.methods import NotApplicable
 from tests.builders.perception import EVERY, PATCHES, ROWS, SIDE, Row
 
@@ -54,11 +52,10 @@ rules = pytest.mark.parametrize(
 def tome_by_loops(
     x: Tensor, metric: Tensor, sizes: Tensor, r: int, prefix: int
 ) -> tuple[Tensor, Tensor]:
-    """Section 3 of the paper for one sample: alternating sets, one edge each, the r most similar
-    merge, means by size.
+    """Merge one sample as section 3 of the paper says.
 
-    x [L, C], metric [L, d], sizes [L]. Special tokens stay; the rest of A follows in its order,
-    then B.
+    Alternating sets, one edge each, the r most similar merge, means by size. x [L, C], metric [L,
+    d], sizes [L]. Special tokens stay; the rest of A follows in its order, then B.
     """
     tokens = range(prefix, len(x))
     a, b = [n for n in tokens if n % 2 == 0], [n for n in tokens if n % 2 == 1]
@@ -81,9 +78,7 @@ def tome_by_loops(
 
 
 def vit_by_loops(model: Any, pixels: Tensor, r: int) -> Tensor:
-    """The last hidden state of a transformers ViT under ToMe, a sample at a time, attention written
-    out.
-    """
+    """Compute the last hidden state of a transformers ViT under ToMe, sample by sample."""
     rows = []
     for image in pixels:
         x = model.embeddings(image[None])[0]
@@ -125,7 +120,7 @@ def test_matching_is_that_of_plain_loops(prefix: int, r: int) -> None:
         torch.testing.assert_close(size[sample, :, 0], want_sizes)
     torch.testing.assert_close(size.sum(1), sizes.sum(1))
     members = merge(torch.eye(prefix + 13).expand(3, -1, -1))  # [B, L', L]
-    kept = ToMe(r)(Given(x, prefix, 0, keys=metric.unsqueeze(1), told=True)).kept
+    kept = ToMe(r)(BlockTokens(x, prefix, 0, keys=metric.unsqueeze(1), told=True)).kept
     assert torch.equal(members.argmax(-1), kept)
 
 
@@ -146,7 +141,7 @@ def test_pruning_by_the_class_tokens_attention_is_that_of_plain_loops(prefix: in
     generator = torch.Generator().manual_seed(prefix)
     x = torch.randn(2, prefix + 9, 8, generator=generator).double()
     queries, keys = torch.randn(2, 2, 2, prefix + 9, 4, generator=generator).double()
-    got = EViT(0.6)(Given(x, prefix, 0, queries=queries, keys=keys)).x
+    got = EViT(0.6)(BlockTokens(x, prefix, 0, queries=queries, keys=keys)).x
     for sample in range(2):
         logits = [
             key @ query[0] / 2 for query, key in zip(queries[sample], keys[sample], strict=True)
@@ -166,7 +161,7 @@ def test_diffrate_is_that_of_plain_loops(monkeypatch: pytest.MonkeyPatch) -> Non
     queries, keys = torch.randn(2, 2, 2, 12, 4, generator=generator).double()
     sizes = 1 + torch.rand(2, 12, generator=generator)
     rule = DiffRate("tiny")
-    got = rule(Given(x, 1, 1, sizes, keys, queries, places=2))
+    got = rule(BlockTokens(x, 1, 1, sizes, keys, queries, places=2))
     for sample in range(2):
         weight = torch.zeros(12)
         for query, key in zip(queries[sample], keys[sample], strict=True):
@@ -185,7 +180,7 @@ def test_diffrate_is_that_of_plain_loops(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.testing.assert_close(got.sizes[sample], torch.tensor(held), rtol=1e-5, atol=1e-5)
     for rates, places in (("deit-s", 2), ("deit-s", 12)):  # not its tokens, not its blocks
         with pytest.raises(NotApplicable, match="expected 12 blocks and 197 tokens"):
-            DiffRate(rates)(Given(x, 1, 0, None, keys, queries, places=places))
+            DiffRate(rates)(BlockTokens(x, 1, 0, None, keys, queries, places=places))
     for pruned, merged in (map(str.split, both) for name, both in RATES.items() if name != "tiny"):
         assert len(pruned) == len(merged) in (12, 24, 32)
 
@@ -198,7 +193,7 @@ def test_queries_and_keys_are_those_of_the_attention() -> None:
     seen: list[Tensor] = []
 
     class Spy(EViT):
-        def __call__(self, given: Given) -> Any:
+        def __call__(self, given: BlockTokens) -> Any:
             seen.append(class_attention(given))
             return super().__call__(given)
 
@@ -211,14 +206,14 @@ def test_queries_and_keys_are_those_of_the_attention() -> None:
 
 def test_random_dropping_keeps_other_patches_for_each_sample_and_the_same_ones_again() -> None:
     x = torch.arange(1 + 40.0).view(1, 41, 1).expand(3, -1, -1)
-    one, two, later = (RandomDrop(0.5)(Given(x, 1, place)).x for place in (0, 0, 1))
+    one, two, later = (RandomDrop(0.5)(BlockTokens(x, 1, place)).x for place in (0, 0, 1))
     assert torch.equal(one, two)
     assert not torch.equal(one, later)
     assert not torch.equal(one[0], one[1])
     assert one.shape == (3, 21, 1)
     assert (one[:, 0] == 0).all()
     assert (one.diff(dim=1) > 0).all()
-    assert RandomDrop(0.5, seed=1)(Given(x, 1, 0)).x.tolist() != one.tolist()
+    assert RandomDrop(0.5, seed=1)(BlockTokens(x, 1, 0)).x.tolist() != one.tolist()
 
 
 @some
@@ -264,7 +259,7 @@ def test_smaller_images(row: Row) -> None:
     before = row.call(model, inputs)
     if "noise" in inputs:
         inputs["noise"] = inputs["noise"][:, : PATCHES // 4]
-    with smaller(SIDE // 2).counted(model) as handle:
+    with smaller(SIDE // 2).counting(model) as handle:
         row.call(model, inputs)
         left = 6 if "noise" in inputs else PATCHES // 4
         assert handle.report().blocks[0].tokens_in == row.prefix + left

@@ -88,7 +88,7 @@ def test_every_ablation_runs_on_a_vit_and_does_something_of_its_own() -> None:
         if row.name.startswith("mame-0.8"):  # random patches are less alike
             fields = method.config["mame"]
             method = merged(**{**fields, "tau": fields["tau"] if "metric" in fields else 0.3})
-        with method.counted(model) as handle:
+        with method.counting(model) as handle:
             logits = model(**inputs).logits
             kept = [block.tokens_kept for block in handle.report().blocks]
         if row.name.startswith("mame-0.8"):
@@ -105,7 +105,7 @@ def call_of(model: Any, inputs: Any) -> Any:
 
 
 def flops_of(model: Any, method: Method, inputs: Any) -> float:
-    with method.counted(model) as handle, torch.no_grad():
+    with method.counting(model) as handle, torch.no_grad():
         model(**inputs)
         return handle.report().flops
 
@@ -138,5 +138,5 @@ def test_what_a_rival_lacks_is_said() -> None:
             at_flops(model, name, 1e5, call_of(model, inputs), 0)
     assert at_flops(model, "tome", 1e5, call_of(model, inputs), 0)[0] > 0
     reason = "this model can't merge so: blocks: expected how many of the 4 blocks"
-    with pytest.raises(NotApplicable, match=reason), merged(9, tau=0.8).counted(model):
+    with pytest.raises(NotApplicable, match=reason), merged(9, tau=0.8).counting(model):
         pass

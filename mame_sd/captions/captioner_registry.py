@@ -1,9 +1,8 @@
-"""What the models that are known make of an image: features of patches, which merge behind the
-tower, and their places in a prompt.
+"""Registered captioners: the features that each makes of an image, and their places in a prompt.
 
-LLaVA gives each patch of its tower. LLaVA-NeXT gives those of a small image and of its tiles, row
-by row, without the tiles' padding, with a token after each row. Qwen-VL gives what its tower folds
-of 2 x 2 patches, with three positions each.
+LLaVA returns one feature for each patch of its tower. LLaVA-NeXT returns those of a small image and
+of its tiles, row by row, without the tiles' padding, and adds a token after each row. Qwen-VL
+returns one feature for 2 x 2 patches, with three positions each.
 """
 
 from __future__ import annotations
@@ -16,49 +15,35 @@ from torch import Tensor, nn
 
 from mame_sd.captions.farthest import merged
 from mame_sd.captions.prompts import Image
+from mame_sd.refused import CAPTIONERS
 
 LLAVA = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
 QWEN = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
 KNOWN = (*LLAVA, *QWEN)
 _TOWER = ("model.vision_tower", "model.multi_modal_projector")
-PARTS = {  # what merging calls and reads of each
+PARTS = {  # the parts of each model that merging calls or reads
     LLAVA[0]: _TOWER,
     LLAVA[1]: (*_TOWER, "model.image_newline", "model.pack_image_features"),
     **dict.fromkeys(QWEN, ("model.get_image_features", "model.get_rope_index")),
 }
-LINE = -1  # where a token for a new line stands
-_QUERIES = "its language model reads a fixed number of queries already"
-_FOLDED = "it folds neighbouring patches into one, by their places"
-REFUSED = {
-    f"{name}ForConditionalGeneration": reason
-    for name, reason in {
-        "Qwen3VL": "first layers of its language model add what its tower saw to each image token",
-        "Blip2": _QUERIES,
-        "InstructBlip": _QUERIES,
-        "LlavaOnevision": "it resizes its grid of patches, which merging ends",
-        "VideoLlava": "two towers feed it",
-        "PaliGemma": "a mask, made for all of its image tokens, lets these see one another",
-        "Idefics3": _FOLDED,
-        "SmolVLM": _FOLDED,
-    }.items()
-}
+LINE = -1  # index of a token for a new line
 
 
 def name_of(target: Any) -> str | None:
-    """Name the class of `target` that is known or refused; None where there is none."""
+    """Return the class name of `target` if it is registered or refused; None otherwise."""
     if not isinstance(target, nn.Module):
         return None
     names = (kind.__name__ for kind in type(target).__mro__)
-    return next((name for name in names if name in KNOWN or name in REFUSED), None)
+    return next((name for name in names if name in KNOWN or name in CAPTIONERS), None)
 
 
 def is_captioner(target: Any) -> bool:
-    """Tell whether `target` holds a model that is known to read images, or is refused."""
+    """Return True if `target` contains a registered or refused captioner."""
     return isinstance(target, nn.Module) and any(map(name_of, target.modules()))
 
 
 def reader_in(target: Any) -> nn.Module | None:
-    """Find the outermost model in `target` whose prompts have a token for images, known or not."""
+    """Return the outermost model in `target` whose prompts have a token for images, or None."""
     names = ("image_token_id", "image_token_index")
     modules = target.modules() if isinstance(target, nn.Module) else ()
     for module in modules:
@@ -69,10 +54,10 @@ def reader_in(target: Any) -> nn.Module | None:
 
 
 def layer_of(model: Any) -> int:
-    """Count the blocks before the tower's hidden state that the language model reads.
+    """Return the number of tower blocks before the hidden state that the language model reads.
 
     Raises:
-        ValueError: it reads several.
+        ValueError: If it reads several hidden states.
     """
     layer = model.config.vision_feature_layer
     if not isinstance(layer, int):
@@ -85,19 +70,22 @@ def layer_of(model: Any) -> int:
 
 
 def images_of(model: Any, inputs: dict[str, Any], keep: float) -> list[Image]:
-    """Merge the tokens of a call's images, as its tower gives them.
+    """Merge the tokens of a call's images behind the tower.
 
     Args:
-        model: of a known class.
-        inputs: `pixel_values`; with Qwen-VL also `image_grid_thw`, with LLaVA-NeXT `image_sizes`.
-        keep: share of an image's tokens that stays; LLaVA-NeXT's tokens for new lines all do.
+        model: A model of a registered class.
+        inputs: `pixel_values`; for Qwen-VL also `image_grid_thw`, for LLaVA-NeXT `image_sizes`.
+        keep: Share of an image's tokens that stays. LLaVA-NeXT's tokens for new lines all stay.
+
+    Returns:
+        One `Image` per image of the call.
     """
     if name_of(model) in QWEN:
         seen = model.model.get_image_features(
             inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
         ).pooler_output
-        alone = [(merged(one[None], None, keep), len(one)) for one in seen]
-        return [Image(own[0], stay[0], length) for (own, stay), length in alone]
+        alone = [(merged(features[None], None, keep), len(features)) for features in seen]
+        return [Image(kept[0], stay[0], length) for (kept, stay), length in alone]
     single = name_of(model) == LLAVA[0]
     tiles = [inputs["pixel_values"]] if single else _tiles(model, inputs)
     output = model.model.vision_tower(torch.cat(tiles), output_hidden_states=True, return_dict=True)
@@ -105,28 +93,31 @@ def images_of(model: Any, inputs: dict[str, Any], keep: float) -> list[Image]:
     states = output.hidden_states[layer_of(model)][:, skip:]
     features = model.model.multi_modal_projector(states)
     numbers = torch.arange(states[..., 0].numel(), device=states.device).view(states.shape[:2])
-    spots = list(numbers)  # of each image the tokens that it gives
-    if not single:  # the model lays out features, which numbers stand for
-        own = numbers.unsqueeze(-1).double().split([*map(len, tiles)])
-        strategy, line = model.config.vision_feature_select_strategy, own[0].new_tensor([LINE])
-        laid = model.model.pack_image_features(own, inputs["image_sizes"], strategy, line)[0]
+    spots = list(numbers)  # by image: the indices of its features
+    if not single:  # the model lays out the indices as it would lay out the features
+        indices = numbers.unsqueeze(-1).double().split([*map(len, tiles)])
+        strategy, line = model.config.vision_feature_select_strategy, indices[0].new_tensor([LINE])
+        laid = model.model.pack_image_features(indices, inputs["image_sizes"], strategy, line)[0]
         spots = [one.flatten().long() for one in laid]
     flat, like = features.flatten(0, 1), states.flatten(0, 1)
     images: dict[int, Image] = {}
-    for some in _alike([int((own != LINE).sum()) for own in spots]):
+    for some in _alike([int((spot != LINE).sum()) for spot in spots]):
         free = torch.stack([spots[n][spots[n] != LINE] for n in some])  # [B, L]
         joined = merged(flat[free], like[free], keep)
-        for n, own, stay in zip(some, *joined, strict=True):
-            images[n] = _with_lines(model, spots[n], own, stay)
+        for n, kept, stay in zip(some, *joined, strict=True):
+            images[n] = _with_lines(model, spots[n], kept, stay)
     return [images[n] for n in range(len(spots))]
 
 
 def axes_of(model: Any, call: dict[str, Any]) -> Tensor | None:
-    """Return the positions of a call's prompts, those given or [3, B, L] by time, row and column;
-    None where they have one axis and none are given.
+    """Return the positions of a call's prompts.
+
+    Returns:
+        The call's own positions, or [3, B, L] by time, row and column. None if the model has one
+        axis and the call has no positions.
 
     Raises:
-        ValueError: the model needs to be told which tokens are of images, and is not.
+        ValueError: If the model needs to be told which tokens are image tokens, and isn't.
     """
     given: Tensor | None = call.get("position_ids")
     index = getattr(model.model, "get_rope_index", None)
@@ -135,7 +126,7 @@ def axes_of(model: Any, call: dict[str, Any]) -> Tensor | None:
     names = inspect.signature(index).parameters
     if "mm_token_type_ids" in names and "mm_token_type_ids" not in call:
         raise ValueError(
-            "mm_token_type_ids: expected the processor's beside images, got none; without them"
+            "mm_token_type_ids: expected the processor's with images, got none; without them"
             f" {type(model).__name__} can't tell rows and columns"
         )
     if given is None:
@@ -144,32 +135,33 @@ def axes_of(model: Any, call: dict[str, Any]) -> Tensor | None:
 
 
 def _alike(counts: list[int]) -> list[list[int]]:
-    """Group the images that have as many tokens as one another."""
-    return [[n for n, own in enumerate(counts) if own == count] for count in {*counts}]
+    """Group the images that have equal numbers of tokens."""
+    return [[n for n, other in enumerate(counts) if other == count] for count in {*counts}]
 
 
-def _with_lines(model: Any, spots: Tensor, own: Tensor, stay: Tensor) -> Image:
-    """Put the model's tokens for new lines among the tokens `own` [k, C] of an image that stay.
+def _with_lines(model: Any, spots: Tensor, features: Tensor, stay: Tensor) -> Image:
+    """Insert the model's tokens for new lines among the features of an image that stay.
 
     Args:
-        spots: of each of the image's tokens [L], LINE at new lines.
-        own: features.
-        stay: their places [k] among those that are no new lines.
+        model: A LLaVA-NeXT.
+        spots: For each of the image's tokens [L], its feature's index, or LINE for a new line.
+        features: Features that stay, [k, C].
+        stay: Their places [k] among the tokens that aren't new lines.
     """
     from accelerate.utils import align_module_device
 
     lines = (spots == LINE).nonzero()[:, 0]
     if not len(lines):
-        return Image(own, stay, len(spots))
+        return Image(features, stay, len(spots))
     places = torch.cat([(spots != LINE).nonzero()[:, 0][stay], lines])
     order = places.argsort()
-    with align_module_device(model.model):  # where it is offloaded
-        new = model.model.image_newline[None].expand(len(lines), -1).to(own)
-    return Image(torch.cat([own, new])[order], places[order], len(spots))
+    with align_module_device(model.model):  # it may be offloaded
+        new = model.model.image_newline[None].expand(len(lines), -1).to(features)
+    return Image(torch.cat([features, new])[order], places[order], len(spots))
 
 
 def _tiles(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
-    """Split a call's pixels into the tiles of each image [n, 3, h, w], the small image first."""
+    """Split a call's pixels into the tiles of each image, [n, 3, h, w], the small image first."""
     from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
 
     config, pixels = model.config, inputs["pixel_values"]
@@ -182,5 +174,5 @@ def _tiles(model: Any, inputs: dict[str, Any]) -> list[Tensor]:
         for size in inputs["image_sizes"]
     ]
     if pixels.dim() == 5:
-        return [own[:count] for own, count in zip(pixels, counts, strict=True)]
+        return [tiles[:count] for tiles, count in zip(pixels, counts, strict=True)]
     return list(pixels.split(counts))

@@ -1,10 +1,9 @@
-"""Vision transformers that are known: which of their modules make up a block, and which tokens are
-no patches.
+"""Registered vision transformers: the modules of their blocks, and their prefix tokens.
 
-A block is taken to compute x' = x + attention branch (x), then x = x' + MLP branch (x'). Each
-branch is a row of the block's own modules. `register_encoder` adds a model of your own
-(docs/perception.md). This module imports neither transformers nor timm: classes are known by their
-names.
+A block must compute x' = x + attention branch(x), then x = x' + MLP branch(x'), where each branch
+is a sequence of the block's own modules. `register_encoder` adds a model of your own
+(docs/perception.md). This module imports neither transformers nor timm: classes are identified by
+name.
 """
 
 from __future__ import annotations
@@ -16,33 +15,35 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mame_sd.refused import ENCODERS
+
 
 @dataclass(frozen=True)
 class Encoder:
-    """One kind of vision transformer.
+    """Description of one kind of vision transformer.
 
     Attributes:
-        name: for reports and errors.
-        models: class names of the modules whose forward takes images and runs the blocks.
-        block: class name of a block.
-        attention: the modules of a block's attention branch in their order, by path: first a norm,
-            then the attention. The attention is called with the tokens and with the block's further
-            arguments by name; of a tuple that it returns the first entry counts.
-        mlp: the modules of its MLP branch.
-        num_prefix_tokens: how many tokens before the patches are none (class, distillation,
-            register tokens), or what says so of a model.
-        keys: path in a block of the projection that gives keys, for `feature`; None: keys can't be
+        name: Name for reports and errors.
+        models: Class names of the modules whose forward takes images and runs the blocks.
+        block: Class name of a block.
+        attention: Paths of the modules of a block's attention branch, in order: first a norm, then
+            the attention. The attention is called with the tokens, and with the block's other
+            arguments by name; if it returns a tuple, the first entry is used.
+        mlp: Paths of the modules of the MLP branch, in order.
+        num_prefix_tokens: Number of tokens before the patches (class, distillation, register
+            tokens), or a function that returns it for a model.
+        keys: Path of the projection to keys in a block, for `feature`. If None, keys can't be
             compared.
-        joined: that projection gives queries, keys and values side by side.
-        mask: name of the attention's argument for a mask.
-        attend: the attention with a mask of numbers [B, 1, 1, L] added to its logits, for attention
-            that takes no mask: called with the module, the tokens and the mask, gives the
-            attention's output.
-        dense: heads read what blocks give, each token at its place.
-        maps: methods of the model that do so.
-        adds_mask: it adds a mask [B, 1, 1, L] of numbers to its logits, so that sizes count in it
-            by default.
-        grid: patches reach the blocks in row-major order.
+        joined: True if that projection returns queries, keys and values side by side.
+        mask: Name of the attention's argument for a mask.
+        attend: Computes attention with an additive mask [B, 1, 1, L], for attention modules without
+            a mask argument: called with the module, the tokens and the mask, returns the module's
+            output.
+        dense: True if heads read the output of blocks, every token at its position.
+        maps: Methods of the model that do so.
+        adds_mask: True if the attention adds a mask of numbers [B, 1, 1, L] to its logits, so that
+            proportional attention is on by default.
+        grid: True if patches reach the blocks in row-major order.
     """
 
     name: str
@@ -61,114 +62,88 @@ class Encoder:
     joined: bool = False
 
     def prefix_tokens_of(self, model: nn.Module) -> int:
-        """Count the prefix tokens before the patches of `model`."""
+        """Return the number of prefix tokens of `model`."""
         count = self.num_prefix_tokens
         return count if isinstance(count, int) else int(count(model))
 
     def misfit(self, block: nn.Module) -> str | None:
-        """Say what keeps `block` from being the one described; None where it is."""
+        """Return why `block` doesn't match this description; None if it does."""
         modules = dict(block.named_modules())
         parts = [*self.attention, *self.mlp]
         read = parts if self.keys is None else [*parts, self.keys]
         missing = [part for part in read if part not in modules]
         if missing:
             return f"it has no {', '.join(missing)}"
-        known = {part.partition(".")[0] for part in parts}
-        other = [name for name, _ in block.named_children() if name not in known]
+        described = {part.partition(".")[0] for part in parts}
+        other = [name for name, _ in block.named_children() if name not in described]
         other += [name for name, _ in block.named_parameters(recurse=False)]
         return f"it also has {', '.join(other)}" if other else None
 
 
-# Why models whose tokens can't simply get fewer are refused, by class name.
-_WINDOWS = "its attention works in windows of the image, which needs every token"
-_BIAS = "its attention adds a bias for each pair of positions, which merged tokens have none of"
-_ROTARY = (
-    "positions turn its queries and keys inside attention, and a merged token has no single"
-    " position"
-)
-_DECODER = "its decoder needs every token; apply to its encoder, model.{}, alone"
-_DENSE = "its output puts every token at its place in the image"
-_PYRAMID = (
-    "its stages fold tokens by their places in the image and blend them by convolutions, which"
-    " needs every token"
-)
-_DIVIDED = "its attention takes frames and places apart, which needs every token at its place"
-REFUSED = {
-    name: reason
-    for names, reason in (
-        ("SwinModel SwinBackbone Swinv2Model Swinv2Backbone MaskFormerSwinModel", _WINDOWS),
-        ("DonutSwinModel Mask2FormerSwinModel HieraModel HieraBackbone", _WINDOWS),
-        ("SwinTransformer SwinTransformerV2 SwinTransformerV2Cr", _WINDOWS),
-        ("BeitModel BeitBackbone Data2VecVisionModel Beit VisionTransformerRelPos", _BIAS),
-        ("DINOv3ViTModel DINOv3ViTBackbone Eva PixtralVisionModel VJEPA2Model", _ROTARY),
-        ("ViTForMaskedImageModeling DeiTForMaskedImageModeling", _DENSE),
-        ("ViTMAEForPreTraining", _DECODER.format("vit")),
-        ("VideoMAEForPreTraining", _DECODER.format("videomae")),
-        ("SegformerModel SegformerEncoder PvtModel PvtV2Model GLPNModel", _PYRAMID),
-        ("TimesformerModel", _DIVIDED),
-    )
-    for name in names.split()
-}
 _ENCODERS: list[Encoder] = []
 
 
 def register_encoder(encoder: Encoder) -> Encoder:
-    """Makes `apply_mame` know what `encoder` names; the latest one is asked first."""
+    """Register a vision transformer for `apply_mame`; the latest description is tried first."""
     _ENCODERS.insert(0, encoder)
     return encoder
 
 
 def encoder_names() -> list[str]:
-    """List the class names of all models that are known."""
+    """List the class names of all registered models."""
     return sorted({name for encoder in _ENCODERS for name in encoder.models})
 
 
 def is_encoder(target: Any) -> bool:
-    """Tell whether `target` is a module that holds a known or refused vision transformer."""
+    """Return True if `target` contains a registered or refused vision transformer."""
     if not isinstance(target, nn.Module):
         return False
-    names = {*encoder_names(), *REFUSED}
+    names = {*encoder_names(), *ENCODERS}
     return any(not names.isdisjoint(_classes(module)) for module in target.modules())
 
 
 def find_encoder(target: nn.Module) -> tuple[nn.Module, list[nn.Module], Encoder]:
-    """Find the vision transformer in `target`, its blocks in their order, and what is known of it.
+    """Find the vision transformer in `target`.
+
+    Returns:
+        The vision transformer, its blocks in order, and its description.
 
     Raises:
-        ValueError: a refused model, none that is known, more than one, or one whose blocks are not
-            as described.
+        ValueError: If it is refused, unregistered or not the only one, or if its blocks don't match
+            the description.
     """
     for module in target.modules():
-        reason = next((REFUSED[name] for name in _classes(module) if name in REFUSED), None)
+        reason = next((ENCODERS[name] for name in _classes(module) if name in ENCODERS), None)
         if reason is not None:
             raise ValueError(
                 "expected a vision transformer whose tokens can merge, got"
                 f" {type(module).__name__}: {reason}"
             )
-    known = set(encoder_names())
-    found = {
+    registered = set(encoder_names())
+    candidates = {
         path: module
         for path, module in target.named_modules()
-        if not known.isdisjoint(_classes(module))
+        if not registered.isdisjoint(_classes(module))
     }
     inner = [
         (path, module)
-        for path, module in found.items()
-        if set(found.values()).isdisjoint([*module.modules()][1:])
+        for path, module in candidates.items()
+        if set(candidates.values()).isdisjoint([*module.modules()][1:])
     ]
     if len(inner) != 1:
         named = (f"{path} ({type(module).__name__})" for path, module in inner)
         what = ", ".join(named) or type(target).__name__
         raise ValueError(
-            f"expected one vision transformer ({', '.join(sorted(known))}), got {what}; give the"
-            " model itself, or describe it with mame_sd.perception.known_encoders.register_encoder"
+            f"expected one vision transformer ({', '.join(sorted(registered))}), got {what}; give"
+            " the model itself, or describe it with"
+            " mame_sd.perception.encoder_registry.register_encoder"
         )
     model = inner[0][1]
     return model, *_described(model)
 
 
 def _described(model: nn.Module) -> tuple[list[nn.Module], Encoder]:
-    """Find the blocks of `model` and the description that they fit."""
+    """Return the blocks of `model` and the description that matches them."""
     reasons = []
     for encoder in _ENCODERS:
         if encoder.models and not set(encoder.models).isdisjoint(_classes(model)):
@@ -183,7 +158,7 @@ def _described(model: nn.Module) -> tuple[list[nn.Module], Encoder]:
     raise ValueError(
         f"expected a {type(model).__name__} with blocks of attention and MLP as known, got another"
         f" kind ({'; '.join(reasons)}); describe it with"
-        " mame_sd.perception.known_encoders.register_encoder"
+        " mame_sd.perception.encoder_registry.register_encoder"
     )
 
 
@@ -191,8 +166,8 @@ def _classes(module: nn.Module) -> Iterable[str]:
     return [kind.__name__ for kind in type(module).__mro__]
 
 
-# Models whose heads take a mean over tokens: by default they are given all tokens back, so that it
-# counts what each stands for.
+# Models whose heads take a mean over tokens. By default all tokens are restored for them, so that
+# the mean weights each token by its size.
 MEANS = {
     *("Dinov2ForImageClassification", "Dinov2WithRegistersForImageClassification"),
     *("SiglipForImageClassification", "Siglip2ForImageClassification"),
@@ -201,7 +176,7 @@ MEANS = {
 
 
 def takes_mean(target: nn.Module) -> bool:
-    """Tell whether a head in `target` takes a mean over tokens."""
+    """Return True if a head in `target` takes a mean over tokens."""
     pools = ("avg", "avgmax")  # of timm's models
     return any(
         not MEANS.isdisjoint(_classes(module)) or getattr(module, "global_pool", None) in pools
@@ -209,30 +184,37 @@ def takes_mean(target: nn.Module) -> bool:
     )
 
 
-# Where DINOv2 before 5.18, ViT before 5.9, VideoMAE and DPT project to keys.
+# The projection to keys in DINOv2 before transformers 5.18, ViT before 5.9, VideoMAE and DPT.
 _OLDER_KEYS = "attention.attention.key"
 
 
 def masked(attention: Any, x: Tensor, mask: Tensor) -> Tensor:
-    """Compute attention with a mask in the older layout of transformers: query, key and value in
-    `attention`, dense in `output`.
+    """Compute attention with an additive mask in the older module layout of transformers.
+
+    There query, key and value are layers of `attention.attention`, and `output.dense` follows.
 
     Args:
-        attention: the module.
-        x: normed tokens [B, L, C].
-        mask: added to the logits [B, 1, 1, L].
+        attention: The module.
+        x: Normalised tokens [B, L, C].
+        mask: Added to the logits, [B, 1, 1, L].
+
+    Returns:
+        The output of the attention branch, [B, L, C].
     """
     inner, output = attention.attention, attention.output
     heads = (inner.num_attention_heads, -1)
     parts = [inner.query(x), inner.key(x), inner.value(x)]
-    for place, name in ((0, "q_bias"), (2, "v_bias")):  # of VideoMAE before 5.5, beside the layers
+    for place, name in (
+        (0, "q_bias"),
+        (2, "v_bias"),
+    ):  # VideoMAE before transformers 5.5 has biases apart from the layers
         bias = getattr(inner, name, None)
         parts[place] = parts[place] if bias is None else parts[place] + bias
     q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in parts)
     dropout = float(getattr(inner, "dropout_prob", 0.0)) if inner.training else 0.0
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-    done: Tensor = output.dropout(output.dense(y.transpose(1, 2).flatten(2)))
-    return done
+    projected: Tensor = output.dropout(output.dense(y.transpose(1, 2).flatten(2)))
+    return projected
 
 
 def _registers(model: Any) -> int:
@@ -244,8 +226,10 @@ def _prefix(model: Any) -> int:
 
 
 def _vit(kind: str, prefix: int, grid: bool = True, model: str = "", dense: bool = False) -> None:
-    """Register models of transformers that are laid out as its ViT, and as it was before 5.9: an
-    intermediate layer, and an output that adds its input itself.
+    """Register models of transformers that share the layout of its ViT.
+
+    Before transformers 5.9 that layout had an intermediate layer, and an output module that adds
+    its input itself.
     """
     first, second = ("layernorm_before", "attention"), ("layernorm_after",)
     older = first, (*second, "intermediate", "output.dense", "output.dropout")
@@ -268,7 +252,7 @@ def _dino(kind: str, prefix: int | Callable[[Any], int]) -> None:
 
 
 def _clip(kind: str, prefix: int) -> None:
-    """Register the image halves of CLIP and its kin; their text halves have blocks of one class."""
+    """Register the image half of CLIP and its relatives, whose text half has other blocks."""
     models = (f"{kind}VisionModel", f"{kind}VisionTransformer")
     branches = ("layer_norm1", "self_attn"), ("layer_norm2", "mlp")
     named = kind, models, f"{kind}EncoderLayer", *branches, prefix, "self_attn.k_proj"

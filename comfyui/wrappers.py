@@ -1,10 +1,10 @@
-"""Merging during a run: two wrappers around the engine's calls, which put patches into that call's
-options alone.
+"""Two wrappers around the engine's calls, which merge during a run of the sampler.
 
-`outer_sample` wraps a run, `apply_model` each call of the model. What a call needs to know is a
-`Call` in its `transformer_options`. Nothing is kept between calls, so threads and several samplers
-may share one node. The patches go in at the call, so that other nodes' come first in whatever order
-the nodes are wired. So `torch.compile` outside of them sees no logging.
+`outer_sample` wraps a run, `apply_model` each call of the model. They put patches into that call's
+options only. What a call needs to know is a `Call` in its `transformer_options`. Nothing is kept
+between calls, so threads and several samplers may share one node. Because patches are added at the
+call, those of other nodes come first in whatever order the nodes are wired, and `torch.compile`
+outside of them traces no logging.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mame_sd.core.keys import Grid, KeyMerging
 from mame_sd.core.merge import DRAWS, draw_at, leaders
 
 from .attention import EngineCall
-from .handed import handing_on
 from .joint import JointPatch
 from .layers import Layers
 from .models import Place
+from .pass_options import attention_options
 from .run import KEY, OUTSIDE, TAKEN, Run
 from .unet import UNetPatch
 
@@ -37,22 +37,22 @@ COMPILED = (  # of TorchCompileModel's wrapper, whose guards leave out transform
 
 @dataclass
 class Call:
-    """What the patches need to know of one call of the model.
+    """What the patches need to know about one call of the model.
 
     Attributes:
-        run: notes what merged.
-        draw: which of the drawn partitions the model's first layer takes, a LongTensor [1]. Each
-            layer counts on from it: neighbours take different draws, so that their errors do not
-            add up.
-        leader: of each sample the one whose tokens decide what merges, see `mame_sd.core.merge`.
-        replaced: UNet blocks whose self-attention another node replaces, as the engine names them.
-        place: where a transformer's image is.
-        text: tokens of its prompts.
-        override: another node's attention.
-        merge: of a UNet's layer, decided before its projections, on its way to its attention: gives
-            the output of that call.
-        counted: a transformer's layers that had no name so far.
-        merged: what merged in this call.
+        run: Records what merged.
+        draw: Index of the random partition of the model's first layer, LongTensor [1]. Each layer
+            counts on from it: neighbouring layers take different partitions, so that their errors
+            don't add up.
+        leader: For each sample, the one whose tokens decide what merges, see `mame_sd.core.merge`.
+        replaced: UNet blocks whose self-attention another node replaces, by the engine's names.
+        place: Where a transformer's image is.
+        text: Number of tokens of its prompts.
+        override: Another node's attention.
+        merge: Merging of a UNet's layer, decided before its projections and run in its attention:
+            returns the output of that call.
+        unnamed: Number of a transformer's layers so far that had no name.
+        merged: What merged in this call.
     """
 
     run: Run
@@ -63,17 +63,26 @@ class Call:
     text: int = 0
     override: Callable[..., Tensor] | None = None
     merge: Callable[[EngineCall], Tensor] | None = None
-    counted: int = 0
+    unnamed: int = 0
     merged: dict[str, None] = field(default_factory=dict)
 
     def note_merged(self, plan: Any, size: tuple[int, ...], what: str = "keys") -> None:
+        """Record what merged in a layer."""
         kept, sides = f"{plan.tokens_in} -> {plan.tokens_kept}", " x ".join(map(str, size))
         self.merged[f"{kept} {what} at {sides}"] = None
 
     def merged_keys(
         self, config: MaMeConfig, size: tuple[int, ...], number: int, start: int, engine: EngineCall
     ) -> Tensor:
-        """The output of a layer of that number, whose image of that size begins at `start`."""
+        """Compute the output of a layer with merged keys.
+
+        Args:
+            config: Settings of the layer.
+            size: Grid of the image.
+            number: Index of the layer.
+            start: First token of the image.
+            engine: The engine's call.
+        """
         assert config.keep is not None
         draw = (self.draw + number) % DRAWS if config.redraw else None
         leader = self.leader if config.share_guidance_plan else None
@@ -96,17 +105,18 @@ class Call:
         *args: Any,
         **kwargs: Any,
     ) -> EngineCall:
-        """The call of another node's attention, or else of the engine's `function`."""
+        """Return the call of another node's attention, or else of the engine's `function`."""
         function = function if self.override is None else partial(self.override, function)
         return EngineCall(function, q, k, v, args, kwargs)
 
 
-class Merging:
-    """The wrappers of one applied node; it never changes.
+class SamplerWrappers:
+    """The wrappers of one applied node; they have no state.
 
     Args:
-        patch: what merges in the model's attention.
-        start, end: share of the sampling steps between which tokens merge.
+        patch: What merges in the model's attention.
+        start: Share of the sampling steps at which merging begins.
+        end: Share of the sampling steps at which merging ends.
     """
 
     def __init__(self, patch: UNetPatch | JointPatch, start: float, end: float) -> None:
@@ -116,17 +126,17 @@ class Merging:
         self.always = start <= 0 and end >= 1
 
     def outer_sample(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """A run of the sampler. The guider's options are this run's own copy.
+        """Wrap a run of the sampler. The guider's options are this run's own copy.
 
         Raises:
-            ValueError: a part of the steps, with a model compiled so that each step does what the
-                first one did.
+            ValueError: If merging covers a part of the steps of a model that was compiled so that
+                each step does what the first one did.
         """
         run = Run()
         options = executor.class_obj.model_options.setdefault("transformer_options", {})
         if not self.always and COMPILED in options.get("wrappers", {}).get("apply_model", {}):
             raise ValueError(
-                "start_percent, end_percent: expected 0 and 1 beside TorchCompileModel, whose"
+                "start_percent, end_percent: expected 0 and 1 with TorchCompileModel, whose"
                 f" graph does at each step what it did at the first, got {self.start} and"
                 f" {self.end}; set those, or take TorchCompileModel out"
             )
@@ -146,17 +156,28 @@ class Merging:
         transformer_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """A call of the model on latents x [B, C, ..., H, W] at sigmas t [B]."""
-        given = transformer_options or {}
-        options = dict(given)
-        run = given.get(RUN) or Run()
+        """Wrap a call of the model on latents x [B, C, ..., H, W] at sigmas t [B].
+
+        Args:
+            executor: The engine's function.
+            x: Latents.
+            t: Sigmas.
+            c_concat: As in the engine.
+            c_crossattn: As in the engine.
+            control: As in the engine.
+            transformer_options: As in the engine.
+            kwargs: As in the engine.
+        """
+        passed = transformer_options or {}
+        options = dict(passed)
+        run = passed.get(RUN) or Run()
         sampling = executor.class_obj.model_sampling
         if self._active(sampling, t):
             draw = draw_at(sampling.timestep(t).float())
-            unguided = [kind == UNGUIDED for kind in given.get("cond_or_uncond", ())]
+            unguided = [kind == UNGUIDED for kind in passed.get("cond_or_uncond", ())]
             leader = leaders(x, unguided)
             options[KEY] = call = Call(
-                run, draw, leader, override=given.get("optimized_attention_override")
+                run, draw, leader, override=passed.get("optimized_attention_override")
             )
             if call.override is not None:
                 run.other_attention = True
@@ -168,7 +189,7 @@ class Merging:
                 call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
                 if self.patch.transformer.family.unnamed and self.patch.settings.by_layer:
                     _name_blocks(options, self.patch.settings.layers)
-            with handing_on(options):
+            with attention_options(options):
                 output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
             if options["optimized_attention_override"] != self.patch.attend:
                 run.note_left(TAKEN)
@@ -187,7 +208,7 @@ class Merging:
 
 
 def _patch_unet(options: dict[str, Any], call: Call, patch: UNetPatch) -> None:
-    """Ours is the last patch before the attention and the first one after it."""
+    """Make ours the last patch before the attention and the first one after it."""
     call.replaced = frozenset(options.get("patches_replace", {}).get("attn1", {}))
     patches = dict(options.get("patches", {}))
     patches["attn1_patch"] = [*patches.get("attn1_patch", []), patch.before]
@@ -196,27 +217,27 @@ def _patch_unet(options: dict[str, Any], call: Call, patch: UNetPatch) -> None:
 
 
 def _name_blocks(options: dict[str, Any], layers: Layers) -> None:
-    """Each block says which one it is, around what another node puts in its place.
+    """Let each block say which one it is, around what another node puts in its place.
 
-    Only where layers have settings of their own: the engine checkpoints a block that is replaced,
-    which breaks a compiled graph.
+    This is done only if layers have settings of their own: the engine checkpoints a block that is
+    replaced, which breaks a compiled graph.
     """
-    given = options.get("patches_replace", {})
-    others = given.get("dit", {})
+    passed = options.get("patches_replace", {})
+    others = passed.get("dit", {})
     blocks = {
         (f"{kind}_block", number): partial(
             _named_block, kind, number, others.get((f"{kind}_block", number))
         )
         for kind, number, *_ in layers.names
     }
-    options["patches_replace"] = {**given, "dit": {**others, **blocks}}
+    options["patches_replace"] = {**passed, "dit": {**others, **blocks}}
 
 
 def _named_block(
     kind: str, number: int, replaced: Any, args: dict[str, Any], extra: dict[str, Any]
 ) -> Any:
-    given = args.get("transformer_options")
-    if given is not None:  # which older engines leave out
-        named = {**given, "block_type": kind, "block_index": number}
+    passed = args.get("transformer_options")
+    if passed is not None:  # which older engines leave out
+        named = {**passed, "block_type": kind, "block_index": number}
         args = {**args, "transformer_options": named}
     return extra["original_block"](args) if replaced is None else replaced(args, extra)

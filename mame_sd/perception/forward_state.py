@@ -1,7 +1,8 @@
-"""What the merged blocks of one model share: settings, and what the forward that runs knows.
+"""State that the merged blocks of one model share: settings, and the forward that is running.
 
-A forward belongs to its thread, so that several threads may run one model at once. What changes
-the model for all (applying, removing, settings) is refused while another thread is in a forward.
+A forward belongs to its thread, so that several threads may run one model at once. Changes that
+affect all of them (applying, removing, new settings) are refused while another thread is in a
+forward.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from mame_sd.core.paper import Plan
 from mame_sd.perception.counts import CONVOLUTIONS
-from mame_sd.perception.hooks import InnerHook, Merging
-from mame_sd.perception.known_encoders import Encoder
+from mame_sd.perception.encoder_registry import Encoder
+from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan
 from mame_sd.upstream import outside_old_graphs, parameters_of
 
@@ -27,56 +28,57 @@ _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbe
 
 @dataclass
 class Forward:
-    """What the blocks know of the forward that runs in one thread, or ran last in it."""
+    """What the blocks know of the forward that runs in one thread, or that ran last in it."""
 
-    # (h, w) of the images' patches, of a video's frames one under the other; None where unknown.
+    # (h, w) of the images' patches, of a video's frames one under the other; None if unknown.
     grid: tuple[int, int] | None = None
-    sizes: Tensor | None = None  # [B, L'] how many tokens each token stands for; None: 1 each
-    sized: bool = False  # the log of sizes is added to attention logits, and means count them
-    # Blocks may be computed again, whole, after another forward's images (checkpoints around them).
+    sizes: Tensor | None = None  # [B, L'] number of tokens that each stands for; None: 1 each
+    sized: bool = False  # proportional attention is on
+    # Checkpoints wrap whole blocks, which may run again after another forward's images.
     again: bool = False
-    dense: bool = False  # each block gives all tokens, and passes on what is left in `whole`
-    # What the latest block gave [B, L, C], and what is left of it [B, L', C].
+    dense: bool = False  # each block returns all tokens, and passes the merged ones on in `whole`
+    # The latest block's output [B, L, C], and its merged tokens [B, L', C].
     whole: tuple[Tensor, Tensor] | None = None
     plans: dict[int, Plan | GroupPlan] = field(default_factory=dict)  # by number of block
     keys: dict[int, Tensor] = field(
         default_factory=dict
     )  # [B, L, d], until the block compares them
-    unmasked: bool = False  # the model was called without a mask: one that blocks get hides nothing
-    counting: bool = False  # the block that runs counts; not where a checkpoint computes it again
-    # What this forward and earlier ones gave, with `capture`.
-    given: list[weakref.ref[Tensor]] = field(default_factory=list)
-    earlier: list[weakref.ref[Tensor]] = field(default_factory=list)
+    unmasked: bool = False  # the model got no mask, so a mask that blocks get hides nothing
+    counting: bool = False  # the running block counts; False when a checkpoint recomputes it
+    # Outputs of this forward and of earlier ones, kept while capturing.
+    outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
+    earlier_outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
 
 
-class ForwardState(Merging):
-    """What the blocks of one model share.
+class ForwardState(HookOwner):
+    """State that the blocks of one model share.
 
     Attributes:
-        last: number of its last block.
-        inner: the hooks on its convolutions.
-        patches: path of the one that cuts patches; None: there is none.
-        clips: it cuts clips, not images.
-        restore: the blocks' output has every token again.
-        dense: what each block gives has every token again, for heads that read it.
-        prop_attn: the log of a token's size is added to its attention logits, and means count it;
-            None: where that can be, which each forward finds out.
-        active: False makes every call bit-equal to a model without merging.
-        capture: plans are kept after the forward.
-        places: by path in the model, at how many places its convolutions computed last.
-        running: threads that are in a forward of the model.
+        last: Index of the last block.
+        inner: Hooks on the model's convolutions.
+        patches: Path of the convolution that makes patches, or None.
+        clips: True if it takes clips, not images.
+        restore: True if the last block's output has all tokens again.
+        dense: True if every block's output has all tokens again, for heads that read it.
+        prop_attn: If True, the log of each token's size is added to its attention logits, and means
+            are weighted by size. If None, wherever the model supports it, which each forward finds
+            out.
+        active: If False, every call is bit-equal to the model without merging.
+        capture: If True, plans are kept after the forward.
+        places: Number of output positions of each convolution in its latest call, by path.
+        running: Threads that are in a forward of the model.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        known: Encoder,
+        spec: Encoder,
         blocks: list[nn.Module],
         restore: bool,
         prop_attn: bool | None,
     ) -> None:
-        self.model, self.known, self.last = model, known, len(blocks) - 1
-        self.num_prefix_tokens, self.dense = known.prefix_tokens_of(model), known.dense
+        self.model, self.spec, self.last = model, spec, len(blocks) - 1
+        self.num_prefix_tokens, self.dense = spec.prefix_tokens_of(model), spec.dense
         self.restore, self.prop_attn = restore, prop_attn
         self.active, self.capture = True, False
         self.places: dict[str, int] = {}
@@ -88,7 +90,7 @@ class ForwardState(Merging):
         self.__setstate__({})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies start without a forward."""
+        """Leave out the forwards: a copy starts without any."""
         return {k: v for k, v in self.__dict__.items() if k not in ("_threads", "running")}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
@@ -99,14 +101,14 @@ class ForwardState(Merging):
     @property
     def now(self) -> Forward:
         """The forward of this thread."""
-        found: Forward | None = getattr(self._threads, "forward", None)
-        if found is None:
-            found = self._threads.forward = Forward()
-        return found
+        forward: Forward | None = getattr(self._threads, "forward", None)
+        if forward is None:
+            forward = self._threads.forward = Forward()
+        return forward
 
     @outside_old_graphs
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the model's forward: raise where its call can't be merged."""
+        """Check a call of the model before its forward, and raise if it can't merge."""
         if not torch.compiler.is_compiling():
             self.running.add(threading.get_ident())
         for hook in self.inner:
@@ -124,23 +126,26 @@ class ForwardState(Merging):
                 "expected torch.export of a merged model, got torch.jit.trace, which fixes what one"
                 " image's tokens merged to; take torch.export, or call remove_mame first"
             )
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if given.get("pixel_attention_mask") is not None:
+        call = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if call.get("pixel_attention_mask") is not None:
             raise ValueError(
                 "pixel_attention_mask: expected none, got one: tokens of images that are padded"
                 " can't merge. Leave it out for images of one resolution that fill all patches"
             )
-        self.now.unmasked = given.get(self.known.mask) is None
+        self.now.unmasked = call.get(self.spec.mask) is None
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After the model's forward, or what it raised."""
+        """Note that the model's forward has returned or raised."""
         self.now.unmasked = False
         if not torch.compiler.is_compiling():
             self.running.discard(threading.get_ident())
 
     def computed(self, path: str, output: Tensor) -> None:
-        """Note at how many places a convolution computes, and of the one that cuts patches how
-        these lie: [B, C, h, w], of videos [B, C, t, h, w].
+        """Note the output size of a convolution, and the grid of patches if it makes these.
+
+        Args:
+            path: Path of the convolution.
+            output: Its output [B, C, h, w], or [B, C, t, h, w] for clips.
         """
         self.places[path] = math.prod(output.shape[2:])
         if path == self.patches:
@@ -148,15 +153,17 @@ class ForwardState(Merging):
 
     @property
     def capturing(self) -> bool:
-        """Whether what runs now is remembered after the forward."""
+        """True if what runs now is kept after the forward."""
         return self.capture and not torch.compiler.is_compiling()
 
     def begin(self) -> Forward:
-        """Begin a forward at its first block that merges: drop what an earlier one knew.
+        """Begin a forward at its first merging block, and drop the state of the previous one.
 
         Raises:
-            ValueError: sizes are to count, or blocks to give all tokens, where they can't.
-            RuntimeError: what cuts patches was replaced, so that their grid was missed.
+            ValueError: If proportional attention or full outputs of all blocks are required but
+                impossible.
+            RuntimeError: If the patch embedding was replaced, so that the grid of patches is
+                unknown.
         """
         for hook in self.inner:
             if hook.path == self.patches:
@@ -174,21 +181,26 @@ class ForwardState(Merging):
             )
         now.sizes, now.plans, now.keys, now.whole = None, {}, {}, None
         if self.capturing:
-            seen = [*now.earlier, *now.given]
-            now.earlier, now.given = [one for one in seen if one() is not None], []
+            seen = [*now.earlier_outputs, *now.outputs]
+            now.earlier_outputs, now.outputs = [one for one in seen if one() is not None], []
         return now
 
     def keep(self, number: int, plan: Plan | GroupPlan) -> None:
-        """Note the plan of block `number` where it will be asked for."""
+        """Store the plan of block `number` if something will need it."""
         now = self.now
         if self.restore or self.dense or now.dense or self.capturing:
             now.plans[number] = plan
 
     def restored(self, tokens: Tensor, before: int | None = None) -> Tensor:
-        """Restore all tokens [B, L, C] of [B, L', C], by this thread's plans, last block first.
+        """Restore all tokens by this thread's plans, last block first.
 
         Args:
-            tokens: as the last block left them, or as they came to block number `before`.
+            tokens: Tokens [B, L', C].
+            before: Index of the block that these tokens are the input of. If None, they are the
+                last block's output.
+
+        Returns:
+            Tokens [B, L, C].
         """
         plans = self.now.plans
         for number in sorted(plans, reverse=True):
@@ -197,31 +209,32 @@ class ForwardState(Merging):
         return tokens
 
     def ended(self) -> None:
-        """Drop plans that nobody will ask for."""
+        """Drop plans that nothing will need."""
         if not self.capture:
             self.now.plans = {}
 
     def note(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After a module whose output `handle.restore` may be asked for: remember it, so that one
-        of an earlier forward is told apart; with `capture`.
+        """Remember the output of a module that `handle.restore` may be called with.
+
+        This lets `restore` refuse features of an earlier forward. It is on only while capturing.
         """
         if self.active and self.capturing and isinstance(output, Tensor):
-            self.now.given.append(weakref.ref(output))
+            self.now.outputs.append(weakref.ref(output))
 
     def is_earlier(self, features: Tensor) -> bool:
-        """Tell whether a forward before the latest gave these, as they are or as a view."""
+        """Return True if a forward before the latest returned these features, or a view of them."""
         where = features.untyped_storage().data_ptr()
         earlier, latest = (
             any(
                 (one := seen()) is not None and one.untyped_storage().data_ptr() == where
                 for seen in some
             )
-            for some in (self.now.earlier, self.now.given)
+            for some in (self.now.earlier_outputs, self.now.outputs)
         )
         return earlier and not latest
 
     def check_idle(self, what: str) -> None:
-        """Raise RuntimeError while another thread is in a forward of the model."""
+        """Raise RuntimeError if another thread is in a forward of the model."""
         if self.running - {threading.get_ident()}:
             raise RuntimeError(
                 f"{what}: expected no other thread in a forward of {type(self.model).__name__}, got"
@@ -229,9 +242,10 @@ class ForwardState(Merging):
             )
 
 
-class FeatureMaps(Merging):
-    """Replaces a method of the model that gives feature maps of several blocks: these give all
-    tokens in it.
+class FeatureMaps(HookOwner):
+    """Replace a method of the model that returns feature maps of several blocks.
+
+    During such a call every block returns all tokens.
     """
 
     def __init__(self, shared: ForwardState, name: str) -> None:
@@ -249,7 +263,7 @@ class FeatureMaps(Merging):
 
 
 def no_sizes(model: Any) -> str:
-    """Say why attention of `model` can't count sizes as it is set now; empty where it can."""
+    """Return why attention of `model` can't use token sizes as it is set now; empty if it can."""
     kind = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if kind not in _ATTENTION:
         return (
@@ -266,7 +280,7 @@ def no_sizes(model: Any) -> str:
 
 
 def checkpoints_around(model: Any) -> bool:
-    """Tell whether gradient checkpointing stands around whole blocks, not inside their calls."""
+    """Return True if gradient checkpointing wraps whole blocks, not code inside their calls."""
     return getattr(model, "grad_checkpointing", False) or any(  # timm; transformers < 5.23
         getattr(block, "gradient_checkpointing", False)
         and type(block).__call__ is not nn.Module.__call__
@@ -275,8 +289,11 @@ def checkpoints_around(model: Any) -> bool:
 
 
 def _convolutions(model: nn.Module, blocks: list[nn.Module]) -> tuple[list[str], str | None]:
-    """Find the convolutions of `model` outside of its blocks, by path, and the one that cuts
-    patches: the last one before the blocks, else the first.
+    """Find the convolutions of `model` outside of its blocks.
+
+    Returns:
+        Their paths, and the path of the one that makes patches: the last one before the blocks, or
+        the first one if all follow them.
     """
     inside = {part for block in blocks for part in block.modules()}
     paths: list[str] = []

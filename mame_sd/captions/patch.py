@@ -1,0 +1,243 @@
+"""Replace `forward` and `generate` of a captioner, and choose whose merging a call uses.
+
+`apply_mame` merges for every thread, a `mame()` block for the thread or task that opened it. What a
+call needs to know is stored with the call and its cache, so that the later words of an answer fit
+its prompt whatever other threads do meanwhile.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mame_sd.captions.prompts import Image, images_by_prompt
+from mame_sd.captions.shorten import (
+    PromptShortener,
+    after_images,
+    check_empty,
+    check_generate,
+    has_images,
+    tower_turn,
+)
+from mame_sd.perception.hooks import check_free, give_back, slot_of
+from mame_sd.upstream import cache_in
+
+_NAMES = ("forward", "generate")
+_CHANGES = threading.RLock()  # held while the patch of a model changes
+
+
+class Slot:
+    """A place for merging: one for all threads, and one for each open `mame()` block."""
+
+    shortener: PromptShortener | None = None
+
+
+# The slots of this thread's open blocks, of all models, innermost last.
+_OPEN: ContextVar[tuple[Slot, ...]] = ContextVar("open", default=())
+# The running `generate`: its model, what merges, and the images of each of its prompts.
+_GENERATING: ContextVar[tuple[ModelPatch, PromptShortener, list[list[Image]]] | None]
+_GENERATING = ContextVar("generating", default=None)
+
+
+class ModelPatch:
+    """The replaced methods of one captioner, and the merging that they use.
+
+    A copy of the model keeps what `apply_mame` put there, but no block's merging.
+
+    Attributes:
+        base: The slot of every thread that isn't in a block.
+        blocks: The slots of open blocks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+        self.base = Slot()
+        self.blocks: list[Slot] = []
+        self._generating = 0  # running calls of `generate`, which need the replaced forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "blocks": [], "_generating": 0}
+
+    @property
+    def slot(self) -> Slot:
+        """Slot of this thread or task: its innermost block on this model, or else the base."""
+        return next((one for one in reversed(_OPEN.get()) if one in self.blocks), self.base)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All slots."""
+        return [self.base, *self.blocks]
+
+    def leave(self) -> None:
+        """Take the replaced methods off the model if nothing needs them any more."""
+        with _CHANGES:
+            if not self.blocks and self.base.shortener is None and not self._generating:
+                for key in (slot_of(self.model, name) for name in _NAMES):
+                    if isinstance(self.model.__dict__.get(key), PatchedMethod):
+                        give_back(self.model, key)
+
+    def forward(self, call: dict[str, Any]) -> Any:
+        """Run a call of the model, with fewer tokens if it has images."""
+        original = partial(type(self.model).forward, self.model)
+        if not has_images(call):
+            generating = _GENERATING.get()
+            if generating is None or generating[0] is not self or not self._is_prompt(call):
+                return original(**after_images(call))
+            _, shortener, rows = generating
+            times = len(call["input_ids"]) // len(rows)  # beams
+            return shortener.forward(original, call, [one for row in rows for one in row * times])
+        merging = self._shortener_for(call)
+        if merging is not None:
+            return merging.forward(original, call)
+        with tower_turn():
+            return original(**call)
+
+    def generate(self, call: dict[str, Any]) -> Any:
+        """Write after prompts whose images pass through the tower first."""
+        original = partial(type(self.model).generate, self.model)
+        shortener = self._shortener_for(call)
+        if shortener is None:
+            return original(**call)
+        check_generate(self.model, call)
+        if call.get("inputs") is not None:
+            call["input_ids"] = call.pop("inputs")
+        with torch.no_grad():
+            seen = shortener.images({k: value for k, value in call.items() if value is not None})
+        call = {k: value for k, value in call.items() if k not in ("pixel_values", "image_sizes")}
+        token = int(self.model.config.image_token_id)
+        rows = images_by_prompt(call["input_ids"], token, seen)
+        with _CHANGES:
+            self._generating += 1
+        turn = _GENERATING.set((self, shortener, rows))
+        try:
+            return original(**call)
+        finally:
+            _GENERATING.reset(turn)
+            with _CHANGES:
+                self._generating -= 1
+                self.leave()
+
+    def _is_prompt(self, call: dict[str, Any]) -> bool:
+        """Return True if a call reads prompts with image tokens, not a word just written."""
+        ids = call.get("input_ids")
+        if ids is None or ids.shape[1] == 1:
+            return False
+        return bool((ids == self.model.config.image_token_id).any())
+
+    def _shortener_for(self, call: dict[str, Any]) -> PromptShortener | None:
+        """Return what merges a call's images in this thread; None if it has none or nothing merges.
+
+        Raises:
+            RuntimeError: If no merging belongs to this thread while another thread's block is open.
+            ValueError: If nothing merges, but the call's cache holds merged prompts.
+        """
+        shortener = None
+        if has_images(call):
+            slot = self.slot
+            shortener = slot.shortener
+            if slot is self.base and shortener is None and self.blocks:
+                raise RuntimeError(
+                    "expected images from a thread whose own mame() block is open, got them from"
+                    f" another while one merges this {type(self.model).__name__}: open a block in"
+                    " each thread, or call apply_mame once for all"
+                )
+        if shortener is not None and shortener.active:
+            return shortener
+        check_empty(cache_in(call), merged=True)
+        return None
+
+
+class PatchedMethod:
+    """Replace one method of a model, with the same signature."""
+
+    def __init__(self, patch: ModelPatch, name: str) -> None:
+        self.patch, self.name = patch, name
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        kind: Any = type(self.patch.model)
+        return _signature(kind, self.name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the patch's method of the same name with all arguments by name."""
+        names = [name for name in self.__signature__.parameters if name != "kwargs"]
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        return getattr(self.patch, self.name)(call)
+
+
+@lru_cache
+def _signature(kind: Any, name: str) -> inspect.Signature:
+    """Return the signature of a method without its first parameter."""
+    original = inspect.signature(getattr(kind, name))
+    return original.replace(parameters=[*original.parameters.values()][1:], return_annotation=Any)
+
+
+def patch_on(module: nn.Module, name: str = "forward") -> ModelPatch | None:
+    """Return the patch on `module`, found by one of the methods that it replaces; None if none."""
+    there = module.__dict__.get(slot_of(module, name))
+    return there.patch if isinstance(there, PatchedMethod) else None
+
+
+def attach(shortener: PromptShortener) -> None:
+    """Use `shortener` from now on: in the block that this thread is in, or else for all threads.
+
+    Raises:
+        ValueError: If another tool has replaced `forward` or `generate`.
+    """
+    with _CHANGES:
+        _placed(shortener.model).slot.shortener = shortener
+
+
+def detach(module: nn.Module, shortener: PromptShortener | None = None) -> None:
+    """Stop using `shortener` everywhere.
+
+    Args:
+        module: The model.
+        shortener: If None, stop what merges in the block that this thread is in, or else what
+            merges for all threads.
+    """
+    patch = patch_on(module) or patch_on(module, "generate")  # a tool may have wrapped forward
+    if patch is None:
+        return
+    with _CHANGES:
+        for slot in [patch.slot] if shortener is None else patch.slots:
+            if shortener is None or slot.shortener is shortener:
+                slot.shortener = None
+        patch.leave()
+
+
+@contextmanager
+def restored_after(model: nn.Module) -> Iterator[None]:
+    """Remove after the `with` block what this thread attached; blocks may end in any order."""
+    slot = Slot()
+    with _CHANGES:
+        patch = _placed(model)
+        slot.shortener = patch.slot.shortener  # until this block attaches another
+        patch.blocks.append(slot)
+    _OPEN.set((*_OPEN.get(), slot))
+    try:
+        yield
+    finally:
+        with _CHANGES:
+            patch.blocks.remove(slot)
+            patch.leave()
+        _OPEN.set(tuple(one for one in _OPEN.get() if one is not slot))
+
+
+def _placed(model: nn.Module) -> ModelPatch:
+    """Return the patch on `model`, and put it there if there is none."""
+    patch = patch_on(model)
+    if patch is None:
+        patch = ModelPatch(model)
+        for name in _NAMES:
+            check_free(model, name)
+        model.__dict__.update({slot_of(model, name): PatchedMethod(patch, name) for name in _NAMES})
+    return patch

@@ -1,0 +1,122 @@
+"""The common base of handles: what `apply_mame` returns to change, report and remove merging.
+
+A subclass knows one kind of model. It implements the abstract members, keeps its settings in
+`_settings`, and starts with them in its constructor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+from mame_sd.config import MaMeConfig
+
+Settings = TypeVar("Settings")
+
+
+class Handle(ABC, Generic[Settings]):
+    """Merging as applied to one model: settings, counters, removal."""
+
+    _settings: Settings
+    _active = True
+
+    @property
+    @abstractmethod
+    def config(self) -> MaMeConfig:
+        """Current settings."""
+
+    @property
+    @abstractmethod
+    def installed(self) -> bool:
+        """True if this handle's merging is on the model: neither removed nor replaced."""
+
+    @abstractmethod
+    def install(self) -> None:
+        """Put merging back after `remove`, or replace merging that was applied later."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove this handle's merging from the model; merging applied later stays."""
+
+    @abstractmethod
+    def report(self) -> Any:
+        """Return what merged since the last `reset`; `str` of it is for people."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Set all counters to zero."""
+
+    @abstractmethod
+    def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> Settings:
+        """Return the settings with these changes, or raise ValueError; change nothing."""
+
+    def _use(self, settings: Settings) -> None:
+        """Let the model merge with these settings."""
+        self._settings = settings
+
+    def _switch(self, active: bool) -> None:
+        """Switch merging on or off."""
+        self._active = active
+
+    def _check_change(self, what: str) -> None:
+        """Raise RuntimeError if a change of `what` is impossible now or would have no effect."""
+        if not self.installed:
+            raise RuntimeError(
+                "expected merging to be applied, but it was removed or replaced: call apply_mame"
+                " again"
+            )
+
+    @property
+    def active(self) -> bool:
+        """True if the model merges; False makes every call bit-equal to the unmerged model."""
+        return self._active
+
+    @active.setter
+    def active(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"active: expected True or False, got {value!r}; give one of these")
+        self._check_change("active")
+        self._switch(value)
+
+    def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
+        """Change settings from the next forward on, for example `handle.set(keep=0.5)`.
+
+        Args:
+            config: Replaces all settings. If None, the current ones remain.
+            fields: Fields of MaMeConfig to change.
+
+        Raises:
+            RuntimeError: If merging was removed or replaced, so that a change would have no effect,
+                or if another thread is in a forward of the model.
+            TypeError: If `config` is not a MaMeConfig.
+            ValueError: If a field is unknown, out of range or meaningless for this model. Nothing
+                has changed then.
+        """
+        check_config(config)
+        self._check_change("set")
+        self._use(self._resolve(config, fields))
+
+    @contextmanager
+    def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
+        """Change settings for a `with` block. Arguments and errors are those of `set`.
+
+        with handle.using(keep=0.5):
+            features = model(pixel_values)
+        """
+        before = self._settings
+        self.set(config, **fields)
+        try:
+            yield
+        finally:
+            self._use(before)
+
+
+def check_config(config: Any) -> None:
+    """Raise TypeError if `config` is neither a MaMeConfig nor None."""
+    if config is not None and not isinstance(config, MaMeConfig):
+        raise TypeError(
+            f"config: expected a MaMeConfig, got {config!r}; write MaMeConfig(keep=0.25) or"
+            " keep=0.25"
+        )

@@ -1,0 +1,51 @@
+"""What the handles of encoders and captioners share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mame_sd import apply_mame
+from mame_sd.handle import Handle
+from tests.builders.perception import NAMED
+from tests.captions import tiny
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "encoder": lambda: NAMED["DeiTForImageClassification"].build(),
+    "captioner": tiny.llava,
+}
+
+
+@pytest.fixture(params=MODELS)
+def handle(request: pytest.FixtureRequest) -> Handle[Any]:
+    return apply_mame(MODELS[request.param](), keep=0.75)
+
+
+def test_using_changes_settings_for_its_block_alone(handle: Handle[Any]) -> None:
+    before = handle.config
+    with handle.using(keep=0.5):
+        assert handle.config.keep != before.keep
+    assert handle.config == before
+    with pytest.raises(ValueError, match="keep"):
+        handle.using(keep=2).__enter__()
+    assert handle.config == before
+
+
+def test_a_removed_handle_refuses_changes(handle: Handle[Any]) -> None:
+    handle.remove()
+    for change in (
+        lambda: handle.set(keep=0.5),
+        lambda: setattr(handle, "active", False),
+        lambda: handle.using(keep=0.5).__enter__(),
+    ):
+        with pytest.raises(RuntimeError, match="expected merging to be applied"):
+            change()
+    handle.install()
+    handle.active = False
+    handle.set(keep=0.5)
+    with pytest.raises(TypeError, match="active: expected True or False, got 'no'"):
+        handle.active = "no"
+    with pytest.raises(TypeError, match=r"config: expected a MaMeConfig, got 0\.5"):
+        handle.set(0.5)
