@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mame_sd.report import counted
+
 from ..results.schema import MethodResult, Results, Value
 from ..tables import markdown_table
 from .rows import BASELINE, Row, chosen_rows
@@ -187,7 +189,7 @@ def of_results(case: Case, results: Results) -> dict[str, Any]:
     title = case.title if "guidance" in case.title else f"{case.title}, guidance {guidance:g}"
     rows = [(row, row.values) for row in results.measured]
     made = {name: results.manifest.get(name) for name in ("command", "commit")}
-    return stored_case(f"{title}, {results.images} prompts", made, rows)
+    return stored_case(f"{title}, {counted(results.images, 'prompt')}", made, rows)
 
 
 def stored(cases: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, Any]:
