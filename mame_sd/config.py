@@ -30,7 +30,7 @@ from mame_sd.layer_rules import LayerRules, means
 # a file of settings in a model's folder, which merging takes where nothing else is given
 SETTINGS_FILE = "mame.json"
 DEFAULT_KEEP = 0.25
-DEFAULT_MLP_KEEP = 1.0
+DEFAULT_MLP_KEEP = 0.125
 Partition = Literal["alternating", "sequential", "random"]
 Metric = Literal["cosine", "dot", "euclidean", "softmax"]
 Feature = Literal["x", "k", "k-mean"]
@@ -208,7 +208,8 @@ class MaMeConfig:
     @property
     def mlp_share(self) -> float:
         """The share of the tokens on which MLPs are computed; 1 if nothing is restored."""
-        if self.mlp_keep is None and self.is_open and self.block_keep is None:
+        alone = self.is_open and self.layers is None and self.block_keep is None
+        if self.mlp_keep is None and alone:
             return DEFAULT_MLP_KEEP
         return 1.0 if self.mlp_keep is None else self.mlp_keep
 
@@ -257,7 +258,8 @@ class MaMeConfig:
         """
         if self.layers is None:
             return self
-        base = self.replace(layers=None)
+        unset = self.is_open and self.mlp_keep is None  # without layers it would be the default's
+        base = self.replace(layers=None, **({"mlp_keep": 1} if unset else {}))
         found: MaMeConfig | None = base
         for pattern, rule in self.layers.items():
             if means(pattern, name):

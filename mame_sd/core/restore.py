@@ -26,6 +26,7 @@ from operator import index
 import torch
 from torch import Tensor
 
+from mame_sd.config import checked
 from mame_sd.core.merge import Cells, cells_of, no_autocast, product
 from mame_sd.core.merge import constant as cached
 
@@ -76,7 +77,7 @@ class ChosenTokens:
         y = torch.bmm(self.weights.to(f.dtype), f.reshape(tiles, count, f.shape[-1]))
         if f.dtype == torch.float16:
             y = y.clamp(-HALF_MAX, HALF_MAX)
-        return self.cells.from_slots(y.view(f.shape[0], -1, f.shape[-1]))
+        return self.cells.from_slots(y.view(f.shape[0], self.cells.order.numel(), f.shape[-1]))
 
 
 @torch.no_grad()
@@ -107,19 +108,23 @@ def choose_tokens(
         dtype = torch.promote_types(x.dtype, torch.float32)
         drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
         drawn = drawn[: cells.kept]
-        slots = cells.to_slots(x)  # [B, T * P, C]
-        first = slots.index_select(1, drawn).view(-1, cell_count, channels)
-        slots = slots.reshape(-1, width, channels)  # [B * T, P, C]
+        # Half of them in fp16, where a difference may leave the range: the kernel has no scale.
+        slots = cells.to_slots(x if x.dtype != torch.float16 else x / 2)  # [B, T * P, C]
+        first = slots.index_select(1, drawn).view(batch * tiles, cell_count, channels)
+        slots = slots.reshape(batch * tiles, width, channels)
+        # As seen from one of them: what all tokens have in common would hide small distances.
+        slots, first = slots - first[:, :1], first - first[:, :1]
         own = (drawn % width).view(tiles, cell_count)  # places in a tile
         own = own.expand(batch, -1, -1).reshape(-1, cell_count)
         squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square_()  # [B * T, P]
         # |x - p|^2 / 2 = |x|^2 / 2 + (|p|^2 / 2 - x . p)
         halves = squares.gather(1, own).unsqueeze(1)
         dots = product(slots, first.transpose(1, 2))
-        nearest = torch.add(halves, dots, alpha=-2).amin(-1).add_(squares).scatter_(1, own, -1.0)
-        if cells.pad is not None:
+        nearest = torch.add(halves, dots, alpha=-2).amin(-1).add_(squares)
+        if cells.pad is not None:  # before those that are chosen already, which come once alone
             pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
-            nearest.masked_fill_(pad, -1.0)
+            nearest.masked_fill_(pad, -torch.finfo(dtype).max)
+        nearest.scatter_(1, own, -torch.inf)
         chosen = torch.cat([own, nearest.topk(count - cell_count, sorted=False).indices], 1)
         if leader is not None and len(leader) == batch > 1:
             chosen = chosen.view(batch, tiles, count).index_select(0, leader).flatten(0, 1)
@@ -140,7 +145,7 @@ def choose_tokens(
         weights.sub_(lacking, alpha=1 / count).add_(1 / count)
         weights = weights.to(x.dtype).scatter_(1, rows, eye.to(x.dtype))
         starts = cached(_starts, tiles, width, x.device)
-        at = cells.order[(chosen.view(batch, tiles, count) + starts).view(batch, -1)]
+        at = cells.order[(chosen.view(batch, tiles, count) + starts).flatten(1)]
     return ChosenTokens(cells, at, weights)
 
 
@@ -204,7 +209,7 @@ def restored(
         weights of the fit are constants.
 
     Raises:
-        ValueError: shapes that don't go together, or `keep` out of its range.
+        ValueError: shapes that don't go together, or a number out of its range.
     """
     try:
         size = tuple(index(side) for side in grid)
@@ -219,16 +224,33 @@ def restored(
     if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
         raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
     tokens = torch.Size(size).numel()
-    if x.dim() != 3 or x.shape[1] != before + tokens + after or not x.is_floating_point():
+    is_tokens = isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point()
+    if not is_tokens or x.shape[1] != before + tokens + after:
+        got = f"{list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else repr(x)
         raise ValueError(
-            f"x: expected floating-point tokens [B, {before + tokens + after}, C], got"
-            f" {list(x.shape)} of {x.dtype}"
+            f"x: expected floating-point tokens [B, {before + tokens + after}, C], got {got}"
         )
+    if draw is not None and not (
+        isinstance(draw, Tensor) and draw.shape == (1,) and draw.dtype == torch.long
+    ):
+        raise ValueError(f"draw: expected a LongTensor [1], got {draw!r}")
+    if not torch.compiler.is_compiling():  # a graph was called without one before
+        checked("tile_size", tile_size)
+        checked("seed", seed)
+
+    def computed(t: Tensor) -> Tensor:
+        y = fn(t)
+        if not isinstance(y, Tensor) or y.dim() != 3 or y.shape[:2] != t.shape[:2]:
+            got = list(y.shape) if isinstance(y, Tensor) else repr(y)
+            batch, count = t.shape[:2]
+            raise ValueError(f"fn: expected [{batch}, {count}, C] for {count} tokens, got {got}")
+        return y
+
     if keep == 1 or tokens < 2:
-        return fn(x)
+        return computed(x)
     cells, count = cells_and_count(size, keep, seed, x.device, tile_size)
     chosen = choose_tokens(x[:, before : before + tokens], cells, count, draw)
-    return restored_by(chosen, fn, x, before)
+    return restored_by(chosen, computed, x, before)
 
 
 def restored_by(

@@ -13,7 +13,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from os import PathLike
@@ -57,6 +57,7 @@ class Merging(Protocol):
     def layers(self) -> Sequence[tuple[nn.Module, MergeHook]]: ...
     @property
     def described(self) -> str: ...
+    def using(self, *, mlp_keep: float, block_keep: float) -> AbstractContextManager[None]: ...
 
 
 @dataclass
@@ -253,13 +254,14 @@ def layers_run(
     handle: Merging, run: Callable[[MergeHook, LayerCall], Any] = lambda _, call: call.run()
 ) -> Iterator[None]:
     """While entered, `run` computes the calls of all layers, unmerged unless it is given, whatever
-    the settings are, and nothing is counted.
+    the settings are. Nothing is restored, and nothing is counted.
     """
     hooks = [hook for _, hook in handle.layers]
     try:
         for hook in hooks:
             hook.instead = partial(run, hook)
-        yield
+        with handle.using(mlp_keep=1, block_keep=1):
+            yield
     finally:
         for hook in hooks:
             hook.instead = None

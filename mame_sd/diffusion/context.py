@@ -38,6 +38,7 @@ class Tokens:
         unknown: why they can't be told in this call, in which then nothing merges.
         references: the sizes of reference images that stand right behind them, in their order; the
             first of what `after` counts.
+        timesteps: whether tokens or frames have each a timestep of its own.
         count: how many tokens the image or video has.
     """
 
@@ -46,6 +47,7 @@ class Tokens:
     after: int | None = 0
     unknown: str = ""
     references: tuple[tuple[int, ...], ...] = ()
+    timesteps: bool = False
     count: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

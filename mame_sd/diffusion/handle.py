@@ -26,6 +26,7 @@ from mame_sd.diffusion.processor import make_config
 from mame_sd.diffusion.restoring import BlockHook, MLPHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
+from mame_sd.layer_rules import means
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
 
 Placed = tuple[nn.Module, LayerHook | PreHook]  # a hook and the module it goes on
@@ -361,6 +362,7 @@ class MaMeHandle:
                 f"layers: expected patterns of layers of {self._kind} such as {self._names[0]!r},"
                 f" got {unknown[0]!r}, which is none of them; handle.report() names them all"
             )
+        self._check_restoring(config)
         if config.references is not None:
             families = (getattr(hook.layer, "family", None) for _, hook in self.layers)
             if not any(family and family.references for family in families):
@@ -369,6 +371,35 @@ class MaMeHandle:
                     " image (Flux Kontext, Flux 2, Qwen-Image-Edit, LongCat-Image-Edit, JoyImage,"
                     f" ...), got {known_as(self._kind)}; leave references out"
                 )
+
+    def _check_restoring(self, config: MaMeConfig) -> None:
+        """Raise ValueError if `config` asks for MLPs or blocks of which none can be restored."""
+        rules = config.layers or {}
+        for name, (kind, noun, none) in _RESTORED.items():
+            asking = [one for one, rule in rules.items() if rule and (rule.get(name) or 1) < 1]
+            if not asking and (getattr(config, name) or 1) == 1:
+                continue
+            hooks = [hook for _, hook in self.restored if hook.stats.kind == kind]
+            able = [hook.stats.name for hook in hooks if not hook.never]
+            if not able:
+                why = next((hook.never for hook in hooks), none)
+                raise ValueError(
+                    f"{name}: expected a model with {noun}s that can be restored, got"
+                    f" {self._kind}: {why}; leave {name} out"
+                )
+            for pattern in asking:
+                if not any(means(pattern, one) for one in able):
+                    raise ValueError(
+                        f"layers: {pattern}: {name}: expected a pattern of {noun}s such as"
+                        f" {able[0]!r}; handle.report() names them all"
+                    )
+
+
+# By setting the kind of layer that is restored, its name in messages, and why a model has none.
+_RESTORED = {
+    "mlp_keep": ("mlp", "MLP", "no MLP of its own is next to a self-attention over the image"),
+    "block_keep": ("block", "block", "no block is around a self-attention over the image"),
+}
 
 
 def _weakly(pipe: Any) -> Callable[[], Any] | None:

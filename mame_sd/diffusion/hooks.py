@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,6 +60,10 @@ class SizeHook(PreHook):
     def read(self, module: nn.Module, call: Call) -> None:
         """Notes how they lie in a call of the module."""
         found = self.tokens_of(module, call)
+        times = (call.get(name) for name in _TIMESTEP)
+        several = any(isinstance(t, Tensor) and t.dim() > 1 and t.shape[1] > 1 for t in times)
+        if several and isinstance(found, Tokens):
+            found = replace(found, timesteps=True)
         self.tokens.value = Tokens((0,), unknown=found) if isinstance(found, str) else found
 
 

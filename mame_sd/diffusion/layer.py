@@ -348,7 +348,12 @@ def _of_some_queries(
         return route.call.run() if route.run is None else route.run()
 
 
-@lru_cache(maxsize=64)
 def of_all_keys(config: MaMeConfig) -> MaMeConfig:
     """Return `config` for layers of any size, whose keys all stay."""
+    make = _of_all_keys  # torch.compile warns of caches
+    return make.__wrapped__(config) if torch.compiler.is_compiling() else make(config)
+
+
+@lru_cache(maxsize=64)
+def _of_all_keys(config: MaMeConfig) -> MaMeConfig:
     return config.replace(keep=1, min_tokens=1)

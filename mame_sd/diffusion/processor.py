@@ -62,11 +62,12 @@ class MaMeAttnProcessor:
         config: a MaMeConfig; None is the measured default.
         inner: the processor that computes attention; None is what diffusers would install on each
             module.
-        fields: fields of MaMeConfig but `references` and `layers`, over those of `config`.
+        fields: fields of MaMeConfig but `references`, `mlp_keep`, `block_keep` and `layers`, over
+            those of `config`.
 
     Raises:
         TypeError: `config` is no MaMeConfig, or `inner` no processor.
-        ValueError: a field is unknown or out of its range, or `references` or `layers` are given.
+        ValueError: a field is unknown or out of its range, or one that a processor can't take.
     """
 
     def __init__(
@@ -78,6 +79,12 @@ class MaMeAttnProcessor:
                 "references: expected none, got"
                 f" {self.config.references!r}: a processor sees no reference images; use apply_mame"
             )
+        for name in ("mlp_keep", "block_keep"):
+            if (share := getattr(self.config, name)) is not None:
+                raise ValueError(
+                    f"{name}: expected none, got {share!r}: a processor sees attention alone; use"
+                    " apply_mame"
+                )
         if self.config.layers is not None:
             raise ValueError(
                 "layers: a processor does not know the names of layers; use apply_mame"

@@ -47,6 +47,9 @@ _HARMLESS = ("group_offloading", "layerwise_casting", "layer_execution_tracker",
 # Arguments of a cross-attention that come one for each of the image's tokens.
 _BY_TOKEN = ("image_rotary_emb", "query_rotary_emb", "rotary_emb", "ip_adapter_masks")
 CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
+SEVERAL = "one self-attention follows another"
+GATED = "a gated self-attention (GLIGEN's fuser) follows another one"
+BY_TOKEN = "its tokens have several timesteps, which a fit on the tokens can't know"
 
 
 class RestoreHook(LayerHook):
@@ -55,9 +58,13 @@ class RestoreHook(LayerHook):
     Args:
         shared, stats, known, number: as for `LayerHook`.
         family: the family of the model.
+
+    Attributes:
+        never: why the module can't be restored in any call; empty if it can.
     """
 
     name = "mame_restore"
+    never = ""
     OTHER = "its tokens are not the image's"
     keep_of: str  # the setting that says how much is computed
 
@@ -82,6 +89,8 @@ class RestoreHook(LayerHook):
         setting = self.setting
         if not setting.active or "keys" not in setting.methods:
             return None
+        if not setting.of_layer:  # a name would be a constant of each compiled block
+            return setting.config
         return setting.of_layer.get(self.stats.name, setting.config)
 
     def choose(self, x: Tensor, config: MaMeConfig, tokens: Tokens) -> ChosenTokens:
@@ -160,7 +169,7 @@ class MLPHook(RestoreHook):
         assert config is not None
         tokens = self.reason(x)
         if isinstance(tokens, Tokens):
-            tokens = self.family.mlps or self.too_few(tokens, x, config) or tokens
+            tokens = self.never or self.too_few(tokens, x, config) or tokens
         if isinstance(tokens, str):
             # The same MLP may take the text in another call, which is no reason of the image's.
             if tokens != self.OTHER or not self.stats.calls:
@@ -209,7 +218,6 @@ class BlockHook(RestoreHook):
     """Computes a block on a few tokens, with the keys of all, and restores the change it makes."""
 
     keep_of = "block_share"
-    several = False  # whether one self-attention of the block follows another
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
@@ -220,15 +228,15 @@ class BlockHook(RestoreHook):
         tokens = self.reason(x)
         if isinstance(tokens, Tokens):
             tokens = (
-                self.family.blocks
-                or ("one self-attention follows another" if self.several else "")
+                self.never
+                or (GATED if _has_fuser(entry.module) else "")
                 or self.too_few(tokens, x, config)
                 or (CACHED if self._is_cached(entry.module) else "")
                 or ("a skip connection" if kwargs.get("skip") is not None else "")
+                or (BY_TOKEN if tokens.timesteps else "")
                 or tokens
             )
         if isinstance(tokens, str):
-            # The same MLP may take the text in another call, which is no reason of the image's.
             if tokens != self.OTHER or not self.stats.calls:
                 count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
                 self.stats.skipped(tokens, count)
@@ -243,7 +251,10 @@ class BlockHook(RestoreHook):
         outputs = [output] if alone else list(output)
         at = [i for i, y in enumerate(outputs) if isinstance(y, Tensor) and y.shape == x.shape]
         if len(at) != 1:
-            self.stats.skipped(f"{len(at)} of its outputs have the shape of its tokens", x.shape[1])
+            reason = f"{len(at)} of its outputs have the shape of its tokens"
+            self.stats.skipped(reason, x.shape[1])
+            if not torch.compiler.is_compiling():  # so that it is not computed twice again
+                self.never = reason
             return entry.inner(*args, **kwargs)
         y = outputs[at[0]]
         change = chosen.take(y[:, start:end]) - chosen.take(image)
@@ -263,6 +274,12 @@ class BlockHook(RestoreHook):
             ):
                 return True
         return False
+
+
+def _has_fuser(block: nn.Module) -> bool:
+    """Return True if a block of GLIGEN attends to boxes behind its self-attention."""
+    fuser = getattr(block, "fuser", None)
+    return fuser is not None and getattr(fuser, "enabled", True)
 
 
 def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:
@@ -307,11 +324,15 @@ def restoring_hooks(
         for name, part, kind in _parts_of(block, modules):
             path = f"{outer}.{name}" if outer else name
             stats = LayerStats(path, hook.stats.device, "mlp")
-            yield path, part, kind(shared, stats, hook.known, number, family)
+            part_hook = kind(shared, stats, hook.known, number, family)
+            part_hook.never = family.mlps
+            yield path, part, part_hook
         if outer:
             stats = LayerStats(outer, hook.stats.device, "block")
             own = BlockHook(shared, stats, hook.known, number, family)
-            own.several = len(paths) > 1 and not family.parallel
+            several = len(paths) > 1 and not family.parallel
+            gated = outer.endswith(".fuser")
+            own.never = family.blocks or (SEVERAL if several else GATED if gated else "")
             yield outer, block, own
 
 
@@ -322,7 +343,7 @@ def _parts_of(
     the kind of hook that goes on them.
     """
     for name, child in block.named_children():
-        kind = type(child).__name__
+        kinds = [kind.__name__ for kind in type(child).__mro__]  # a tool's subclass, too
         if child in attention:
             queries = _at(child, "to_q")
             if queries is not None:
@@ -332,9 +353,11 @@ def _parts_of(
                 if part is not None and not isinstance(part, nn.ModuleList):
                     yield f"{name}.{path}", part, PartHook
                     break
-        elif _MLP.search(kind) and not any(other in name for other in _OTHERS):
+        elif any(map(_MLP.search, kinds)) and not any(other in name for other in _OTHERS):
             yield name, child, MLPHook
-        elif (kind.endswith("Attention") and "audio" not in name) or name in _FUSED:
+        elif name in _FUSED or (
+            any(kind.endswith("Attention") for kind in kinds) and "audio" not in name
+        ):
             yield name, child, PartHook
 
 

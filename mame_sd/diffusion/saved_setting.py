@@ -47,7 +47,8 @@ def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
 
 def uniform(config: MaMeConfig) -> MaMeConfig:
     """`config`, the same in all layers: without settings beside the model's weights."""
-    return config.replace(keep=config.keep, tau=config.tau, layers=None, made_for=None)
+    keys = {} if config.tau is not None else {"keep": config.keep, "mlp_keep": config.mlp_share}
+    return config.replace(**keys, layers=None, made_for=None)
 
 
 @dataclass(frozen=True)

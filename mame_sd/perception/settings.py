@@ -17,6 +17,8 @@ EVERY = 2
 FEWEST = 0.01  # lowest share that a block keeps
 LEAST = 0.5  # lowest mean share: the destinations of a block whose tokens are no grid
 _NO_MEANING = {
+    "mlp_keep": "an encoder's tokens merge, and all that is left go through its MLPs",
+    "block_keep": "an encoder's tokens merge, and all that is left go through its blocks",
     "fit_queries": "an encoder's tokens merge, not its keys alone",
     "tile_size": "all of an image's patches are compared",
     "redraw": "an encoder has no steps",

@@ -59,6 +59,16 @@ core/fit.py: core
     some.shape[1] / beside.shape[1], => 1,
     value=1 / scale) => value=1)
     fitted = fitted.clamp(-HALF_MAX, HALF_MAX) => pass
+core/restore.py: core/test_restore.py
+    slots - first[:, :1], first - first[:, :1] => slots, first
+    if x.dtype != torch.float16 else x / 2) => )
+    nearest.masked_fill_(pad, -torch.finfo(dtype).max) => pass
+    nearest.scatter_(1, own, -torch.inf) => pass
+    alpha=1 / count).add_(1 / count) => alpha=0)
+    .add_(RIDGE) => .add_(0.1)
+    y.clamp(-HALF_MAX, HALF_MAX) => y
+    index_select(0, leader).flatten(0, 1) => flatten(0, 1)
+    weights.to(x.dtype).scatter_(1, rows, eye.to(x.dtype)) => weights.to(x.dtype)
 core/paper.py: core diffusion/test_processor.py
     src).transpose(1, 2)).clamp(-1, 1) => src).transpose(1, 2))
     stays = ~merges.all(0) => stays = ~merges.any(0)
@@ -87,6 +97,17 @@ diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_refe
     stats.skipped(route, layer.count(call, known)) => stats.skipped("", 0)
 diffusion/layer.py: diffusion/test_calls.py
     plans.calls[name] += 1 => pass
+diffusion/restoring.py: diffusion/test_restoring.py test_models.py
+    (GATED if _has_fuser(entry.module) else "") => ""
+    (CACHED if self._is_cached(entry.module) else "") => ""
+    (BY_TOKEN if tokens.timesteps else "") => ""
+    any(kwargs.get(name) is not None for name in _BY_TOKEN) => False
+    if job is not None and job.merges: => if False:
+    if not setting.of_layer: => if False:
+    torch.cat([y[:, :start], restored, y[:, end:]], 1) => y
+diffusion/rows.py: diffusion/test_restoring.py test_models.py
+    rows[:, start : start + self.chosen.tokens_kept] => rows[:, : self.chosen.tokens_kept]
+    or len(t) != len(self.chosen.at) => or False
 diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
     if innermost is None: => if True:
     hook.forget() => hook.name

@@ -273,6 +273,8 @@ def test_refusals_are_one_line() -> None:
         ({"blocks": 2}, "unknown setting 'blocks'"),
         ({"tau": 0.5}, "tau: expected keep alone for the visual tokens"),
         ({"keep": 0.5, "min_tokens": 5}, "min_tokens: expected keep alone"),
+        ({"mlp_keep": 0.5}, "mlp_keep: expected keep alone"),
+        ({"block_keep": 0.5}, "block_keep: expected keep alone"),
         ({"keep": 1.5}, "keep: "),
         ({"keep": 0.5, "tau": 0.5}, "expected tau or keep, got both"),
     ):

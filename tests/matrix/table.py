@@ -29,15 +29,19 @@ def rows_table(first: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def denoisers() -> Iterator[str]:
-    """What merges of every class of diffusers, as the sweep recorded it, and what is refused for
-    which reason.
+    """What merges and is restored of every class of diffusers, as the sweep recorded it, and what
+    is refused for which reason.
     """
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    yield "| class | family | layers that merge | `tau` too | kernels |"
-    yield "|---|---|---|---|---|"
+    yield (
+        "| class | family | layers that merge | `tau` too | kernels | MLPs restored"
+        " | blocks restored |"
+    )
+    yield "|---|---|---|---|---|---|---|"
     for name, found in sorted(record.items()):
         tau = "yes" if found["tau"] else "no"
-        cells = (name, found["family"], layers(found["layers"]), tau, found["kernels"])
+        merging = (name, found["family"], layers(found["layers"]), tau, found["kernels"])
+        cells = (*merging, found["mlp"], found["block"])
         yield f"| {' | '.join(cells)} |"
     yield from ("", "These are refused:", "")
     refused: dict[str, list[str]] = {}

@@ -100,6 +100,8 @@ def test_one_number_for_each_block() -> None:
         ({"prop_attn": "no"}, "prop_attn: expected True, False or None, got 'no'"),
         ({"size": (4, 4)}, "size: expected none"),
         ({"layers": {"*": False}}, "layers: expected none .*: say which blocks merge by blocks="),
+        ({"mlp_keep": 0.5}, "mlp_keep: expected none .*: an encoder's tokens merge"),
+        ({"block_keep": 0.5}, "block_keep: expected none .*: an encoder's tokens merge"),
         ({"fit_queries": 8}, "fit_queries: expected none .*: an encoder's tokens merge"),
         ({"keep": 0.5, "feature": "k"}, "feature: goes with tau"),
         ({"keep": True}, "keep: expected a share above 0 and at most 1, got True"),

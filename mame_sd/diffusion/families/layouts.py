@@ -415,7 +415,8 @@ def _images(places: Tensor) -> list[tuple[int, ...]]:
     """(h, w) of each of the grids, row after row, that (row, column) pairs [L, 2] consist of; one
     (L,) where they don't, or where one has a single row or column.
     """
-    sizes, rest = [], places
+    sizes: list[tuple[int, ...]] = []
+    rest = places
     while len(rest):
         along = torch.arange(len(rest), device=rest.device)
         first_row = (rest == rest[0] + torch.stack([along * 0, along], 1)).all(1)

@@ -108,7 +108,8 @@ BUILT_IN = (
     Family("NucleusMoE", ("NucleusMoEImageTransformer2DModel",), ("Attention.attn",),
            at.in_sequence(at.qwen_image, after=None),
            along(image_rotary_emb=[0, None], attention_mask=-1), mask=True,
-           kept_text="cached_txt_key", joint="last"),
+           kept_text="cached_txt_key", joint="last",
+           blocks="each of its experts picks the tokens that it computes"),
     Family("HiDream", ("HiDreamImageTransformer2DModel",), ("HiDreamAttention.attn1",), at.hidream,
            along(image_rotary_emb=1, hidden_states_masks=1), inputs=("norm_hidden_states",),
            text="norm_encoder_hidden_states", joint="last"),
@@ -161,7 +162,7 @@ BUILT_IN = (
            outside=("text_transformer_blocks",), leaves=("sparse_params",)),
     Family("Kandinsky 6", ("Kandinsky6Transformer3DModel",),
            ("Kandinsky6Attention.self_attention",), at.sides_at(1, 2, 3), along(rotary_emb=0),
-           outside=("audio_dec_block",)),
+           outside=("audio_dec_block",), blocks="its blocks are called part by part"),
     Family("Latte", ("LatteTransformer3DModel",), ("Attention.attn1",), at.sides_at(-2, -1),
            outside=("temporal_transformer_blocks",)),
     # UNets whose attention is not a Transformer2DModel's.

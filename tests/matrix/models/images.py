@@ -341,6 +341,7 @@ CASES = [
         },
         BLC,
         moe_enabled=False,
+        mlp_ratio=16.0,
         capacity_factors=[8.0, 8.0],
     ),
     case(

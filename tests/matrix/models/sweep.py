@@ -19,6 +19,7 @@ from mame_sd.diffusion.families.transformers import family_of
 from tests.matrix import backends
 from tests.matrix.models.case import Case
 from tests.matrix.models.registry import CASES
+from tests.matrix.models.restored import SETTINGS, restored_of
 
 RECORD = Path(__file__).parent / "sweep.json"
 ROOMS = ("models.transformers", "models.unets", "models.controlnets", "diffusion_decoder")
@@ -40,9 +41,10 @@ def classes() -> set[str]:
 
 
 def outcome(case: Case, model: nn.Module) -> dict[str, Any]:
-    """What merging does there: by `keep` to half of the keys, and whether `tau` merges the same
-    layers. `keep` stays on.
+    """What merging does there: by `keep` to half of the keys, whether `tau` merges the same layers,
+    and how many MLPs and blocks are restored. `keep` stays on.
     """
+    restored = {kind: restored_of(case, model, kind) for kind in SETTINGS}
     handle = apply_mame(model, keep=0.5, min_tokens=1)
     found: dict[str, Any] = {}
     with torch.no_grad():
@@ -64,7 +66,7 @@ def outcome(case: Case, model: nn.Module) -> dict[str, Any]:
     handle.reset()
     families = {family.name for family in map(family_of, model.modules()) if family is not None}
     found["family"] = ", ".join(sorted(families))
-    return found
+    return found | restored
 
 
 def kernels_of(case: Case, model: nn.Module) -> str:

@@ -1,0 +1,305 @@
+"""`mame_sd.core.restore`: the loop in every precision, size and share, and what a fit must never
+do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mame_sd.core import restore
+from mame_sd.core.merge import DRAWS
+from mame_sd.core.restore import cells_and_count, choose_tokens, restored
+from tests import oracle
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+# Shares that choose one drawn token and one other, some, and nearly all.
+CASES = [
+    ((5, 7), 0.25, 32),
+    ((33, 31), 0.02, 32),
+    ((40, 56), 0.02, 32),
+    ((12, 16), 0.25, 5),
+    ((11, 13), 0.9, 4),
+    ((3, 6, 9), 0.125, 32),
+    ((3, 6, 9), 0.25, 8),
+    ((1, 50), 0.25, 4),
+    ((37,), 0.25, 3),
+    ((2, 1), 0.5, 32),
+    ((6, 6), 0.99, 32),
+    ((7, 9), 1e-6, 0),
+]
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    """Tokens of a few kinds, each with noise of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    *rest, channels = shape
+    centres = torch.randn(5, channels, generator=generator, dtype=torch.float64)
+    kind = torch.randint(0, 5, rest, generator=generator)
+    noise = torch.randn(*shape, generator=generator, dtype=torch.float64)
+    return (centres[kind] + 0.5 * noise).to(dtype)
+
+
+def mlp(dtype: torch.dtype = torch.float64, channels: int = 6) -> Callable[[Tensor], Tensor]:
+    """Return a function of tokens [.., C] to [.., 3]."""
+    generator = torch.Generator().manual_seed(1)
+    up, down = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) / shape[0] ** 0.5
+        for shape in ((channels, 8), (8, 3))
+    )
+    return lambda t: torch.nn.functional.gelu(t @ up) @ down
+
+
+def tiles_of(size: tuple[int, ...], tile_size: int) -> list[list[int]]:
+    """Return the positions of the tokens of each tile, as the oracle cuts them.
+
+    A video is cut as a plane whose rows are t frames of h rows, each row's frames together.
+    """
+    if len(size) == 1:
+        of_plane = oracle.tiles_of(1, size[0], tile_size)
+    elif len(size) == 2:
+        of_plane = oracle.tiles_of(*size, tile_size)
+    else:
+        t, h, w = size
+        plane = oracle.tiles_of(h * t, w, tile_size)
+        of_plane = [
+            plane[(y * t + f) * w + x] for f in range(t) for y in range(h) for x in range(w)
+        ]
+    tiles: dict[tuple[int, int], list[int]] = {}
+    for token, tile in enumerate(of_plane):
+        tiles.setdefault(tile, []).append(token)
+    return [tiles[tile] for tile in sorted(tiles)]
+
+
+def by_loop(
+    fn: Callable[[Tensor], Tensor],
+    x: Tensor,
+    size: tuple[int, ...],
+    keep: float,
+    tile_size: int = 32,
+    draw: int = 0,
+    seed: int = 0,
+    leader: list[int] | None = None,
+) -> tuple[Tensor, list[list[int]]]:
+    """Return the oracle's output for the image's tokens x [B, L, C], and the chosen tokens."""
+    cells, count = cells_and_count(size, keep, seed, x.device, tile_size)
+    drawn = cells.order[cells.dst[draw]].view(cells.tiles, cells.m).tolist()
+    tiles = tiles_of(size, tile_size)
+    where = {token: number for number, tile in enumerate(tiles) for token in tile}
+    tiles = [tiles[where[own[0]]] for own in drawn]  # in the library's order
+    assert sorted(token for tile in tiles for token in tile) == list(range(math.prod(size)))
+    return oracle.restored(fn, x, tiles, drawn, count, leader)
+
+
+@pytest.mark.parametrize(("size", "keep", "tile_size"), CASES, ids=str)
+def test_values_and_choice_equal_the_loop(
+    size: tuple[int, ...], keep: float, tile_size: int
+) -> None:
+    x, fn = tokens(2, math.prod(size), 6), mlp()
+    want, places = by_loop(fn, x, size, keep, tile_size)
+    found = restored(fn, x, size, keep, tile_size=tile_size)
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+    cells, count = cells_and_count(size, keep, 0, x.device, tile_size)
+    chosen = choose_tokens(x, cells, count)
+    at = chosen.at.tolist()
+    assert [sorted({*row}) for row in at] == [sorted(row) for row in places]
+    # A tile with fewer tokens than are chosen repeats some.
+    assert cells.pad is not None or len({*at[0]}) == chosen.tokens_kept
+    torch.testing.assert_close(chosen.take(found), fn(chosen.take(x)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("before", "after"), [(3, 4), (0, 2)])
+def test_every_dtype_equals_the_loop_around_text(
+    dtype: torch.dtype, before: int, after: int
+) -> None:
+    size, keep = (9, 14), 0.25
+    x, fn = tokens(2, before + 126 + after, 6, dtype=dtype), mlp(dtype)
+    found = restored(fn, x, size, keep, before, after, tile_size=7)
+    assert found.dtype == dtype
+    image = slice(before, before + 126)
+    want = fn(x).double()
+    want[:, image], _ = by_loop(mlp(), x[:, image], size, keep, 7)
+    torch.testing.assert_close(found.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    text = torch.cat([t[:, n] for t in (x,) for n in (slice(before), slice(image.stop, None))], 1)
+    torch.testing.assert_close(torch.cat([found[:, :before], found[:, image.stop :]], 1), fn(text))
+
+
+def test_gradients_reach_the_function_alone() -> None:
+    """The loop's: neither the choice nor the weights of the fit have a gradient."""
+    x = tokens(2, 63, 6).requires_grad_()
+    scale = torch.ones(6, dtype=torch.float64, requires_grad=True)
+    fn = mlp()
+    upstream = tokens(2, 63, 3, seed=2)
+    outputs = (
+        restored(lambda t: fn(t * scale), x, (7, 9), 0.25),
+        by_loop(lambda t: fn(t * scale), x, (7, 9), 0.25)[0],
+    )
+    found, want = (torch.autograd.grad((y * upstream).sum(), (x, scale)) for y in outputs)
+    torch.testing.assert_close(found, want)
+    assert int(found[0].any(-1).sum()) == 2 * round(0.25 * 63)
+
+
+def test_draws_seeds_and_leaders_choose_as_the_loop_does() -> None:
+    x, fn, size = tokens(2, 63, 6), mlp(), (7, 9)
+    plain = restored(fn, x, size, 0.25)
+    for how in ({"draw": 7}, {"draw": DRAWS - 1, "seed": 3}):
+        given: dict[str, Any] = {**how, "draw": torch.tensor([how["draw"]])}
+        found = restored(fn, x, size, 0.25, **given)
+        torch.testing.assert_close(found, by_loop(fn, x, size, 0.25, **how)[0])
+        assert not torch.allclose(found, plain)
+    cells, count = cells_and_count(size, 0.25, 0, x.device)
+    chosen = choose_tokens(x, cells, count, leader=torch.tensor([1, 1]))
+    assert torch.equal(chosen.at[0], chosen.at[1])
+    want, _ = by_loop(fn, x, size, 0.25, leader=[1, 1])
+    torch.testing.assert_close(chosen.restore(fn(chosen.take(x))), want)
+
+
+def test_a_fit_is_nearer_than_a_copy_of_the_nearest() -> None:
+    """On a function that is smooth along the tokens, by a factor of three."""
+    line = torch.linspace(0, 3, 256, dtype=torch.float64).view(1, 256, 1)
+    x = torch.cat([line.sin(), line.cos(), (2 * line).sin()], -1)
+    fn = mlp(channels=3)
+    cells, count = cells_and_count((16, 16), 0.125, 0, x.device)
+    chosen = choose_tokens(x, cells, count)
+    nearest = torch.cdist(x, chosen.take(x)).argmin(-1)
+    copied = fn(chosen.take(x))[0, nearest[0]]
+    fitted = chosen.restore(fn(chosen.take(x)))[0]
+    exact = fn(x)[0]
+    assert (fitted - exact).norm() < 0.33 * (copied - exact).norm()
+
+
+def test_samples_do_not_depend_on_their_batch() -> None:
+    x, fn = tokens(3, 15 * 17, 6, dtype=torch.float32), mlp(torch.float32)
+    every = restored(fn, x, (15, 17), tile_size=8)
+    for number in range(3):
+        one = restored(fn, x[number : number + 1], (15, 17), tile_size=8)
+        torch.testing.assert_close(one, every[number : number + 1])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_stays_in_its_tile(bad: float) -> None:
+    x, fn = tokens(2, 256, 6, dtype=torch.float32), mlp(torch.float32)
+    want = restored(fn, x, (16, 16), tile_size=8)
+    x[0, 3] = bad
+    found = restored(fn, x, (16, 16), tile_size=8)
+    torch.testing.assert_close(found[1], want[1])
+    tile = torch.zeros(16, 16).bool()
+    tile[:8, :8] = True
+    torch.testing.assert_close(found[0][~tile.flatten()], want[0][~tile.flatten()])
+    assert not found[0, 3].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 1.0, 100.0])
+@pytest.mark.parametrize("noise", [0.0, 1e-5, 1e-3])
+def test_equal_and_nearly_equal_tokens_stay_bounded(
+    noise: float, offset: float, dtype: torch.dtype
+) -> None:
+    """The output of a constant image is that of its tokens, however the distances are rounded."""
+    x = offset + noise * tokens(1, 1024, 64)
+    fn = mlp(torch.float64, 64)
+    exact = fn(x)
+    found = restored(lambda t: fn(t.double()).to(dtype), x.to(dtype), (32, 32)).double()
+    least = 4 * torch.finfo(dtype).eps * (1 + exact.abs().amax())
+    apart = (fn(x.to(dtype).double()) - exact.mean(1, keepdim=True)).abs().amax()
+    assert (found - exact).abs().amax() <= least + 6 * apart
+
+
+def test_weights_stay_bounded_where_half_of_the_tokens_are_equal() -> None:
+    x = tokens(2, 1024, 16, dtype=torch.float32)
+    x[:, 512:] = x[:, :1]
+    cells, count = cells_and_count((32, 32), 0.25, 0, x.device)
+    weights = choose_tokens(x, cells, count).weights
+    assert weights.isfinite().all()
+    assert weights.abs().sum(-1).amax() < 10
+    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
+
+
+def test_large_halves_do_not_overflow() -> None:
+    x = (3e4 * tokens(2, 256, 64).clamp(-2, 2)).half()
+    found = restored(lambda t: t, x, (16, 16), 0.25)
+    assert found.isfinite().all()
+    assert found.abs().amax() > 3e4
+
+
+def test_fewer_tokens_than_are_drawn_are_all_computed() -> None:
+    for size in ((1, 1), (1, 2), (2,), (1, 1, 3)):
+        x, fn = tokens(2, math.prod(size), 6), mlp()
+        torch.testing.assert_close(restored(fn, x, size, 0.99), fn(x))
+    assert restored(mlp(), tokens(0, 63, 6), (7, 9)).shape == (0, 63, 3)
+
+
+def test_all_tokens_are_computed_at_a_keep_of_1() -> None:
+    x, fn = tokens(2, 63, 6), mlp()
+    assert torch.equal(restored(fn, x, (7, 9), 1), fn(x))
+
+
+def test_autocast_leaves_the_fit_in_full_precision() -> None:
+    x, fn = tokens(1, 256, 6, dtype=torch.float32), mlp(torch.float32)
+    want = restored(fn, x, (16, 16))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = restored(lambda t: fn(t.double().float()).float(), x, (16, 16))
+    torch.testing.assert_close(found.float(), want, rtol=3e-2, atol=3e-2)
+
+
+def test_one_graph_gives_the_same() -> None:
+    x, fn = tokens(2, 3 + 225, 6, dtype=torch.float32), mlp(torch.float32)
+
+    def call(x: Tensor, draw: Tensor) -> Tensor:
+        return restored(fn, x, (15, 15), 0.25, 3, draw=draw, tile_size=8)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for number in (0, 5):
+        draw = torch.tensor([number])
+        torch.testing.assert_close(compiled(x, draw), call(x, draw))
+
+
+X = torch.zeros(2, 63, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"grid": (0, 9)}, "grid, before, after: expected"),
+        ({"grid": (7.0, 9)}, "grid, before, after: expected"),
+        ({"grid": 63}, "grid, before, after: expected"),
+        ({"grid": (1, 1, 7, 9)}, "grid, before, after: expected"),
+        ({"grid": ()}, "grid, before, after: expected"),
+        ({"before": -1, "after": 1}, "grid, before, after: expected"),
+        ({"before": "1"}, "grid, before, after: expected"),
+        ({"keep": 0}, "keep: expected a share above 0 and at most 1, got 0"),
+        ({"keep": 1.5}, "keep: expected"),
+        ({"keep": math.nan}, "keep: expected"),
+        ({"keep": True}, "keep: expected"),
+        ({"keep": "half"}, "keep: expected"),
+        ({"grid": (7, 8)}, r"x: expected floating-point tokens \[B, 56, C\], got \[2, 63, 4\]"),
+        ({"after": 1}, r"x: expected floating-point tokens \[B, 64, C\]"),
+        ({"x": X[0]}, "x: expected floating-point tokens"),
+        ({"x": X.long()}, "x: expected floating-point tokens"),
+        ({"x": [1.0]}, "x: expected floating-point tokens"),
+        ({"draw": 3}, r"draw: expected a LongTensor \[1\], got 3"),
+        ({"draw": torch.tensor([1, 2])}, r"draw: expected a LongTensor \[1\]"),
+        ({"draw": torch.tensor([0.5])}, r"draw: expected a LongTensor \[1\]"),
+        ({"tile_size": 1}, "tile_size: expected 0 for no tiles, or a side of 2"),
+        ({"tile_size": -3}, "tile_size: expected"),
+        ({"seed": -1}, "seed: expected a whole number from 0"),
+        ({"fn": lambda t: t[:, :2]}, r"fn: expected \[2, 8, C\] for 8 tokens, got \[2, 2, 4\]"),
+        ({"fn": lambda t: None}, r"fn: expected \[2, 8, C\] for 8 tokens, got None"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(given: dict[str, Any], message: str) -> None:
+    call: dict[str, Any] = {"fn": lambda t: t, "x": X, "grid": (7, 9), **given}
+    with pytest.raises(ValueError, match=message) as caught:
+        restored(**call)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_constants_are_the_loops() -> None:
+    assert (restore.BANDWIDTH, restore.RIDGE) == (oracle.BANDWIDTH, oracle.KERNEL_RIDGE)

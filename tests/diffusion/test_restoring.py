@@ -1,0 +1,496 @@
+"""MLPs and blocks that are restored (`mlp_keep`, `block_keep`), beside all else that changes a
+model: what is computed is exact, or the module is left alone for a reason that the report gives.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_module
+from diffusers import Transformer2DModel
+from diffusers.hooks import FirstBlockCacheConfig, apply_group_offloading
+from diffusers.models.attention import FeedForward
+from optimum.quanto import freeze, qint8, quantize
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from mame_sd import MaMeAttnProcessor, MaMeHandle, apply_mame, remove_mame
+from mame_sd.diffusion.restoring import BY_TOKEN, CACHED, GATED, SEVERAL, MLPHook
+from tests.builders.caches import PYRAMID, faster, one_run
+from tests.builders.pipelines import once
+from tests.builders.tiny import (
+    one_level_unet,
+    run_unet,
+    seeded,
+    tiny_pipeline,
+    tiny_unet,
+    unet_inputs,
+)
+from tests.builders.transformers import TEXT, run
+from tests.matrix.features import load_ip_adapter
+from tests.matrix.models.registry import MODELS
+from tests.matrix.models.restored import SETTINGS, Restored, restoring
+
+KINDS = [*SETTINGS]
+
+
+def restored(model: Any, kind: str, **fields: Any) -> MaMeHandle:
+    """Apply restoring to a quarter of the tokens, keys unmerged."""
+    return apply_mame(model, **{"keep": 1, "min_tokens": 1, SETTINGS[kind]: 0.25, **fields})
+
+
+def checked(handle: MaMeHandle, forward: Callable[[], Any]) -> list[Restored]:
+    """Return the calls of a forward that are restored, each of which is exact."""
+    with torch.no_grad(), restoring(handle) as calls:
+        forward()
+    for call in calls:
+        call.check()
+    return calls
+
+
+def reasons(handle: MaMeHandle, kind: str) -> set[str]:
+    """Return why modules of a kind were left alone, "" for those that were restored."""
+    stats = [hook.stats for _, hook in handle.restored if hook.stats.kind == kind]
+    return {one.last_reason or "" for one in stats}
+
+
+def feed_forwards(model: nn.Module) -> list[FeedForward]:
+    return [module for module in model.modules() if isinstance(module, FeedForward)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_removal_is_exact_and_the_report_counts_each_layer(kind: str) -> None:
+    unet = tiny_unet()
+    before = run_unet(unet)
+    handle = restored(unet, kind)
+    assert len(checked(handle, lambda: run_unet(unet))) == 7
+    layers = [layer for layer in handle.report().layers if layer.kind == kind]
+    assert len(layers) == 7
+    assert {layer.share for layer in layers} == {0.25}
+    assert not torch.equal(run_unet(unet), before)
+    handle.active = False
+    assert torch.equal(run_unet(unet), before)
+    handle.active = True
+    handle.remove()
+    assert torch.equal(run_unet(unet), before)
+    assert all("forward" not in vars(module) for module in unet.modules())
+
+
+@pytest.mark.filterwarnings("ignore:.*no layer merges")
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_tokens_are_computed_at_a_share_of_1(kind: str) -> None:
+    unet = tiny_unet()
+    before = run_unet(unet)
+    apply_mame(unet, **{"keep": 1, "min_tokens": 1, SETTINGS[kind]: 1})
+    assert torch.equal(run_unet(unet), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rules_name_mlps_and_blocks(kind: str) -> None:
+    unet = tiny_unet()
+    path = "mid_block.attentions.0.transformer_blocks.0" + (".ff" if kind == "mlp" else "")
+    rules = {path: {SETTINGS[kind]: 0.5}, "up_blocks.*": False}
+    handle = restored(unet, kind, layers=rules)
+    calls = {call.hook.stats.name: call for call in checked(handle, lambda: run_unet(unet))}
+    assert {name.partition(".")[0] for name in calls} == {"down_blocks", "mid_block"}
+    shares = {name: call.chosen.tokens_kept / call.chosen.tokens_in for name, call in calls.items()}
+    assert {share for name, share in shares.items() if name != path} == {0.25}
+    assert shares[path] == 0.5
+    for pattern in ("*.attn1", "*.attn2" if kind == "mlp" else "*.attn1"):
+        with pytest.raises(ValueError, match=r"^layers: "):
+            restored(unet, kind, layers={pattern: {SETTINGS[kind]: 0.5}})
+
+
+@pytest.mark.parametrize(
+    "name", ["UNet2DConditionModel", "SD3Transformer2DModel", "FluxTransformer2DModel"]
+)
+def test_keys_merge_in_restored_blocks(name: str) -> None:
+    model, inputs = MODELS[name].build(), MODELS[name].inputs()
+    handle = restored(model, "block", keep=0.5, mlp_keep=0.25)
+    calls = checked(handle, lambda: run(inputs, model))
+    layers = handle.report().layers
+    assert {layer.kind for layer in layers if layer.merged} == {"attention", "block"}
+    assert len(calls) == sum(layer.kind == "block" for layer in layers)
+
+
+# ------------------------------------------------------------ what can't act
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "why"),
+    [
+        ("UNet2DModel", "mlp_keep", "no MLP of its own is next to"),
+        ("UNet2DModel", "block_keep", "no block is around"),
+        ("PRXTransformer2DModel", "mlp_keep", "no MLP of its own"),
+        ("ErnieImageTransformer2DModel", "block_keep", "its blocks take tokens before samples"),
+        ("CosmosTransformer3DModel", "block_keep", "its blocks add positions"),
+        ("Kandinsky6Transformer3DModel", "block_keep", "its blocks are called part by part"),
+    ],
+)
+def test_settings_that_can_not_act_are_one_line(name: str, field: str, why: str) -> None:
+    model = MODELS[name].build()
+    for fields in ({field: 0.25}, {"layers": {"*": {field: 0.25}}}):
+        with pytest.raises(ValueError, match=rf"^{field}: expected .* got {name}: {why}.*") as one:
+            apply_mame(model, **fields)
+        assert "\n" not in str(one.value)
+    handle = apply_mame(model, keep=0.5)
+    with pytest.raises(ValueError, match=f"^{field}: "):
+        handle.set(**{field: 0.25})
+    with pytest.raises(ValueError, match=f"^{field}: "), handle.using(**{field: 0.25}):
+        pass
+    apply_mame(model, **{field: 1})
+
+
+@pytest.mark.parametrize("field", SETTINGS.values())
+def test_a_processor_takes_no_setting_of_restoring(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{field}: expected none, got 0.25: .* use apply_mame"):
+        MaMeAttnProcessor(**{field: 0.25})
+
+
+# --------------------------------------------------------------------- masks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("QwenImageTransformer2DModel", "encoder_hidden_states_mask"),
+        ("HunyuanVideoTransformer3DModel", "encoder_attention_mask"),
+        ("Lumina2Transformer2DModel", "encoder_attention_mask"),
+        ("OmniGenTransformer2DModel", "attention_mask"),
+    ],
+)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_of_the_text(name: str, mask: str, kind: str, side: str) -> None:
+    model, inputs = MODELS[name].build(), MODELS[name].inputs()
+    seen = torch.ones_like(torch.as_tensor(inputs.get(mask, torch.ones(2, TEXT))))
+    if seen.dim() == 2:
+        seen[:, : TEXT - 4] = side == "right"
+        seen[:, 4:TEXT] = side == "left"
+        inputs[mask] = seen
+    assert checked(restored(model, kind), lambda: run(inputs, model))
+
+
+def test_a_mask_over_the_images_tokens() -> None:
+    """The self-attention of a block then answers all queries, and the block is still exact."""
+    unet = one_level_unet()
+    mask = torch.ones(2, 256)
+    mask[:, 100:130] = 0
+    inputs = {**unet_inputs(unet), "attention_mask": mask}
+    assert len(checked(restored(unet, "block"), lambda: unet(**inputs))) == 2
+
+
+# ------------------------------------------------ modules that others changed
+
+
+class OwnMLP(FeedForward):
+    """A tool's subclass, whose name says nothing."""
+
+
+class Odd(OwnMLP):
+    """A subclass of the subclass."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_subclassed_and_wrapped_feed_forwards(kind: str) -> None:
+    unet = one_level_unet()
+    first, second = feed_forwards(unet)
+    first.__class__ = Odd
+    inner = second.forward
+    second.forward = lambda *args, **kwargs: 2 * inner(*args, **kwargs)
+    wrapped = run_unet(unet)
+    handle = restored(unet, kind)
+    assert len(checked(handle, lambda: run_unet(unet))) == 2
+    outer = first.forward
+    first.forward = lambda *args, **kwargs: 2 * outer(*args, **kwargs)
+    assert len(checked(handle, lambda: run_unet(unet))) == 2
+    handle.remove()
+    del first.forward
+    assert torch.equal(run_unet(unet), wrapped)
+
+
+TARGETS = ["ff.net.0.proj", "ff.net.2", "to_out.0", "to_q"]
+
+
+def add_lora(unet: Any) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        unet.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=TARGETS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lora_on_mlps_added_before_and_after(kind: str) -> None:
+    unet = one_level_unet()
+    before = run_unet(unet)
+    handle = restored(unet, kind)
+    without = run_unet(unet)
+    add_lora(unet)
+    assert len(checked(handle, lambda: run_unet(unet))) == 2
+    assert not torch.equal(run_unet(unet), without)
+    unet.delete_adapters("default")
+    assert torch.equal(run_unet(unet), without)
+    add_lora(unet)
+    handle = restored(unet, kind)
+    assert len(checked(handle, lambda: run_unet(unet))) == 2
+    unet.delete_adapters("default")
+    assert len(checked(handle, lambda: run_unet(unet))) == 2
+    handle.remove()
+    assert torch.equal(run_unet(unet), before)
+
+
+@pytest.mark.parametrize("first", ["quantised", "restored"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_linears(kind: str, first: str) -> None:
+    unet = one_level_unet()
+    handle = restored(unet, kind) if first == "restored" else None
+    quantize(unet, weights=qint8)
+    freeze(unet)
+    handle = handle or restored(unet, kind)
+    assert len(checked(handle, lambda: run_unet(unet))) == 2
+
+
+@pytest.mark.parametrize("first", ["offloaded", "restored"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_offloaded_linears(kind: str, first: str) -> None:
+    unet = one_level_unet()
+    want = run_unet(unet)
+    handle = restored(unet, kind) if first == "restored" else None
+    cpu_offload(unet, torch.device("cpu"))
+    handle = handle or restored(unet, kind)
+    assert len(checked(handle, lambda: run_unet(unet))) == 2
+    remove_mame(unet)
+    assert torch.equal(run_unet(unet), want)
+    remove_hook_from_module(unet, recurse=True)
+    assert torch.equal(run_unet(unet), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_group_offloading(kind: str) -> None:
+    model, inputs = (
+        MODELS["WanTransformer3DModel"].build(),
+        MODELS["WanTransformer3DModel"].inputs(),
+    )
+    handle = restored(model, kind)
+    cpu = torch.device("cpu")
+    apply_group_offloading(model, cpu, cpu, offload_type="leaf_level")
+    assert len(checked(handle, lambda: run(inputs, model))) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*no layer merges")
+def test_a_chunked_feed_forward_is_left_alone() -> None:
+    unet = one_level_unet()
+    for module in unet.modules():
+        if hasattr(module, "set_chunk_feed_forward"):
+            module.set_chunk_feed_forward(64, dim=1)
+    want = run_unet(unet)
+    handle = restored(unet, "mlp")
+    assert not checked(handle, lambda: run_unet(unet))
+    assert reasons(handle, "mlp") == {MLPHook.OTHER}
+    assert torch.equal(run_unet(unet), want)
+    assert len(checked(restored(unet, "block"), lambda: run_unet(unet))) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_give_the_same_gradients(kind: str) -> None:
+    found = []
+    for checkpoints in (False, True):
+        unet = one_level_unet().train()
+        restored(unet, kind, redraw=False)
+        if checkpoints:
+            unet.enable_gradient_checkpointing()
+        unet(**unet_inputs(unet)).sample.square().mean().backward()
+        found.append([p.grad for p in unet.parameters()])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.*no layer merges")
+def test_a_block_with_a_timestep_for_each_token_is_left_alone() -> None:
+    """Wan 2.2 TI2V: the first frame's timestep is 0. An MLP's input is modulated already."""
+    case = MODELS["WanTransformer3DModel"]
+    model, inputs = case.build(), case.inputs()
+    count = 3 * 8 * 12
+    inputs["timestep"] = inputs["timestep"][:, None].repeat(1, count)
+    inputs["timestep"][:, : count // 3] = 0
+    assert len(checked(restored(model, "mlp"), lambda: run(inputs, model))) == 2
+    handle = restored(model, "block")
+    assert not checked(handle, lambda: run(inputs, model))
+    assert reasons(handle, "block") == {BY_TOKEN}
+
+
+# -------------------------------------------------------------------- caches
+
+
+@pytest.mark.filterwarnings("ignore:.*no layer merges")
+@pytest.mark.filterwarnings("ignore:.*no layer merges")
+@pytest.mark.parametrize("cache", [PYRAMID, faster(distilled=True)], ids=lambda cache: cache.name)
+@pytest.mark.parametrize("first", ["cache", "restoring"])
+def test_a_block_with_cached_attention_is_left_alone(cache: Any, first: str) -> None:
+    case = MODELS["SD3Transformer2DModel"]
+    model, inputs = case.build(), case.inputs()
+    inputs["timestep"] = torch.full((2,), 900.0)  # at which these caches compute
+    handle = restored(model, "block") if first == "restoring" else None
+    cache.enable(model)
+    handle = handle or restored(model, "block")
+    with one_run(model):
+        run(inputs, model)
+    assert reasons(handle, "block") == {CACHED}
+    cache.disable(model)
+    assert len(checked(handle, lambda: run(inputs, model))) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_around_blocks_keeps_restored_outputs(kind: str) -> None:
+    case = MODELS["FluxTransformer2DModel"]
+    model, inputs = case.build(), case.inputs()
+    model.enable_cache(FirstBlockCacheConfig(threshold=1e9))
+    handle = restored(model, kind)
+    counts = []
+    with model.cache_context("run"):
+        for _ in range(2):
+            run(inputs, model)
+            counts.append(sum(one.merged for one in handle.report().layers if one.kind == kind))
+            handle.reset()
+    every = {"mlp": 2, "block": 4}[kind]
+    assert counts == [every, 1]
+
+
+# ---------------------------------------------------- blocks of several parts
+
+
+@pytest.mark.filterwarnings("ignore:.*no layer merges")
+def test_blocks_with_a_gated_self_attention_are_left_alone_while_it_is_on() -> None:
+    unet = one_level_unet(attention_type="gated", cross_attention_dim=16)
+    generator = torch.Generator().manual_seed(0)
+    boxes = {
+        "boxes": torch.rand(2, 3, 4, generator=generator),
+        "positive_embeddings": torch.randn(2, 3, 16, generator=generator),
+        "masks": torch.ones(2, 3),
+    }
+    given = {"cross_attention_kwargs": {"gligen": boxes}}
+    handle = restored(unet, "block")
+
+    def blocks(**more: Any) -> set[str]:
+        calls = checked(handle, lambda: unet(**unet_inputs(unet), **more))
+        return {call.hook.stats.name.rpartition(".")[2] for call in calls}
+
+    assert blocks(**given) == set()
+    assert reasons(handle, "block") == {GATED}
+    for module in unet.modules():
+        if hasattr(module, "fuser"):
+            module.fuser.enabled = False
+    assert blocks(**given) == {"0", "1"}
+
+
+def test_double_self_attention_is_left_alone() -> None:
+    model = seeded(
+        Transformer2DModel, 0, num_attention_heads=2, attention_head_dim=8, in_channels=8,
+        norm_num_groups=4, double_self_attention=True,
+    )  # fmt: skip
+    x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=f"^block_keep: .*: {SEVERAL}"):
+        restored(model, "block")
+    assert len(checked(restored(model, "mlp"), lambda: model(x))) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_ip_adapter_with_masks(kind: str) -> None:
+    pipe = tiny_pipeline()
+    load_ip_adapter(pipe)
+    image = torch.randn(2, 1, 16, generator=torch.Generator().manual_seed(1))
+    masks = torch.zeros(1, 1, 32, 32)
+    masks[..., :16] = 1
+    handle = restored(pipe, kind)
+
+    def forward() -> Tensor:
+        return once(
+            pipe,
+            ip_adapter_image_embeds=[image],
+            cross_attention_kwargs={"ip_adapter_masks": [masks]},
+        )
+
+    assert len(checked(handle, forward)) == 7
+
+
+# --------------------------------------------------------------- hard inputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_constant_images_and_samples_that_are_not_finite(kind: str) -> None:
+    unet = tiny_unet()
+    inputs = unet_inputs(unet)
+    flat = {**inputs, "sample": torch.ones_like(inputs["sample"])}
+    with torch.no_grad():
+        want = unet(**flat).sample
+        handle = restored(unet, kind, share_guidance_plan=False)
+        found = unet(**flat).sample
+        assert (found - want).abs().amax() < 0.5 * want.abs().amax()
+        clean = unet(**inputs).sample
+        inputs["sample"] = inputs["sample"].clone()
+        inputs["sample"][0] = torch.nan
+        broken = unet(**inputs).sample
+    assert broken[0].isnan().all()
+    torch.testing.assert_close(broken[1], clean[1])
+    handle.remove()
+
+
+# ----------------------------------------------------- threads, copies, graphs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_of_a_thread_are_its_own(kind: str) -> None:
+    unet = one_level_unet()
+    plain = run_unet(unet)
+    handle = apply_mame(unet, keep=1, min_tokens=1)
+    with handle.using(**{SETTINGS[kind]: 0.25}):
+        quarter = run_unet(unet)
+        with ThreadPoolExecutor(1) as pool:
+            assert torch.equal(pool.submit(run_unet, unet).result(), plain)
+    assert not torch.equal(quarter, plain)
+    assert torch.equal(run_unet(unet), plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_restore_with_their_own_weights(kind: str) -> None:
+    unet = one_level_unet()
+    restored(unet, kind)
+    want = run_unet(unet)
+    file = io.BytesIO()
+    torch.save(unet, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(unet), torch.load(file, weights_only=False)):
+        assert torch.equal(run_unet(twin), want)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.mul_(1.1)
+        assert not torch.equal(run_unet(twin), want)
+        assert torch.equal(run_unet(unet), want)
+
+
+@contextmanager
+def fresh_graphs() -> Iterator[Any]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield torch._dynamo.utils.counters["stats"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("kind", "blocks", "graphs"), [("mlp", 1, 1), ("block", 3, 2)])
+def test_repeated_blocks_compile_once(kind: str, blocks: int, graphs: int) -> None:
+    """As often as without hooks: the first block's input has other strides."""
+    unet = one_level_unet(transformer_layers_per_block=blocks)
+    handle = restored(unet, kind)
+    want = run_unet(unet)
+    with fresh_graphs() as counted:
+        unet.compile_repeated_blocks(fullgraph=True, backend="eager")
+        torch.testing.assert_close(run_unet(unet), want)
+        assert counted["unique_graphs"] == graphs
+    assert reasons(handle, kind) == {""}

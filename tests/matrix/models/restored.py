@@ -1,0 +1,132 @@
+"""What is restored in a tiny model, and that it is exact: a restored MLP or block gives what it
+gives without restoring for the chosen tokens and for those that are not the image's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from mame_sd import MaMeHandle, apply_mame
+from mame_sd.core.restore import ChosenTokens
+from mame_sd.diffusion.layer import Entry
+from mame_sd.diffusion.restoring import BlockHook, MLPHook, RestoreHook
+from mame_sd.diffusion.rows import running_rows
+from tests.matrix.models.case import Case
+
+SETTINGS = {"mlp": "mlp_keep", "block": "block_keep"}
+
+
+@dataclass(eq=False)
+class Restored:
+    """One call that was restored.
+
+    Attributes:
+        hook: the hook of the module.
+        chosen: the chosen tokens.
+        start: where the image's tokens begin in the module's input.
+        output: what the call gave.
+        plain: what the call gives for the same arguments where nothing is restored.
+    """
+
+    hook: RestoreHook
+    chosen: ChosenTokens
+    start: int
+    output: Any
+    plain: Any
+
+    def check(self) -> None:
+        """Assert that the output is exact but for the image's tokens that were not chosen."""
+        tokens, changed = self.chosen.tokens_in, False
+        outputs, plain = (
+            list(y) if isinstance(y, list | tuple) else [y] for y in (self.output, self.plain)
+        )
+        for found, want in zip(outputs, plain, strict=True):
+            if not isinstance(found, Tensor):
+                assert found is want
+                continue
+            if self.hook.family.sequence_first:
+                found, want = found.transpose(0, 1), want.transpose(0, 1)
+            end = self.start + tokens
+            parts = [(found, want)]
+            if found.dim() == 3 and found.shape[1] >= end:
+                image = found[:, self.start : end], want[:, self.start : end]
+                changed = changed or not torch.allclose(*image, rtol=1e-3)
+                others = ((t[:, : self.start], t[:, end:]) for t in (found, want))
+                taken = tuple(map(self.chosen.take, image))
+                parts = [taken, *zip(*others, strict=True)]
+            for a, b in parts:
+                largest = float(want.abs().amax())
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * largest)
+        assert changed, "nothing was restored"
+
+
+@contextmanager
+def restoring(handle: MaMeHandle) -> Iterator[list[Restored]]:
+    """Note each call of a handle's modules that is restored while the block runs."""
+    found: list[Restored] = []
+    latest: dict[RestoreHook, ChosenTokens] = {}
+    shared = handle._shared
+    choose = RestoreHook.choose
+
+    def noted(self: RestoreHook, *args: Any) -> ChosenTokens:
+        latest[self] = choose(self, *args)
+        return latest[self]
+
+    def compared(kind: type[RestoreHook]) -> Any:
+        call = kind.call
+
+        def both(self: Any, entry: Entry, args: Any, kwargs: Any) -> Any:
+            latest.pop(self, None)
+            calls = self.stats.totals()
+            output = call(self, entry, args, kwargs)
+            restored = (
+                self.stats.totals() != calls and not self.stats.last_reason and self in latest
+            )
+            if not restored or running_rows() is not None:
+                return output
+            given = [*args, *kwargs.values()]
+            x = next(t for t in given if isinstance(t, Tensor))
+            x = x.transpose(0, 1) if self.family.sequence_first else x
+            chosen, setting = latest[self], shared.setting
+            whole = setting.config.replace(mlp_keep=1, block_keep=1)
+            shared.setting = replace(setting, config=whole, of_layer={})
+            try:
+                plain = entry.inner(*args, **kwargs)
+            finally:
+                shared.setting = setting
+            start = self.start(self.layout(), x) or 0
+            found.append(Restored(self, chosen, start, output, plain))
+            return output
+
+        return mock.patch.object(kind, "call", both)
+
+    with mock.patch.object(RestoreHook, "choose", noted), compared(MLPHook), compared(BlockHook):
+        yield found
+
+
+def restored_of(case: Case, model: nn.Module, kind: str) -> str:
+    """Say how many of a model's MLPs or blocks are restored, and why the others are not.
+
+    Each that is restored is checked.
+    """
+    try:
+        handle = apply_mame(model, keep=1, min_tokens=1, **{SETTINGS[kind]: 0.25})
+    except ValueError as error:
+        return "none: " + str(error).rpartition(": ")[2].partition(";")[0]
+    with torch.no_grad(), restoring(handle) as calls:
+        model(**case.inputs())
+    for call in calls:
+        call.check()
+    stats = [hook.stats for _, hook in handle.restored if hook.stats.kind == kind]
+    left = Counter(one.last_reason for one in stats if one.last_reason)
+    assert len({call.hook.stats.name for call in calls}) == len(stats) - left.total()
+    count = f"{len(stats) - left.total()} of {len(stats)}" if left.total() < len(stats) else "none"
+    return ": ".join(filter(None, (count, "; ".join(sorted(map(str, left))))))
