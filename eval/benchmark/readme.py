@@ -27,7 +27,10 @@ SETS = ("fd_dinov2", "kid_dinov2", "clip_score")
 FEWER = "fewer-1,fewer-2"
 PLAIN = "unfitted-0.25,random-0.25,mean-attention"
 COPIED = "copied-0.125"
-RESTORED = ("keep=0.25", "mlp_keep=0.25", "mlp_keep=0.125", "block_keep=0.5", "block_keep=0.25")
+RESTORED = (
+    *("keep=0.25", "keep=1,mlp_keep=0.125", "mlp_keep=0.25"),
+    *("block_keep=0.5", "block_keep=0.25"),
+)
 PAPER = "mame-0.8"
 
 
