@@ -63,10 +63,10 @@ def level_line(level: Mapping[str, Any], method: str) -> str:
     >>> level_line({"level": 0, "tokens_in": 64.0, "tokens_kept": 16.0}, "keys")
     'level 0: 16 of 64 keys kept'
     >>> level_line({"kind": "mlp", "level": 0, "tokens_in": 64.0, "tokens_kept": 8.0}, "keys")
-    'MLPs, level 0: 8 of 64 tokens computed'
+    'MLPs, level 0: 8 of 64 tokens'
     """
     kind = level.get("kind") or "attention"
-    what = f"{method} kept" if kind == "attention" else "tokens computed"
+    what = f"{method} kept" if kind == "attention" else "tokens"
     kept = f"{level['tokens_kept']:.0f} of {level['tokens_in']:.0f}"
     return f"{NAMES[kind]}level {level['level']}: {kept} {what}"
 
