@@ -2,13 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+INSTALLED := .venv/.installed
 OLDEST := .venv-oldest
 OUT ?= out/demo
+DEMO := "rocket on a light blue background" "panda on a yellow brick background"
 
-demo: $(READY)  ## set up, then generate the demo prompts with and without merging, side by side
-	$(BIN)/mame-sd generate --prompts prompts/demo.txt --baseline --out $(OUT)/baseline
-	$(BIN)/mame-sd generate --prompts prompts/demo.txt --out $(OUT)/merged
-	$(BIN)/mame-sd sheet $(OUT)/baseline $(OUT)/merged --out $(OUT)/sheet.png
+demo: $(INSTALLED)  ## set up, then compare unmerged images, merged ones and those of one step fewer
+	OMP_NUM_THREADS=1 $(BIN)/mame-sd compare $(DEMO) --model embedded-transformer --steps 4 --rounds 3 --out $(OUT)/sheet.png
 
 test: check  ## set up, lint, type-check and run every test
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
@@ -21,8 +21,8 @@ test-oldest: $(OLDEST)/.ready  ## the compatibility matrix, encoders, captioners
 
 check: $(READY)
 	$(BIN)/ruff check .
-	mkdir -p .venv/typing/mame_sd && touch .venv/typing/mame_sd/__init__.pyi  # eval is mame_sd.eval for mypy too
-	ln -sfn ../../../eval .venv/typing/mame_sd/eval
+	mkdir -p .venv/typing/mame_sd && touch .venv/typing/mame_sd/__init__.pyi  # eval and pipelines have their installed names for mypy too
+	ln -sfn ../../../eval ../../../pipelines .venv/typing/mame_sd/
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
@@ -37,10 +37,14 @@ model: $(READY)  ## train the embedded model from nothing (hours)
 	$(BIN)/python -m scripts.training.train_unet --work out/train
 	$(BIN)/python -m scripts.training.train_unet --work out/train --export mame_sd/embedded/unet
 
-$(READY): pyproject.toml .ci/constraints.txt mame_sd/embedded/pyproject.toml
+$(INSTALLED): pyproject.toml .ci/constraints.txt mame_sd/embedded/pyproject.toml
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable mame_sd/embedded --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable mame_sd/embedded --editable .
+	touch $(INSTALLED)
+
+$(READY): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --no-deps timm  # without torchvision, whose wheels fit one build of torch
 	touch $(READY)
 

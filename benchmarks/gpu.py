@@ -363,13 +363,26 @@ def table(row: str, found: Mapping[str, Rows]) -> str:
     return markdown_table([row, "launches", *cards], lines) + "\n"
 
 
+def card_named(text: str) -> str:
+    """Return the name of the one card that `text` names or is part of, such as `4090`.
+
+    Raises argparse.ArgumentTypeError for none or several.
+    """
+    fitting = [name for name in CARDS if text.lower() in name.lower()]
+    if text not in CARDS and len(fitting) != 1:
+        raise argparse.ArgumentTypeError(
+            f"expected one of {', '.join(CARDS)}, or a part of one name, got {text!r}"
+        )
+    return text if text in CARDS else fitting[0]
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", choices=CASES, default=CASES, metavar="NAME")
-    parser.add_argument("--card", nargs="+", choices=CARDS, default=CARDS, metavar="NAME")
+    parser.add_argument("--card", nargs="+", type=card_named, default=CARDS, metavar="NAME")
     args = parser.parse_args()
     found = {}
     for name in args.model:

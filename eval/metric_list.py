@@ -67,6 +67,9 @@ _LPIPS = (
 _PSNR = (
     "Peak signal-to-noise ratio to the baseline's image; mean over images that are not equal to it."
 )
+_OBJECT = (
+    "PSNR within the object of the baseline's image: what differs from every colour of its border."
+)
 _SSIM = "Structural similarity to the baseline's image, Gaussian window of 11 pixels."
 _COSINE = "Cosine of the CLIP embeddings of the image and the baseline's."
 _TO_BASELINE = "Frechet distance to the baseline's images: fidelity, not quality."
@@ -81,21 +84,61 @@ _SPEEDUP = (
 _DENOISING = "Of these, from the first call of the denoiser to the start of decoding."
 _CPU = "Seconds of all cores per image, which other programs hardly change; on a CPU alone."
 _MEMORY = "Most that tensors take at once, weights included."
+_CPU_SPEEDUP = "The same of CPU seconds, which other programs hardly change; on a CPU alone."
+_FD = "Frechet distance of DINOv2-S features (arXiv 2306.04675, there of DINOv2-L) to {}."
+_KID = "Squared kernel distance of {} features (arXiv 1801.01401), unbiased, to {}."
+_DINO: dict[str, Any] = {"digits": 2, "network": "dinov2-saliency"}
+_REFERENCE, _BASELINE = "the reference set", "the baseline's images: fidelity, not quality"
 _INCEPTION: dict[str, Any] = {"digits": 2, "network": "inception-fid"}
 _EVERY = (
     fidelity("lpips", "LPIPS (alex)", "lower", _LPIPS.format("AlexNet"), network="lpips-alex"),
     fidelity("lpips_vgg", "LPIPS (vgg)", "lower", _LPIPS.format("VGG-16"), network="lpips-vgg"),
     fidelity("psnr", "PSNR", "higher", _PSNR, unit="dB", digits=2),
+    fidelity("psnr_object", "PSNR of the object", "higher", _OBJECT, unit="dB", digits=2),
     fidelity("ssim", "SSIM", "higher", _SSIM),
     fidelity("clip_image", "CLIP image cosine", "higher", _COSINE, network="clip"),
     fidelity("fid_to_baseline", "FID to baseline", "lower", _TO_BASELINE, "sets", **_INCEPTION),
+    fidelity(
+        "fd_dinov2_to_baseline",
+        "FD-DINOv2 to baseline",
+        "lower",
+        _FD.format(_BASELINE),
+        "sets",
+        **_DINO,
+    ),
+    fidelity(
+        "kid_dinov2_to_baseline",
+        "KID-DINOv2 to baseline",
+        "lower",
+        _KID.format("DINOv2-S", _BASELINE),
+        "sets",
+        **_DINO,
+    ),
     quality("fid", "FID", "set", _FID, better="lower", **_INCEPTION),
+    quality(
+        "kid",
+        "KID",
+        "set",
+        _KID.format("Inception", f"{_REFERENCE}, times 1,000"),
+        better="lower",
+        **_INCEPTION,
+    ),
+    quality("fd_dinov2", "FD-DINOv2", "set", _FD.format(_REFERENCE), better="lower", **_DINO),
+    quality(
+        "kid_dinov2",
+        "KID-DINOv2",
+        "set",
+        _KID.format("DINOv2-S", _REFERENCE),
+        better="lower",
+        **_DINO,
+    ),
     quality("is", "IS", "alone", _IS, **_INCEPTION),
     quality("clip_score", "CLIP score", "image", _CLIP, digits=2, network="clip"),
     cost("latency", "Latency", "s", 2, _LATENCY),
     cost("speedup", "Times as fast", "", 2, _SPEEDUP, better="higher"),
     cost("denoising", "Denoising", "s", 2, _DENOISING),
     cost("cpu", "CPU time", "s", 2, _CPU),
+    cost("cpu_speedup", "Times as fast, CPU", "", 2, _CPU_SPEEDUP, better="higher"),
     cost("memory", "Peak memory", "MiB", 0, _MEMORY),
     cost("memory_denoising", "Peak memory, denoising", "MiB", 0, "The same before decoding."),
 )

@@ -1,9 +1,13 @@
-"""JSON that people write: a file with one object, in which no name stands twice."""
+"""JSON that people write (a file with one object, in which no name stands twice), and JSON that
+every parser reads (infinity is the number 1e999, NaN is refused).
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,3 +47,29 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected an object of {what}, got {str(values)[:60]}")
     return values
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """Return `value` as JSON text.
+
+    >>> json_text({"psnr": math.inf}), json.loads(json_text([-math.inf]))
+    ('{"psnr": 1e999}', [-inf])
+
+    Raises:
+        ValueError: NaN, which no measurement may be.
+    """
+    mark = f"infinity-{secrets.token_hex(8)}"  # no prompt holds it
+    text = json.dumps(_marked(value, mark), indent=indent, allow_nan=False)
+    return text.replace(f'"-{mark}"', "-1e999").replace(f'"{mark}"', "1e999")
+
+
+def _marked(value: Any, mark: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _marked(item, mark) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_marked(item, mark) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, float) and math.isinf(value):
+        return mark if value > 0 else f"-{mark}"
+    return value

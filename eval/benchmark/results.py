@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mame_sd.errors import UserError
+from mame_sd.json_files import json_text
 from mame_sd.runs.files import check_place, read_regular, write_atomically, writing
 from mame_sd.runs.run_folder import differences, in_short
 
-from ..json_text import json_text
 from ..metric_list import METRICS
 from ..results.read import parse
 from ..results.schema import FORMAT, MethodResult, Results, Value
@@ -104,6 +105,23 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 def write_results(out: Path, results: Results) -> None:
     """Write results.json whole or not at all."""
     write_atomically(out / NAME, (json_text(results.to_json(), indent=1) + "\n").encode())
+
+
+def commit() -> str | None:
+    """Return the checkout's commit, with "+" behind it where files differ; None without git."""
+    place = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", *words], cwd=place, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def generation_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:

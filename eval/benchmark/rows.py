@@ -4,7 +4,8 @@ that do nothing clever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from mame_sd.runs.methods import Merging
 
 from .. import tables
 from ..results.schema import Family
+from ..rivals.copied import Copied
 from ..rivals.method import Rival
 from ..rivals.plans import mean_attention, means, random_cells, random_keys, strided, todo
 from ..rivals.tomesd import NO_TOMESD, ToMeSD, has_tomesd
@@ -59,6 +61,7 @@ class Row(tables.Row):
 BASELINE, DEFAULT, RIVAL, FLOOR = "baseline", "mame-default", "tomesd-50", "mean-attention"
 FITTED = 128  # queries that the values of a rival's keys are fitted to
 FEWER = "fewer-"  # with a number of steps after it
+COUNTS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def _random(share: float, fit_queries: int = 0) -> Rival:
@@ -83,6 +86,11 @@ AT_SHARE: dict[str, tuple[str, Any, Callable[[float], Any]]] = {
         "{} of the keys at random, fitted",
         "rival",
         lambda share: _random(share, FITTED),
+    ),
+    "copied-": (
+        "MLPs on {} of the tokens, the nearest copied",
+        "rival",
+        lambda share: Copied(MaMeConfig(mlp_keep=share)),
     ),
     "random-": ("{} of the keys at random", "rival", _random),
 }
@@ -117,16 +125,53 @@ ROWS = {
 WHERE_NAMED = ("means-2x2-fitted", "strided-1x2", "todo-2")  # not by default
 
 
-def chosen_rows(names: str | None) -> list[Row]:
-    """The rows of these names, with commas between, the baseline always first; for None the
+def own_row(text: str) -> Row:
+    """Return the row of settings such as `keep=0.4,fit_queries=32`; that text is its name.
+
+    Raises UserError for a text that gives no settings of `MaMeConfig`.
+    """
+    values: dict[str, Any] = {}
+    try:
+        for part in text.split(","):
+            name, equals, value = part.strip().partition("=")
+            if not equals:
+                raise ValueError(f"{part!r} has no value")
+            values[name] = _value(value)
+        config = MaMeConfig.from_dict(values)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"--row {text}: expected settings such as keep=0.4,fit_queries=32, but {error};"
+            " correct it"
+        ) from None
+    return Row(name=text, label=text, family="mame", method=Merging(config))
+
+
+def _value(text: str) -> Any:
+    """Return the setting that a text gives: True, False, a number, or the text."""
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def chosen_rows(names: str | None, own: Sequence[str] = ()) -> list[Row]:
+    """Return the rows of these names, with commas between, the baseline before them; for None the
     paper's, means, random keys and mean attention.
 
-    Raises UserError for an unknown name.
+    Args:
+        own: settings of further rows, see `own_row`.
+
+    Raises UserError for an unknown name or setting.
     """
+    further = [own_row(text) for text in dict.fromkeys(own)]
+    return [*_named_rows(names), *further]
+
+
+def _named_rows(names: str | None) -> list[Row]:
     known = dict(ROWS)
     if names is None:
         return [row for row in known.values() if row.name not in WHERE_NAMED]
-    chosen = {BASELINE}
+    chosen = {BASELINE: known[BASELINE]}
     for name in tables.names_in(names) or [names]:
         row = known.get(name) or _numbered(name)
         if row is None:
@@ -135,9 +180,8 @@ def chosen_rows(names: str | None) -> list[Row]:
                 f"--rows: expected names of {', '.join(known)}, {numbered}, got {name!r};"
                 " correct it"
             )
-        known[row.name] = row
-        chosen.add(row.name)
-    return [row for row in known.values() if row.name in chosen]
+        chosen[row.name] = row
+    return list(chosen.values())
 
 
 def _numbered(name: str) -> Row | None:
@@ -153,7 +197,8 @@ def _numbered(name: str) -> Row | None:
                 " correct it"
             )
         count = int(number)
-        label = f"{count} step{'s' * (count > 1)} fewer"
+        number = COUNTS[count - 1] if count <= len(COUNTS) else str(count)
+        label = f"{number} step{'s' * (count > 1)} fewer"
         return Row(name=f"{FEWER}{count}", label=label, fewer=count)
     label, family, method = AT_SHARE[head]
     try:

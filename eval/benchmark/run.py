@@ -42,7 +42,7 @@ from ..scoring.withheld import withheld, withheld_by
 from ..stats import paired_difference
 from .bench import alike_batches, bench
 from .gates import ceiling_gate, repeat_gates
-from .results import BUSY, TIMINGS, resumed, write_results
+from .results import BUSY, TIMINGS, commit, resumed, write_results
 from .rows import BASELINE, FLOOR, RIVAL, Row
 from .sensitivity import sensitivity
 from .suites import Suite
@@ -141,6 +141,7 @@ class Benchmark:
         return {
             "suite": self.suite.name,
             "command": self.command,
+            "commit": commit(),
             "model": dict(self.model.identity),
             "sampling": {
                 **asdict(self.settings),

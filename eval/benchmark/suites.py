@@ -9,6 +9,7 @@ from typing import Any
 
 from mame_sd.errors import UserError
 
+README = "readme"  # the suite of several cases, see `eval.benchmark.readme`
 _PAPER = ("fid", "is", "lpips", "psnr", "ssim", "clip_score")
 _COST = ("latency", "speedup", "denoising", "cpu", "memory", "memory_denoising")
 
@@ -27,6 +28,10 @@ class Suite:
         rounds: of the latency benchmark.
         fetch: networks (`Metric.network`) whose weights may be fetched; None: all. Others are used
             if here.
+        rows: names of rows instead of those of every benchmark, with commas between.
+        own: settings of further rows, such as `mlp_keep=0.125`.
+        held_out: draws other prompts than those that defaults were chosen on.
+        other_seed: quality is measured against unmerged images of the same prompts and this seed.
     """
 
     name: str
@@ -44,6 +49,10 @@ class Suite:
     metrics: tuple[str, ...]
     rounds: int
     fetch: tuple[str, ...] | None = None
+    rows: str | None = None
+    own: tuple[str, ...] = ()
+    held_out: bool = False
+    other_seed: int | None = None
 
     def sampling(self, given: dict[str, Any]) -> dict[str, Any]:
         """Fields of GenerateSettings: those `given` (None: not given) over the suite's."""
@@ -106,6 +115,7 @@ def suite_named(name: str) -> Suite:
     """The suite of that name. Raises UserError for an unknown one."""
     if name not in SUITES:
         raise UserError(
-            f"--suite: expected one of {', '.join(SUITES)}, got {name!r}; give one of these"
+            f"--suite: expected one of {', '.join((*SUITES, README))}, got {name!r}; give one of"
+            " these"
         )
     return SUITES[name]

@@ -134,6 +134,8 @@ def summary(
             found[name] = Value(n=len(values), withheld=BUSY)
         elif values:
             found[name] = of_rounds(values)
+    if known["cpu"]:
+        found["cpu_speedup"] = replace(speedup(timings, baseline, "cpu"), note=None)
     if not withhold_seconds:
         found["speedup"] = speedup(timings, baseline, "seconds")
     elif known["cpu"]:

@@ -9,42 +9,37 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mame_sd.cli.console import note, progress
+from mame_sd.cli.console import answer, note, progress
 from mame_sd.cli.errors import exit_status
 from mame_sd.cli.groups import MODEL, PromptOptions
-from mame_sd.cli.options import FieldOptions, takes
+from mame_sd.cli.options import FieldOptions, command, program
+from mame_sd.errors import UserError
 from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
-from ..benchmark.suites import SUITES, suite_named
+from ..benchmark.suites import README, SUITES, suite_named
 from ..caches.settings import CacheSettings
 from ..captions.settings import CaptionSettings
 from .options import (
     CAPTIONER,
     CLASSIFY_SUITES,
     ENCODER,
-    FORMAT_HELP,
-    FORMATS,
     LANGUAGE_MODEL,
     SUITE_SAMPLING,
     WEIGHTS_HELP,
     BenchmarkOptions,
     ClassifyOptions,
     ScoringOptions,
-    check_format,
 )
 
-app = typer.Typer(
-    help="Evaluate merged diffusion models: fidelity to the baseline, quality, cost, and a report.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    no_args_is_help=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
+app = program(
+    PROGRAM, "Evaluate merged models: fidelity to the unmerged one, quality, cost, and a report."
 )
 # Before anything is imported: notices of transformers, of torch's C++ and of its profiler are not
 # about users' input.
@@ -57,8 +52,7 @@ PROMPT_FILE = FieldOptions(PromptOptions, without=("texts",))
 WeightsOption = Annotated[Path | None, typer.Option(help=WEIGHTS_HELP, metavar="DIR")]
 
 
-@app.command("score")
-@takes(scoring=FieldOptions(ScoringOptions, "Scoring"))
+@command(app, "score", scoring=FieldOptions(ScoringOptions, "Scoring"))
 def score_command(
     *,
     run_a: Annotated[
@@ -86,7 +80,7 @@ def score_command(
     from mame_sd.runs.devices import pick_device
 
     from ..scoring.tools import CLIPS, Tools
-    from .score import format_scores, score_runs
+    from .score import score_runs, scores_json, scores_table
 
     tools = Tools(
         weights_dir=scoring.weights_dir,
@@ -97,11 +91,12 @@ def score_command(
     )
     with progress("images") as tools.on_progress:
         found = score_runs(run_a, run_b, scoring.reference, chosen, tools, note)
-    print(format_scores(found, scoring.form))
+    answer(scores_table(found["metrics"]), scores_json(found))
 
 
-@app.command("benchmark")
-@takes(
+@command(
+    app,
+    "benchmark",
     prompts=PROMPT_FILE,
     options=FieldOptions(BenchmarkOptions),
     model=MODEL,
@@ -110,11 +105,14 @@ def score_command(
 def benchmark_command(
     *,
     context: typer.Context,
-    suite: Annotated[str, typer.Option(help="What to run.", metavar="|".join(SUITES))] = "quick",
+    suite: Annotated[
+        str, typer.Option(help="What to run.", metavar="|".join((*SUITES, README)))
+    ] = "quick",
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder: new, empty, or begun by the same command. Without it, out/SUITE."
+            help="Folder: new, empty, or begun by the same command. Without it, out/SUITE.",
+            metavar="DIR",
         ),
     ] = None,
     prompts: PromptOptions,
@@ -126,27 +124,41 @@ def benchmark_command(
 
     Run again to continue; launch with accelerate to share out.
     """
-    chosen = suite_named(suite)
+    place = Path("out") / suite if out is None else out
+    chosen = None if suite == README else suite_named(suite)
+    if options.quick and chosen is not None:
+        raise UserError(
+            f"--quick: expected --suite {README}, got {suite}; leave it out, or give that"
+        )
     from .benchmark import command_again, run_benchmark
 
-    place = Path("out") / suite if out is None else out
     again = command_again(context.obj or ["benchmark"])
-    if run_benchmark(chosen, place, prompts, options, model, sampling, again):
-        print(place / "report.html")
+    if chosen is None:
+        from ..benchmark.readme import markdown
+        from .readme import run_readme
+
+        stored = run_readme(place, prompts, options, model, sampling, again)
+        answer(f"{markdown(stored)}\n\n{place / 'readme.json'}", stored)
+        return
+    results = run_benchmark(chosen, place, prompts, options, model, sampling, again)
+    if results is not None:
+        from ..report import summary
+
+        answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
 
 
-@app.command("classify")
-@takes(options=FieldOptions(ClassifyOptions), model=ENCODER)
+@command(app, "classify", options=FieldOptions(ClassifyOptions), model=ENCODER)
 def classify_command(
     *,
     context: typer.Context,
     suite: Annotated[
-        str, typer.Option(help="Which rows.", metavar="|".join(CLASSIFY_SUITES))
+        str, typer.Option(help=f"Rows of {', '.join(CLASSIFY_SUITES)}.", metavar="NAME")
     ] = "vit",
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder: new, empty, or begun by the same command. Without it, out/classify-SUITE."
+            help="Folder: new, empty, or begun by the same command; else out/classify-SUITE.",
+            metavar="DIR",
         ),
     ] = None,
     rows: Annotated[
@@ -171,12 +183,14 @@ def classify_command(
 
     place = Path("out") / f"classify-{suite}" if out is None else out
     again = command_again(context.obj or ["classify"])
-    if run_classify(options, suite, chosen, place, model, again):
-        print(place / "report.html")
+    results = run_classify(options, suite, chosen, place, model, again)
+    if results is not None:
+        from ..report import summary
+
+        answer(f"{summary(results)}\n{place / 'report.html'}", results.to_json())
 
 
-@app.command("caption")
-@takes(settings=FieldOptions(CaptionSettings), model=CAPTIONER)
+@command(app, "caption", settings=FieldOptions(CaptionSettings), model=CAPTIONER)
 def caption_command(
     *,
     out: Annotated[
@@ -193,19 +207,16 @@ def caption_command(
     """
     from ..captions.run import run_caption, table
 
-    print(table(run_caption(settings, model, out, note)))
+    found = run_caption(settings, model, out, note)
+    answer(table(found), found)
 
 
-@app.command("cache")
-@takes(settings=FieldOptions(CacheSettings), model=LANGUAGE_MODEL)
+@command(app, "cache", settings=FieldOptions(CacheSettings), model=LANGUAGE_MODEL)
 def cache_command(
     *,
     out: Annotated[Path, typer.Option(help="Folder for results.jsonl.", metavar="DIR")] = Path(
         "out/cache"
     ),
-    form: Annotated[
-        str, typer.Option("--format", help=FORMAT_HELP, metavar="|".join(FORMATS))
-    ] = "table",
     settings: CacheSettings,
     model: ModelChoice,
 ) -> None:
@@ -213,17 +224,15 @@ def cache_command(
 
     Run again to continue.
     """
-    check_format(form)
     from ..caches.run import run_cache
     from ..caches.table import format_table, summary
-    from ..json_text import json_text
 
     with progress("prompts") as on_progress:
         found = summary(run_cache(settings, model, out, on_progress))
-    print(json_text(found, indent=1) if form == "json" else format_table(found))
+    answer(format_table(found), found)
 
 
-@app.command("report")
+@command(app, "report")
 def report_command(
     out: Annotated[
         Path, typer.Argument(help="Folder of a benchmark.", metavar="OUT", show_default=False)
@@ -234,29 +243,29 @@ def report_command(
     from ..report import render
 
     render(read_results(out), out)
-    print(out / "report.html")
+    answer(str(out / "report.html"), {"report": str(out / "report.html")})
 
 
-@app.command("weights")
+@command(app, "weights")
 def weights_command(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Of which networks. Without it, of all.")
+        list[str] | None,
+        typer.Argument(help="Of which networks. Without it, of all.", metavar="NAME"),
     ] = None,
     get: Annotated[bool, typer.Option("--get", help="Get those that are missing.")] = False,
     weights_dir: WeightsOption = None,
 ) -> None:
     """List the weights of metrics, with size, licence, place and sha256, or get them."""
-    from .weights import check_names, get_weights, weights_lines
+    from .weights import check_names, get_weights, weights_lines, weights_of
 
     check_names(names or [])
     if get:
         get_weights(names or [], weights_dir, note)
-    for line in weights_lines(names or [], weights_dir):
-        print(line)
+    found = weights_of(names or [], weights_dir)
+    answer("\n".join(weights_lines(found)), {"weights": [asdict(one) for one in found]})
 
 
-@app.command("doctor")
-@takes(model=MODEL)
+@command(app, "doctor", model=MODEL)
 def doctor_command(*, weights_dir: WeightsOption = None, model: ModelChoice) -> None:
     """Say what this machine can evaluate, beside what `mame-sd doctor` says."""
     from mame_sd.cli.doctor import examine, print_checks

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mame_sd.cli.console import note, progress
+from mame_sd.cli.console import OUTPUT, note, progress, say
 from mame_sd.cli.groups import PromptOptions
 from mame_sd.embedded.model import embedded_models
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.devices import pick_device
+from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.loading import load_model
+from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import Process, joined, this_process
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompt_file_identity
@@ -29,7 +29,7 @@ from ..benchmark.run import Benchmark
 from ..benchmark.suites import Suite
 from ..metric_list import EMBEDDED_CLIP, METRICS
 from ..results.schema import Results
-from ..scoring.reference import open_reference
+from ..scoring.reference import Reference, open_reference
 from ..scoring.tools import CLIPS, Tools
 from .options import BenchmarkOptions
 
@@ -42,11 +42,16 @@ def run_benchmark(
     model: ModelChoice,
     sampling: dict[str, Any],
     command: str,
-) -> bool:
-    """Run `suite` with what was given over it, into `out`, report included, which names the
-    `command` that made it.
+) -> Results | None:
+    """Run `suite` with what was given over it, into `out`, report included.
 
-    Returns whether this is the main process, which has written it.
+    Args:
+        out: folder; an earlier run of the same command there is continued.
+        sampling: fields of GenerateSettings that were given.
+        command: what makes the report again.
+
+    Returns:
+        the results, on the main process; None on others.
 
     Raises:
         UserError, MachineError: what was done before is kept; the same call continues.
@@ -54,11 +59,13 @@ def run_benchmark(
     from ..report import render
 
     check_out(out)
-    wanted = chosen_rows(options.rows)
+    own = () if options.rows else suite.own
+    wanted = chosen_rows(options.rows or suite.rows, [*own, *options.row])
     note_lacking(wanted)
     settings = GenerateSettings(**suite.sampling(sampling))
     choice = _suite_model(suite, model)
-    chosen, prompt_file = suite_prompts(suite, prompts, choice.embedded, options.held_out)
+    held_out = options.held_out or (suite.held_out and prompts.file is None)
+    chosen, prompt_file = suite_prompts(suite, prompts, choice.embedded, held_out)
     against, reference = None, options.reference
     if reference is not None:
         if reference.resolve().is_relative_to(out.resolve()):
@@ -81,6 +88,8 @@ def run_benchmark(
     loaded = load_model(choice, process.local_rank)
     counts_memory = tools.device.type in ("cuda", "cpu")
     with joined(process):
+        if against is None and suite.other_seed is not None:
+            against = _other_seed(suite.other_seed, loaded, chosen, settings, out, process)
         benchmark = Benchmark(
             suite=suite,
             model=loaded,
@@ -104,10 +113,27 @@ def run_benchmark(
             process=process,
         )
         results = benchmark.run()
-    if process.is_main:
-        render(results, out)
-        check_gates(results, out)
-    return process.is_main
+    if not process.is_main:
+        return None
+    render(results, out)
+    check_gates(results, out)
+    return results
+
+
+def _other_seed(
+    seed: int,
+    model: LoadedModel,
+    prompts: Sequence[Prompt],
+    settings: GenerateSettings,
+    out: Path,
+    process: Process,
+) -> Reference:
+    """Return a reference set of the unmerged model's images from other noise."""
+    folder = out / "runs" / f"seed-{seed}"
+    with stages(process)(f"unmerged images of seed {seed}") as on_progress:
+        other = replace(settings, seed=seed)
+        generate(model, prompts, other, None, folder, process=process, on_progress=on_progress)
+    return open_reference(folder)
 
 
 def note_lacking(rows: Sequence[Row]) -> None:
@@ -170,8 +196,8 @@ def stages(process: Process) -> Callable[[str], Any]:
 
     @contextmanager
     def stage(name: str) -> Iterator[Callable[[int, int], None]]:
-        if process.is_main:
-            print(f"{name} ...", file=sys.stderr, flush=True)
+        if process.is_main and not OUTPUT.get().quiet:
+            say(f"{name} ...")
         with progress("images", process.is_main) as on_progress:
             yield on_progress
 

@@ -19,6 +19,7 @@ from ..perception.encoders import LoadedEncoder, load_encoder
 from ..perception.heads import Head, class_names, nearest_head, prompt_templates, text_head
 from ..perception.rows import VIDEO, Row
 from ..perception.run import Classification, Stage
+from ..results.schema import Results
 from .benchmark import check_gates, stages
 from .options import ClassifyOptions
 
@@ -30,11 +31,11 @@ def run_classify(
     out: Path,
     choice: ModelChoice,
     command: str,
-) -> bool:
+) -> Results | None:
     """Run `rows` on the images that `options` name, into `out`, report included, which names the
     `command` that made it.
 
-    Returns whether this is the main process, which has written it.
+    Returns the results, on the main process; None on others.
 
     Raises:
         UserError, MachineError: what was done before is kept; the same call continues.
@@ -73,10 +74,11 @@ def run_classify(
             stage=stage,
             command=command,
         ).run()
-    if process.is_main:
-        render(results, out)
-        check_gates(results, out)
-    return process.is_main
+    if not process.is_main:
+        return None
+    render(results, out)
+    check_gates(results, out)
+    return results
 
 
 def make_head(

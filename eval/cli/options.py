@@ -15,8 +15,6 @@ from mame_sd.runs.options import option
 from ..metric_list import FID_BACKENDS
 
 CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "video")  # of `perception.rows`
-FORMATS = ("table", "json")
-FORMAT_HELP = "Of what goes to stdout."
 WEIGHTS_HELP = "Folder with weights of metrics, looked into first."
 
 
@@ -80,7 +78,12 @@ class BenchmarkOptions(MetricOptions):
         "Rows to run beside the baseline, with commas between; an unknown one lists them.",
         metavar="NAMES",
     )
+    row: tuple[str, ...] = option(
+        (), "A row of your own settings, such as keep=0.4,fit_queries=32. Repeatable.", "--row",
+        metavar="SETTINGS",
+    )  # fmt: skip
     rounds: int | None = option(None, "Rounds of timing, instead of the suite's.")
+    quick: bool = option(False, "With --suite readme: few prompts, in minutes instead of hours.")
     held_out: bool = option(False, "Draw other prompts than those that defaults were chosen on.")
 
     def __post_init__(self) -> None:
@@ -96,7 +99,6 @@ class ScoringOptions(MetricOptions):
         "Metrics, with commas between; an unknown one lists them all.",
         metavar="NAMES",
     )
-    form: str = option("table", FORMAT_HELP, "--format", metavar="|".join(FORMATS))
     offline: bool = option(False, "Never ask a network.")
     fid_backend: str = option(
         FID_BACKENDS[0],
@@ -104,9 +106,6 @@ class ScoringOptions(MetricOptions):
         metavar="|".join(FID_BACKENDS),
     )
     device: str = option("auto", "cpu, cuda, cuda:N, mps, or auto: the fastest there is.")
-
-    def __post_init__(self) -> None:
-        check_format(self.form)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,12 +136,6 @@ class ClassifyOptions:
         for flag, value in (("--num", self.num), ("--batch-size", self.batch_size)):
             if value is not None and value < 1:
                 raise UserError(f"{flag}: expected at least 1, got {value}; raise it")
-
-
-def check_format(form: str) -> None:
-    """Raise UserError for an unknown format of what goes to stdout."""
-    if form not in FORMATS:
-        raise UserError(f"--format: expected table or json, got {form!r}; give one of these")
 
 
 def check_rounds(rounds: int) -> None:

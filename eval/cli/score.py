@@ -16,7 +16,6 @@ from mame_sd.runs.records import Sample
 from mame_sd.runs.run_folder import differences, in_short
 
 from ..images import size_of, turned_note
-from ..json_text import json_text
 from ..metric_list import METRICS, Metric
 from ..results.schema import Value
 from ..scoring.per_image import Values, image_values
@@ -106,12 +105,14 @@ def _with_difference(name: str, value: Value, own: Values, a: Run, b: Run, tools
     return replace(value, difference=paired_difference(own, others, prompts))
 
 
-def format_scores(found: Mapping[str, Any], form: str) -> str:
-    """The scores as table or json."""
-    metrics: Mapping[str, Value] = found["metrics"]
-    if form == "json":
-        values = {name: value.to_json() for name, value in metrics.items()}
-        return json_text({**found, "metrics": values})
+def scores_json(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scores and their manifest as JSON values."""
+    values = {name: value.to_json() for name, value in found["metrics"].items()}
+    return {**found, "metrics": values}
+
+
+def scores_table(metrics: Mapping[str, Value]) -> str:
+    """Return the scores as a table."""
     rows = [("metric", "mean", "95 % interval", "n")]
     rows += [_table_row(METRICS[name], value) for name, value in metrics.items()]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

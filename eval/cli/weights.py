@@ -11,7 +11,7 @@ from mame_sd.errors import MachineError, UserError
 from ..metric_list import METRICS
 from ..rivals.tomesd import NO_TOMESD, has_tomesd
 from ..scoring.tools import CLIPS
-from ..weights.load import NAMES, check_folder, get, status
+from ..weights.load import NAMES, WeightsStatus, check_folder, get, status
 from ..weights.registry import REGISTRY
 
 
@@ -47,19 +47,20 @@ def get_weights(
         )
 
 
-def weights_lines(names: Sequence[str], weights_dir: Path | None) -> Iterator[str]:
-    """Lines on the weights of that names, of every network for no names: how they stand, where they
-    are or come from.
-    """
+def weights_of(names: Sequence[str], weights_dir: Path | None) -> list[WeightsStatus]:
+    """Return how the weights of these names stand, of every network for no names."""
     check_folder(weights_dir)
-    for found in status(weights_dir):
-        if names and found.name not in names:
-            continue
-        weights = REGISTRY[found.name]
-        size = f"{weights.size / 2**20:.0f} MiB"
-        yield f"{found.state:<10}  {found.name:<16}  {size:>8}  {weights.licence}"
+    return [found for found in status(weights_dir) if not names or found.name in names]
+
+
+def weights_lines(weights: Sequence[WeightsStatus]) -> Iterator[str]:
+    """Lines on weights: how they stand, where they are or come from."""
+    for found in weights:
+        about = REGISTRY[found.name]
+        size = f"{about.size / 2**20:.0f} MiB"
+        yield f"{found.state:<10}  {found.name:<16}  {size:>8}  {about.licence}"
         yield f"            {found.path or found.how}"
-        yield f"            from {weights.origin}, sha256 {weights.sha256}"
+        yield f"            from {about.origin}, sha256 {about.sha256}"
 
 
 def weights_checks(weights_dir: Path | None) -> Iterator[Check]:

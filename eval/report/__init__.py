@@ -5,6 +5,7 @@ at.
 - table.csv: every figure with its interval, one line for each row
 """
 
+from .headline import summary
 from .render import render
 
-__all__ = ["render"]
+__all__ = ["render", "summary"]

@@ -18,6 +18,18 @@ from .figures import COLORS, FAMILY_COLORS, MARKERS, SIZE, STYLE, WIDE, new_figu
 from .numbers import number
 from .select import Focus
 
+# where a name may stand beside its point: offset, and which part of the name lies there
+PLACES = (
+    (10, 0, "left", "center"),
+    (-10, 0, "right", "center"),
+    (0, 10, "center", "bottom"),
+    (0, -10, "center", "top"),
+    (-6, 9, "left", "bottom"),
+    (6, 9, "right", "bottom"),
+    (-6, -9, "left", "top"),
+    (6, -9, "right", "top"),
+)
+
 
 @dataclass(frozen=True)
 class Point:
@@ -132,30 +144,40 @@ def _limits(values: Sequence[Value]) -> tuple[float, float]:
 
 
 def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
-    """Each row's name right of its point, or left of it in the right half; none where it would
-    cover another name or a point.
+    """Write each row's name where it covers no other name or point and stays within the plot, if
+    possible off the intervals, too: at the first of `PLACES` that will do, else nowhere.
     """
     inside = axes.get_window_extent()
     taken = [_around(axes, point) for point in found]
+    bars = [_bar(axes, point) for point in found]
+    tries = [(place, covered) for covered in (False, True) for place in PLACES]
     for point in sorted(found, key=lambda p: (not p.row.default, p not in best)):
-        own = _around(axes, point)
-        right = own.x0 > inside.x0 + inside.width / 2
-        text = axes.annotate(
-            point.row.label,
-            point.at,
-            (-10 if right else 10, 0),
-            textcoords="offset points",
-            ha="right" if right else "left",
-            va="center",
-            fontsize=SIZE,
-            fontweight="bold" if point.row.default else "normal",
-            color=COLORS["ink"],
-        )
-        box = text.get_window_extent()
-        if not point.row.default and any(box.overlaps(one) for one in taken):
+        for (dx, dy, across, along), covered in tries:
+            text = axes.annotate(
+                point.row.label,
+                point.at,
+                (dx, dy),
+                textcoords="offset points",
+                ha=across,
+                va=along,
+                fontsize=SIZE,
+                fontweight="bold" if point.row.default else "normal",
+                color=COLORS["ink"],
+            )
+            box = text.get_window_extent()
+            within = inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0
+            if within and not any(box.overlaps(one) for one in taken + bars * (not covered)):
+                taken.append(box)
+                break
             text.remove()
-        else:
-            taken.append(box)
+
+
+def _bar(axes: Axes, point: Point) -> Bbox:
+    """What the point's interval of closeness covers, in units of the drawing."""
+    x, y = point.at
+    ends = point.near.interval or (y, y)
+    (x0, y0), (x1, y1) = (axes.transData.transform((x, end)) for end in ends)
+    return Bbox.from_extents(x0 - 1, min(y0, y1), x1 + 1, max(y0, y1))
 
 
 def _around(axes: Axes, point: Point) -> Bbox:

@@ -1,4 +1,4 @@
-"""The report in one sentence, and the second one that compares with ToMeSD.
+"""The report in one sentence, and those that compare with the nearest and the fastest rival.
 
 Plain words, also for bad news.
 """
@@ -8,7 +8,13 @@ from __future__ import annotations
 from ..results.schema import MethodResult, Results, Value
 from .frontier import points
 from .numbers import number
-from .select import PUBLISHED, Focus
+from .select import PUBLISHED, Focus, focus
+
+
+def summary(results: Results) -> str:
+    """Return both sentences as one line."""
+    chosen = focus(results)
+    return f"{headline(chosen)} {comparison(results, chosen)}".strip()
 
 
 def headline(chosen: Focus) -> str:
@@ -24,21 +30,29 @@ def headline(chosen: Focus) -> str:
 
 
 def comparison(results: Results, chosen: Focus) -> str:
-    """ToMeSD, ToMe or another rival at the nearest speed, or why it is missing. Also who is both
-    faster and closer; empty where there is nothing to say.
+    """Return how fast and how close the nearest and the fastest rivals are, why ToMeSD or ToMe is
+    missing, and who is both faster and closer than ours; empty where there is nothing to say.
     """
-    said = ""
-    if chosen.rival is None:
-        row = next((row for row in results.rows if row.family in PUBLISHED), None)
-        if row is not None:
+    said = []
+    measured = {row.family for row in results.measured}
+    for row in results.rows:
+        if row.family in PUBLISHED and row.family not in measured:
             reason = row.reason or "no reason given"
-            said = f"{PUBLISHED[row.family]} was not measured: {reason}."
+            said.append(f"{PUBLISHED[row.family]} was not measured: {reason}.")
+            break
+    if chosen.rival is not None and chosen.rival is chosen.fastest:
+        said.append(_about("The nearest and fastest rival", chosen, chosen.rival))
     else:
-        speed, closeness = _speed(chosen, chosen.rival), _closeness(chosen, chosen.rival)
-        if speed and closeness:
-            label = chosen.rival.label
-            said = f"{label[0].upper()}{label[1:]} {speed}, {closeness}."
-    return f"{said} {_surpassed(results, chosen)}".strip()
+        said.append(_about("The nearest rival", chosen, chosen.rival))
+        said.append(_about("The fastest rival", chosen, chosen.fastest))
+    return " ".join(filter(None, [*said, _surpassed(results, chosen)]))
+
+
+def _about(who: str, chosen: Focus, row: MethodResult | None) -> str:
+    if row is None:
+        return ""
+    speed, closeness = _speed(chosen, row), _closeness(chosen, row)
+    return f"{who}, {row.label}, {speed}, {closeness}." if speed and closeness else ""
 
 
 def _surpassed(results: Results, chosen: Focus) -> str:

@@ -4,14 +4,15 @@ closeness, the cases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..results.schema import Column, MethodResult, Results, Value
 
 CASES = ("best", "median", "worst")
-# families of the rows that the headline's is compared with
 PUBLISHED = {"tomesd": "ToMeSD", "tome": "ToMe"}
+# families of the rows that the headline's is compared with
+RIVALS = (*PUBLISHED, "rival")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Focus:
     """The choices that headline, plot and pictures share; None where the results have nothing of
     the kind.
 
+    `rival` is the row of others that is nearest to the baseline, `fastest` the fastest one.
     `speed` is how many times as fast as the baseline a row is, `latency` the cost metric that it
     stands beside, in seconds or per second. `closeness` is the fidelity metric that orders the
     images: LPIPS, or the first one that was measured where LPIPS was not.
@@ -27,28 +29,25 @@ class Focus:
     baseline: MethodResult | None
     mame: MethodResult | None
     rival: MethodResult | None
+    fastest: MethodResult | None
     speed: Column | None
     latency: Column | None
     closeness: Column | None
 
 
 def focus(results: Results) -> Focus:
-    """The default MaMe row where it was measured, else the first. Also the row nearest to it in
-    speed of ToMeSD or ToMe, else of another rival.
+    """Return the default MaMe row where it was measured, else the first; the rivals nearest to the
+    baseline and fastest; the metrics.
     """
     rows = results.measured
     baseline = next((row for row in rows if row.family == "baseline"), None)
     ours = [row for row in rows if row.family == "mame"]
     mame = next((row for row in ours if row.default), ours[0] if ours else None)
     speed = next((metric for metric in results.block("cost") if metric.name == "speedup"), None)
-    rivals = [row for row in rows if row.family in PUBLISHED] or [
-        row for row in rows if row.family == "rival"
-    ]
-    target = mame.value(speed) if mame else None
-    if target is not None:
-        rivals.sort(key=lambda row: abs(_mean(row.value(speed)) - _mean(target)))
     latency, closeness = _latency(results, baseline), _closeness(results)
-    return Focus(baseline, mame, rivals[0] if rivals else None, speed, latency, closeness)
+    rivals = [row for row in rows if row.family in RIVALS]
+    nearest = _best(rivals, closeness) or (rivals[0] if rivals else None)
+    return Focus(baseline, mame, nearest, _best(rivals, speed), speed, latency, closeness)
 
 
 def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
@@ -90,5 +89,10 @@ def _closeness(results: Results) -> Column | None:
     return next((metric for metric in ordered if any(row.value(metric) for row in merged)), None)
 
 
-def _mean(value: Value | None) -> float:
-    return float("inf") if value is None or value.mean is None else value.mean
+def _best(rows: Sequence[MethodResult], metric: Column | None) -> MethodResult | None:
+    """Return the row that is best by `metric`; None where no row has a value."""
+    if metric is None:
+        return None
+    sign = 1 if metric.better == "higher" else -1
+    known = [(sign * (value.mean or 0.0), row) for row in rows if (value := row.value(metric))]
+    return max(known, key=lambda pair: pair[0])[1] if known else None

@@ -12,13 +12,17 @@ from mame_sd.errors import UserError
 from ..images import load_image, size_of, to_float
 from ..metric_list import Metric
 from ..metrics.clip import clip_image_cosine, clip_score
-from ..metrics.psnr import psnr
+from ..metrics.psnr import object_psnr, psnr
 from ..metrics.ssim import ssim
 from .runs import Pair, Run
 from .tools import Tools
 
 Values = dict[str, float]
-PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"psnr": psnr, "ssim": ssim}
+PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "psnr": psnr,
+    "psnr_object": object_psnr,
+    "ssim": ssim,
+}
 
 
 def pair_values(

@@ -17,6 +17,7 @@ from ..images import load_image
 from ..metric_list import FEW_IMAGES, Metric
 from ..metrics.frechet import frechet_distance, statistics
 from ..metrics.inception_score import inception_score
+from ..metrics.kernel import kernel_distance
 from ..networks.extractors import Features
 from ..results.schema import Value
 from .reference import Reference, check_reference
@@ -54,8 +55,11 @@ def set_value(
         check_reference([metric], reference)
     other = baseline if metric.needs == "sets" or reference is None else reference
     few = min(count, len(other.items) if isinstance(other, Run) else other.count or count)
-    warning = f"N = {few}, below {FEW_IMAGES:,}: biased upward" if few < FEW_IMAGES else None
     with _named(metric):
+        if metric.name.startswith("kid"):  # which has no bias
+            scale = 1000 if metric.name == "kid" else 1  # as published: Inception's is tiny
+            return Value(mean=scale * _kernel(metric, run, other, tools), n=count)
+        warning = f"N = {few}, below {FEW_IMAGES:,}: biased upward" if few < FEW_IMAGES else None
         distance = _clean_fid if tools.by_clean_fid(metric) else _frechet
         return Value(mean=distance(metric, run, other, tools), n=count, warning=warning)
 
@@ -71,8 +75,19 @@ def _named(metric: Metric) -> Iterator[None]:
         ) from None
 
 
+def _kernel(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
+    """KID of the features of images."""
+    if isinstance(other, Reference) and other.statistics is not None:
+        raise UserError(
+            f"--reference {other.name}: expected images for {metric.name}, got statistics; give a"
+            " folder, or leave the metric out"
+        )
+    own, others = (_features(metric, of.files, tools).features for of in (run, other))
+    return kernel_distance(own, others)
+
+
 def _frechet(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
-    """FID by our own code, of the features of images or the statistics of a reference."""
+    """Frechet distance by our own code, of features of images or statistics of a reference."""
     own = statistics(_features(metric, run.files, tools).features, tools.network(metric).name)
     if isinstance(other, Reference) and other.statistics is not None:
         return frechet_distance(own, other.statistics)

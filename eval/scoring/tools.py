@@ -14,7 +14,8 @@ from mame_sd.errors import MachineError, UserError
 from ..metric_list import EMBEDDED_CLIP, FID_BACKENDS, Metric
 from ..metrics.clip import load_clip
 from ..metrics.lpips import load_lpips
-from ..networks.extractors import load_inception
+from ..networks.extractors import load_dinov2_extractor, load_inception
+from ..networks.pretrained import SALIENCY
 from ..weights.load import check_folder
 from ..weights.registry import REGISTRY
 from .clean_fid import load_clean_fid
@@ -116,4 +117,6 @@ class Tools:
         if name.startswith("lpips-"):
             net = name.removeprefix("lpips-")
             return load_lpips(net, self.weights_dir, offline, self.device)
+        if name == SALIENCY:
+            return load_dinov2_extractor(self.weights_dir, offline, self.device)
         return load_inception(self.weights_dir, offline, self.device)

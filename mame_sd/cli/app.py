@@ -24,42 +24,30 @@ from mame_sd.cli.groups import (
     MergingOptions,
     PromptOptions,
 )
-from mame_sd.cli.options import takes
+from mame_sd.cli.options import command, program
+from mame_sd.cli.sheet import check_sheet_path
 from mame_sd.config import MaMeConfig
+from mame_sd.errors import UserError
+from mame_sd.runs.files import check_place
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.prompt_files import prompts_from_texts
+from mame_sd.runs.run_folder import RunFolder
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    no_args_is_help=False,
-    context_settings={"help_option_names": ["--help", "-h"]},
+app = program(
+    "mame-sd", "Make images with merged attention keys or restored layers, without training."
 )
 SheetOption = Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")]
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        print(f"mame-sd {version('mame-sd')}")
-        raise typer.Exit
-
-
-@app.callback()
-def about(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version and end.", callback=_print_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
-    """Faster diffusion without training: self-attention over merged keys or tokens (MaMe)."""
-
-
-@app.command("generate")
-@takes(prompts=PROMPTS, model=MODEL, sampling=SAMPLING, merging=MergingOptions(baseline=True))
+@command(
+    app,
+    "generate",
+    prompts=PROMPTS,
+    model=MODEL,
+    sampling=SAMPLING,
+    merging=MergingOptions(baseline=True),
+)
 def generate_command(
     *,
     out: Annotated[
@@ -75,31 +63,42 @@ def generate_command(
 
     Run again to continue; launch with accelerate to share out.
     """
+    chosen = prompts.read()
+    RunFolder(out).check()
+    model.check_place()
     from mame_sd.cli.generate import run_generate
 
-    run_generate(out, prompts, model, sampling, merging)
+    run_generate(out, chosen, model, sampling, merging)
 
 
-@app.command("compare")
-@takes(model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions())
+@command(app, "compare", model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions())
 def compare_command(
     *,
-    prompt: Annotated[
-        str, typer.Argument(help="The prompt.", metavar="PROMPT", show_default=False)
+    prompts: Annotated[
+        list[str], typer.Argument(help="The prompts.", metavar="PROMPT", show_default=False)
     ],
     out: SheetOption = Path("compare.png"),
+    rounds: Annotated[
+        int, typer.Option(help="Make each image NUM times, for steadier seconds.", metavar="NUM")
+    ] = 1,
     model: ModelChoice,
     sampling: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Write one sheet: unmerged, your setting and two shares, with seconds and PSNR."""
+    """Write one sheet: unmerged, merged and one step fewer, with seconds and differences."""
+    chosen = prompts_from_texts(prompts)
+    if rounds < 1:
+        raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")
+    check_sheet_path(out)
+    model.check_place()
     from mame_sd.cli.compare import run_compare
 
-    run_compare(prompt, out, model, sampling, merging)
+    run_compare(chosen, out, rounds, model, sampling, merging)
 
 
-@app.command("calibrate")
-@takes(
+@command(
+    app,
+    "calibrate",
     prompts=PROMPTS,
     model=MODEL,
     sampling=ONE_IMAGE,
@@ -108,7 +107,7 @@ def compare_command(
 def calibrate_command(
     *,
     speed: Annotated[
-        float, typer.Option(help="How many times as fast the denoiser is to be.")
+        float, typer.Option(help="How many times as fast the denoiser is to be.", metavar="NUMBER")
     ] = 1.2,
     out: Annotated[
         Path,
@@ -125,30 +124,33 @@ def calibrate_command(
 
     A few prompts calibrate, the others check what was found.
     """
+    chosen = prompts.or_demo().read()
+    check_place(out, out)
     from mame_sd.cli.calibrate import run_calibrate
 
-    run_calibrate(speed, out, prompts.or_demo().read(), model, sampling, merging)
+    run_calibrate(speed, out, chosen, model, sampling, merging)
 
 
-@app.command("sheet")
+@command(app, "sheet")
 def sheet_command(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            help="Run folders, such as a baseline and a merged one.", show_default=False
+            help="Run folders, such as a baseline and a merged one.",
+            metavar="RUN",
+            show_default=False,
         ),
     ],
     out: SheetOption = Path("sheet.png"),
     num: Annotated[int, typer.Option(help="Show the first NUM images.", metavar="NUM")] = 12,
 ) -> None:
     """Write one sheet of finished runs: the same images, run below run."""
-    from mame_sd.cli.compare import run_sheet
+    from mame_sd.cli.run_sheet import run_sheet
 
     run_sheet(folders, out, num)
 
 
-@app.command("doctor")
-@takes(model=MODEL)
+@command(app, "doctor", model=MODEL)
 def doctor_command(*, model: ModelChoice) -> None:
     """Say what works on this machine, and what would fail."""
     from mame_sd.cli.doctor import examine, print_checks

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
-from mame_sd.cli.compare import Panel, compare, psnr
-from mame_sd.cli.console import note, progress
+from mame_sd.cli.compare import Way, compare, summary
+from mame_sd.cli.console import answer, note, progress
 from mame_sd.cli.generate import load_to_merge
 from mame_sd.cli.groups import PAPERS
 from mame_sd.config import MaMeConfig
@@ -24,7 +23,7 @@ from mame_sd.diffusion.calibration import (
 from mame_sd.diffusion.saved_setting import uniform
 from mame_sd.errors import UserError
 from mame_sd.report import counted
-from mame_sd.runs.files import check_place, read_regular, write_atomically
+from mame_sd.runs.files import read_regular, write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, known_identity
@@ -36,7 +35,6 @@ from mame_sd.runs.run_folder import differences, in_short
 from mame_sd.runs.sampling import sample
 
 MEASURED = "measured.json"
-LARGEST = 80.0  # dB, of images that are equal
 
 
 def run_calibrate(
@@ -66,29 +64,34 @@ def run_calibrate(
         config = found.config(speed)
     except ValueError as error:
         raise UserError(f"--{error}") from None
-    print(found.table(speed))
     checked, which = prompts[few:], "other prompt"
     if not checked:
         note("one prompt calibrates and checks, which flatters the settings; give more")
         checked, which = prompts, "prompt"
-    rows = [("uniform", base), ("by layer", config)]
+    ways = [Way("uniform", base), Way("by layer", config)]
     with progress("prompts") as on_progress:
         panels = []
         for number, prompt in enumerate(checked):
             on_progress(number, len(checked))
-            panels.append(compare(model, prompt, settings, rows))
-    measured = {label: _summary(panels, 1 + at) for at, (label, _) in enumerate(rows)}
-    for label, row in measured.items():
-        print(
-            f"{label}: {row['times_faster']:.2f} times as fast, PSNR {row['psnr']:.1f} dB"
-            f" (of whole images, {counted(len(checked), which)})"
-        )
+            panels.append(compare(model, prompt, settings, ways))
+    found_of = summary(panels)
+    measured = {
+        way.label: {name: found_of[way.label][name] for name in ("times_as_fast", "psnr")}
+        for way in ways
+    }
+    lines = [
+        f"{label}: {row['times_as_fast']:.2f} times as fast, PSNR {row['psnr']:.1f} dB"
+        f" (of whole images, {counted(len(checked), which)})"
+        for label, row in measured.items()
+    ]
     about = {**found.about, "speed": speed, "checked_on_prompts": len(checked)}
     values = config.to_dict().items()  # all of them, so that no later version's defaults count
     concrete = {name: v for name, v in values if v is not None and name not in PAPERS}
     text = json.dumps({**concrete, "about": {**about, "measured": measured}}, indent=1)
     write_atomically(file, text.encode() + b"\n")
-    print(f"{file}: mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})")
+    said = "\n".join([found.table(speed), *lines, str(file)])
+    again = f"mame-sd generate --config {file}, or apply_mame(pipe, {str(file)!r})"
+    answer(said, {"config": str(file), "speed": speed, "measured": measured}, again)
 
 
 def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file: Path) -> None:
@@ -102,7 +105,6 @@ def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file:
         raise UserError(f"--{error}; try 1.2") from None
     if base.method != "keys":
         raise UserError("merging: expected no tau, for calibration tries shares to keep; drop it")
-    check_place(out, out)
     if file.exists():
         try:
             there = json.loads(read_regular(file))["about"]["model"]
@@ -118,6 +120,7 @@ def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file:
         read_measurement(out / MEASURED)
     except ValueError as error:
         raise UserError(f"--out {out}: {error}") from None
+    choice.check_place()
 
 
 def _measured(
@@ -143,10 +146,3 @@ def _measured(
         raise UserError(f"{error} (see --min-tokens, --height and --width)") from error
     finally:
         handle.remove()
-
-
-def _summary(panels: Sequence[Sequence[Panel]], at: int) -> dict[str, float]:
-    """Of one row: the median of times as fast, and the mean PSNR to the unmerged image."""
-    near = [min(psnr(row[0].image, row[at].image), LARGEST) for row in panels]
-    times = [row[0].seconds / row[at].seconds for row in panels]
-    return {"times_faster": round(median(times), 3), "psnr": round(fmean(near), 2)}

@@ -1,220 +1,216 @@
-"""``mame-sd compare`` and ``sheet``: images of one prompt at several settings, or of several
-finished runs, side by side, with what they cost and how far they are from the first.
+"""``mame-sd compare``: images of a few prompts unmerged, with merging and with one step fewer, side
+by side, with what they cost and where they differ from the unmerged ones.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
-from mame_sd.cli.console import progress
-from mame_sd.cli.generate import load_to_merge
-from mame_sd.cli.sheet import Cell, check_sheet_path, draw_sheet, enlarge, write_sheet
+from mame_sd.cli.console import answer, progress
+from mame_sd.cli.generate import level_line, load_to_merge
+from mame_sd.cli.sheet import (
+    DIFFERENCE_SCALE,
+    PANEL_SIDE,
+    Cell,
+    difference_map,
+    draw_sheet,
+    enlarge,
+    nearness,
+    psnr,
+    write_sheet,
+)
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.saved_setting import uniform
-from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
 from mame_sd.runs.model_files import ModelChoice
-from mame_sd.runs.prompt_files import Prompt, prompts_from_texts
-from mame_sd.runs.records import read_samples
+from mame_sd.runs.prompt_files import Prompt
 from mame_sd.runs.sampling import sample
 
-PANEL_SIDE = 512
-COLUMNS = 6  # images side by side
+UNMERGED = "unmerged"
+LARGEST = 80.0  # dB, of images that are equal
+SMALL_SIDE = PANEL_SIDE // 2  # of an image where several prompts are compared
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to make an image.
+
+    Attributes:
+        label: for the sheet and the summary.
+        config: settings of merging; None: unmerged.
+        fewer: denoising steps fewer than asked for.
+    """
+
+    label: str
+    config: MaMeConfig | None = None
+    fewer: int = 0
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One setting's image: seconds, and levels (empty for the baseline) of `things`, which merge.
+    """One way's image of a prompt.
 
-    On a CPU these are seconds of the CPU, which others on the machine do not lengthen.
+    Attributes:
+        seconds: of each round; on a CPU its own seconds, which other programs hardly change.
+        levels: what merged by the `method` (fields of LevelReport); empty where nothing merges.
+        unit: of the seconds.
     """
 
     label: str
     image: Image.Image
-    seconds: float
+    seconds: tuple[float, ...]
     levels: list[dict[str, Any]]
-    things: str = "keys"
+    method: str = "keys"
     unit: str = "s"
 
+    def speed(self, baseline: Panel) -> float:
+        """Return how many times as fast it is, the median of the rounds' ratios."""
+        pairs = zip(baseline.seconds, self.seconds, strict=True)
+        return median(base / max(own, 1e-9) for base, own in pairs)
+
     def lines(self, baseline: Panel) -> tuple[str, ...]:
-        """What stands under the image."""
+        """Return what stands under the image, below its seconds."""
         if self is baseline:
-            return (self.label, f"{self.seconds:.2f} {self.unit}", "unmerged")
-        kept = [
-            f"level {v['level']}: {v['tokens_kept']:.0f} of {v['tokens_in']:.0f} {self.things} kept"
-            for v in self.levels
-        ]
-        speed = baseline.seconds / max(self.seconds, 1e-9)
-        near = nearness(baseline.image, self.image)
-        took = f"{self.seconds:.2f} {self.unit} ({speed:.2f} x as fast)"
-        return (self.label, took, near, *kept)
+            return (self.label,)
+        times = f"{self.speed(baseline):.2f} times as fast"
+        kept = [level_line(level, self.method) for level in self.levels]
+        return (self.label, f"{times}, {nearness(baseline.image, self.image)}", *kept)
 
 
 def run_compare(
-    text: str, out: Path, choice: ModelChoice, settings: GenerateSettings, merging: MaMeConfig
+    prompts: Sequence[Prompt],
+    out: Path,
+    rounds: int,
+    choice: ModelChoice,
+    settings: GenerateSettings,
+    merging: MaMeConfig,
 ) -> None:
-    """Write the sheet of a prompt, and print what stands under each image."""
-    (prompt,) = prompts_from_texts([text])
-    check_sheet_path(out)
-    prompt = replace(prompt, id="compare")
-    model, merging = load_to_merge(choice, merging, [prompt])
-    variants = variants_of(merging)
+    """Write the sheet of the prompts, and print one line on what merging and one step fewer do.
+
+    Args:
+        prompts: a row of the sheet each.
+        out: the sheet, a .png file.
+        rounds: how often each image is made, for its seconds.
+        choice, settings, merging: the model, how it is sampled, how it merges.
+    """
+    model, merging = load_to_merge(choice, merging, prompts)
+    ways = ways_of(merging, settings)
+    rows = []
     with progress("images") as on_progress:
-        panels = compare(model, prompt, settings, variants, on_progress, on_progress.step)
-    rows = [{"label": p.label, "seconds": p.seconds, "levels": p.levels} for p in panels]
-    about = {"prompt": text, "model": model.identity, "panels": rows}
-    write_sheet(out, compare_sheet(text, panels), about)
-    for panel in panels:
-        print("  ".join(panel.lines(panels[0])))
-    print(out)
+        for number, prompt in enumerate(prompts):
+
+            def tell(done: int, each: int, number: int = number) -> None:
+                on_progress(number * each + done, len(prompts) * each)
+
+            rows.append(compare(model, prompt, settings, ways, tell, on_progress.step, rounds))
+    texts = [prompt.text for prompt in prompts]
+    about = {"prompts": texts, "summary": summary_line(rows), "ways": summary(rows)}
+    write_sheet(
+        out,
+        compare_sheet(texts, rows),
+        {**about, "model": model.identity},
+    )
+    said = f"{about['summary']}\n{out}"
+    answer(said, {"sheet": str(out), **about}, "mame-sd generate --prompts demo --out out/demo")
 
 
-def variants_of(config: MaMeConfig) -> list[tuple[str, MaMeConfig]]:
-    """The labelled `config`, and beside it other shares of the keys, the same in all layers."""
-    shares = {f"keep {keep:g}": uniform(config).replace(keep=keep) for keep in (0.5, 0.125)}
-    others = [(label, other) for label, other in shares.items() if other != config]
-    return [("as given" if config.given else "default", config), *others]
+def ways_of(config: MaMeConfig, settings: GenerateSettings) -> list[Way]:
+    """Return merging by `config`, and one step fewer if there is more than one step."""
+    ways = [Way("as given" if config.given else "default", config)]
+    return [*ways, Way("one step fewer", fewer=1)] if settings.steps > 1 else ways
 
 
 def compare(
     model: LoadedModel,
     prompt: Prompt,
     settings: GenerateSettings,
-    variants: Sequence[tuple[str, MaMeConfig]],
+    ways: Sequence[Way],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_step: Callable[[int, int], None] | None = None,
+    rounds: int = 1,
 ) -> list[Panel]:
-    """The baseline and then each variant, from the same noise.
+    """Make an image unmerged and then in each of `ways`, from the same noise, `rounds` times.
 
-    A one-step call first keeps warm-up out of the seconds.
+    Every round makes each image once, every other round in the opposite order. A one-step call
+    before the first keeps warm-up out of the seconds.
 
     Raises:
-        UserError: a variant in which nothing could merge, or that the model refuses.
+        UserError: a way in which nothing could merge, or that the model refuses.
     """
     (job,) = jobs_of([prompt], settings)
     on_cpu = model.identity["device"] == "cpu"
     clock, unit = (time.process_time, "CPU s") if on_cpu else (time.perf_counter, "s")
-    total = 1 + len(variants)
+    every = [Way(UNMERGED), *ways]
+    seconds: dict[str, list[float]] = {way.label: [] for way in every}
+    panels: dict[str, Panel] = {}
+    done, total = 0, rounds * len(every)
     on_progress(0, total)
     sample(model, replace(settings, steps=1), [job])
-    panels: list[Panel] = []
-    for label, config in [("baseline", None), *variants]:
-        installed = None if config is None else Merging(config).install(model)
-        try:
-            start = clock()
-            (image,) = sample(model, settings, [job], on_step=on_step)
-            seconds = clock() - start
-            levels = [] if installed is None else installed.levels()
-            things = "keys" if config is None else config.method
-            panels.append(Panel(label, image, seconds, levels, things, unit))
-        finally:
-            if installed is not None:
-                installed.remove()
-        on_progress(len(panels), total)
-    return panels
+    for number in range(rounds):
+        for way in every[:: -1 if number % 2 else 1]:
+            installed = None if way.config is None else Merging(way.config).install(model)
+            own = replace(settings, steps=settings.steps - way.fewer)
+            try:
+                start = clock()
+                (image,) = sample(model, own, [job], on_step=on_step)
+                seconds[way.label].append(clock() - start)
+                levels = [] if installed is None else installed.levels()
+            finally:
+                if installed is not None:
+                    installed.remove()
+            method = "keys" if way.config is None else way.config.method
+            panels[way.label] = Panel(way.label, image, (), levels, method, unit)
+            done += 1
+            on_progress(done, total)
+    return [replace(panels[way.label], seconds=tuple(seconds[way.label])) for way in every]
 
 
-def compare_sheet(prompt: str, panels: Sequence[Panel]) -> Image.Image:
-    """The panels, `COLUMNS` side by side, labelled; the first is the baseline."""
-    cells = [Cell(enlarge(panel.image, PANEL_SIDE), panel.lines(panels[0])) for panel in panels]
-    return _in_columns([[cell] for cell in cells], prompt)
+def compare_sheet(prompts: Sequence[str], rows: Sequence[Sequence[Panel]]) -> Image.Image:
+    """Draw the panels of each prompt in a row, each but the first with its difference map."""
+    side = PANEL_SIDE if len(rows) == 1 else SMALL_SIDE
+    drawn = []
+    for prompt, (first, *others) in zip(prompts, rows, strict=True):
+        cells = [_cell(first, first, side, prompt)]
+        for panel in others:
+            cells.append(_cell(panel, first, side))
+            gap = enlarge(difference_map(first.image, panel.image), side)
+            scale = f"darkest: {DIFFERENCE_SCALE} of 255 levels or more"
+            cells.append(Cell(gap, ("difference from unmerged", scale)))
+        drawn.append(cells)
+    return draw_sheet(drawn, summary_line(rows))
 
 
-def run_sheet(folders: Sequence[Path], out: Path, num: int) -> None:
-    """Write the sheet of finished runs."""
-    if num < 1:
-        raise UserError(f"--num: expected at least 1, got {num}; raise it")
-    check_sheet_path(out)
-    write_sheet(out, folders_sheet(folders, num), {"folders": [folder.name for folder in folders]})
-    print(out)
+def _cell(panel: Panel, first: Panel, side: int, *more: str) -> Cell:
+    heading = f"{fmean(panel.seconds):.2f} {panel.unit}"
+    return Cell(enlarge(panel.image, side), (*panel.lines(first), *more), heading)
 
 
-def folders_sheet(folders: Sequence[Path], limit: int) -> Image.Image:
-    """The first `limit` images of several run folders, `COLUMNS` side by side, run below run.
-
-    Each run tells its PSNR to the first one.
-
-    Raises:
-        UserError: a folder that holds no run, or lacks an image that the first one has or has it
-            of another prompt.
-    """
-    runs = [read_samples(folder, "run generate into a new folder") for folder in folders]
-    columns = []  # one an image: its cell of each run
-    for name, first in list(runs[0].items())[:limit]:
-        column: list[Cell] = []
-        for folder, samples in zip(folders, runs, strict=True):
-            if name not in samples:
-                raise UserError(
-                    f"{folder}: expected the image {name}, which {folders[0]} has, found none;"
-                    " finish that run first"
-                )
-            if (other := samples[name].prompt) != first.prompt:
-                pairs = enumerate(zip_longest(first.prompt, other))
-                alike = next(n for n, (one, two) in pairs if one != two)
-                part = slice(max(0, alike - 40), alike + 40)  # where they differ
-                raise UserError(
-                    f"{folder}: expected {name} of the prompt {first.prompt[part]!r}, as"
-                    f" {folders[0]} has it, got {other[part]!r}; give runs of the same prompts"
-                )
-            image = _open(samples[name].path)
-            lines = [_about(folder, samples[name].row)]
-            if column and image.size == column[0].image.size:
-                lines.append(nearness(column[0].image, image))
-            column.append(Cell(image, tuple(lines if column else [first.prompt, *lines])))
-        columns.append(column)
-    if not columns:
-        raise UserError(f"{folders[0]}: expected a run with images, found none; run generate first")
-    return _in_columns(columns)
+def summary(rows: Sequence[Sequence[Panel]]) -> dict[str, Any]:
+    """Return, by way, mean seconds, times as fast (median) and mean dB over all prompts."""
+    found = {}
+    for at, panel in enumerate(rows[0]):
+        seconds = [second for row in rows for second in row[at].seconds]
+        about: dict[str, Any] = {"seconds": round(fmean(seconds), 3), "unit": panel.unit}
+        if at:
+            near = [min(psnr(row[0].image, row[at].image), LARGEST) for row in rows]
+            speed = median(row[at].speed(row[0]) for row in rows)
+            about |= {"times_as_fast": round(speed, 3), "psnr": round(fmean(near), 2)}
+        found[panel.label] = {**about, "levels": panel.levels}
+    return found
 
 
-def _in_columns(columns: Sequence[Sequence[Cell]], title: str = "") -> Image.Image:
-    parts = [columns[i : i + COLUMNS] for i in range(0, len(columns), COLUMNS)]
-    return draw_sheet([row for part in parts for row in zip(*part, strict=True)], title)
-
-
-def _about(folder: Path, row: Mapping[str, Any]) -> str:
-    parts = [folder.name]
-    if row.get("seconds"):
-        parts.append(f"{row['seconds']:.2f} s")
-    for level in row.get("levels", [])[:1]:
-        share = level["tokens_kept"] / level["tokens_in"]
-        parts.append(f"{share:.0%} of {level['tokens_in']:.0f} kept")
-    return ", ".join(parts)
-
-
-def _open(path: Path) -> Image.Image:
-    try:
-        with Image.open(path) as image:
-            return enlarge(image.convert("RGB"), PANEL_SIDE // 2)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(
-            f"{path}: can't be read as an image ({error}); run generate again"
-        ) from None
-
-
-def nearness(one: Image.Image, other: Image.Image) -> str:
-    """PSNR in dB of two 8-bit images of one size, in words: more is nearer.
-
-    >>> grey = Image.new("RGB", (2, 2), (100, 100, 100))
-    >>> nearness(grey, grey), nearness(grey, Image.new("RGB", (2, 2), (101, 101, 101)))
-    ('equal to the baseline', 'PSNR 48.1 dB')
-    """
-    near = psnr(one, other)
-    return "equal to the baseline" if near == math.inf else f"PSNR {near:.1f} dB"
-
-
-def psnr(one: Image.Image, other: Image.Image) -> float:
-    """In dB, of two 8-bit images of one size; infinite where they are equal."""
-    error = float(np.mean((np.asarray(one, np.float64) - np.asarray(other, np.float64)) ** 2))
-    return float(10 * np.log10(255**2 / error)) if error else math.inf
+def summary_line(rows: Sequence[Sequence[Panel]]) -> str:
+    """Return one line such as `1.45 times as fast, 29 dB; one step fewer: 1.22, 24 dB`."""
+    (_, ours, *others) = summary(rows).items()
+    parts = [f"{ours[1]['times_as_fast']:.2f} times as fast, {ours[1]['psnr']:.0f} dB"]
+    for label, about in others:
+        parts.append(f"{label}: {about['times_as_fast']:.2f}, {about['psnr']:.0f} dB")
+    return "; ".join(parts)

@@ -6,11 +6,12 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
 
+from mame_sd.cli.console import answer
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device
@@ -50,10 +51,10 @@ def examine(choice: ModelChoice) -> list[Check]:
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """One line a check on stdout. Raises UserError or MachineError when one failed."""
+    """Print one line for each check. Raises UserError or MachineError when one failed."""
     width = max(len(check.name) for check in checks)
-    for check in checks:
-        print(f"{check.state:<4}  {check.name:<{width}}  {check.detail}")
+    lines = [f"{check.state:<4}  {check.name:<{width}}  {check.detail}" for check in checks]
+    answer("\n".join(lines), {"checks": [asdict(check) for check in checks]})
     for check in checks:
         if check.bad_input:
             raise UserError(check.detail)

@@ -7,6 +7,7 @@ Set MAME_SD_TRACEBACK=1 to see where an error came from.
 from __future__ import annotations
 
 import _thread
+import contextvars
 import os
 import signal
 import sys
@@ -42,7 +43,8 @@ def exit_status(command: Callable[[], object]) -> int:
         del os.environ["COLUMNS"]  # no terminal is 0 wide: help would be empty
     with _interrupts() as interrupts:
         try:
-            status = command()
+            # whatever the command sets for itself ends with it
+            status = contextvars.copy_context().run(command)
             if interrupts.lost:
                 status = INTERRUPTED
         except KeyboardInterrupt:
@@ -168,6 +170,4 @@ def _usage_message(error: Any) -> str:
         kind = "a whole number" if found["type"].startswith("int") else "a number"
         message = f"{error.param.opts[0]}: expected {kind}, got {found['input']!r}"
     path = getattr(getattr(error, "ctx", None), "command_path", None) or "mame-sd"
-    if not message or "\n" in message:  # a whole help text
-        message = "expected a command, got none"
     return f"{message}; {path} --help shows what can be given"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mame_sd.cli.console import doing, note, progress
-from mame_sd.cli.groups import PromptOptions
+from mame_sd.cli.console import answer, doing, note, progress
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.report import counted
+from mame_sd.report import NAMES, counted
 from mame_sd.runs.generate import Summary, generate, known_settings
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel, load_model
@@ -23,22 +24,22 @@ from mame_sd.runs.run_folder import RunFolder
 
 def run_generate(
     out: Path,
-    prompts: PromptOptions,
+    prompts: Sequence[Prompt],
     choice: ModelChoice,
     settings: GenerateSettings,
     config: MaMeConfig | None,
 ) -> None:
     """Load the model, make what `out` lacks, and print how it went."""
-    chosen, process = prompts.read(), this_process()
-    RunFolder(out).check(known_settings(chosen, settings, choice, config))
-    model, merging = load_to_merge(choice, config, chosen, process)
+    process = this_process()
+    RunFolder(out).check(known_settings(prompts, settings, choice, config))
+    model, merging = load_to_merge(choice, config, prompts, process)
     saved = model.saved_merging
     off = config is None or (saved is not None and not saved.on and not config.given)
     config = None if off else model.resolved(merging)
     with joined(process), progress("images", process.is_main) as on_progress:
         summary = generate(
             model,
-            chosen,
+            prompts,
             settings,
             config,
             out,
@@ -48,17 +49,32 @@ def run_generate(
             on_note=note,
         )
     if process.is_main:
-        print(_outcome(summary, out))
+        lines = [_outcome(summary, out)]
         for level in summary.levels:
-            kept = f"{level['tokens_kept']:.0f} of {level['tokens_in']:.0f}"
-            what = config.method if config else "keys"
-            print(f"level {level['level']}: {kept} {what} kept ({level['share']:.0%})")
+            share = f"({level['share']:.0%})"
+            lines.append(f"{level_line(level, config.method if config else 'keys')} {share}")
         if summary.levels and not any(level["merged"] for level in summary.levels):
             largest = max(level["tokens_in"] for level in summary.levels)
-            print(
+            lines.append(
                 "no layer merged, which is the fastest way here by default; --min-tokens"
                 f" {largest:.0f} merges the largest all the same"
             )
+        see = f"mame-sd sheet {shlex.quote(str(out))}"
+        answer("\n".join(lines), {"out": str(out), **asdict(summary)}, see)
+
+
+def level_line(level: Mapping[str, Any], method: str) -> str:
+    """Return what merged at a level, or what was computed of it.
+
+    >>> level_line({"level": 0, "tokens_in": 64.0, "tokens_kept": 16.0}, "keys")
+    'level 0: 16 of 64 keys kept'
+    >>> level_line({"kind": "mlp", "level": 0, "tokens_in": 64.0, "tokens_kept": 8.0}, "keys")
+    'MLPs, level 0: 8 of 64 tokens'
+    """
+    kind = level.get("kind") or "attention"
+    what = f"{method} kept" if kind == "attention" else "tokens"
+    kept = f"{level['tokens_kept']:.0f} of {level['tokens_in']:.0f}"
+    return f"{NAMES[kind]}level {level['level']}: {kept} {what}"
 
 
 def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:

@@ -227,10 +227,11 @@ def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int)
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), float)]
     every = [level for row in rows for level in row.get("levels", [])]
     levels = []
-    for number in sorted({level["level"] for level in every}):
-        those = [level for level in every if level["level"] == number]
+    for kind, number in sorted({(level.get("kind", ""), level["level"]) for level in every}):
+        those = [one for one in every if (one.get("kind", ""), one["level"]) == (kind, number)]
         tokens_in, kept = (fmean(one[key] for one in those) for key in ("tokens_in", "tokens_kept"))
         merged = any(one.get("layers_merged", 1) for one in those)
-        level = {"level": number, "tokens_in": tokens_in, "tokens_kept": kept, "merged": merged}
+        level = {"kind": kind, "level": number, "tokens_in": tokens_in, "tokens_kept": kept}
+        level["merged"] = merged
         levels.append({**level, "share": kept / tokens_in})
     return Summary(images, made, found, fmean(seconds) if seconds else None, levels)

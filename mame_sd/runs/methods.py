@@ -56,7 +56,10 @@ class Merging:
     config: MaMeConfig
 
     def describe(self) -> dict[str, Any]:
-        return {"mame": self.config.to_dict()}
+        values = {**self.config.to_dict(), "keep": self.config.keep}  # the default's numbers, too
+        if self.config.mlp_share < 1:
+            values["mlp_keep"] = self.config.mlp_share
+        return {"mame": values}
 
     def on(self, model: LoadedModel) -> Merging:
         """As it merges on the model."""

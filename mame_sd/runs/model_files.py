@@ -79,6 +79,14 @@ class ModelChoice:
         named = self.model.startswith(EMBEDDED) and not os.path.exists(self.model)
         return self.model.removeprefix(EMBEDDED) if named else None
 
+    def check_place(self) -> None:
+        """Raise UserError for a name that is neither on this machine nor a hub id."""
+        name = self.model
+        if name is None or self.embedded is not None or os.path.exists(name):
+            return
+        if not HUB_ID.fullmatch(name):
+            raise _no_such_model(name, "--model")
+
     def __post_init__(self) -> None:
         if self.model == "":
             raise UserError("--model: expected a folder, file or hub id, got nothing; give one")
@@ -153,10 +161,7 @@ def find_folder(name: str, download: Callable[[str], str], flag: str = "--model"
         except FileNotFoundError as error:
             raise UserError(f"{flag} {name}: {error}") from None
     if os.path.isfile(path) or not HUB_ID.fullmatch(name):
-        found = "got a file" if os.path.isfile(path) else "found nothing there"
-        raise UserError(
-            f"{flag} {name}: expected a folder or a hub id (owner/name), {found}; check the path"
-        )
+        raise _no_such_model(name, flag)
     try:
         return Path(download(name))
     except Exception as error:  # offline, unknown, gated, no such revision: it can't be had
@@ -165,6 +170,13 @@ def find_folder(name: str, download: Callable[[str], str], flag: str = "--model"
             f"{flag} {name}: expected a folder, or a model of the hub that can be reached or is"
             f" cached, but {reason}; check the name and the network, or give a folder"
         ) from error
+
+
+def _no_such_model(name: str, flag: str) -> UserError:
+    found = "got a file" if os.path.isfile(name) else "found nothing there"
+    return UserError(
+        f"{flag} {name}: expected a folder or a hub id (owner/name), {found}; check the path"
+    )
 
 
 def check_tokenizers(folder: Path, flag: str = "--model") -> None:

@@ -20,9 +20,11 @@ from transformers import CLIPImageProcessorPil, CLIPProcessor
 from typer.main import get_command
 
 from mame_sd.cli import app as cli
-from mame_sd.cli.console import Bar
+from mame_sd.cli import console
+from mame_sd.cli.console import Bar, progress
 from mame_sd.cli.generate import cut_prompts
 from mame_sd.config import MaMeConfig
+from mame_sd.eval.cli import app as evaluation
 from tests.builders.console import error_of
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
 
@@ -52,7 +54,6 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 # What is typed | what stands in the one line of error; `x` is a prompt, LONG a very long name.
 BAD = """\
-| Missing command
 paint | No such command 'paint'
 generate --stepz 3 | No such option: --stepz
 generate --steps | --steps
@@ -72,8 +73,8 @@ generate x --merge-seed -1 | --merge-seed: expected a whole number from 0 to
 generate x --config . | {"keep": 0.5}, got a folder; give a file
 generate x --baseline --merge-seed 1 | expected no merging options beside it, got --merge-seed
 generate x --config a.yaml | a.yaml: expected a .json file of settings such as
-generate x --model ./none --lora '' | --lora : expected a .safetensors file, a folder or a hub id
-generate x --model ./none --lora nobody/nothing:inf | expected a finite scale after the colon
+generate x --model a/b --lora '' | --lora : expected a .safetensors file, a folder or a hub id
+generate x --model a/b --lora nobody/nothing:inf | expected a finite scale after the colon
 generate x --model '' | --model: expected a folder, file or hub id, got nothing; give one
 generate x --config none.json | none.json: expected a .json file
 generate x --dtype int8 | --dtype: expected auto, float32
@@ -88,6 +89,7 @@ generate x --revision main | --revision: expected a hub id as --model, got none;
 generate x --model . | got one without model_index.json
 compare | PROMPT
 compare '' --model ./none | expected a prompt, got an empty one
+compare x --rounds 0 | --rounds: expected at least 1, got 0; raise it
 compare x --out a.jpg | --out a.jpg: expected a file ending in .png
 sheet none | none: expected samples.jsonl of a run, found none
 sheet /dev/null | /dev/null: expected samples.jsonl of a run, found none
@@ -171,7 +173,12 @@ def test_generate_says_what_it_did(
     out, err = capsys.readouterr()
     assert out.splitlines()[0].startswith("1 image in run, ")
     assert f"level 0: {256 * (MaMeConfig().keep or 0):.0f} of 256 keys kept" in out
+    assert out.splitlines()[-1] == "next: mame-sd sheet run"
     assert err == ""
+    assert settings_of(tmp_path / "run")["mame"]["keep"] == MaMeConfig().keep
+    assert run_cli("generate", "--prompt", "a", "--out", "b", "--json", "-q", quick=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["out"], found["images"], found["levels"][0]["tokens_in"]) == ("b", 1, 256)
     assert run_cli("generate", "--prompt", "a [red] key", "--out", "run", quick=True) == 0
     assert capsys.readouterr().out.startswith("nothing to do: 1 image in run already, ")
 
@@ -198,8 +205,9 @@ def test_other_settings_are_one_short_line_before_the_model_where_they_can_be(
     given += ["--steps", "1", "--model"]
     for others, message in (
         ("empty/tiny --baseline", "mame: settings there, null here"),
-        ("empty/tiny --keep 0.5", "mame.keep: null there, 0.5 here"),
+        ("empty/tiny --keep 0.5", "mame.keep: 0.25 there, 0.5 here"),
         ("empty/tiny --tau 0.9", "mame.tau: null there, 0.9 here"),
+        ("empty/tiny --keep 0.125", "mame.keep: 0.25 there, 0.125 here"),
         ("empty/tiny --dtype float16", 'model.dtype: "float32" there, "float16" here'),
         ("empty/tiny --lora a/b", 'model.loras: [] there, [{"name": "a/b", "sha256": ... here'),
         ("empty/tiny --scheduler X", 'model.scheduler: "DDIMScheduler" there, "X" here'),
@@ -210,7 +218,7 @@ def test_other_settings_are_one_short_line_before_the_model_where_they_can_be(
     assert run_cli(*given, "empty/tiny", "--min-tokens", "16") == 2
     assert "got one without model_index.json" in error_of(capsys), "nothing else differs"
     other = "--seed 4 --guidance 9 --batch-size 2 --images-per-prompt 7 --width 64 --height 64"
-    assert run_cli(*given, "./none", "--negative-prompt", LONG, *other.split()) == 2
+    assert run_cli(*given, "nobody/nothing", "--negative-prompt", LONG, *other.split()) == 2
     line = error_of(capsys)
     assert len(line) <= 300
     assert "batch_size: 1 there, 2 here; " in line
@@ -302,12 +310,80 @@ def test_version_and_help(run_cli: Any, capsys: pytest.CaptureFixture[str]) -> N
         assert "Usage: mame-sd" in capsys.readouterr().out
 
 
-def test_help_and_usage_errors_wait_for_no_library() -> None:
+PROGRAMS = {"mame-sd": cli.run, "mame-sd-eval": evaluation.run}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_bare_command_shows_help_and_both_programs_tell_their_version(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert PROGRAMS[name]([]) == 2
+    out, err = capsys.readouterr()
+    assert f"Usage: {name}" in out
+    assert "doctor" in out
+    assert err == ""
+    assert PROGRAMS[name](["--version"]) == 0
+    assert capsys.readouterr().out == f"{name} {version('mame-sd')}\n"
+
+
+@pytest.mark.parametrize("app", [cli.app, evaluation.app])
+def test_help_shows_no_types_of_python(app: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = cli.run if app is cli.app else evaluation.run
+    for name in get_command(app).commands:  # type: ignore[attr-defined]
+        assert run([name, "--help"]) == 0
+        said = capsys.readouterr().out
+        assert "--quiet" in said
+        assert "--json" in said
+        assert not re.search(r"<(bool|int|float|str|path)>|list\[", said), name
+
+
+def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"_MAME_SD_COMPLETE": "complete_bash", "COMP_WORDS": "mame-sd ge", "COMP_CWORD": "1"}
+    program = "from mame_sd.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **asked}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["generate"]
+
+
+def test_away_from_a_terminal_progress_is_plain_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(console, "FIRST_LINE", 0.0)
+    with progress("images") as tell:
+        tell(2, 6)
+        tell(3, 6)
+        tell.step(1, 4)
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first == "images: 2 of 6"
+    assert re.fullmatch(r"images: 3 of 6, about \d+ s left", second)
+    assert re.fullmatch(r"images: 3 of 6, step 1 of 4, about \d+ s left", third)
+    token = console.OUTPUT.set(console.Output(quiet=True))
+    with progress("images") as tell:
+        tell(1, 2)
+        console.note("nothing")
+    console.OUTPUT.reset(token)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "generate --help",
+        "generate",
+        "generate --prompt x --model ./none",
+        "generate --prompt x --out /dev/null",
+        "compare x --out a.jpg",
+        "sheet none",
+    ],
+)
+def test_help_and_errors_of_what_is_given_wait_for_no_library(line: str) -> None:
     code = (
-        "import sys; from mame_sd.cli import app; app.run(['generate', '--help']); sys.exit('torch'"
+        f"import sys; from mame_sd.cli import app; app.run({line.split()}); sys.exit('torch'"
         " in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert done.returncode == 0
 
 
 def test_settings_beside_the_weights_are_taken(run_cli: Any, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_it_writes_settings_that_generate_takes_and_goes_on_where_it_stopped(
     written = json.loads(file.read_text())
     about = written.pop("about")
     assert (about["speed"], about["model"]["name"], about["checked_on_prompts"]) == (1.3, "tiny", 1)
-    assert {"times_faster", "psnr"} == set(about["measured"]["by layer"])
+    assert {"times_as_fast", "psnr"} == set(about["measured"]["by layer"])
     config = MaMeConfig.from_file(file)
     assert MaMeConfig.from_dict(written) == config
     assert set(config.layers or {}) == set(LAYERS)

@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from mame_sd.cli import app as cli
-from mame_sd.cli.compare import compare, compare_sheet, folders_sheet, variants_of
-from mame_sd.cli.sheet import Cell, draw_sheet, write_sheet
+from mame_sd.cli.compare import Panel, Way, compare, compare_sheet, summary_line, ways_of
+from mame_sd.cli.run_sheet import folders_sheet
+from mame_sd.cli.sheet import Cell, difference_map, draw_sheet, write_sheet
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
@@ -24,30 +25,46 @@ SMALL = MaMeConfig(min_tokens=16)
 (KEY,) = prompts_from_texts(["key"])
 
 
-def test_panels_are_the_baseline_and_then_each_setting(model: LoadedModel) -> None:
+def test_panels_are_the_unmerged_one_and_then_each_way(model: LoadedModel) -> None:
     given = {"tau": 0.2}, {"tau": 1.0}, {"keep": 0.5}
-    panels = compare(model, KEY, TWO_STEPS, [(str(one), SMALL.replace(**one)) for one in given])
-    assert [panel.label for panel in panels] == ["baseline", *map(str, given)]
-    assert panels[0].levels == []
-    kept = [panel.levels[0]["tokens_kept"] for panel in panels[1:]]
+    ways = [Way(str(one), SMALL.replace(**one)) for one in given]
+    panels = compare(model, KEY, TWO_STEPS, [*ways, Way("one step fewer", fewer=1)], rounds=2)
+    assert [panel.label for panel in panels] == ["unmerged", *map(str, given), "one step fewer"]
+    assert [len(panel.seconds) for panel in panels] == [2] * 5
+    assert panels[0].levels == panels[4].levels == []
+    kept = [panel.levels[0]["tokens_kept"] for panel in panels[1:4]]
     assert kept[0] < kept[1] == 256
     assert kept[2] == 128
-    assert panels[2].lines(panels[0])[3] == "level 0: 256 of 256 tokens kept"
-    assert panels[0].lines(panels[0])[1].endswith(" CPU s"), "which others do not lengthen"
-    first, nothing = (np.asarray(panels[index].image, int) for index in (0, 2))
+    assert panels[2].lines(panels[0])[2] == "level 0: 256 of 256 tokens kept"
+    assert panels[0].unit == "CPU s", "which others do not lengthen"
+    first, nothing, fewer = (np.asarray(panels[index].image, int) for index in (0, 2, 4))
     assert abs(first - nothing).max() <= 1  # tau = 1 merges nothing: the same noise, the same image
-    sheet = compare_sheet("a\x1b[31m [red] key", panels)
-    assert sheet.width > 4 * 512
+    assert abs(first - fewer).max() > 1
+    sheet = compare_sheet(["a\x1b[31m [red] key"], [panels])
+    assert sheet.width > 9 * 512, "each way but the first has a difference map"
     with pytest.warns(UserWarning, match=r"no layer merges.*fewer than 1,024 tokens"):
-        unmerged = compare(model, KEY, TWO_STEPS, variants_of(MaMeConfig()))
+        unmerged = compare(model, KEY, TWO_STEPS, ways_of(MaMeConfig(), TWO_STEPS))
     assert unmerged[1].levels[0]["tokens_kept"] == 256, "the default decided so: no error"
 
 
-def test_other_shares_are_those_of_all_layers() -> None:
-    """Rules of single layers would keep what they say in every panel."""
-    config = SMALL.replace(layers={"*": {"keep": 0.3}})
-    uniform = [(f"keep {keep:g}", SMALL.replace(keep=keep)) for keep in (0.5, 0.125)]
-    assert variants_of(config) == [("as given", config), *uniform]
+def test_one_line_says_what_merging_and_one_step_fewer_do() -> None:
+    def panel(label: str, level: int, *seconds: float) -> Panel:
+        return Panel(label, Image.new("RGB", (4, 4), (level,) * 3), seconds, [])
+
+    first = [panel("unmerged", 100, 3.0, 9.0), panel("default", 101, 2.0, 3.0)]
+    second = [panel("unmerged", 100, 4.0, 4.0), panel("default", 101, 2.0, 2.0)]
+    rows = [[*row, panel("one step fewer", 102, 2.0, 4.0)] for row in (first, second)]
+    assert summary_line(rows) == "2.12 times as fast, 48 dB; one step fewer: 1.69, 42 dB"
+    assert ways_of(SMALL, GenerateSettings(steps=1)) == [Way("as given", SMALL)]
+
+
+def test_a_difference_map_is_white_where_images_are_equal() -> None:
+    pixels = np.full((2, 2, 3), 100, np.uint8)
+    other = pixels.copy()
+    other[0, 0] += 100
+    found = np.asarray(difference_map(Image.fromarray(pixels), Image.fromarray(other)))
+    assert (found[1] == 255).all()
+    assert found[0, 0].max() < 100
 
 
 def test_finished_runs_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +116,15 @@ def test_the_commands(
     monkeypatch.chdir(tmp_path)
     options = f"--model {model_folder} --device cpu --steps 2 --min-tokens 16".split()
     for given in (["--tau", "0.2"], []):
-        assert cli.run(["compare", "key", *given, *options]) == 0
-        panels = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
-        assert panels == ["baseline", "as given", "keep 0.5", "keep 0.125", "compare.png"]
+        assert cli.run(["compare", "key", "ant", *given, *options]) == 0
+        said, sheet, following = capsys.readouterr().out.splitlines()
+        assert "one step fewer: " in said
+        assert sheet == "compare.png"
+        assert following.startswith("next: mame-sd generate ")
+    assert cli.run(["compare", "key", "--json", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sheet"] == "compare.png"
+    assert set(found["ways"]) == {"unmerged", "as given", "one step fewer"}
     assert cli.run(["generate", "--prompt", "key", "--out", "run", *options]) == 0
     assert cli.run(["sheet", "run", "run", "--out", "both.png"]) == 0
     names = {path.name for path in tmp_path.iterdir()}

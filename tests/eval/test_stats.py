@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mame_sd.eval.json_text import json_text
 from mame_sd.eval.stats import (
     mean_interval,
     median_interval,
@@ -20,6 +19,7 @@ from mame_sd.eval.stats import (
     share_difference,
     sign_flip_p,
 )
+from mame_sd.json_files import json_text
 
 ONE_EACH = {str(i): str(i) for i in range(200)}
 

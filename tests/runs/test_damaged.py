@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mame_sd.cli.compare import folders_sheet
+from mame_sd.cli.run_sheet import folders_sheet
 from mame_sd.errors import UserError
 from mame_sd.runs.files import files_below
 from mame_sd.runs.generate import generate

@@ -61,8 +61,14 @@ def test_a_run_leaves_images_samples_and_a_manifest_and_is_not_made_again(
     prompts = prompts_from_texts(["key", odd])
     summary = run(model, folder, settings, prompts=prompts)
     assert (summary.images, summary.made) == (4, 4)
-    level = {"level": 0, "tokens_in": 256.0, "tokens_kept": 128.0, "merged": True, "share": 0.5}
-    assert summary.levels[0] == level
+    assert summary.levels[0] == {
+        "kind": "attention",
+        "level": 0,
+        "tokens_in": 256.0,
+        "tokens_kept": 128.0,
+        "merged": True,
+        "share": 0.5,
+    }
     assert sorted(os.listdir(folder)) == ["images", "manifest.json", "samples.jsonl"]
     names = ["p00001_0", "p00001_1", "p00002_0", "p00002_1"]
     assert sorted(path.stem for path in (folder / "images").iterdir()) == names

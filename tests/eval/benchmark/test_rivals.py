@@ -14,12 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mame_sd.core.restore import cells_and_count, choose_tokens
 from mame_sd.diffusion.apply_denoiser import has_hooks
+from mame_sd.embedded.pipeline import embedded_pipeline
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.rows import ROWS, chosen_rows
 from mame_sd.eval.benchmark.sensitivity import sensitivity
 from mame_sd.eval.results import schema
 from mame_sd.eval.results.schema import Value
+from mame_sd.eval.rivals.copied import copying
 from mame_sd.eval.rivals.method import Rival
 from mame_sd.eval.rivals.plans import (
     mean_attention,
@@ -31,9 +34,11 @@ from mame_sd.eval.rivals.plans import (
 )
 from mame_sd.eval.rivals.tomesd import ToMeSD
 from mame_sd.runs.generate import generate
+from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, load_model
 from mame_sd.runs.methods import NotApplicable
 from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.sampling import sample
 from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, rivals, tiny
 from tests.builders.layers import attention
 from tests.builders.run_folders import snapshot
@@ -224,3 +229,31 @@ def test_an_instrument_that_cannot_tell_says_so() -> None:
     assert "passes as far as measured" in line(floor)
     assert "tomesd: not measured" in line(floor)
     assert "the interval of tomesd: not measured" in line(floor, point("tomesd", 0.02, None))
+
+
+def test_copies_are_of_the_nearest_computed_token() -> None:
+    x = tokens((8, 8))
+    cells, count = cells_and_count((8, 8), 0.25, 0, x.device)
+    chosen = copying(choose_tokens)(x, cells, count)
+    found = chosen.restore(chosen.take(x))
+    for number in range(2):
+        computed = x[number, chosen.at[number]]
+        for token, copy in zip(x[number], found[number], strict=True):
+            nearest = (computed - token).norm(dim=1).argmin()
+            assert torch.equal(copy, computed[nearest])
+
+
+def test_copied_rows_run_where_something_is_restored() -> None:
+    pipe = embedded_pipeline("transformer")
+    model = LoadedModel(pipe=pipe, identity={"name": "x", "device": "cpu"}, guidance=2.5)
+    (row,) = chosen_rows("copied-0.125")[1:]
+    installed = row.method.install(model)
+    jobs = jobs_of(PROMPTS[:1], GenerateSettings(steps=1))
+    sample(model, GenerateSettings(steps=1), jobs)
+    kinds = {level["kind"]: level for level in installed.levels()}
+    assert kinds["mlp"]["tokens_kept"] == 128
+    installed.remove()
+    assert not has_hooks(pipe.transformer)
+    other = LoadedModel(pipe=torch.nn.Linear(2, 2), identity={"name": "x"}, guidance=None)
+    with pytest.raises(NotApplicable, match="copied: "):
+        row.method.install(other)

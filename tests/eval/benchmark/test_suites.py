@@ -8,6 +8,7 @@ import pytest
 from diffusers import DDIMScheduler
 
 from mame_sd.cli.groups import PromptOptions
+from mame_sd.config import MaMeConfig
 from mame_sd.embedded.scenes import scenes_by_caption
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.prompts import drawn, subjects_by_caption
@@ -16,6 +17,7 @@ from mame_sd.eval.benchmark.suites import SUITES, suite_named
 from mame_sd.eval.cli.benchmark import suite_prompts
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.runs.jobs import GenerateSettings
+from mame_sd.runs.methods import Merging
 
 
 def test_rows_are_chosen_by_name_and_by_number() -> None:
@@ -29,14 +31,14 @@ def test_rows_are_chosen_by_name_and_by_number() -> None:
     assert (config["tau"], config["keep"]) == (0.7, None)
     assert names("default-.5, mame-default,default-5e-1,default-0.50") == [
         "baseline",
-        "mame-default",
         "default-0.5",
+        "mame-default",
     ]
     rows = chosen_rows("todo-2,default-0.5,fewer-2,random-0.25,random-fitted-.25,unfitted-0.25")[1:]
     assert [(row.label, row.family) for row in rows] == [
         ("ToDo, one key of 2 × 2", "rival"),
         ("MaMe, keep 0.5 of the keys", "mame"),
-        ("2 steps fewer", "rival"),
+        ("two steps fewer", "rival"),
         ("0.25 of the keys at random", "rival"),
         ("0.25 of the keys at random, fitted", "rival"),
         ("MaMe, keep 0.25 of the keys, not fitted", "mame"),
@@ -55,6 +57,22 @@ def test_rows_are_chosen_by_name_and_by_number() -> None:
     ):
         with pytest.raises(UserError, match=f"--rows{expected}"):
             chosen_rows(name)
+
+
+def test_own_settings_are_rows() -> None:
+    *_, own = chosen_rows("mame-default", ["keep=.4,fit_queries=32,redraw=false"])
+    assert own.name == "keep=.4,fit_queries=32,redraw=false"
+    settings = MaMeConfig(keep=0.4, fit_queries=32, redraw=False)
+    assert own.method == Merging(settings)
+    for text, error in (
+        ("keep", "'keep' has no value"),
+        ("kep=1", "unknown setting 'kep'; did you mean 'keep'"),
+        ("keep=2", "keep: expected a share above 0 and at most 1, got 2"),
+        ("keep=1,tau=0.5", "expected tau or keep, got both"),
+        ("keep=0..5", "keep: expected a share above 0 and at most 1, got '0..5'"),
+    ):
+        with pytest.raises(UserError, match=error):
+            chosen_rows("mame-default", [text])
 
 
 def test_what_is_given_stands_over_the_suite() -> None:

@@ -58,7 +58,7 @@ def test_the_command_measures_resumes_and_prints(
     out = tmp_path / "out"
     line = ["cache", "--model", str(model_folder), "--texts", str(texts), "--out", str(out)]
     line += ["--num", "3", "--length", "80", "--rest", "16", "--shares", "0.25", "--offline"]
-    line += ["--format", "json"]
+    line += ["--json"]
     assert cli.run([*line, "--rows", "random,h2o"]) == 0
     first = (out / "results.jsonl").read_text()
     capsys.readouterr()

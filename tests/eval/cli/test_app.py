@@ -33,7 +33,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 BAD: dict[str, tuple[str, str]] = {
-    "no-command": ("", "Missing command; mame-sd-eval --help"),
     "unknown-command": ("paint", "No such command 'paint'"),
     "paper-prompts": (
         "benchmark --suite paper",
@@ -43,6 +42,7 @@ BAD: dict[str, tuple[str, str]] = {
         "benchmark --model ./none --reference nope",
         "--reference: expected a folder of images, but nope is not one",
     ),
+    "quick": ("benchmark --quick", "--quick: expected --suite readme, got quick; leave it out"),
     "model": ("benchmark --model ./none", "--model ./none: expected a folder"),
     "weights-dir": (  # before the model
         "benchmark --model ./none --weights-dir none",

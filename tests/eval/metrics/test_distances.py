@@ -18,6 +18,7 @@ from mame_sd.eval.metrics.frechet import (
     statistics,
 )
 from mame_sd.eval.metrics.inception_score import inception_score
+from mame_sd.eval.metrics.kernel import kernel_distance
 from tests.builders import seeded
 from tests.builders.metrics import features, oracle
 
@@ -109,3 +110,14 @@ def test_inception_score_draws_from_its_own_generator_and_refuses_nan() -> None:
     ):
         with pytest.raises(ValueError, match=why):
             inception_score(wrong)
+
+
+def test_the_kernel_distance_is_torchmetrics_and_has_no_bias() -> None:
+    kid = pytest.importorskip("torchmetrics.image.kid")
+    a, b = features(40, 8, 1).double(), features(30, 8, 2, 0.3).double()
+    expected = kid.poly_mmd(a[:30], b).item()
+    assert kernel_distance(a[:30], b) == pytest.approx(expected, rel=1e-9)
+    halves = [kernel_distance(*features(40, 8, seed).double().chunk(2)) for seed in range(60)]
+    assert abs(np.mean(halves)) < 3 * np.std(halves) / 60**0.5
+    with pytest.raises(ValueError, match="at least 2 images"):
+        kernel_distance(a[:1], b)

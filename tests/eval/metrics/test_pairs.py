@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from mame_sd.errors import UserError
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.metrics.lpips import Lpips, load_lpips
-from mame_sd.eval.metrics.psnr import psnr
+from mame_sd.eval.metrics.psnr import object_mask, object_psnr, psnr
 from mame_sd.eval.metrics.ssim import ssim
 from mame_sd.eval.weights.files import read_state_dict
 from tests.builders import seeded
@@ -115,3 +116,20 @@ def test_lpips_refuses_wrong_ranges_sizes_and_nets() -> None:
         lpips(a[..., :31, :], b[..., :31, :])
     with pytest.raises(ValueError, match="LPIPS net of alex, vgg, got 'resnet'"):
         Lpips("resnet", {})
+
+
+def test_psnr_of_the_object_looks_at_what_stands_out_of_the_ground() -> None:
+    image = torch.full((1, 3, 64, 64), 0.4)
+    image[:, :, :, ::8] = 0.5  # a striped ground
+    image[:, :, 20:44, 20:44] = torch.tensor([0.9, 0.1, 0.1])[:, None, None]
+    mask = object_mask(image)[0]
+    assert mask[22:42, 22:42].all()
+    assert mask.sum() == pytest.approx(24**2, rel=0.1)
+    worse = image.clone()
+    worse[:, :, 22:42, 22:42] += 0.1
+    assert 0 < psnr(image, worse).item() - object_psnr(image, worse).item() < 15
+    ground = image.clone()
+    ground[:, :, :10] += 0.1
+    assert object_psnr(image, ground).item() == math.inf
+    plain = torch.full((1, 3, 32, 32), 0.4)
+    assert object_psnr(plain, plain + 0.1).item() == pytest.approx(20, abs=1e-3)

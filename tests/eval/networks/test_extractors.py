@@ -16,10 +16,11 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
 
 from mame_sd.errors import UserError
 from mame_sd.eval.networks import full_precision
-from mame_sd.eval.networks.extractors import Extractor, load_inception, resize
+from mame_sd.eval.networks.extractors import DinoV2, Inception, load_inception, resize
 from mame_sd.eval.weights.files import file_sha256
 from mame_sd.eval.weights.registry import REGISTRY
 from tests.builders import seeded
@@ -58,7 +59,7 @@ def test_inception_is_torch_fidelitys_whatever_lies_beside(
     inception_state: dict[str, Tensor], published: Path, tmp_path: Path
 ) -> None:
     extractor = load_inception(published, offline=True)
-    assert extractor.weights_hash == Extractor(inception_state).weights_hash
+    assert extractor.weights_hash == Inception(inception_state).weights_hash
     assert (extractor.dims, extractor.resize) == (2048, "clean-fid bicubic 299")
     found = extractor([seeded.picture(f"inception {i}", 299, 299) for i in range(2)])
     assert same(found.features, oracle("inception")["features"])
@@ -85,11 +86,11 @@ def test_cuda_sees_what_the_cpu_sees(inception_state: dict[str, Tensor]) -> None
     pictures = [seeded.picture(f"cuda {i}", 60, 60) for i in range(3)]
     torch.set_float32_matmul_precision("high")  # TF32, which logits would show
     try:
-        found = Extractor(inception_state, "cuda")(pictures)
+        found = Inception(inception_state, "cuda")(pictures)
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
-    expected = Extractor(inception_state)(pictures)
+    expected = Inception(inception_state)(pictures)
     assert torch.allclose(found.features, expected.features, atol=1e-4)
     assert torch.allclose(found.logits, expected.logits, atol=1e-4)
 
@@ -150,3 +151,20 @@ def test_networks_run_in_whole_precision_whatever_the_user_allows(choice: str) -
         torch.set_float32_matmul_precision("highest")
         for place, value in zip(places, at_first, strict=True):
             place.fp32_precision = value
+
+
+def test_dinov2_sees_what_transformers_processor_gives_it() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = Dinov2Model(Dinov2Config(image_size=224, patch_size=56, **sizes)).eval()
+    picture = np.random.default_rng(0).integers(0, 256, (224, 224, 3), np.uint8)
+    found = DinoV2(model)([picture, picture[::-1].copy()])
+    assert found.features.shape == (2, 32)
+    assert found.logits.shape == (2, 0)
+    processor = BitImageProcessor(do_resize=False, do_center_crop=False,
+                                  image_mean=[0.485, 0.456, 0.406],
+                                  image_std=[0.229, 0.224, 0.225])  # fmt: skip
+    pixels = processor(Image.fromarray(picture), return_tensors="pt").pixel_values
+    with torch.no_grad():
+        wanted = model(pixels).last_hidden_state[:, 0]
+    assert torch.allclose(found.features[:1], wanted, atol=1e-4)

@@ -70,7 +70,25 @@ def opened(browser: Any, report: str) -> Iterator[Any]:
     assert [said for said in trouble if said != report and not said.startswith("data:")] == []
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1280, "dark")])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_names_in_the_plot_cover_neither_one_another_nor_its_axes(opened: Any, width: int) -> None:
+    boxes = opened(width).evaluate(
+        """() => [...document.querySelectorAll('#frontier svg text')]
+          .filter((node) => node.getClientRects().length)
+          .map((node) => [node.textContent, node.getBoundingClientRect().toJSON()])"""
+    )
+    assert len(boxes) > 8
+    for number, (one, a) in enumerate(boxes):
+        assert a["left"] >= 0, one
+        assert a["right"] <= width, one
+        for other, b in boxes[:number]:
+            apart = (a["right"] <= b["left"] + 1 or b["right"] <= a["left"] + 1) or (
+                a["bottom"] <= b["top"] + 3 or b["bottom"] <= a["top"] + 3
+            )
+            assert apart, f"{one} covers {other}"
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
 def test_nothing_overflows_and_colors_follow_the_scheme(
     opened: Any, width: int, scheme: str
 ) -> None:

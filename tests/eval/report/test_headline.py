@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -31,7 +32,7 @@ def test_headline_of_faster_slower_and_equal_rows(results: Results) -> None:
     assert re.fullmatch(fast + r"at an LPIPS of 0\.\d{4}\.", says(results))
     parsed = parse(results)
     assert comparison(parsed, focus(parsed)).startswith(
-        "ToMeSD 50 % is 1.25 times as fast as the baseline ("
+        "The nearest and fastest rival, ToMeSD 50 %, is 1.25 times as fast as the baseline ("
     )
     ours = row(results, "mame-default")["values"]
     ours |= speed(8.0, 7.9, 8.1)
@@ -42,6 +43,19 @@ def test_headline_of_faster_slower_and_equal_rows(results: Results) -> None:
     assert f"{noise}, 0.89 to 1.33)" in says(results)
     ours["speedup"] = {"mean": 1.05, "n": 1}
     assert f"{noise})" in says(results), "one round tells nothing"
+
+
+def test_the_nearest_and_the_fastest_rival_are_told_apart(results: Results) -> None:
+    other = copy.deepcopy(row(results, "tomesd-50"))
+    other |= {"name": "fewer-1", "label": "one step fewer", "family": "rival"}
+    other["values"] |= speed(1.0, 0.9, 1.1)
+    other["values"]["lpips"] = {"mean": 0.9, "low": 0.8, "high": 1.0, "n": 3}
+    results["rows"].append(other)
+    parsed = parse(results)
+    said = comparison(parsed, focus(parsed))
+    assert said.startswith("The nearest rival, ToMeSD 50 %, is 1.25 times as fast")
+    assert "The fastest rival, one step fewer, is 4.00 times as fast" in said
+    assert "at an LPIPS of 0.9000." in said
 
 
 def test_results_of_a_version_without_speedup_keep_their_speeds(

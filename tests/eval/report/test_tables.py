@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from mame_sd.errors import UserError
-from mame_sd.eval.json_text import json_text
 from mame_sd.eval.report import render
 from mame_sd.eval.report.numbers import number
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.report.tables import every_table
 from mame_sd.eval.results.read import parse
+from mame_sd.json_files import json_text
 from tests.builders.report_example import NO_TOMESD, Elements, Results, row
 
 

@@ -85,7 +85,7 @@ def arguments(folders: list[str], *more: str) -> list[str]:
 def test_both_distances_are_the_packages_own(
     package: RecordingStandIn, folders: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(arguments(folders, "--format", "json")) == 0
+    assert cli.run(arguments(folders, "--json")) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)  # nothing that the package prints goes to stdout
     files = [sorted(Path(folder).iterdir()) for folder in folders]

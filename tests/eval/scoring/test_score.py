@@ -44,7 +44,7 @@ def runs(tmp_path: Path) -> tuple[str, str]:
 
 def score_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
     """What goes to stdout, and to stderr."""
-    assert cli.run(["score", *arguments, "--format", "json"]) == 0
+    assert cli.run(["score", *arguments, "--json"]) == 0
     out, err = capsys.readouterr()
     return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")), err
 
@@ -121,7 +121,6 @@ def test_images_that_exif_turns_are_scored_as_viewers_show_them(
 
 
 BAD = {
-    "--format xml": "--format: expected table or json, got 'xml'",
     "--metrics fid": "--metrics fid: expected a --reference",
     "--metrics clip_score --clip big": (
         "--clip: expected clip-vit-b-32, clip-vit-l-14, embedded-clip or a"

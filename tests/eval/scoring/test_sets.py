@@ -40,7 +40,8 @@ class MeanColourStandIn:
 
 
 def tools_with_stand_ins() -> Tools:
-    return Tools(networks={"inception-fid": MeanColourStandIn()})
+    stand_in = MeanColourStandIn()
+    return Tools(networks={"inception-fid": stand_in, "dinov2-saliency": stand_in})
 
 
 def coloured(count: int, brighter: int) -> dict[str, np.ndarray]:
@@ -59,11 +60,14 @@ def test_distances_follow_the_sets_and_state_their_size(
     reference = open_reference(tmp_path / "base")
     assert (reference.name, reference.count) == ("base", 120)
     tools = tools_with_stand_ins()
-    for name in ("fid", "fid_to_baseline"):
+    for name in (
+        *("fid", "fid_to_baseline", "fd_dinov2", "fd_dinov2_to_baseline"),
+        *("kid", "kid_dinov2", "kid_dinov2_to_baseline"),
+    ):
         values = [
             set_value(METRICS[name], run, base, reference, tools) for run in (base, near, far)
         ]
-        assert values[0].mean == pytest.approx(0, abs=1e-2)
+        assert abs(values[0].mean) < values[1].mean
         assert values[1].mean < values[2].mean
         assert values[2].n == 120
     assert "N = 120, below 2,048" in set_value(METRICS["fid"], near, base, reference, tools).warning
@@ -75,6 +79,14 @@ def test_distances_follow_the_sets_and_state_their_size(
     monkeypatch.setattr(sets, "SPLIT_FROM", 120)
     score = set_value(METRICS["is"], near, base, None, tools)
     assert (score.splits, score.cap, score.std > 0) == (10, 12, True)
+
+
+def test_kernel_distances_need_images(tmp_path: Path) -> None:
+    run = Run.open(write_run(tmp_path / "run", coloured(120, 0)))
+    np.savez(tmp_path / "a.npz", mu=np.zeros(4), sigma=np.eye(4))
+    reference = open_reference(tmp_path / "a.npz")
+    with pytest.raises(UserError, match=r"a.npz: expected images for kid, got statistics; give"):
+        set_value(METRICS["kid"], run, run, reference, tools_with_stand_ins())
 
 
 def test_statistics_serve_distances_that_need_no_images(tmp_path: Path) -> None:

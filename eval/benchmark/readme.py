@@ -1,0 +1,246 @@
+"""``benchmark --suite readme``: what README's table says, measured by one command.
+
+A column of the table is a case: a model with its prompts, steps and guidance. Cases and their rows
+are data (`CASES`); each is measured by the runner of every benchmark, or by `measure_samples` where
+the model is no pipeline. What was measured is one JSON file, of which `markdown` makes the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mame_sd.report import counted
+
+from ..results.schema import MethodResult, Results, Value
+from ..tables import markdown_table
+from .rows import BASELINE, Row, chosen_rows
+from .samples import Sampler
+from .suites import Suite
+
+FORMAT = "mame-sd readme 1"
+MARKER = "<!-- table of {} -->"  # in front of a table in a page
+NEAR = ("psnr", "psnr_object", "lpips", "latency", "speedup", "cpu", "cpu_speedup")
+SETS = ("fd_dinov2", "kid_dinov2", "clip_score")
+# The rows of a case: our settings, fewer steps, what does nothing clever, others' methods.
+FEWER = "fewer-1,fewer-2"
+PLAIN = "unfitted-0.25,random-0.25,mean-attention"
+COPIED = "copied-0.125"
+RESTORED = (
+    *("keep=0.25", "keep=1,mlp_keep=0.125", "mlp_keep=0.25"),
+    *("block_keep=0.5", "block_keep=0.25"),
+)
+PAPER = "mame-0.8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A column of the table: a suite, of which --quick takes fewer prompts.
+
+    Attributes:
+        title: heads the column, before the number of prompts.
+        quick: (prompts, rounds of timing) of --quick; None: only in full.
+    """
+
+    title: str
+    suite: Suite
+    quick: tuple[int, int] | None
+
+    def of(self, quick: bool) -> Suite | None:
+        """Return the suite to run; None where --quick leaves the case out."""
+        if not quick:
+            return self.suite
+        if self.quick is None:
+            return None
+        return replace(self.suite, num=self.quick[0], rounds=self.quick[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleCase:
+    """A column of a model that is no text-to-image pipeline.
+
+    Attributes:
+        title: heads the column, before the number of draws.
+        load: returns the model; raises UserError or MachineError if its weights can't be had.
+        draws: batches of samples, which are the rounds of timing, too; `quick` of them by --quick.
+        rows: names, with commas between; `own` are settings of further rows.
+    """
+
+    name: str
+    title: str
+    load: Callable[[], Sampler]
+    steps: int
+    draws: int
+    quick: int
+    rows: str
+    own: tuple[str, ...] = ()
+
+
+def _case(
+    name: str,
+    title: str,
+    model: str,
+    num: int,
+    steps: int,
+    rows: str,
+    quick: tuple[int, int] | None,
+    rounds: int = 9,
+    **more: Any,
+) -> Case:
+    """Return a case of an embedded model, on prompts that no default was chosen on."""
+    fields = {"metrics": NEAR, "fetch": ("lpips-alex",), **more}
+    suite = Suite(
+        name=name, about=f"README's column: {title}.", model=f"embedded-{model}", prompts="drawn",
+        num=num, steps=steps, rows=rows, rounds=rounds, held_out=True, **fields,
+    )  # fmt: skip
+    return Case(title=title, suite=suite, quick=quick)
+
+
+def _terrain() -> Sampler:
+    """Return the published UNet of terrain, which gives eight maps in one step."""
+    import torch
+
+    from ..networks.terrain import TERRAIN, load_terrain
+    from ..weights.registry import REGISTRY
+
+    model = load_terrain()
+
+    def sample(number: int, steps: int) -> Any:
+        generator = torch.Generator().manual_seed(number)
+        noise = torch.randn(8, 1, 128, 128, generator=generator)
+        difficulty = torch.rand(8, generator=generator)
+        return model.denoise(80 * noise, 80, difficulty)
+
+    identity = {"name": TERRAIN, "sha256": REGISTRY[TERRAIN].sha256}
+    return Sampler(model.unet, sample, identity)
+
+
+CASES: tuple[Case | SampleCase, ...] = (
+    _case(
+        "transformer-4", "transformer, 4 steps", "transformer", 128, 4,
+        f"mame-default,{FEWER},{COPIED},{PLAIN},{PAPER}", (3, 2), own=RESTORED,
+    ),
+    _case(
+        "transformer-8", "transformer, 8 steps", "transformer", 32, 8,
+        f"mame-default,{FEWER},fewer-3,fewer-4,random-0.25", (1, 1), own=RESTORED,
+    ),
+    _case(
+        "transformer-guided", "transformer, 4 steps, guidance 7.5", "transformer", 32, 4,
+        f"mame-default,{FEWER},random-0.25", (2, 1), guidance=7.5, own=RESTORED,
+    ),
+    _case(
+        "unet-4", "UNet, 4 steps", "unet", 8, 4,
+        f"mame-default,{FEWER},{PLAIN},tomesd-25,tomesd-50,{PAPER}", (1, 1),
+    ),
+    SampleCase(
+        name="terrain", title="published UNet of terrain", load=_terrain, steps=1,
+        draws=10, quick=2, rows="mame-default,unfitted-0.25,random-0.25",
+    ),
+    _case(
+        "transformer-sets", "transformer, 4 steps, sets of images", "transformer", 500, 4,
+        f"mame-default,{FEWER},random-0.25,mean-attention", None, rounds=1, own=RESTORED,
+        metrics=SETS, fetch=("dinov2-saliency", "clip"), other_seed=1,
+    ),
+)  # fmt: skip
+
+
+def name_of(case: Case | SampleCase) -> str:
+    """Return the name of a case, which its folder or file has, too."""
+    return case.name if isinstance(case, SampleCase) else case.suite.name
+
+
+def rows_of(
+    case: Case | SampleCase, names: str | None = None, own: Sequence[str] = ()
+) -> list[Row]:
+    """Return a case's rows.
+
+    Args:
+        names: of rows to take instead of the case's.
+        own: settings of rows to add.
+    """
+    of = case if isinstance(case, SampleCase) else case.suite
+    return chosen_rows(names or of.rows, [*(() if names else of.own), *own])
+
+
+def stored_case(
+    title: str,
+    made: Mapping[str, Any],
+    rows: Iterable[tuple[Row | MethodResult, Mapping[str, Value]]],
+) -> dict[str, Any]:
+    """Return one case as the JSON file holds it.
+
+    Args:
+        made: the command and the commit that made it.
+        rows: with their values by metric.
+    """
+    lines = [
+        {
+            "name": row.name,
+            "label": row.label,
+            "config": dict(row.config),
+            "values": {metric: value.to_json() for metric, value in values.items() if value.known},
+        }
+        for row, values in rows
+    ]
+    return {"title": title, **made, "rows": lines}
+
+
+def of_results(case: Case, results: Results) -> dict[str, Any]:
+    """Return a finished benchmark as a stored case."""
+    guidance = results.manifest["sampling"]["guidance"]
+    title = case.title if "guidance" in case.title else f"{case.title}, guidance {guidance:g}"
+    rows = [(row, row.values) for row in results.measured]
+    made = {name: results.manifest.get(name) for name in ("command", "commit")}
+    return stored_case(f"{title}, {counted(results.images, 'prompt')}", made, rows)
+
+
+def stored(cases: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of the JSON file.
+
+    Args:
+        cases: stored cases by name.
+        about: what else the figures depend on: versions, threads, device, command.
+    """
+    return {"format": FORMAT, **about, "cases": dict(cases)}
+
+
+def markdown(content: Mapping[str, Any], names: Sequence[str] = (), intervals: bool = True) -> str:
+    """Return the table of a stored result: a row for each method, a column for each case.
+
+    Args:
+        names: of the cases to show; none: all.
+        intervals: whether times as fast have their 95 % interval.
+    """
+    cases = {name: case for name, case in content["cases"].items() if not names or name in names}
+    labels: dict[str, str] = {}
+    for case in cases.values():
+        labels |= {row["name"]: row["label"] for row in case["rows"]}
+    labels.pop(BASELINE, None)
+    lines = []
+    for name, label in labels.items():
+        label = f"`{label}`" if "=" in label else label  # settings
+        bold = f"**{label}**" if name == "mame-default" else label
+        of_row = [[r for r in case["rows"] if r["name"] == name] for case in cases.values()]
+        cells = (_cell(one[0]["values"], intervals) if one else "" for one in of_row)
+        lines.append([bold, *cells])
+    return markdown_table(["", *(case["title"] for case in cases.values())], lines)
+
+
+def _cell(values: Mapping[str, Any], intervals: bool) -> str:
+    """Return what a row did in a case, such as `31.5 dB (25.1), 1.15 times (1.13 to 1.18)`."""
+    parts = []
+    if "psnr" in values:
+        inside = f" ({values['psnr_object']['mean']:.1f})" if "psnr_object" in values else ""
+        parts.append(f"{values['psnr']['mean']:.1f} dB{inside}")
+    for name, label, digits in (
+        ("fd_dinov2", "FD", 1), ("kid_dinov2", "KID", 2), ("clip_score", "CLIP", 1)
+    ):  # fmt: skip
+        if name in values:
+            parts.append(f"{label} {values[name]['mean']:.{digits}f}")
+    speed = values.get("cpu_speedup")
+    if speed:
+        low, high = speed["low"], speed["high"]
+        between = f" ({low:.2f} to {high:.2f})" if intervals and low is not None else ""
+        parts.append(f"{speed['mean']:.2f} times{between}")
+    return ", ".join(parts)

@@ -1,0 +1,129 @@
+"""Nearness and cost of rows on a model that is no text-to-image pipeline: anything that gives
+samples of a seed, such as a published UNet of terrain or a small transformer of photographs.
+
+Samples are compared as they are, not as 8-bit images, since what differs by less than a level of an
+image differs all the same. Every draw makes one batch of samples in every row, right after one
+another, so draws are the rounds of the timing, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mame_sd.runs.generate import environment
+from mame_sd.runs.jobs import GenerateSettings, Job
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.methods import Merging, NotApplicable
+from mame_sd.runs.prompt_files import Prompt
+
+from ..results.schema import Value
+from ..stats import mean_interval, median_interval
+from ..store import Store
+from ..timing import interleaved, seconds_of
+from .bench import installed
+from .rows import BASELINE, Row
+
+FORMAT = "mame-sd samples 1"
+LARGEST = 200.0  # dB, of samples that are equal
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A loaded model.
+
+    Attributes:
+        module: what methods are put on.
+        sample: takes the number of a draw and the number of steps, returns samples [N, ...] in
+            -1..1.
+        identity: JSON values that tell this model from others.
+    """
+
+    module: nn.Module
+    sample: Callable[[int, int], Tensor]
+    identity: Mapping[str, Any]
+
+
+def measure_samples(
+    sampler: Sampler,
+    rows: Sequence[Row],
+    draws: int,
+    steps: int,
+    record: Path,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
+) -> dict[str, dict[str, Value]]:
+    """Measure rows on a model, interleaved.
+
+    Args:
+        rows: the first is the baseline. Rows that can't be put on the model are left out.
+        draws: batches of samples; the draw's number is the seed of what merging draws, too.
+        steps: of a sample; rows that would have none are left out.
+        record: JSON lines that hold every draw as soon as it ends; a stopped call goes on from it.
+        on_progress: told (calls done, calls in all).
+
+    Returns:
+        by row the values of "psnr" (mean of draws), "cpu" and "cpu_speedup" (medians).
+
+    Raises:
+        UserError: a row of ours in which nothing merges.
+    """
+    device = next(sampler.module.parameters()).device
+    model = LoadedModel(pipe=sampler.module, identity=dict(sampler.identity), guidance=None)
+    settings = GenerateSettings(steps=steps)
+    able = {row.name: row for row in rows if row.fewer < steps and row.lacking is None}
+
+    def made(name: str, number: int) -> tuple[Tensor, float]:
+        row = able[name]
+        if isinstance(row.method, Merging):  # a draw of its own, as rivals have
+            config = row.method.config.replace(seed=number)
+            row = replace(row, method=Merging(config))
+        job = Job(Prompt(id=str(number), text=""), 0, number, None)
+        taken = row.sampling(settings).steps
+        with torch.inference_mode(), installed(model, row, [job]) as method:
+            samples, seconds = seconds_of(lambda: sampler.sample(number, taken), device)
+            if method is not None:
+                method.levels()  # raises where nothing merged
+            return samples, seconds
+
+    for name in list(able):
+        try:
+            made(name, 0)
+        except NotApplicable:
+            del able[name]
+    about = {
+        "model": sampler.identity,
+        "steps": steps,
+        "environment": environment(device),
+        "methods": {row.name: row.config for row in able.values()},
+    }
+    store = Store(record, FORMAT, "samples", about, ("draw", "row"), fresh=True)
+    done = {draw for draw in range(draws) if all((draw, name) in store.found for name in able)}
+    for number, found in interleaved(list(able), draws, made, done=done, on_progress=on_progress):
+        want = found[BASELINE][0]
+        for name, (samples, seconds) in found.items():
+            error = (samples - want).double().square().mean().item()
+            psnr = min(LARGEST, 10 * torch.tensor(4 / error).log10().item()) if error else LARGEST
+            store.add({"draw": number, "row": name, "psnr": psnr, "cpu": seconds})
+    return {name: _values(store.found, name, draws) for name in able}
+
+
+def _values(lines: Mapping[Any, Mapping[str, Any]], name: str, draws: int) -> dict[str, Value]:
+    """Return the metrics of a row from the lines of its draws and the baseline's."""
+    own = [lines[number, name] for number in range(draws)]
+    base = [lines[number, BASELINE] for number in range(draws)]
+    median, low, high = median_interval(
+        [b["cpu"] / o["cpu"] for b, o in zip(base, own, strict=True)]
+    )
+    cpu, cpu_low, cpu_high = median_interval([line["cpu"] for line in own])
+    keys = {str(number): str(number) for number in range(draws)}
+    near = {str(number): line["psnr"] for number, line in enumerate(own)}
+    found = {
+        "cpu": Value(mean=cpu, low=cpu_low, high=cpu_high, n=draws),
+        "cpu_speedup": Value(mean=median, low=low, high=high, n=draws),
+    }
+    return found if name == BASELINE else {"psnr": Value(**mean_interval(near, keys)), **found}

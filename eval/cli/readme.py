@@ -1,0 +1,142 @@
+"""The body of ``mame-sd-eval benchmark --suite readme``: every case, one after another, into one
+JSON file and one table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mame_sd.cli.console import note
+from mame_sd.cli.groups import PromptOptions
+from mame_sd.errors import MachineError, UserError
+from mame_sd.json_files import json_text
+from mame_sd.runs.files import check_place, write_atomically
+from mame_sd.runs.generate import environment
+from mame_sd.runs.model_files import ModelChoice
+from mame_sd.runs.processes import this_process
+
+from ..benchmark.readme import (
+    CASES,
+    Case,
+    SampleCase,
+    name_of,
+    of_results,
+    rows_of,
+    stored,
+    stored_case,
+)
+from ..benchmark.results import NAME as RESULTS
+from ..benchmark.results import commit, read_results
+from ..benchmark.samples import measure_samples
+from ..benchmark.suites import Suite
+from ..results.schema import Results
+from .benchmark import run_benchmark, stages
+from .options import BenchmarkOptions
+
+
+def run_readme(
+    out: Path,
+    prompts: PromptOptions,
+    options: BenchmarkOptions,
+    model: ModelChoice,
+    sampling: dict[str, Any],
+    command: str,
+) -> dict[str, Any]:
+    """Measure every case into a folder below `out`.
+
+    `out`/readme.json is written after each case, and a case that is finished is not run again. On
+    a CPU one thread computes, so that CPU seconds are those of the work alone.
+
+    Returns:
+        what readme.json holds.
+
+    Raises:
+        UserError: options that name a model or prompts, which cases have of their own; several
+            processes, whose seconds can't be compared.
+    """
+    if model.model is not None or prompts.file is not None or sampling:
+        raise UserError(
+            "--suite readme: expected no model, prompts or sampling, for its cases have their own;"
+            " leave these out, or choose another suite"
+        )
+    if this_process().count > 1:
+        raise UserError("--suite readme: expected one process, got several; start it alone")
+    for case in CASES:  # unknown rows and settings are found before the first hour
+        rows_of(case, options.rows, options.row)
+    _check_out(out)
+    torch.set_num_threads(1)
+    about = {**environment(torch.device("cpu")), "command": command, "quick": options.quick}
+    found: dict[str, Any] = {}
+    for case in CASES:
+        one = _measured(case, out, prompts, options, model, command)
+        if one is not None:
+            found[name_of(case)] = one
+            text = json_text(stored(found, about), indent=1) + "\n"
+            write_atomically(out / "readme.json", text.encode())
+    return stored(found, about)
+
+
+def _check_out(out: Path) -> None:
+    """Raise UserError for a folder that holds anything but cases and their results."""
+    if check_place(out, out) != out:
+        return
+    own = {"readme.json", *(name_of(case) for case in CASES)}
+    entries = sorted(entry.name for entry in out.iterdir() if not entry.name.startswith("."))
+    foreign = [entry for entry in entries if entry.removesuffix(".jsonl") not in own]
+    if foreign:
+        raise UserError(
+            f"--out {out}: expected a new or empty folder, or one begun by this command, got one"
+            f" with other things in it ({foreign[0]!r}); choose another"
+        )
+
+
+def _measured(
+    case: Case | SampleCase,
+    out: Path,
+    prompts: PromptOptions,
+    options: BenchmarkOptions,
+    model: ModelChoice,
+    command: str,
+) -> dict[str, Any] | None:
+    """Return what is stored of a case; None if --quick leaves it out, or its weights can't be
+    had.
+    """
+    place = out / name_of(case)
+    if isinstance(case, Case):
+        suite = case.of(options.quick)
+        if suite is None:
+            return None
+        if prompts.num is not None:
+            suite = replace(suite, num=prompts.num)
+        results = _finished(place, case, suite, options, command)
+        results = results or run_benchmark(suite, place, prompts, options, model, {}, command)
+        return None if results is None else of_results(case, results)
+    rows = rows_of(case, options.rows, options.row)
+    draws = prompts.num or (case.quick if options.quick else case.draws)
+    try:
+        sampler = case.load()
+    except (UserError, MachineError) as error:
+        note(f"left out: {case.title} ({error})")
+        return None
+    with stages(this_process())(f"{case.title}: samples") as on_progress:
+        record = place.with_suffix(".jsonl")
+        values = measure_samples(sampler, rows, draws, case.steps, record, on_progress)
+    made = {"command": command, "commit": commit()}
+    by_row = [(row, values[row.name]) for row in rows if row.name in values]
+    return stored_case(f"{case.title}, {draws} draws", made, by_row)
+
+
+def _finished(
+    place: Path, case: Case, suite: Suite, options: BenchmarkOptions, command: str
+) -> Results | None:
+    """Return the results of a case that an earlier start of the same command has finished."""
+    if not (place / RESULTS).exists() or not (place / "report.html").exists():
+        return None
+    results = read_results(place)
+    wanted = [row.name for row in rows_of(case, options.rows, options.row)]
+    same = [row.name for row in results.rows] == wanted and results.images == suite.num
+    return results if same and results.manifest.get("command") == command else None

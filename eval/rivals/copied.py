@@ -1,0 +1,57 @@
+"""What restoring by a fit has to beat: MLPs and blocks computed on the same tokens, whose nearest
+one is copied to each other token, as token merging does (ToMe, arXiv 2210.09461; MaRe).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from mame_sd.config import MaMeConfig
+from mame_sd.core.restore import ChosenTokens
+from mame_sd.errors import UserError
+from mame_sd.runs.loading import LoadedModel
+from mame_sd.runs.methods import InstalledMethod, Merging, NotApplicable
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Merging with `config`, where restored tokens are copies of the nearest computed one."""
+
+    config: MaMeConfig
+
+    def describe(self) -> dict[str, Any]:
+        return {"rival": {"name": "copied", **self.config.to_dict(given_only=True)}}
+
+    def install(self, model: LoadedModel) -> InstalledMethod:
+        """Raises NotApplicable for a model in which nothing is restored."""
+        try:
+            installed = Merging(self.config).install(model)
+        except UserError as error:
+            raise NotApplicable(f"copied: {error}") from error
+        if not installed.handle.restored:
+            installed.remove()
+            raise NotApplicable("copied: expected MLPs or blocks that can be restored, found none")
+        for _, hook in installed.handle.restored:
+            hook.choose = copying(hook.choose)  # type: ignore[method-assign]
+        return installed
+
+
+def copying(choose: Callable[..., ChosenTokens]) -> Callable[..., ChosenTokens]:
+    """Return `choose` of a hook with weights that copy the nearest chosen token."""
+
+    def choose_and_copy(x: Tensor, *given: Any) -> ChosenTokens:
+        chosen = choose(x, *given)
+        tiles, width, count = chosen.weights.shape
+        with torch.no_grad():
+            slots = chosen.cells.to_slots(x).reshape(tiles, width, -1).float()
+            points = chosen.take(x).reshape(tiles, count, -1).float()
+            nearest = torch.cdist(slots, points).argmin(-1)
+            return replace(chosen, weights=one_hot(nearest, count).to(chosen.weights))
+
+    return choose_and_copy

@@ -1,0 +1,142 @@
+"""README's table: its cases, its samples without a pipeline, and the pages that show it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mame_sd.config import MaMeConfig
+from mame_sd.eval.benchmark.readme import (
+    CASES,
+    MARKER,
+    Case,
+    markdown,
+    name_of,
+    rows_of,
+    stored,
+    stored_case,
+)
+from mame_sd.eval.benchmark.rows import ROWS, Row, chosen_rows
+from mame_sd.eval.benchmark.samples import Sampler, measure_samples
+from mame_sd.eval.cli import app as cli
+from mame_sd.eval.metric_list import METRICS
+from mame_sd.eval.results.schema import Value
+from mame_sd.runs.methods import Merging
+from tests.builders.console import error_of
+from tests.builders.tiny import tiny_unet
+
+ROOT = Path(__file__).parents[3]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+TABLES = [
+    (page.name, file, table)
+    for page in PAGES
+    for file, table in re.findall(
+        MARKER.format(r"(\S+)") + r"\n+((?:\|.*\n)+)", page.read_text(encoding="utf-8")
+    )
+]
+
+
+def test_a_page_shows_a_table() -> None:
+    assert TABLES
+
+
+@pytest.mark.parametrize(("page", "file", "table"), TABLES, ids=lambda value: value[:20])
+def test_tables_of_pages_are_those_of_stored_results(page: str, file: str, table: str) -> None:
+    """To renew one, run the command that the file names, and put its table into the page."""
+    content = json.loads((ROOT / file).read_text(encoding="utf-8"))
+    for case in content["cases"].values():
+        assert re.fullmatch(r"[0-9a-f]{40}", case["commit"]), "of a commit, without changes"
+        assert "--suite readme" in case["command"]
+    shown = [markdown(content, intervals=with_intervals) for with_intervals in (True, False)]
+    assert table.strip() in shown, f"{page}: not the table of {file}"
+
+
+def test_cases_have_rows_that_exist_and_quick_ones_few_prompts() -> None:
+    names = []
+    for case in CASES:
+        suite = case.of(quick=True) if isinstance(case, Case) else None
+        assert "mame-default" in [row.name for row in rows_of(case)]
+        names.append(name_of(case))
+        if isinstance(case, Case):
+            assert set(case.suite.metrics) <= set(METRICS)
+            assert suite is None or suite.num < case.suite.num
+    assert len(names) == len(set(names))
+
+
+def sampler() -> Sampler:
+    torch.manual_seed(0)
+    unet = tiny_unet().eval()
+    text = torch.zeros(1, 4, unet.config.cross_attention_dim)
+
+    def sample(number: int, steps: int) -> Tensor:
+        x = torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(number))
+        for step in range(steps):
+            x = x - unet(x, step, text).sample / steps
+        return x
+
+    return Sampler(unet, sample, {"name": "tiny"})
+
+
+def test_samples_are_measured_in_draws_and_go_on(tmp_path: Path) -> None:
+    ours = Row(name="ours", label="ours", family="mame",
+               method=Merging(MaMeConfig(keep=0.5, min_tokens=16)))  # fmt: skip
+    rows = [ROWS["baseline"], ours, *chosen_rows("fewer-1,fewer-2")[1:]]
+    told: list[tuple[int, int]] = []
+
+    def measured(draws: int) -> dict[str, dict[str, Value]]:
+        told.clear()
+        place = tmp_path / "a.jsonl"
+        return measure_samples(sampler(), rows, draws, 2, place, lambda *now: told.append(now))
+
+    first = measured(2)
+    assert set(first) == {"baseline", "ours", "fewer-1"}, "two steps can't lose two"
+    assert 10 < first["fewer-1"]["psnr"].mean < first["ours"]["psnr"].mean < 100  # type: ignore[operator]
+    assert first["baseline"]["cpu_speedup"].mean == 1
+    more = measured(3)
+    assert told[0] == (6, 9), "two draws of three rows were there"
+    assert more["ours"]["psnr"].n == 3
+
+
+def values(**means: float) -> dict[str, Value]:
+    return {name: Value(mean=mean, low=mean - 0.1, high=mean + 0.1) for name, mean in means.items()}
+
+
+def test_the_table_has_a_row_for_each_method_and_a_column_for_each_case() -> None:
+    by_name = {row.name: row for row in chosen_rows("mame-default,fewer-1", ["keep=1"])}
+    near = values(psnr=31.46, psnr_object=25.0, cpu_speedup=1.15)
+    first = [(by_name["baseline"], values(cpu=2.0)), (by_name["mame-default"], near)]
+    first.append((by_name["keep=1"], values(cpu_speedup=1.0)))
+    second = [(by_name["fewer-1"], values(fd_dinov2=12.0, clip_score=80.0))]
+    cases = {"a": stored_case("A", {}, first), "b": stored_case("B", {}, second)}
+    content: dict[str, Any] = json.loads(json.dumps(stored(cases, {"command": "c"})))
+    assert markdown(content).splitlines() == [
+        "|  | A | B |",
+        "|---|---|---|",
+        "| **MaMe default** | 31.5 dB (25.0), 1.15 times (1.05 to 1.25) |  |",
+        "| `keep=1` | 1.00 times (0.90 to 1.10) |  |",
+        "| one step fewer |  | FD 12.0, CLIP 80.0 |",
+    ]
+    assert "(1.05 to" not in markdown(content, ["a"], intervals=False)
+
+
+def test_the_suite_takes_no_model_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["benchmark", "--suite", "readme", "--model", "embedded-unet"]) == 2
+    assert "--suite readme: expected no model, prompts or sampling" in error_of(capsys)
+    (tmp_path / "photo.png").touch()
+    for options, message in (
+        ("--row kep=1", "--row kep=1: expected settings such as keep=0.4"),
+        ("--rows x", "--rows: expected names of baseline"),
+        ("--out .", "got one with other things in it ('photo.png')"),
+    ):
+        assert cli.run(f"benchmark --suite readme --quick {options}".split()) == 2
+        assert message in error_of(capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["photo.png"]
