@@ -313,7 +313,7 @@ def _with_mask(bias: Tensor, mask: Tensor | None) -> Tensor:
 
 # ----------------------------------------------------------------- restoring
 
-BANDWIDTH, KERNEL_RIDGE = 2.0, 0.005
+BANDWIDTH, KERNEL_RIDGE = 4.0, 0.002
 
 
 def farthest(x: Tensor, drawn: Sequence[int], tile: Sequence[int], count: int) -> list[int]:

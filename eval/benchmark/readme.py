@@ -116,6 +116,20 @@ def _terrain() -> Sampler:
     return Sampler(model.unet, sample, identity)
 
 
+def _photographs() -> Sampler:
+    """Return the transformer of photographs: a held-out thumbnail for each draw, guidance 2."""
+    from ..instruments.flow import sample
+    from ..instruments.models import conditions, load_instrument
+
+    instrument, thumbnails = load_instrument("photographs"), conditions("photographs")
+
+    def samples(number: int, steps: int) -> Any:
+        one = thumbnails[number % len(thumbnails)][None]
+        return sample(instrument, one, steps, 2.0, seed=number)
+
+    return Sampler(instrument.model, samples, {"name": "photographs", "guidance": 2})
+
+
 CASES: tuple[Case | SampleCase, ...] = (
     _case(
         "transformer-4", "transformer, 4 steps", "transformer", 128, 4,
@@ -136,6 +150,11 @@ CASES: tuple[Case | SampleCase, ...] = (
     SampleCase(
         name="terrain", title="published UNet of terrain", load=_terrain, steps=1,
         draws=10, quick=2, rows="mame-default,unfitted-0.25,random-0.25",
+    ),
+    SampleCase(
+        name="photographs", title="transformer of photographs, 4 steps, guidance 2",
+        load=_photographs, steps=4, draws=32, quick=6,
+        rows=f"mame-default,{FEWER},{COPIED},{PLAIN}", own=RESTORED,
     ),
     _case(
         "transformer-sets", "transformer, 4 steps, sets of images", "transformer", 500, 4,

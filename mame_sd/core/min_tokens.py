@@ -36,6 +36,10 @@ MIN_TOKENS: dict[tuple[str, str], int] = {
     ("other", FUSED): 16384,
     ("other", UNFUSED): 4096,
 }
+# From how many tokens a channel on the default merges keys. Attention over L keys is L / (L + 6 C)
+# of the work of a block with C channels. Below 4 it is less than two fifths: a quarter of the keys
+# gains 2 to 7 %, and on photographs costs more than all else (docs/restoring.md).
+MIN_TOKENS_PER_CHANNEL = 4
 # From how many operations (16 B L C^2: those of an MLP four times as wide as its C channels, over L
 # tokens of B samples) on an MLP or a block is restored by default. Restoring costs about 2 ms a
 # layer from Python on a card. On an H200 an MLP of 2.5e12 is 1.8 times as fast, one of .6e12 half
@@ -195,6 +199,13 @@ def too_little_work(x: Tensor) -> str:
         return ""
     where = {"cpu": "CPU", "mps": "Mac"}.get(device, "card")
     return f"{BY_DEFAULT}{tokens:,} tokens of {channels:,} channels gain nothing on this {where}"
+
+
+def too_wide(tokens: int, channels: int) -> str:
+    """Return why the default leaves the keys of so few tokens for their channels; else empty."""
+    if tokens >= MIN_TOKENS_PER_CHANNEL * channels:
+        return ""
+    return f"{BY_DEFAULT}keys of {tokens:,} tokens are a small part of {channels:,} channels' work"
 
 
 def head_width(attention: nn.Module) -> int:

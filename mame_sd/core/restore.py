@@ -31,8 +31,8 @@ from mame_sd.core.merge import Cells, cells_of, no_autocast, product
 from mame_sd.core.merge import constant as cached
 
 TILE_SIZE = 32  # tokens a side
-BANDWIDTH = 2.0  # of the mean squared distance among the chosen tokens
-RIDGE = 0.005  # the kernel is 1 on its diagonal
+BANDWIDTH = 4.0  # of the mean squared distance among the chosen tokens
+RIDGE = 0.002  # the kernel is 1 on its diagonal
 DRAWN = 0.5  # share of the chosen tokens that are drawn; all others are the farthest from these
 HALF_MAX = 65504  # the largest number of fp16
 TINY = 1e-30  # a mean distance of tokens that are all alike

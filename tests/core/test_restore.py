@@ -171,7 +171,7 @@ def test_a_fit_is_nearer_than_a_copy_of_the_nearest() -> None:
     copied = fn(chosen.take(x))[0, nearest[0]]
     fitted = chosen.restore(fn(chosen.take(x)))[0]
     exact = fn(x)[0]
-    assert (fitted - exact).norm() < 0.33 * (copied - exact).norm()
+    assert (fitted - exact).norm() < 0.5 * (copied - exact).norm()
 
 
 def test_samples_do_not_depend_on_their_batch() -> None:
@@ -299,7 +299,7 @@ X = torch.zeros(2, 63, 4)
         ({"fn": lambda t: t[:, :2]}, r"fn: expected \[2, 8, C\] for 8 tokens, got \[2, 2, 4\]"),
         ({"fn": lambda t: None}, r"fn: expected \[2, 8, C\] for 8 tokens, got None"),
     ],
-    ids=str,
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else value[:20],
 )
 def test_bad_input_is_one_line(given: dict[str, Any], message: str) -> None:
     call: dict[str, Any] = {"fn": lambda t: t, "x": X, "grid": (7, 9), **given}
