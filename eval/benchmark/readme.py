@@ -133,15 +133,15 @@ def _photographs() -> Sampler:
 CASES: tuple[Case | SampleCase, ...] = (
     _case(
         "transformer-4", "transformer, 4 steps", "transformer", 128, 4,
-        f"mame-default,{FEWER},{COPIED},{PLAIN},{PAPER}", (3, 2), own=RESTORED,
+        f"mame-default,{FEWER},{COPIED},{PLAIN},{PAPER}", (16, 3), own=RESTORED,
     ),
     _case(
         "transformer-8", "transformer, 8 steps", "transformer", 32, 8,
-        f"mame-default,{FEWER},fewer-3,fewer-4,random-0.25", (1, 1), own=RESTORED,
+        f"mame-default,{FEWER},fewer-3,fewer-4,random-0.25", (4, 1), own=RESTORED,
     ),
     _case(
         "transformer-guided", "transformer, 4 steps, guidance 7.5", "transformer", 32, 4,
-        f"mame-default,{FEWER},random-0.25", (2, 1), guidance=7.5, own=RESTORED,
+        f"mame-default,{FEWER},random-0.25", (6, 1), guidance=7.5, own=RESTORED,
     ),
     _case(
         "unet-4", "UNet, 4 steps", "unet", 8, 4,
@@ -153,8 +153,8 @@ CASES: tuple[Case | SampleCase, ...] = (
     ),
     SampleCase(
         name="photographs", title="transformer of photographs, 4 steps, guidance 2",
-        load=_photographs, steps=4, draws=32, quick=6,
-        rows=f"mame-default,{FEWER},{COPIED},{PLAIN}", own=RESTORED,
+        load=_photographs, steps=4, draws=32, quick=4,
+        rows=f"mame-default,{FEWER},{COPIED},random-0.25,mean-attention", own=RESTORED,
     ),
     _case(
         "transformer-sets", "transformer, 4 steps, sets of images", "transformer", 500, 4,
