@@ -273,7 +273,7 @@ def test_off_stays_off_until_an_option_asks_for_merging(
     model = ["--model", str(saved_with(tmp_path / "model", tau=None))]
     assert run(tmp_path / "a", *model) is None
     assert run(tmp_path / "b", *model, "--tile-size", "8") == MaMeConfig(
-        tile_size=8, min_tokens=16, seed=3
+        keep=0.25, mlp_keep=0.125, tile_size=8, min_tokens=16, seed=3
     )
     words = ["--steps", "1", "--device", "cpu", "--out", "merge.png"]
     assert cli.run(["compare", "key", *model, *words]) == 0  # which is about merging

@@ -61,6 +61,9 @@ def test_every_training_can_be_loaded() -> None:
     """Nothing else of them runs in `make test`."""
     for path in (ROOT / "scripts" / "training").glob("train_*.py"):
         module = importlib.import_module(f"scripts.training.{path.stem}")
+        if path.stem == "train_photographs":  # goes by the clock, with a loop of its own
+            assert callable(module.main)
+            continue
         assert any(issubclass(kind, Recipe) for kind in vars(module).values() if isclass(kind))
 
 
