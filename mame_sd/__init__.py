@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mame_sd.config import MaMeConfig as MaMeConfig
     from mame_sd.core.attention import attention as attention
     from mame_sd.core.paper import plan_tokens as plan_tokens
+    from mame_sd.core.restore import restored as restored
     from mame_sd.diffusion.families.family import register_family as register_family
     from mame_sd.diffusion.handle import MaMeHandle as MaMeHandle
     from mame_sd.diffusion.processor import MaMeAttnProcessor as MaMeAttnProcessor
@@ -52,6 +53,7 @@ _LAZY = {
     "register_encoder": "mame_sd.perception.encoder_registry",
     "register_family": "mame_sd.diffusion.families.family",
     "remove_mame": "mame_sd.apply",
+    "restored": "mame_sd.core.restore",
 }
 
 __all__ = sorted([*_LAZY, "__version__"])

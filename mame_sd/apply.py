@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 Restored = Callable[[Any], AbstractContextManager[None]]
 
 
+@overload  # a module may be a denoiser, an encoder or a captioner; anything else is a pipeline
+def apply_mame(
+    target: nn.Module, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+) -> MaMeHandle | EncoderHandle | CaptionHandle: ...
+@overload
+def apply_mame(
+    target: object, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+) -> MaMeHandle: ...
 def apply_mame(
     target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
 ) -> MaMeHandle | EncoderHandle | CaptionHandle:
@@ -81,10 +89,18 @@ def remove_mame(target: Any, processors: bool = True) -> None:
     apply_denoiser.remove_mame(target, processors)
 
 
+@overload
+def mame(
+    target: nn.Module, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+) -> AbstractContextManager[MaMeHandle | EncoderHandle | CaptionHandle]: ...
+@overload
+def mame(
+    target: object, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
+) -> AbstractContextManager[MaMeHandle]: ...
 @contextmanager
 def mame(
     target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
-) -> Iterator[MaMeHandle | EncoderHandle | CaptionHandle]:
+) -> Iterator[Any]:
     """Merging for a `with` block.
 
     Afterwards, raised or not, what was applied before is in force again.

@@ -216,7 +216,7 @@ def test_the_idea_is_drawn_in_four_panels_and_a_rival(
     assert apart < errors["error"], "nearer than groups by position, of as many tokens"
 
 
-def test_readme_quotes_the_harsh_figures_that_are_estimated_of_cards() -> None:
+def test_no_estimate_of_the_default_on_a_card_is_below_one() -> None:
     page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
     gains = page.partition("## What the default gains")[2].partition("\n## ")[0]
     estimated = {}
@@ -224,18 +224,8 @@ def test_readme_quotes_the_harsh_figures_that_are_estimated_of_cards() -> None:
     for name, *cells in re.findall(row, gains, re.M):
         pairs = [[float(figure) for figure in cell.split("/")] for cell in cells]
         assert min(map(min, pairs)) >= 1, name
-        estimated[name] = [eager for _, eager in pairs]
+        estimated[name] = pairs
     assert len(estimated) >= 8
-    quoted = 0
-    for case, figures in estimated.items():
-        name = re.sub(r"at (\d)(\d{3})$", r"at \1,\2 pixels", case)
-        line = next((row for row in README.splitlines() if row.startswith(f"| {name} |")), None)
-        if line is not None:
-            cells = re.findall(r"\d\.\d\d", line)
-            want = [f"{figure:.2f}" for figure in figures[1:]]
-            assert cells == want, name
-            quoted += 1
-    assert quoted >= 4
 
 
 def test_the_site_has_every_page() -> None:

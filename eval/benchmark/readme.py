@@ -20,7 +20,8 @@ from .samples import Sampler
 from .suites import Suite
 
 FORMAT = "mame-sd readme 1"
-MARKER = "<!-- table of {} -->"  # in front of a table in a page
+# In front of a table in a page: the file; then, if not all of it is shown, its cases and rows.
+MARKER = "<!-- table of {}{} -->"
 NEAR = ("psnr", "psnr_object", "lpips", "latency", "speedup", "cpu", "cpu_speedup")
 SETS = ("fd_dinov2", "kid_dinov2", "clip_score")
 # The rows of a case: our settings, fewer steps, what does nothing clever, others' methods.
@@ -224,18 +225,26 @@ def stored(cases: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> 
     return {"format": FORMAT, **about, "cases": dict(cases)}
 
 
-def markdown(content: Mapping[str, Any], names: Sequence[str] = (), intervals: bool = True) -> str:
+def markdown(
+    content: Mapping[str, Any],
+    names: Sequence[str] = (),
+    intervals: bool = True,
+    rows: Sequence[str] = (),
+) -> str:
     """Return the table of a stored result: a row for each method, a column for each case.
 
     Args:
         names: of the cases to show; none: all.
         intervals: whether times as fast have their 95 % interval.
+        rows: names of the rows to show; none: all.
     """
     cases = {name: case for name, case in content["cases"].items() if not names or name in names}
     labels: dict[str, str] = {}
     for case in cases.values():
         labels |= {row["name"]: row["label"] for row in case["rows"]}
     labels.pop(BASELINE, None)
+    if rows:
+        labels = {name: labels[name] for name in rows}
     lines = []
     for name, label in labels.items():
         label = f"`{label}`" if "=" in label else label  # settings

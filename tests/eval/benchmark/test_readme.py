@@ -34,10 +34,11 @@ from tests.builders.tiny import tiny_unet
 ROOT = Path(__file__).parents[3]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 TABLES = [
-    (page.name, file, table)
+    (page.name, file, part, table)
     for page in PAGES
-    for file, table in re.findall(
-        MARKER.format(r"(\S+)") + r"\n+((?:\|.*\n)+)", page.read_text(encoding="utf-8")
+    for file, part, table in re.findall(
+        MARKER.format(r"(\S+)", r"((?:; [^;>]+)*)") + r"\n+((?:\|.*\n)+)",
+        page.read_text(encoding="utf-8"),
     )
 ]
 
@@ -46,14 +47,17 @@ def test_a_page_shows_a_table() -> None:
     assert TABLES
 
 
-@pytest.mark.parametrize(("page", "file", "table"), TABLES, ids=lambda value: value[:20])
-def test_tables_of_pages_are_those_of_stored_results(page: str, file: str, table: str) -> None:
+@pytest.mark.parametrize(("page", "file", "part", "table"), TABLES, ids=lambda value: value[:20])
+def test_tables_of_pages_are_those_of_stored_results(
+    page: str, file: str, part: str, table: str
+) -> None:
     """To renew one, run the command that the file names, and put its table into the page."""
     content = json.loads((ROOT / file).read_text(encoding="utf-8"))
     for case in content["cases"].values():
         assert re.fullmatch(r"[0-9a-f]{40}", case["commit"]), "of a commit, without changes"
         assert "--suite readme" in case["command"]
-    shown = [markdown(content, intervals=with_intervals) for with_intervals in (True, False)]
+    names, rows = (words.split() for words in part.split("; ")[1:]) if part else ([], [])
+    shown = [markdown(content, names, with_intervals, rows) for with_intervals in (True, False)]
     assert table.strip() in shown, f"{page}: not the table of {file}"
 
 
