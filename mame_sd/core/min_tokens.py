@@ -51,6 +51,7 @@ MIN_WORK: dict[str, float] = {
     "cuda, capability 9 and above": 1.5e12,
     "other": 5e11,
 }
+MIN_RESTORED = 1024  # tokens of an image from which on layers are restored; fewer were not measured
 # Begins the reason of a layer that the default leaves unmerged.
 BY_DEFAULT = "not merged by default: "
 _MPS_WIDTHS = (64, 128)  # of heads, for which MPS has fused kernels from torch 2.13 on
@@ -191,8 +192,12 @@ def least_tokens(
     return kernel_of(device, dtype, width).least if given is None else given
 
 
-def too_little_work(x: Tensor) -> str:
-    """Return why a layer with the tokens x [B, L, C] is not restored by default; empty if it is."""
+def too_little_work(x: Tensor, count: int) -> str:
+    """Return why a layer with the tokens x [B, L, C], `count` of them the image's, is not restored
+    by default; empty if it is.
+    """
+    if count < MIN_RESTORED:
+        return f"{BY_DEFAULT}layers of fewer than {MIN_RESTORED:,} tokens are not restored"
     device = kernel_of(x.device, x.dtype).device
     batch, tokens, channels = x.shape
     if 16 * batch * tokens * channels**2 >= MIN_WORK[device]:

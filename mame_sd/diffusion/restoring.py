@@ -104,7 +104,7 @@ class RestoreHook(LayerHook):
     def too_few(self, tokens: Tokens, x: Tensor, config: MaMeConfig) -> str:
         """Return why a call with so few tokens is left alone; empty if it is not."""
         if config.min_tokens is None:
-            return too_little_work(x)
+            return too_little_work(x, tokens.count)
         few = tokens.count < config.min_tokens
         return f"fewer than min_tokens={config.min_tokens}" if few else ""
 
