@@ -15,6 +15,7 @@ unmerged. With a token budget, what merging costs and saves does not depend on t
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 from benchmarks.attention import without_bias
 from benchmarks.launches import META, Work, counted, on_card, pretended
 from mame_sd import mame
-from mame_sd.core.min_tokens import FUSED, MIN_TOKENS
 from mame_sd.eval.tables import markdown_table
 
 On = Callable[[Any], AbstractContextManager[Any]]
@@ -204,27 +204,33 @@ CASES: dict[str, partial[Case]] = {
 }
 
 
-def rows_of(min_tokens: int) -> dict[str, On]:
-    """What is estimated of a case, by the row's name.
-
-    Args:
-        min_tokens: from how many tokens on layers merge in the rows of the default.
-    """
-    # How many tokens tau keeps depends on the picture, so no row has it.
-    default = partial(mame, keep=0.25, min_tokens=min_tokens)
-    return {
-        "unmerged": lambda model: nullcontext(),
-        "default": default,
-        "default, kernel without bias": partial(default, kernel=without_bias),
-        "keys, a quarter": partial(mame, keep=0.25, min_tokens=1024),
-    }
+# What is estimated of a case, by the row's name. The default depends on the card; all other rows
+# merge or restore every large layer. How many tokens tau keeps depends on the picture, so no row
+# has it.
+LARGE = partial(mame, min_tokens=1024)
+ROWS: dict[str, On] = {
+    "unmerged": lambda model: nullcontext(),
+    "default": mame,
+    "default, kernel without bias": partial(mame, kernel=without_bias),
+    "keys, a quarter": partial(LARGE, keep=0.25),
+    "MLPs on an eighth": partial(LARGE, keep=1, mlp_keep=0.125),
+    "blocks on a quarter": partial(LARGE, keep=1, block_keep=0.25),
+    "blocks and keys on a quarter": partial(LARGE, keep=0.25, block_keep=0.25),
+}
 
 
 SMALLEST = 2.5e-6  # seconds: no kernel takes less
 LAUNCH = 31e-6  # seconds in which one kernel is launched from Python, measured on an H200
-# Seconds that chains of small kernels take on any card, as profiled there.
-CHAINS = {"linalg_cholesky_ex": 80e-6, "linalg_solve_triangular": 100e-6}
+# Seconds that a chain of small kernels takes on any card, by the largest number of matrices: measured
+# on an H200, up to 8 with matrices of 128 x 128, more in layers that merge keys.
+CHAINS = {
+    "linalg_cholesky_ex": {1: 44e-6, 4: 97e-6, 8: 101e-6, math.inf: 80e-6},
+    "linalg_solve_triangular": {1: 42e-6, 4: 151e-6, 8: 295e-6, math.inf: 100e-6},
+}
 MEMORY = 0.8  # share of the printed bandwidth that a kernel sees
+# What chooses and restores tokens: that share there, and the share of LAUNCH in which Python
+# launches a kernel. Both fit what was measured of a prototype on an H200.
+RESTORING_MEMORY, RESTORING_LAUNCH = 0.27, 0.8
 SINGLE = 0.65  # share of the peak that products of fp32 reach
 MASKED = 0.65  # of the speed of attention: that of attention with a mask
 
@@ -258,15 +264,17 @@ class Card:
         return replace(self, products=0.75, attention=0.75)
 
     @property
-    def min_tokens(self) -> int:
-        """From how many tokens on layers merge on it by default (`mame_sd.core.min_tokens`)."""
-        newest = self.name == "H100"
-        return MIN_TOKENS["cuda, capability 9 and above" if newest else "cuda", FUSED]
+    def capability(self) -> tuple[int, int]:
+        """Its compute capability, as far as the default asks for it (`mame_sd.core.min_tokens`)."""
+        return (9, 0) if self.name == "H100" else (8, 0)
 
     def seconds(self, work: Work) -> float:
         """How long the card is busy with one operation."""
-        least = CHAINS.get(work.name, work.launches * SMALLEST)
-        return max(least, work.bytes / (MEMORY * self.bandwidth), work.flops / self.speed(work))
+        least = work.launches * SMALLEST
+        if work.name in CHAINS:
+            least = next(took for most, took in CHAINS[work.name].items() if work.matrices <= most)
+        memory = (RESTORING_MEMORY if work.restores else MEMORY) * self.bandwidth
+        return max(least, work.bytes / memory, work.flops / self.speed(work))
 
     def eager(self, work: Iterable[Work], launch: float) -> float:
         """How long they take where each kernel is launched from Python, which may run ahead of the
@@ -277,7 +285,7 @@ class Card:
         """
         asked = done = 0.0
         for one in work:
-            asked += one.launches * launch
+            asked += one.launches * launch * (RESTORING_LAUNCH if one.restores else 1)
             done = max(done, asked) + self.seconds(one)
         return done
 
@@ -316,14 +324,14 @@ Seconds = tuple[float, float]  # graph, eager
 Rows = dict[str, dict[str, tuple[int, Seconds]]]  # launches and seconds by row and card
 
 
-def count(case: Case, on: On) -> list[Work]:
-    """Count the kernels of one forward of a case within `on`."""
+def count(case: Case, on: On, capability: tuple[int, int] = (8, 0)) -> list[Work]:
+    """Count the kernels of one forward of a case within `on`, on a card of a capability."""
     model = on_card(case.build(META))
     with on(model):
         with pretended():
             named, known = case.inputs(model)
         repeats = {model.get_submodule(path): times for path, times in case.repeats.items()}
-        with pretended(known):
+        with pretended(known, capability):
             return counted(lambda: model(**named), repeats)
 
 
@@ -335,12 +343,12 @@ def seconds(work: Sequence[Work], card: Card) -> Seconds:
 def estimate(case: Case, cards: Sequence[Card]) -> Rows:
     """Estimate launches and seconds of each row, by card."""
     found: Rows = {}
-    works: dict[tuple[str, int], list[Work]] = {}
+    works: dict[tuple[str, bool], list[Work]] = {}
     for card in cards:
-        for row, on in rows_of(card.min_tokens).items():
-            key = row, card.min_tokens if row.startswith("default") else 0
+        for row, on in ROWS.items():
+            key = row, row.startswith("default") and card.capability[0] >= 9
             if key not in works:
-                works[key] = count(case, on)
+                works[key] = count(case, on, card.capability)
             launches = sum(one.launches for one in works[key])
             found.setdefault(row, {})[card.name] = launches, seconds(works[key], card)
     return found
@@ -388,7 +396,7 @@ def main() -> None:
     for name in args.model:
         print(f"counting {name}", file=sys.stderr)
         found[name] = estimate(CASES[name](), [CARDS[card] for card in args.card])
-    for row in rows_of(0):
+    for row in ROWS:
         print(table(row, found))
     print("Estimated from counted kernels, not measured on a card.")
 

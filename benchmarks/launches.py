@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -30,6 +30,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
+
+from mame_sd.core import min_tokens, restore
+from mame_sd.diffusion import restoring
 
 CARD = torch.device("cuda", 99)  # none: tables that are kept by their device hold no values here
 META = torch.device("meta")
@@ -88,6 +91,8 @@ class Work(NamedTuple):
         flops: two for each multiplication and addition.
         launches: kernels that it is made of.
         width: of a head, with attention.
+        matrices: of a batch, with linear algebra.
+        restores: whether it chooses tokens or restores them (`mame_sd.core.restore`).
     """
 
     name: str
@@ -97,6 +102,8 @@ class Work(NamedTuple):
     flops: float
     launches: int = 1
     width: int = 0
+    matrices: int = 1
+    restores: bool = False
 
 
 class _Pretended(TorchFunctionMode):
@@ -134,15 +141,20 @@ def _real(value: Any) -> Any:
 
 
 @contextmanager
-def pretended(known: Mapping[int, Tensor] | None = None) -> Iterator[None]:
+def pretended(
+    known: Mapping[int, Tensor] | None = None, capability: tuple[int, int] = (8, 0)
+) -> Iterator[None]:
     """For the block, tensors on the meta device say that they lie on a CUDA device.
 
     Args:
         known: values of tensors whose values are read, by the tensor's id.
+        capability: compute capability of the device; attention is fused on it.
     """
     # a build of PyTorch without CUDA can't be asked for it
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
-    with _Pretended(known or {}), torch.inference_mode(), capturing:
+    machine = min_tokens.Machine("cuda", capability, (2, 13), True)
+    asked = mock.patch.object(min_tokens, "asked", return_value=machine)
+    with _Pretended(known or {}), torch.inference_mode(), capturing, asked:
         yield
 
 
@@ -172,7 +184,7 @@ def counted(call: Callable[[], Any], repeats: Mapping[nn.Module, int] | None = N
         hooks.append(module.register_forward_pre_hook(begin))
         hooks.append(module.register_forward_hook(partial(end, times)))
     try:
-        with counter:
+        with counter, counter.restoring():
             call()
     finally:
         for hook in hooks:
@@ -184,6 +196,26 @@ class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.work: list[Work] = []
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """For the block, mark what chooses tokens and what restores them."""
+
+        def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                start = len(self.work)
+                output = function(*args, **kwargs)
+                self.work[start:] = [one._replace(restores=True) for one in self.work[start:]]
+                return output
+
+            return call
+
+        functions = [(restoring, "choose_tokens"), (restore, "choose_tokens")]
+        functions += [(restore.ChosenTokens, "take"), (restore.ChosenTokens, "restore")]
+        with ExitStack() as patches:
+            for owner, name in functions:
+                patches.enter_context(mock.patch.object(owner, name, marked(getattr(owner, name))))
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -259,7 +291,9 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
     if name in _PRODUCTS:
         kind = "convolution" if name == "convolution" else "product"
     dtype = next((t.dtype for t in given if t.is_floating_point()), torch.float32)
-    return Work(name, kind, dtype, read + written, _flops(func, name, args, output), launches)
+    matrices = math.prod(args[0].shape[:-2]) if name.startswith("linalg_") else 1
+    flops = _flops(func, name, args, output)
+    return Work(name, kind, dtype, read + written, flops, launches, matrices=matrices)
 
 
 def _topk(func: Any, args: Any, kwargs: Any) -> int:
