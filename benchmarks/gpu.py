@@ -9,7 +9,7 @@ busy with it for the longest of three times: that of the smallest kernel, its by
 speed, its products at the units' speed. *Graph* is that alone, as in a CUDA graph. *Eager* lets
 products and attention reach three quarters of their peaks, so that less is to be saved, and each
 kernel take the time in which Python launched one on an H200. Cells say how many times as fast as
-unmerged. With a token budget, what merging costs and saves does not depend on the weights.
+unmerged: by `keep` and its kin, what that costs and saves does not depend on the weights.
 """
 
 from __future__ import annotations
@@ -204,9 +204,8 @@ CASES: dict[str, partial[Case]] = {
 }
 
 
-# What is estimated of a case, by the row's name. The default depends on the card; all other rows
-# merge or restore every large layer. How many tokens tau keeps depends on the picture, so no row
-# has it.
+# What is estimated of a case. The default depends on the card; all other rows merge or restore each
+# large layer. No row has tau, which keeps a number of tokens that depends on the picture.
 LARGE = partial(mame, min_tokens=1024)
 ROWS: dict[str, On] = {
     "unmerged": lambda model: nullcontext(),
@@ -221,16 +220,15 @@ ROWS: dict[str, On] = {
 
 SMALLEST = 2.5e-6  # seconds: no kernel takes less
 LAUNCH = 31e-6  # seconds in which one kernel is launched from Python, measured on an H200
-# Seconds that a chain of small kernels takes on any card, by the largest number of matrices: measured
-# on an H200, up to 8 with matrices of 128 x 128, more in layers that merge keys.
+# Seconds that a chain of small kernels takes on any card, by the largest number of matrices: as
+# measured on an H200, up to 8 of 128 x 128 each, above 8 in layers that merge keys.
 CHAINS = {
     "linalg_cholesky_ex": {1: 44e-6, 4: 97e-6, 8: 101e-6, math.inf: 80e-6},
     "linalg_solve_triangular": {1: 42e-6, 4: 151e-6, 8: 295e-6, math.inf: 100e-6},
 }
 MEMORY = 0.8  # share of the printed bandwidth that a kernel sees
-# What chooses and restores tokens: that share there, and the share of LAUNCH in which Python
-# launches a kernel. Both fit what was measured of a prototype on an H200.
-RESTORING_MEMORY, RESTORING_LAUNCH = 0.27, 0.8
+RESTORING_MEMORY = 0.27  # that of kernels which choose or restore tokens, as in a prototype
+RESTORING_LAUNCH = 0.8  # the share of LAUNCH in which one of these is launched
 SINGLE = 0.65  # share of the peak that products of fp32 reach
 MASKED = 0.65  # of the speed of attention: that of attention with a mask
 
@@ -241,7 +239,7 @@ class Card:
     reached.
 
     Attributes:
-        name: as PyTorch names the card.
+        name: in tables and in `--card`.
         bandwidth: bytes of its memory.
         half: products of fp16 and bf16 with sums in fp32, FLOPs.
         single: products in fp32, FLOPs.
@@ -311,17 +309,16 @@ _GEFORCE = {"products": 0.77, "attention": 0.8}
 CARDS = {
     card.name: card
     for card in (
-        Card("GeForce RTX 3060", 0.36e12, 25.5e12, 12.7e12, **_GEFORCE),
-        Card("GeForce RTX 3090", 0.936e12, 71e12, 35.6e12, **_GEFORCE),
-        Card("GeForce RTX 4090", 1.008e12, 165e12, 82.6e12, **_GEFORCE),
+        Card("3060", 0.36e12, 25.5e12, 12.7e12, **_GEFORCE),
+        Card("3090", 0.936e12, 71e12, 35.6e12, **_GEFORCE),
+        Card("4090", 1.008e12, 165e12, 82.6e12, **_GEFORCE),
         Card("A100", 1.555e12, 312e12, 19.5e12, products=0.38, attention=0.55),
         Card("H100", 3.35e12, 989e12, 67e12, products=0.6, attention=0.6),
     )
 }
 
-
-Seconds = tuple[float, float]  # graph, eager
-Rows = dict[str, dict[str, tuple[int, Seconds]]]  # launches and seconds by row and card
+# by row and card the launches, and the seconds as a CUDA graph and eager at harsh assumptions
+Rows = dict[str, dict[str, tuple[int, tuple[float, float]]]]
 
 
 def count(case: Case, on: On, capability: tuple[int, int] = (8, 0)) -> list[Work]:
@@ -335,11 +332,6 @@ def count(case: Case, on: On, capability: tuple[int, int] = (8, 0)) -> list[Work
             return counted(lambda: model(**named), repeats)
 
 
-def seconds(work: Sequence[Work], card: Card) -> Seconds:
-    """Estimate one forward as a CUDA graph, and launched from Python at harsh assumptions."""
-    return card.eager(work, 0), card.harsh.eager(work, LAUNCH)
-
-
 def estimate(case: Case, cards: Sequence[Card]) -> Rows:
     """Estimate launches and seconds of each row, by card."""
     found: Rows = {}
@@ -350,7 +342,8 @@ def estimate(case: Case, cards: Sequence[Card]) -> Rows:
             if key not in works:
                 works[key] = count(case, on, card.capability)
             launches = sum(one.launches for one in works[key])
-            found.setdefault(row, {})[card.name] = launches, seconds(works[key], card)
+            seconds = card.eager(works[key], 0), card.harsh.eager(works[key], LAUNCH)
+            found.setdefault(row, {})[card.name] = launches, seconds
     return found
 
 
@@ -367,21 +360,8 @@ def table(row: str, found: Mapping[str, Rows]) -> str:
             gains = "/".join(f"{plain / took:.2f}" for plain, took in pairs)
             cells.append(f"{1e3 * own[0]:,.1f} ms" if row == "unmerged" else gains)
         lines.append(cells)
-        cards = [card.removeprefix("GeForce RTX ") for card in rows[row]]
+        cards = list(rows[row])
     return markdown_table([row, "launches", *cards], lines) + "\n"
-
-
-def card_named(text: str) -> str:
-    """Return the name of the one card that `text` names or is part of, such as `4090`.
-
-    Raises argparse.ArgumentTypeError for none or several.
-    """
-    fitting = [name for name in CARDS if text.lower() in name.lower()]
-    if text not in CARDS and len(fitting) != 1:
-        raise argparse.ArgumentTypeError(
-            f"expected one of {', '.join(CARDS)}, or a part of one name, got {text!r}"
-        )
-    return text if text in CARDS else fitting[0]
 
 
 @torch.no_grad()
@@ -390,7 +370,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", choices=CASES, default=CASES, metavar="NAME")
-    parser.add_argument("--card", nargs="+", type=card_named, default=CARDS, metavar="NAME")
+    parser.add_argument("--card", nargs="+", choices=CARDS, default=CARDS, metavar="NAME")
     args = parser.parse_args()
     found = {}
     for name in args.model:

@@ -40,15 +40,7 @@ aten = torch.ops.aten
 _IS_CUDA, _DEVICE = Tensor.is_cuda.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 
 # Operations that launch nothing beside those whose result is a view of an argument.
-_FREE = {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten._unsafe_view.default,
-    aten.lift_fresh.default,
-}
+_FREE = re.compile(r"(new_)?empty(_like|_strided)?|_unsafe_view|lift_fresh")
 # Those that are more than one launch on CUDA, by the name without the overload, as PyTorch's
 # sources have them (aten/src/ATen/native/cuda); the two of linear algebra as profiled on an H200.
 _LAUNCHES = {
@@ -65,15 +57,7 @@ _ONE_BLOCK = 20000  # so many entries one block looks through, of up to 20 rows
 _GATHERS = {"index_select", "gather", "index", "embedding"}
 _FILLS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|zero_|fill_")
 # Those that read and write what they move, and no more of their first argument.
-_MOVES = {
-    "scatter_",
-    "index_copy_",
-    "index_fill_",
-    "index_put_",
-    "index_add_",
-    "scatter_add_",
-    "scatter_reduce_",
-}
+_MOVES = re.compile(r"index_(copy|fill|put|add)_|scatter_(add_|reduce_)?")
 _ADDED = {"addmm", "addmm_", "baddbmm", "baddbmm_"}  # the first argument is added to the product
 _PRODUCTS = {"mm", "bmm", "linear", "convolution", "linalg_solve_triangular", *_ADDED}
 _ATTENTION = aten.scaled_dot_product_attention.default
@@ -210,11 +194,11 @@ class _Counter(TorchDispatchMode):
 
             return call
 
-        functions = [(restoring, "choose_tokens"), (restore, "choose_tokens")]
-        functions += [(restore.ChosenTokens, "take"), (restore.ChosenTokens, "restore")]
         with ExitStack() as patches:
-            for owner, name in functions:
-                patches.enter_context(mock.patch.object(owner, name, marked(getattr(owner, name))))
+            for owner in (restoring, restore, restore.ChosenTokens):
+                for name in {"choose_tokens", "take", "restore"} & vars(owner).keys():
+                    function = marked(getattr(owner, name))
+                    patches.enter_context(mock.patch.object(owner, name, function))
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -249,12 +233,16 @@ def _is_composite(func: Any) -> bool:
 
 
 def _launches_nothing(func: Any) -> bool:
-    if func in _FREE or func.namespace == "prim":
+    if func.namespace == "prim" or _FREE.fullmatch(_name(func)):
         return True
     return any(
         made.alias_info is not None and not made.alias_info.is_write
         for made in func._schema.returns
     )
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.split("::")[1])
 
 
 def _bytes(t: Any) -> int:
@@ -266,7 +254,7 @@ def _bytes(t: Any) -> int:
 
 
 def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
-    name = func._schema.name.split("::")[1]
+    name = _name(func)
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     made = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
     read, written = sum(map(_bytes, given)), sum(map(_bytes, made))
@@ -276,7 +264,7 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
         read = 0
     elif name == "copy_":
         read = _bytes(given[1]) if len(given) > 1 else 0
-    elif name in _MOVES:
+    elif _MOVES.fullmatch(name):
         read = written = sum(map(_bytes, given[1:]))
     elif name == "native_group_norm":
         read += _bytes(given[0])  # once for the moments, once for the result

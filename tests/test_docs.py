@@ -216,26 +216,14 @@ def test_the_idea_is_drawn_in_four_panels_and_a_rival(
     assert apart < errors["error"], "nearer than groups by position, of as many tokens"
 
 
-def test_readme_quotes_the_harsh_figures_that_are_estimated_of_cards() -> None:
+def test_the_default_is_estimated_to_lose_on_no_card() -> None:
     page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
     gains = page.partition("## What the default gains")[2].partition("\n## ")[0]
-    estimated = {}
     row = r"^\| ([^|]+) \| [^|]+ " + r"\| ([\d./ ]+) " * 5 + r"\|$"
-    for name, *cells in re.findall(row, gains, re.M):
-        pairs = [[float(figure) for figure in cell.split("/")] for cell in cells]
-        assert min(map(min, pairs)) >= 1, name
-        estimated[name] = [eager for _, eager in pairs]
-    assert len(estimated) >= 8
-    quoted = 0
-    for case, figures in estimated.items():
-        name = re.sub(r"at (\d)(\d{3})$", r"at \1,\2 pixels", case)
-        line = next((row for row in README.splitlines() if row.startswith(f"| {name} |")), None)
-        if line is not None:
-            cells = re.findall(r"\d\.\d\d", line)
-            want = [f"{figure:.2f}" for figure in figures[1:]]
-            assert cells == want, name
-            quoted += 1
-    assert quoted >= 4
+    lines = re.findall(row, gains, re.M)
+    assert len(lines) >= 8
+    for name, *cells in lines:
+        assert min(float(figure) for cell in cells for figure in cell.split("/")) >= 1, name
 
 
 def test_the_site_has_every_page() -> None:
