@@ -9,12 +9,13 @@ busy with it for the longest of three times: that of the smallest kernel, its by
 speed, its products at the units' speed. *Graph* is that alone, as in a CUDA graph. *Eager* lets
 products and attention reach three quarters of their peaks, so that less is to be saved, and each
 kernel take the time in which Python launched one on an H200. Cells say how many times as fast as
-unmerged. With a token budget, what merging costs and saves does not depend on the weights.
+unmerged: by `keep` and its kin, what that costs and saves does not depend on the weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 from benchmarks.attention import without_bias
 from benchmarks.launches import META, Work, counted, on_card, pretended
 from mame_sd import mame
-from mame_sd.core.min_tokens import FUSED, MIN_TOKENS
 from mame_sd.eval.tables import markdown_table
 
 On = Callable[[Any], AbstractContextManager[Any]]
@@ -204,27 +204,31 @@ CASES: dict[str, partial[Case]] = {
 }
 
 
-def rows_of(min_tokens: int) -> dict[str, On]:
-    """What is estimated of a case, by the row's name.
-
-    Args:
-        min_tokens: from how many tokens on layers merge in the rows of the default.
-    """
-    # How many tokens tau keeps depends on the picture, so no row has it.
-    default = partial(mame, keep=0.25, min_tokens=min_tokens)
-    return {
-        "unmerged": lambda model: nullcontext(),
-        "default": default,
-        "default, kernel without bias": partial(default, kernel=without_bias),
-        "keys, a quarter": partial(mame, keep=0.25, min_tokens=1024),
-    }
+# What is estimated of a case. The default depends on the card; all other rows merge or restore each
+# large layer. No row has tau, which keeps a number of tokens that depends on the picture.
+LARGE = partial(mame, min_tokens=1024)
+ROWS: dict[str, On] = {
+    "unmerged": lambda model: nullcontext(),
+    "default": mame,
+    "default, kernel without bias": partial(mame, kernel=without_bias),
+    "keys, a quarter": partial(LARGE, keep=0.25),
+    "MLPs on an eighth": partial(LARGE, keep=1, mlp_keep=0.125),
+    "blocks on a quarter": partial(LARGE, keep=1, block_keep=0.25),
+    "blocks and keys on a quarter": partial(LARGE, keep=0.25, block_keep=0.25),
+}
 
 
 SMALLEST = 2.5e-6  # seconds: no kernel takes less
 LAUNCH = 31e-6  # seconds in which one kernel is launched from Python, measured on an H200
-# Seconds that chains of small kernels take on any card, as profiled there.
-CHAINS = {"linalg_cholesky_ex": 80e-6, "linalg_solve_triangular": 100e-6}
+# Seconds that a chain of small kernels takes on any card, by the largest number of matrices: as
+# measured on an H200, up to 8 of 128 x 128 each, above 8 in layers that merge keys.
+CHAINS = {
+    "linalg_cholesky_ex": {1: 44e-6, 4: 97e-6, 8: 101e-6, math.inf: 80e-6},
+    "linalg_solve_triangular": {1: 42e-6, 4: 151e-6, 8: 295e-6, math.inf: 100e-6},
+}
 MEMORY = 0.8  # share of the printed bandwidth that a kernel sees
+RESTORING_MEMORY = 0.27  # that of kernels which choose or restore tokens, as in a prototype
+RESTORING_LAUNCH = 0.8  # the share of LAUNCH in which one of these is launched
 SINGLE = 0.65  # share of the peak that products of fp32 reach
 MASKED = 0.65  # of the speed of attention: that of attention with a mask
 
@@ -235,7 +239,7 @@ class Card:
     reached.
 
     Attributes:
-        name: as PyTorch names the card.
+        name: in tables and in `--card`.
         bandwidth: bytes of its memory.
         half: products of fp16 and bf16 with sums in fp32, FLOPs.
         single: products in fp32, FLOPs.
@@ -258,15 +262,17 @@ class Card:
         return replace(self, products=0.75, attention=0.75)
 
     @property
-    def min_tokens(self) -> int:
-        """From how many tokens on layers merge on it by default (`mame_sd.core.min_tokens`)."""
-        newest = self.name == "H100"
-        return MIN_TOKENS["cuda, capability 9 and above" if newest else "cuda", FUSED]
+    def capability(self) -> tuple[int, int]:
+        """Its compute capability, as far as the default asks for it (`mame_sd.core.min_tokens`)."""
+        return (9, 0) if self.name == "H100" else (8, 0)
 
     def seconds(self, work: Work) -> float:
         """How long the card is busy with one operation."""
-        least = CHAINS.get(work.name, work.launches * SMALLEST)
-        return max(least, work.bytes / (MEMORY * self.bandwidth), work.flops / self.speed(work))
+        least = work.launches * SMALLEST
+        if work.name in CHAINS:
+            least = next(took for most, took in CHAINS[work.name].items() if work.matrices <= most)
+        memory = (RESTORING_MEMORY if work.restores else MEMORY) * self.bandwidth
+        return max(least, work.bytes / memory, work.flops / self.speed(work))
 
     def eager(self, work: Iterable[Work], launch: float) -> float:
         """How long they take where each kernel is launched from Python, which may run ahead of the
@@ -277,7 +283,7 @@ class Card:
         """
         asked = done = 0.0
         for one in work:
-            asked += one.launches * launch
+            asked += one.launches * launch * (RESTORING_LAUNCH if one.restores else 1)
             done = max(done, asked) + self.seconds(one)
         return done
 
@@ -303,46 +309,41 @@ _GEFORCE = {"products": 0.77, "attention": 0.8}
 CARDS = {
     card.name: card
     for card in (
-        Card("GeForce RTX 3060", 0.36e12, 25.5e12, 12.7e12, **_GEFORCE),
-        Card("GeForce RTX 3090", 0.936e12, 71e12, 35.6e12, **_GEFORCE),
-        Card("GeForce RTX 4090", 1.008e12, 165e12, 82.6e12, **_GEFORCE),
+        Card("3060", 0.36e12, 25.5e12, 12.7e12, **_GEFORCE),
+        Card("3090", 0.936e12, 71e12, 35.6e12, **_GEFORCE),
+        Card("4090", 1.008e12, 165e12, 82.6e12, **_GEFORCE),
         Card("A100", 1.555e12, 312e12, 19.5e12, products=0.38, attention=0.55),
         Card("H100", 3.35e12, 989e12, 67e12, products=0.6, attention=0.6),
     )
 }
 
+# by row and card the launches, and the seconds as a CUDA graph and eager at harsh assumptions
+Rows = dict[str, dict[str, tuple[int, tuple[float, float]]]]
 
-Seconds = tuple[float, float]  # graph, eager
-Rows = dict[str, dict[str, tuple[int, Seconds]]]  # launches and seconds by row and card
 
-
-def count(case: Case, on: On) -> list[Work]:
-    """Count the kernels of one forward of a case within `on`."""
+def count(case: Case, on: On, capability: tuple[int, int] = (8, 0)) -> list[Work]:
+    """Count the kernels of one forward of a case within `on`, on a card of a capability."""
     model = on_card(case.build(META))
     with on(model):
         with pretended():
             named, known = case.inputs(model)
         repeats = {model.get_submodule(path): times for path, times in case.repeats.items()}
-        with pretended(known):
+        with pretended(known, capability):
             return counted(lambda: model(**named), repeats)
-
-
-def seconds(work: Sequence[Work], card: Card) -> Seconds:
-    """Estimate one forward as a CUDA graph, and launched from Python at harsh assumptions."""
-    return card.eager(work, 0), card.harsh.eager(work, LAUNCH)
 
 
 def estimate(case: Case, cards: Sequence[Card]) -> Rows:
     """Estimate launches and seconds of each row, by card."""
     found: Rows = {}
-    works: dict[tuple[str, int], list[Work]] = {}
+    works: dict[tuple[str, bool], list[Work]] = {}
     for card in cards:
-        for row, on in rows_of(card.min_tokens).items():
-            key = row, card.min_tokens if row.startswith("default") else 0
+        for row, on in ROWS.items():
+            key = row, row.startswith("default") and card.capability[0] >= 9
             if key not in works:
-                works[key] = count(case, on)
+                works[key] = count(case, on, card.capability)
             launches = sum(one.launches for one in works[key])
-            found.setdefault(row, {})[card.name] = launches, seconds(works[key], card)
+            seconds = card.eager(works[key], 0), card.harsh.eager(works[key], LAUNCH)
+            found.setdefault(row, {})[card.name] = launches, seconds
     return found
 
 
@@ -359,21 +360,8 @@ def table(row: str, found: Mapping[str, Rows]) -> str:
             gains = "/".join(f"{plain / took:.2f}" for plain, took in pairs)
             cells.append(f"{1e3 * own[0]:,.1f} ms" if row == "unmerged" else gains)
         lines.append(cells)
-        cards = [card.removeprefix("GeForce RTX ") for card in rows[row]]
+        cards = list(rows[row])
     return markdown_table([row, "launches", *cards], lines) + "\n"
-
-
-def card_named(text: str) -> str:
-    """Return the name of the one card that `text` names or is part of, such as `4090`.
-
-    Raises argparse.ArgumentTypeError for none or several.
-    """
-    fitting = [name for name in CARDS if text.lower() in name.lower()]
-    if text not in CARDS and len(fitting) != 1:
-        raise argparse.ArgumentTypeError(
-            f"expected one of {', '.join(CARDS)}, or a part of one name, got {text!r}"
-        )
-    return text if text in CARDS else fitting[0]
 
 
 @torch.no_grad()
@@ -382,13 +370,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", choices=CASES, default=CASES, metavar="NAME")
-    parser.add_argument("--card", nargs="+", type=card_named, default=CARDS, metavar="NAME")
+    parser.add_argument("--card", nargs="+", choices=CARDS, default=CARDS, metavar="NAME")
     args = parser.parse_args()
     found = {}
     for name in args.model:
         print(f"counting {name}", file=sys.stderr)
         found[name] = estimate(CASES[name](), [CARDS[card] for card in args.card])
-    for row in rows_of(0):
+    for row in ROWS:
         print(table(row, found))
     print("Estimated from counted kernels, not measured on a card.")
 

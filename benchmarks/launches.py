@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -31,21 +31,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from mame_sd.core import min_tokens, restore
+from mame_sd.diffusion import restoring
+
 CARD = torch.device("cuda", 99)  # none: tables that are kept by their device hold no values here
 META = torch.device("meta")
 aten = torch.ops.aten
 _IS_CUDA, _DEVICE = Tensor.is_cuda.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 
 # Operations that launch nothing beside those whose result is a view of an argument.
-_FREE = {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-    aten._unsafe_view.default,
-    aten.lift_fresh.default,
-}
+_FREE = re.compile(r"(new_)?empty(_like|_strided)?|_unsafe_view|lift_fresh")
 # Those that are more than one launch on CUDA, by the name without the overload, as PyTorch's
 # sources have them (aten/src/ATen/native/cuda); the two of linear algebra as profiled on an H200.
 _LAUNCHES = {
@@ -62,15 +57,7 @@ _ONE_BLOCK = 20000  # so many entries one block looks through, of up to 20 rows
 _GATHERS = {"index_select", "gather", "index", "embedding"}
 _FILLS = re.compile(r"(new_)?(zeros|ones|full)(_like)?|zero_|fill_")
 # Those that read and write what they move, and no more of their first argument.
-_MOVES = {
-    "scatter_",
-    "index_copy_",
-    "index_fill_",
-    "index_put_",
-    "index_add_",
-    "scatter_add_",
-    "scatter_reduce_",
-}
+_MOVES = re.compile(r"index_(copy|fill|put|add)_|scatter_(add_|reduce_)?")
 _ADDED = {"addmm", "addmm_", "baddbmm", "baddbmm_"}  # the first argument is added to the product
 _PRODUCTS = {"mm", "bmm", "linear", "convolution", "linalg_solve_triangular", *_ADDED}
 _ATTENTION = aten.scaled_dot_product_attention.default
@@ -88,6 +75,8 @@ class Work(NamedTuple):
         flops: two for each multiplication and addition.
         launches: kernels that it is made of.
         width: of a head, with attention.
+        matrices: of a batch, with linear algebra.
+        restores: whether it chooses tokens or restores them (`mame_sd.core.restore`).
     """
 
     name: str
@@ -97,6 +86,8 @@ class Work(NamedTuple):
     flops: float
     launches: int = 1
     width: int = 0
+    matrices: int = 1
+    restores: bool = False
 
 
 class _Pretended(TorchFunctionMode):
@@ -134,15 +125,20 @@ def _real(value: Any) -> Any:
 
 
 @contextmanager
-def pretended(known: Mapping[int, Tensor] | None = None) -> Iterator[None]:
+def pretended(
+    known: Mapping[int, Tensor] | None = None, capability: tuple[int, int] = (8, 0)
+) -> Iterator[None]:
     """For the block, tensors on the meta device say that they lie on a CUDA device.
 
     Args:
         known: values of tensors whose values are read, by the tensor's id.
+        capability: compute capability of the device; attention is fused on it.
     """
     # a build of PyTorch without CUDA can't be asked for it
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
-    with _Pretended(known or {}), torch.inference_mode(), capturing:
+    machine = min_tokens.Machine("cuda", capability, (2, 13), True)
+    asked = mock.patch.object(min_tokens, "asked", return_value=machine)
+    with _Pretended(known or {}), torch.inference_mode(), capturing, asked:
         yield
 
 
@@ -172,7 +168,7 @@ def counted(call: Callable[[], Any], repeats: Mapping[nn.Module, int] | None = N
         hooks.append(module.register_forward_pre_hook(begin))
         hooks.append(module.register_forward_hook(partial(end, times)))
     try:
-        with counter:
+        with counter, counter.restoring():
             call()
     finally:
         for hook in hooks:
@@ -184,6 +180,26 @@ class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.work: list[Work] = []
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """For the block, mark what chooses tokens and what restores them."""
+
+        def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                start = len(self.work)
+                output = function(*args, **kwargs)
+                self.work[start:] = [one._replace(restores=True) for one in self.work[start:]]
+                return output
+
+            return call
+
+        with ExitStack() as patches:
+            for owner in (restoring, restore, restore.ChosenTokens):
+                for name in {"choose_tokens", "take", "restore"} & vars(owner).keys():
+                    function = marked(getattr(owner, name))
+                    patches.enter_context(mock.patch.object(owner, name, function))
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -217,12 +233,16 @@ def _is_composite(func: Any) -> bool:
 
 
 def _launches_nothing(func: Any) -> bool:
-    if func in _FREE or func.namespace == "prim":
+    if func.namespace == "prim" or _FREE.fullmatch(_name(func)):
         return True
     return any(
         made.alias_info is not None and not made.alias_info.is_write
         for made in func._schema.returns
     )
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name.split("::")[1])
 
 
 def _bytes(t: Any) -> int:
@@ -234,7 +254,7 @@ def _bytes(t: Any) -> int:
 
 
 def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
-    name = func._schema.name.split("::")[1]
+    name = _name(func)
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     made = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
     read, written = sum(map(_bytes, given)), sum(map(_bytes, made))
@@ -244,7 +264,7 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
         read = 0
     elif name == "copy_":
         read = _bytes(given[1]) if len(given) > 1 else 0
-    elif name in _MOVES:
+    elif _MOVES.fullmatch(name):
         read = written = sum(map(_bytes, given[1:]))
     elif name == "native_group_norm":
         read += _bytes(given[0])  # once for the moments, once for the result
@@ -259,7 +279,9 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
     if name in _PRODUCTS:
         kind = "convolution" if name == "convolution" else "product"
     dtype = next((t.dtype for t in given if t.is_floating_point()), torch.float32)
-    return Work(name, kind, dtype, read + written, _flops(func, name, args, output), launches)
+    matrices = math.prod(args[0].shape[:-2]) if name.startswith("linalg_") else 1
+    flops = _flops(func, name, args, output)
+    return Work(name, kind, dtype, read + written, flops, launches, matrices=matrices)
 
 
 def _topk(func: Any, args: Any, kwargs: Any) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentTypeError
-
 import pytest
 import torch
 
-from benchmarks import attention, gpu, layer_errors
+from benchmarks import attention, layer_errors
 
 CPU = torch.device("cpu")
 
@@ -23,13 +21,6 @@ def test_attention_is_timed_beside_all_keys_and_what_computes_otherwise_is_refus
     monkeypatch.setattr(attention, "attention", lambda q, *rest, keep: q * (q.dtype != fault))
     with pytest.raises(SystemExit, match="expected float64's output"):
         attention.row(64, 1, CPU, fault, 1)
-
-
-def test_cards_go_by_a_part_of_their_name() -> None:
-    assert [gpu.card_named(text) for text in ("4090", "H100")] == ["GeForce RTX 4090", "H100"]
-    for text in ("5090", "GeForce"):
-        with pytest.raises(ArgumentTypeError, match="expected one of GeForce RTX 3060"):
-            gpu.card_named(text)
 
 
 def test_errors_of_a_layer_tell_merged_keys_from_random_ones_and_from_the_mean_output() -> None:

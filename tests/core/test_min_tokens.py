@@ -15,7 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mame_sd import apply_mame
 from mame_sd.core import min_tokens
-from mame_sd.core.min_tokens import MIN_TOKENS, Machine, head_width, kernel_of, kernel_on
+from mame_sd.core.min_tokens import (
+    MIN_TOKENS,
+    Machine,
+    head_width,
+    kernel_of,
+    kernel_on,
+    too_little_work,
+)
 from tests.builders.tiny import one_level_unet, run_unet, tiny_unet
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +72,26 @@ def test_pytorch_is_asked_as_it_is_set_now() -> None:
     assert kernel_of(cpu, torch.bfloat16, 40) == ("cpu", "fused")
     # one that this machine lacks (benchmarks/launches.py pretends it)
     assert kernel_of(torch.device("cuda", 99)) == ("cuda", "fused")
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "channels", "restores"),
+    [
+        ("A100", 2, 2432, True),
+        ("A100", 64, 640, False),  # as much work, and on no card a gain
+        ("H100", 64, 1536, False),
+        ("H100", 4, 3072, True),
+        ("CPU", 1, 256, True),
+    ],
+)
+def test_mlps_are_restored_by_default_where_they_are_wide_and_have_work_enough(
+    name: str, batch: int, channels: int, restores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(min_tokens, "asked", lambda *_: MACHINES[name][0])
+    x = torch.empty(batch, 4096, channels, dtype=torch.bfloat16, device="meta")
+    reason = too_little_work(x)
+    assert (reason == "") is restores
+    assert restores or f"4,096 tokens of {channels:,} channels gain nothing on this card" in reason
 
 
 def test_a_layer_merges_from_fewer_tokens_on_under_the_unfused_kernel() -> None:
