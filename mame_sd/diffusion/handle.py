@@ -68,7 +68,7 @@ class MaMeHandle:
         shared.setting = self._setting(shared.setting.asked, shared.setting.active)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the pipeline out: a copied handle belongs to a copied pipeline, which is unknown."""
+        """Leave the pipeline out: a copied handle belongs to an unknown, copied pipeline."""
         return {**vars(self), "_pipe": None}
 
     def __repr__(self) -> str:
@@ -296,7 +296,7 @@ class MaMeHandle:
         return next((told for _, told in self.others(self.pipe)), "") if self.applied else ""
 
     def reset(self) -> None:
-        """Set all counters to zero, and drop this task's plans for a second call of the same input."""
+        """Set all counters to zero, and drop this task's plans for a second call of one input."""
         for module, hook in self._hooks:
             if isinstance(hook, LayerHook):
                 hook.stats.reset(device_of(module))

@@ -126,8 +126,8 @@ class StepHook(PreHook):
         self.warned = False  # True if a warning was given since something last merged
         # A ControlNet is called with the same latents for each control image.
         self.calls_pair = not any("ControlNet" in name for name in class_names(module))
-        # An image UNet turns a video's frames into samples, in chunks of any size. A leader for each
-        # sample of the model's batch would not fit them.
+        # An image UNet turns a video's frames into samples, in chunks of any size. A leader for
+        # each sample of the model's batch would not fit them.
         self.by_frame = any(is_one_of(part, IMAGE_MODULES) for part in module.modules())
         self.prompt_first = is_one_of(module, _PROMPT_FIRST)
 
