@@ -129,7 +129,8 @@ class MaMeConfig:
             4,096 and 8,192. With `MaMeAttnProcessor` on a video model it must be above the number
             of frames.
         fit_queries: number of queries that merged values are fitted to; 0 leaves values as means.
-            More queries are more exact and slower. By default, one of 32 tokens, from 64 to 256.
+            More queries are more exact and slower. By default, one query for 32 tokens, from 64 to
+            256.
         tile_size: side of the square tiles in which keys are compared; 0 compares all keys. A tile
             has at least 2 tokens a side.
         redraw: whether each step draws other destinations and queries. Errors of the steps then do
@@ -138,7 +139,7 @@ class MaMeConfig:
             guidance would multiply what merging does to one sample but not to the other. The two
             samples may share a batch, or be two calls of one input. It needs `apply_mame`, which
             reads both.
-        seed: seed of the random draws. They have their own generator, never the global one.
+        seed: seed of the random draws. These have their own generator, never the global one.
         references: share of each reference image's keys to keep in an edit; off unless given. Above
             0 to 1. Each reference merges on its own grid. Models for edits support it, through
             `apply_mame`.
@@ -151,7 +152,7 @@ class MaMeConfig:
         size: latent height and width, for layers that don't know them. `MaMeAttnProcessor` and
             single attention modules need it. Models read it from their input and reject a different
             value.
-        layers: settings of single layers by patterns of their names. They override the settings of
+        layers: settings of single layers by patterns of their names. These override the settings of
             all layers: `{'blocks.[24]': {'keep': 0.5}}`. False leaves a layer unmerged.
             Self-attention supports them, through `apply_mame`.
         made_for: model that the settings were found for; other models refuse them. Calibration

@@ -60,7 +60,7 @@ class KeyMerging:
 
     Attributes:
         fit_queries: number of queries that the values are fitted to. If 0, the values are means. If
-            None, one query of 32 tokens, from 64 to 256.
+            None, one query for 32 tokens, from 64 to 256.
         tile_size: side of the square tiles in which keys are compared. If 0, all keys are compared
             with all.
         seed: seeds the draws of destinations and queries.
