@@ -36,8 +36,8 @@ def fitted_values(
 
     V'' = V' + A^T (A A^T + ridge mean(diag(A A^T)) I)^-1 (O - A V'), where A holds the attention
     weights of the merged keys. At least the square of the rounding error of O, by its dtype, is
-    added to the diagonal. Computed in fp32 (fp64 for fp64), by Cholesky: LU decompositions of this
-    size are wrong on some processors.
+    added to the diagonal. The solver uses fp32 (fp64 for fp64) and Cholesky, because LU
+    decompositions of this size are wrong on some processors.
 
     Args:
         weights: attention weights of m queries over the kept keys, [.., m, K].

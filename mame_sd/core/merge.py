@@ -166,6 +166,7 @@ def _attribute(size: tuple[int, ...], *how: Any) -> str:
 def _cut(
     size: tuple[int, ...], keep: float, tile_size: int, seed: int | None, device: str
 ) -> Cells:
+    """Make the cells of a grid of tokens. Arguments and result are those of `cells_of`."""
     rows, columns = plane_of(size)
     high = wide = 1  # number of tiles down and across
     if tile_size:

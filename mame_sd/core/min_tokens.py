@@ -38,8 +38,8 @@ MIN_TOKENS: dict[tuple[str, str], int] = {
 }
 # Number of tokens per channel from which on the default merges keys. Attention over L keys is
 # L / (L + 6 C) of the work of a block with C channels. Below 4 it is less than two fifths. There a
-# quarter of the keys gains 2 to 7 %, and on photographs it harms images more than any other
-# setting (docs/restoring.md).
+# quarter of the keys gains 2 to 7 %, and changes photographs more than restoring MLPs or blocks
+# does (docs/restoring.md).
 MIN_TOKENS_PER_CHANNEL = 4
 # Number of operations from which on an MLP or a block is restored by default. It is estimated as
 # 16 B L C^2, the operations of an MLP four times as wide as its C channels, over L tokens of B

@@ -291,7 +291,7 @@ class MaMeHandle:
     def _replaced(self) -> str:
         """Return an error message if the pipeline has other denoisers than at `apply_mame`.
 
-        It is empty if the pipeline has the same denoisers, or merging is off the model.
+        It is empty if the pipeline has the same denoisers, or merging was removed.
         """
         return next((told for _, told in self.others(self.pipe)), "") if self.applied else ""
 

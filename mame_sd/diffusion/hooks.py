@@ -212,6 +212,11 @@ class StepHook(PreHook):
         """End the model's call, so that blocks called by themselves share nothing.
 
         If a forward merges nothing, warn once until something merges again.
+
+        Args:
+            module: the denoiser.
+            args: positional arguments of the forward.
+            output: output of the forward, which is not read.
         """
         compiling = torch.compiler.is_compiling()
         if not compiling:
