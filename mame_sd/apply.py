@@ -1,7 +1,7 @@
-"""One entry for diffusion models (`mame_sd.diffusion`), vision transformers
-(`mame_sd.perception`) and language models that read images (`mame_sd.captions`).
+"""Apply merging to diffusion models, vision transformers and language models that read images.
 
-Which of them it is follows from the target; its library is imported then and not before.
+The target decides which of `mame_sd.diffusion`, `mame_sd.perception` and `mame_sd.captions` it
+belongs to. Only then that module's libraries are imported.
 """
 
 from __future__ import annotations
@@ -38,39 +38,43 @@ def apply_mame(
 def apply_mame(
     target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
 ) -> MaMeHandle | EncoderHandle | CaptionHandle:
-    """Merges tokens of `target` until `remove_mame`. Merging that is on it already is replaced.
+    """Merge tokens of `target` until `remove_mame`. Merging that was applied before is replaced.
 
     Args:
-        target: a diffusers pipeline, a denoiser or a single Attention module: its large
+        target: a diffusers pipeline, a denoiser or a single Attention module, whose large
             self-attentions merge (`mame_sd.diffusion.apply_denoiser`). Or a model with a vision
-            transformer of transformers or timm: its blocks merge between attention and MLP
-            (`mame_sd.perception.apply_encoder`). Where both stand in one module, the diffusion
-            model merges; give the encoder itself to merge it. Or a LLaVA or Qwen-VL, whose visual
-            tokens merge behind its tower (`mame_sd.captions.apply_captioner`).
-        config: the settings, or a .json file of them; None is the measured default.
-        fields: fields of MaMeConfig, over those of `config`; for a vision transformer also
-            `blocks`, `restore`, `prop_attn`; for a diffusion model also `kernel`, a function of
+            transformer of transformers or timm, whose blocks merge between attention and MLP
+            (`mame_sd.perception.apply_encoder`). If one module contains both, the diffusion model
+            merges; pass the encoder itself to merge it. Or a LLaVA or Qwen-VL, whose visual tokens
+            merge after its vision tower (`mame_sd.captions.apply_captioner`).
+        config: the settings, or a .json file of them. If None, the measured default.
+        fields: fields of MaMeConfig, over those of `config`. For a vision transformer also
+            `blocks`, `restore` and `prop_attn`. For a diffusion model also `kernel`, a function of
             (q, k, v) that computes attention over the merged keys.
 
-    Warns where a vision transformer of images is to merge so much that a smaller image is nearer.
+    Returns:
+        A handle that changes, reports and removes merging.
 
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser.
-        ValueError: nothing in it could merge, with what was found; or bad settings.
+        ValueError: nothing in `target` can merge, or the settings are wrong.
+
+    Warns:
+        UserWarning: a vision transformer is to merge so much that a smaller image is more exact.
     """
     apply, _ = _room_of(target, fields)
     return _advised(apply(target, _read(config), **fields), 3)
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:
-    """Takes all merging off `target`; results are bit-equal to before it was applied.
+    """Remove all merging from `target`. Results are bit-equal to those before it was applied.
 
-    Does nothing if there is none.
+    If there is no merging, nothing happens.
 
     Args:
-        target: what `apply_mame` takes.
-        processors: also replace each MaMeAttnProcessor by its inner, or diffusers' default,
-            processor.
+        target: a target of `apply_mame`.
+        processors: if True, also replace each MaMeAttnProcessor by its inner processor, or
+            diffusers' default.
     """
     if _reads_images(target):
         from mame_sd.captions.apply_captioner import remove_captioner
@@ -101,11 +105,18 @@ def mame(
 def mame(
     target: Any, config: MaMeConfig | str | PathLike[str] | None = None, **fields: Any
 ) -> Iterator[Any]:
-    """Merging for a `with` block.
+    """Merge for a `with` block.
 
-    Afterwards, raised or not, what was applied before is in force again.
+    After the block, even if it raised an error, the merging that was applied before is in force
+    again.
 
-    Takes the arguments of `apply_mame` and gives its handle.
+    Args:
+        target: see `apply_mame`.
+        config: see `apply_mame`.
+        fields: see `apply_mame`.
+
+    Yields:
+        The handle of `apply_mame`.
     """
     apply, restored = _room_of(target, fields)
     with restored(target):
@@ -113,7 +124,19 @@ def mame(
 
 
 def _room_of(target: Any, fields: dict[str, Any]) -> tuple[Callable[..., Any], Restored]:
-    """What merges on such a target, and a `with` block after which all is as before it."""
+    """Return functions for a target: one applies merging, the other restores merging after a block.
+
+    Args:
+        target: a target of `apply_mame`.
+        fields: arguments of `apply_mame` by name. A kernel of None is dropped for models without
+            one.
+
+    Returns:
+        The two functions.
+
+    Raises:
+        ValueError: a kernel was given for a model that can't use one.
+    """
     if not (reads := _reads_images(target)) and not _only_encoder(target):
         from mame_sd.diffusion.apply_denoiser import apply_mame, hooks_restored
 
@@ -130,25 +153,27 @@ def _room_of(target: Any, fields: dict[str, Any]) -> tuple[Callable[..., Any], R
 
 
 def _advised(handle: Any, stacklevel: int) -> Any:
-    """Warns where something else is known to be nearer to an encoder without merging."""
+    """Return the handle, with a warning if a smaller image is more exact than so much merging."""
     if advice := handle.advice() if hasattr(handle, "advice") else "":
         warnings.warn(advice, UserWarning, stacklevel=stacklevel)
     return handle
 
 
 def _read(config: MaMeConfig | str | PathLike[str] | None) -> MaMeConfig | None:
-    """The settings, read where they are a file."""
+    """Return the settings, read from a file if `config` is a path."""
     return MaMeConfig.from_file(config) if isinstance(config, (str, PathLike)) else config
 
 
 def _reads_images(target: Any) -> bool:
-    """Whether `target` holds a model that reads images for a language model, known or not."""
+    """Return True if `target` contains a model that reads images for a language model."""
     return is_captioner(target) or (reader_in(target) is not None and not _has_denoiser(target))
 
 
 def _only_encoder(target: Any) -> bool:
-    """Whether `target` is a vision transformer's part: it holds one, or is a model of the libraries
-    that have them, and nothing of diffusers. A UNet beside an image encoder is what merges.
+    """Return True if merging `target` concerns an encoder: it contains no denoiser.
+
+    It contains a vision transformer instead, or a model of transformers or timm. If there are a
+    UNet and an image encoder, the UNet merges.
     """
     if not isinstance(target, nn.Module) or _has_denoiser(target):
         return False
@@ -159,8 +184,9 @@ def _only_encoder(target: Any) -> bool:
 
 
 def _has_denoiser(target: Any) -> bool:
-    """Whether a part of diffusers stands in `target`, or a model of the user's own, which may hold
-    parts of timm and transformers.
+    """Return True if `target` contains a module of diffusers or a model of a registered family.
+
+    A registered model may contain modules of timm and transformers.
     """
     kinds = {type(module) for module in target.modules()}
     known = {base.__name__ for kind in kinds for base in kind.__mro__}

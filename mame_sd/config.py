@@ -1,6 +1,6 @@
-"""Every setting of merging, as one frozen dataclass that is checked when it is made.
+"""Define every setting of merging, in one frozen dataclass that is checked when it is made.
 
-The number that is given tells the method:
+The method follows from the number that is given:
 
 >>> MaMeConfig(keep=0.5).method, MaMeConfig(tau=0.8).method
 ('keys', 'tokens')
@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 from mame_sd.json_files import read_object
 from mame_sd.layer_rules import LayerRules, means
 
-# a file of settings in a model's folder, which merging takes where nothing else is given
+# File of settings in a model's folder. Merging uses it if no other settings are given.
 SETTINGS_FILE = "mame.json"
 DEFAULT_KEEP = 0.25
 DEFAULT_MLP_KEEP = 0.125
@@ -40,7 +40,7 @@ TAU_RANGE: dict[str, tuple[float, float]] = {
     "euclidean": (-math.inf, 0.0),
     "softmax": (0.0, 1.0),
 }
-Check = Callable[[Any], Any]  # a field's value as it is kept; ValueError: what was expected
+Check = Callable[[Any], Any]  # returns a field's stored value, or raises ValueError
 Method = Literal["keys", "tokens"]
 
 
@@ -79,19 +79,23 @@ _text = _check("what calibration wrote, or nothing", str, str, lambda _: True)
 def _size(value: Any) -> tuple[int, int]:
     side = _check("", numbers.Integral, int, lambda n: 1 <= n < 2**31)
     try:
-        h, w = value if isinstance(value, (list, tuple)) else ()  # a set has no order
+        h, w = value if isinstance(value, (list, tuple)) else ()  # sets have no order
         return side(h), side(w)
     except (TypeError, ValueError):
         raise ValueError("expected two whole numbers from 1 to 2^31 - 1") from None
 
 
 def _setting(default: Any, check: Check, method: Method | None = None, option: bool = True) -> Any:
-    """Declare a setting; the docstring of `MaMeConfig` says what it does.
+    """Declare a setting, which the docstring of `MaMeConfig` describes.
 
     Args:
-        check: returns the value as a config keeps it, or raises ValueError.
-        method: the one method that has it; None: both.
-        option: whether commands have an option for it.
+        default: value of the setting if it is not given.
+        check: returns the value as a config stores it, or raises ValueError.
+        method: the only method that uses the setting. If None, both do.
+        option: if True, commands have an option for it.
+
+    Returns:
+        The field.
     """
     return field(default=default, metadata={"check": check, "method": method, "option": option})
 
@@ -100,57 +104,63 @@ def _setting(default: Any, check: Check, method: Method | None = None, option: b
 class MaMeConfig:
     """Settings of merging.
 
-    Where neither `tau` nor `keep` is given, `keep` is `DEFAULT_KEEP` and `is_open` is True: the
-    settings beside a model's weights hold then, if there are some. A field that is given None is
-    left out.
+    If neither `tau` nor `keep` is given, `keep` is `DEFAULT_KEEP` and `is_open` is True. Settings
+    that were saved next to a model's weights then apply. A field that is None counts as not given.
 
-    The help of the commands and docs/settings.md are made of these lines: a setting's first
-    sentence is its help.
+    The help of the commands and docs/settings.md are made from these lines. The first sentence of a
+    setting is its help.
 
     Attributes:
-        keep: share of the keys to keep, above 0 to 1; lower is faster and further off. Keys and
-            values of an image merge at the attention call; the merged values are fitted to a few
-            exact queries. In vision transformers it is the share of the tokens.
+        keep: share of the keys to keep, above 0 to 1; lower is faster and less exact. Keys and
+            values of an image merge at the attention call, and the merged values are fitted to a
+            few exact queries. In vision transformers it is the share of the tokens.
         tau: similarity above which whole tokens merge (the paper's method); lower merges more. The
-            cosine goes from -1 to 1, where 1 merges nothing. Give `tau` or `keep`, not both.
-        mlp_keep: share of the tokens on which each MLP is computed, above 0 to 1; 1 computes all.
-            What it gives for all other tokens is restored by a fit. Lower is faster and further
-            off. Denoisers take it, by `apply_mame`.
+            cosine ranges from -1 to 1, where 1 merges nothing. Give `tau` or `keep`, not both.
+        mlp_keep: share of the tokens on which each MLP is computed, above 0 to 1; 1 computes all. A
+            fit restores the MLP's output for all other tokens. Lower is faster and less exact.
+            Denoisers support it, through `apply_mame`.
         block_keep: share of the tokens on which each block is computed, above 0 to 1; 1 computes
             all. Its queries, its MLP and its cross-attention are computed for these tokens, with
-            the keys of all. The change that the block makes to all others is restored by a fit.
-            Denoisers take it, by `apply_mame`.
-        min_tokens: layers with fewer tokens stay unmerged; left out: by the attention kernel. With
-            a fused kernel 1,024 on a CPU, 4,096 on MPS, 16,384 on cards, 24,576 from compute
-            capability 9 on; with the unfused one 576, 1,024, 4,096 and 8,192. With
-            `MaMeAttnProcessor` on a video model it must be above the number of frames.
-        fit_queries: queries that merged values are fitted to; 0: values are means. More are nearer
-            and slower. Left out: one of 32 tokens, from 64 to 256.
-        tile_size: side of the square tiles in which keys are compared; 0 compares all. A tile has
-            at least 2 tokens a side.
+            the keys of all tokens. A fit restores the change that the block makes to all other
+            tokens. Denoisers support it, through `apply_mame`.
+        min_tokens: smallest number of tokens of a layer that merges; by default, the kernel
+            decides. With a fused attention kernel it is 1,024 on a CPU, 4,096 on MPS, 16,384 on
+            GPUs and 24,576 from compute capability 9 on; with the unfused kernel it is 576, 1,024,
+            4,096 and 8,192. With `MaMeAttnProcessor` on a video model it must be above the number
+            of frames.
+        fit_queries: number of queries that merged values are fitted to; 0 leaves values as means.
+            More queries are more exact and slower. By default, one query for 32 tokens, from 64 to
+            256.
+        tile_size: side of the square tiles in which keys are compared; 0 compares all keys. A tile
+            has at least 2 tokens a side.
         redraw: whether each step draws other destinations and queries. Errors of the steps then do
-            not add up. Only `apply_mame` sees the timestep.
-        share_guidance_plan: whether guided and unguided samples merge the same keys. Guidance would
-            multiply what merging does to one sample and not to the other. The two may share a
-            batch, or be two calls of one input. Only `apply_mame` sees them.
-        seed: seed of what is drawn. It has a generator of its own, never the global one.
+            not add up. It needs `apply_mame`, which reads the timestep.
+        share_guidance_plan: whether guided and unguided samples merge the same keys. Otherwise
+            guidance would multiply what merging does to one sample but not to the other. The two
+            samples may share a batch, or be two calls of one input. It needs `apply_mame`, which
+            reads both.
+        seed: seed of the random draws. These have their own generator, never the global one.
         references: share of each reference image's keys to keep in an edit; off unless given. Above
-            0 to 1. Each reference merges on a grid of its own. Models of edits take it, by
+            0 to 1. Each reference merges on its own grid. Models for edits support it, through
             `apply_mame`.
         partition: how destinations are chosen by position.
         metric: how similarity is measured. `dot` is x.y / sqrt(d), `euclidean` is -|x - y| /
             sqrt(d), and `softmax` is the dot product's softmax over destinations.
         feature: what similarity compares: the layer's input, its keys, or their mean over heads.
-        refine: whether weights below a source's mean are dropped. The paper's adaptive refining.
+        refine: whether weights below a source's mean are dropped. This is the paper's adaptive
+            refining.
         size: latent height and width, for layers that don't know them. `MaMeAttnProcessor` and
-            single attention modules need it. Models know theirs, and refuse another.
-        layers: settings of single layers by patterns of their names. They override those of all
-            layers: `{'blocks.[24]': {'keep': 0.5}}`. False leaves a layer unmerged. Self-attention
-            takes them, by `apply_mame`.
-        made_for: model that the settings were found for; others refuse them. Calibration writes it.
+            single attention modules need it. Models read it from their input and reject a different
+            value.
+        layers: settings of single layers by patterns of their names. These override the settings of
+            all layers: `{'blocks.[24]': {'keep': 0.5}}`. False leaves a layer unmerged.
+            Self-attention supports them, through `apply_mame`.
+        made_for: model that the settings were found for; other models refuse them. Calibration
+            writes it.
 
     Raises:
-        ValueError: naming the field, what it may be and the value that came.
+        ValueError: a value is not allowed. The message names the field, the allowed values and the
+            given value.
     """
 
     keep: float | None = _setting(None, _share)
@@ -202,12 +212,12 @@ class MaMeConfig:
 
     @property
     def method(self) -> Method:
-        """What merges: keys and values alone ("keys", by `keep`), or whole tokens (by `tau`)."""
+        """Return "keys" if keys and values merge (`keep`), "tokens" if whole tokens do (`tau`)."""
         return "keys" if self.tau is None else "tokens"
 
     @property
     def mlp_share(self) -> float:
-        """The share of the tokens on which MLPs are computed; 1 if nothing is restored."""
+        """Return the share of the tokens on which MLPs are computed, 1 if none is restored."""
         alone = self.is_open and self.layers is None and self.block_keep is None
         if self.mlp_keep is None and alone:
             return DEFAULT_MLP_KEEP
@@ -215,12 +225,12 @@ class MaMeConfig:
 
     @property
     def block_share(self) -> float:
-        """The share of the tokens on which blocks are computed; 1 if nothing is restored."""
+        """Return the share of the tokens on which blocks are computed, 1 if none is restored."""
         return 1.0 if self.block_keep is None else self.block_keep
 
     @property
     def given(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, by name."""
+        """Return the fields that differ from their defaults, by name."""
         return {
             name: getattr(self, name)
             for name, f in _SETTINGS.items()
@@ -228,9 +238,10 @@ class MaMeConfig:
         }
 
     def replace(self, **changes: Any) -> MaMeConfig:
-        """Return this config with `changes`, where None takes a field back to its default.
+        """Return this config with `changes`. None resets a field to its default.
 
-        A tau drops a keep and a keep a tau, with what goes with that method alone.
+        A new tau drops keep, and a new keep drops tau, with the settings of the dropped method
+        alone.
         """
         for name, other in (("tau", "keep"), ("keep", "tau")):
             if changes.get(name) is not None and name not in self.given:
@@ -246,8 +257,9 @@ class MaMeConfig:
     __replace__ = replace
 
     def of_layer(self, name: str) -> MaMeConfig | None:
-        """Return the settings of the self-attention of that name, as a report gives it; None where
-        `layers` leaves it unmerged.
+        """Return the settings of a self-attention by its name in a report.
+
+        The result is None if `layers` leaves it unmerged.
 
         >>> rules = {"blocks.*": {"keep": 0.125}, "blocks.[24]": {"keep": 0.5}, "blocks.5": False}
         >>> config = MaMeConfig(layers=rules)
@@ -258,7 +270,7 @@ class MaMeConfig:
         """
         if self.layers is None:
             return self
-        unset = self.is_open and self.mlp_keep is None  # without layers it would be the default's
+        unset = self.is_open and self.mlp_keep is None  # or mlp_keep would be the default's
         base = self.replace(layers=None, **({"mlp_keep": 1} if unset else {}))
         found: MaMeConfig | None = base
         for pattern, rule in self.layers.items():
@@ -267,10 +279,10 @@ class MaMeConfig:
         return found
 
     def _with_rule(self, rule: Mapping[str, Any] | Literal[False], of: str) -> MaMeConfig | None:
-        """Return these settings with those of a rule over them; None where it leaves its layers
-        unmerged.
+        """Return these settings overridden by a rule, or None if the rule leaves layers unmerged.
 
-        Raises ValueError that names what the rule is of.
+        Raises:
+            ValueError: a setting is wrong. The message names `of`, which the rule applies to.
         """
         if rule is False:
             return None
@@ -280,8 +292,9 @@ class MaMeConfig:
             raise ValueError(f"layers: {of}: {error}") from None
 
     def to_dict(self, given_only: bool = False) -> dict[str, Any]:
-        """Return all fields, or those that differ from their defaults, as JSON values, which
-        `from_dict` takes.
+        """Return the fields as JSON values, which `from_dict` accepts.
+
+        If `given_only`, only fields that differ from their defaults are returned.
         """
         values = self.given if given_only else {name: getattr(self, name) for name in _SETTINGS}
         if self.is_open and not given_only:
@@ -290,9 +303,10 @@ class MaMeConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
-        """Make a config of `values` by field name.
+        """Make a config from `values` by field name.
 
-        Raises ValueError for a name that no setting has and a value that can't be.
+        Raises:
+            ValueError: a name is no setting, or a value is not allowed.
         """
         check_names(values)
         return cls(**values)
@@ -301,9 +315,11 @@ class MaMeConfig:
     def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
         """Read a config from a .json file that holds fields at its top level.
 
-        `about`, where a file may tell how its settings were found, is left to readers.
+        The entry `about`, which may describe how the settings were found, is ignored.
 
-        Raises ValueError that names the file, for a file that can't be read, parsed or accepted.
+        Raises:
+            ValueError: the file can't be read or parsed, or its settings are wrong. The message
+                names the file.
         """
         values = read_object(Path(path), 'settings such as {"keep": 0.5}')
         values.pop("about", None)
@@ -314,7 +330,7 @@ class MaMeConfig:
 
 
 def _documented() -> dict[str, Field[Any]]:
-    """Return the settings by name, each with what the class says of it in its metadata."""
+    """Return the settings by name, with the class's description of each in its metadata."""
     texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", getdoc(MaMeConfig) or "", re.M))
     found = {f.name: f for f in fields(MaMeConfig) if f.init}
     for name, f in found.items():
@@ -328,21 +344,22 @@ NAMES = tuple(_SETTINGS)
 
 
 def checked(name: str, value: Any) -> Any:
-    """Return a setting's value as a config keeps it, its default for None.
+    """Return a setting's value as a config stores it, or its default for None.
 
-    Raises ValueError that names the setting for a value that it can't have in any config.
+    Raises:
+        ValueError: no config accepts the value. The message names the setting.
     """
     f = _SETTINGS[name]
     try:
         return f.default if value is None else f.metadata["check"](value)
     except ValueError as error:
-        if name == "layers":  # LayerRules name the pattern, too
+        if name == "layers":  # messages of LayerRules name the setting already
             raise
         raise ValueError(f"{name}: {error}, got {value!r}") from None
 
 
 def check_names(values: Mapping[str, Any]) -> None:
-    """Raise ValueError for a name in `values` that no setting has."""
+    """Raise ValueError if a name in `values` is no setting."""
     for name in values:
         if name not in NAMES:
             near = difflib.get_close_matches(str(name), NAMES, n=1)
@@ -351,7 +368,7 @@ def check_names(values: Mapping[str, Any]) -> None:
 
 
 def _json(value: Any) -> Any:
-    """Turn a field's value into a JSON value."""
+    """Convert a field's value to a JSON value."""
     if isinstance(value, LayerRules):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value

@@ -1,7 +1,7 @@
-"""What describes one's own transformer to `apply_mame`: see `mame_sd.diffusion.families.family`.
+"""Export what is needed to describe your own transformer to `apply_mame`.
 
-`patches`, `pixels`, `packed` and `in_sequence` say where the image is, as models of diffusers need
-it. `along` says what holds a row per token.
+See `mame_sd.diffusion.families.family`. `patches`, `pixels`, `packed` and `in_sequence` are layouts
+of diffusers' models. `along` names arguments with a row per token.
 """
 
 from mame_sd.diffusion.context import Call, Tokens

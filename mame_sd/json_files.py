@@ -1,5 +1,7 @@
-"""JSON that people write (a file with one object, in which no name stands twice), and JSON that
-every parser reads (infinity is the number 1e999, NaN is refused).
+"""Read JSON that people write, and write JSON that every parser reads.
+
+A file holds one object, in which no name occurs twice. Infinity is written as the number 1e999, and
+NaN is refused.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from typing import Any
 
 
 def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of these pairs, as `json.loads` wants it for its `object_pairs_hook`.
+    """Make an object of these pairs, as the `object_pairs_hook` of `json.loads`.
 
-    Raises ValueError for a name that comes twice.
+    Raises:
+        ValueError: a name occurs twice.
     """
     found: dict[str, Any] = {}
     for name, value in pairs:
@@ -27,11 +30,12 @@ def once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """Read the object in a .json file; `what` says in errors what it should hold.
+    """Read the object in a .json file. `what` describes its content in errors.
 
-    Raises ValueError that names the file, for one that can't be read or holds something else.
+    Raises:
+        ValueError: the file can't be read or holds something else. The message names the file.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe might never end
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe might never end
         kind = "folder" if path.is_dir() else "pipe or device"
         raise ValueError(f"{path}: expected a .json file of {what}, got a {kind}; give a file")
     if path.suffix.lower() != ".json":
@@ -56,9 +60,9 @@ def json_text(value: Any, indent: int | None = None) -> str:
     ('{"psnr": 1e999}', [-inf])
 
     Raises:
-        ValueError: NaN, which no measurement may be.
+        ValueError: a number is NaN.
     """
-    mark = f"infinity-{secrets.token_hex(8)}"  # no prompt holds it
+    mark = f"infinity-{secrets.token_hex(8)}"  # random, so that no prompt contains it
     text = json.dumps(_marked(value, mark), indent=indent, allow_nan=False)
     return text.replace(f'"-{mark}"', "-1e999").replace(f'"{mark}"', "1e999")
 

@@ -1,9 +1,8 @@
-"""Settings of single layers, by patterns of their names.
+"""Hold settings of single layers, by patterns of their names.
 
-A pattern is a shell's (`*`, `?`, `[24]`). It means a layer where it matches the layer's name, as
-`handle.report()` gives it. A part of the name from the left that ends before a dot will do, too.
-Where several patterns match, a later one goes before an earlier one, setting by setting
-(`MaMeConfig.of_layer`).
+A pattern has the syntax of a shell's (`*`, `?`, `[24]`). It applies to a layer if it matches the
+layer's name in `handle.report()`, or the beginning of that name up to a dot. If several patterns
+match, a later one overrides an earlier one, setting by setting (`MaMeConfig.of_layer`).
 """
 
 from __future__ import annotations
@@ -13,21 +12,24 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
 
-# What a model's call decides on, for all of its layers at once.
+# Settings that apply to all layers of a model.
 OF_THE_MODEL = ("redraw", "share_guidance_plan", "size", "layers", "made_for")
-MAX_PATTERNS = 1_000  # each layer is compared with all
-COMPILED = "_orig_mod."  # what torch.compile puts before the names of a model's layers
+MAX_PATTERNS = 1_000  # each layer is compared with all patterns
+COMPILED = "_orig_mod."  # prefix of layers' names under torch.compile
 
 
 class LayerRules(Mapping[str, Any]):
-    """Fields of MaMeConfig by pattern; False leaves a layer unmerged.
+    """Fields of MaMeConfig by pattern. False leaves a layer unmerged.
 
-    It never changes, and can be hashed. Their order counts.
+    Rules are immutable and hashable. Their order matters.
+
+    Args:
+        rules: fields by pattern.
 
     Raises:
-        ValueError: no mapping of patterns, a value that is none of settings, or a setting that no
-            layer has of its own. What the settings may be is checked where a config is made of
-            them.
+        ValueError: `rules` is no mapping of patterns, a value is neither settings nor False, or a
+            setting applies to whole models only. Values of settings are checked when a config is
+            made.
     """
 
     def __init__(self, rules: Any) -> None:
@@ -85,6 +87,6 @@ class LayerRules(Mapping[str, Any]):
 
 
 def means(pattern: str, layer: str) -> bool:
-    """Return whether `pattern` matches the layer of that name, or a part of it from the left."""
+    """Return True if `pattern` matches a layer's name, or its beginning up to a dot."""
     parts = layer.removeprefix(COMPILED).split(".")
     return any(fnmatchcase(name, pattern) for name in accumulate(parts, "{}.{}".format))

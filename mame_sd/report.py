@@ -1,9 +1,8 @@
-"""What merging did: counters that layers fill during a forward, and the report that is made of
-them.
+"""Count what merging does in each layer, and report it.
 
-Counters are plain numbers outside compiled regions. Inside one (`torch.compile`) they are a tensor,
-because a Python number that changes in every call would recompile every call. Both count shapes
-only, so nothing waits for the device.
+Counters are plain numbers outside of compiled regions. Within one (`torch.compile`) they are a
+tensor, because a Python number that changes at every call would recompile every call. Both count
+shapes only, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from torch import Tensor, nn
 from mame_sd.core.min_tokens import BY_DEFAULT
 
 NEVER_CALLED = "not called yet"
-TOO_FEW = "fewer than "  # begins the reason of a layer with few tokens
-# What begins the line of a level in a report.
+TOO_FEW = "fewer than "  # prefix of the reason of a layer with few tokens
+# Prefixes of the lines of levels in a report.
 NAMES = {"attention": "", "mlp": "MLPs, ", "block": "blocks, "}
-NOTHING_MERGES = "no layer merges"  # begins the warning of a first forward that merged nothing
+NOTHING_MERGES = "no layer merges"  # prefix of the warning of a forward that merged nothing
 
 
 class Counts(Protocol):
-    """How many tokens came and how many were kept: groups, a plan, or chosen tokens."""
+    """Numbers of tokens before and after merging: of groups, a plan, or chosen tokens."""
 
     @property
     def tokens_in(self) -> int:
-        """The tokens that came."""
+        """Return the number of tokens before merging."""
 
     @property
     def tokens_kept(self) -> int:
-        """The tokens that were kept."""
+        """Return the number of tokens that were kept."""
 
 
 def counted(count: int, noun: str) -> str:
@@ -43,38 +42,43 @@ def counted(count: int, noun: str) -> str:
 
 
 class NothingMergedError(RuntimeError):
-    """A forward has run and no layer could merge: merging was asked for and did not happen."""
+    """A forward has run, but no layer could merge although merging was asked for."""
 
 
 class LayerStats:
-    """Counters of one layer since the last `reset`: calls, tokens in, tokens kept, and why it was
-    skipped.
+    """Counters of one layer since the last `reset`.
 
-    With `keep` the tokens kept are keys. `last_reason` is None when the latest call could merge.
+    They count calls, tokens in and tokens kept. With `keep` the tokens kept are keys. `last_reason`
+    is the reason why the latest call was not merged, or None if it was.
+
+    Args:
+        name: name of the layer.
+        device: device of the counters of compiled regions. If None, these are not counted.
+        kind: "attention", "mlp" or "block".
     """
 
     def __init__(
         self, name: str, device: torch.device | None = None, kind: str = "attention"
     ) -> None:
         self.name, self.kind, self.device = name, kind, device
-        # [3] int64: calls, tokens in, tokens kept; None: not counted there
+        # [3] int64: calls, tokens in, tokens kept. If None, compiled regions are not counted.
         self.compiled: Tensor | None = None
         self.reset(device)
 
     def reset(self, device: torch.device | None = None) -> None:
-        """Set all counters to zero; compiled regions count on `device`."""
+        """Set all counters to zero. Compiled regions count on `device`."""
         self.calls = self.tokens_in = self.tokens_kept = 0
         if self.compiled is not None and device in (None, self.compiled.device):
             self.compiled.zero_()
         elif device is not None:
-            with torch.inference_mode(False):  # counted in place, in and out of inference mode
+            with torch.inference_mode(False):  # changed in place in and out of inference mode
                 self.compiled = torch.zeros(3, dtype=torch.int64, device=device)
         self.size: tuple[int, ...] | None = None
         self.last_reason: str | None = NEVER_CALLED
         self.note = ""
 
     def skipped(self, reason: str, tokens: int) -> None:
-        """Count a call that was left alone because of `reason`."""
+        """Count a call that was not merged because of `reason`."""
         self.last_reason = reason
         self._count(tokens, tokens)
 
@@ -82,9 +86,9 @@ class LayerStats:
         """Count a call that merged.
 
         Args:
-            plans: those of the generated image's tokens first, then those of references.
-            size: of the image's tokens.
-            note: tells of a fallback.
+            plans: plans of the generated image's tokens, then those of references.
+            size: size of the image in tokens.
+            note: text for the report about a fallback.
         """
         self.last_reason = None
         self.size = size if len(size) > 1 else None
@@ -96,15 +100,16 @@ class LayerStats:
             self.calls += 1
             self.tokens_in += tokens_in
             self.tokens_kept += tokens_kept
-        # graphs of an export change no tensor of ours
+        # exported graphs must not change our tensor
         elif self.compiled is not None and not torch.compiler.is_exporting():
             self.compiled[0].add_(1)
             self.compiled[1].add_(tokens_in)
             self.compiled[2].add_(tokens_kept)
 
     def totals(self) -> tuple[int, int, int]:
-        """Return (calls, sum of tokens in, sum of tokens kept); wait for the device if a compiled
-        region counted there.
+        """Return (calls, sum of tokens in, sum of tokens kept).
+
+        This waits for the device if a compiled region counted there.
         """
         extra = [0, 0, 0] if self.compiled is None else self.compiled.tolist()
         return self.calls + extra[0], self.tokens_in + extra[1], self.tokens_kept + extra[2]
@@ -112,7 +117,7 @@ class LayerStats:
 
 @dataclass(frozen=True, kw_only=True)
 class _Counted:
-    """Tokens of a layer and call, means over calls; `level` counts from 0, the most tokens."""
+    """Mean numbers of tokens over calls. Level 0 has the most tokens."""
 
     level: int
     tokens_in: float
@@ -120,17 +125,17 @@ class _Counted:
 
     @property
     def share(self) -> float:
-        """Tokens kept / tokens in; 1 before the first call."""
+        """Return tokens kept / tokens in, 1 before the first call."""
         return self.tokens_kept / self.tokens_in if self.tokens_in else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport(_Counted):
-    """One layer: means over its calls since the last reset.
+    """Report of one layer, with means over its calls since the last reset.
 
-    `merged` is False when the layer was left alone, for the `reason` given. With `keep`
-    `tokens_kept` counts keys. `size` is (h, w) in tokens where it was known. `kind` is "attention",
-    "mlp" or "block"; of the latter two `tokens_kept` are those that were computed.
+    `merged` is False if the latest call was not merged, for the `reason` given. With `keep`
+    `tokens_kept` counts keys. `size` is (h, w) in tokens if it is known. `kind` is "attention",
+    "mlp" or "block". For MLPs and blocks `tokens_kept` counts the tokens that were computed.
     """
 
     name: str
@@ -143,7 +148,7 @@ class LayerReport(_Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class LevelReport(_Counted):
-    """All layers of one kind and level, and how many of them merged."""
+    """Report of all layers of one kind and level, with the number of layers that merged."""
 
     kind: str
     layers: int
@@ -152,18 +157,18 @@ class LevelReport(_Counted):
 
 @dataclass(frozen=True)
 class MaMeReport:
-    """Every layer that could merge; `str(report)` is a table.
+    """Report of every layer that could merge. `str(report)` is a table.
 
     Attributes:
-        layers: one for each self-attention, MLP and block.
-        unknown: attention of which no family says whether it is over the image, how many by class.
+        layers: reports of self-attentions, MLPs and blocks.
+        unknown: number of attentions by class that no family describes.
     """
 
     layers: tuple[LayerReport, ...]
     unknown: Mapping[str, int] = field(default_factory=dict)
 
     def levels(self) -> list[LevelReport]:
-        """Sum up the layers that were called by level, most tokens first, weighted by calls."""
+        """Summarise the called layers by level, most tokens first, weighted by calls."""
         result = []
         called = [layer for layer in self.layers if layer.calls]
         for kind, level in sorted({(layer.kind, layer.level) for layer in called}):
@@ -182,8 +187,9 @@ class MaMeReport:
         return result
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values: `layers` and `levels`, each a list of objects, and
-        `unknown`.
+        """Return the report as JSON values.
+
+        `layers` and `levels` are lists of objects, and `unknown` is an object.
         """
         return {
             "unknown": dict(self.unknown),
@@ -217,8 +223,9 @@ class MaMeReport:
         return "\n".join(lines)
 
     def _left_by_default(self) -> int:
-        """The tokens of the largest layer where no layer merges and the default decided so; else
-        0.
+        """Return the number of tokens of the largest layer that the default does not merge.
+
+        It is 0 if any layer merges, or the default did not decide this.
         """
         called = [layer for layer in self.layers if layer.calls]
         if any(layer.merged for layer in called):
@@ -230,11 +237,11 @@ class MaMeReport:
 def make_report(
     stats: Iterable[LayerStats], unknown: Mapping[str, int] | None = None
 ) -> MaMeReport:
-    """Make the report of `stats`, and of `unknown` attention (`MaMeReport`).
+    """Make a report of `stats`, and of `unknown` attention (see `MaMeReport`).
 
     Raises:
-        NothingMergedError: layers were called since the last reset, and not one of them could
-            merge, for other reasons than the default's own rule (`mame_sd.core.min_tokens`).
+        NothingMergedError: layers were called since the last reset and none could merge, for other
+            reasons than the default's own rule (`mame_sd.core.min_tokens`).
     """
     rows = [(layer, *layer.totals()) for layer in stats]
     tokens = [round(total_in / calls) if calls else 0 for _, calls, total_in, _ in rows]
@@ -263,7 +270,7 @@ def make_report(
 
 
 def _nothing_merged(called: Sequence[LayerReport]) -> str:
-    """Say in one line that no layer merged: how many, why, the largest, what to do."""
+    """Describe on one line that no layer merged: how many, why, the largest, what to do."""
     counts = Counter(layer.reason for layer in called).most_common()
     reasons = "; ".join(f"{count} of {len(called)}: {reason}" for reason, count in counts[:3])
     line = f"expected at least one layer to merge, but none did ({reasons})"
@@ -277,6 +284,6 @@ def _nothing_merged(called: Sequence[LayerReport]) -> str:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device of the module's first parameter, the CPU when it has none."""
+    """Return the device of the module's first parameter, or the CPU if it has none."""
     first: Tensor | None = next(iter(module.parameters()), None)
     return torch.device("cpu") if first is None or first.device.type == "meta" else first.device

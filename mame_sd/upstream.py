@@ -1,9 +1,8 @@
-"""Names of torch, diffusers and transformers that this package relies on beyond what these
-document, each with one check.
+"""List undocumented names of torch, diffusers and transformers that this package needs.
 
-`require` raises where a name is gone, so that nothing is silently left undone: `apply_mame` asks
-for torch's and diffusers', `compress_cache` for transformers'. `mame-sd doctor` asks for all.
-`private` gives those that are needed at import.
+`require` raises an error if a name is missing, so that nothing silently fails to merge:
+`apply_mame` checks torch and diffusers, `compress_cache` checks transformers, and `mame-sd doctor`
+checks all. `private` returns names that are needed at import.
 """
 
 from __future__ import annotations
@@ -20,28 +19,28 @@ from typing import Any
 
 import torch
 
-# The argument of a forward, and the field of an output, that holds the KV cache.
-CACHE_NAMES = ("cache", "past_key_values")  # from 5.24 on; before
-_IMPLEMENTATION = "_attn_implementation"  # attribute of a config: which attention function runs
+# Names of the KV cache among the arguments of a forward and the fields of an output.
+CACHE_NAMES = ("cache", "past_key_values")  # from 5.24 on; before 5.24
+_IMPLEMENTATION = "_attn_implementation"  # attribute of a config: name of its attention
 
-# Compilers of torch before 2.13 can't follow merging.
+# torch.compile can trace merging from torch 2.13 on.
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
-_ASSISTED = "_assisted_decoding"  # method of GenerationMixin that runs assisted generation
+_ASSISTED = "_assisted_decoding"  # method of GenerationMixin for assisted generation
 
 
 def outside_old_graphs(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep `call` out of compiled graphs where torch is older than 2.13: it runs eagerly there."""
+    """Keep `call` out of compiled graphs if torch is older than 2.13. It runs eagerly there."""
     return call if COMPILES else torch.compiler.disable(call)
 
 
 def cache_in(call: Mapping[str, Any]) -> Any:
-    """The KV cache among the keyword arguments of a forward; None where there is none."""
+    """Return the KV cache among the keyword arguments of a forward, or None."""
     return next((call[name] for name in CACHE_NAMES if call.get(name) is not None), None)
 
 
 def cache_of(output: Any) -> Any:
-    """The KV cache of a forward's or a generate's output; None where there is none."""
+    """Return the KV cache of the output of a forward or of generate, or None."""
     found = (getattr(output, name, None) for name in CACHE_NAMES)
     return next((value for value in found if value is not None), None)
 
@@ -49,8 +48,8 @@ def cache_of(output: Any) -> Any:
 def parameters_of(kind: type) -> dict[str, Parameter]:
     """Return the parameters of a class's `forward` by name, without self.
 
-    A forward that passes on `*args` (a derived class's, or a tool's that wraps it) takes those of
-    the function that it wraps, or of the nearest base whose forward names them all.
+    A forward with `*args` (of a derived class, or of a tool's wrapper) gets the parameters of the
+    function that it wraps, or of the nearest base whose forward names all parameters.
     """
     own: dict[str, Parameter] | None = None
     for base in kind.__mro__:
@@ -67,29 +66,29 @@ def parameters_of(kind: type) -> dict[str, Parameter]:
 
 
 def names_arguments(kind: type) -> bool:
-    """Whether it can be told which arguments a class's `forward` takes by position."""
+    """Return True if the positional arguments of a class's `forward` have known names."""
     return all(one.kind is not one.VAR_POSITIONAL for one in parameters_of(kind).values())
 
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """The name by which `forward` takes the KV cache; None where it takes none."""
+    """Return the name of the KV cache among the parameters of `forward`, or None."""
     parameters = signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
 def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """The KV cache as a keyword argument of a model's forward or generate."""
+    """Return the KV cache as a keyword argument of a model's forward or generate."""
     found = next((name for name in CACHE_NAMES if name in parameters_of(type(model))), None)
     return {found or CACHE_NAMES[0]: cache}
 
 
 def implementation_of(config: Any) -> str | None:
-    """The name of the attention function that a model of this config calls."""
+    """Return the name of the attention function of models with this config."""
     return getattr(config, _IMPLEMENTATION, None)
 
 
 def assisted() -> bool:
-    """Whether the caller runs inside assisted generation, which crops caches."""
+    """Return True if the caller runs within assisted generation, which crops caches."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == _ASSISTED:
@@ -99,7 +98,7 @@ def assisted() -> bool:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether torch.compile runs this module's calls, whose graphs may leave later hooks out."""
+    """Return True if torch.compile runs this module's calls. Graphs may omit later hooks."""
     return (
         getattr(module, "_compiled_call_impl", None) is not None
         or hasattr(module, "_orig_mod")
@@ -108,7 +107,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def _hooked() -> Any:
-    """The registry of hooks that diffusers has put on a module, with one hook."""
+    """Return a registry of diffusers' hooks on a module, with one hook."""
     registry = resolve_name("diffusers.hooks:HookRegistry")
     registry = registry.check_if_exists_or_initialize(torch.nn.Identity())
     registry.register_hook(resolve_name("diffusers.hooks:ModelHook")(), "mame_check")
@@ -116,12 +115,12 @@ def _hooked() -> Any:
 
 
 def _arguments(place: str) -> Any:
-    """An object that has the names of the arguments of a class's forward."""
+    """Return an object whose attributes are the arguments of a class's forward."""
     return SimpleNamespace(**signature(resolve_name(place).forward).parameters)
 
 
 _LLAMA = "transformers.models.llama.modeling_llama"
-# Of each library the names, by where they stand; of names with a bar between them one will do.
+# Names of each library, by the objects that have them. Of names joined by a bar, one suffices.
 NAMES: dict[str, dict[str, str]] = {
     "torch": {
         "torch": "_fused_sdp_choice",
@@ -150,7 +149,7 @@ NAMES: dict[str, dict[str, str]] = {
         "transformers.generation.utils:GenerationMixin": _ASSISTED,
     },
 }
-_MADE: dict[str, Callable[[], Any]] = {  # what stands under no name
+_MADE: dict[str, Callable[[], Any]] = {  # objects that can't be imported by name
     "a module": torch.nn.Identity,
     "HookRegistry": _hooked,
     "a hooked function": lambda: _hooked()._fn_refs[0],
@@ -168,7 +167,7 @@ RELEASES = {
 
 @cache
 def missing(library: str) -> tuple[str, ...]:
-    """Which of `NAMES` the installed release of a library doesn't have."""
+    """Return those of `NAMES` that the installed release of a library does not have."""
     found = []
     for place, names in NAMES[library].items():
         try:
@@ -184,7 +183,7 @@ def missing(library: str) -> tuple[str, ...]:
 
 
 def complaint(library: str) -> str:
-    """What the installed release of a library lacks, and what to do; empty where nothing."""
+    """Return what the installed release of a library lacks and what to do, or an empty text."""
     gone = missing(library)
     return _complaint(library, "; ".join(gone)) if gone else ""
 
@@ -197,17 +196,25 @@ def _complaint(library: str, gone: str) -> str:
 
 
 def require(*libraries: str) -> None:
-    """Raises RuntimeError where the installed release of a library lacks a name."""
+    """Raise RuntimeError if the installed release of a library lacks a name."""
     for library in libraries:
         if missing(library):
             raise RuntimeError(complaint(library))
 
 
 def private(library: str, place: str, name: str) -> Any:
-    """Return a name of `NAMES` that is needed while our modules are imported.
+    """Return a name of `NAMES` that is needed when our modules are imported.
+
+    Args:
+        library: name of the library.
+        place: the object that has the name.
+        name: the name.
+
+    Returns:
+        The object of that name.
 
     Raises:
-        RuntimeError: the installed release of the library lacks it, or others of `NAMES`.
+        RuntimeError: the installed release of the library lacks it.
     """
     try:
         return getattr(resolve_name(place), name)
@@ -220,8 +227,9 @@ def private(library: str, place: str, name: str) -> Any:
 
 @cache
 def hidden_states_are_apart() -> bool:
-    """Whether threads may ask one model for hidden states at once. transformers 5.0 replaces the
-    forwards of its blocks for each call that does.
+    """Return True if several threads may ask one model for hidden states at once.
+
+    transformers 5.0 replaces the forwards of its blocks for each call that asks for them.
     """
     return importlib.util.find_spec("transformers.utils.output_capturing") is not None
 
@@ -230,11 +238,11 @@ _CAPTIONER = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "p
 
 
 def require_captioner(model: Any, parts: tuple[str, ...]) -> None:
-    """Raises RuntimeError where a captioner of transformers lacks a name.
+    """Raise RuntimeError if a captioner of transformers lacks a name.
 
     Args:
         model: the captioner.
-        parts: paths of modules and methods in it, as `model.vision_tower`.
+        parts: paths of modules and methods in it, such as `model.vision_tower`.
     """
     takes = parameters_of(type(model))
     gone = [f"{name} of its forward" for name in _CAPTIONER if name not in takes]

@@ -1,4 +1,4 @@
-"""The mathematics: groups of keys, fitted values, attention over fewer keys, and the paper's plan.
+"""Hold the mathematics: groups of keys, fitted values, attention over fewer keys, the paper's plan.
 
-PyTorch alone, no model library.
+The modules use PyTorch alone, and no model library.
 """

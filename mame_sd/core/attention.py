@@ -1,9 +1,9 @@
-"""Attention over fewer keys, with fitted values, in front of any attention kernel.
+"""Compute attention over fewer keys, with fitted values, by any attention kernel.
 
 The keys and values of an image (or video) merge to a share of their number: groups of similar
 keys become their means, logits count each group by its size, and values are fitted to the exact
-attention of a few queries (`fit.py`). All queries then attend to the merged keys by whatever
-kernel there is. Text beside the image stays as it is.
+attention of a few queries (`fit.py`). All queries then attend to the merged keys by any kernel.
+Text next to the image stays as it is.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ def attention(
     """Compute attention of all queries over a share of an image's keys.
 
     Args:
-        q: queries [B, H, Q, D]; those of the image's tokens alone, or of all tokens.
-        k, v: keys [B, H, N, D] and values [B, H, N, D'], N = before + prod(grid) + after, after
-            projection, norm and rotation. There may be fewer heads than those of the queries, of
-            which they are a divisor.
+        q: queries [B, H, Q, D], either of the image's tokens alone or of all tokens.
+        k: keys [B, H', N, D], N = before + prod(grid) + after, after projection, norm and rotation.
+            H' must be a divisor of H.
+        v: values [B, H', N, D'].
         grid: (h, w) of the image's tokens in row-major order, or (t, h, w) of a video's.
-        before, after: tokens of something else, such as text, around the image's; they stay.
+        before: number of other tokens, such as text, before the image's. They stay as they are.
+        after: number of other tokens after the image's. They stay as they are.
         keep: share of the image's keys to keep, above 0 to 1; 1 changes nothing.
         kernel: computes attention as `torch.nn.functional.scaled_dot_product_attention` does, from
-            (q, k, v, attn_mask=, scale=) with heads before tokens (FlashAttention's own functions
-            have them behind: wrap them). One without `attn_mask`, such as FlashAttention or
-            SageAttention, gets keys that carry the sizes of their groups. `scale` is given where
-            it is another than 1 / sqrt(D), `enable_gqa=True` where heads of queries share heads
-            of keys.
+            (q, k, v, attn_mask=, scale=) with heads before tokens. FlashAttention's own functions
+            have tokens before heads: wrap them. A kernel without `attn_mask`, such as
+            FlashAttention or SageAttention, gets keys that carry the sizes of their groups. `scale`
+            is passed if it differs from 1 / sqrt(D), and `enable_gqa=True` if several heads of
+            queries share a head of keys.
         how: fields of `KeyMerging`; `attn_mask`, `scale`, `draw` and `leader` of `merge_keys`.
 
     Returns:
@@ -59,8 +60,8 @@ def attention(
 
     Raises:
         TypeError: `kernel` can't be called.
-        ValueError: tensors that don't go together, an argument out of its range, a mask that lets
-            no keys merge, or a kernel without an argument that the call needs.
+        ValueError: the tensors don't fit one another, an argument is out of its range, keys can't
+            merge under the mask, or the kernel lacks an argument that the call needs.
     """
     call: dict[str, Any] = {
         name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how
@@ -86,7 +87,16 @@ def attention(
 def _check_tensors(
     q: Tensor, k: Tensor, v: Tensor, size: tuple[int, ...], before: int, after: int
 ) -> None:
-    """Raise ValueError for queries, keys and values that don't go together."""
+    """Raise ValueError if queries, keys and values don't fit one another.
+
+    Args:
+        q: queries [B, H, Q, D].
+        k: keys [B, H', N, D].
+        v: values [B, H', N, D'].
+        size: sides of the grid of tokens.
+        before: number of tokens before the grid.
+        after: number of tokens after the grid.
+    """
     tokens = torch.Size(size).numel()
     count = before + tokens + after
     if all(isinstance(t, Tensor) for t in (q, k, v)):
@@ -121,7 +131,16 @@ def _check_call(
     draw: Any = None,
     leader: Any = None,
 ) -> None:
-    """Raise ValueError for arguments of the attention that don't fit its queries and keys."""
+    """Raise ValueError if arguments of the attention don't fit its queries and keys.
+
+    Args:
+        q: queries [B, H, Q, D].
+        k: keys [B, H', N, D].
+        attn_mask: boolean or added to the logits, broadcast to [B, H, Q, N].
+        scale: a finite number.
+        draw: LongTensor [1] in [0, DRAWS).
+        leader: LongTensor [B] in [0, B).
+    """
     if attn_mask is not None:
         sizes = [*q.shape[:3], k.shape[2]]
         fits = isinstance(attn_mask, Tensor) and 0 < attn_mask.dim() <= 4
@@ -143,7 +162,7 @@ def _check_call(
             continue
         fits = isinstance(one, Tensor) and one.shape == (length,) and one.dtype == torch.long
         fits = fits and one.device == q.device
-        # On a card nothing is waited for.
+        # Values are checked on CPUs alone: on a GPU this would wait for the device.
         if fits and length and one.device.type == "cpu" and not unreadable(one):
             fits = 0 <= int(one.min()) <= int(one.max()) < end
         if not fits:
@@ -154,7 +173,7 @@ def _check_call(
 
 
 def _said(value: Any) -> str:
-    """Say on one line what an argument is."""
+    """Describe an argument on one line."""
     if not isinstance(value, Tensor):
         return f"{value!r}"
     few = value.numel() <= 8 and value.dtype == torch.long and not unreadable(value)
@@ -165,8 +184,19 @@ def _said(value: Any) -> str:
 def _checked(
     grid: Sequence[int], before: int, after: int, keep: float, how: dict[str, Any]
 ) -> tuple[int, ...]:
-    """Return the sides of the grid; raise ValueError for arguments that `attention` can't take."""
-    if torch.compiler.is_compiling():  # a graph was called without one before
+    """Return the sides of the grid, or raise ValueError for arguments that `attention` can't take.
+
+    Args:
+        grid: (h, w) or (t, h, w) of the image's tokens.
+        before: number of tokens before the image's.
+        after: number of tokens after the image's.
+        keep: share of the image's keys to keep.
+        how: fields of `KeyMerging`.
+
+    Returns:
+        The sides of the grid as integers.
+    """
+    if torch.compiler.is_compiling():  # an eager call has checked the arguments before
         return tuple(int(side) for side in grid)
     names = [f.name for f in fields(KeyMerging)]
     given = {"keep": keep, **how}

@@ -1,9 +1,10 @@
-"""Values of merged keys, fitted to the exact attention of a few queries.
+"""Fit values of merged keys to the exact attention of a few queries.
 
-Means of keys and values answer a query wrongly where attention tells the members of a group apart.
-A few queries are answered exactly, over all keys, and the merged values take on what the merged
-keys lack for them: kernel ridge regression with the kernel a(q) . a(q') of attention's rows. The
-same idea serves language models' caches in Attention Matching (arXiv 2602.16284).
+Means of keys and values answer a query wrongly if its attention distinguishes the members of a
+group. So a few queries are answered exactly, over all keys, and the merged values are changed by
+what the means lack for these queries. This is kernel ridge regression with the kernel
+a(q) . a(q'), where a(q) is a query's row of attention weights. Attention Matching
+(arXiv 2602.16284) uses the same idea for caches of language models.
 """
 
 from __future__ import annotations
@@ -16,33 +17,35 @@ from torch import Tensor
 from mame_sd.core.merge import product
 from mame_sd.upstream import private
 
-# PyTorch's own, whatever somebody put in its place under torch.nn.functional.
+# PyTorch's own function, even if another one was put in its place in torch.nn.functional.
 SDPA = private("torch", "torch._C:_nn", "scaled_dot_product_attention")
-RIDGE = 0.1  # of the mean diagonal of A A^T
-SIZE_RIDGE = 1e-3  # of the mean square of the queries
-# How exact outputs of attention are known, relative to the values. Where queries look at the text
-# alone, what lacks on merged keys is below that, and must not be divided by their small weights:
-# in fp64 neither, where values would serve these queries and spoil the others.
+RIDGE = 0.1  # relative to the mean diagonal of A A^T
+SIZE_RIDGE = 1e-3  # relative to the mean square of the queries
+# Relative rounding error of an attention output, by dtype. If queries attend to the text alone, the
+# error of merged keys is below it, and must not be divided by the small weights of these keys. The
+# same applies in fp64, where values would fit these queries and spoil all others.
 NOISE = {torch.float64: 3e-6, torch.float32: 3e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-ROOM = 0.25  # of the range of the values, by which fitted ones may leave it on either side
-HALF_MAX = 65504  # where fp16 ends
+ROOM = 0.25  # share of the values' range by which fitted values may exceed it on either side
+HALF_MAX = 65504  # largest fp16 number
 
 
 def fitted_values(
     weights: Tensor, values: Tensor, exact: Tensor, first: int, last: int, ridge: float = RIDGE
 ) -> Tensor:
-    """Values V'' of merged keys, with which attention answers a few queries nearly exactly.
+    """Solve for values V'' of merged keys that answer a few queries nearly exactly.
 
-    V'' = V' + A^T (A A^T + ridge mean(diag(A A^T)) I)^-1 (O - A V'), where A is the part of the
-    attention weights that lies on the merged keys. What is added to the diagonal is at least the
-    square of the noise of O, as its dtype has it. Computed in fp32 (fp64 for fp64), by Cholesky:
-    LU decompositions of this size are wrong on some processors.
+    V'' = V' + A^T (A A^T + ridge mean(diag(A A^T)) I)^-1 (O - A V'), where A holds the attention
+    weights of the merged keys. At least the square of the rounding error of O, by its dtype, is
+    added to the diagonal. The solver uses fp32 (fp64 for fp64) and Cholesky, because LU
+    decompositions of this size are wrong on some processors.
 
     Args:
-        weights: attention of m queries over the kept keys, [.., m, K].
+        weights: attention weights of m queries over the kept keys, [.., m, K].
         values: V' of the kept keys, [.., K, D].
         exact: O, the attention of the same queries over all keys, [.., m, D].
-        first, last: which of the kept keys are merged ones, whose values may change.
+        first: position of the first merged key among the kept keys. Only values of merged keys
+            change.
+        last: position after the last merged key.
         ridge: the regularisation, above 0.
 
     Returns:
@@ -54,7 +57,7 @@ def fitted_values(
     merged = weights[..., first:last]
     lacking = exact.flatten(0, -3) - torch.bmm(weights, values)
     gram = torch.bmm(merged, merged.transpose(1, 2))
-    # Where all kept keys are merged ones their weights sum to 1, unless a query sees nothing.
+    # If all kept keys are merged ones, their weights sum to 1 unless a query sees no key.
     least = 1e-19 if alone else NOISE[exact.dtype] ** 2 / ridge
     factor = _ridged_cholesky(gram, ridge, least)
     half = torch.linalg.solve_triangular(factor, lacking, upper=False)
@@ -66,14 +69,17 @@ def fitted_values(
 
 
 def within(fitted: Tensor, values: Tensor) -> Tensor:
-    """Return fitted values within the range of those they stand for, and a quarter of it beyond.
+    """Clamp fitted values to the original values' range, extended by a quarter on either side.
 
-    Attention gives means of values. A few queries may ask for far larger ones, which others, that
-    look at the merged keys more than they do, would be given too.
+    Attention returns means of values. A few queries may ask for far larger values, which would
+    spoil other queries that attend more to the merged keys.
 
     Args:
         fitted: [.., K, D], in fp32 at least.
-        values: [.., N, D]; the range is that of each channel.
+        values: [.., N, D]. The range is taken by channel.
+
+    Returns:
+        [.., K, D] in the dtype of `fitted`.
     """
     low, high = torch.aminmax(values, dim=-2, keepdim=True)
     return torch.clamp(fitted, torch.lerp(low, high, -ROOM), torch.lerp(high, low, -ROOM))
@@ -90,9 +96,10 @@ def sized_keys(
     Args:
         key: the kept keys [B, H', K, D], H' a divisor of H; changed in place.
         some: queries [B, H, m, D] of the image's tokens.
-        beside: all other queries [B, H, n, D], such as the text's, which together weigh as much.
+        beside: all other queries [B, H, n, D], such as the text's. Together they weigh as much as
+            `some`.
         log_sizes: [B, K], 0 for keys that stand for themselves.
-        scale: of the logits, not 0.
+        scale: scale of the logits, not 0.
 
     Returns:
         `key`.
@@ -111,8 +118,18 @@ def sized_keys(
 
 
 def _ridged_cholesky(gram: Tensor, ridge: float, least: float = 1e-19) -> Tensor:
-    """The Cholesky factor of products [n, m, m] with `ridge` of their mean diagonal added, in
-    place, of `least` at least. Nothing is checked: that would wait for the device.
+    """Return the Cholesky factor of matrices [n, m, m] with `ridge` added to the diagonal.
+
+    The ridge is relative to the mean diagonal, or to `least` if that is larger. `gram` is changed
+    in place. Errors are not checked, because a check would wait for the device.
+
+    Args:
+        gram: symmetric positive semidefinite matrices [n, m, m].
+        ridge: the regularisation, above 0.
+        least: smallest mean diagonal.
+
+    Returns:
+        Lower triangular factors [n, m, m].
     """
     diagonal = gram.diagonal(dim1=1, dim2=2)
     mean = diagonal.mean(-1, keepdim=True).clamp_min(least)
@@ -121,7 +138,11 @@ def _ridged_cholesky(gram: Tensor, ridge: float, least: float = 1e-19) -> Tensor
 
 
 def of_kept_heads(some: Tensor, heads: int) -> Tensor:
-    """Queries [B, H, m, D] as [B, heads, H / heads * m, D]: by the head of keys they attend to."""
+    """Group queries [B, H, m, D] by the head of keys they attend to.
+
+    Returns:
+        [B, `heads`, H / `heads` * m, D].
+    """
     return some.unflatten(1, (heads, -1)).flatten(2, 3)
 
 
@@ -138,13 +159,14 @@ def fitted_to(
 
     Args:
         some: the queries [B, H, m, D].
-        full: all keys and values.
-        kept: the kept keys [B, H', K, D] and their values [B, H', K, D'], H' a divisor of H; values
-            may be of a wider dtype.
-        bias: what is added to the logits of the kept keys, broadcast to [B, H, m, K].
-        attn_mask: of the attention of these queries over all keys.
-        scale: of the logits; None: 1 / sqrt(D).
-        merged: the first and last of the kept keys whose values may change, as in `fitted_values`.
+        full: all keys [B, H', N, D] and values [B, H', N, D'].
+        kept: the kept keys [B, H', K, D] and their values [B, H', K, D'], H' a divisor of H. The
+            values may be of a wider dtype.
+        bias: added to the logits of the kept keys, broadcast to [B, H, m, K]. If None, nothing is.
+        attn_mask: mask of the attention of these queries over all keys, broadcast to [B, H, m, N].
+        scale: scale of the logits. If None, 1 / sqrt(D).
+        merged: the range (first, last) of the kept keys whose values may change, as in
+            `fitted_values`.
 
     Returns:
         [B, H', K, D'] in the dtype of all values.
@@ -155,14 +177,14 @@ def fitted_to(
     more: Any = {"enable_gqa": True} if shared > 1 else {}
     exact = SDPA(some, *full, attn_mask=attn_mask, scale=scale, **more)
     if shared > 1:
-        if bias is not None and max(bias.shape[1:3]) > 1:  # of each head or query its own
+        if bias is not None and max(bias.shape[1:3]) > 1:  # one for each head or query
             bias = of_kept_heads(bias.expand(-1, *some.shape[1:3], -1), heads)
         some, exact = (of_kept_heads(t, heads) for t in (some, exact))
     some, key, value, exact = (t.flatten(0, 1) for t in (some, *kept, exact))
     logits = product(some, key.transpose(1, 2)).unflatten(0, kept[0].shape[:2])
     logits = scale * logits if bias is None else torch.add(bias, logits, alpha=scale)
     weights = torch.softmax(logits, -1).flatten(0, 1)
-    if attn_mask is not None:  # queries that see nothing ask for nothing
+    if attn_mask is not None:  # don't fit to queries that see no key
         sees = logits.amax(-1, keepdim=True).flatten(0, 1) > -torch.inf
         weights, exact = weights.where(sees, 0), exact.where(sees, 0)
     fitted = within(fitted_values(weights, value, exact, *merged), full[1].flatten(0, 1))

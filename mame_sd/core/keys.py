@@ -1,14 +1,14 @@
 """Merge keys and values at the attention call, in front of any kernel.
 
 A model's own code projects, normalises and rotates queries, keys and values, and calls
-`torch.nn.functional.scaled_dot_product_attention`, or what somebody put in its place. While a
-`MergeJob` runs under an `SDPAInterceptor`, that call is intercepted: the image's keys and values
-merge (`merge_keys`), and the same kernel computes attention over what is left. Groups of similar
+`torch.nn.functional.scaled_dot_product_attention`, or a function that was put in its place. While
+a `MergeJob` runs under an `SDPAInterceptor`, that call is intercepted: the image's keys and values
+merge (`merge_keys`), and the same kernel computes attention over the kept keys. Groups of similar
 keys become their means, logits count each group by its size, and values are fitted to the exact
-attention of a few queries (`fit.py`). Text beside the image stays as it is.
+attention of a few queries (`fit.py`). Text next to the image stays as it is.
 
-Which job runs is read from PyTorch's stack of function modes, on which `SDPAInterceptor` stands. It
-is one stack for each thread, and `torch.compile` and `torch.export` follow it.
+`SDPAInterceptor` is a function mode of PyTorch. Each thread has one stack of such modes, and
+`torch.compile` and `torch.export` follow it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from mame_sd.core.merge import (
     unreadable,
 )
 
-ALONE = 0.125  # of the kept keys, those that stay as they are: the farthest from all others
+ALONE = 0.125  # share of the kept keys that stay as they are: the farthest from all destinations
 Kernel = Callable[..., Tensor]
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 UNCOUNTED = ", which takes no sizes of groups: their keys carry them"
 
 
 class Grid(NamedTuple):
-    """An image among the keys of an attention: where it starts, (h, w) of its tokens in row-major
-    order, or (t, h, w) of a video's, and the share of its keys to keep.
+    """An image among the keys of an attention.
+
+    It has the position of its first key, (h, w) of its tokens in row-major order or (t, h, w) of a
+    video's, and the share of its keys to keep.
     """
 
     start: int
@@ -54,13 +56,14 @@ class Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyMerging:
-    """How keys and values merge.
+    """Settings of merging keys and values.
 
     Attributes:
-        fit_queries: how many queries the values are fitted to; 0: the values are means; None: one
-            of 32 tokens, from 64 to 256.
-        tile_size: side of the square tiles in which keys are compared; 0 compares all with all.
-        seed: of the draws of destinations and queries.
+        fit_queries: number of queries that the values are fitted to. If 0, the values are means. If
+            None, one query for 32 tokens, from 64 to 256.
+        tile_size: side of the square tiles in which keys are compared. If 0, all keys are compared
+            with all.
+        seed: seeds the draws of destinations and queries.
     """
 
     fit_queries: int | None = None
@@ -69,13 +72,12 @@ class KeyMerging:
 
 
 class Merged(NamedTuple):
-    """Keys and values to attend to instead of all of them.
+    """Keys and values that stand for all keys and values.
 
     Attributes:
         key, value: [B, H, K, D] and [B, H, K, D'].
-        bias: [B, 1, 1, K] (or [B, .., Q, K] with a mask), to be added to the logits; None where
-            nothing is.
-        groups: of each grid, which key each of its tokens went to.
+        bias: [B, 1, 1, K] (or [B, .., Q, K] with a mask), to be added to the logits, or None.
+        groups: for each grid the groups of its tokens.
     """
 
     key: Tensor
@@ -101,20 +103,27 @@ def merge_keys(
     """Merge keys, and fit values to the attention of a few queries of the first grid's tokens.
 
     Args:
-        q, k, v: as in `attention`.
-        grids: the images that merge, in their order among the keys, the generated one first.
+        q: queries [B, H, Q, D], as in `attention`.
+        k: keys [B, H', N, D], H' a divisor of H.
+        v: values [B, H', N, D'].
+        grids: the images that merge, in their order among the keys. The generated image comes
+            first.
         how: the settings.
-        attn_mask: of the attention, boolean or added to the logits, broadcast to [B, H, Q, N], one
-            of those that `unlike` doesn't refuse.
-        scale: of the logits; None: 1 / sqrt(D).
-        draw: LongTensor [1] below `merge.DRAWS`, which of the draws; None: the first.
+        attn_mask: the attention's mask, boolean or added to the logits, broadcast to [B, H, Q, N].
+            `unlike` must not refuse it.
+        scale: scale of the logits. If None, 1 / sqrt(D).
+        draw: LongTensor [1] in [0, `merge.DRAWS`), the index of the draw. If None, the first draw.
         leader: LongTensor [B], the sample whose keys decide what merges (`merge.leaders`).
-        first_query: where the first grid's queries begin in q; None: where its keys do, or at 0
-            where q holds the image's alone.
-        known: the groups of each grid by its number, where an earlier call of the same input made
-            them; those that are made here are put there.
-        counted: whether the bias counts each group by its size; else, for kernels that take none,
-            the keys carry the sizes (`fit.sized_keys`).
+        first_query: position of the first grid's queries in q. If None, the position of its keys,
+            or 0 if q holds the image's queries alone.
+        known: the groups of each grid by its number, if an earlier call with the same input made
+            them. Groups that are made here are stored in it.
+        counted: if True, the bias counts each group by its size. If False, the keys carry the sizes
+            (`fit.sized_keys`), for kernels without a bias.
+
+    Returns:
+        Keys [B, H', K, D], values [B, H', K, D'] in the dtype of v, and a bias in the dtype of q;
+        with the groups.
     """
     if first_query is None:
         first_query = grids[0].start if q.shape[2] == k.shape[2] else 0
@@ -123,7 +132,7 @@ def merge_keys(
     image, count = slice(first_query, first_query + tokens), how.fit_queries
     if count is None:
         count = min(max(tokens // 32, 64), 256)
-    parts: tuple[list[Tensor], list[Tensor]] = [], []  # of keys and of values [B, H, .., D]
+    parts: tuple[list[Tensor], list[Tensor]] = [], []  # keys and values [B, H, .., D]
     by_key = None
     if attn_mask is not None:
         attn_mask, by_key = _of_keys(attn_mask, q, k.shape[2])
@@ -134,7 +143,7 @@ def merge_keys(
             if isinstance(k, FakeTensor) and not torch.compiler.is_compiling():
                 cells = _without_numbers(cells, k.fake_mode)
             last = start + cells.tokens
-            # Where the image comes first nothing is cut off: a CPU would copy it to read its slots.
+            # If the image comes first, don't slice: a CPU would copy the slice to read its slots.
             slots = [
                 (t[:, :, start:last] if start else t).transpose(1, 2).index_select(1, cells.order)
                 for t in (k, v)
@@ -181,14 +190,14 @@ def merge_keys(
         if count:
             merged = grids[0].start, key.shape[2] - k.shape[2] + end
             some = some[:, :, : len(few)]
-            if by_key is not None:  # what hidden values are changes nothing
+            if by_key is not None:  # hidden values must not change the result
                 v = v.masked_fill((by_key == -torch.inf)[:, None, :, None], 0)
             value = fitted_to(some, (k, v), (key, value), own_bias, rows, by, merged)
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
 
 
 def _without_numbers(cells: Cells, mode: FakeTensorMode) -> Cells:
-    """Return cells with tables that have no numbers, as all tensors of such a mode."""
+    """Return cells whose tables are fake tensors of a mode, which have no values."""
     tables: dict[str, Any] = {
         name: mode.from_tensor(x) for name, x in vars(cells).items() if isinstance(x, Tensor)
     }
@@ -203,8 +212,9 @@ ROWS_UNREAD = f"{ROWS}, whose numbers no compiled graph can read"
 def unlike(mask: Tensor, grids: Sequence[Grid]) -> str | None:
     """Return why keys can't merge under a mask, or None if they can.
 
-    A group's key is seen or not seen as a whole. So each query has to see all keys of an image
-    alike, or all queries the same keys: by such a mask `merge_keys` weighs the keys.
+    A query sees all keys of a group or none. So either each query must see all keys of an image
+    alike, or all queries must see the same keys; in that case `merge_keys` weighs the keys by the
+    mask.
 
     Args:
         mask: boolean or added to the logits, broadcast to [B, H, Q, N].
@@ -219,19 +229,27 @@ def unlike(mask: Tensor, grids: Sequence[Grid]) -> str | None:
 
 
 def constant_along(t: Tensor, dim: int) -> bool:
-    """Return whether all entries along a dimension are equal; the device is waited for."""
+    """Return True if all entries along a dimension are equal. This waits for the device."""
     return bool((t == t.narrow(dim, 0, 1)).all())
 
 
 def _same_for_all(mask: Tensor) -> bool:
-    """Return whether a mask is the same for all queries and heads by its shape or its strides."""
+    """Return True if a mask is the same for all queries and heads, by its shape or strides."""
     of_many = [dim for dim in (-2, -3) if mask.dim() >= -dim and mask.shape[dim] > 1]
     return all(mask.stride(dim) == 0 for dim in of_many)
 
 
 def _of_keys(mask: Tensor, q: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
-    """Return a mask [.., 1, N] in place of one that repeats its rows, and its numbers [B, N] that
-    are added to the logits. Any other comes back as it is, with None.
+    """Reduce a mask that is the same for all queries and heads to one row.
+
+    Args:
+        mask: boolean or added to the logits, broadcast to [B, H, Q, N].
+        q: queries [B, H, Q, D].
+        length: N, the number of keys.
+
+    Returns:
+        The mask [.., 1, N] and the numbers [B, N] that it adds to the logits, in fp32 at least. Any
+        other mask is returned as it is, with None.
     """
     if not _same_for_all(mask) or mask.shape[-1] == 1:
         return mask, None
@@ -246,22 +264,22 @@ def _of_keys(mask: Tensor, q: Tensor, length: int) -> tuple[Tensor, Tensor | Non
 def _seen_means(
     groups: Groups, slots: Sequence[Tensor], columns: Tensor
 ) -> tuple[list[list[Tensor]], Tensor, Tensor]:
-    """Average the tokens of each group, weighed by the exponential of a mask.
+    """Average the tokens of each group, weighted by the exponential of a mask.
 
     Args:
-        groups: what merges.
+        groups: the groups that merge.
         slots: keys and values [B, T * P, H, D], as `Groups.means` takes them.
-        columns: [B, n], what the mask adds to the logits of the n tokens.
+        columns: [B, n], the numbers that the mask adds to the logits of the n tokens.
 
     Returns:
-        Means as `Groups.means` gives them; the sizes of groups [B, M], in which a token counts by
-        its weight relative to the largest, and 1 where none is seen; and the mask's columns [B, K]
-        of the kept keys, -inf where none of a group is seen.
+        Means as `Groups.means` returns them; the sizes of groups [B, M], in which a token counts by
+        its weight relative to the largest, and which are 1 for groups that are not seen; and the
+        mask's columns [B, K] of the kept keys, -inf for groups that are not seen.
     """
     top = columns.amax(1, keepdim=True)
     top = top.where(top > -torch.inf, 0.0)
     at_slot = columns.index_select(1, groups.cells.order)  # [B, T * P]
-    # The tokens that stay are given back as they are.
+    # Tokens that stay alone are returned unweighted.
     weight = (at_slot - top).exp().scatter(1, groups.stay, 1.0)
     by = weight.unflatten(1, (-1, 1, 1)).to(slots[0].dtype)
     (*means, share), counts = groups.means(*(t * by for t in slots), by)
@@ -277,8 +295,20 @@ def _seen_means(
 def _with_mask(
     bias: Tensor, mask: Tensor, grids: Sequence[Grid], groups: Sequence[Groups], length: int
 ) -> Tensor:
-    """Return the bias [B, .., K] of kept keys and the mask [.., N] of all `length` keys: of each
-    kept one the column at its own position, which all of its group have (`unlike`).
+    """Add a mask to the bias of the kept keys.
+
+    All tokens of a group share one column of the mask (`unlike`), so that each kept key takes the
+    column at its own position.
+
+    Args:
+        bias: [B, .., K], the bias of the kept keys.
+        mask: [.., N], boolean or added to the logits of all keys.
+        grids: the images among the keys.
+        groups: the groups of each grid.
+        length: N, the number of keys.
+
+    Returns:
+        The bias with the mask, [B, .., K].
     """
     if mask.shape[-1] > 1:
         mask = mask.reshape(*[1] * (4 - mask.dim()), *mask.shape)
@@ -294,14 +324,14 @@ def _with_mask(
 
 
 class OwnKernel(NamedTuple):
-    """A kernel and the names of its arguments."""
+    """An attention kernel and the names of its arguments."""
 
     call: Kernel
     names: frozenset[str]
 
     @property
     def counts(self) -> bool:
-        """Whether it adds a bias to the logits."""
+        """Return True if the kernel adds a bias to the logits."""
         return "attn_mask" in self.names
 
     def attend(
@@ -313,9 +343,22 @@ class OwnKernel(NamedTuple):
         scale: float | None = None,
         dropout_p: float = 0.0,
     ) -> Tensor:
-        """Attention [B, H, Q, D'], by a call with the arguments that are needed.
+        """Compute attention, passing only those arguments that are needed.
 
-        Raises ValueError where the kernel lacks one, or gives another shape or dtype.
+        Args:
+            q: queries [B, H, Q, D].
+            k: keys [B, H', K, D].
+            v: values [B, H', K, D'].
+            attn_mask: added to the logits, broadcast to [B, H, Q, K].
+            scale: scale of the logits. If None, 1 / sqrt(D).
+            dropout_p: probability of dropout.
+
+        Returns:
+            [B, H, Q, D'] in the dtype of q.
+
+        Raises:
+            ValueError: the kernel lacks an argument that is needed, or returns another shape or
+                dtype.
         """
         usual = scale is None or math.isclose(scale, q.shape[-1] ** -0.5)
         needed = {
@@ -342,16 +385,18 @@ class OwnKernel(NamedTuple):
 
 
 def own_kernel(kernel: Kernel) -> OwnKernel:
-    """Read which arguments a kernel has, by name: SageAttention takes and ignores any other.
+    """Read the names of a kernel's arguments.
+
+    Names are read, not tested by a call, because SageAttention accepts and ignores any argument.
 
     Raises:
-        TypeError: no function, or one whose arguments can't be read.
+        TypeError: `kernel` is not a function, or its arguments can't be read.
     """
     if kernel is SDPA:
         return OwnKernel(kernel, frozenset((*_NAMES, "scale", "enable_gqa")))
     if isinstance(kernel, type) or not callable(kernel):
         raise TypeError(f"kernel: expected a function of (q, k, v), got {kernel!r}")
-    own = getattr(kernel, "_orig_mod", kernel)  # of a module that torch.compile wraps
+    own = getattr(kernel, "_orig_mod", kernel)  # the module that torch.compile wraps
     try:
         names = inspect.signature(own.forward if isinstance(own, nn.Module) else own).parameters
     except ValueError:
@@ -367,25 +412,26 @@ class MergeJob:
     """One call of a layer whose keys merge.
 
     Attributes:
-        grids: where the image's keys, and those of reference images, stand in the sequence.
-        length: keys of the sequence; None: any number that holds the grids.
-        first_query: where the image's queries begin among `queries` of them.
-        queries: how many queries the layer has where these are not as many as keys.
+        grids: positions of the image's keys, and of reference images' keys, in the sequence.
+        length: number of keys in the sequence. If None, any number that contains the grids.
+        first_query: position of the image's first query among `queries` queries.
+        queries: number of queries of the layer, if it differs from the number of keys.
         how: the settings.
         draw, leader: see `merge_keys`.
-        known: by the number of the attention call the groups of its grids, of an earlier call of
-            the layer.
-        prefixed: keys of earlier calls, of any number, stand before these.
-        scale: of the logits, where the processor's is not that of the call.
-        kernel: computes attention over merged keys instead of the model's own.
-        merges: whether keys merge; if False, only `rows` are looked at.
-        rows: LongTensor [B, n], the positions among the image's tokens of the queries that are
-            answered. The output is zero for all other queries of the image. If None, all are.
-        note: for the report.
-        left: why the latest attention call over the grids was not merged; empty: it was.
-        merged: of the latest attention call that merged; None: none did.
-        calls: how many merged: attention may run sample by sample.
-        inside: whether a merge runs, or a kernel of it.
+        known: for each attention call by its number, the groups of its grids that an earlier call
+            of the layer made.
+        prefixed: if True, any number of keys of earlier calls precede these keys.
+        scale: scale of the logits, if the processor's scale differs from that of the call.
+        kernel: computes attention over merged keys instead of the model's own kernel.
+        merges: if False, keys don't merge and only `rows` applies.
+        rows: LongTensor [B, n], the positions among the image's tokens of the queries to compute.
+            The output is zero for all other queries of the image. If None, all queries are
+            computed.
+        note: text for the report.
+        left: reason why the latest attention call over the grids was not merged. Empty if it was.
+        merged: result of the latest attention call that merged, or None.
+        calls: number of calls that merged. Attention may run sample by sample.
+        inside: True while a merge or its kernel runs.
     """
 
     grids: tuple[Grid, ...]
@@ -408,11 +454,14 @@ class MergeJob:
     inside: bool = field(default=False, init=False)
 
     def place(self, call: Mapping[str, Any]) -> tuple[list[Grid], int] | None:
-        """The grids where they stand among the keys of an attention call, and where the first one's
-        queries begin; None: it is another's.
+        """Locate the grids in an attention call.
 
         Args:
-            call: by the names of scaled_dot_product_attention; tensors [B, H, n, D].
+            call: arguments by their names in scaled_dot_product_attention, tensors [B, H, n, D].
+
+        Returns:
+            The grids at their positions among the keys, and the position of the first grid's first
+            query; or None if the call is not over this layer's tokens.
         """
         q, k = call["query"], call["key"]
         count = k.shape[-2]
@@ -426,18 +475,22 @@ class MergeJob:
         grids = [grid._replace(start=grid.start + shift) for grid in self.grids]
         if q.shape[2] == count:
             return grids, grids[0].start
-        if q.shape[2] == self.length:  # keys of earlier calls have no queries
+        if q.shape[2] == self.length:  # the prefixed keys have no queries
             return grids, self.grids[0].start
         if q.shape[2] == self.queries:
             return grids, self.first_query
         return (grids, 0) if q.shape[2] == image else None
 
     def merge(self, call: Mapping[str, Any], bias: bool = True) -> dict[str, Any] | None:
-        """The arguments of an attention call with merged keys and values; None: it is another's.
+        """Return the arguments of an attention call with merged keys and values.
 
         Args:
-            call: as `place` takes it.
-            bias: whether the kernel takes numbers to be added to the logits.
+            call: as for `place`.
+            bias: if True, the kernel adds a bias to the logits.
+
+        Returns:
+            The arguments by name, or None if the call is not over this layer's tokens or can't
+            merge.
         """
         placed = self.place(call)
         if placed is None:
@@ -456,7 +509,7 @@ class MergeJob:
         )  # fmt: skip
         mask = self.merged.bias
         if mask is not None and not bias and given is not None and given.dtype == torch.bool:
-            mask = mask == 0  # as it came
+            mask = mask == 0  # boolean again, as the kernel was given it
         changes = {"key": self.merged.key, "value": self.merged.value, "attn_mask": mask}
         return {**call, **changes, **({} if scale is None else {"scale": scale})}
 
@@ -470,22 +523,27 @@ class MergeJob:
         laid_out: Callable[[Tensor], Tensor] | None = None,
         axis: int = 2,
     ) -> Any:
-        """Attention over merged keys, or as it is where the call is another's.
+        """Compute attention over merged keys.
+
+        A call that is not over this layer's tokens is computed as it is.
 
         Args:
-            call: as `place` takes it.
-            name: of the model's kernel, for the report; empty: it needs no mention.
-            bias: whether that kernel takes numbers to be added to the logits.
+            call: as for `place`.
+            name: name of the model's kernel for the report. Empty if the report need not name it.
+            bias: if True, that kernel adds a bias to the logits.
             kernel: computes the changed call.
-            unmerged: computes the call as it came.
-            laid_out: lays the output [B, H, Q, D'] of the job's own kernel out as the call has it;
-                None: it is so.
+            unmerged: computes the original call.
+            laid_out: converts the output [B, H, Q, D'] of `self.kernel` to the layout that the
+                caller expects. If None, nothing is converted.
             axis: dimension of the queries in the output of `kernel`.
+
+        Returns:
+            The output of the kernel that ran, in the layout that the caller expects.
         """
         own = self.kernel
         if own is not None:
             name, bias = kernel_name(own.call), own.counts
-        self.inside = True  # what the kernel calls by itself is not looked at
+        self.inside = True  # calls that the kernel makes are not intercepted
         try:
             placed = self.place(call)
             some = self._some(call)
@@ -512,11 +570,11 @@ class MergeJob:
             self.inside = False
 
     def _some(self, call: Mapping[str, Any]) -> bool:
-        """Return True if some queries of the image alone are answered in this call."""
+        """Return True if this call computes only some queries of the image."""
         return self.rows is not None and self.rows.shape[0] == call["query"].shape[0]
 
     def _of_rows(self, call: Mapping[str, Any], first: int) -> dict[str, Any]:
-        """Return the arguments of a call with the queries of `rows` alone.
+        """Return the arguments of a call with only those queries that `rows` selects.
 
         The image's queries begin at `first`.
         """
@@ -535,7 +593,16 @@ class MergeJob:
         return changed
 
     def _in_place(self, output: Tensor, first: int, axis: int) -> Tensor:
-        """Return the output of all queries, zero where none was computed."""
+        """Scatter computed queries to their positions. All other queries of the image are zero.
+
+        Args:
+            output: attention of the selected queries.
+            first: position of the image's first query.
+            axis: dimension of the queries in `output`.
+
+        Returns:
+            The output of all queries.
+        """
         assert self.rows is not None
         count, tokens = self.rows.shape[1], torch.Size(self.grids[0].size).numel()
         before, image, after = output.split(
@@ -550,7 +617,7 @@ class MergeJob:
 
 
 class SDPAInterceptor(TorchFunctionMode):
-    """While entered, attention over a layer's tokens has its keys merged by `job`."""
+    """Merge the keys of attention calls by `job` while this mode is entered."""
 
     def __init__(self, job: MergeJob) -> None:
         super().__init__()
@@ -559,7 +626,7 @@ class SDPAInterceptor(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.unflatten:
-            # A Python method, which torch.compile follows only where it is called as one.
+            # torch.compile follows this Python method only if it is called as a method.
             return args[0].unflatten(*args[1:], **kwargs)
         if (func is not SDPA and func is not F.scaled_dot_product_attention) or self.job.inside:
             return func(*args, **kwargs)
@@ -569,7 +636,17 @@ class SDPAInterceptor(TorchFunctionMode):
 def attend_merged(
     kernel: Callable[..., Tensor], job: MergeJob, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A call of scaled_dot_product_attention, or of what stands in for it, with merged keys."""
+    """Call scaled_dot_product_attention, or a function in its place, with merged keys.
+
+    Args:
+        kernel: the attention function.
+        job: the merging of this layer's call.
+        args: positional arguments of the call.
+        kwargs: named arguments of the call. Tensors are [B, H, n, D] or [B, n, D].
+
+    Returns:
+        The attention's output, [B, H, Q, D'] or [B, Q, D'].
+    """
     call = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     name = "" if kernel is SDPA else kernel_name(kernel)
     unmerged = partial(kernel, *args, **kwargs)
@@ -587,5 +664,5 @@ def attend_merged(
 
 
 def kernel_name(kernel: Callable[..., Any]) -> str:
-    """What a report calls a kernel."""
+    """Return the name of a kernel in reports."""
     return str(getattr(kernel, "__name__", type(kernel).__name__))

@@ -1,14 +1,14 @@
-"""Which keys merge: a few tokens of each tile are destinations, and each other token joins the
-nearest one of its tile.
+"""Group similar tokens around a few destinations of each tile.
 
-A grid of tokens is cut into tiles, and each tile into cells of equally many tokens, one of which is
-drawn as destination anew in each step (`cells_of`, `draw_at`). `group_tokens` puts each other token
-into the group of the nearest destination; the farthest tokens stay alone. Groups give means and
-sizes. Samples that guidance subtracts from one another merge alike (`leaders`).
+A grid of tokens is cut into tiles, and each tile into cells of equally many tokens. In each step
+one token of each cell is drawn as a destination (`cells_of`, `draw_at`). `group_tokens` puts each
+other token into the group of the nearest destination; the farthest tokens stay alone. Groups have
+means and sizes. Samples that guidance subtracts from one another merge alike (`leaders`).
 
-All of it is products of small matrices, one for each tile: distances, and means as a product with a
-matrix of ones, but on a CPU as sums by index. No tokens are sorted and nothing is added atomically,
-so results don't depend on the order of threads, and what is not finite stays within its tile.
+Everything is computed as products of small matrices, one for each tile: distances, and means as a
+product with a matrix of ones. On a CPU, means are sums by index instead. No tokens are sorted and
+nothing is added atomically, so results don't depend on the order of threads, and values that are
+not finite stay within their tile. Destinations drawn by cell follow tomesd (arXiv 2303.17604).
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ LARGEST_CELL = 16  # tokens a side
 
 
 def unreadable(t: Tensor) -> bool:
-    """Return whether the numbers of a tensor can't be read: in a graph that is being compiled or
-    captured, and of a tensor without any.
+    """Return True if the values of a tensor can't be read.
+
+    This applies while a graph is compiled or captured, and to tensors without values (meta and fake
+    tensors).
     """
     captured = t.is_cuda and torch.cuda.is_current_stream_capturing()
     without = t.is_meta or isinstance(t, FakeTensor)
@@ -44,7 +46,7 @@ def unreadable(t: Tensor) -> bool:
 
 
 def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Autocast off on the device of `t`, where it is on."""
+    """Return a context that turns autocast off on the device of `t`, if it is on."""
     kind = t.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
@@ -53,22 +55,22 @@ def no_autocast(t: Tensor) -> contextlib.AbstractContextManager[None]:
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Slots of tokens, tile by tile, and which of them are destinations.
+    """The slots of tokens, tile by tile, and the drawn destinations.
 
-    Tiles and cells are balanced: where a side does not divide, some are one token longer, and none
-    is a narrow rest at the border, so that a group has about as many tokens everywhere.
+    Tiles and cells are balanced: if a side doesn't divide evenly, some are one token longer, and no
+    narrow remainder is left at the border. So all groups have about as many tokens.
 
     Attributes:
-        order: LongTensor [T * P], the position of the token in each slot of T tiles of P slots.
+        order: LongTensor [T * P], the position of the token in each slot, for T tiles of P slots.
             Tiles with fewer tokens repeat one of theirs.
-        pad: bool [T * P], True where a slot repeats a token; None where no tile has such slots.
+        pad: bool [T * P], True where a slot repeats a token. If None, no tile has such slots.
         slot: LongTensor [L], the slot of each token.
-        drawn: LongTensor [draws, M + n], of each draw `dst` and `queries`: one table, that a layer
-            reads once.
-        number: LongTensor [T * m], the number of each destination in its tile.
-        tiles, width, m: T, P and m, the destinations of a tile.
-        tokens, kept: L and M = T * m, how many tokens and destinations there are.
-        in_order: whether the slots are the tokens in row-major order.
+        drawn: LongTensor [draws, M + n], `dst` and `queries` of each draw in one table, so that a
+            layer reads only once.
+        number: LongTensor [T * m], the number of each destination within its tile.
+        tiles, width, m: T, P and m, the number of destinations in a tile.
+        tokens, kept: L and M = T * m, the number of tokens and of destinations.
+        in_order: if True, the slots are the tokens in row-major order.
     """
 
     order: Tensor
@@ -84,21 +86,24 @@ class Cells:
     in_order: bool
 
     def to_slots(self, t: Tensor) -> Tensor:
-        """Return the tokens [B, T * P, ...] in the order of the slots of t [B, L, ...]."""
+        """Reorder t [B, L, ...] from row-major order to slots, [B, T * P, ...]."""
         return t if self.in_order else t.index_select(1, self.order)
 
     def from_slots(self, t: Tensor) -> Tensor:
-        """Return the tokens [B, L, ...] in row-major order of t [B, T * P, ...]."""
+        """Reorder t [B, T * P, ...] from slots to row-major order, [B, L, ...]."""
         return t if self.in_order else t.index_select(1, self.slot)
 
     @property
     def dst(self) -> Tensor:
-        """LongTensor [draws, M], the slots of the destinations in each draw, tile by tile."""
+        """Return the slots of each draw's destinations, tile by tile, LongTensor [draws, M]."""
         return self.drawn[:, : self.kept]
 
     @property
     def queries(self) -> Tensor:
-        """LongTensor [draws, n], positions of tokens, spread evenly and in random order."""
+        """Return the positions of each draw's queries, LongTensor [draws, n].
+
+        They are spread evenly and in random order.
+        """
         return self.drawn[:, self.kept :]
 
 
@@ -109,20 +114,23 @@ def cells_of(
     seed: int | None = 0,
     device: torch.device | str = "cpu",
 ) -> Cells:
-    """The cells of a grid of tokens, made once and looked up afterwards.
+    """Return the cells of a grid of tokens. They are made once and cached.
 
     Args:
         size: (h, w) of an image's tokens, (t, h, w) of a video's, or (n,) of a sequence, in
             row-major order.
-        keep: share of the tokens that are destinations, as near as cells allow.
-        tile_size: side of a tile; 0: the whole grid is one.
-        seed: of the draws; a generator of their own, never the global one. None: nothing is drawn,
-            destinations are the first tokens of their cells.
-        device: where the index tensors live.
+        keep: share of the tokens that are destinations. The nearest share that cells allow is used.
+        tile_size: side of a tile in tokens. If 0, the whole grid is one tile.
+        seed: seeds the draws with their own generator, never the global one. If None, nothing is
+            drawn, and the first token of each cell is its destination.
+        device: device of the index tensors.
+
+    Returns:
+        The cells, with index tensors on `device`.
     """
     how = float(keep), tile_size, seed, str(device)
     if torch.compiler.is_compiling():
-        # A list so long makes dynamo look at a side that it has taken for one of many.
+        # A list this long makes dynamo guard on the side of the grid that it had taken as dynamic.
         sides = tuple([len([0] * side) for side in size])
         return Cells(*getattr(_Compiled, _attribute(sides, *how)))
     made: Cells = _constant(_cut, tuple(size), *how)
@@ -130,9 +138,9 @@ def cells_of(
 
 
 def plane_of(size: tuple[int, ...]) -> tuple[int, int]:
-    """The (rows, columns) on which tokens are compared.
+    """Return the (rows, columns) of the plane on which tokens are compared.
 
-    A video's plane is (h * t, w): the rows of all frames interleaved, so that a tile spans
+    A video's plane is (h * t, w): the rows of all frames are interleaved, so that a tile spans
     neighbours in time as well as in space.
     """
     count = math.prod(size)
@@ -140,14 +148,15 @@ def plane_of(size: tuple[int, ...]) -> tuple[int, int]:
 
 
 class _Compiled:
-    """Tables that compiled graphs read, as attributes: as constants they would all be called alike,
-    which AOTAutograd's backends refuse.
+    """Hold the tables that compiled graphs read, as attributes.
+
+    As constants of a graph they would all have the same name, which AOTAutograd's backends refuse.
     """
 
 
 @torch.compiler.assume_constant_result
 def _attribute(size: tuple[int, ...], *how: Any) -> str:
-    """The attribute of `_Compiled` that holds these cells."""
+    """Return the name of the attribute of `_Compiled` that holds these cells."""
     name = "_".join(["cells", *map(str, how + size)]).replace(".", "_")  # a dot would be a path
     if not hasattr(_Compiled, name):
         setattr(_Compiled, name, tuple(vars(_constant(_cut, size, *how)).values()))
@@ -157,14 +166,15 @@ def _attribute(size: tuple[int, ...], *how: Any) -> str:
 def _cut(
     size: tuple[int, ...], keep: float, tile_size: int, seed: int | None, device: str
 ) -> Cells:
+    """Make the cells of a grid of tokens. Arguments and result are those of `cells_of`."""
     rows, columns = plane_of(size)
-    high = wide = 1  # how many tiles there are down and across
+    high = wide = 1  # number of tiles down and across
     if tile_size:
-        across = tile_size if rows > 1 else tile_size**2  # a sequence's have as many tokens
+        across = tile_size if rows > 1 else tile_size**2  # a sequence's tiles have as many tokens
         high, wide = max(1, round(rows / tile_size)), max(1, round(columns / across))
     cells_high, cells_wide = _counts(rows / high, columns / wide, keep)
     tiles, m = high * wide, cells_high * cells_wide
-    # Of each row and column of the plane: its tile, and its cell in that tile.
+    # Map each row and column of the plane to its tile and to its cell within that tile.
     row_tile, row_cell = _places(rows, high, cells_high)
     column_tile, column_cell = _places(columns, wide, cells_wide)
     tile = (row_tile.unsqueeze(1) * wide + column_tile).flatten()
@@ -173,14 +183,14 @@ def _cut(
     of_slot = pad_sequence(in_order.split(tile.bincount().tolist()), True, -1)  # [T, P]
     pad = of_slot < 0
     slot = (~pad).flatten().nonzero().squeeze(1)[in_order.argsort()]
-    # Draws: in each cell, one of its tokens.
+    # Each draw picks one token of each cell.
     sizes = cell.bincount(minlength=tiles * m)
     generator = torch.Generator().manual_seed((seed or 0) % 2**32)
     drawn = torch.rand(DRAWS, tiles * m, generator=generator).double()
     drawn = torch.zeros_like(drawn[:1]) if seed is None else drawn
     at = sizes.cumsum(0) - sizes + (drawn * sizes).long()
     dst = slot[cell.argsort(stable=True)[at]]
-    # Where each position of the plane is in the tokens' own order.
+    # Map each position of the plane to the token's position in row-major order.
     own = torch.arange(rows * columns)
     own = own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own
     queries = own[_spread(in_order, generator)][: len(dst)]
@@ -200,8 +210,18 @@ def _cut(
 
 
 def _counts(high: float, wide: float, keep: float) -> tuple[int, int]:
-    """How many cells a tile of this height and width has down and across: as near to a share `keep`
-    as can be, and of several such counts those whose cells are most square.
+    """Return the number of cells down and across in a tile of this height and width.
+
+    The share of destinations is as near to `keep` as possible. Among counts that are about equally
+    near, the most square cells win.
+
+    Args:
+        high: mean height of a tile in tokens.
+        wide: mean width of a tile in tokens.
+        keep: share of the tokens that are destinations.
+
+    Returns:
+        The number of cells (down, across), each at least 1.
     """
     highest, widest = max(1, math.floor(high)), max(1, math.floor(wide))
     wanted = keep * high * wide
@@ -221,7 +241,16 @@ def _counts(high: float, wide: float, keep: float) -> tuple[int, int]:
 
 
 def _places(side: int, tiles: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Of each of `side` rows its tile and its cell in the tile, both balanced."""
+    """Map each of `side` rows to its tile and to its cell within the tile.
+
+    Args:
+        side: number of rows.
+        tiles: number of tiles, all as equally long as possible.
+        cells: number of cells in each tile, balanced in the same way.
+
+    Returns:
+        Tiles and cells, each a LongTensor [side].
+    """
     at = torch.arange(side)
     tile = at * tiles // side
     count = tile.bincount(minlength=tiles)
@@ -230,7 +259,10 @@ def _places(side: int, tiles: int, cells: int) -> tuple[Tensor, Tensor]:
 
 
 def _spread(in_order: Tensor, generator: torch.Generator) -> Tensor:
-    """Positions of tokens [DRAWS, n] in random order, one of each of n runs of neighbours."""
+    """Draw the positions of queries, LongTensor [DRAWS, n], in random order.
+
+    One is drawn from each of n runs of neighbours.
+    """
     n = min(len(in_order), 512)
     edges = torch.arange(n + 1) * len(in_order) // n
     lengths = edges[1:] - edges[:-1]
@@ -241,16 +273,16 @@ def _spread(in_order: Tensor, generator: torch.Generator) -> Tensor:
 
 @dataclass(eq=False)
 class Groups:
-    """Which group each token of a grid belongs to: a destination's, or one of its own.
+    """The group of each token of a grid: a destination's group, or a group of its own.
 
     Attributes:
         cells: the tiles and destinations of the grid.
         dst: LongTensor [T * m], the slots of the destinations.
         queries: LongTensor [n], the positions of the draw's queries.
-        row: LongTensor [B, T * P], the number of the destination in its tile that the token of each
-            slot joins, -1 for none.
-        stay: LongTensor [B, r], the slots of the tokens that stay.
-        dtype: of `sizes`, that of what was compared in fp32 at least.
+        row: LongTensor [B, T * P], for the token of each slot the number of the destination in its
+            tile that it joins, or -1 if it joins none.
+        stay: LongTensor [B, r], the slots of the tokens that stay alone.
+        dtype: dtype of `sizes`: that of the compared tokens, but at least fp32.
         tokens_in, tokens_kept: L and K = T * m + r.
     """
 
@@ -267,21 +299,21 @@ class Groups:
         """Average the tokens of each group.
 
         Args:
-            slots: tokens [B, T * P, ...] in the order of the slots, all of one dtype.
-            fitted: whether the last of them are computed with further, so that their means may be
-                fp32 where cards multiply 16 bits.
+            slots: tensors [B, T * P, ...] in the order of the slots, all of one dtype.
+            fitted: if True, the last tensor's means feed the fit, and stay in fp32 where GPUs
+                multiply 16-bit numbers.
 
         Returns:
-            Of each the means [B, M, ...] and the tokens that stay [B, r, ...], in its dtype, and
-            how many tokens each group has, [B, M], in fp32 (fp64 for fp64; in 16 bits where these
-            are multiplied and the number is exact).
+            For each tensor its means [B, M, ...] and the tokens that stay [B, r, ...], in its
+            dtype; and the number of tokens in each group, [B, M], in fp32 (fp64 for fp64). Counts
+            are in 16 bits where means are multiplied in 16 bits and the count is exact.
         """
         cells, batch, own = self.cells, self.row.shape[0], slots[0].dtype
         least = torch.promote_types(own, torch.float32)
         rows, merged = self.row.view(batch * cells.tiles, cells.width), batch * cells.kept
         traced = torch.compiler.is_compiling() or isinstance(self.row, FakeTensor)
         added = self.row.device.type in ADDING and not traced
-        # Cards multiply 16 bits and sum in fp32, CPUs hardly do.
+        # GPUs multiply 16-bit numbers and sum in fp32; CPUs rarely do.
         halves = slots[0].is_cuda and own in (torch.float16, torch.bfloat16)
         used = own if halves else least
         if added:
@@ -292,7 +324,7 @@ class Groups:
             belongs = rows.unsqueeze(1) == cells.number[: cells.m].view(-1, 1)
             counted = own if halves and cells.width <= 256 else least
             counts = belongs.sum(-1, keepdim=True, dtype=counted)
-            # Shares of the mean rather than sums, which leave fp16's range.
+            # Multiply by shares, not ones: sums can exceed fp16's range.
             shares = (belongs / counts).to(used)
         parts = []
         for t in slots:
@@ -315,19 +347,19 @@ class Groups:
 
     @property
     def sizes(self) -> Tensor:
-        """[B, K], how many tokens each group has."""
+        """Return the number of tokens in each group, [B, K]."""
         counts = self.means(self.row.new_empty(*self.row.shape, 0, dtype=self.dtype))[1]
         return F.pad(counts, (0, self.stay.shape[1]), value=1.0)
 
     @property
     def kept(self) -> Tensor:
-        """LongTensor [B, K], the position of the token that each group formed around."""
+        """Return the position of the token that each group formed around, LongTensor [B, K]."""
         batch, order = self.row.shape[0], self.cells.order
         return torch.cat([order.index_select(0, self.dst).expand(batch, -1), order[self.stay]], 1)
 
     @property
     def groups(self) -> Tensor:
-        """LongTensor [B, L], the group of each token."""
+        """Return the group of each token, LongTensor [B, L]."""
         cells = self.cells
         numbers = torch.arange(self.tokens_kept, device=self.row.device)
         first = numbers[: cells.kept : cells.m].view(-1, 1)
@@ -336,21 +368,25 @@ class Groups:
         return found.index_select(1, cells.slot)
 
     def merge(self, t: Tensor) -> Tensor:
-        """The means [B, K, C] of the groups of t [B, L, C], in the dtype of t."""
+        """Merge tokens t [B, L, C] to the means of their groups, [B, K, C], in the dtype of t."""
         return torch.cat(self.means(t.index_select(1, self.cells.order))[0][0], 1)
 
     def restore(self, y: Tensor) -> Tensor:
-        """All tokens [B, L, C] as copies of their groups' y [B, K, C]."""
+        """Copy y [B, K, C] of each group to all of its tokens, [B, L, C]."""
         return y.gather(1, self.groups.unsqueeze(-1).expand(-1, -1, y.shape[-1]))
 
 
-# Devices that add rows by index in a fixed order; it takes a tenth of the products' time there.
+# Devices that add rows by index in a fixed order, which takes a tenth of the products' time there.
 ADDING = {"cpu"}
-_SUMS_IN_FP32 = "dtype" in torch.ops.aten.bmm.overloads()  # of 16 bits on cards: from torch 2.8 on
+_SUMS_IN_FP32 = "dtype" in torch.ops.aten.bmm.overloads()  # 16-bit inputs on GPUs: torch 2.8
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b [n, i, k] of a [n, i, j] and b [n, j, k], in fp32 (fp64 for fp64) at least."""
+    """Multiply matrices a [n, i, j] and b [n, j, k] in fp32 or wider.
+
+    Returns:
+        [n, i, k] in fp32 (fp64 for fp64).
+    """
     learns = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
     halves = a.is_cuda and a.dtype in (torch.float16, torch.bfloat16)
     if halves and not learns and _SUMS_IN_FP32:
@@ -367,19 +403,24 @@ def group_tokens(
     leader: Tensor | None = None,
     stay: int = 0,
 ) -> Groups:
-    """Groups of tokens by their Euclidean distance to the destinations of their tile.
+    """Group tokens by their Euclidean distance to the destinations of their tile.
 
-    Not by the angle: a logit depends on a key's length too, and keys that much of the attention
-    lies on (sinks) are long. The choice has no gradient; means of the groups have.
+    Distances, not angles, are compared: a logit depends on a key's length too, and keys that
+    receive much of the attention (sinks) are long. The choice has no gradient; the means of the
+    groups do.
 
     Args:
-        slots: what is compared, in the order of the slots, [B, T * P, d]; fp32 is computed with
-            (fp64 for fp64), whatever its dtype.
+        slots: the compared tokens in the order of the slots, [B, T * P, d]. Distances are computed
+            in fp32 (fp64 for fp64), whatever the dtype.
         cells: the tiles and destinations.
-        draw: LongTensor [1], which of the draws; None: the first.
+        draw: LongTensor [1], the index of the draw. If None, the first draw.
         leader: LongTensor [B], the sample whose tokens decide for each sample, such as the guided
-            half for the unguided one; None, or of another batch: each its own.
-        stay: how many of the tokens stay as they are: those farthest from any destination.
+            half for the unguided one. If None, or made for another batch size, each sample decides
+            for itself.
+        stay: number of tokens that stay alone: those farthest from any destination.
+
+    Returns:
+        The groups: T * m around destinations, and `stay` of a single token.
     """
     drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
     dst, queries = drawn.tensor_split([cells.kept])
@@ -387,13 +428,13 @@ def group_tokens(
     place = leader if leader is not None and leader.shape[0] == batch > 1 else None
     traced = torch.compiler.is_compiling() or isinstance(slots, FakeTensor)
     if place is not None and slots.device.type == "cpu" and not traced:
-        # Nothing waits here, and samples with one leader are compared once.
+        # A CPU has no queue to wait for, and samples with the same leader are compared once.
         led, place = place.unique(return_inverse=True)
         slots = slots if len(led) == batch else slots.index_select(0, led)
     norms = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype)
     chosen = slots.index_select(1, dst).view(-1, cells.m, slots.shape[2])
     of_chosen = norms.index_select(1, dst).view(-1, cells.m, 1)
-    # |x - d|^2 = |x|^2 - 2 (x . d - |d|^2 / 2), of which the last part tells the nearest.
+    # |x - d|^2 = |x|^2 - 2 (x . d - |d|^2 / 2): the largest x . d - |d|^2 / 2 is the nearest.
     nearness = product(chosen, slots.view(-1, cells.width, slots.shape[2]).transpose(1, 2))
     nearness.addcmul_(of_chosen, of_chosen, value=-0.5)
     best, row = nearness.max(1)
@@ -408,8 +449,7 @@ def group_tokens(
             near.masked_fill_(cells.pad, torch.inf)
         staying = near.topk(stay, largest=False, sorted=False).indices
         row.scatter_(1, staying, -1)
-    # Each destination keeps itself: no equal one takes it, nor one that is not finite, beside which
-    # no token is the farthest.
+    # Assign every destination to its own group, even if it duplicates another or isn't finite.
     row.index_copy_(1, dst, cells.number.expand(slots.shape[0], -1))
     if place is not None:
         row, staying = row.index_select(0, place), staying.index_select(0, place)
@@ -417,12 +457,11 @@ def group_tokens(
 
 
 def draw_at(timestep: Tensor | float) -> Tensor:
-    """Which of the drawn partitions a step takes, a LongTensor [1] below DRAWS; it follows from the
-    (largest) timestep.
+    """Return the index of the random partition for a timestep, a LongTensor [1] in [0, DRAWS).
 
-    Largest, because video models give tokens that are known already (a first frame) the timestep 0
-    throughout. The multiples of a constant choose, one by which few draws come twice over the
-    timesteps of usual schedulers.
+    Of several timesteps the largest counts, because video models give tokens that are already known
+    (a first frame) the timestep 0 throughout. The index is a multiplicative hash; the constant was
+    picked so that common schedules rarely repeat a partition.
     """
     times = timestep if isinstance(timestep, Tensor) else torch.tensor([timestep])
     thousandths = (times.float().amax().reshape(1) * 1000).long()
@@ -430,8 +469,9 @@ def draw_at(timestep: Tensor | float) -> Tensor:
 
 
 def constant(make: Callable[..., Any], *args: Any) -> Any:
-    """Tensors that `make` gives for these numbers and a device: made once, and changed by nobody.
-    A graph that is compiled or captured can't be trusted with them, and makes its own.
+    """Return the cached result of `make(*args)`. Don't modify the result in place.
+
+    A graph that is being compiled or captured must not hold cached tensors, and makes its own.
     """
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if captured or torch.compiler.is_compiling():
@@ -441,29 +481,29 @@ def constant(make: Callable[..., Any], *args: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _constant(make: Callable[..., Any], *args: Any) -> Any:
-    # no inference tensors, which autograd refuses, and none that a mode traces
+    # Make no inference tensors, which autograd refuses, and none that a mode traces.
     with torch.inference_mode(False), _no_modes(), torch.device("cpu"):
         return make(*args)
 
 
 def counting(length: int, device: torch.device) -> Tensor:
-    """0, 1, ... below `length`, a LongTensor."""
+    """Return 0, 1, ..., `length` - 1, a LongTensor [length]."""
     return torch.arange(length, device=device)
 
 
 def leaders(inputs: Tensor, unguided: Sequence[bool] = (True, False)) -> Tensor:
-    """Say whose tokens decide what merges in each sample of a model's input: LongTensor [B].
+    """Return the sample whose tokens decide what merges in each sample, LongTensor [B].
 
-    Guidance adds a multiple of the difference of guided and unguided samples, and with it a
-    multiple of what merging does to one and not to the other. Where both merge the same tokens most
-    of that cancels (docs/experiments.md, "The two halves of guidance"). So an unguided chunk of the
-    batch is led by the first guided one where their inputs are equal; all others lead themselves.
-    What is found stays on the device: nothing waits for it.
+    Guidance adds a multiple of the difference between guided and unguided samples, and with it a
+    multiple of what merging does to one but not to the other. If both merge the same tokens, most
+    of that cancels (docs/experiments.md, "The two halves of guidance"). So the first guided chunk
+    of the batch leads each unguided chunk whose inputs are equal to its own; all other samples lead
+    themselves. The comparison stays on the device: nothing waits for it.
 
     Args:
-        inputs: latents [B, ...], with what pipelines put beside them.
-        unguided: which of as many chunks of the batch are unguided; in nearly all pipelines it is
-            the first of two, of the negative prompt.
+        inputs: latents [B, ...], with what pipelines concatenate to them.
+        unguided: for each chunk of the batch, True if it is unguided. In nearly all pipelines the
+            first of two chunks is, that of the negative prompt.
     """
     own = torch.arange(inputs.shape[0], device=inputs.device)
     if not unguided or all(unguided) or inputs.shape[0] % len(unguided):

@@ -1,10 +1,10 @@
-"""From how many tokens on a layer merges where `min_tokens` is left out.
+"""Choose the number of tokens from which on a layer merges, if `min_tokens` is not given.
 
-Merging costs a fixed time, and saves a share of attention's. How long attention takes depends on
-the kernel that PyTorch would run: a fused kernel (FlashAttention and its kin) is 3 to 20 times as
-fast as the unfused one, which writes all scores to memory. So the rule asks PyTorch which kernel
-that is (`kernel_of`), and looks the number of tokens up in one table (`MIN_TOKENS`). Nothing waits
-for the device, and a seed gives the same image on the same machine.
+Merging costs a fixed time and saves a share of the attention's time. The latter depends on the
+kernel that PyTorch would run: a fused kernel (such as FlashAttention) is 3 to 20 times as fast as
+the unfused one, which writes all scores to memory. So the rule asks PyTorch for that kernel
+(`kernel_of`), and looks the number of tokens up in a table (`MIN_TOKENS`). Nothing waits for the
+device, and a seed gives the same image on the same machine.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mame_sd.upstream import private
 
 FUSED, UNFUSED = "fused", "unfused"
 _no_modes = private("torch", "torch.utils._python_dispatch", "_disable_current_modes")
-# From how many tokens on a layer merges, by device and kernel. On cards, where merging takes 2.7 ms
-# a layer from Python (measured on an H200, docs/gpu.md), by that time and by how long attention
-# takes at harsh assumptions; on CPUs as measured (docs/results.md). `MaMeHandle.calibrate` measures
-# each layer instead.
+# Number of tokens from which on a layer merges, by device and kernel. For GPUs it is estimated from
+# the time of merging, 2.7 ms a layer from Python (measured on an H200, docs/gpu.md), and from the
+# time of attention at harsh assumptions. For CPUs it is measured (docs/results.md).
+# `MaMeHandle.calibrate` measures each layer instead.
 MIN_TOKENS: dict[tuple[str, str], int] = {
     ("cpu", FUSED): 1024,
     ("cpu", UNFUSED): 576,
@@ -36,14 +36,16 @@ MIN_TOKENS: dict[tuple[str, str], int] = {
     ("other", FUSED): 16384,
     ("other", UNFUSED): 4096,
 }
-# From how many tokens a channel on the default merges keys. Attention over L keys is L / (L + 6 C)
-# of the work of a block with C channels. Below 4 it is less than two fifths: a quarter of the keys
-# gains 2 to 7 %, and on photographs costs more than all else (docs/restoring.md).
+# Number of tokens per channel from which on the default merges keys. Attention over L keys is
+# L / (L + 6 C) of the work of a block with C channels. Below 4 it is less than two fifths. There a
+# quarter of the keys gains 2 to 7 %, and changes photographs more than restoring MLPs or blocks
+# does (docs/restoring.md).
 MIN_TOKENS_PER_CHANNEL = 4
-# From how many operations (16 B L C^2: those of an MLP four times as wide as its C channels, over L
-# tokens of B samples) on an MLP or a block is restored by default. Restoring costs about 2 ms a
-# layer from Python on a card. On an H200 an MLP of 2.5e12 is 1.8 times as fast, one of .6e12 half
-# as fast (docs/gpu.md); for other devices the number is estimated, for CPUs measured.
+# Number of operations from which on an MLP or a block is restored by default. It is estimated as
+# 16 B L C^2, the operations of an MLP four times as wide as its C channels, over L tokens of B
+# samples. Restoring costs about 2 ms a layer from Python on a GPU. On an H200 an MLP of 2.5e12 is
+# 1.8 times as fast, one of .6e12 half as fast (docs/gpu.md). The number is measured for CPUs and
+# estimated for other devices.
 MIN_WORK: dict[str, float] = {
     "cpu": 1e9,
     "mps": 1e11,
@@ -60,16 +62,16 @@ MIN_CHANNELS: dict[str, int] = {
     "cuda, capability 9 and above": 2048,
     "other": 1280,
 }
-# Begins the reason of a layer that the default leaves unmerged.
+# Prefix of the reason why the default does not merge a layer.
 BY_DEFAULT = "not merged by default: "
-_MPS_WIDTHS = (64, 128)  # of heads, for which MPS has fused kernels from torch 2.13 on
+_MPS_WIDTHS = (64, 128)  # widths of heads with fused kernels on MPS from torch 2.13 on
 
 
 class Kernel(NamedTuple):
     """The attention kernel that would run.
 
     Attributes:
-        device: a device's kind, as `MIN_TOKENS` has it.
+        device: kind of device, a key of `MIN_TOKENS`.
         kind: FUSED or UNFUSED.
     """
 
@@ -78,12 +80,12 @@ class Kernel(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The number of tokens from which on merging gains."""
+        """Return the number of tokens from which on merging saves time."""
         return MIN_TOKENS[self]
 
     @property
     def too_few(self) -> str:
-        """Why a layer with fewer tokens is not merged."""
+        """Return why a layer with fewer tokens is not merged."""
         where = {"cpu": "CPU", "mps": "Mac"}.get(self.device, "card")
         return (
             f"{BY_DEFAULT}fewer than {self.least:,} tokens by {self.kind} attention gain nothing"
@@ -92,13 +94,13 @@ class Kernel(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What PyTorch answers about attention on a device.
+    """Answers of PyTorch about attention on a device.
 
     Attributes:
-        device: its type, "cuda" on ROCm too.
-        capability: of an NVIDIA card; None elsewhere.
+        device: type of the device, "cuda" on ROCm too.
+        capability: compute capability of an NVIDIA GPU. None for other devices.
         torch: (major, minor) of PyTorch's version.
-        runs_fused: whether PyTorch would run a fused kernel; None where it can't be asked.
+        runs_fused: True if PyTorch would run a fused kernel. None if it can't be asked.
     """
 
     device: str
@@ -113,26 +115,29 @@ def kernel_on(machine: Machine, width: int) -> Kernel:
     if machine.capability is not None and machine.capability[0] >= 9:
         kind = "cuda, capability 9 and above"
     fused = machine.runs_fused
-    if machine.device == "mps":  # which can't be asked
+    if machine.device == "mps":  # PyTorch can't be asked about MPS
         fused = machine.torch >= (2, 13) and width in _MPS_WIDTHS
-    # Where nobody can tell, the kernel under which less is to be gained.
+    # If the kernel is unknown, assume the fused one, under which merging saves less.
     return Kernel(kind, UNFUSED if fused is False else FUSED)
 
 
 def kernel_of(device: torch.device, dtype: torch.dtype = torch.float32, width: int = 64) -> Kernel:
     """Return the kernel that PyTorch would run for attention without a mask.
 
-    A kernel that the user gives (`kernel=`) doesn't change it: without merging PyTorch's own runs.
+    A user's own `kernel=` doesn't change the result, because PyTorch's kernel runs without merging.
 
     Args:
-        device: of the tensors.
-        dtype: of queries, keys and values.
-        width: of a head.
+        device: device of the tensors.
+        dtype: dtype of queries, keys and values.
+        width: width of a head.
+
+    Returns:
+        The kernel.
     """
     return Kernel(*_kernel(str(device), str(dtype), width))
 
 
-@torch.compiler.assume_constant_result  # compilers can't follow the question
+@torch.compiler.assume_constant_result  # compilers can't trace these calls
 def _kernel(device: str, dtype: str, width: int) -> tuple[str, str]:
     allowed: tuple[bool, ...] = (
         torch.backends.cuda.flash_sdp_enabled(),
@@ -145,13 +150,17 @@ def _kernel(device: str, dtype: str, width: int) -> tuple[str, str]:
 
 @lru_cache(maxsize=256)
 def asked(device: str, dtype: str, width: int, allowed: tuple[bool, ...] = ()) -> Machine:
-    """Ask PyTorch about attention on a device, once.
+    """Ask PyTorch about attention on a device. Answers are cached.
 
     Args:
-        device: as PyTorch writes it, such as "cuda:0".
-        dtype: the same, such as "torch.float16".
-        width: of a head.
-        allowed: which fused kernels the user allows (`torch.nn.attention.sdpa_kernel`).
+        device: name of the device as PyTorch writes it, such as "cuda:0".
+        dtype: name of the dtype as PyTorch writes it, such as "torch.float16".
+        width: width of a head.
+        allowed: for each fused kernel, True if the user allows it
+            (`torch.nn.attention.sdpa_kernel`).
+
+    Returns:
+        The answers.
     """
     where = torch.device(device)
     there = where.type != "cuda" or _is_card(where)
@@ -169,8 +178,14 @@ def asked(device: str, dtype: str, width: int, allowed: tuple[bool, ...] = ()) -
 
 
 def backend_of(q: Tensor, mask: Tensor | None = None) -> SDPBackend | None:
-    """Return which of PyTorch's kernels would compute self-attention of q [B, H, N, D], with a mask
-    to be added to the logits or without; None where the device can't be asked, as MPS.
+    """Return the backend that PyTorch would choose for self-attention of q [B, H, N, D].
+
+    Args:
+        q: queries, which are keys and values too.
+        mask: added to the logits, if any.
+
+    Returns:
+        The backend, or None if the device can't be asked, such as MPS.
     """
     if q.device.type == "mps":
         return None
@@ -181,7 +196,10 @@ def backend_of(q: Tensor, mask: Tensor | None = None) -> SDPBackend | None:
 
 
 def _is_card(device: torch.device) -> bool:
-    """Whether this machine has that CUDA device (one may be pretended: benchmarks/launches.py)."""
+    """Return True if this machine has that CUDA device.
+
+    Benchmarks may pretend to have one (benchmarks/launches.py).
+    """
     return torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()
 
 
@@ -194,15 +212,21 @@ def least_tokens(
     """Return the number of tokens from which on a layer merges.
 
     Args:
-        given: the user's `min_tokens`; None: by the kernel that would run.
-        device, dtype, width: as `kernel_of` takes them.
+        given: the user's `min_tokens`. If None, the number depends on the kernel that would run.
+        device: device of the tensors.
+        dtype: dtype of queries, keys and values.
+        width: width of a head.
+
+    Returns:
+        The number of tokens.
     """
     return kernel_of(device, dtype, width).least if given is None else given
 
 
 def too_little_work(x: Tensor, count: int) -> str:
-    """Return why a layer with the tokens x [B, L, C], `count` of them the image's, is not restored
-    by default; empty if it is.
+    """Return why a layer with the tokens x [B, L, C] is not restored by default.
+
+    The reason is empty if the layer is restored. `count` is the number of the image's tokens.
     """
     if count < MIN_RESTORED:
         return f"{BY_DEFAULT}layers of fewer than {MIN_RESTORED:,} tokens are not restored"
@@ -216,14 +240,17 @@ def too_little_work(x: Tensor, count: int) -> str:
 
 
 def too_wide(tokens: int, channels: int) -> str:
-    """Return why the default leaves the keys of so few tokens for their channels; else empty."""
+    """Return why the default does not merge the keys of so few tokens for their channels.
+
+    The reason is empty if they merge.
+    """
     if tokens >= MIN_TOKENS_PER_CHANNEL * channels:
         return ""
     return f"{BY_DEFAULT}keys of {tokens:,} tokens are a small part of {channels:,} channels' work"
 
 
 def head_width(attention: nn.Module) -> int:
-    """Return the width of a head of an attention module, 64 where nothing tells."""
+    """Return the width of a head of an attention module, or 64 if it is unknown."""
     of: Any = attention
     for name in ("dim_head", "head_dim", "attention_head_dim"):
         if isinstance(width := getattr(of, name, None), int) and width > 0:

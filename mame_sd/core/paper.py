@@ -1,8 +1,8 @@
-"""MaMe and MaRe: whole tokens merge before an attention and are restored after it.
+"""Merge whole tokens before an attention and restore them after it: MaMe and MaRe.
 
-The method of arXiv 2604.13432, Algorithms 1 and 2: similarities of sources and destinations give
-weights, by which sources are shared out over destinations (MaMe), and by which they come back
-(MaRe). Where the printed equations contradict one another the settled form is taken: weights of a
+This is the method of arXiv 2604.13432, Algorithms 1 and 2. Similarities of sources and destinations
+give weights, by which sources are distributed over destinations (MaMe) and restored from them
+(MaRe). Where the printed equations contradict one another, a consistent form is used: weights of a
 source sum to 1, restoring does not divide a second time, and a source whose column refining would
 empty keeps its unrefined weights.
 
@@ -27,21 +27,22 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig
 from mame_sd.core.merge import constant, no_autocast
 
-# Refining keeps what exceeds a column's mean. Where that leaves at most this share of the column (a
-# tie, up to rounding), the unrefined weights are taken. Below it, fp32 decides by rounding alone.
+# Refining keeps what exceeds a column's mean. If that leaves at most this share of the column (a
+# tie, up to rounding), the unrefined weights are used. Below it, rounding alone decides in fp32.
 REFINE_FLOOR = 1e-5
 
 
 @dataclass(eq=False)
 class Plan:
-    """Which tokens merge, with which weights: a value that holds no tokens.
+    """A plan of merging: positions and weights, but no tokens.
 
     Attributes:
-        weights: W^F [B, M, N]: the column of a source that merges sums to 1, others are all 0.
-        preserved: LongTensor [r], the sources that stay, in all samples alike, as indices into
+        weights: W^F [B, M, N]. The column of a source that merges sums to 1; other columns are all
+            0.
+        preserved: LongTensor [r], the sources that stay, the same for all samples, as indices into
             `src`.
         dst, src: LongTensor [M] and [N], the positions of destinations and sources.
-        prefix: leading tokens that take no part.
+        prefix: number of leading tokens that take no part.
         tokens_in, tokens_kept: L and L', prefix tokens included.
     """
 
@@ -57,25 +58,32 @@ class Plan:
 
     @property
     def counts(self) -> Tensor:
-        """R_i = 1 + sum_j W^F_ij, [B, M]."""
+        """Return R_i = 1 + sum_j W^F_ij, [B, M]."""
         return 1 + self.weights.sum(-1)
 
     @property
     def sizes(self) -> Tensor:
-        """How many tokens each of those that `merge` gives stands for, [B, L']; L in all."""
+        """Return the number of tokens that each merged token stands for, [B, L'].
+
+        The numbers of a sample sum to L.
+        """
         counts = self.counts
         ones = counts.new_ones(counts.shape[0], self.prefix + self.preserved.shape[0])
         return torch.cat([ones[:, : self.prefix], counts, ones[:, self.prefix :]], 1)
 
     @property
     def kept(self) -> Tensor:
-        """LongTensor [L'], the positions of the tokens that `merge` gives, in its order."""
+        """Return the positions of the merged tokens in their order, LongTensor [L']."""
         body = torch.cat([self.dst, self.src.index_select(0, self.preserved)]) + self.prefix
         return torch.cat([torch.arange(self.prefix, device=body.device), body])
 
     @property
     def groups(self) -> Tensor:
-        """LongTensor [B, L], which of the tokens that `merge` gives each token mainly went to."""
+        """Return the group of each token, LongTensor [B, L].
+
+        A group is the index of a merged token. A source belongs to the destination of its largest
+        weight.
+        """
         first = self.prefix + len(self.dst)
         numbers = torch.arange(self.tokens_kept, device=self.dst.device).expand(
             self.weights.shape[0], -1
@@ -86,33 +94,39 @@ class Plan:
         return self._in_place(torch.cat([numbers[:, :first], mainly], 1))
 
     def _in_place(self, t: Tensor) -> Tensor:
-        """Put prefix tokens, destinations and sources [B, L, ...] where they belong."""
+        """Reorder prefix, destinations and sources [B, L, ...] to their original positions."""
         order = torch.cat([self.dst, self.src]) + self.prefix
         places = torch.arange(self.tokens_in, device=order.device)
         back = places.index_copy(0, order, places[self.prefix :])
         return t.index_select(1, back)
 
     def merge(self, t: Tensor) -> Tensor:
-        """Merge tokens t [B, L, C] to X' = concat(X_spec, X''_dst, X_pres), [B, L', C] in their
-        dtype (Algorithm 1, "Token Aggregation and Preservation").
+        """Merge tokens t [B, L, C] (Algorithm 1, "Token Aggregation and Preservation").
 
-        Raises ValueError where `t` has not the samples and tokens that were planned for.
+        Returns:
+            X' = concat(X_spec, X''_dst, X_pres), [B, L', C] in the dtype of t.
+
+        Raises:
+            ValueError: `t` has another number of samples or tokens than planned.
         """
         self._check(t, self.tokens_in, "merge")
         body = t[:, self.prefix :]
         dst, src = body.index_select(1, self.dst), body.index_select(1, self.src)
         with no_autocast(t):
             counts = self.counts.unsqueeze(-1)
-            # Shares of the mean rather than sums, which leave fp16's range.
+            # Multiply by shares, because sums can exceed fp16's range.
             share, own = (self.weights / counts).to(t.dtype), (1 / counts).to(t.dtype)
             parts = [torch.baddbmm(dst * own, share, src), src.index_select(1, self.preserved)]
         return torch.cat([t[:, : self.prefix], *parts], 1)
 
     def restore(self, y: Tensor) -> Tensor:
-        """Restore all tokens from y [B, L', C] at their original positions, [B, L, C] (X^rec of
-        Algorithm 2).
+        """Restore all tokens from y [B, L', C] at their original positions (Algorithm 2).
 
-        Raises ValueError where `y` has not the samples and tokens that `merge` gives.
+        Returns:
+            X^rec [B, L, C] in the dtype of y.
+
+        Raises:
+            ValueError: `y` has another number of samples or tokens than `merge` returns.
         """
         self._check(y, self.tokens_kept, "restore")
         first = self.prefix + len(self.dst)
@@ -132,20 +146,22 @@ class Plan:
 
 
 def plan_tokens(x: Tensor, config: MaMeConfig, num_prefix_tokens: int = 0) -> Plan:
-    """Decide which tokens merge, from the similarity of the tokens of x (Algorithm 1).
+    """Plan which tokens merge, from the similarity of the tokens of x (Algorithm 1).
 
-    A source stays where any sample of the batch has no destination above tau for it ("Batch
-    Processing Implementation"), NaN included.
+    A source stays if in any sample of the batch no destination is above tau for it, or its
+    similarity is NaN ("Batch Processing Implementation").
 
     Args:
-        x: the feature that is compared, [B, L, d], floating point; it need not be the tensor that
-            is merged. Similarities and weights are fp32 whatever its dtype (fp64 for fp64), under
-            autocast too.
+        x: the feature that is compared, [B, L, d], floating point. It may differ from the tensor
+            that is merged. Similarities and weights are fp32 (fp64 for fp64), under autocast too.
         config: `tau`, `metric`, `partition`, `refine` and `seed` are read.
-        num_prefix_tokens: leading tokens that take no part, such as a class token.
+        num_prefix_tokens: number of leading tokens that take no part, such as a class token.
+
+    Returns:
+        The plan.
 
     Raises:
-        ValueError: a shape or dtype that can't be, or settings without a tau.
+        ValueError: x has a wrong shape or dtype, or the settings have no tau.
     """
     if x.dim() != 3 or not x.is_floating_point():
         raise ValueError(
@@ -169,11 +185,18 @@ def plan_tokens(x: Tensor, config: MaMeConfig, num_prefix_tokens: int = 0) -> Pl
 
 
 def similarity(dst: Tensor, src: Tensor, metric: str = "cosine") -> Tensor:
-    """Compute S [B, M, N] of destinations [B, M, d] and sources [B, N, d] ("Similarity-Based Fusion
-    Matrix"), in fp32 (fp64 for fp64).
+    """Compute S [B, M, N] of destinations and sources ("Similarity-Based Fusion Matrix").
 
-    Cosine is clamped to -1 and 1, and 0 for a zero token; dot is x.y / sqrt(d), euclidean is
-    -|x - y| / sqrt(d), softmax is that of dot over destinations.
+    Cosine is clamped to [-1, 1], and 0 for a zero token; dot is x.y / sqrt(d); euclidean is
+    -|x - y| / sqrt(d); softmax is the softmax of dot over destinations.
+
+    Args:
+        dst: destinations [B, M, d].
+        src: sources [B, N, d].
+        metric: "cosine", "dot", "euclidean" or "softmax".
+
+    Returns:
+        S [B, M, N] in fp32 (fp64 for fp64).
     """
     dtype = torch.promote_types(dst.dtype, torch.float32)
     dst, src = dst.to(dtype), src.to(dtype)
@@ -187,17 +210,25 @@ def similarity(dst: Tensor, src: Tensor, metric: str = "cosine") -> Tensor:
 
 
 def _normed(x: Tensor) -> Tensor:
-    """Scale tokens to length 1; a zero token stays 0, with gradient 0."""
+    """Scale tokens to length 1. A zero token stays 0, with gradient 0."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / torch.where(norm == 0, 1.0, norm)
 
 
 def fusion_weights(s: Tensor, tau: float, refine: bool = True) -> tuple[Tensor, Tensor]:
-    """Compute W^F [B, M, N] of similarities S, and which sources merge, bool [B, N] ("Adaptive
-    Weight Refining").
+    """Compute the weights W^F of similarities S ("Adaptive Weight Refining").
 
     S+ = relu(S - tau), so merging needs S > tau. Refining keeps relu(S+ - mean of the positive S+
-    of the column), to which the paper's W~ is proportional. A column that it would empty keeps S+.
+    of the column), to which the paper's W~ is proportional. A column that refining would empty
+    keeps S+.
+
+    Args:
+        s: similarities S [B, M, N].
+        tau: the threshold.
+        refine: if False, weights are S+, not refined.
+
+    Returns:
+        W^F [B, M, N], and a bool [B, N] that is True for sources that merge.
     """
     above = torch.relu(s - tau)
     total = above.sum(1, keepdim=True)
@@ -212,14 +243,17 @@ def fusion_weights(s: Tensor, tau: float, refine: bool = True) -> tuple[Tensor, 
 
 
 def partition(tokens: int, kind: str, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return positions of destinations [ceil(L / 2)] and sources [L / 2] ("Token Partitioning").
+    """Partition the positions of tokens into destinations and sources ("Token Partitioning").
 
     Args:
         tokens: L.
         kind: "alternating" (destinations at 0, 2, 4, ...), "sequential" (the first half) or
-            "random", which `seed` draws.
-        seed: of a generator of its own.
-        device: where the positions live.
+            "random", drawn by `seed`.
+        seed: seeds the generator of a random partition.
+        device: device of the positions.
+
+    Returns:
+        LongTensors of destinations [ceil(L / 2)] and sources [floor(L / 2)].
     """
     every, m = torch.arange(tokens, device=device), (tokens + 1) // 2
     if kind == "alternating":

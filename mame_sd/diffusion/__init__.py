@@ -1,1 +1,1 @@
-"""The way into diffusers: hooks and a processor that merge around self-attention."""
+"""Connect merging to diffusers: hooks and a processor that merge in self-attention."""

@@ -1,9 +1,9 @@
-"""apply_mame: merging as hooks on a model's self-attention modules.
+"""Apply merging to a model as hooks on its self-attention modules.
 
-A hook on the module survives what replaces processors: slicing, `fuse_qkv_projections`, IP-Adapter,
-PAG. It also learns the true (h, w) of the tokens from the Transformer2DModel around it. Each module
-carries one merging hook at most: applying again replaces it. A `copy.deepcopy` of a hooked model
-merges with its own weights, and so does one that `torch.save` wrote whole.
+A hook on the module survives tools that replace processors: slicing, `fuse_qkv_projections`,
+IP-Adapter, PAG. It also gets the true (h, w) of the tokens from the Transformer2DModel around it.
+Each module carries at most one merging hook: applying again replaces it. A `copy.deepcopy` of a
+hooked model merges with its own weights, and so does one that `torch.save` wrote whole.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ UNNAMED = (
     "{}.forward was replaced by one of (*args, **kwargs) that doesn't name what it takes: arguments"
     " by position can't be read, such as the timestep. Wrap it with functools.wraps"
 )
-# What each block of `hooks_restored` that is under way found on each module, in their order.
+# Hooks that each open block of `hooks_restored` found on each module, oldest block first.
 _BLOCKS: list[dict[tuple[nn.Module, str], Any]] = []
-# Attention over frames lies below modules of these names (AnimateDiff, SVD, text-to-video,
-# I2VGen-XL).
+# Modules of these names contain attention over frames (AnimateDiff, SVD, text-to-video, I2VGen-XL).
 _TEMPORAL = {
     "motion_modules",
     "temporal_transformer_blocks",
@@ -77,24 +76,27 @@ def apply_mame(
     kernel: Kernel | None = None,
     **fields: Any,
 ) -> MaMeHandle:
-    """See `mame_sd.apply_mame`; layers with at least `min_tokens` tokens merge.
+    """Merge in layers with at least `min_tokens` tokens, see `mame_sd.apply_mame`.
 
     Args:
-        target: a diffusers pipeline (its UNet or transformer is taken, or each of them where it has
-            several; a ControlNet has a call of its own), a model, or a single Attention module.
-        config: where it gives no tau, keep or layers, settings beside the model's weights hold:
-            `handle.config` says what.
-        kernel: computes attention over the merged keys instead of the model's own, as
-            `mame_sd.attention` takes it: (q, k, v) as [B, H, N, D]. It needs `keep`.
+        target: a diffusers pipeline (its UNet or transformer merges, or each of several; a
+            ControlNet needs a call of its own), a model, or a single Attention module.
+        config: the settings. If they have no tau, keep or layers, settings saved next to the
+            model's weights apply; `handle.config` shows them.
+        kernel: computes attention over the merged keys instead of the model's own kernel, as in
+            `mame_sd.attention`, from (q, k, v) of [B, H, N, D]. It needs `keep`.
         fields: fields of MaMeConfig, over those of `config`.
+
+    Returns:
+        The handle.
 
     Raises:
         TypeError: `target` is neither a module nor a pipeline with a denoiser, or `kernel` can't be
             called.
-        ValueError: no self-attention that could merge, or a MaMeAttnProcessor is installed, or bad
-            settings.
-        RuntimeError: another thread makes an image with the model, or a name of torch or diffusers
-            that merging needs is gone (`mame_sd.upstream`).
+        ValueError: no self-attention can merge, a MaMeAttnProcessor is installed, or the settings
+            are wrong.
+        RuntimeError: another thread makes an image with the model, or torch or diffusers lacks a
+            name that merging needs (`mame_sd.upstream`).
     """
     require("torch", "diffusers")
     handle = build_handle(target, make_config(config, fields), kernel=kernel)
@@ -109,8 +111,20 @@ def apply_mame(
 def build_handle(
     target: Any, config: MaMeConfig, active: bool = True, kernel: Kernel | None = None
 ) -> MaMeHandle:
-    """A handle for `target` whose hooks are not installed yet, and merge then if `active`; raises
-    as `apply_mame` does.
+    """Make a handle for `target` whose hooks are not installed yet.
+
+    Args:
+        target: see `apply_mame`.
+        config: the settings.
+        active: if False, the hooks don't merge until they are activated.
+        kernel: see `apply_mame`.
+
+    Returns:
+        The handle.
+
+    Raises:
+        TypeError: as for `apply_mame`.
+        ValueError: as for `apply_mame`.
     """
     root = denoiser_of(target)
     tops = {"", *(root if isinstance(root, nn.ModuleDict) else ())}  # paths of the denoisers
@@ -118,9 +132,9 @@ def build_handle(
     shared = Shared(ResolvedConfig(config, active, config), own)
     hooks: list[Placed] = []
     steps: dict[str, StepHook] = {}  # by path of the denoiser
-    images: dict[str, tuple[SizeHook, Family]] = {}  # by path of what tells how tokens lie
-    attention: dict[str, tuple[MergeHook, Family]] = {}  # by path of a layer that merges
-    merging, unknown = 0, Counter[str]()  # attention that no family owns, by class
+    images: dict[str, tuple[SizeHook, Family]] = {}  # by path of the part of the model
+    attention: dict[str, tuple[MergeHook, Family]] = {}  # by path of the merging layer
+    merging, unknown = 0, Counter[str]()  # number of attentions without a family, by class
     for path, module in root.named_modules():
         if spread(module):
             raise ValueError(SPREAD.format(type(module).__name__))
@@ -142,7 +156,7 @@ def build_handle(
             hooks.append((module, images[path][0]))
         image, family = _around(path, images) or (None, NOTHING_BESIDE)
         if image is None and isinstance(root, ModelMixin) and not adds_keys(module):
-            continue  # a model's attention over no image may be a text's
+            continue  # attention outside of an image may be over text
         layer = _layer_of(path, module, image, family)
         if layer is not None:
             stats = LayerStats(path or kind, device_of(module))
@@ -166,8 +180,10 @@ def build_handle(
 
 
 def remove_mame(target: Any, processors: bool = True) -> None:
-    """See `mame_sd.remove_mame`; raises RuntimeError where another thread makes an image with the
-    model.
+    """Remove all merging, see `mame_sd.remove_mame`.
+
+    Raises:
+        RuntimeError: another thread makes an image with the model.
     """
     try:
         root = denoiser_of(target)
@@ -175,7 +191,7 @@ def remove_mame(target: Any, processors: bool = True) -> None:
         check = check_of(target)
         if check is None and not has_denoiser_names(target):
             raise
-        # The denoiser was taken out of the pipeline, perhaps with merging on it.
+        # The denoiser was removed from the pipeline, perhaps with merging on it.
         root = nn.ModuleDict() if check is None else check.handle.root
     with CHANGES:
         check_idle(root, "remove_mame")
@@ -191,12 +207,12 @@ def remove_mame(target: Any, processors: bool = True) -> None:
 
 @contextmanager
 def hooks_restored(target: Any) -> Iterator[None]:
-    """After the block `target` carries the same merging hooks as before it, whatever the block
-    applied or removed.
+    """Restore the merging hooks of `target` after a block, whatever the block applied or removed.
 
-    Blocks may end in another order than they began: the latest of those that are left decides.
+    Blocks may end in any order: the latest of the remaining blocks decides.
 
-    Raises RuntimeError afterwards where another thread makes an image, which then has two settings.
+    Raises:
+        RuntimeError: after the block, another thread makes an image, which then has two settings.
     """
     root = denoiser_of(target)
     modules, check = list(root.modules()), check_of(target)
@@ -225,7 +241,7 @@ def hooks_restored(target: Any) -> Iterator[None]:
 
 
 def has_hooks(target: Any) -> bool:
-    """Whether any merging hook is on `target`, active or not."""
+    """Return True if any merging hook is on `target`, active or not."""
     modules = denoiser_of(target).modules()
     return any(hook_on(module, name) is not None for module in modules for name in _OURS)
 
@@ -233,10 +249,19 @@ def has_hooks(target: Any) -> bool:
 def _layer_of(
     path: str, module: nn.Module, image: SizeHook | None, family: Family
 ) -> AttentionAdapter | None:
-    """What can merge at `path`; None for modules that are no such layer.
+    """Return an adapter of the module at `path`, or None if it can't merge.
+
+    Args:
+        path: path of the module in the model.
+        module: the module.
+        image: hook that notes the layout of the image around the module.
+        family: family of the model around the module.
+
+    Returns:
+        The adapter, or None.
 
     Raises:
-        ValueError: a MaMeAttnProcessor is installed on it.
+        ValueError: a MaMeAttnProcessor is installed on the module.
     """
     plain = family is NOTHING_BESIDE
     if plain and adds_keys(module):
@@ -245,7 +270,7 @@ def _layer_of(
         merges = (
             fixed_reason(module) is None
             and _TEMPORAL.isdisjoint(path.split("."))
-            # outside of an image's transformer, what unknown processors do can't be told
+            # unknown processors may do anything outside of an image's transformer
             and (image is not None or type(module.processor).__name__ in PLAIN_PROCESSORS)
         )
     else:
@@ -261,9 +286,17 @@ def _layer_of(
 
 
 def _is_unknown(path: str, module: nn.Module, family: Family) -> bool:
-    """Whether `module` is attention inside of an image's model of which no family says what it is.
+    """Return True if `module` is attention within an image's model that no family describes.
 
-    Cross-attention, which never merges, is told by its class's name.
+    Cross-attention, which never merges, is recognised by its class's name.
+
+    Args:
+        path: path of the module in the model.
+        module: the module.
+        family: family of the model around the module.
+
+    Returns:
+        True if it is unknown.
     """
     kind = type(module).__name__
     if not kind.endswith("Attention") or "Cross" in kind or "Perceiver" in kind:
@@ -274,14 +307,15 @@ def _is_unknown(path: str, module: nn.Module, family: Family) -> bool:
 
 
 def _around(path: str, outer: dict[str, Outer]) -> Outer | None:
-    """Find what stands nearest around the module at `path`, by paths ("" is the root)."""
+    """Return the value of the nearest path that contains `path`, or None ("" is the root)."""
     around = [other for other in outer if not other or path.startswith(f"{other}.")]
     return outer[max(around, key=len)] if around else None
 
 
 def _nothing_found(root: nn.Module) -> str:
-    """The error for a model in which nothing can merge: what it is, what attention it has, what to
-    do.
+    """Return the error for a model without layers that can merge.
+
+    It names the model, its attention, and what to do.
     """
     names = (type(module).__name__ for module in root.modules())
     counts = Counter(name for name in names if name.endswith("Attention"))

@@ -1,10 +1,9 @@
-"""What merging costs and changes in each layer of a model, and the choice for each layer that
-follows.
+"""Measure what merging costs and changes in each layer of a model, and choose settings by layer.
 
 `measure` replays a few of an image's calls of the denoiser. Each self-attention computes every form
-(fields of `MaMeConfig`) beside the unmerged output. How much a layer's error matters is seen at the
-denoiser's output, where one form merges in that layer alone. `choose` gives each layer the form
-with which enough seconds are saved and the sum of all errors at the output is the least.
+(fields of `MaMeConfig`) next to the unmerged output. A layer's errors are weighted by their effect
+on the denoiser's output, measured with one form merging in that layer alone. `choose` picks a form
+for each layer such that enough seconds are saved and the sum of all weighted errors is smallest.
 """
 
 from __future__ import annotations
@@ -30,47 +29,59 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.layer import LayerCall, MergeHook, merged_call
 from mame_sd.report import LayerStats, device_of
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a denoiser
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call of the denoiser
 Name = TypeVar("Name", bound=Hashable)
 Clock = Callable[[], float]
-Row = tuple[int | None, float, float]  # number of a form (None: unmerged), seconds, error
-# What a layer may be given, in the words of `layers`.
+Row = tuple[int | None, float, float]  # number of a form (None if unmerged), seconds, error
+# Settings that a layer may get, as in `MaMeConfig.layers`.
 FORMS: tuple[dict[str, Any], ...] = tuple(
     {"keep": keep, "fit_queries": queries}
     for keep in (0.5, 0.25, 0.125, 0.0625)
     for queries in (0, 32, 64, 128)
 )
-REFERENCE = FORMS.index({"keep": 0.125, "fit_queries": 0})  # tells how much a layer matters
-AT = (0.15, 0.45, 0.8)  # where in an image's calls is measured: 0 the first, 1 the last
-FORWARDS = 200  # of the denoiser in a calibration, with those of its images, as far as can be
-STATES = 20_000  # choices that are kept while one is looked for
+REFERENCE = FORMS.index({"keep": 0.125, "fit_queries": 0})  # weights a layer's errors
+AT = (0.15, 0.45, 0.8)  # measured calls of an image: 0 is the first, 1 the last
+FORWARDS = 200  # largest number of denoiser calls in a calibration, if possible
+STATES = 20_000  # largest number of choices during the search
 
 
 class Merging(Protocol):
-    """What calibration needs of a `MaMeHandle`, which imports this module."""
+    """The part of a `MaMeHandle` that calibration needs.
+
+    A protocol avoids a circular import.
+    """
 
     @property
-    def root(self) -> nn.Module: ...
+    def root(self) -> nn.Module:
+        """Return the model."""
+
     @property
-    def config(self) -> MaMeConfig: ...
+    def config(self) -> MaMeConfig:
+        """Return the settings in force."""
+
     @property
-    def layers(self) -> Sequence[tuple[nn.Module, MergeHook]]: ...
+    def layers(self) -> Sequence[tuple[nn.Module, MergeHook]]:
+        """Return the self-attentions, each with its hook."""
+
     @property
-    def described(self) -> str: ...
-    def using(self, *, mlp_keep: float, block_keep: float) -> AbstractContextManager[None]: ...
+    def described(self) -> str:
+        """Return a description of the model."""
+
+    def using(self, *, mlp_keep: float, block_keep: float) -> AbstractContextManager[None]:
+        """Change settings of this task for a block."""
 
 
 @dataclass
 class Measurement:
-    """What was measured, as JSON values.
+    """Measured numbers, as JSON values.
 
     Attributes:
-        images: on how many.
+        images: number of images.
         forward: seconds of the denoiser's calls without merging.
-        layers: a row for each call of each layer, unmerged and by each of `FORMS` that merges; its
-            error is that of the layer's output.
-        effects: errors of the denoiser's output, and of the layer's, where one form merges in this
-            layer alone.
+        layers: for each layer a row for each call, unmerged and for each of `FORMS` that merges.
+            The error is that of the layer's output.
+        effects: for each layer the errors of the denoiser's output and of the layer's output, with
+            one form merging in this layer alone.
     """
 
     images: int = 0
@@ -81,28 +92,29 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Option:
-    """What a layer may do: a `rule` of `layers`, and what it is reckoned to cost.
+    """A choice for a layer, with its estimated cost.
 
     Attributes:
+        rule: fields of MaMeConfig, or False to leave the layer unmerged.
         error: relative squared error of the denoiser's output.
-        seconds: of the layer in one call of the denoiser.
+        seconds: time of the layer in one call of the denoiser.
     """
 
-    rule: Any  # fields of MaMeConfig, or False: unmerged
+    rule: Any  # fields of MaMeConfig, or False
     error: float
     seconds: float
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What calibration found for one model.
+    """The result of calibrating one model.
 
     Attributes:
-        base: the settings that forms stand over.
-        described: the model in words, see `MaMeHandle.described`.
+        base: the settings that the forms override.
+        described: description of the model, see `MaMeHandle.described`.
         forward: seconds of a call of the denoiser without merging.
-        options: what each layer may do, the first of them: stay unmerged.
-        about: how it was found, as JSON values; for the file.
+        options: the options of each layer. The first leaves the layer unmerged.
+        about: how the calibration was made, as JSON values for the file.
     """
 
     base: MaMeConfig
@@ -113,18 +125,16 @@ class Calibration:
 
     @property
     def fastest(self) -> float:
-        """How many times as fast as unmerged the denoiser is reckoned to be with each layer's
-        fastest option.
-        """
+        """Return the estimated speed with each layer's fastest option."""
         return self.reckoned(
             {name: min(found, key=lambda o: o.seconds) for name, found in self.options.items()}
         )
 
     def choose(self, speed: float) -> dict[str, Option]:
-        """The options with which the denoiser is reckoned to be `speed` times as fast as unmerged.
+        """Choose options with which the denoiser is estimated to be `speed` times as fast.
 
         Raises:
-            ValueError: `speed` is no number above 1, or more than these options give.
+            ValueError: `speed` is no number above 1, or these options can't reach it.
         """
         check_speed(speed)
         chosen = choose(self.options, self.forward * (1 - 1 / speed))
@@ -141,22 +151,27 @@ class Calibration:
         return chosen
 
     def config(self, speed: float) -> MaMeConfig:
-        """The settings of `choose`."""
+        """Return the settings of `choose`."""
         rules = {name: option.rule for name, option in self.choose(speed).items()}
         return self.base.replace(layers=rules, made_for=self.described)
 
     def save(self, path: str | PathLike[str], speed: float, **about: Any) -> None:
-        """Writes the settings for `speed` as a file that `apply_mame` and `--config` take; `about`
-        says more of them.
+        """Write the settings for `speed` to a file that `apply_mame` and `--config` accept.
 
-        Raises ValueError as `choose`.
+        Args:
+            path: the file.
+            speed: the wanted speed, see `choose`.
+            about: further entries that describe the settings.
+
+        Raises:
+            ValueError: as for `choose`.
         """
         config = self.config(speed).to_dict(given_only=True)
         text = json.dumps({**config, "about": {**self.about, "speed": speed, **about}}, indent=1)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def table(self, speed: float) -> str:
-        """The choice for `speed` as text, a line for each layer."""
+        """Return the choice for `speed` as text, one line for each layer."""
         chosen = self.choose(speed)
         width = max(map(len, chosen))
         lines = [f"{'layer':<{width}}  takes                         error     ms  unmerged"]
@@ -172,7 +187,7 @@ class Calibration:
         return "\n".join(lines)
 
     def reckoned(self, chosen: Mapping[str, Option]) -> float:
-        """How many times as fast as unmerged a call of the denoiser is with these options."""
+        """Return the estimated speed of the denoiser with these options, relative to unmerged."""
         saved = sum(
             self.options[name][0].seconds - option.seconds for name, option in chosen.items()
         )
@@ -183,12 +198,16 @@ class Calibration:
 def measure(
     handle: Merging, run: Callable[[], object], found: Measurement, images: int = 1
 ) -> None:
-    """Add to `found` what each form changes and costs in each layer, in some calls of the denoiser
-    of the next of so many images, which `run` makes; the handle's settings decide on what forms
-    leave open.
+    """Measure what each form changes and costs in each layer, in some calls of the denoiser.
 
-    Each layer merges alone in as many of these calls as `FORWARDS` allows. At least these are the
-    late and the middle one of one image: they tell nearly as much as all three do.
+    Each layer merges alone in as many of these calls as `FORWARDS` allows, but at least in the late
+    and the middle call of one image, which tell nearly as much as all three calls.
+
+    Args:
+        handle: the handle of the model. Its settings apply to everything that forms don't set.
+        run: makes the next image.
+        found: the measured numbers are added to it.
+        images: number of images of the whole calibration.
 
     Raises:
         ValueError: no layer could merge.
@@ -199,16 +218,16 @@ def measure(
     with layers_run(handle), recorded(handle.root) as every:
         run()
     calls = [every[n] for n in sorted({round(at * (len(every) - 1)) for at in AT})]
-    left = FORWARDS - images * (len(every) + 2 * len(calls) + 1)  # 1: the warm-up
+    left = FORWARDS - images * (len(every) + 2 * len(calls) + 1)  # 1 is the warm-up
 
     def tried(call: int, layer: int, layers: int) -> bool:
-        """Whether a layer merges alone in a call, which costs a forward."""
+        """Return True if a layer merges alone in a call, which costs a forward."""
         each = min(max(left // layers, 2), images * len(calls))
-        before = (found.images - layer) % images * len(calls)  # of other images, which come first
+        before = (found.images - layer) % images * len(calls)  # other images come first
         return before + len(calls) - 1 - call < each
 
     def every_form(hook: MergeHook, call: LayerCall) -> Any:
-        """The unmerged output; the forms in which the layer can't merge have no row."""
+        """Return the unmerged output. Forms in which the layer can't merge add no row."""
         rows = found.layers.setdefault(hook.stats.name, [])
         unmerged, seconds = _timed(call.run, clock)
         rows.append((None, seconds, 0.0))
@@ -253,8 +272,13 @@ def measure(
 def layers_run(
     handle: Merging, run: Callable[[MergeHook, LayerCall], Any] = lambda _, call: call.run()
 ) -> Iterator[None]:
-    """While entered, `run` computes the calls of all layers, unmerged unless it is given, whatever
-    the settings are. Nothing is restored, and nothing is counted.
+    """Compute the calls of all layers by `run` within a block, whatever the settings are.
+
+    By default they are computed unmerged. Nothing is restored, and nothing is counted.
+
+    Args:
+        handle: the handle of the model.
+        run: computes the call of a layer from its hook and the call.
     """
     hooks = [hook for _, hook in handle.layers]
     try:
@@ -268,7 +292,17 @@ def layers_run(
 
 
 def _merged(hook: MergeHook, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
-    """The output of `call`, merged by `form` as in the step of the model's call around it."""
+    """Compute a call, merged by a form, with the step of the model's call around it.
+
+    Args:
+        hook: hook of the layer.
+        call: the call.
+        form: the settings.
+        stats: counters of the call.
+
+    Returns:
+        The layer's output.
+    """
     step = hook.step()._replace(plans=None)
     kernel = hook.shared.kernel
     return merged_call(hook.layer, call, hook.layout(), form, stats, lambda: step, kernel)
@@ -281,20 +315,23 @@ def measure_images(
     kept_in: str | PathLike[str] | None = None,
     on_image: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
-    """Measure on an image of each of `runs`, and reckon what each layer may do.
+    """Measure on one image for each of `runs`, and estimate the cost of each layer's options.
 
     Args:
-        handle: of `apply_mame`.
-        runs: each makes an image.
-        about: how the images are made and with which weights, as JSON values; nothing else tells
-            two trainings of one architecture apart.
-        kept_in: a file of what was measured, so that a stopped call goes on with the next image.
-            One of other images, another model, device or versions begins anew.
-        on_image: told (images done, images).
+        handle: the handle of `apply_mame`.
+        runs: functions that make an image each.
+        about: description of the images and the weights, as JSON values. Nothing else distinguishes
+            two trainings of one architecture.
+        kept_in: file of measured numbers, so that an interrupted calibration resumes with the next
+            image. A file for other images, another model, device or version is started anew.
+        on_image: called with (number of finished images, number of images).
+
+    Returns:
+        The calibration.
 
     Raises:
-        ValueError: several denoisers, settings with tau, a file `kept_in` that is none of ours, or
-            no layer could merge.
+        ValueError: there are several denoisers, the settings have a tau, `kept_in` is a file of
+            another kind, or no layer could merge.
     """
     if isinstance(handle.root, nn.ModuleDict):
         raise ValueError(
@@ -319,7 +356,7 @@ def measure_images(
         measure(handle, run, found, len(runs))
         if kept_in is not None:
             part = Path(f"{os.fspath(kept_in)}.part")
-            part.unlink(missing_ok=True)  # a link is not followed
+            part.unlink(missing_ok=True)  # don't write through a link
             with part.open("x", encoding="utf-8") as file:
                 json.dump({"about": mark, **asdict(found)}, file)
             part.replace(kept_in)
@@ -331,15 +368,16 @@ def measure_images(
 
 
 def read_measurement(file: str | PathLike[str]) -> tuple[Any, Measurement] | None:
-    """Return what an earlier call measured, and its mark; None where there is no file.
+    """Return the mark and the numbers that an earlier call measured, or None if there is no file.
 
-    Raises ValueError for a file of another kind.
+    Raises:
+        ValueError: the file is of another kind.
     """
     path = Path(file)
     if not os.path.lexists(path):
         return None
     try:
-        if not path.is_file():  # a pipe might never end
+        if not path.is_file():  # reading a pipe might never end
             raise ValueError("no file")
         values = json.loads(path.read_bytes())
         mark = values.pop("about")
@@ -352,16 +390,16 @@ def read_measurement(file: str | PathLike[str]) -> tuple[Any, Measurement] | Non
 
 
 def _kept(file: str | PathLike[str] | None, mark: Any) -> Measurement:
-    """Return what an earlier call with the same mark measured."""
+    """Return the numbers that an earlier call with the same mark measured, or no numbers."""
     there = None if file is None else read_measurement(file)
     return there[1] if there is not None and there[0] == mark else Measurement()
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Seconds for what runs on `device`.
+    """Return a clock in seconds for work on `device`.
 
-    On a CPU they are CPU seconds, which other programs hardly change. On other devices they are
-    wall seconds, read when the device has done its work.
+    On a CPU it counts CPU seconds, which other programs hardly change. On other devices it counts
+    wall seconds, and is read after the device has finished its work.
     """
     if device.type == "cpu":
         return time.process_time
@@ -375,15 +413,16 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def check_speed(speed: Any) -> None:
-    """Raises ValueError for what is no number above 1."""
+    """Raise ValueError if `speed` is no number above 1."""
     if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 1 < speed < np.inf:
         raise ValueError(f"speed: expected a number above 1, got {speed!r}")
 
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[Arguments]]:
-    """Keeps the calls of `model` in the block, their tensors as they are then: schedulers change
-    theirs in place.
+    """Record the calls of `model` within a block.
+
+    Tensors are copied, because schedulers change theirs in place.
     """
     calls: list[Arguments] = []
 
@@ -398,9 +437,9 @@ def recorded(model: nn.Module) -> Iterator[list[Arguments]]:
 
 
 def options(found: Measurement) -> dict[str, list[Option]]:
-    """What each layer may do: stay unmerged, or take a form that saves seconds.
+    """Return the options of each layer: unmerged, and all forms that save seconds.
 
-    Seconds are medians. Errors are means, weighted by how much the layer's error matters for the
+    Seconds are medians. Errors are means, weighted by the effect of the layer's error on the
     denoiser's output.
     """
     result: dict[str, list[Option]] = {}
@@ -418,23 +457,25 @@ def options(found: Measurement) -> dict[str, list[Option]]:
 
 
 def _forms(rows: Sequence[Row]) -> list[int | None]:
-    """The numbers in a layer's rows; None, which means unmerged, comes first."""
+    """Return the numbers of forms in a layer's rows. None, which means unmerged, comes first."""
     return sorted({number for number, *_ in rows}, key=lambda n: -1 if n is None else n)
 
 
 def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name, Option] | None:
-    """The option for each layer whose errors have the least sum of all choices that save at least
-    `saved` seconds; None: no choice saves so much.
+    """Choose options with the smallest sum of errors that save at least `saved` seconds.
 
-    Layer after layer is added to the choices so far. Of these only such are kept as lose less than
-    all that save as much, `STATES` of them at most.
+    Layers are added one by one to the choices so far. Only choices with a smaller error than all
+    choices that save as much are kept, and at most `STATES` of them.
+
+    Returns:
+        The option of each layer, or None if no choice saves so much.
     """
-    gained, lost = np.zeros(1), np.zeros(1)  # of each choice so far
-    kept: list[np.ndarray] = []  # by layer: numbers of choices, those of the layer before x options
+    gained, lost = np.zeros(1), np.zeros(1)  # one number for each choice so far
+    kept: list[np.ndarray] = []  # by layer, indices into (earlier choices x options)
     for found in options.values():
         gains = gained[:, None] + [found[0].seconds - o.seconds for o in found]
         losses = lost[:, None] + [o.error for o in found]
-        order = np.lexsort((losses.ravel(), -gains.ravel()))  # those that save most come first
+        order = np.lexsort((losses.ravel(), -gains.ravel()))  # choices that save most come first
         least = np.minimum.accumulate(losses.ravel()[order])
         keep = order[np.append(True, least[1:] < least[:-1])]
         if len(keep) > STATES:
@@ -444,7 +485,7 @@ def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name,
     enough = np.flatnonzero(gained >= saved * (1 - 1e-9))
     if not len(enough):
         return None
-    at = int(enough[-1])  # the last one loses least
+    at = int(enough[-1])  # the last one has the smallest error
     chosen: dict[Name, Option] = {}
     for name, keep in zip(reversed(list(options)), reversed(kept), strict=True):
         at, number = divmod(int(keep[at]), len(options[name]))
@@ -453,8 +494,9 @@ def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name,
 
 
 def relative_error(merged: Any, unmerged: Any) -> float:
-    """Squared error over squared norm, of all tensors of an output together: a tensor, a tuple or
-    diffusers' output class.
+    """Return the squared error over the squared norm, of all tensors of an output together.
+
+    An output is a tensor, a tuple or diffusers' output class.
     """
     outputs = (tree_leaves(output) for output in (merged, unmerged))
     pairs = [pair for pair in zip(*outputs, strict=True) if isinstance(pair[1], Tensor)]

@@ -1,7 +1,7 @@
-"""What a call of the model tells the layers in it: how their tokens lie, which step it is, which
-plans it shares with another call, and the settings in force.
+"""Pass information about a call of the model to its layers.
 
-The hooks of `hooks.py` write it, layers (`layer.py`) read it.
+The information is the layout of the tokens, the step, the plans that the call shares with another
+call, and the settings in force. The hooks of `hooks.py` write it, and layers (`layer.py`) read it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ Call = Mapping[str, Any]  # the arguments of a forward, by name
 
 @dataclass(frozen=True)
 class Tokens:
-    """How the tokens of one call lie.
+    """Layout of the tokens of one call.
 
     Attributes:
-        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order; (n,) where
+        size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order. (n,) if
             rows and columns are unknown.
-        before: tokens of something else, such as text, that stand before them in layers where both
-            share a sequence; None: any number, another in each layer, and `after` behind them.
-        after: the same, behind them (in every layer, such as a reference image's); None: any
-            number, another in each layer.
-        unknown: why they can't be told in this call, in which then nothing merges.
-        references: the sizes of reference images that stand right behind them, in their order; the
-            first of what `after` counts.
-        timesteps: whether tokens or frames have each a timestep of its own.
-        count: how many tokens the image or video has.
+        before: number of other tokens, such as text, that precede them in layers where both share a
+            sequence. If None, any number that may differ between layers, with `after` tokens
+            behind.
+        after: number of other tokens that follow them in every layer, such as a reference image's.
+            If None, any number that may differ between layers.
+        unknown: reason why the layout of this call is unknown. If not empty, nothing merges.
+        references: sizes of reference images that directly follow the tokens, in their order. They
+            are the first of the tokens that `after` counts.
+        timesteps: if True, each token or frame has its own timestep.
+        count: number of tokens of the image or video.
     """
 
     size: tuple[int, ...]
@@ -54,7 +55,10 @@ class Tokens:
         object.__setattr__(self, "count", math.prod(self.size))
 
     def start(self, length: int) -> int | None:
-        """Where they begin in a sequence of `length`; None if they can't be in it."""
+        """Return the position of the first token in a sequence of `length`.
+
+        It is None if the tokens can't be in such a sequence.
+        """
         if length == self.count:
             return 0
         if self.before is None:
@@ -68,23 +72,23 @@ class Tokens:
 
 
 class Plans:
-    """What merged in a model's layers, for all calls of the same latents at one timestep.
+    """Groups of a model's layers, shared by all calls of the same latents at one timestep.
 
-    Guidance may take two calls: the second, of the same latents at the same timestep, merges as the
-    first did. Pipelines of Qwen-Image, Wan, Chroma and Flux call the model with the prompt and
-    then, with the very same tensor, with the negative prompt. A call with all the same tensors is
-    none of these: it is repeated, with other weights perhaps.
+    Guidance may take two calls. The second, of the same latents at the same timestep, merges as the
+    first did: pipelines of Qwen-Image, Wan, Chroma and Flux call the model with the prompt, and
+    then with the same latents object and the negative prompt. A call whose other tensors are the
+    same objects too does not share plans, since it is a repetition, perhaps with other weights.
 
     Args:
-        latents: the model's input; with it go the plans.
+        latents: the model's input. The plans are dropped when it is freed.
 
     Attributes:
-        found: what merged, by layer, number of its call, settings and sizes: of each attention call
-            in it the groups of each grid.
-        calls: how often each layer was called in the call of the model under way.
-        latents: held weakly. Where they are gone the call was interrupted, of which no hook is
-            told: its plans hold for no layer any more.
-        unsettled: whether no layer has asked in the call of the model under way.
+        found: by layer, number of its call, settings and sizes: for each attention call in it, the
+            groups of each grid.
+        calls: number of calls of each layer in the current call of the model.
+        latents: weak reference to the latents. If they were freed, the call was interrupted, which
+            no hook sees, and its plans are void.
+        unsettled: True until a layer asks for plans in the current call of the model.
     """
 
     def __init__(self, latents: Tensor) -> None:
@@ -93,12 +97,13 @@ class Plans:
         self.latents = weakref.ref(latents, lambda _: found.clear())
         self.unsettled = True
         self._version = latents._version
-        self._others: list[weakref.ref[Tensor]] = []  # of the latest call
-        self._of = self._now = noted(None)  # the timesteps of the plans and of the call under way
+        self._others: list[weakref.ref[Tensor]] = []  # the latest call's other tensors
+        self._of = self._now = noted(None)  # timesteps of the plans and of the current call
 
     def go_for(self, latents: Tensor, others: list[Tensor]) -> bool:
-        """Whether they go for a call with this very tensor, unchanged since as PyTorch counts it,
-        and other tensors than the latest call's.
+        """Return True if these groups can be reused for a call.
+
+        The latents must be the same object with the same `_version`, and other inputs must differ.
         """
         same = len(others) == len(self._others) and all(
             known() is other for known, other in zip(self._others, others, strict=True)
@@ -106,27 +111,35 @@ class Plans:
         return self.latents() is latents and self._version == latents._version and not same
 
     def begin(self, timestep: Any, others: list[Tensor]) -> Plans:
-        """Begin a call of the model at a timestep, with other tensors beside the latents."""
+        """Begin a call of the model at a timestep.
+
+        Args:
+            timestep: the timestep, a number or a tensor.
+            others: all other tensors of the call except the latents.
+
+        Returns:
+            These plans.
+        """
         self.calls.clear()
         self.unsettled, self._now = True, noted(timestep)
         self._others = [weakref.ref(other) for other in others]
         return self
 
     def settle(self) -> None:
-        """Drop what merged at another timestep, before a layer first reads `found`."""
+        """Drop groups of another timestep, before a layer first reads `found`."""
         if self.found and not same(self._of, self._now):
             self.found.clear()
         self.unsettled, self._of = False, self._now
 
 
 def noted(timestep: Any) -> tuple[Any, int]:
-    """Note a timestep, and how often it was changed."""
+    """Return a timestep and its version, the number of changes of the tensor."""
     counted = isinstance(timestep, Tensor) and not timestep.is_inference()
     return timestep, timestep._version if counted else 0
 
 
 def same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
-    """Whether two timesteps that were noted are the same, and neither has changed since."""
+    """Return True if two noted timesteps are equal and neither has changed since."""
     (first, version), (second, _) = before, now
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return type(first) is type(second) and bool(first == second)
@@ -138,14 +151,15 @@ def same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
 
 
 class Step(NamedTuple):
-    """What the call of the model around a layer says of merging in it.
+    """Settings of merging that follow from the model's call around a layer.
 
     Attributes:
-        draw: LongTensor [1], which of the drawn partitions it takes.
-        draws: those of DRAWS layers that follow one another, [DRAWS]; None in a compiled graph.
-        leader: of each sample of the batch the one whose tokens decide what merges
-            (`mame_sd.core.merge`). None: each sample decides by itself.
-        plans: what merged in an earlier call of the same input, and merges again in this one; None:
+        draw: LongTensor [1], the index of the random partition.
+        draws: LongTensor [DRAWS], the indices for DRAWS consecutive layers. None in a compiled
+            graph.
+        leader: LongTensor [B], for each sample the sample whose tokens decide what merges
+            (`mame_sd.core.merge`). If None, each sample decides for itself.
+        plans: groups of an earlier call of the same input, which merge again in this call. If None,
             this call stands alone.
     """
 
@@ -155,21 +169,21 @@ class Step(NamedTuple):
     plans: Plans | None = None
 
 
-NO_STEP = Step()  # of layers around which nothing tells of one
+NO_STEP = Step()  # for layers of models without a step
 
 
 @dataclass(frozen=True, eq=False)
 class ResolvedConfig:
-    """Settings, and whether they merge.
+    """Settings, completed for a model, and whether they are active.
 
     Attributes:
         config: the settings.
-        active: whether they merge.
-        asked: as they were given, before those beside the model's weights filled what they leave
-            open.
-        of_layer: by name those of self-attentions that have their own; None where one is left
-            alone.
-        methods: by which methods layers merge.
+        active: if False, nothing merges.
+        asked: the settings as given, before settings saved with the model's weights filled in the
+            fields that were left out.
+        of_layer: settings of self-attentions that have their own, by name. None if one is not
+            merged.
+        methods: the methods by which layers merge.
     """
 
     config: MaMeConfig
@@ -184,15 +198,14 @@ class ResolvedConfig:
 
 
 class Shared:
-    """What a handle and its hooks share: the live settings, and what the model's call says of
-    merging.
+    """State that a handle and its hooks share: live settings, and the step of the model's call.
 
     Attributes:
-        setting: every task's, but for those that have one of their own.
-        own: the ResolvedConfigs of each task's open `using` blocks, the innermost last.
-        step: the Step of its latest call of the model, or a Later one.
-        learning: what is known of calls with gradients.
-        kernel: computes attention over merged keys instead of the model's own.
+        setting: the setting of all tasks that have none of their own.
+        own: for each task the ResolvedConfigs of its open `using` blocks, the innermost last.
+        step: for each thread the Step of its latest call of the model, or a Later one.
+        learning: checks calls with gradients.
+        kernel: computes attention over merged keys instead of the model's own kernel.
     """
 
     def __init__(self, setting: ResolvedConfig, kernel: OwnKernel | None = None) -> None:
@@ -204,20 +217,21 @@ class Shared:
 
     @property
     def now(self) -> ResolvedConfig:
-        """The setting in force in this task."""
+        """Return the setting in force in this task."""
         own = self.own.value
         return own[-1] if own else self.setting
 
 
 class Later:
-    """A step that is worked out when a layer first asks for it: where none merges, nothing is
-    launched.
+    """A step that is computed when a layer first asks for it.
+
+    If no layer merges, nothing is computed.
 
     Args:
-        make: gives the step of a call with these latents.
-        latents: the call's. They are held weakly: of a call that a Ctrl-C ends no hook is told, and
-            it is under way for other threads as long as its latents are there (`threads.begin`).
-        plans: what the call shares with those before it, while it is under way.
+        make: returns the step of a call with these latents.
+        latents: the call's latents, held weakly. A call that Ctrl-C ends is not reported to any
+            hook. Other threads regard it as running as long as its latents exist (`threads.begin`).
+        plans: groups that the call shares with earlier calls, while it runs.
     """
 
     def __init__(
@@ -231,19 +245,20 @@ class Later:
         self.made: Step | None = None
 
     def step(self) -> Step:
-        """The step."""
+        """Return the step. It is computed once."""
         if self.made is None:
             self.made = self._make(None if self._latents is None else self._latents())
         return self.made
 
 
 class Learning:
-    """Whether a block that is computed again for gradients (a checkpoint that somebody put around
-    it) finds the timestep of its own call.
+    """Check that a block that is recomputed for gradients finds the timestep of its own call.
+
+    Blocks are recomputed under a checkpoint that the user put around them.
     """
 
     def __init__(self) -> None:
-        self._first: tuple[Any, int] | None = None  # timestep of the first call since a backward
+        self._first: tuple[Any, int] | None = None  # first timestep since a backward pass
         self._moved = self._over = False
 
     def begin(self, timestep: Any) -> None:
@@ -254,7 +269,11 @@ class Learning:
             self._moved = not same(self._first, noted(timestep))
 
     def again(self) -> None:
-        """Raises RuntimeError where a call at another timestep came since."""
+        """Check a block that is recomputed.
+
+        Raises:
+            RuntimeError: the model was called at another timestep in between.
+        """
         self._over = True
         if self._moved:
             raise RuntimeError(

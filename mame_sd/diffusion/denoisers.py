@@ -1,4 +1,4 @@
-"""Which parts of a pipeline denoise."""
+"""Find the parts of a pipeline that denoise."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import nn
 
 from mame_sd.diffusion.families.refused import refused_as
 
-# Of a pipeline, what may denoise. Several may be there: each takes its own steps, its own half of
-# guidance, or its own workflow (MiniMax H3's `transformer_ref`).
+# Attributes of a pipeline that may denoise. If a pipeline has several, each computes its own steps,
+# its own half of guidance, or its own workflow (MiniMax H3's `transformer_ref`).
 DENOISERS = (
     "unet",
     "transformer",
@@ -18,14 +18,15 @@ DENOISERS = (
     "unconditional_transformer",
     "image_unet",
 )
-# Where there is none of those: Stable Cascade, UnCLIP, LTX-2's decoder.
+# Used if a pipeline has none of those: Stable Cascade, UnCLIP, LTX-2's decoder.
 OTHER_NAMES = ("decoder", "prior", "prior_prior", "diffusion_decoder")
 
 
 def denoisers_of(pipe: Any) -> dict[str, nn.Module]:
-    """The denoisers of a pipeline by the names of its attributes; empty where it has none.
+    """Return the denoisers of a pipeline by the names of its attributes.
 
-    Of those that merging is refused for, one where there is no other.
+    Refused models are left out. If there are no others, the first of them is returned. The result
+    is empty if the pipeline has no denoiser.
     """
     for names in (DENOISERS, OTHER_NAMES):
         models = {name: getattr(pipe, name, None) for name in names}
@@ -37,18 +38,19 @@ def denoisers_of(pipe: Any) -> dict[str, nn.Module]:
 
 
 def has_denoiser_names(target: Any) -> bool:
-    """Return whether a pipeline has a place for a denoiser, filled or not."""
+    """Return True if a pipeline has an attribute for a denoiser, even if it is empty."""
     return any(hasattr(target, name) for name in (*DENOISERS, *OTHER_NAMES))
 
 
 def denoiser_of(target: Any) -> nn.Module:
-    """The module that merging goes on: `target` itself, or a pipeline's UNet or transformer.
+    """Return the module to merge in: `target` itself, or a pipeline's UNet or transformer.
 
-    Where the pipeline has several (`transformer` and `transformer_2` of Wan 2.2), it is an
+    If the pipeline has several (`transformer` and `transformer_2` of Wan 2.2), the result is an
     nn.ModuleDict of them by name.
 
     Raises:
-        TypeError: neither a module nor a pipeline with a denoiser, or it has not loaded it yet.
+        TypeError: `target` is neither a module nor a pipeline with a denoiser, or the pipeline has
+            not loaded it yet.
     """
     found = {"": target} if isinstance(target, nn.Module) else denoisers_of(target)
     if found:

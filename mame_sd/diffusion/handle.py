@@ -1,4 +1,4 @@
-"""What `apply_mame` gives: merging on one model, with its settings, counters and removal."""
+"""Control merging on one model: its settings, counters and removal."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.layer_rules import means
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
 
-Placed = tuple[nn.Module, LayerHook | PreHook]  # a hook and the module it goes on
+Placed = tuple[nn.Module, LayerHook | PreHook]  # a module and its hook
 GONE = "no longer part of the model: call apply_mame again"
 
 
 class MaMeHandle:
-    """Merging as applied to one model: settings, counters, removal. Made by `apply_mame`.
+    """Control merging on one model. `apply_mame` returns a handle.
 
-    It holds the model, which lives as long as the handle does, and its pipeline weakly.
+    The model lives as long as the handle. The pipeline is held weakly.
 
     Attributes:
         root: the model, or an nn.ModuleDict of a pipeline's denoisers.
@@ -53,7 +53,7 @@ class MaMeHandle:
         unknown: Mapping[str, int] | None = None,
     ) -> None:
         self.root, self._pipe = root, _weakly(pipe)
-        self._unknown = dict(unknown or {})  # attention of no family, how many by class
+        self._unknown = dict(unknown or {})  # number of attentions without a family, by class
         self._shared, self._hooks = shared, hooks
         self.layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
         self.restored = [
@@ -62,13 +62,13 @@ class MaMeHandle:
         self._names = [hook.stats.name for _, hook in self.layers]
         self._restored_names = [hook.stats.name for _, hook in self.restored]
         merging = {module for module, _ in hooks}
-        self._merging = {  # in each of the pipeline's denoisers
+        self._merging = {  # modules with hooks, by denoiser of the pipeline
             name: merging & set(model.modules()) for name, model in denoisers_of(pipe).items()
         }
         shared.setting = self._setting(shared.setting.asked, shared.setting.active)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the pipeline out: a copy goes with a copied pipeline, which it does not know."""
+        """Leave the pipeline out: a copied handle belongs to an unknown, copied pipeline."""
         return {**vars(self), "_pipe": None}
 
     def __repr__(self) -> str:
@@ -79,32 +79,38 @@ class MaMeHandle:
 
     @property
     def pipe(self) -> Any:
-        """The pipeline that merging was applied to; None: a model by itself, or it is gone."""
+        """Return the pipeline that merging was applied to.
+
+        It is None if merging was applied to a model, or the pipeline was freed.
+        """
         return None if self._pipe is None else self._pipe()
 
     @property
     def config(self) -> MaMeConfig:
-        """The settings now in force (in this task)."""
+        """Return the settings now in force in this task."""
         return self._shared.now.config
 
     @property
     def applied(self) -> bool:
-        """Whether any of this handle's hooks is on the model."""
+        """Return True if any of this handle's hooks is on the model."""
         return any(hook_on(module, hook.name) is hook for module, hook in self._hooks)
 
     @property
     def installed(self) -> bool:
-        """Whether this handle's hooks are (all) on the model: not removed, not replaced by a later
-        `apply_mame`.
+        """Return True if all of this handle's hooks are on the model.
+
+        They aren't if they were removed, or replaced by a later `apply_mame`.
         """
         return all(hook_on(module, hook.name) is hook for module, hook in self._hooks)
 
     @property
     def active(self) -> bool:
-        """Whether the hooks merge; False makes every call bit-equal to an unhooked model.
+        """Return True if the hooks merge. If False, every call is bit-equal to an unhooked model.
 
-        Setting it raises RuntimeError where merging was removed or replaced, or another thread
-        makes an image with the model, and TypeError for what is no bool.
+        Raises:
+            RuntimeError: on setting it, merging was removed or replaced, or another thread makes an
+                image with the model.
+            TypeError: on setting it, the value is not a bool.
         """
         return self._shared.now.active
 
@@ -121,31 +127,37 @@ class MaMeHandle:
 
     @property
     def described(self) -> str:
-        """The model in words that tell it from those that settings by layer do not go for, as
-        `made_for` has them.
+        """Return a description of the model.
+
+        It distinguishes models with different layers, so that settings by layer apply to one model
+        only (`made_for`).
         """
         return f"{self._kind} with {len(self._names)} self-attentions"
 
     @property
     def _kind(self) -> str:
-        """The class of the model, without torch.compile's and FSDP2's wrappers; those of several
-        denoisers.
+        """Return the class name of the model, or the names of several denoisers.
+
+        Wrappers of torch.compile and FSDP2 are left out.
         """
         models = self.root.values() if isinstance(self.root, nn.ModuleDict) else [self.root]
         names = (class_names(getattr(model, "_orig_mod", model)) for model in models)
-        # FSDP2 puts "FSDP" before the name of a class
+        # FSDP2 prefixes names of classes with "FSDP".
         kinds = (next(kind for kind in own if not kind.startswith("FSDP")) for own in names)
         return " and ".join(dict.fromkeys(kinds))
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Changes live settings from the next forward on: `handle.set(tau=0.9)`; `config` replaces
-        all of them.
+        """Change the settings from the next forward on, for example `handle.set(tau=0.9)`.
+
+        Args:
+            config: replaces all settings. If None, the current settings stay.
+            fields: fields of MaMeConfig, over those of `config`.
 
         Raises:
-            RuntimeError: merging was removed or replaced, so the change would have no effect; or
-                another thread makes an image with the model.
-            ValueError: a field is unknown or out of its range, or the model lacks what it merges;
-                nothing has changed then.
+            RuntimeError: merging was removed or replaced, so that the change would have no effect,
+                or another thread makes an image with the model.
+            ValueError: a field is unknown or out of its range, or the model has no layers that the
+                settings ask for. Nothing has changed in this case.
         """
         with CHANGES:
             self._check_installed()
@@ -158,22 +170,27 @@ class MaMeHandle:
 
     @contextmanager
     def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
-        """Settings of this task alone for a `with` block, whatever others set: several threads and
-        coroutines may generate at once, each with its own. Merging is on in the block, also where
-        `active` is False.
+        """Change the settings for this task alone, for a `with` block.
+
+        Several threads and coroutines may generate at once, each with its own settings. Merging is
+        on within the block, even if `active` is False.
 
             with handle.using(keep=0.25):
                 image = pipe("a red key").images[0]
 
-        `asyncio.to_thread` and FastAPI's `run_in_threadpool` take the settings along. A generator
-        that yields inside of the block has no task of its own, so that its settings hold for its
-        caller meanwhile: run it by `contextvars.copy_context().run`. A compiled model takes the
-        settings that were last set in its thread. A backward pass that computes blocks again
-        (checkpointing) may run in another thread: there `set` is the way.
+        `asyncio.to_thread` and FastAPI's `run_in_threadpool` inherit the settings. A generator that
+        yields within the block has no task of its own, so that its settings apply to its caller
+        too: run it by `contextvars.copy_context().run`. A compiled model uses the settings that
+        were last set in its thread. A backward pass that recomputes blocks (checkpointing) may run
+        in another thread: use `set` there.
+
+        Args:
+            config: replaces all settings. If None, the current settings stay.
+            fields: fields of MaMeConfig, over those of `config`.
 
         Raises:
             RuntimeError: merging was removed or replaced.
-            ValueError: as `set`.
+            ValueError: as for `set`.
         """
         self._check_installed()
         asked = make_config(self._shared.now.asked if config is None else config, fields)
@@ -182,31 +199,34 @@ class MaMeHandle:
         own.value = (*(own.value or ()), new)
         try:
             yield
-        finally:  # blocks may end in another order than they began
+        finally:  # blocks may end in any order
             own.value = tuple(one for one in own.value or () if one is not new)
 
     def calibrate(
         self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any
     ) -> Calibration:
-        """Finds which layers should merge and how much, and puts that in force: where merging
-        changes a layer's output least, it merges most.
+        """Choose which layers merge and how much, and put these settings in force.
 
-        The pipeline makes an image of each prompt without merging. At three of its steps each layer
-        computes what every form of merging would give beside its own output, and is timed
-        (`mame_sd.diffusion.calibration`, docs/calibration.md).
+        Layers whose output merging changes least merge most. The pipeline makes an image of each
+        prompt without merging. At three of its steps each layer computes every form of merging next
+        to its own output, and is timed (`mame_sd.diffusion.calibration`, docs/calibration.md).
 
         Args:
-            prompts: a few, like those that will be asked for.
-            speed: how many times as fast as without merging a call of the denoiser is to be, on
-                this device.
-            seed: of the first image; each further one takes the next.
+            prompts: a few prompts, similar to those that will be used.
+            speed: the wanted ratio of a denoiser call's time without merging to its time with
+                merging, on this device.
+            seed: seed of the first image. Each further image takes the next.
             call: further arguments of the pipeline's call.
+
+        Returns:
+            The calibration, which gives settings for other speeds too.
 
         Raises:
             RuntimeError: merging was removed or replaced, or another thread makes an image with the
                 model.
-            ValueError: no pipeline or no prompts, several denoisers, settings with tau, nothing
-                that could merge, or more speed than merging gives; the settings are as before then.
+            ValueError: there is no pipeline or no prompt, there are several denoisers, the settings
+                have a tau, nothing can merge, or merging can't reach `speed`. The settings stay as
+                they were.
         """
         self._check_installed()
         check_speed(speed)
@@ -235,7 +255,7 @@ class MaMeHandle:
         return calibration
 
     def report(self) -> MaMeReport:
-        """Tokens in and kept per layer since the last `reset`.
+        """Report tokens in and kept by layer since the last `reset`.
 
         Raises:
             NothingMergedError: a forward has run and no layer could merge, or the pipeline has
@@ -254,8 +274,9 @@ class MaMeHandle:
         return make_report(counted, self._unknown)
 
     def others(self, pipe: Any) -> Iterator[tuple[nn.Module, str]]:
-        """Denoisers of a pipeline that came after `apply_mame`, and what to say of each; a wrapper
-        around one (torch.compile's) is none.
+        """Yield denoisers of a pipeline that were set after `apply_mame`, each with a message.
+
+        A wrapper around a known denoiser (torch.compile's) is not yielded.
         """
         for name, model in denoisers_of(pipe).items() if self._merging else ():
             placed = self._merging.get(name)
@@ -268,15 +289,14 @@ class MaMeHandle:
             yield model, f"expected merging on pipe.{name}, but {came}: call apply_mame again"
 
     def _replaced(self) -> str:
-        """What is wrong where merging is on, and the pipeline has another denoiser than those of
-        `apply_mame`.
+        """Return an error message if the pipeline has other denoisers than at `apply_mame`.
+
+        It is empty if the pipeline has the same denoisers, or merging was removed.
         """
         return next((told for _, told in self.others(self.pipe)), "") if self.applied else ""
 
     def reset(self) -> None:
-        """Sets all counters to zero, and drops what this thread keeps for a second call of the same
-        input.
-        """
+        """Set all counters to zero, and drop this task's plans for a second call of one input."""
         for module, hook in self._hooks:
             if isinstance(hook, LayerHook):
                 hook.stats.reset(device_of(module))
@@ -284,9 +304,10 @@ class MaMeHandle:
                 hook.forget()
 
     def remove(self) -> None:
-        """Takes this handle's hooks off the model; hooks of a later `apply_mame` stay.
+        """Remove this handle's hooks from the model. Hooks of a later `apply_mame` stay.
 
-        Raises RuntimeError where another thread makes an image with the model.
+        Raises:
+            RuntimeError: another thread makes an image with the model.
         """
         with CHANGES:
             ours = [(m, hook) for m, hook in self._hooks if hook_on(m, hook.name) is hook]
@@ -299,9 +320,10 @@ class MaMeHandle:
                 forget_pipeline(self.pipe)
 
     def install(self) -> None:
-        """Puts the hooks back after `remove`, or replaces those of a later `apply_mame`.
+        """Put the hooks back after `remove`, or replace those of a later `apply_mame`.
 
-        Raises RuntimeError where another thread makes an image with the model.
+        Raises:
+            RuntimeError: another thread makes an image with the model.
         """
         with CHANGES:
             changes = [(m, hook) for m, hook in self._hooks if hook_on(m, hook.name) is not hook]
@@ -312,7 +334,11 @@ class MaMeHandle:
             watch_pipeline(self.pipe, self)
 
     def _setting(self, asked: MaMeConfig, active: bool) -> ResolvedConfig:
-        """Raises ValueError as `_check`."""
+        """Resolve settings for the model.
+
+        Raises:
+            ValueError: as for `_check`, or a kernel was given together with a tau.
+        """
         config = resolved(self.root, asked)
         self._check(config)
         names = () if config.layers is None else (*self._names, *self._restored_names)
@@ -326,8 +352,13 @@ class MaMeHandle:
         return setting
 
     def _check_installed(self) -> None:
-        """Raise RuntimeError where settings would have no effect; else the pipeline is checked from
-        now on, also where another block's hooks, which are gone, took its check away.
+        """Check that settings have an effect, and watch the pipeline from now on.
+
+        The pipeline may no longer be watched, because another `with mame(...)` block removed its
+        check.
+
+        Raises:
+            RuntimeError: merging was removed or replaced.
         """
         if not self.installed:
             raise RuntimeError(
@@ -339,8 +370,11 @@ class MaMeHandle:
         watch_pipeline(self.pipe, self)
 
     def _check(self, config: MaMeConfig) -> None:
-        """Raises ValueError where `config` asks for layers or a part of blocks that the model
-        lacks, or is for another.
+        """Check settings against the model.
+
+        Raises:
+            ValueError: the model has no layers or parts of blocks that `config` asks for, or
+                `config` was made for another model.
         """
         if config.made_for not in (None, self.described):
             raise ValueError(
@@ -373,7 +407,7 @@ class MaMeHandle:
                 )
 
     def _check_restoring(self, config: MaMeConfig) -> None:
-        """Raise ValueError if `config` asks for MLPs or blocks of which none can be restored."""
+        """Raise ValueError if `config` asks for MLPs or blocks and none can be restored."""
         rules: Mapping[str, Any] = config.layers or {}
         for name, (kind, noun, none) in _RESTORED.items():
             asking = [one for one, rule in rules.items() if rule and (rule.get(name) or 1) < 1]
@@ -395,7 +429,7 @@ class MaMeHandle:
                     )
 
 
-# By setting the kind of layer that is restored, its name in messages, and why a model has none.
+# For each setting: the kind of layer it restores, its name in messages, why a model has none.
 _RESTORED = {
     "mlp_keep": ("mlp", "MLP", "no MLP of its own is next to a self-attention over the image"),
     "block_keep": ("block", "block", "no block is around a self-attention over the image"),
@@ -403,7 +437,7 @@ _RESTORED = {
 
 
 def _weakly(pipe: Any) -> Callable[[], Any] | None:
-    """Refer to a pipeline weakly, or strongly where its type allows no weak reference."""
+    """Refer to a pipeline weakly, or strongly if its type allows no weak reference."""
     try:
         return None if pipe is None else weakref.ref(pipe)
     except TypeError:

@@ -1,9 +1,9 @@
-"""Putting hooks on modules and taking them off: such that only read their calls, and the one that
-merges (`mame_sd.diffusion.layer.MergeHook`), whose forward stands in for the module's own.
+"""Put hooks on modules and remove them.
 
-The latter is inside of all hooks of diffusers' registry, whichever came first. A cache (diffusers'
-PyramidAttentionBroadcast and its like) stands in for a forward in some steps: around it we would be
-given what another step merged.
+Pre-hooks only read a module's calls. The merging hook (`mame_sd.diffusion.layer.MergeHook`)
+replaces the module's forward. It is inside all hooks of diffusers' registry, whichever came first,
+because a cache (such as PyramidAttentionBroadcast) skips the forward in some steps: if our hook
+wrapped the cache, it would receive an output computed in another step.
 """
 
 from __future__ import annotations
@@ -12,34 +12,37 @@ from typing import Any
 
 from torch import nn
 
-_ATTRIBUTE = "_mame_hook"  # of a module, the hook that merges
+_ATTRIBUTE = "_mame_hook"  # attribute of a module, its merging hook
 
 
 class PreHook:
-    """A plain forward pre-hook: it reads a module's arguments and changes nothing.
+    """A plain forward pre-hook that reads a module's arguments and changes nothing.
 
-    Other tools (DeepCache, offloading) replace a module's forward. Our wrapper would be lost under
-    theirs, or undo it. One with a method `after` is told too when the call is over: returned, or
-    raised an Exception (PyTorch tells of no KeyboardInterrupt).
+    Other tools (DeepCache, offloading) replace a module's forward. A wrapper of ours would be lost
+    under theirs, or undo it. If a pre-hook has a method `after`, it is called after the module has
+    returned or raised an Exception (PyTorch does not call it after a KeyboardInterrupt).
     """
 
     name: str
     after: Any = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Reads the call.
+        """Read a call.
 
-        Each class defines its own: `torch.compile` would compile a shared method for each class.
+        Each class defines its own method, because `torch.compile` would compile a shared method for
+        each class.
         """
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Lets go of all that it noted of calls: it is taken off."""
+        """Drop everything that was noted of calls. It is called when the hook is removed."""
 
 
 def no_replica() -> None:
-    """Raises RuntimeError: a replica's forward would be the one that was put on the module, with
-    the first device's weights.
+    """Refuse replicas of a module, whose forward would compute with the first device's weights.
+
+    Raises:
+        RuntimeError: always.
     """
     raise RuntimeError(
         "nn.DataParallel makes replicas of a merged model, whose layers would compute with the"
@@ -48,7 +51,7 @@ def no_replica() -> None:
 
 
 def hook_on(module: nn.Module, name: str) -> Any:
-    """The hook of that name on `module`."""
+    """Return the hook of that name on `module`, or None."""
     for hook in (*module._forward_pre_hooks.values(), vars(module).get(_ATTRIBUTE)):
         if getattr(hook, "name", None) == name:
             return hook
@@ -56,7 +59,7 @@ def hook_on(module: nn.Module, name: str) -> Any:
 
 
 def put_hook(module: nn.Module, hook: Any) -> None:
-    """Makes `hook` the one of its name on `module`."""
+    """Put `hook` on `module`. It replaces a hook of the same name."""
     if hook_on(module, hook.name) is hook:
         return
     take_hook(module, hook.name)
@@ -78,8 +81,9 @@ def put_hook(module: nn.Module, hook: Any) -> None:
 
 
 def take_hook(module: nn.Module, name: str) -> None:
-    """Takes the hook of that name off `module`, if there is one; what was put around it since then
-    stays in force.
+    """Remove the hook of that name from `module`, if there is one.
+
+    Wrappers that were put around it since then stay in force.
     """
     hook = hook_on(module, name)
     if hook is None:
@@ -97,7 +101,7 @@ def take_hook(module: nn.Module, name: str) -> None:
     if innermost is not None and getattr(*innermost) is hook.entry:
         setattr(*innermost, entry.inner)
     elif own.get("forward") is not hook.entry:
-        entry.hook = None  # a wrapper by hand holds it, and calls the module's own
+        entry.hook = None  # a foreign wrapper still calls it: run the module's own forward
     elif entry.bare or entry.inner == type(module).forward.__get__(module):
         del own["forward"]
     else:
@@ -106,8 +110,11 @@ def take_hook(module: nn.Module, name: str) -> None:
 
 
 def _innermost(module: nn.Module) -> tuple[Any, str] | None:
-    """Find the innermost hook that diffusers' registry has put on `module`: its reference, and the
-    name by which that has what the hook is around; None: there is no hook.
+    """Return the innermost hook that diffusers' registry has put on `module`.
+
+    Returns:
+        The hook's reference, and the name of its attribute that holds the wrapped function; or None
+        if there is no hook.
     """
     refs = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", None)
     if not refs:

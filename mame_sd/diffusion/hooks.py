@@ -1,5 +1,6 @@
-"""The hooks that read a model's calls, and write what layers are told (`context.py`); the hook that
-merges around a layer is `layer.MergeHook`.
+"""Read a model's calls, and write what layers need to know (`context.py`).
+
+The hook that merges in a layer is `layer.MergeHook`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mame_sd.upstream import outside_old_graphs, parameters_of
 TokensOf = Callable[[Any, Call], Tokens | str | None]
 # Models whose pipelines put the prompt before the negative one in a batch.
 _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
-# What models call it.
+# Names of the timestep among the arguments of models.
 _TIMESTEP = ("timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps")
 SPREAD = (
     "{} is spread over devices by enable_parallelism (Ulysses, ring or tensor parallel), where"
@@ -35,7 +36,7 @@ SPREAD = (
 
 
 class SizeHook(PreHook):
-    """Notes how the tokens lie in a forward of the model, or part of it, around merging layers."""
+    """Note the layout of the tokens in a forward of the model, or of a part with merging layers."""
 
     name = "mame_size"
 
@@ -43,11 +44,15 @@ class SizeHook(PreHook):
         self.names = _names(module)
         self.shared = shared
         self.tokens_of = tokens_of
-        self.tokens = PerThread(latest=True)  # how they lie in its latest forward
+        self.tokens = PerThread(latest=True)  # each thread's layout in the latest forward
 
     @outside_old_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises ValueError beside tomesd's patch."""
+        """Note the layout of the tokens before a forward.
+
+        Raises:
+            ValueError: a block is patched by tomesd.
+        """
         for block in getattr(module, "transformer_blocks", ()):
             if type(block).__name__ == "ToMeBlock":
                 raise ValueError(
@@ -58,7 +63,7 @@ class SizeHook(PreHook):
             self.read(module, {**dict(zip(self.names, args, strict=False)), **kwargs})
 
     def read(self, module: nn.Module, call: Call) -> None:
-        """Notes how they lie in a call of the module."""
+        """Note the layout of the tokens in a call of the module."""
         found = self.tokens_of(module, call)
         times = (call.get(name) for name in _TIMESTEP)
         several = any(isinstance(t, Tensor) and t.dim() > 1 and t.shape[1] > 1 for t in times)
@@ -68,19 +73,23 @@ class SizeHook(PreHook):
 
 
 class EagerSizeHook(SizeHook):
-    """A SizeHook that runs outside of compiled graphs, since it reads values of tensors.
+    """Note the layout outside of compiled graphs, because values of tensors are read.
 
-    In an export, whose tensors have none, tokens lie as in the latest forward.
+    In an export, whose tensors have no values, the layout is that of the latest forward.
     """
 
     __call__ = torch.compiler.disable(SizeHook.__call__)
 
     def __init__(self, module: nn.Module, shared: Shared, tokens_of: TokensOf) -> None:
         super().__init__(module, shared, tokens_of)
-        self._shapes = PerThread(latest=True)  # of the latest forward's arguments
+        self._shapes = PerThread(latest=True)  # shapes of the latest forward's arguments
 
     def read(self, module: nn.Module, call: Call) -> None:
-        """Raises ValueError in an export of other shapes than the latest forward's."""
+        """Note the layout of the tokens in a call of the module.
+
+        Raises:
+            ValueError: in an export, the shapes differ from the latest forward's.
+        """
         shapes = {
             name: tuple(value.shape) for name, value in call.items() if isinstance(value, Tensor)
         }
@@ -96,15 +105,15 @@ class EagerSizeHook(SizeHook):
 
 
 class StepHook(PreHook):
-    """Notes the timestep and the latents of a denoiser's latest forward.
+    """Note the timestep and the latents of a denoiser's latest forward.
 
     The timestep chooses the draw of the random partitions. The latents tell whether a batch holds
-    guided and unguided samples, or whether this is the second of two calls of the same input. So
-    the same call gives the same result whatever ran before, under any sampler and pipeline, with
-    gradients or without.
+    guided and unguided samples, or whether this is the second of two calls of the same input. So a
+    call gives the same result whatever ran before, under any sampler and pipeline, with gradients
+    or without.
 
-    In a model that checkpoints gradients no step is noted while it learns: its blocks are computed
-    again later, when it may be at another.
+    In a model that checkpoints gradients no step is noted during training: its blocks are
+    recomputed later, when the model may be at another step.
     """
 
     name = "mame_step"
@@ -112,18 +121,23 @@ class StepHook(PreHook):
     def __init__(self, module: nn.Module, shared: Shared) -> None:
         self.names = _names(module)
         self.shared = shared
-        self.latest = PerTask()  # each task's Plans
-        self.layers: list[LayerStats] = []  # of this model
-        self.warned = False  # that nothing merges, since something did
-        # a ControlNet is called with the same latents for each control image
+        self.latest = PerTask()  # Plans of each task
+        self.layers: list[LayerStats] = []  # counters of this model's layers
+        self.warned = False  # True if a warning was given since something last merged
+        # A ControlNet is called with the same latents for each control image.
         self.calls_pair = not any("ControlNet" in name for name in class_names(module))
-        # A UNet of images makes samples of a video's frames, as many at once as it likes.
+        # An image UNet turns a video's frames into samples, in chunks of any size. A leader for
+        # each sample of the model's batch would not fit them.
         self.by_frame = any(is_one_of(part, IMAGE_MODULES) for part in module.modules())
         self.prompt_first = is_one_of(module, _PROMPT_FIRST)
 
     @outside_old_graphs
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises RuntimeError in a model whose tokens are spread over several devices."""
+        """Note the step before a forward.
+
+        Raises:
+            RuntimeError: the model's tokens are spread over several devices.
+        """
         watch_kernels()
         setting, compiling = self.shared.now, torch.compiler.is_compiling()
         call = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -137,7 +151,7 @@ class StepHook(PreHook):
             raise RuntimeError(SPREAD.format(type(module).__name__))
         timestep = next((call[name] for name in _TIMESTEP if call.get(name) is not None), None)
         again = _checkpoints(module)
-        keys = "keys" in setting.methods  # whole tokens are drawn once
+        keys = "keys" in setting.methods  # partitions of whole tokens don't change by step
         latents = _latents(first) if setting.config.share_guidance_plan and keys else None
         device = tensors[0].device if tensors else None
         drawn_by = timestep if setting.config.redraw and keys else None
@@ -156,7 +170,7 @@ class StepHook(PreHook):
             return Step(draw, draws, leader)
 
         plans: Plans | None = None
-        if not compiling:  # a graph holds no plans
+        if not compiling:  # graphs can't hold plans
             self.shared.learning.begin(timestep)
             if latents is first and latents is not None and self.calls_pair and not again:
                 apart = {self.names[0], *_TIMESTEP}
@@ -166,21 +180,28 @@ class StepHook(PreHook):
                 plans = self._plans(latents, timestep, others)
             else:
                 self.latest.value = None
-        at_once = compiling or latents is not first  # a stack that nobody else holds
+        at_once = compiling or latents is not first  # only this call holds the stacked latents
         self.shared.step.value = (
             NO_STEP if again else made(latents) if at_once else Later(made, latents, plans)
         )
 
     def _plans(self, latents: Tensor, timestep: Any, others: list[Tensor]) -> Plans | None:
-        """The plans that a call shares with those before it; None where it can't be told which
-        these are.
+        """Return the plans that a call shares with earlier calls.
 
-        The latents are the same where they are the same tensor, unchanged: nothing is compared. Of
-        timesteps that are other tensors the values are, which waits for the device, where a second
-        call has plans to share. `others` are the call's other tensors.
+        Latents are the same if they are the same unchanged object: values are not compared. If
+        timesteps are different tensors, their values are compared when a second call has plans to
+        share, which waits for the device.
+
+        Args:
+            latents: the call's latents.
+            timestep: the call's timestep.
+            others: the call's other tensors.
+
+        Returns:
+            The plans, or None if earlier calls can't be identified.
         """
         plans: Plans | None = self.latest.value
-        # Changes of tensors of inference mode, and of subclasses, are not counted.
+        # PyTorch does not count changes of inference tensors and of subclasses.
         if type(latents) is not Tensor or latents.is_inference() or _is_recorded(latents):
             plans = self.latest.value = None
         elif plans is None or not plans.go_for(latents, others):
@@ -188,9 +209,14 @@ class StepHook(PreHook):
         return plans if plans is None else plans.begin(timestep, others)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Blocks that are called by themselves share nothing.
+        """End the model's call, so that blocks called by themselves share nothing.
 
-        Warns where a forward merges nothing, once until something merges again.
+        If a forward merges nothing, warn once until something merges again.
+
+        Args:
+            module: the denoiser.
+            args: positional arguments of the forward.
+            output: output of the forward, which is not read.
         """
         compiling = torch.compiler.is_compiling()
         if not compiling:
@@ -203,7 +229,7 @@ class StepHook(PreHook):
             if self.warned:
                 self.warned = False
         elif reasons and not self.warned:
-            if not compiling:  # which happens once
+            if not compiling:  # compilation runs this line only once
                 self.warned = True
             text = f"{NOTHING_MERGES}: each of {len(reasons)} was left alone ({reasons[0]})"
             small = (TOO_FEW, BY_DEFAULT)
@@ -215,7 +241,7 @@ class StepHook(PreHook):
             _warn(type(module).__name__, f"{text}; report() says more")
 
     def forget(self) -> None:
-        """Lets go of this task's plans."""
+        """Drop this task's plans."""
         self.latest.value = None
         self._share_no_more()
 
@@ -226,8 +252,9 @@ class StepHook(PreHook):
 
 
 def _last_tensor(value: Any) -> Tensor | None:
-    """Give tokens or an image, or the last ones of nested lists (Z-Image has a latent for each
-    sample); None for anything else.
+    """Return a tensor of tokens or of an image, or the last one of nested lists.
+
+    Z-Image passes a latent for each sample. The result is None for anything else.
     """
     while isinstance(value, list) and value:
         value = value[-1]
@@ -235,8 +262,9 @@ def _last_tensor(value: Any) -> Tensor | None:
 
 
 def _latents(value: Any) -> Tensor | None:
-    """Give a model's first input as one tensor [B, ...], where it is one or a list of such of equal
-    shapes; else None.
+    """Return a model's first input as one tensor [B, ...].
+
+    A list of tensors of equal shapes is stacked. The result is None for anything else.
     """
     if isinstance(value, list) and all(isinstance(part, Tensor) for part in value):
         value = torch.stack(value) if len({part.shape for part in value}) == 1 else None
@@ -244,34 +272,37 @@ def _latents(value: Any) -> Tensor | None:
 
 
 def _is_recorded(t: Tensor) -> bool:
-    """Whether a CUDA graph is being captured: a replay has other values, and must look for what
-    merges.
+    """Return True if a CUDA graph is being captured.
+
+    A replay has other values, and must decide anew what merges.
     """
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @torch.compiler.assume_constant_result
 def _warn(model: str, text: str) -> None:
-    """Warn, also while a graph is compiled, which holds no warnings. Each model is told of by its
-    own name: of PyTorch's line that calls the hook Python would warn once for all of them.
+    """Warn, also while a graph is compiled, since graphs hold no warnings.
+
+    The model's name is passed as the file name. Otherwise Python would warn once for all models,
+    because the same line of PyTorch calls every hook.
     """
     warnings.warn_explicit(text, UserWarning, model, 1)
 
 
 def spread(module: nn.Module) -> bool:
-    """Whether `enable_parallelism` spreads a model of diffusers over several devices."""
+    """Return True if `enable_parallelism` spreads a diffusers model over several devices."""
     return getattr(module, "_parallel_config", None) is not None
 
 
 def _checkpoints(module: nn.Module) -> bool:
-    """Whether a model learns, and computes blocks again for it."""
+    """Return True if a model trains with gradient checkpointing."""
     if not (torch.is_grad_enabled() or module.training):
         return False
     return any(getattr(part, "gradient_checkpointing", False) for part in module.modules())
 
 
 def takes_timestep(module: nn.Module) -> bool:
-    """Whether the module is called with a timestep, as denoisers are."""
+    """Return True if the module is called with a timestep, as denoisers are."""
     try:
         return not set(_TIMESTEP).isdisjoint(_names(module))
     except (AttributeError, TypeError, ValueError):  # scripted or built-in: no signature

@@ -1,6 +1,8 @@
-"""Where attention is called beside `torch.nn.functional.scaled_dot_product_attention`: by what
-somebody put in its place, and by backends of diffusers' dispatcher (SageAttention, FlashAttention,
-xFormers, flex, ...). While a layer merges, these are intercepted too (`mame_sd.core.keys`).
+"""Intercept attention that is called without `torch.nn.functional.scaled_dot_product_attention`.
+
+These are functions that were put in its place, and backends of diffusers' dispatcher
+(SageAttention, FlashAttention, xFormers, flex, ...). They are intercepted while a layer merges
+(`mame_sd.core.keys`).
 """
 
 from __future__ import annotations
@@ -21,14 +23,15 @@ from mame_sd.core.keys import (
     attend_merged,
 )
 
-# Backends of the dispatcher whose kernels take numbers to be added to the logits. For all others
-# keys carry the sizes of their groups (`sized_keys`).
+# Backends of the dispatcher whose kernels add a bias to the logits. For all others, keys carry the
+# sizes of their groups (`sized_keys`).
 _TAKES_BIAS = {"native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers"}
 
 
 def running_job() -> MergeJob | None:
-    """The job of this thread's innermost layer that merges; None: no layer does, or its kernel runs
-    already.
+    """Return the job of this thread's innermost layer that merges.
+
+    It is None if no layer merges, or the layer's kernel is running already.
     """
     for place in range(torch._C._len_torch_function_stack() - 1, -1, -1):
         mode = torch._C._get_function_stack_at(place)
@@ -38,18 +41,18 @@ def running_job() -> MergeJob | None:
 
 
 class _Backends(dict[Any, Callable[..., Any]]):
-    """The backends of diffusers' dispatcher, each under interception, whenever it is registered."""
+    """The backends of diffusers' dispatcher. Each one is intercepted when it is registered."""
 
     def __setitem__(self, name: Any, backend: Callable[..., Any]) -> None:
         super().__setitem__(name, _watched(backend, getattr(name, "value", name)))
 
 
-@torch.compiler.assume_constant_result  # while a graph is compiled, not in it
+@torch.compiler.assume_constant_result  # runs during compilation, not in the graph
 def watch_kernels() -> None:
-    """Puts each backend of diffusers' dispatcher under interception, those to come too, and
-    whatever somebody put in the place of scaled_dot_product_attention.
+    """Intercept all backends of diffusers' dispatcher, present and future.
 
-    A watched kernel does as before where no layer of its thread merges.
+    A function that was put in the place of scaled_dot_product_attention is intercepted too. If no
+    layer of the thread merges, an intercepted kernel runs as before.
     """
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 
@@ -79,7 +82,7 @@ def _heads_last(output: Tensor) -> Tensor:
 def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
     if hasattr(backend, "_mame_watched"):
         return backend
-    # diffusers' own native backend calls scaled_dot_product_attention
+    # diffusers' own native backend calls scaled_dot_product_attention, which is intercepted.
     native = name == "native" and backend.__module__ == "diffusers.models.attention_dispatch"
     counted = name in _TAKES_BIAS and "attn_mask" in inspect.signature(backend).parameters
 
@@ -90,7 +93,7 @@ def _watched(backend: Callable[..., Any], name: str) -> Callable[..., Any]:
         if job is None or (mask is not None and not isinstance(mask, Tensor)):  # flex's BlockMask
             return backend(**call)
         changes = {n: call[n].transpose(1, 2) for n in ("query", "key", "value")}
-        if mask is not None and mask.dim() == 2:  # [B, N], as the dispatcher has it
+        if mask is not None and mask.dim() == 2:  # [B, N] in the dispatcher
             changes["attn_mask"] = mask[:, None, None]
 
         def heads_last(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:

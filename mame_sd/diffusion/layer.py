@@ -1,11 +1,11 @@
-"""The way of a call through a merging layer: decide, merge, call, restore.
+"""Run a call through a merging layer: decide, merge, call, restore.
 
-`merged_call` is that way for every layer and for both ways into diffusers (hooks and the
-processor), so they give the same numbers. A call is looked at once, by `AttentionAdapter.route`: it
-gives the `Route` that all else takes, or says why the call is left alone. With `keep` the keys
-merge within the call, where the processor calls attention (`mame_sd.core.keys`). With `tau` whole
-tokens merge before it and are restored after it (`mame_sd.core.paper`). What differs between layers
-is said by an `AttentionAdapter` (`families/attention.py`).
+`merged_call` does this for every layer and for both ways into diffusers (hooks and the processor),
+so that both give the same numbers. `AttentionAdapter.route` inspects a call once: it returns a
+`Route`, which everything else reads, or the reason why the call is not merged. With `keep` the
+keys merge within the call, where the processor calls attention (`mame_sd.core.keys`). With `tau`
+whole tokens merge before the call and are restored after it (`mame_sd.core.paper`). An
+`AttentionAdapter` holds what differs between layers (`families/attention.py`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,16 @@ class LayerCall(NamedTuple):
     module: Any
     forward: Callable[..., Any]
     arguments: Mapping[str, Any]  # by name
-    by_place: tuple[str, ...] = ()  # names of the arguments that came without one
-    rest: tuple[Any, ...] = ()  # further arguments that have no name
+    by_place: tuple[str, ...] = ()  # names of the positional arguments
+    rest: tuple[Any, ...] = ()  # further positional arguments, without names
     processor: Any = None
-    kind: str = ""  # what attends: the processor's class, or the module's where it has none
+    kind: str = ""  # class name of the processor, or of the module if it has none
 
     def run(self, **changes: Any) -> Any:
-        """The module's own output, with `changes` of the arguments, each passed on as it came."""
+        """Return the module's own output, with `changes` of the arguments.
+
+        Each argument is passed by position or by name, as in the original call.
+        """
         given = {**self.arguments, **changes}
         args = [given.pop(name) for name in self.by_place]
         return self.forward(*args, *self.rest, **given)
@@ -57,18 +60,19 @@ class LayerCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """How a call merges: what is decided before anything is computed.
+    """Decisions about how a call merges, made before anything is computed.
 
     Attributes:
         call: the call.
-        config: the settings that hold for these tokens.
-        tokens: how they lie.
-        first: where they begin in the sequence of `call`'s tokens.
-        before, after: tokens beside them that attention sees too, before and after them.
-        note: what a report says where another way than the settings' is taken.
-        run: computes the call while its keys merge, where that is not the call itself.
+        config: the settings for these tokens.
+        tokens: layout of the tokens.
+        first: position of the first token in the sequence of `call`.
+        before, after: number of other tokens that attention reads before and after them.
+        note: text for the report if the call merges otherwise than the settings say.
+        run: computes the call while its keys merge. If None, the call itself does.
         merge_tokens: computes the call's output of tokens that merge by a plan (`tau`).
-        feature: what similarity compares with `tau`, [B, n, d] of the n tokens that may merge.
+        feature: the feature that similarity compares with `tau`, [B, n, d] of the n tokens that may
+            merge.
         job: further fields of `MergeJob`.
     """
 
@@ -86,11 +90,11 @@ class Route:
 
 
 class AttentionAdapter(ABC):
-    """What one kind of module's calls look like to merging.
+    """Translate the calls of one kind of module for merging.
 
     Args:
-        module: a module of that kind, whose forward names the arguments; the calls may come from
-            copies of it.
+        module: a module of that kind, whose forward has the names of the arguments. Calls may come
+            from copies of it.
     """
 
     hidden = "hidden_states"  # the argument that holds the tokens [B, L, C]
@@ -106,7 +110,17 @@ class AttentionAdapter(ABC):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> LayerCall:
-        """A call of `module`, whose own forward is `forward`."""
+        """Return a call of a module with its arguments by name.
+
+        Args:
+            module: the called module.
+            forward: the module's own forward.
+            args: positional arguments of the call.
+            kwargs: named arguments of the call.
+
+        Returns:
+            The call.
+        """
         names, processor = self._names[: len(args)], getattr(module, "processor", None)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         kind = type(module if processor is None else processor).__name__
@@ -114,23 +128,38 @@ class AttentionAdapter(ABC):
 
     @abstractmethod
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
-        """How this call merges, or why it is left alone: the one place where that is decided.
+        """Decide how a call merges. No other place decides this.
 
-        `known` is how the tokens lie, from the model around; None where nothing says it.
+        Args:
+            call: the call of the module.
+            known: layout of the tokens, read from the model's call. If None, it is unknown.
+            config: the settings.
+
+        Returns:
+            The route, or the reason why the call is not merged.
         """
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
-        """Tokens of a call that is left alone; 0 where they are unknown."""
+        """Return the number of tokens of a call that is not merged, or 0 if it is unknown."""
         hidden = call.arguments.get(self.hidden)
         return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
 
     def plan(self, route: Route) -> Plan:
-        """Which whole tokens of a call merge."""
+        """Plan which whole tokens of a call merge."""
         assert route.feature is not None
         return plan_tokens(route.feature, route.config)
 
     def job(self, route: Route, name: str, step: Step) -> MergeJob:
-        """The merging of the keys of a call of the layer of that name."""
+        """Make the job that merges the keys of a call.
+
+        Args:
+            route: how the call merges.
+            name: name of the layer.
+            step: the step of the model's call.
+
+        Returns:
+            The job.
+        """
         config, tokens, start = route.config, route.tokens, route.before
         assert config.keep is not None
         grids = [Grid(start, tokens.size, config.keep)]
@@ -158,18 +187,21 @@ class AttentionAdapter(ABC):
 
 
 class Entry:
-    """What stands in for the `forward` of a module with a MergeHook, in copies of it too.
+    """Replace the `forward` of a module that has a MergeHook, in copies of the module too.
 
-    diffusers' registry binds a function of its own to each module. With such a one, a deepcopy
-    would run the original's weights. `torch.compile` would also compile each repeated block by
-    itself (`compile_repeated_blocks`). A method is one function for all of them.
+    diffusers' registry binds a function to each module. After a deepcopy, such a function would run
+    the original's weights, and `torch.compile` would compile each repeated block separately
+    (`compile_repeated_blocks`). A method is the same function for all modules.
 
     Args:
-        hook: merges; None: it was taken off, but somebody holds this method still.
+        module: the module.
+        hook: merges the calls. If None, the hook was removed, but a reference to this method
+            remains.
         inner: the module's own forward.
 
     Attributes:
-        bare: whether that was its class's, which may have become another's since (tomesd's patch).
+        bare: True if that was the forward of the module's class, which may have been replaced since
+            (by tomesd's patch).
     """
 
     bare = False
@@ -179,13 +211,13 @@ class Entry:
         self.hook = hook
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        """A model that was saved whole merges where nobody has called `apply_mame`."""
+        """Watch kernels, since a model that was saved whole merges without `apply_mame`."""
         vars(self).update(values)
         watch_kernels()
 
     @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output, merged where that is sound."""
+        """Return the module's output, merged if the layer can merge the call."""
         hook: MergeHook | None = self.hook
         if hook is None:
             return self.inner(*args, **kwargs)
@@ -197,7 +229,7 @@ class Entry:
         if hook.instead is not None:
             return hook.instead(call)
         config: MaMeConfig | None = setting.config
-        if setting.of_layer:  # a name would be a constant of each compiled block
+        if setting.of_layer:  # a name would be a constant of every compiled block
             config = setting.of_layer.get(stats.name, config)
         if config is None:
             stats.skipped(LEFT, hook.layer.count(call, hook.layout()))
@@ -206,24 +238,25 @@ class Entry:
 
 
 class LayerHook:
-    """What hooks around a layer share: settings, counters, the tokens' layout and the step.
+    """Base of the hooks around a layer: settings, counters, the tokens' layout and the step.
 
     Args:
-        shared: what the hooks of a handle share.
+        shared: state that the hooks of a handle share.
         stats: counters of the layer.
-        known: how the tokens lie in each thread's latest call of the model; None: unknown.
-        number: of the layer in its model, from 0. Neighbours take different draws in one step, so
-            that their errors do not add up.
+        known: layout of the tokens in each thread's latest call of the model. If None, it is
+            unknown.
+        number: number of the layer in its model, from 0. Neighbours take different draws in one
+            step, so that their errors do not add up.
     """
 
     name: str
-    entry: Any = None  # what stands in for the module's forward, an Entry's
+    entry: Any = None  # replaces the module's forward, a method of an Entry
 
     def __init__(
         self, shared: Shared, stats: LayerStats, known: PerThread | None, number: int = 0
     ) -> None:
         self.place = number % DRAWS
-        # Of no dimension: for any device, and no constant of a compiled graph.
+        # A 0-dimensional tensor works on any device, and is no constant of a compiled graph.
         self.number = torch.tensor(number)
         self.shared = shared
         self.stats = stats
@@ -231,25 +264,29 @@ class LayerHook:
 
     @property
     def setting(self) -> ResolvedConfig:
-        """The setting in force."""
-        own = self.shared.own  # read here as `Shared.now` reads it, which costs no call
+        """Return the setting in force."""
+        own = self.shared.own  # inlined from `Shared.now`, to save a call
         mine = getattr(own.mine, "value", None) if torch.compiler.is_compiling() else own.var.get()
         setting: ResolvedConfig = mine[-1] if mine else self.shared.setting
         return setting
 
     def layout(self) -> Tokens | None:
-        """How the tokens lie in this thread's latest call of the model; None: unknown."""
+        """Return the layout of the tokens in this thread's latest call of the model.
+
+        It is None if the layout is unknown.
+        """
         known = self.known
         return None if known is None else getattr(known.mine, "value", known.latest)
 
     def step(self) -> Step:
-        """What this thread's latest call of the model says of the step.
+        """Return the step of this thread's latest call of the model.
 
-        A call gives the same with gradients as without them, but for plans, which it shares with
-        none. Where the model checkpoints gradients there is no step: a block that is computed
-        again merges as before, whatever has run since (`StepHook`).
+        The step is the same with gradients and without them, except that calls with gradients share
+        no plans. If the model checkpoints gradients there is no step, so that a recomputed block
+        merges as before, whatever has run in between (`StepHook`).
 
-        Raises RuntimeError in a block that is computed again after a call at another timestep.
+        Raises:
+            RuntimeError: a block is recomputed after a call at another timestep.
         """
         shared, plans = self.shared, None
         own: Step | Later | None = getattr(shared.step.mine, "value", None)
@@ -260,9 +297,9 @@ class LayerHook:
         if step is None or step is NO_STEP:
             return NO_STEP
         learns = torch.is_grad_enabled()
-        if torch.compiler.is_compiling():  # a number would be a constant of the graph
+        if torch.compiler.is_compiling():  # an int would be a constant of the graph
             draw = None if step.draw is None else (step.draw + self.number) % DRAWS
-            return Step(draw, leader=step.leader)  # a graph holds no plans
+            return Step(draw, leader=step.leader)  # graphs can't hold plans
         draw = None if step.draws is None else step.draws[self.place : self.place + 1]
         if learns and torch._C._current_graph_task_id() >= 0:  # in a backward pass
             shared.learning.again()
@@ -270,15 +307,18 @@ class LayerHook:
 
 
 class MergeHook(LayerHook):
-    """Merges around one layer, also in deepcopies of the module.
+    """Merge in one layer, and in deepcopies of its module.
 
     Args:
-        shared, stats, known, number: as for `LayerHook`.
-        layer: the kind of module.
+        shared: see `LayerHook`.
+        stats: see `LayerHook`.
+        layer: adapter of the kind of module.
+        known: see `LayerHook`.
+        number: see `LayerHook`.
     """
 
     name = "mame"
-    instead: Callable[[LayerCall], Any] | None = None  # computes calls while calibration measures
+    instead: Callable[[LayerCall], Any] | None = None  # computes calls in calibration
 
     def __init__(
         self,
@@ -292,7 +332,7 @@ class MergeHook(LayerHook):
         self.layer = layer
 
     def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
-        """What is to stand in for `inner`, the own forward of a module."""
+        """Return the function that replaces `inner`, the own forward of a module."""
         self.entry = Entry(module, self, inner).forward
         return self.entry
 
@@ -306,8 +346,19 @@ def merged_call(
     step: Callable[[], Step] = lambda: NO_STEP,
     kernel: OwnKernel | None = None,
 ) -> Any:
-    """The output of `call`, merged where that is sound, and counted; `step` is asked where keys
-    merge, the other arguments are those of `route` and `Shared`.
+    """Compute a call, merged if the layer can merge it, and count it.
+
+    Args:
+        layer: adapter of the module.
+        call: the call.
+        known: layout of the tokens, as for `AttentionAdapter.route`.
+        config: the settings.
+        stats: counters of the layer.
+        step: returns the step. It is called only if keys merge.
+        kernel: computes attention over merged keys instead of the model's own kernel.
+
+    Returns:
+        The module's output.
     """
     rows = running_rows()
     route = layer.route(call, known, config)
@@ -346,7 +397,18 @@ def _of_some_queries(
     stats: LayerStats,
     kernel: OwnKernel | None,
 ) -> Any:
-    """Return the output of a call whose keys stay, computed for some queries alone."""
+    """Compute a call whose keys stay, for some queries alone.
+
+    Args:
+        layer: adapter of the module.
+        route: how the call would merge.
+        rows: the queries to compute.
+        stats: counters of the layer.
+        kernel: computes attention instead of the model's own kernel.
+
+    Returns:
+        The module's output, in which all other queries are zero before the output projection.
+    """
     job = layer.job(route, stats.name, NO_STEP)
     job.merges, job.kernel, job.rows = False, kernel, rows.chosen.at
     with SDPAInterceptor(job):
@@ -354,8 +416,8 @@ def _of_some_queries(
 
 
 def of_all_keys(config: MaMeConfig) -> MaMeConfig:
-    """Return `config` for layers of any size, whose keys all stay."""
-    make = _of_all_keys  # torch.compile warns of caches
+    """Return `config` with settings that keep all keys, for layers of any size."""
+    make = _of_all_keys  # torch.compile warns about lru_cache
     return make.__wrapped__(config) if torch.compiler.is_compiling() else make(config)
 
 

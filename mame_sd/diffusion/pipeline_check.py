@@ -1,8 +1,8 @@
-"""Whether a pipeline still has the denoisers that merge, asked where a call of it begins.
+"""Check that a pipeline still has the denoisers that merge, at the beginning of each of its calls.
 
-A denoiser that takes another's place (`pipe.unet = other`) carries no hooks, so nothing of it would
-merge, and nothing would say so. Pipelines of diffusers call `progress_bar` before their steps.
-While merging is on, a `PipelineCheck` stands in for that method.
+A denoiser that replaces another (`pipe.unet = other`) has no hooks, so that nothing in it would
+merge, without any message. Pipelines of diffusers call `progress_bar` before their steps. While
+merging is on, a `PipelineCheck` replaces that method.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ _ATTRIBUTE = "progress_bar"
 
 
 class PipelineCheck:
-    """Stands in for the `progress_bar` of a pipeline.
+    """Replace the `progress_bar` of a pipeline.
 
     Args:
-        handle: the MaMeHandle (which imports this module) of the pipeline.
+        handle: the pipeline's MaMeHandle (whose module imports this one).
     """
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NothingMergedError where the pipeline has another denoiser now, of which nothing
-        merges.
+        """Check the pipeline, then call its own method.
+
+        Raises:
+            NothingMergedError: the pipeline has another denoiser now, in which nothing merges.
         """
         handle = self.handle
-        # A shallow copy of the pipeline holds this very object: the caller's names tell which one
-        # it is, `self` in a pipeline's own call.
+        # A shallow copy of the pipeline has this same object. The caller's variables tell which
+        # pipeline runs: `self` in the pipeline's own call.
         names = sys._getframe(1).f_locals
         callers = (names.get("self"), *names.values())
         pipe = next((one for one in callers if check_of(one) is self), handle.pipe)
@@ -47,7 +49,7 @@ class PipelineCheck:
 
 
 def watch_pipeline(pipe: Any, handle: Any) -> None:
-    """Puts a check on a pipeline, if its class has such a method that the user has not replaced."""
+    """Put a check on a pipeline, if its class has the method and the user has not replaced it."""
     own = vars(pipe).get(_ATTRIBUTE) if hasattr(pipe, "__dict__") else None
     replaced = own is not None and not isinstance(own, PipelineCheck)
     if callable(getattr(type(pipe), _ATTRIBUTE, None)) and not replaced:
@@ -55,12 +57,12 @@ def watch_pipeline(pipe: Any, handle: Any) -> None:
 
 
 def check_of(pipe: Any) -> PipelineCheck | None:
-    """The check that stands in for the pipeline's method."""
+    """Return the check that replaces the pipeline's method, or None."""
     found = getattr(pipe, "__dict__", {}).get(_ATTRIBUTE)
     return found if isinstance(found, PipelineCheck) else None
 
 
 def forget_pipeline(pipe: Any) -> None:
-    """Takes any check off a pipeline, also one that a shallow copy has of another pipeline."""
+    """Remove any check from a pipeline, even one that a shallow copy has of another pipeline."""
     if check_of(pipe) is not None:
         delattr(pipe, _ATTRIBUTE)

@@ -1,12 +1,13 @@
-"""MaMeAttnProcessor: merging as an attention processor, for diffusers' `set_attn_processor`.
+"""Merge by an attention processor, for diffusers' `set_attn_processor`.
 
     pipe.unet.set_attn_processor(MaMeAttnProcessor(tau=0.8))
 
-It runs on every Attention of a model and merges only where that is sound. It sees tokens [B, L, C]
-and not their height and width: give `size` for images that are not square. Nor does it see what the
-tokens are: in a video model keep `min_tokens` above the number of frames. Slicing,
-`fuse_qkv_projections`, `load_ip_adapter` and PAG replace processors, this one included.
-`apply_mame` survives all of these, knows the true size and leaves attention over frames alone.
+The processor runs on every Attention of a model, and merges those calls that can merge. It gets
+tokens [B, L, C] without their height and width: give `size` for images that are not square. It
+can't tell what the tokens are either: in a video model keep `min_tokens` above the number of
+frames. Slicing, `fuse_qkv_projections`, `load_ip_adapter` and PAG replace processors, this one
+included. `apply_mame` survives all of these, reads the true size and does not merge attention over
+frames.
 """
 
 from __future__ import annotations
@@ -35,8 +36,14 @@ _LAYER = PlainAttention()
 def make_config(
     config: MaMeConfig | str | PathLike[str] | None, fields: dict[str, Any]
 ) -> MaMeConfig:
-    """`config` (the measured default if None; a file's where it is a path) with the given `fields`
-    over it.
+    """Return `config` with the given `fields` over it.
+
+    Args:
+        config: settings or a file of settings. If None, the measured default.
+        fields: fields of MaMeConfig.
+
+    Returns:
+        The settings.
 
     Raises:
         TypeError: `config` is no MaMeConfig.
@@ -55,19 +62,21 @@ def make_config(
 
 
 class MaMeAttnProcessor:
-    """Merges around the self-attention that is installed: by `tau` as the paper does, whole tokens
-    before it that are restored after it; by `keep` its keys and values.
+    """Merge in the self-attention that the processor is installed on.
+
+    With `tau` whole tokens merge before the attention and are restored after it, as in the paper.
+    With `keep` keys and values merge.
 
     Args:
-        config: a MaMeConfig; None is the measured default.
-        inner: the processor that computes attention; None is what diffusers would install on each
-            module.
-        fields: fields of MaMeConfig but `references`, `mlp_keep`, `block_keep` and `layers`, over
-            those of `config`.
+        config: the settings. If None, the measured default.
+        inner: the processor that computes attention. If None, the one that diffusers installs on
+            each module by default.
+        fields: fields of MaMeConfig except `references`, `mlp_keep`, `block_keep` and `layers`,
+            over those of `config`.
 
     Raises:
         TypeError: `config` is no MaMeConfig, or `inner` no processor.
-        ValueError: a field is unknown or out of its range, or one that a processor can't take.
+        ValueError: a field is unknown, out of its range, or not supported by a processor.
     """
 
     def __init__(
@@ -96,7 +105,7 @@ class MaMeAttnProcessor:
         watch_kernels()
         self.inner = inner
         self._stats: dict[Attention, LayerStats] = {}
-        # Calls that were no self-attention over tokens, by reason.
+        # Number of calls that were no self-attention over tokens, by reason.
         self._passed: Counter[str] = Counter()
         self._warned = False
 
@@ -115,9 +124,26 @@ class MaMeAttnProcessor:
         ip_adapter_masks: Any = None,
         ip_hidden_states: Any = None,
     ) -> Tensor:
-        """The attention's output [B, L, C].
+        """Compute the attention's output [B, L, C].
 
-        Keywords are those that diffusers' processors know: it passes on no others.
+        The keywords are those that diffusers' processors name: diffusers passes no others.
+
+        Args:
+            attn: the attention module.
+            hidden_states: tokens [B, L, C].
+            encoder_hidden_states: tokens of the text in cross-attention, [B, N, C'].
+            attention_mask: see diffusers.
+            temb: see diffusers.
+            image_rotary_emb: see diffusers.
+            query_rotary_emb: see diffusers.
+            key_rotary_emb: see diffusers.
+            rotary_emb: see diffusers.
+            base_sequence_length: see diffusers.
+            ip_adapter_masks: see diffusers.
+            ip_hidden_states: see diffusers.
+
+        Returns:
+            The output [B, L, C].
         """
         if self.inner is None:
             rotary = image_rotary_emb, query_rotary_emb, key_rotary_emb, rotary_emb
@@ -155,10 +181,10 @@ class MaMeAttnProcessor:
         return output
 
     def report(self) -> MaMeReport:
-        """Tokens in and kept per self-attention layer since the last `reset`, in the order of the
-        first calls.
+        """Report tokens in and kept by self-attention layer since the last `reset`.
 
-        Calls inside `torch.compile` are not counted here; `apply_mame` counts them.
+        Layers are in the order of their first calls. Calls within `torch.compile` are not counted
+        here, but `apply_mame` counts them.
 
         Raises:
             NothingMergedError: a forward has run and no layer could merge.
@@ -172,7 +198,7 @@ class MaMeAttnProcessor:
         return make_report(self._stats.values())
 
     def reset(self) -> None:
-        """Forgets all calls."""
+        """Drop all counters."""
         self._stats.clear()
         self._passed.clear()
 
@@ -186,11 +212,11 @@ class MaMeAttnProcessor:
         return self._stats[attn]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles start without counters, which belong to this model's modules."""
+        """Leave the counters out: they belong to this model's modules."""
         return {**self.__dict__, "_stats": {}, "_passed": Counter()}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        """A model that was saved whole merges where nobody has made a processor."""
+        """Watch kernels, since a model that was saved whole merges without a new processor."""
         self.__dict__.update(values)
         watch_kernels()
 
@@ -202,8 +228,16 @@ class MaMeAttnProcessor:
 def _check_replaceable(
     attn: Any, hidden_states: Tensor, encoder_hidden_states: Any, rotary: bool
 ) -> None:
-    """Raises ValueError where diffusers' default processor can't stand in for the one that was
-    replaced.
+    """Check that diffusers' default processor can compute what the replaced processor did.
+
+    Args:
+        attn: the attention module.
+        hidden_states: tokens [B, L, C].
+        encoder_hidden_states: tokens of the text, or a tuple of text and image states.
+        rotary: True if the call has rotary positions.
+
+    Raises:
+        ValueError: it can't.
     """
     lost = ""
     if isinstance(encoder_hidden_states, tuple):

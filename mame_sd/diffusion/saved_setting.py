@@ -1,9 +1,9 @@
-"""Settings that are saved with a model.
+"""Read settings that are saved with a model.
 
 A pipeline's folder may hold `mame.json` (`config.SETTINGS_FILE`), a file of settings such as
-calibration writes: merging takes it where nothing else is given. That of a
-StableDiffusionMaMePipeline holds its merging in model_index.json, in an entry that diffusers passes
-over. The file names StableDiffusionPipeline, so that diffusers alone can load the folder.
+calibration writes. Merging uses it if no other settings are given. The folder of a
+StableDiffusionMaMePipeline holds its settings in an entry of model_index.json that diffusers
+ignores. That file names StableDiffusionPipeline, so that diffusers alone can load the folder.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ from torch import nn
 from mame_sd.config import SETTINGS_FILE, MaMeConfig, check_names
 
 DEFAULT = "default"
-ENTRY = "_mame"  # of model_index.json: diffusers passes over names with a leading underscore
+ENTRY = "_mame"  # in model_index.json; diffusers ignores names with a leading underscore
 
 
 def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
-    """`config`; where it gives no tau, keep or layers, over settings beside the weights that
-    `model`, or the denoisers in an nn.ModuleDict, were loaded from, if there are some.
+    """Return `config`, over settings saved next to the model's weights.
+
+    Args:
+        model: the model, or an nn.ModuleDict of denoisers, that was loaded from a folder.
+        config: the settings. If they have a tau, keep or layers, they are returned as they are.
+
+    Returns:
+        The settings.
 
     Raises:
-        ValueError: a file that can't be used.
+        ValueError: a file of settings is wrong.
     """
     if config.layers is not None or not config.is_open:
         return config
@@ -37,8 +43,8 @@ def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
         own: Any = getattr(part, "config", None)
         place = own.get("_name_or_path") if isinstance(own, dict) else None
         if isinstance(place, (str, PathLike)) and place:
-            folders += [Path(place)] if len(parts) == 1 else []  # the denoiser's own
-            folders.append(Path(place).parent)  # the pipeline's
+            folders += [Path(place)] if len(parts) == 1 else []  # the denoiser's folder
+            folders.append(Path(place).parent)  # the pipeline's folder
     for folder in folders:
         if (folder / SETTINGS_FILE).is_file():
             return MaMeConfig.from_file(folder / SETTINGS_FILE).replace(**config.given)
@@ -46,15 +52,18 @@ def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
 
 
 def uniform(config: MaMeConfig) -> MaMeConfig:
-    """`config`, the same in all layers: without settings beside the model's weights."""
+    """Return `config` for all layers alike, without settings saved next to the model's weights."""
     keys = {} if config.tau is not None else {"keep": config.keep, "mlp_keep": config.mlp_share}
     return config.replace(**keys, layers=None, made_for=None)
 
 
 @dataclass(frozen=True)
 class SavedMerging:
-    """Merging as saved with a pipeline: `config` and whether it is on (off: what further fields
-    give when turned on).
+    """Merging as saved with a pipeline.
+
+    Attributes:
+        config: the settings. If merging is off, those that apply once it is turned on.
+        on: True if merging is on.
     """
 
     config: MaMeConfig
@@ -68,7 +77,15 @@ class SavedMerging:
 def resolve_setting(
     tau: float | str | None, keep: float | None, fields: dict[str, Any] | None
 ) -> MaMeConfig | None:
-    """The settings that (tau, keep, further fields) mean; None is off.
+    """Return the settings for (tau, keep, further fields), or None for off.
+
+    Args:
+        tau: a number, None or "default".
+        keep: a share or None.
+        fields: further fields of MaMeConfig.
+
+    Returns:
+        The settings, or None.
 
     Raises:
         ValueError: a setting is unknown or out of its range, or both tau and keep are given.
@@ -82,17 +99,17 @@ def resolve_setting(
             f"expected tau or keep, got both (tau={tau!r}, keep={keep!r}). Drop one; where one of"
             " them was saved with the pipeline, give it as None"
         )
-    if tau is None and keep is None:  # off: what goes with neither can't be checked
+    if tau is None and keep is None:  # off: without a method only names can be checked
         check_names(fields or {})
         return None
     return MaMeConfig.from_dict({**(fields or {}), "tau": tau, "keep": keep})
 
 
 def read_saved_merging(folder: Path) -> SavedMerging | None:
-    """The merging saved in a pipeline's folder; None for any other pipeline than ours.
+    """Return the merging saved in a pipeline's folder, or None if the pipeline is not ours.
 
     Raises:
-        ValueError: settings that can't be.
+        ValueError: the saved settings are wrong.
     """
     saved = json.loads((folder / "model_index.json").read_text(encoding="utf-8")).get(ENTRY)
     if saved is None:

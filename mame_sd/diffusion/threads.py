@@ -1,13 +1,12 @@
-"""Several threads and tasks that generate with one model: what each call keeps for itself, and
-changes to the model only between calls.
+"""Keep the state of several threads and tasks apart that generate with one model.
 
-What a forward leaves for the layers in it (the step, how tokens lie) belongs to its thread: a
-forward runs on one thread from beginning to end, and no coroutine is resumed in between. What
+State that a forward leaves for its layers (the step, the layout of tokens) belongs to its thread: a
+forward runs on one thread from beginning to end, and no coroutine is resumed in between. State that
 outlives a forward (the settings of `using`, plans that two calls share) belongs to the task
-(contextvars). Hooks and the settings of all are on the model. They change only while no other
-thread is in a forward of it. Nor may one be in a call of a StableDiffusionMaMePipeline with it.
-Between two forwards of another pipeline nobody tells of an image under way: a change then holds
-from its next step on.
+(contextvars). Hooks and the settings for all tasks belong to the model. They change only while no
+other thread is in a forward of the model, or in a call of a StableDiffusionMaMePipeline with it.
+Other pipelines don't report that they are between two forwards of an image: a change then applies
+from the next step on.
 """
 
 from __future__ import annotations
@@ -24,29 +23,28 @@ from mame_sd.forks import free_in_children, in_children
 
 # Held while hooks or settings of a model change.
 CHANGES = free_in_children(threading.RLock())
-# Of each model what the calls under way hold, by thread and kind of call. A call that an interrupt
-# ended lets go of it too.
+# For each model, an object that each running call holds, by thread and kind of call. An interrupted
+# call releases its object too.
 _UNDER_WAY: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, str], weakref.ref[Any]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class PerTask:
-    """A value that each task has its own of: each coroutine that asyncio runs as a task, and each
-    thread. Threads of `asyncio.to_thread` begin with that of the task that started them.
+    """A value of each task: of each coroutine that asyncio runs as a task, and of each thread.
 
-    Compiled graphs, which can't read a ContextVar, take the value that was set last in the thread.
-
-    Copies start without values.
+    Threads of `asyncio.to_thread` inherit the value of the task that started them. Compiled graphs,
+    which can't read a ContextVar, use the value that was last set in the thread. Copies start
+    without values.
     """
 
     def __init__(self) -> None:
         self.var: ContextVar[Any] = ContextVar("mame_sd", default=None)
-        self.mine = threading.local()  # its `value`, for compiled graphs
+        self.mine = threading.local()  # `value` for compiled graphs
 
     @property
     def value(self) -> Any:
-        """This task's; None before it has set one."""
+        """Return this task's value, None before it has set one."""
         if torch.compiler.is_compiling():
             return getattr(self.mine, "value", None)
         return self.var.get()
@@ -61,23 +59,23 @@ class PerTask:
 
 
 class PerThread:
-    """A value of a forward, which each thread has its own of; None before it has set one.
-
-    Args:
-        latest: a thread that has set none reads what any thread has set last. A backward pass,
-            which may run in a thread of its own, thus sees what its forward left.
+    """A value of a forward, one for each thread. It is None before the thread has set one.
 
     Copies start without values.
+
+    Args:
+        latest: if True, a thread that has set no value reads the latest value of any thread. So a
+            backward pass, which may run in another thread, reads the value of its forward.
     """
 
     def __init__(self, latest: bool = False) -> None:
-        self.mine = threading.local()  # its `value`; layers read it there, which costs no call
+        self.mine = threading.local()  # `value`, which layers read directly, to save a call
         self.latest: Any = None
         self._reads_latest = latest
 
     @property
     def value(self) -> Any:
-        """This thread's."""
+        """Return this thread's value."""
         return getattr(self.mine, "value", self.latest)
 
     @value.setter
@@ -91,22 +89,27 @@ class PerThread:
 
 
 def begin(model: nn.Module, call: str, held: Any) -> None:
-    """Notes that a call of `model`, of which a thread has one of a kind at most, is under way in
-    this thread, until `end`, or until nothing holds `held` any more.
+    """Note that a call of `model` runs in this thread, until `end` or until `held` is freed.
+
+    Args:
+        model: the model.
+        call: kind of call. A thread has at most one call of a kind at a time.
+        held: an object that lives as long as the call.
     """
     _UNDER_WAY.setdefault(model, {})[threading.get_ident(), call] = weakref.ref(held)
 
 
 def end(model: nn.Module, call: str) -> None:
-    """Notes that it is over."""
+    """Note that a call of `model` has ended."""
     _UNDER_WAY.get(model, {}).pop((threading.get_ident(), call), None)
 
 
 def check_idle(root: nn.Module, what: str) -> None:
-    """Raise RuntimeError where a call of `root`, or of a model that `root` is part of, is under way
-    in another thread; `what` is to be done, for the message.
+    """Raise RuntimeError if another thread runs a call of `root` or of a model that contains it.
+
+    `what` names the intended change in the message.
     """
-    # A pipeline's denoisers come in a ModuleDict.
+    # Several denoisers of a pipeline are in a ModuleDict.
     roots = list(root.values()) if isinstance(root, nn.ModuleDict) else [root]
     for model, calls in list(_UNDER_WAY.items()):
         other = any(
@@ -122,7 +125,7 @@ def check_idle(root: nn.Module, what: str) -> None:
 
 
 def _forget_other_threads() -> None:
-    """Forget calls of threads that a child process doesn't have."""
+    """Drop calls of threads that a child process does not have."""
     for calls in _UNDER_WAY.values():
         for thread, call in [*calls]:
             if thread != threading.get_ident():

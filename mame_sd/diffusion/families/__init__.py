@@ -1,3 +1,1 @@
-"""Kinds of models: where the image's tokens are in their attention calls, and what goes with
-them.
-"""
+"""Describe kinds of models: where the image's tokens are in their attention calls."""

@@ -1,12 +1,12 @@
-"""How calls of self-attention merge.
+"""Decide how calls of self-attention merge.
 
-In a transformer text may share the sequence or the call, rotary positions come one for each token,
-and a video has frames: a `Family` tells (`SequenceAttention`). In UNets, DiT and PixArt nothing
-stands beside the tokens of one image (`PlainAttention`).
+In a transformer, text may share the sequence or the call, rotary positions are passed for each
+token, and a video has frames: a `Family` describes this (`SequenceAttention`). In UNets, DiT and
+PixArt the attention reads nothing but the tokens of one image (`PlainAttention`).
 
-Text takes no part in merging. With `keep` the image's keys and values merge within the attention
-call, and all else is the processor's own. With `tau` tokens merge before the call, and a merged
-token has the rotary position of its destination.
+Text does not merge. With `keep` the image's keys and values merge within the attention call, and
+the processor computes everything else. With `tau` tokens merge before the call, and a merged token
+has the rotary position of its destination.
 """
 
 from __future__ import annotations
@@ -52,7 +52,12 @@ STOOD_IN = "computed by AttnProcessor2_0 in place of {}"
 
 
 class SequenceAttention(AttentionAdapter):
-    """One attention module of a family."""
+    """Adapter of one attention module of a family.
+
+    Args:
+        module: the module. If None, the arguments' names and the width of a head are unknown.
+        family: its family.
+    """
 
     def __init__(self, module: nn.Module | None, family: Family) -> None:
         super().__init__(module)
@@ -61,7 +66,7 @@ class SequenceAttention(AttentionAdapter):
         self.width = None if module is None else head_width(module)
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
-        """See `AttentionAdapter`."""
+        """Decide how a call merges, see `AttentionAdapter`."""
         family, given = self.family, call.arguments
         hidden = given.get(self.hidden)
         if not isinstance(hidden, Tensor) or hidden.dim() not in (
@@ -107,14 +112,17 @@ class SequenceAttention(AttentionAdapter):
         return Route(call, config, known, first, before, behind, note, job=job)
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
-        """The image's tokens."""
+        """Return the number of the image's tokens, or 0 if it is unknown."""
         hidden = call.arguments.get(self.hidden)
         if isinstance(hidden, Tensor) and hidden.dim() == 4:
             return int(hidden.shape[2] * hidden.shape[3])
         return 0 if known is None or known.unknown else known.count
 
     def _tokens_merged(self, route: Route, plan: Plan) -> Any:
-        """The attention's output of merged tokens, restored; all others as computed beside them."""
+        """Compute the attention of merged tokens and restore them.
+
+        Text and other tokens keep the output that was computed with the merged tokens.
+        """
         changes, call = _with_merged_inputs(self.family, route, plan), route.call
         if self.family.select is not None:
             changes |= self.family.select(call.arguments, _rows(route.tokens, plan.kept))
@@ -132,17 +140,21 @@ class SequenceAttention(AttentionAdapter):
 
 
 class PlainAttention(SequenceAttention):
-    """A diffusers Attention over the tokens of one image, with nothing beside them.
+    """Adapter of a diffusers Attention that reads the tokens of one image alone.
 
-    The installed processor computes the attention, also what it does before and after it. One that
-    calls no attention that can be intercepted is stood in for by diffusers' `AttnProcessor2_0`.
+    The installed processor computes the attention, and its own steps before and after it. A
+    processor whose attention call can't be intercepted is replaced by diffusers'
+    `AttnProcessor2_0`.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
         super().__init__(module, NOTHING_BESIDE)
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
-        """See `AttentionAdapter`. Where `known` is None, `guessed` says how the tokens lie."""
+        """Decide how a call merges, see `AttentionAdapter`.
+
+        If `known` is None, `guessed` gives the layout of the tokens.
+        """
         reason = fixed_reason(call.module)
         if reason is not None:
             return reason
@@ -154,7 +166,7 @@ class PlainAttention(SequenceAttention):
         if known is None and isinstance(hidden, Tensor) and hidden.dim() == 3:
             known = guessed(hidden.shape[1], config.size)
         route = super().route(call, known, config)
-        stood_in = type(call.processor) in STOOD_IN_FOR  # none of the user's that derive from them
+        stood_in = type(call.processor) in STOOD_IN_FOR  # not the user's derived classes
         if isinstance(route, str) or config.tau is not None or not stood_in:
             return route
         notes = filter(None, (route.note, STOOD_IN.format(call.kind)))
@@ -163,20 +175,28 @@ class PlainAttention(SequenceAttention):
         return replace(route, note=". ".join(notes), run=run, job={**route.job, **scale})
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
-        """Its tokens, whether they lie as is known or not."""
+        """Return the number of tokens, even if their layout is unknown."""
         return AttentionAdapter.count(self, call, known)
 
     def _tokens_merged(self, route: Route, plan: Plan) -> Tensor:
-        """The attention's output [B, L, C] of merged tokens, restored (MaMe, then MaRe)."""
+        """Compute the attention [B, L, C] of merged tokens and restore them (MaMe, then MaRe)."""
         merged = plan.merge(route.call.arguments[self.hidden])
         return plan.restore(route.call.run(hidden_states=merged))
 
 
 def guessed(length: int, size: tuple[int, int] | None) -> Tokens:
-    """How `length` tokens of an image lie: in a level of the latent's `size`, whose sides halve,
-    rounded up, from level to level; where that is not given in a square, or else unknown.
+    """Guess the layout of `length` tokens of an image.
+
+    Args:
+        length: number of tokens.
+        size: latent height and width. The tokens are a level of this size, whose sides halve from
+            level to level, rounded up. If None, the tokens are a square, or else their layout is
+            unknown.
+
+    Returns:
+        The layout.
     """
-    count = index(length)  # a plain number under torch.compile too, where sizes may be symbols
+    count = index(length)  # sizes may be symbols under torch.compile
     if size is None:
         side = math.isqrt(count)
         return Tokens((side, side) if side * side == count else (count,))
@@ -189,8 +209,9 @@ def guessed(length: int, size: tuple[int, int] | None) -> Tokens:
 
 
 def fixed_reason(attn: Any) -> str | None:
-    """Why `PlainAttention` may never merge this module, whatever it is called with; None if it
-    may.
+    """Return why `PlainAttention` can never merge this module, or None if it can.
+
+    The reason does not depend on the arguments of a call.
     """
     if not isinstance(attn, Attention):
         return f"{type(attn).__name__} is no diffusers Attention"
@@ -206,8 +227,15 @@ def fixed_reason(attn: Any) -> str | None:
 
 
 def _compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:
-    """What similarity compares of tokens [B, L, C]: them ("x"), their keys ("k"), or keys averaged
-    over heads ("k-mean").
+    """Return the feature of tokens [B, L, C] that similarity compares.
+
+    Args:
+        attn: the attention module.
+        hidden_states: the tokens [B, L, C].
+        kind: "x" (the tokens), "k" (their keys), or "k-mean" (keys averaged over heads).
+
+    Returns:
+        The feature [B, L, d].
     """
     if kind == "x":
         return hidden_states
@@ -216,8 +244,9 @@ def _compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:
 
 
 def _skips_scores(attn: Any) -> bool:
-    """Whether diffusers' layer skip puts values instead of attention, which it does where there are
-    as many as queries.
+    """Return True if diffusers' layer skip replaces attention by the values.
+
+    It does so only if there are as many values as queries.
     """
     registry = getattr(attn, "_diffusers_hook", None)
     return registry is not None and any(
@@ -233,9 +262,18 @@ def _skip_reason(
     first: int | None,
     hidden: Tensor,
 ) -> str | None:
-    """Why this call of a layer passes through untouched; None if it may merge.
+    """Return why this call of a layer is not merged, or None if it may merge.
 
-    `first`: where the tokens begin in the first of the inputs, `hidden`.
+    Args:
+        layer: adapter of the layer.
+        call: the call.
+        tokens: layout of the tokens.
+        config: the settings.
+        first: position of the first token in `hidden`, or None if the tokens aren't in it.
+        hidden: the first of the inputs, [B, L, C].
+
+    Returns:
+        The reason, or None.
     """
     family, given = layer.family, call.arguments
     joint = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
@@ -273,8 +311,17 @@ def _skip_reason(
 
 
 def _text_length(family: Family, given: Call, tokens: Tokens) -> int:
-    """How many keys of text stand beside those of the tokens of a joint call."""
-    if family.keys is not None:  # the image's tokens among them
+    """Return the number of text keys that a joint call adds to those of its tokens.
+
+    Args:
+        family: the family.
+        given: arguments of the attention by name.
+        tokens: layout of the tokens.
+
+    Returns:
+        The number of keys, 0 if there is no text.
+    """
+    if family.keys is not None:  # it holds the image's tokens too
         return int(given[family.keys].shape[1]) - tokens.count
     text = given.get(family.text) if family.joint and family.text not in family.inputs else None
     if text is not None:
@@ -284,12 +331,21 @@ def _text_length(family: Family, given: Call, tokens: Tokens) -> int:
 
 
 def _sequence(t: Tensor) -> Tensor:
-    """Tokens [B, L, C] of [B, L, C], of one sample's [L, C] or of an image [B, C, H, W]."""
+    """Return tokens [B, L, C] of [B, L, C], of one sample's [L, C] or of an image [B, C, H, W]."""
     return t.flatten(2).transpose(1, 2) if t.dim() == 4 else t.unsqueeze(0) if t.dim() == 2 else t
 
 
 def _with_merged_inputs(family: Family, route: Route, plan: Plan) -> dict[str, Any]:
-    """The inputs, the image's tokens in them merged, those before and after them as they are."""
+    """Return the inputs with the image's tokens merged, and other tokens as they are.
+
+    Args:
+        family: the family.
+        route: how the call merges.
+        plan: the plan of merging.
+
+    Returns:
+        The inputs by name.
+    """
     tokens, merged = route.tokens, {}
     for value in (route.call.arguments[name] for name in family.inputs):
         if id(value) not in merged:
@@ -301,8 +357,9 @@ def _with_merged_inputs(family: Family, route: Route, plan: Plan) -> dict[str, A
 
 
 def _rows(tokens: Tokens, kept: Tensor) -> Rows:
-    """Picks the rows of the `kept` tokens along a dimension that counts the image's, or the whole
-    sequence's.
+    """Return a function that selects the rows of the `kept` tokens along a dimension.
+
+    The dimension counts the image's tokens or those of the whole sequence.
     """
 
     def pick(t: Tensor, dim: int) -> Tensor:
@@ -315,8 +372,17 @@ def _rows(tokens: Tokens, kept: Tensor) -> Rows:
 
 
 def _unlike(given: Call, select: Any, tokens: Tokens) -> str | None:
-    """Why the rows of this call's arguments are not those of its tokens, or a mask sees some of the
-    tokens otherwise than others; None where neither is so.
+    """Return why whole tokens of this call can't merge, or None if they can.
+
+    Either an argument's rows don't match the tokens, or a mask hides some of the tokens.
+
+    Args:
+        given: arguments of the attention by name.
+        select: the family's `select`.
+        tokens: layout of the tokens.
+
+    Returns:
+        The reason, or None.
     """
     wrong: list[str] = []
     masked: list[str] = []

@@ -1,9 +1,8 @@
-"""Where a transformer's image lies among its tokens, read from the arguments of the model's
-forward, by kind of model.
+"""Read the layout of a transformer's tokens from the arguments of the model's forward.
 
-Each function takes (model, arguments) and gives `Tokens`, or the reason why they can't be told.
-What makes one (`pixels`, `along`) gives a partial of a function of this module, which is pickled
-with a model that is saved whole.
+There is one function for each kind of model. It takes (model, arguments) and returns `Tokens`, or
+the reason why the layout is unknown. Functions that make a layout (`pixels`, `along`) return a
+partial of a function of this module, which is pickled with a model that is saved whole.
 """
 
 from __future__ import annotations
@@ -25,19 +24,20 @@ from mame_sd.diffusion.families.family import Rows, is_one_of
 
 Layout = Callable[[Any, Call], Tokens | str | None]
 Dims = int | tuple[int, ...] | list[int | None]
-# Modules whose first input is an image [B, C, H, W] and whose blocks see its pixels, or patches, as
-# tokens. KAttentionBlock is that of the latent upscaler's UNet.
+# Modules whose first input is an image [B, C, H, W], whose pixels or patches are the tokens.
+# KAttentionBlock is a part of the latent upscaler's UNet.
 UNET_TRANSFORMERS = ("Transformer2DModel", "TransformerSpatioTemporalModel", "KAttentionBlock")
 IMAGE_MODULES = (*UNET_TRANSFORMERS, "DiTTransformer2DModel", "PixArtTransformer2DModel")
 UNLIKE = "samples of a batch have their image's tokens at other positions"
 
 
 def reads(*names: str) -> Callable[[Layout], Layout]:
-    """Make a layout that reads values of the arguments of these names remember what it gave.
+    """Cache a layout that reads values of the arguments of these names.
 
-    Reading waits for the device, and a pipeline gives the same tensors at each step. What it gave
-    holds for the same model and tensors, unchanged as PyTorch counts it, where all other tensors
-    have the same shapes. What nothing counts, such as tensors of inference mode, is read each time.
+    Reading waits for the device, and a pipeline passes the same tensors at each step. The cached
+    layout is used for the same model and the same unchanged tensors, if all other tensors have the
+    same shapes. Tensors whose changes PyTorch does not count, such as inference tensors, are read
+    each time.
     """
 
     def decorated(layout: Layout) -> Layout:
@@ -69,14 +69,15 @@ def reads(*names: str) -> Callable[[Layout], Layout]:
 
 
 def patches(model: Any, call: Call) -> Tokens:
-    """An image [B, C, H, W] or a video [B, C, T, H, W] in patches of the model's size."""
+    """Return the layout of an image [B, C, H, W] or a video [B, C, T, H, W], in patches."""
     given = next(call[name] for name in ("hidden_states", "controls_latents") if name in call)
     return Tokens(_cut(given.shape[2:], model.config))
 
 
 def image_or_patches(module: Any, call: Call) -> Tokens | None:
-    """UNets, DiT and PixArt: an image [B, C, H, W], of which a UNet's Transformer2DModel sees the
-    pixels, the others patches.
+    """Return the layout of an image [B, C, H, W] in a UNet, DiT or PixArt.
+
+    The tokens of a UNet's Transformer2DModel are pixels, those of the others are patches.
     """
     image = call.get("hidden_states")
     if not isinstance(image, Tensor) or image.dim() != 4:
@@ -88,7 +89,7 @@ def image_or_patches(module: Any, call: Call) -> Tokens | None:
 
 
 def pixels(name: str) -> Layout:
-    """An image [..., H, W], the argument of that name, each pixel a token."""
+    """Return a layout of an image [..., H, W], the argument of that name. Each pixel is a token."""
     return partial(_pixels, name)
 
 
@@ -97,15 +98,17 @@ def _pixels(name: str, model: Any, call: Call) -> Tokens:
 
 
 def of_levels(model: Any, call: Call) -> None:
-    """A UNet whose attention is called with images [B, C, H, W], which tell their own rows and
-    columns.
+    """Return None for a UNet whose attention is called with images [B, C, H, W].
+
+    These have their own rows and columns at each level.
     """
     return
 
 
 def sides_at(*axes: int) -> Layout:
-    """A video or image, `hidden_states`, whose (t, h, w) or (h, w) are at these axes, in patches
-    of the model's size.
+    """Return a layout of a video or image, `hidden_states`, in patches of the model's size.
+
+    Its (t, h, w) or (h, w) are at these axes.
     """
     return partial(_sides_at, axes)
 
@@ -116,15 +119,25 @@ def _sides_at(axes: tuple[int, ...], model: Any, call: Call) -> Tokens:
 
 
 def amused(model: Any, call: Call) -> Tokens:
-    """Codes of an image [B, H, W], one token each, or one for four where the model halves sides
-    first.
+    """Return the layout of the codes of an image [B, H, W].
+
+    Each code is a token, or four codes are if the model first halves the sides.
     """
     side = 2 if model.config["downsample"] else 1
     return Tokens(tuple(n // side for n in call["input_ids"].shape[-2:]))
 
 
 def in_sequence(layout: Layout, before: int | None = 0, after: int | None = 0) -> Layout:
-    """What `layout` says, with other tokens in the same sequence; None: any number (`Tokens`)."""
+    """Return a layout with other tokens in the same sequence.
+
+    Args:
+        layout: layout of the image.
+        before: number of tokens before the image. If None, any number.
+        after: number of tokens after the image. If None, any number (see `Tokens`).
+
+    Returns:
+        The layout.
+    """
     return partial(_in_sequence, layout, before, after)
 
 
@@ -137,16 +150,18 @@ def _in_sequence(
 
 @reads("img_ids")
 def packed(model: Any, call: Call) -> Tokens | str:
-    """Flux and its kin: tokens [B, L, C] with their (image, row, column) in `img_ids`; tokens of
-    further images stay as they are. A further image may bear the first one's number: it begins
-    where places repeat or jump. (Right below the first one nothing tells it from a taller image.)
-    Rows and columns are unknown where those of the first image are no grid, row after row.
+    """Return the layout of tokens [B, L, C] of Flux and similar models.
+
+    Their (image, row, column) are in `img_ids`. Tokens of further images stay as they are. A
+    further image may have the same number as the first: it begins where positions repeat or jump.
+    (Directly below the first image it can't be told from a taller image.) Rows and columns are
+    unknown if the first image is no grid, row by row.
     """
     if call.get("kv_cache_mode") == "extract":
         return "this call fills a cache of reference images"
-    ids = call["img_ids"]  # [L, 3 or more], or of a batch
+    ids = call["img_ids"]  # [L, 3 or more], or [B, L, 3 or more]
     ids = (ids[0] if ids.dim() == 3 else ids).cpu().long()
-    mode = int(getattr(model, "union", False))  # of a ControlNet-Union: a token before the text
+    mode = int(getattr(model, "union", False))  # ControlNet-Union has a token before the text
     before = mode + call["encoder_hidden_states"].shape[1]
     conditions = call.get("image_cond_hidden_states")
     behind = 0 if conditions is None else conditions.shape[1]
@@ -163,12 +178,14 @@ def packed(model: Any, call: Call) -> Tokens | str:
 
 
 def qwen_image(model: Any, call: Call) -> Tokens:
-    """Qwen-Image: `img_shapes`, one (t, h, w) for each sample, or a list of them, the generated
-    image's first.
+    """Return the layout of Qwen-Image.
+
+    `img_shapes` holds one (t, h, w) for each sample, or a list of them with the generated image's
+    first.
     """
     shapes = call["img_shapes"][0]
     first, *others = shapes if isinstance(shapes, list) else [shapes]
-    if model.config.get("use_layer3d_rope"):  # Qwen-Image-Layered makes several images at once
+    if model.config.get("use_layer3d_rope"):  # Qwen-Image-Layered generates several images
         others = []
     text, image = call["encoder_hidden_states"].shape[1], call["hidden_states"].shape[1]
     return Tokens(
@@ -177,15 +194,17 @@ def qwen_image(model: Any, call: Call) -> Tokens:
 
 
 def qwen_image_21(model: Any, call: Call) -> Tokens:
-    """Qwen-Image 2.1: text and reference images first; `img_shapes` of the first sample ends with
-    the generated image's (t, h, w).
+    """Return the layout of Qwen-Image 2.1, with text and reference images first.
+
+    `img_shapes` of the first sample ends with the generated image's (t, h, w).
     """
     return Tokens(_flat(call["img_shapes"][0][-1]), before=None)
 
 
 def joyimage(model: Any, call: Call) -> Tokens:
-    """JoyImage: a video, or items [B, N, C, T, H, W] of which the last is generated and stands
-    first among the tokens.
+    """Return the layout of JoyImage: a video, or items [B, N, C, T, H, W].
+
+    The last of the items is generated, and its tokens come first.
     """
     shape = call["hidden_states"].shape
     size = _cut(shape[-3:], model.config)
@@ -194,15 +213,21 @@ def joyimage(model: Any, call: Call) -> Tokens:
 
 
 def joyimage_edit_plus(model: Any, call: Call) -> Tokens | str:
-    """JoyImage Edit Plus: for each sample a list of (t, h, w), the generated image's first."""
+    """Return the layout of JoyImage Edit Plus.
+
+    Each sample has a list of (t, h, w), with the generated image's first.
+    """
     every = {tuple(map(_flat, shapes[1:])) for shapes in call["shape_list"]}
-    references = every.pop() if len(every) == 1 else ()  # else each sample's have other places
+    references = every.pop() if len(every) == 1 else ()  # else positions differ by sample
     firsts = (_flat(shapes[0]) for shapes in call["shape_list"])
     return _alike(Tokens(size, after=None, references=references) for size in firsts)
 
 
 def ltx2(model: Any, call: Call) -> Tokens | str:
-    """LTX-2: the sides are arguments; tokens that conditions add stand behind."""
+    """Return the layout of LTX-2, whose sides are arguments.
+
+    Tokens that conditions add follow the video.
+    """
     sides: list[Any] = [call.get(name) for name in ("num_frames", "height", "width")]
     if None in sides:
         return "num_frames, height and width are not given"
@@ -212,9 +237,11 @@ def ltx2(model: Any, call: Call) -> Tokens | str:
 
 @reads("video_coords")
 def ltx(model: Any, call: Call) -> Tokens | str:
-    """LTX: the sides are arguments, or each token's time, row and column are, `video_coords`
-    [B, 3, L]. Frames that conditions add stand before the video, which begins at the last frame
-    that is not later than the one before it.
+    """Return the layout of LTX.
+
+    The sides are arguments, or `video_coords` [B, 3, L] holds each token's time, row and column.
+    Frames that conditions add precede the video, which begins at the last frame that is not later
+    than the frame before it.
     """
     coordinates = call.get("video_coords")
     if coordinates is None:
@@ -233,28 +260,34 @@ def ltx(model: Any, call: Call) -> Tokens | str:
 
 
 def in_a_row(model: Any, call: Call) -> Tokens:
-    """Tokens [B, L, C] of which nothing tells rows and columns."""
+    """Return the layout of tokens [B, L, C] whose rows and columns are unknown."""
     return Tokens((call["hidden_states"].shape[1],))
 
 
 def aura_flow(model: Any, call: Call) -> Tokens:
-    """AuraFlow: its last blocks see register tokens, text and image in one sequence."""
+    """Return the layout of AuraFlow.
+
+    Its last blocks read register tokens, text and image in one sequence.
+    """
     text = call["encoder_hidden_states"].shape[1] + model.register_tokens.shape[1]
     return replace(patches(model, call), before=text)
 
 
 @reads("position_ids")
 def krea2(model: Any, call: Call) -> Tokens:
-    """Krea 2: text, then the image, with its rows and columns in `position_ids` [L, 3]."""
+    """Return the layout of Krea 2: text, then the image.
+
+    `position_ids` [L, 3] holds rows and columns.
+    """
     places = call["position_ids"][-call["hidden_states"].shape[1] :, 1:3]
     return Tokens(_grid(places.cpu().long()), before=None)
 
 
 @reads("indicator", "position_ids")
 def ideogram4(model: Any, call: Call) -> Tokens | str:
-    """Ideogram 4: padding, text and the image in one sequence.
+    """Return the layout of Ideogram 4: padding, text and the image in one sequence.
 
-    `indicator` [B, L] tells which tokens are the image's, `position_ids` [B, L, 3] their rows and
+    `indicator` [B, L] marks the image's tokens, and `position_ids` [B, L, 3] holds their rows and
     columns.
     """
     constant = sys.modules[type(model).__module__].OUTPUT_IMAGE_INDICATOR
@@ -271,32 +304,38 @@ def ideogram4(model: Any, call: Call) -> Tokens | str:
 
 @reads("video_indices", "position_ids")
 def minimax_h3(model: Any, call: Call) -> Tokens | str:
-    """MiniMax H3: `video_indices` [n] among text and sound, `position_ids` [L, 3] with the
-    generated video's frames last.
+    """Return the layout of MiniMax H3.
+
+    `video_indices` [n] are the video's positions among text and sound, and `position_ids` [L, 3]
+    has the generated video's frames last.
     """
     at, places = call["video_indices"].cpu(), call["position_ids"].cpu()
     ids, end = places[at, 1:], int(at[-1]) + 1
-    begins = (ids == ids[0]).all(-1).nonzero()  # where a frame begins
+    begins = (ids == ids[0]).all(-1).nonzero()  # positions where frames begin
     area = int(begins[1]) if len(begins) > 1 else len(at)
     h = len(ids[:area, 0].unique())
     if area % h:
         return "the frames are no grid"
     behind = torch.arange(end - len(at), end, device=at.device)
-    run = int((at == behind).flip(0).long().cumprod(0).sum())  # that follow one another at the end
+    run = int((at == behind).flip(0).long().cumprod(0).sum())  # consecutive tokens at the end
     frames = max(run // area, 1)
     return Tokens((frames, h, area // h), end - frames * area, places.shape[0] - end)
 
 
 @reads("encoder_attention_mask")
 def lumina2(model: Any, call: Call) -> Tokens | str:
-    """Lumina 2: the caption, then the image; captions of unequal length put the image elsewhere."""
+    """Return the layout of Lumina 2: the caption, then the image.
+
+    Captions of unequal length put the images of a batch at different positions.
+    """
     image, lengths = patches(model, call), call["encoder_attention_mask"].sum(1).tolist()
     return _alike(replace(image, before=length) for length in lengths)
 
 
 def z_image(model: Any, call: Call) -> Tokens | str:
-    """Z-Image: a list of images [C, T, H, W], each filled up to a multiple of 32 tokens, and behind
-    it its caption.
+    """Return the layout of Z-Image: a list of images [C, T, H, W].
+
+    Each image is padded to a multiple of 32 tokens and followed by its caption.
     """
     if isinstance(call["x"][0], list):
         return _alike(_omni(call, number) for number in range(len(call["x"])))
@@ -304,7 +343,7 @@ def z_image(model: Any, call: Call) -> Tokens | str:
 
 
 def _z_sides(call: Call, image: Tensor) -> tuple[int, int, int]:
-    """(t, h, w) in Z-Image's patches of an image [C, T, H, W]."""
+    """Return (t, h, w) of an image [C, T, H, W] in Z-Image's patches."""
     side, depth = call.get("patch_size", 2), call.get("f_patch_size", 1)
     t, h, w = image.shape[1:]
     return t // depth, h // side, w // side
@@ -312,21 +351,21 @@ def _z_sides(call: Call, image: Tensor) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class _InWhole(Tokens):
-    """Tokens in a sequence of a known length, and in no other."""
+    """Tokens in a sequence of a known length, and in no other sequence."""
 
     def start(self, length: int) -> int | None:
-        """See `Tokens`."""
+        """Return the position of the first token, see `Tokens`."""
         assert self.before is not None
         whole = self.before + self.count + (self.after or 0)
         return self.before if length == whole else None
 
 
 def _omni(call: Call, number: int) -> Tokens:
-    """Z-Image with references: of each sample captions, images, and what SigLIP sees of them.
+    """Return the layout of a sample of Z-Image with references: captions, images, SigLIP features.
 
-    The generated image is the last one. Each part is filled up to a multiple of 32 tokens. One that
-    is absent is 32 tokens too. The refiner's sequence of images alone is another one, and stays
-    whole, whatever its length.
+    The generated image is the last one. Each part is padded to a multiple of 32 tokens, and an
+    absent part is 32 tokens too. The refiner's sequence of images alone is a different one, which
+    does not merge, whatever its length.
     """
 
     def filled(count: int) -> int:
@@ -344,8 +383,10 @@ def _omni(call: Call, number: int) -> Tokens:
 
 @reads("encoder_attention_mask")
 def bria_fibo2(model: Any, call: Call) -> Tokens | str:
-    """Bria FIBO 2: tokens that stand for the text before the image, and references behind it;
-    behind all where samples have unequal numbers of them.
+    """Return the layout of Bria FIBO 2.
+
+    Tokens that stand for the text precede the image, and references follow it. If samples have
+    unequal numbers of such tokens, they follow everything else.
     """
     from diffusers.models.transformers.transformer_bria_fibo2 import compute_gist_count
 
@@ -360,8 +401,9 @@ def bria_fibo2(model: Any, call: Call) -> Tokens | str:
 
 
 def hidream(model: Any, call: Call) -> Tokens | str:
-    """HiDream: an image [B, C, H, W], or packed tokens with `img_sizes`; filled up to the largest
-    size if it is no square.
+    """Return the layout of HiDream: an image [B, C, H, W], or packed tokens with `img_sizes`.
+
+    Tokens are padded to the largest size if the image is not square.
     """
     if call["hidden_states"].dim() == 4:
         return replace(patches(model, call), after=None)
@@ -371,8 +413,9 @@ def hidream(model: Any, call: Call) -> Tokens | str:
 
 
 def cosmos3(model: Any, call: Call) -> Tokens | str:
-    """Cosmos 3: the vision tokens among those that are generated, behind which sound and actions
-    may stand.
+    """Return the layout of Cosmos 3: the vision tokens among the generated ones.
+
+    Sound and actions may follow them.
     """
     shapes = call["vision_token_shapes"]
     if len(shapes) != 1:
@@ -381,13 +424,13 @@ def cosmos3(model: Any, call: Call) -> Tokens | str:
 
 
 def _alike(samples: Iterable[Tokens]) -> Tokens | str:
-    """How the tokens of all samples of a batch lie."""
+    """Return the layout that all samples of a batch share, or the reason if they differ."""
     found = set(samples)
     return found.pop() if len(found) == 1 else UNLIKE
 
 
 def _cut(sides: Any, config: Any) -> tuple[int, ...]:
-    """Sides (t, h, w) or (h, w) in patches as `config` says."""
+    """Return sides (t, h, w) or (h, w) in patches of the size in `config`."""
     size, deep = config["patch_size"], config.get("patch_size_t")
     patch = ((deep or 1, size, size) if isinstance(size, int) else tuple(size))[-len(sides) :]
     cut = tuple(n // p for n, p in zip(sides, patch, strict=True))
@@ -395,13 +438,13 @@ def _cut(sides: Any, config: Any) -> tuple[int, ...]:
 
 
 def _flat(size: Any) -> tuple[int, ...]:
-    """(t, h, w), of one frame (h, w)."""
+    """Return (t, h, w), or (h, w) for a single frame."""
     t, h, w = (int(n) for n in size)
     return (t, h, w) if t > 1 else (h, w)
 
 
 def _grid(places: Tensor) -> tuple[int, ...]:
-    """(h, w) of (row, column) pairs [L, 2] that are a grid, row after row, else (L,)."""
+    """Return (h, w) of (row, column) pairs [L, 2] that are a grid, row by row, else (L,)."""
     places = places - places.amin(0)
     h, w = (int(n) + 1 for n in places.amax(0))
     if len(places) == h * w:
@@ -412,8 +455,9 @@ def _grid(places: Tensor) -> tuple[int, ...]:
 
 
 def _images(places: Tensor) -> list[tuple[int, ...]]:
-    """(h, w) of each of the grids, row after row, that (row, column) pairs [L, 2] consist of; one
-    (L,) where they don't, or where one has a single row or column.
+    """Return (h, w) of each grid that (row, column) pairs [L, 2] consist of, row by row.
+
+    The result is one (L,) if they aren't grids, or one of them has a single row or column.
     """
     sizes: list[tuple[int, ...]] = []
     rest = places
@@ -431,11 +475,11 @@ def _images(places: Tensor) -> list[tuple[int, ...]]:
 
 
 def along(**dims: Dims) -> Callable[[Call, Rows], dict[str, Any]]:
-    """A `select` of arguments that hold one row per token along these dimensions: a tensor, or
-    tuples, lists and dicts of them, as (cos, sin) is.
+    """Return a `select` for arguments with one row per token along these dimensions.
 
-    A dimension of size 1 holds for all tokens. A list has the dimension of each part of a tuple,
-    None where it stays.
+    An argument may be a tensor, or tuples, lists and dicts of tensors, such as (cos, sin). A
+    dimension of size 1 applies to all tokens. A list gives the dimension for each part of a tuple,
+    None for parts that stay as they are.
     """
     return partial(_select, dims)
 

@@ -1,5 +1,7 @@
-"""diffusers' attention processors of UNets, DiT and PixArt: which of them compute attention and
-nothing else, what diffusers installs by itself, and calling one as diffusers does.
+"""List diffusers' attention processors of UNets, DiT and PixArt, and call them as diffusers does.
+
+The lists tell which processors compute attention and nothing else, and which ones diffusers
+installs.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from diffusers.models.attention_processor import Attention
 PLAIN = processors.AttnProcessor2_0()
 _ADDED_KV = processors.AttnAddedKVProcessor2_0()
 _UNSCALED = processors.AttnProcessor()
-# Processors that compute attention by other functions than can be intercepted.
+# Processors whose attention functions can't be intercepted.
 STOOD_IN_FOR = tuple(
     getattr(processors, name)
     for name in ("AttnProcessor", "SlicedAttnProcessor", "XFormersAttnProcessor")
 )
-# Processors that compute self-attention of the given tokens and nothing else.
+# Processors that compute nothing but self-attention of the given tokens.
 PLAIN_PROCESSORS = frozenset(
     {
         "AttnProcessor",
@@ -39,8 +41,15 @@ PLAIN_PROCESSORS = frozenset(
 
 
 def processed(processor: Any, attn: Attention, /, **arguments: Any) -> Any:
-    """What `processor` gives for a call of `attn`; like diffusers it is passed the arguments that
-    its call names.
+    """Call `processor` for `attn` with the arguments that its call names, as diffusers does.
+
+    Args:
+        processor: the attention processor.
+        attn: the attention module.
+        arguments: arguments of the module's forward by name.
+
+    Returns:
+        The processor's output.
     """
     hidden_states, kind = arguments.pop("hidden_states"), type(processor)
     names = (_KNOWN.get(kind) or _parameters(kind)) | {"encoder_hidden_states", "attention_mask"}
@@ -49,9 +58,9 @@ def processed(processor: Any, attn: Attention, /, **arguments: Any) -> Any:
 
 
 def default_processor(attn: Any) -> Any:
-    """What diffusers installs on `attn` by itself.
+    """Return the processor that diffusers installs on `attn` by default.
 
-    On fused projections too: the separate ones stay and are current.
+    It fits fused projections too: the separate projections stay and have the current weights.
     """
     if not isinstance(attn, Attention):
         return attn._default_processor_cls()
@@ -61,10 +70,10 @@ def default_processor(attn: Any) -> Any:
 
 
 def _parameters(kind: type) -> frozenset[str]:
-    """Names of the keywords that a processor's call takes; `**kwargs` counts for nothing."""
+    """Return the names of the arguments of a processor's call, without `**kwargs`."""
     return frozenset(inspect.signature(kind.__call__).parameters)
 
 
-# Of the processors that diffusers installs by itself. It never changes: a compiled graph would be
-# made again.
+# Arguments of the processors that diffusers installs by default. Never change this dict: compiled
+# graphs would be compiled again.
 _KNOWN = {kind: _parameters(kind) for kind in (type(PLAIN), type(_ADDED_KV), type(_UNSCALED))}

@@ -1,5 +1,6 @@
-"""Models of diffusers that do not merge, each with the reason; a test shows that reason in the
-model's own code.
+"""List models of diffusers that do not merge, each with the reason.
+
+A test finds that reason in the model's own code.
 """
 
 from __future__ import annotations
@@ -50,6 +51,6 @@ def refused_as(module: nn.Module) -> str | None:
 
 
 def known_as(kind: str) -> str:
-    """A model's class about as people name it: "Flux2Transformer2DModel" is Flux 2."""
+    """Return a model's usual name for its class: "Flux2Transformer2DModel" is Flux 2."""
     name = re.sub(r"(?<!^)(Transformer|UNet|DiT)([123]D)?(Model)?$", "", kind)
     return re.sub(r"(?<=[a-zA-Z])(?=\d)(?!\dD)|(?<=\d)(?=[A-CE-Z])", " ", name)

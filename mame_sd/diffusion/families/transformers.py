@@ -1,8 +1,7 @@
-"""The families of diffusers' transformers: which attention there is over an image's or a video's
-tokens, and where they stand.
+"""List the families of diffusers' transformers.
 
-A row of the table reads: name, classes of the model, classes of the attention, where the image
-lies, what holds a row per token. Classes of the attention come with the last part of their path.
+A row of the table reads: name, classes of the model, classes of the attention, layout of the image,
+arguments with a row per token. Classes of the attention have the last part of their path.
 """
 
 from __future__ import annotations
@@ -14,28 +13,29 @@ from mame_sd.diffusion.families import layouts as at
 from mame_sd.diffusion.families.family import REGISTERED, Family, class_names
 from mame_sd.diffusion.families.layouts import along
 
-# Processors that are given the same tokens for queries and keys.
+# Arguments of processors that receive the same tokens for queries and keys.
 TWICE = ("hidden_states", "encoder_hidden_states")
-# (cos, sin), each [L, D], or one tensor of both [2, L, D].
+# (cos, sin), each [L, D], or one tensor [2, L, D] of both.
 ROTARY = along(image_rotary_emb=-2)
 MASKED = along(image_rotary_emb=-2, attention_mask=(-2, -1))
 
 
 def _from_cache(call: Call) -> bool:
-    """Qwen-Image 2.1, Flux 2, Sana-WM: keys of the prompt and of reference images come from an
-    earlier call.
+    """Return True if keys of the prompt and of reference images come from an earlier call.
+
+    This reads the arguments of Qwen-Image 2.1, Flux 2 and Sana-WM.
     """
     return call.get("kv_cache_mode") in ("cached", "inject", "inject_and_capture_post_rope")
 
 
 def _from_object(call: Call) -> bool:
-    """GLM-Image: the cache says what it does."""
+    """Return True if GLM-Image reads keys from its cache, by the cache's own mode."""
     return getattr(call.get("kv_cache"), "mode", None) == "read"
 
 
 # fmt: off
 BUILT_IN = (
-    # Text beside the image in the same call, or none.
+    # Text is in the same call as the image, or there is none.
     Family("HunyuanDiT", ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"), ("Attention.attn1",),
            at.patches, ROTARY),
     Family("Lumina", ("LuminaNextDiT2DModel",), ("Attention.attn1",), at.patches,
@@ -49,7 +49,7 @@ BUILT_IN = (
            ("Attention.attn", "Attention.attn2"), at.patches, joint="last", parallel=True),
     Family("AuraFlow", ("AuraFlowTransformer2DModel",), ("Attention.attn",), at.aura_flow,
            joint="first"),
-    # Flux and its kin: the image's places are in `img_ids`.
+    # Flux and similar models: positions of the image's tokens are in `img_ids`.
     Family("Flux", ("FluxTransformer2DModel", "FluxControlNetModel"), ("FluxAttention",), at.packed,
            ROTARY, outputs=(0, 2), eager=True, references=True, joint="first"),
     Family("Chroma", ("ChromaTransformer2DModel",), ("FluxAttention",), at.packed, MASKED,
@@ -65,7 +65,7 @@ BUILT_IN = (
            ROTARY, eager=True, joint="first"),
     Family("LongCat-Image", ("LongCatImageTransformer2DModel",), ("LongCatImageAttention",),
            at.packed, ROTARY, eager=True, references=True, joint="first"),
-    # Joint attention, the text's keys first.
+    # Joint attention with the text's keys first.
     Family("Qwen-Image", ("QwenImageTransformer2DModel", "QwenImageControlNetModel"),
            ("Attention.attn",), at.qwen_image,
            along(image_rotary_emb=[0, None], attention_mask=-1),  # masks: before diffusers 0.38
@@ -82,7 +82,7 @@ BUILT_IN = (
            at.patches, ROTARY, joint="first"),
     Family("PRX", ("PRXTransformer2DModel",), ("PRXAttention.attention",), at.patches,
            along(image_rotary_emb=2), mask=True, joint="first"),
-    # Joint attention, the text's keys last.
+    # Joint attention with the text's keys last.
     Family("HunyuanVideo", ("HunyuanVideoTransformer3DModel",), ("Attention.attn",),
            at.in_sequence(at.patches, after=None), MASKED, outside=("context_embedder",),
            mask=True, joint="last"),
@@ -113,7 +113,7 @@ BUILT_IN = (
     Family("HiDream", ("HiDreamImageTransformer2DModel",), ("HiDreamAttention.attn1",), at.hidream,
            along(image_rotary_emb=1, hidden_states_masks=1), inputs=("norm_hidden_states",),
            text="norm_encoder_hidden_states", joint="last"),
-    # Text and image in one sequence.
+    # Text and image share one sequence.
     Family("Krea 2", ("Krea2Transformer2DModel",), ("Krea2Attention.attn",), at.krea2, MASKED,
            outside=("text_fusion",), mask=True, eager=True),
     Family("Ideogram 4", ("Ideogram4Transformer2DModel",), ("Ideogram4Attention.attention",),
@@ -133,7 +133,7 @@ BUILT_IN = (
            at.minimax_h3, along(rotary_emb=0), outside=("token_refiner",), eager=True),
     Family("Cosmos 3", ("Cosmos3OmniTransformer",), ("Cosmos3PackedMoTAttention.self_attn",),
            at.cosmos3, inputs=("gen_seq",), text="und_seq", queries=False, joint="first"),
-    # Attention of the image's own, with cross-attention to the text beside it.
+    # Self-attention over the image alone, with separate cross-attention to the text.
     Family("Wan",
            ("WanTransformer3DModel", "WanVACETransformer3DModel", "WanAnimateTransformer3DModel",
             "ChronoEditTransformer3DModel"),
@@ -165,7 +165,7 @@ BUILT_IN = (
            outside=("audio_dec_block",), blocks="its blocks are called part by part"),
     Family("Latte", ("LatteTransformer3DModel",), ("Attention.attn1",), at.sides_at(-2, -1),
            outside=("temporal_transformer_blocks",)),
-    # UNets whose attention is not a Transformer2DModel's.
+    # UNets whose attention is not in a Transformer2DModel.
     Family("Amused", ("UVit2DModel",), ("Attention.attn1",), at.amused,
            outside=("down_block", "up_block")),
     Family("DreamLite", ("DreamLiteTransformer2DModel",), ("Attention.attn1",),
@@ -177,8 +177,8 @@ BUILT_IN = (
            keys="encoder_hidden_states", queries=False, joint="last"),
 )
 # fmt: on
-# UNets, DiT, PixArt: self-attention with nothing beside its tokens. Where a processor puts further
-# keys beside them, nothing tells which are the image's, and the layer is left alone.
+# UNets, DiT, PixArt: self-attention over the image's tokens alone. If a processor adds further
+# keys, the image's keys can't be identified, and the layer is not merged.
 NOTHING_BESIDE = Family(
     "UNet",
     at.IMAGE_MODULES,
@@ -186,23 +186,23 @@ NOTHING_BESIDE = Family(
     at.image_or_patches,
     leaves=("image_rotary_emb", "query_rotary_emb", "key_rotary_emb", "rotary_emb"),
 )  # fmt: skip
-# UNets whose attention takes an image [B, C, H, W] and puts the text's keys before its own:
-# Kandinsky 2, DeepFloyd IF, UnCLIP.
+# UNets whose attention takes an image [B, C, H, W] and prepends the text's keys: Kandinsky 2,
+# DeepFloyd IF, UnCLIP.
 ADDED_KEYS = Family("added keys", (), (), at.of_levels, queries=False, joint="first")
 _MODELS = {model: family for family in BUILT_IN for model in family.models}
 
 
 def adds_keys(module: nn.Module) -> bool:
-    """Whether a module is an attention of `ADDED_KEYS`."""
+    """Return True if a module is an attention of `ADDED_KEYS`."""
     kind = type(getattr(module, "processor", None)).__name__
     return kind.startswith("AttnAddedKV") and not getattr(module, "only_cross_attention", True)
 
 
 def family_of(model: nn.Module) -> Family | None:
-    """The family of a model by its class name, or that of a class it derives from; None for an
-    unknown one.
+    """Return the family of a model by the name of its class or of one of its bases.
 
-    Families that users have registered come before the built-in ones.
+    Families that users have registered take precedence over the built-in ones. The result is None
+    for an unknown model.
     """
     for kind in class_names(model):
         for known in (REGISTERED, _MODELS):
