@@ -33,7 +33,7 @@ from mame_sd.diffusion.context import Shared, Tokens
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.interception import running_job
 from mame_sd.diffusion.layer import Entry, LayerHook
-from mame_sd.diffusion.rows import Rows, RowsMode, image_start, running_rows
+from mame_sd.diffusion.rows import Rows, RowsMode, image_start, needs_all_rows, running_rows
 from mame_sd.report import LayerStats
 from mame_sd.upstream import outside_old_graphs
 
@@ -143,6 +143,8 @@ class MLPHook(RestoreHook):
     def start(self, tokens: Tokens, x: Tensor) -> int | None:
         """See `RestoreHook`. Text that joins the image in a block stands as in its attention."""
         start, beside = image_start(tokens, x), x.shape[1] - tokens.count
+        if self.family.shared_mlp:
+            return start if beside == 0 else None
         if start is None and beside > 0 and (tokens.before, tokens.after) == (0, 0):
             start = {"first": beside, "last": 0}.get(self.family.joint or "")
         return start
@@ -189,7 +191,10 @@ class PartHook(RestoreHook):
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         rows = running_rows()
-        if rows is None or any(kwargs.get(name) is not None for name in _BY_TOKEN):
+        by_token = any(kwargs.get(name) is not None for name in _BY_TOKEN)
+        mask = kwargs.get("attention_mask")
+        by_token = by_token or (isinstance(mask, Tensor) and mask.dim() > 2 and mask.shape[-2] > 1)
+        if rows is None or by_token or needs_all_rows(entry.module):
             return entry.inner(*args, **kwargs)
         name, x = _first(args, kwargs)
         part = rows.take(x) if isinstance(x, Tensor) and x.dim() == 3 else None

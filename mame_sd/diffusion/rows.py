@@ -58,9 +58,9 @@ def image_start(tokens: Tokens, t: Tensor) -> int | None:
 
 
 class RowsMode(TorchFunctionMode):
-    """While entered, modules of a block compute the given rows alone."""
+    """While entered, modules of a block compute the given rows alone; all rows if None is given."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows | None) -> None:
         super().__init__()
         self.rows = rows
 
@@ -77,3 +77,12 @@ def running_rows() -> Rows | None:
         if isinstance(mode, RowsMode):
             return mode.rows
     return None
+
+
+def needs_all_rows(attention: Any) -> bool:
+    """Return True if an attention has a processor of the user's, which may count its queries, keep
+    their map or normalise over them (Attend-and-Excite, regional prompts, StyleAligned).
+    """
+    processor = getattr(attention, "processor", None)
+    own = processor is None or type(processor).__module__.startswith("diffusers.models.")
+    return not own

@@ -69,6 +69,7 @@ class Family:
         references: `tokens` tells of reference images, so that these can merge too.
         blocks: why blocks can't be restored (`block_keep`); empty: they can.
         mlps: why MLPs can't be restored (`mlp_keep`); empty: they can.
+        shared_mlp: an MLP is called with the image's tokens and then with the text's.
         parallel: two self-attentions of a block read the same tokens, not one the other's output.
         sequence_first: MLPs are called with tokens [L, B, C].
         eager: `tokens` reads values of tensors, not only shapes, and so runs outside of compiled
@@ -95,6 +96,7 @@ class Family:
     references: bool = False
     blocks: str = ""
     mlps: str = ""
+    shared_mlp: bool = False
     parallel: bool = False
     sequence_first: bool = False
     eager: bool = False
