@@ -50,6 +50,7 @@ CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
 SEVERAL = "one self-attention follows another"
 GATED = "a gated self-attention (GLIGEN's fuser) follows another one"
 BY_TOKEN = "its tokens have several timesteps, which a fit on the tokens can't know"
+AS_MANY = "its text has as many tokens as the image"
 
 
 class RestoreHook(LayerHook):
@@ -166,8 +167,9 @@ class MLPHook(RestoreHook):
             return y.transpose(0, 1) if turned else y
 
         if rows is not None:
-            part = rows.take(x) if isinstance(x, Tensor) and x.dim() == 3 else None
-            return fn(x) if part is None else rows.put(of_tokens(part), x)
+            begin = self.start(rows.tokens, x) if isinstance(x, Tensor) and x.dim() == 3 else None
+            part = None if begin is None else rows.take(x, begin)
+            return fn(x) if part is None else rows.put(of_tokens(part), x, begin)
         assert config is not None
         tokens = self.reason(x)
         if isinstance(tokens, Tokens):
@@ -239,6 +241,7 @@ class BlockHook(RestoreHook):
                 or (CACHED if self._is_cached(entry.module) else "")
                 or ("a skip connection" if kwargs.get("skip") is not None else "")
                 or (BY_TOKEN if tokens.timesteps else "")
+                or (AS_MANY if self.family.joint and _twice(x, args, kwargs) else "")
                 or tokens
             )
         if isinstance(tokens, str):
@@ -285,6 +288,12 @@ def _has_fuser(block: nn.Module) -> bool:
     """Return True if a block of GLIGEN attends to boxes behind its self-attention."""
     fuser = getattr(block, "fuser", None)
     return fuser is not None and getattr(fuser, "enabled", True)
+
+
+def _twice(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a block is called with another tensor of the shape of its tokens x."""
+    given = (*args, *kwargs.values())
+    return any(isinstance(t, Tensor) and t is not x and t.shape == x.shape for t in given)
 
 
 def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:

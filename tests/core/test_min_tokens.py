@@ -15,7 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mame_sd import apply_mame
 from mame_sd.core import min_tokens
-from mame_sd.core.min_tokens import MIN_TOKENS, Machine, head_width, kernel_of, kernel_on
+from mame_sd.core.min_tokens import (
+    MIN_TOKENS,
+    Machine,
+    head_width,
+    kernel_of,
+    kernel_on,
+    too_little_work,
+)
 from tests.builders.tiny import one_level_unet, run_unet, tiny_unet
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +89,14 @@ def test_a_layer_merges_from_fewer_tokens_on_under_the_unfused_kernel() -> None:
         run_unet(unet, height=24, width=24)
     report = handle.report()
     assert {layer.share for layer in report.layers if layer.kind == "attention"} == {0.25}
+
+
+def test_mlps_of_few_tokens_are_not_restored_by_default() -> None:
+    """SD 1.5 at 512 pixels on a CPU: the two lower levels have work enough, but few tokens."""
+    levels = {tokens: torch.empty(2, tokens, 1280) for tokens in (64, 256, 1024)}
+    few = {tokens for tokens, x in levels.items() if "a fit needs 1,024" in too_little_work(x)}
+    assert few == {64, 256}
+    assert too_little_work(levels[1024]) == ""
 
 
 @pytest.mark.parametrize("name", ["A100", "ROCm without fused kernels", "MPS, torch 2.13"])

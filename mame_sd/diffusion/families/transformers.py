@@ -79,7 +79,7 @@ BUILT_IN = (
     Family("CogVideoX", ("CogVideoXTransformer3DModel", "ConsisIDTransformer3DModel"),
            ("Attention.attn1",), at.sides_at(1, 3, 4), ROTARY, joint="first"),
     Family("EasyAnimate", ("EasyAnimateTransformer3DModel",), ("Attention.attn1",),
-           at.patches, ROTARY, joint="first"),
+           at.patches, ROTARY, joint="first", shared_mlp=True),
     Family("PRX", ("PRXTransformer2DModel",), ("PRXAttention.attention",), at.patches,
            along(image_rotary_emb=2), mask=True, joint="first"),
     # Joint attention, the text's keys last.
