@@ -221,6 +221,22 @@ class QueryHook(PartHook):
         return super().call(entry, args, kwargs)
 
 
+class CrossAttentionHook(PartHook):
+    """Computes a cross-attention on the block's rows alone.
+
+    Called without a text it is a second self-attention, which needs all rows (`Rows.mixed`).
+    """
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `RestoreHook`."""
+        rows, (name, _) = running_rows(), _first(args, kwargs)
+        others = (*args[1:], *(value for of, value in kwargs.items() if of != name))
+        if rows is not None and not any(isinstance(t, Tensor | tuple | list) for t in others):
+            rows.mixed = True
+            return entry.inner(*args, **kwargs)
+        return super().call(entry, args, kwargs)
+
+
 class BlockHook(RestoreHook):
     """Computes a block on a few tokens, with the keys of all, and restores the change it makes."""
 
@@ -253,8 +269,12 @@ class BlockHook(RestoreHook):
         end = start + tokens.count
         image = x[:, start:end]
         chosen = self.choose(F.layer_norm(image, image.shape[-1:]), config, tokens)
-        with RowsMode(Rows(chosen, tokens)):
+        rows = Rows(chosen, tokens)
+        with RowsMode(rows):
             output = entry.inner(*args, **kwargs)
+        if rows.mixed:
+            self.stats.skipped(SEVERAL, x.shape[1])
+            return entry.inner(*args, **kwargs)
         alone = isinstance(output, Tensor)
         outputs = [output] if alone else list(output)
         at = [i for i, y in enumerate(outputs) if isinstance(y, Tensor) and y.shape == x.shape]
@@ -369,10 +389,10 @@ def _parts_of(
                     break
         elif any(map(_MLP.search, kinds)) and not any(other in name for other in _OTHERS):
             yield name, child, MLPHook
-        elif name in _FUSED or (
-            any(kind.endswith("Attention") for kind in kinds) and "audio" not in name
-        ):
+        elif name in _FUSED:
             yield name, child, PartHook
+        elif any(kind.endswith("Attention") for kind in kinds) and "audio" not in name:
+            yield name, child, CrossAttentionHook
 
 
 def _at(module: nn.Module, path: str) -> nn.Module | None:

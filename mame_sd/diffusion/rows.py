@@ -22,7 +22,12 @@ class Rows:
     Args:
         chosen: the chosen tokens of the image.
         tokens: how the image's tokens lie.
+
+    Attributes:
+        mixed: whether a further self-attention of the block ran, which needs all rows.
     """
+
+    mixed = False
 
     def __init__(self, chosen: ChosenTokens, tokens: Tokens) -> None:
         self.chosen, self.tokens = chosen, tokens

@@ -476,6 +476,17 @@ def test_double_self_attention_is_left_alone() -> None:
     assert len(checked(restored(model, "mlp"), lambda: model(x))) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*no layer merges")
+def test_a_cross_attention_without_a_text_is_a_second_self_attention() -> None:
+    unet = one_level_unet(cross_attention_dim=16)
+    inputs = {**unet_inputs(unet), "encoder_hidden_states": None}
+    with torch.no_grad():
+        want = unet(**inputs).sample
+        handle = restored(unet, "block")
+        assert torch.equal(unet(**inputs).sample, want)
+    assert reasons(handle, "block") == {SEVERAL}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_ip_adapter_with_masks(kind: str) -> None:
     pipe = tiny_pipeline()
