@@ -270,12 +270,13 @@ class MaMeConfig:
         """
         if self.layers is None:
             return self
-        unset = self.is_open and self.mlp_keep is None  # or mlp_keep would be the default's
-        base = self.replace(layers=None, **({"mlp_keep": 1} if unset else {}))
+        base = self.replace(layers=None)
         found: MaMeConfig | None = base
         for pattern, rule in self.layers.items():
             if means(pattern, name):
                 found = (found or base)._with_rule(rule, name)
+        if found is not None and found.is_open and found.mlp_keep is None:
+            return found.replace(mlp_keep=1)  # without layers it would be the default's
         return found
 
     def _with_rule(self, rule: Mapping[str, Any] | Literal[False], of: str) -> MaMeConfig | None:

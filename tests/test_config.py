@@ -115,7 +115,11 @@ def test_settings_of_layers() -> None:
     assert config.of_layer("c") == MaMeConfig(keep=0.5)
     several = MaMeConfig(layers={"a.*": {"tile_size": 8}, "a.[24]": {"keep": 0.5}, "a.5": False})
     # Rules of layers leave MLPs to themselves: the default restores none beside them.
-    assert several.of_layer("a.2.x") == MaMeConfig(keep=0.5, tile_size=8, mlp_keep=1)
+    assert several.of_layer("a.2.x") == MaMeConfig(keep=0.5, tile_size=8)
+    for rule in ({"keep": None}, {"mlp_keep": None}, {"tile_size": 8}):
+        for base in ({}, {"keep": 0.5}, {"mlp_keep": 0.5}):
+            found = MaMeConfig(**base, layers={"a": rule}).of_layer("a")
+            assert found.mlp_share == (base.get("mlp_keep", 1) if "mlp_keep" not in rule else 1)
     assert several.of_layer("a.5") is None
     clash = MaMeConfig(tau=0.5, layers={"a": {"keep": 0.5}, "a.b": {"metric": "dot"}})
     with pytest.raises(ValueError, match=r"layers: a\.b\.c: metric: goes with tau"):

@@ -26,7 +26,7 @@ from mame_sd.core.merge import DRAWS
 from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.context import NO_STEP, Later, ResolvedConfig, Shared, Step, Tokens
 from mame_sd.diffusion.interception import watch_kernels
-from mame_sd.diffusion.rows import Rows, running_rows
+from mame_sd.diffusion.rows import Rows, RowsMode, needs_all_rows, running_rows
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
 from mame_sd.upstream import outside_old_graphs, parameters_of
@@ -361,6 +361,9 @@ def merged_call(
         The module's output.
     """
     rows = running_rows()
+    if rows is not None and needs_all_rows(call.module):
+        with RowsMode(None):
+            return merged_call(layer, call, known, config, stats, step, kernel)
     route = layer.route(call, known, config)
     keeps_all = config.keep == 1 and config.tau is None and config.references is None
     if isinstance(route, str) or keeps_all:

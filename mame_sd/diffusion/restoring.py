@@ -33,7 +33,7 @@ from mame_sd.diffusion.context import Shared, Tokens
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.interception import running_job
 from mame_sd.diffusion.layer import Entry, LayerHook
-from mame_sd.diffusion.rows import Rows, RowsMode, image_start, running_rows
+from mame_sd.diffusion.rows import Rows, RowsMode, image_start, needs_all_rows, running_rows
 from mame_sd.report import LayerStats
 from mame_sd.upstream import outside_old_graphs
 
@@ -50,6 +50,7 @@ CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
 SEVERAL = "one self-attention follows another"
 GATED = "a gated self-attention (GLIGEN's fuser) follows another one"
 BY_TOKEN = "its tokens have several timesteps, which a fit on the tokens can't know"
+AS_MANY = "its text has as many tokens as the image"
 
 
 class RestoreHook(LayerHook):
@@ -143,6 +144,8 @@ class MLPHook(RestoreHook):
     def start(self, tokens: Tokens, x: Tensor) -> int | None:
         """See `RestoreHook`. Text that joins the image in a block stands as in its attention."""
         start, beside = image_start(tokens, x), x.shape[1] - tokens.count
+        if self.family.shared_mlp:
+            return start if beside == 0 else None
         if start is None and beside > 0 and (tokens.before, tokens.after) == (0, 0):
             start = {"first": beside, "last": 0}.get(self.family.joint or "")
         return start
@@ -164,8 +167,9 @@ class MLPHook(RestoreHook):
             return y.transpose(0, 1) if turned else y
 
         if rows is not None:
-            part = rows.take(x) if isinstance(x, Tensor) and x.dim() == 3 else None
-            return fn(x) if part is None else rows.put(of_tokens(part), x)
+            begin = self.start(rows.tokens, x) if isinstance(x, Tensor) and x.dim() == 3 else None
+            part = None if begin is None else rows.take(x, begin)
+            return fn(x) if part is None else rows.put(of_tokens(part), x, begin)
         assert config is not None
         tokens = self.reason(x)
         if isinstance(tokens, Tokens):
@@ -189,7 +193,10 @@ class PartHook(RestoreHook):
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         rows = running_rows()
-        if rows is None or any(kwargs.get(name) is not None for name in _BY_TOKEN):
+        by_token = any(kwargs.get(name) is not None for name in _BY_TOKEN)
+        mask = kwargs.get("attention_mask")
+        by_token = by_token or (isinstance(mask, Tensor) and mask.dim() > 2 and mask.shape[-2] > 1)
+        if rows is None or by_token or needs_all_rows(entry.module):
             return entry.inner(*args, **kwargs)
         name, x = _first(args, kwargs)
         part = rows.take(x) if isinstance(x, Tensor) and x.dim() == 3 else None
@@ -214,6 +221,22 @@ class QueryHook(PartHook):
         return super().call(entry, args, kwargs)
 
 
+class CrossAttentionHook(PartHook):
+    """Computes a cross-attention on the block's rows alone.
+
+    Called without a text it is a second self-attention, which needs all rows (`Rows.mixed`).
+    """
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `RestoreHook`."""
+        rows, (name, _) = running_rows(), _first(args, kwargs)
+        others = (*args[1:], *(value for of, value in kwargs.items() if of != name))
+        if rows is not None and not any(isinstance(t, Tensor | tuple | list) for t in others):
+            rows.mixed = True
+            return entry.inner(*args, **kwargs)
+        return super().call(entry, args, kwargs)
+
+
 class BlockHook(RestoreHook):
     """Computes a block on a few tokens, with the keys of all, and restores the change it makes."""
 
@@ -234,6 +257,7 @@ class BlockHook(RestoreHook):
                 or (CACHED if self._is_cached(entry.module) else "")
                 or ("a skip connection" if kwargs.get("skip") is not None else "")
                 or (BY_TOKEN if tokens.timesteps else "")
+                or (AS_MANY if self.family.joint and _twice(x, args, kwargs) else "")
                 or tokens
             )
         if isinstance(tokens, str):
@@ -245,8 +269,12 @@ class BlockHook(RestoreHook):
         end = start + tokens.count
         image = x[:, start:end]
         chosen = self.choose(F.layer_norm(image, image.shape[-1:]), config, tokens)
-        with RowsMode(Rows(chosen, tokens)):
+        rows = Rows(chosen, tokens)
+        with RowsMode(rows):
             output = entry.inner(*args, **kwargs)
+        if rows.mixed:
+            self.stats.skipped(SEVERAL, x.shape[1])
+            return entry.inner(*args, **kwargs)
         alone = isinstance(output, Tensor)
         outputs = [output] if alone else list(output)
         at = [i for i, y in enumerate(outputs) if isinstance(y, Tensor) and y.shape == x.shape]
@@ -280,6 +308,12 @@ def _has_fuser(block: nn.Module) -> bool:
     """Return True if a block of GLIGEN attends to boxes behind its self-attention."""
     fuser = getattr(block, "fuser", None)
     return fuser is not None and getattr(fuser, "enabled", True)
+
+
+def _twice(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a block is called with another tensor of the shape of its tokens x."""
+    given = (*args, *kwargs.values())
+    return any(isinstance(t, Tensor) and t is not x and t.shape == x.shape for t in given)
 
 
 def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:
@@ -355,10 +389,10 @@ def _parts_of(
                     break
         elif any(map(_MLP.search, kinds)) and not any(other in name for other in _OTHERS):
             yield name, child, MLPHook
-        elif name in _FUSED or (
-            any(kind.endswith("Attention") for kind in kinds) and "audio" not in name
-        ):
+        elif name in _FUSED:
             yield name, child, PartHook
+        elif any(kind.endswith("Attention") for kind in kinds) and "audio" not in name:
+            yield name, child, CrossAttentionHook
 
 
 def _at(module: nn.Module, path: str) -> nn.Module | None:

@@ -22,16 +22,23 @@ class Rows:
     Args:
         chosen: the chosen tokens of the image.
         tokens: how the image's tokens lie.
+
+    Attributes:
+        mixed: whether a further self-attention of the block ran, which needs all rows.
     """
+
+    mixed = False
 
     def __init__(self, chosen: ChosenTokens, tokens: Tokens) -> None:
         self.chosen, self.tokens = chosen, tokens
 
-    def take(self, t: Tensor) -> Tensor | None:
+    def take(self, t: Tensor, start: int | None = None) -> Tensor | None:
         """Return the rows [B, n', C] of t [B, n, C] that are computed: the chosen tokens, and all
         that are not the image's. None if t does not hold the image's tokens.
+
+        The image's tokens begin at `start`, which is found if it is None.
         """
-        start = image_start(self.tokens, t)
+        start = image_start(self.tokens, t) if start is None else start
         if start is None or len(t) != len(self.chosen.at):
             return None
         if t.shape[1] == self.tokens.count:
@@ -39,9 +46,12 @@ class Rows:
         end = start + self.tokens.count
         return torch.cat([t[:, :start], self.chosen.take(t[:, start:end]), t[:, end:]], 1)
 
-    def put(self, rows: Tensor, like: Tensor) -> Tensor:
-        """Return `rows` [B, n', C'] in their places among the tokens of `like`; others are zero."""
-        start = image_start(self.tokens, like) or 0
+    def put(self, rows: Tensor, like: Tensor, start: int | None = None) -> Tensor:
+        """Return `rows` [B, n', C'] in their places among the tokens of `like`; others are zero.
+
+        See `take`.
+        """
+        start = (image_start(self.tokens, like) or 0) if start is None else start
         image = rows[:, start : start + self.chosen.tokens_kept]
         at = self.chosen.at.unsqueeze(-1).expand(-1, -1, rows.shape[-1])
         zeros = rows.new_zeros(len(rows), self.tokens.count, rows.shape[-1])
@@ -58,9 +68,9 @@ def image_start(tokens: Tokens, t: Tensor) -> int | None:
 
 
 class RowsMode(TorchFunctionMode):
-    """While entered, modules of a block compute the given rows alone."""
+    """While entered, modules of a block compute the given rows alone; all rows if None is given."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows | None) -> None:
         super().__init__()
         self.rows = rows
 
@@ -77,3 +87,12 @@ def running_rows() -> Rows | None:
         if isinstance(mode, RowsMode):
             return mode.rows
     return None
+
+
+def needs_all_rows(attention: Any) -> bool:
+    """Return True if an attention has a processor of the user's, which may count its queries, keep
+    their map or normalise over them (Attend-and-Excite, regional prompts, StyleAligned).
+    """
+    processor = getattr(attention, "processor", None)
+    own = processor is None or type(processor).__module__.startswith("diffusers.models.")
+    return not own

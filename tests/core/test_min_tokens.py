@@ -111,6 +111,16 @@ def test_a_layer_merges_from_fewer_tokens_on_under_the_unfused_kernel() -> None:
     assert {layer.share for layer in report.layers if layer.kind == "attention"} == {0.25}
 
 
+def test_mlps_of_few_tokens_are_not_restored_by_default() -> None:
+    """SD 1.5 at 512 pixels on a CPU: the two lower levels have work enough, but few tokens."""
+    levels = {tokens: torch.empty(2, tokens, 1280) for tokens in (64, 256, 1024)}
+    few = {
+        tokens for tokens, x in levels.items() if "a fit needs 1,024" in too_little_work(x, tokens)
+    }
+    assert few == {64, 256}
+    assert too_little_work(levels[1024]) == ""
+
+
 @pytest.mark.parametrize("name", ["A100", "ROCm without fused kernels", "MPS, torch 2.13"])
 def test_the_first_block_of_the_readme_runs_on(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,12 +18,13 @@ from accelerate.hooks import remove_hook_from_module
 from diffusers import Transformer2DModel
 from diffusers.hooks import FirstBlockCacheConfig, apply_group_offloading
 from diffusers.models.attention import FeedForward
+from diffusers.models.attention_processor import AttnProcessor2_0
 from optimum.quanto import freeze, qint8, quantize
 from peft import LoraConfig
 from torch import Tensor, nn
 
 from mame_sd import MaMeAttnProcessor, MaMeHandle, apply_mame, remove_mame
-from mame_sd.diffusion.restoring import BY_TOKEN, CACHED, GATED, SEVERAL, MLPHook
+from mame_sd.diffusion.restoring import AS_MANY, BY_TOKEN, CACHED, GATED, SEVERAL, MLPHook
 from tests.builders.caches import PYRAMID, faster, one_run
 from tests.builders.pipelines import once
 from tests.builders.tiny import (
@@ -188,7 +189,82 @@ def test_a_mask_over_the_images_tokens() -> None:
     assert len(checked(restored(unet, "block"), lambda: unet(**inputs))) == 2
 
 
+def test_a_cross_attention_with_a_mask_for_each_query_answers_all_of_them() -> None:
+    unet = one_level_unet()
+    inputs = unet_inputs(unet)
+    mask = torch.ones(2, 256, inputs["encoder_hidden_states"].shape[1])
+    mask[:, 100:130, 0] = 0
+    inputs["encoder_attention_mask"] = mask
+    assert len(checked(restored(unet, "block"), lambda: unet(**inputs))) == 2
+
+
+# ------------------------------------------------------- text next to the image
+
+SHARED = ["CogView4Transformer2DModel", "GlmImageTransformer2DModel"]
+CONCATENATED = ["CogVideoXTransformer3DModel", "CogView3PlusTransformer2DModel"]
+
+
+def with_text(name: str, count: int) -> tuple[nn.Module, dict[str, Any]]:
+    model, inputs = MODELS[name].build(), MODELS[name].inputs()
+    batch, _, channels = inputs["encoder_hidden_states"].shape
+    inputs["encoder_hidden_states"] = torch.randn(
+        batch, count, channels, generator=torch.Generator().manual_seed(0)
+    )
+    return model, inputs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [*SHARED, *CONCATENATED])
+def test_text_that_is_longer_than_the_image_is_computed_in_full(name: str, kind: str) -> None:
+    model, inputs = with_text(name, 300)  # 96 or 288 tokens of the image
+    assert len(checked(restored(model, kind), lambda: run(inputs, model))) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*no layer merges")
+def test_text_of_as_many_tokens_as_the_image_ends_with_its_call() -> None:
+    model, inputs = with_text(SHARED[0], 96)
+    handle = restored(model, "block")
+    assert not checked(handle, lambda: run(inputs, model))
+    assert reasons(handle, "block") == {AS_MANY}
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, :TEXT]
+    assert len(checked(handle, lambda: run(inputs, model))) == 2
+
+
+@pytest.mark.parametrize("name", CONCATENATED)
+def test_a_block_computes_the_mlp_of_image_and_text_on_its_rows(name: str) -> None:
+    model, inputs = MODELS[name].build(), MODELS[name].inputs()
+    handle, counts = restored(model, "block"), []
+    for block in model.transformer_blocks:
+        block.ff.net[0].register_forward_pre_hook(lambda _, args: counts.append(args[0].shape[1]))
+    run(inputs, model)
+    tokens = handle.restored[0][1].layout().count
+    assert counts == 2 * [tokens // 4 + inputs["encoder_hidden_states"].shape[1]]
+
+
 # ------------------------------------------------ modules that others changed
+
+
+class Normalising(AttnProcessor2_0):
+    """A user's processor, for which all queries count, as in StyleAligned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: list[int] = []
+
+    def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        query = attn.to_q(hidden_states)
+        self.queries.append(query.shape[1])
+        hidden_states = hidden_states / query.std(1, keepdim=True).mean(-1, keepdim=True)
+        return super().__call__(attn, hidden_states, *args, **kwargs)
+
+
+def test_a_processor_of_the_users_sees_all_queries_of_a_block() -> None:
+    unet = one_level_unet()
+    processor = Normalising()
+    handle = restored(unet, "block")
+    unet.set_attn_processor(processor)
+    assert len(checked(handle, lambda: run_unet(unet))) == 2
+    assert set(processor.queries) == {256}
 
 
 class OwnMLP(FeedForward):
@@ -398,6 +474,17 @@ def test_double_self_attention_is_left_alone() -> None:
     with pytest.raises(ValueError, match=f"^block_keep: .*: {SEVERAL}"):
         restored(model, "block")
     assert len(checked(restored(model, "mlp"), lambda: model(x))) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*no layer merges")
+def test_a_cross_attention_without_a_text_is_a_second_self_attention() -> None:
+    unet = one_level_unet(cross_attention_dim=16)
+    inputs = {**unet_inputs(unet), "encoder_hidden_states": None}
+    with torch.no_grad():
+        want = unet(**inputs).sample
+        handle = restored(unet, "block")
+        assert torch.equal(unet(**inputs).sample, want)
+    assert reasons(handle, "block") == {SEVERAL}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -70,6 +70,7 @@ class Family:
             too.
         blocks: reason why blocks can't be restored (`block_keep`). Empty if they can.
         mlps: reason why MLPs can't be restored (`mlp_keep`). Empty if they can.
+        shared_mlp: if True, one MLP is called with the image's tokens and then with the text's.
         parallel: if True, two self-attentions of a block read the same tokens, and neither reads
             the other's output.
         sequence_first: if True, MLPs are called with tokens [L, B, C].
@@ -97,6 +98,7 @@ class Family:
     references: bool = False
     blocks: str = ""
     mlps: str = ""
+    shared_mlp: bool = False
     parallel: bool = False
     sequence_first: bool = False
     eager: bool = False

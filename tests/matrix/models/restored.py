@@ -32,7 +32,8 @@ class Restored:
         hook: the hook of the module.
         chosen: the chosen tokens.
         start: where the image's tokens begin in the module's input.
-        x: the image's tokens in that input.
+        length: how many tokens that input has.
+        x: the image's tokens in it.
         output: what the call gave.
         plain: what the call gives for the same arguments where nothing is restored.
     """
@@ -40,6 +41,7 @@ class Restored:
     hook: RestoreHook
     chosen: ChosenTokens
     start: int
+    length: int
     x: Tensor
     output: Any
     plain: Any
@@ -58,7 +60,7 @@ class Restored:
                 found, want = found.transpose(0, 1), want.transpose(0, 1)
             end = self.start + tokens
             parts = [(found, want)]
-            if found.dim() == 3 and found.shape[1] >= end:
+            if found.dim() == 3 and found.shape[1] == self.length:
                 image = found[:, self.start : end], want[:, self.start : end]
                 changed = changed or not torch.allclose(*image, rtol=1e-3)
                 others = ((t[:, : self.start], t[:, end:]) for t in (found, want))
@@ -110,7 +112,7 @@ def restoring(handle: MaMeHandle) -> Iterator[list[Restored]]:
                 shared.setting = setting
             start = self.start(self.layout(), x) or 0
             image = x[:, start : start + chosen.tokens_in]
-            found.append(Restored(self, chosen, start, image, output, plain))
+            found.append(Restored(self, chosen, start, x.shape[1], image, output, plain))
             return output
 
         return mock.patch.object(kind, "call", both)
