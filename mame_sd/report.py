@@ -207,10 +207,12 @@ class MaMeReport:
                 f" {layer.calls:>6}  {layer.reason}".rstrip()
             )
         for level in self.levels():
+            merge = "merges" if level.layers == 1 else "merge"
             lines.append(
                 f"{NAMES[level.kind]}level {level.level}: {level.tokens_in:.0f} ->"
                 f" {level.tokens_kept:.0f} tokens ({level.share:.0%}), {level.layers_merged} of"
-                f" {counted(level.layers, 'layer')} merge{'s' * (level.layers == 1)}"
+                f" {counted(level.layers, 'layer')}"
+                f" {merge if level.kind == 'attention' else 'restored'}"
             )
         if self.unknown:
             kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.unknown.items()))
