@@ -22,13 +22,14 @@ from mame_sd.diffusion.hook_registry import PreHook
 from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.threads import PerTask, PerThread, begin, end
 from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
-from mame_sd.upstream import outside_old_graphs, parameters_of
+from mame_sd.upstream import names_arguments, outside_old_graphs, parameters_of
 
 TokensOf = Callable[[Any, Call], Tokens | str | None]
 # Models whose pipelines put the prompt before the negative one in a batch.
 _PROMPT_FIRST = {"DiTTransformer2DModel", "LuminaNextDiT2DModel"}
 # Names of the timestep among the arguments of models.
 _TIMESTEP = ("timestep", "timesteps", "t", "timestep_ratio", "vision_timesteps")
+BY_POSITION = "{}.forward was replaced by one that doesn't name its arguments by position"
 SPREAD = (
     "{} is spread over devices by enable_parallelism (Ulysses, ring or tensor parallel), where"
     " merging has no plan for all tokens: call remove_mame, or leave the model on one device"
@@ -42,6 +43,7 @@ class SizeHook(PreHook):
 
     def __init__(self, module: nn.Module, shared: Shared, tokens_of: TokensOf) -> None:
         self.names = _names(module)
+        self.named = names_arguments(type(module))
         self.shared = shared
         self.tokens_of = tokens_of
         self.tokens = PerThread(latest=True)  # each thread's layout in the latest forward
@@ -59,7 +61,11 @@ class SizeHook(PreHook):
                     "expected blocks whose tokens are not merged yet, found tomesd's patch: call "
                     "tomesd.remove_patch(pipe), or remove_mame(pipe) to merge by tomesd alone"
                 )
-        if self.shared.now.active:
+        if not self.shared.now.active:
+            return
+        if args and not self.named:
+            self.tokens.value = Tokens((0,), unknown=BY_POSITION.format(type(module).__name__))
+        else:
             self.read(module, {**dict(zip(self.names, args, strict=False)), **kwargs})
 
     def read(self, module: nn.Module, call: Call) -> None:

@@ -25,6 +25,8 @@ def read_text(path: Path) -> str:
     Raises UserError for anything else.
     """
     try:
+        if path.is_fifo():  # whose writer might never come
+            raise UserError(f"{path}: expected a prompt file, got a pipe; save the prompts first")
         data = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -1,5 +1,5 @@
 """Calls of one model next to one another: in threads and coroutines at once, and in batches padded
-on both sides; and models whose classes are derived.
+on both sides; and models whose classes are derived, or whose forwards a tool wrapped.
 
     python -m scripts.robustness.apart [--seed 0] [--cases 20] [--kinds caches,encoders]
 
@@ -21,15 +21,16 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mame_sd import apply_mame, mame
+from mame_sd import NothingMergedError, apply_mame, mame
 from mame_sd.caches import compress_cache
-from mame_sd.upstream import cache_of, with_cache
+from mame_sd.upstream import cache_of, parameters_of, with_cache
 from tests.builders.perception import ROWS
 from tests.builders.tiny import tiny_unet, unet_inputs
 from tests.builders.transformers import run as output_of
@@ -40,6 +41,8 @@ from tests.matrix.models.registry import MODELS
 
 Draw = random.Random
 KEEPS = (0.1, 0.25, 0.5, 0.8)
+# ControlNets return several outputs, and UVit2DModel takes no return_dict.
+DENOISERS = [name for name in MODELS if "ControlNet" not in name and name != "UVit2DModel"]
 near = partial(torch.testing.assert_close, rtol=1e-3, atol=2e-3)
 
 
@@ -132,7 +135,7 @@ def coroutines(draw: Draw) -> None:
 
 def renamed(draw: Draw) -> None:
     """A denoiser whose modules' classes are derived, as FSDP2 does, before merging or after it."""
-    case = MODELS[draw.choice([name for name in MODELS if "ControlNet" not in name])]
+    case = MODELS[draw.choice(DENOISERS)]
     model, inputs = case.build(), case.inputs()
     form = {"keep": draw.choice(KEEPS), "min_tokens": 1}
     with mame(model, **form):
@@ -146,6 +149,58 @@ def renamed(draw: Draw) -> None:
     if not late:
         apply_mame(model, **form)
     assert torch.equal(output_of(inputs, model), want), f"{type(model).__name__} differs"
+
+
+def passing_on(own: Callable[..., Any], named: bool) -> Callable[..., Any]:
+    """Wrap `own` as tools do; `named` by functools.wraps, so that its signature can be found."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return wraps(own)(forward) if named else forward
+
+
+def left_unmerged(handle: Any) -> bool:
+    """Return True if the report says of a layer that it was not merged."""
+    try:
+        return not all(layer.merged for layer in handle.report().layers)
+    except NothingMergedError:
+        return True
+
+
+def wrapped(draw: Draw) -> str:
+    """Wrap the forwards of drawn classes of a denoiser, then merge and call it by position.
+
+    Return "told" if the output differs, but a warning or the report says that names are hidden.
+    """
+    case = MODELS[draw.choice(DENOISERS)]
+    model, inputs = case.build(), dict(case.inputs())
+    form = {"keep": draw.choice(KEEPS), "min_tokens": 1}
+    order = list(takewhile(inputs.__contains__, parameters_of(type(model))))
+    by_place = partial(model, *(inputs.pop(name) for name in order))
+    with mame(model, **form):
+        want = output_of(inputs, by_place)
+    kinds = {type(part) for part in model.modules() if "forward" in vars(type(part))}
+    own = {kind: kind.forward for kind in kinds if kind.__module__.startswith("diffusers.")}
+    chosen = draw.sample(sorted(own, key=str), draw.randint(1, len(own)))
+    named = draw.random() < 0.7
+    try:
+        for kind in chosen:
+            kind.forward = passing_on(own[kind], named)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with mame(model, **form) as handle:
+                got, told = output_of(inputs, by_place), left_unmerged(handle)
+    finally:
+        for kind in chosen:
+            kind.forward = own[kind]
+    if torch.equal(got, want):
+        return "held"
+    names = ", ".join(kind.__name__ for kind in chosen)
+    assert not named, f"{type(model).__name__} differs with wrapped {names}"
+    told |= any("forward was replaced" in str(one.message) for one in said)
+    assert told, f"{names}: not told"
+    return "told"
 
 
 def encoders(draw: Draw) -> None:
@@ -273,5 +328,5 @@ def main(about: str, kinds: dict[str, Callable[[Draw], str | None]], cases: int)
 
 if __name__ == "__main__":
     at_once = (denoisers, coroutines, encoders, caches, captioners)
-    found = (*at_once, padded_captioners, padded_caches, renamed)
+    found = (*at_once, padded_captioners, padded_caches, renamed, wrapped)
     sys.exit(main(__doc__ or "", {kind.__name__: kind for kind in found}, 20))

@@ -1,20 +1,33 @@
-"""Calls of `mame_sd.attention` with any shapes, masks and arguments.
+"""Calls of `mame_sd.attention` with any shapes, masks and arguments, and of `mame-sd generate` with
+hostile files.
 
-    python -m scripts.robustness.calls [--seed 0] [--cases 200] [--kinds masks,broken]
+    python -m scripts.robustness.calls [--seed 0] [--cases 200] [--kinds masks,broken,files]
 
 masks: a mask of any form lies over an image and text. It is held where the outputs are finite and
 near the range of the values, wherever exact attention is finite, and those of a mask for all
 queries don't depend on hidden values; "refused" where one line of ours says so.
 broken: one argument is of another shape, dtype, kind or range. It is held where that is one line of
 this package, as a ValueError or TypeError.
+files: a pipe stands in the place of a file, folders are too deep in one another, or input is huge.
+It is "refused" where one line says so within a minute, and held where images are made.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import io
+import json
 import math
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +37,9 @@ from torch import Tensor
 
 import mame_sd
 from mame_sd import attention
+from mame_sd.cli.app import run as generate
 from scripts.robustness.apart import Draw, main
+from tests.builders.tiny import save_tiny_pipeline
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -116,7 +131,88 @@ def broken(draw: Draw) -> str:
     raise AssertionError(f"{told}: taken")
 
 
-KINDS: dict[str, Callable[[Draw], str]] = {"masks": masked, "broken": broken}
+@cache
+def finished() -> tuple[Path, list[str]]:
+    """Return a folder with a tiny model and a finished run, and the command that made the run."""
+    work = Path(tempfile.mkdtemp(prefix="robustness-"))
+    atexit.register(subprocess.run, ["rm", "-rf", work])  # shutil.rmtree can't go deep enough
+    model = save_tiny_pipeline(work / "model")
+    call = ["generate", "--quiet", "--device", "cpu", "--steps", "1"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        own = ["--prompt", "x", "--model", str(model), "--out", str(work / "run")]
+        assert generate([*call, *own]) == 0
+    return work, call
+
+
+def deep(folder: Path, depth: int) -> None:
+    """Make folders in one another, also where their path is longer than the system takes."""
+    inner = os.open(folder, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("a", dir_fd=inner)
+        inner, outer = os.open("a", os.O_RDONLY, dir_fd=inner), inner
+        os.close(outer)
+    os.close(inner)
+
+
+def hostile(draw: Draw) -> str:
+    work, call = finished()
+    place = Path(tempfile.mkdtemp(dir=work))
+    run, model = (Path(shutil.copytree(work / name, place / name)) for name in ("run", "model"))
+    out, prompts, config = run, ["--prompt", "x"], place / "config.json"
+    size = int(10 ** draw.uniform(1, 6.7))
+    kind = draw.choice(["pipe", "deep", "deep out", "line", "lines", "patterns", "images", "json"])
+    if kind == "pipe":
+        hidden = [run / ".mame-sd" / name for name in ("lock", "image-0.tmp", "samples-0.jsonl")]
+        inputs = [place / "prompts.txt", place / "prompts.csv", config]
+        there = [path for folder in (run, model) for path in folder.rglob("*") if path.is_file()]
+        pipe = draw.choice([*hidden, *inputs, *sorted(there)])
+        pipe.parent.mkdir(exist_ok=True)
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+        prompts = ["--prompts", str(pipe)] if pipe.stem == "prompts" else prompts
+        kind = f"pipe {pipe.relative_to(place)}"
+    elif kind == "deep":
+        deep(draw.choice([run, run / "images", model, model / "unet"]), draw.randint(1, 2000))
+    elif kind == "deep out":
+        out = place.joinpath(*["a"] * draw.randint(1, 3000))
+    elif kind in ("line", "lines"):
+        text = "x" * size if kind == "line" else "x\n" * size
+        (place / "prompts.txt").write_text(text)
+        prompts = ["--num", "1", "--prompts", str(place / "prompts.txt")]
+        out = place / "new"
+    elif kind == "images":
+        prompts += ["--images-per-prompt", str(draw.randint(10**7, 10**30))]
+    elif kind == "patterns":
+        config.write_text(json.dumps({"layers": {f"a{i}*": {"keep": 0.5} for i in range(size)}}))
+    else:
+        config.write_text(draw.choice(["[", '{"layers":', "9"]) * size)
+    settings = ["--config", str(config)] if os.path.lexists(config) else []
+    errors = io.StringIO()
+    previous = signal.signal(signal.SIGALRM, late)
+    signal.alarm(60)
+    try:
+        with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+            status = generate(
+                [*call, *prompts, *settings, "--model", str(model), "--out", str(out)]
+            )
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+        subprocess.run(["rm", "-rf", place], check=True)
+    told = errors.getvalue()
+    if status == 0:
+        return "held"
+    lines = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert (status, len(lines)) == (2, 1), f"{kind}, {size}: {status}, {told[:300]}"
+    assert len(lines[0]) < 3000, f"{kind}, {size}: a line of {len(lines[0])} characters"
+    return "refused"
+
+
+def late(*_: object) -> None:
+    raise TimeoutError("a command that takes more than a minute")
+
+
+KINDS: dict[str, Callable[[Draw], str]] = {"masks": masked, "broken": broken, "files": hostile}
 
 if __name__ == "__main__":
     sys.exit(main(__doc__ or "", KINDS, 200))

@@ -129,6 +129,9 @@ def test_an_error_of_settings_names_where_they_stand(
         os.mkfifo(tmp_path / "pipe.json")  # which might never end
         assert run_cli("generate", "--prompt", "x", "--config", "pipe.json") == 2
         assert "got a pipe" in error_of(capsys)
+        os.mkfifo(tmp_path / "pipe.txt")
+        assert run_cli("generate", "--prompts", "pipe.txt") == 2
+        assert "got a pipe" in error_of(capsys)
     (save_tiny_pipeline(tmp_path / "tiny") / "mame.json").write_text('{"kep": 0.5}')
     assert run_cli("generate", "--prompt", "x", "--model", "tiny") == 2
     assert "mame.json: unknown setting 'kep'" in error_of(capsys)

@@ -11,7 +11,7 @@ from diffusers import DiTTransformer2DModel, UNet2DConditionModel
 from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import Tensor, nn
 
-from mame_sd import apply_mame, mame
+from mame_sd import NothingMergedError, apply_mame, mame
 from tests.builders.tiny import run_unet, tiny_unet, unet_inputs
 from tests.builders.transformers import run
 from tests.matrix.models.registry import MODELS
@@ -130,3 +130,21 @@ def test_a_forward_that_passes_on_what_it_is_given_is_read_through(
         mame(unet, **MERGING),
     ):
         run_unet(unet)
+
+
+def test_arguments_whose_names_are_hidden_leave_layers_unmerged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = MODELS["FluxTransformer2DModel"]
+    model, inputs = case.build(), dict(case.inputs())
+    names = "hidden_states encoder_hidden_states pooled_projections timestep img_ids txt_ids".split()
+    args = [inputs.pop(name) for name in names]
+    with torch.no_grad():
+        expected = model(*args, **inputs)[0]
+        own = type(model).forward
+        monkeypatch.setattr(type(model), "forward", lambda *args, **more: own(*args, **more))
+        with pytest.warns(UserWarning, match="forward was replaced"):
+            handle = apply_mame(model, **MERGING)
+        assert torch.equal(model(*args, **inputs)[0], expected)
+    with pytest.raises(NothingMergedError, match="doesn't name its arguments by position"):
+        handle.report()
