@@ -39,6 +39,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_map
 
@@ -322,6 +323,39 @@ def _by(backend: Any, q: Tensor, k: Tensor, v: Tensor, side: int, keep: float) -
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
+def _sizes(bias: Tensor) -> Callable[..., Tensor]:
+    """The score_mod of flex attention that adds bias [B, K] to the logits."""
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_at: Tensor, k_at: Tensor) -> Tensor:
+        return score + bias[b, k_at]
+
+    return score_mod
+
+
+def flex_alone(run: Run) -> None:
+    """Milliseconds of attention over a quarter of the keys: with no sizes of groups, with sizes as
+    a bias, and with sizes as a score_mod of flex attention.
+    """
+    of = torch.compile(flex_attention, dynamic=False) if run.is_cuda else flex_attention
+    shapes = {"UNet": (2, 10, 64, torch.float16), "transformer": (1, 24, 128, torch.bfloat16)}
+    for kind, (batch, heads, width, dtype) in shapes.items():
+        for count in (64,) if run.tiny else (4096, 32768):
+            dtype = torch.float32 if run.tiny else dtype
+            q = torch.randn(batch, heads, count, width, device=run.device, dtype=dtype)
+            k, v = torch.randn(2, batch, heads, count // 4, width, device=run.device, dtype=dtype)
+            bias = torch.rand(batch, count // 4, device=run.device)
+
+            mask = bias[:, None, None].to(dtype)
+            calls = {
+                "no sizes": partial(F.scaled_dot_product_attention, q, k, v),
+                "bias": partial(F.scaled_dot_product_attention, q, k, v, attn_mask=mask),
+                "flex": partial(of, q, k, v, score_mod=_sizes(bias)),
+            }
+            apart = _apart(calls["flex"]().double(), calls["bias"]().double())
+            found = {name: run.milli(call) for name, call in calls.items()}
+            run.note("flex", case=kind, tokens=count, ms=found, apart=apart, right=apart < 0.02)
+
+
 def block_alone(run: Run) -> None:
     """Milliseconds of FLUX's double block, unmerged and merged, by diffusers' backends."""
     for side in (8,) if run.tiny else SIDES:
@@ -536,6 +570,7 @@ STEPS: dict[str, tuple[float, Callable[[Run], None]]] = {  # seconds that each m
     "attention": (45, attention_alone),
     "block": (45, block_alone),
     "launches": (20, launches),
+    "flex": (40, flex_alone),
     **{f"{name}, restored": (60, partial(restored, name=name)) for name in RESTORED_MODELS},
     **{name: (60, partial(model, name=name)) for name in MODELS[2:]},
     **{f"{name}, compiled": (75, partial(compiled, name=name)) for name in reversed(MODELS)},

@@ -343,8 +343,9 @@ def restored(
 ) -> tuple[Tensor, list[list[int]]]:
     """Restore `fn` of all tokens from a few chosen tokens of each tile.
 
-    f(x) = mean(f_P) + k(x, x_P) (k(x_P, x_P) + RIDGE I)^-1 (f_P - mean(f_P)), exact on P. The
-    choice and the fit are constants: gradients reach `fn` alone.
+    f(x) = mean(f_P) + k(x, x_P) (k(x_P, x_P) + RIDGE I)^-1 (f_P - mean(f_P)), exact on P, and kept
+    in the range of the tile's f_P by channel, a quarter of it wider on either side. The choice and
+    the fit are constants: gradients reach `fn` alone.
 
     Args:
         fn: a function of tokens [n, C].
@@ -377,7 +378,9 @@ def restored(
                     y[token] = f[points.index(token)]
                     continue
                 near = torch.exp(-(still[points] - still[token]).square().sum(1) / width)
-                y[token] = mean + near @ inverse @ (f - mean)
+                low, high = f.min(0).values, f.max(0).values
+                room = ROOM * (high - low)
+                y[token] = (mean + near @ inverse @ (f - mean)).clamp(low - room, high + room)
         out.append(torch.stack([y[token] for token in range(len(sample))]))
         chosen.append(places)
     return torch.stack(out), chosen

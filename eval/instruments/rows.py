@@ -64,8 +64,9 @@ class Row:
             if self.rival is not None:
                 on.enter_context(self.rival.on(instrument.model))
             elif self.settings is not None:
-                settings = {"min_tokens": MIN_TOKENS, **self.settings}
-                on.callback(apply_mame(instrument.model, **settings).remove)
+                # The default itself decides which layers take part.
+                given = {"min_tokens": MIN_TOKENS, **self.settings} if self.settings else {}
+                on.callback(apply_mame(instrument.model, **given).remove)
             yield
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import checked
+from mame_sd.core.fit import within
 from mame_sd.core.merge import Cells, cells_of, no_autocast, product
 from mame_sd.core.merge import constant as cached
 
@@ -71,10 +72,13 @@ class ChosenTokens:
     def restore(self, f: Tensor) -> Tensor:
         """Return all tokens [B, L, C], restored from f [B, T * K, C] of the chosen ones.
 
+        Results stay in the range of each tile's f by channel, extended by a quarter on either side.
         Gradients reach f; the weights are constants.
         """
         tiles, _, count = self.weights.shape
-        y = torch.bmm(self.weights.to(f.dtype), f.reshape(tiles, count, f.shape[-1]))
+        parts = f.reshape(tiles, count, f.shape[-1])
+        # Where f changes faster than the chosen tokens tell, a fit may overshoot several times.
+        y = within(torch.bmm(self.weights.to(f.dtype), parts), parts)
         if f.dtype == torch.float16:
             y = y.clamp(-HALF_MAX, HALF_MAX)
         return self.cells.from_slots(y.view(f.shape[0], self.cells.order.numel(), f.shape[-1]))
