@@ -137,8 +137,8 @@ def test_arguments_whose_names_are_hidden_leave_layers_unmerged(
 ) -> None:
     case = MODELS["FluxTransformer2DModel"]
     model, inputs = case.build(), dict(case.inputs())
-    names = "hidden_states encoder_hidden_states pooled_projections timestep img_ids txt_ids".split()
-    args = [inputs.pop(name) for name in names]
+    args = [inputs.pop(name) for name in ("hidden_states", "encoder_hidden_states")]
+    args += [inputs.pop(name) for name in ("pooled_projections", "timestep", "img_ids", "txt_ids")]
     with torch.no_grad():
         expected = model(*args, **inputs)[0]
         own = type(model).forward
