@@ -28,7 +28,7 @@ core/keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_models
     grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
     log_sizes[:, None, None] if counted => log_sizes[:, None, None] * 0 if counted
     if not counted and by: => if False:
-    bias = masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2]) => bias = masked = zero
+    masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2]) => masked = zero
     found.kept + grid.start] => found.kept]
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
     count * k.shape[1] // q.shape[1])] => count)]
@@ -39,7 +39,7 @@ core/keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_models
 core/merge.py: core
     of_chosen, of_chosen, value=-0.5) => of_chosen, of_chosen, value=-1.0)
     near.index_fill_(1, dst, torch.inf) => near.index_fill_(1, dst[:0], torch.inf)
-    row.index_copy_(1, dst, cells.number.expand(len(slots), -1)) => pass
+    row.index_copy_(1, dst, cells.number.expand(slots.shape[0], -1)) => pass
     row.masked_fill_(cells.pad, -1) => pass
     torch.where(rows < 0, merged, rows + first) => (rows + first)
     sums[:merged] / counts.unsqueeze(1) => sums[:merged]
@@ -48,14 +48,14 @@ core/merge.py: core
     numbers[: cells.kept : cells.m] => numbers[: cells.tiles]
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
     own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own
-    with torch.inference_mode(False), _disable_current_modes(), => with _disable_current_modes(),
+    with torch.inference_mode(False), _no_modes(), => with _no_modes(),
     times.float().amax() => times.float().amin()
     guide = unguided.index(False) => guide = 0
     == chunks[guide]).all() => == chunks[guide]).any()
 core/fit.py: core
-    mean = diagonal.mean(-1, keepdim=True) => mean = diagonal.amax(-1, keepdim=True)
+    mean = diagonal.mean(-1 => mean = diagonal.amax(-1
     flatten(0, -3) - torch.bmm => flatten(0, -3) + torch.bmm
-    if least is not None: => if False:
+    mean(-1, keepdim=True).clamp_min(least) => mean(-1, keepdim=True)
     some.shape[1] / beside.shape[1], => 1,
     value=1 / scale) => value=1)
     fitted = fitted.clamp(-HALF_MAX, HALF_MAX) => pass
@@ -94,7 +94,7 @@ diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_refe
     start += tokens.count => start += 0
     plans.calls[name], config, sizes => plans.calls[name], sizes
     plans is not None and plans.latents() is not None => plans is not None
-    stats.skipped(route, layer.count(call, known)) => stats.skipped("", 0)
+    stats.skipped(why, layer.count(call, known)) => stats.skipped("", 0)
 diffusion/layer.py: diffusion/test_calls.py
     plans.calls[name] += 1 => pass
 diffusion/restoring.py: diffusion/test_restoring.py test_models.py
