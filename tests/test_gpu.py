@@ -96,7 +96,8 @@ def test_the_estimate_of_one_mlp_is_near_what_was_measured(case: str) -> None:
     found = H200.eager(work, gpu.LAUNCH), H200.eager(work, 0)
     assert estimated == "/".join(f"{1e3 * seconds:.2f}" for seconds in found)
     for own, measured in zip(found, (eager, graph), strict=True):
-        assert 0.9 < 1e3 * own / float(measured) < 1.3
+        # The prototype did not bound its results, which is up to an eighth of the time.
+        assert 0.9 < 1e3 * own / float(measured) < 1.4
 
 
 def test_a_card_is_busy_for_the_longest_of_three_times() -> None:
