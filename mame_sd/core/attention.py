@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import fields
-from operator import index
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig
 from mame_sd.core.fit import SDPA
 from mame_sd.core.keys import Grid, Kernel, KeyMerging, merge_keys, own_kernel, unlike
-from mame_sd.core.merge import DRAWS, unreadable
+from mame_sd.core.merge import DRAWS, checked_grid, unreadable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -206,14 +205,4 @@ def _checked(
         if value is None and name != "fit_queries":
             raise ValueError(f"{name}: expected a number, got None; leave it out")
     MaMeConfig.from_dict(given)
-    try:
-        size = tuple(index(side) for side in grid)
-        beside = index(before), index(after)
-    except TypeError:
-        size, beside = (), (0, 0)
-    if not 1 <= len(size) <= 3 or min(*size, 1) < 1 or min(beside) < 0:
-        raise ValueError(
-            f"grid, before, after: expected (h, w) or (t, h, w) of at least 1 and numbers of"
-            f" tokens, got {grid!r}, {before!r}, {after!r}"
-        )
-    return size
+    return checked_grid(grid, before, after)

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 from typing import Any
 
 import torch
@@ -135,6 +136,33 @@ def cells_of(
         return Cells(*getattr(_Compiled, _attribute(sides, *how)))
     made: Cells = _constant(_cut, tuple(size), *how)
     return made
+
+
+def checked_grid(grid: Sequence[int], before: int, after: int) -> tuple[int, ...]:
+    """Check where the tokens of an image are in a sequence.
+
+    Args:
+        grid: (h, w) or (t, h, w) of the image's tokens.
+        before: number of tokens before the image's.
+        after: number of tokens after the image's.
+
+    Returns:
+        The sides of the grid as integers.
+
+    Raises:
+        ValueError: a side or a number of tokens that can't be.
+    """
+    try:
+        size = tuple(index(side) for side in grid)
+        around = index(before), index(after)
+    except TypeError:
+        size, around = (), (0, 0)
+    if not 1 <= len(size) <= 3 or min(*size, 1) < 1 or min(around) < 0:
+        raise ValueError(
+            "grid, before, after: expected (h, w) or (t, h, w) of at least 1 and numbers of tokens,"
+            f" got {grid!r}, {before!r}, {after!r}"
+        )
+    return size
 
 
 def plane_of(size: tuple[int, ...]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ regression on the inputs gives f everywhere:
 The result is exact on P. MaRe (arXiv 2604.13432) copies the output of a merged token instead, which
 is two to ten times as far from f (docs/restoring.md). Half of P is drawn, one token of each cell of
 the grid; the other half are the tokens that are farthest from these. The grid is cut into tiles of
-at most `TILE_SIZE` x `TILE_SIZE` tokens (a third more where a side does not divide), so that the
+about `TILE_SIZE` x `TILE_SIZE` tokens (at most half as long again a side), so that the
 cost of the fit grows with the number of tokens alone.
 
 Every sample of a batch is restored by itself. Nothing waits for the device, and all shapes are
@@ -21,21 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import index
 
 import torch
 from torch import Tensor
 
 from mame_sd.config import checked
-from mame_sd.core.fit import within
-from mame_sd.core.merge import Cells, cells_of, no_autocast, product
+from mame_sd.core.fit import HALF_MAX, within
+from mame_sd.core.merge import Cells, cells_of, checked_grid, no_autocast, product
 from mame_sd.core.merge import constant as cached
 
 TILE_SIZE = 32  # tokens a side
 BANDWIDTH = 4.0  # of the mean squared distance among the chosen tokens
 RIDGE = 0.002  # the kernel is 1 on its diagonal
 DRAWN = 0.5  # share of the chosen tokens that are drawn; all others are the farthest from these
-HALF_MAX = 65504  # the largest number of fp16
 TINY = 1e-30  # a mean distance of tokens that are all alike
 
 
@@ -102,6 +100,8 @@ def choose_tokens(
         cells: the tiles, and the cells of which one token each is drawn.
         count: K, the chosen tokens of each tile; more than `cells.m` and at most the tile's tokens.
         draw: LongTensor [1], the index of the draw; None: the first.
+        leader: LongTensor [B], the sample whose tokens are chosen in each sample, such as the
+            guided one for the unguided one. If None, each sample chooses its own.
 
     Returns:
         The chosen tokens, with weights in the dtype of x.
@@ -215,16 +215,7 @@ def restored(
     Raises:
         ValueError: shapes that don't go together, or a number out of its range.
     """
-    try:
-        size = tuple(index(side) for side in grid)
-        around = index(before), index(after)
-    except TypeError:
-        size, around = (), (0, 0)
-    if not 1 <= len(size) <= 3 or min(*size, 1) < 1 or min(around) < 0:
-        raise ValueError(
-            "grid, before, after: expected (h, w) or (t, h, w) of at least 1 and numbers of tokens,"
-            f" got {grid!r}, {before!r}, {after!r}"
-        )
+    size = checked_grid(grid, before, after)
     if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:
         raise ValueError(f"keep: expected a share above 0 and at most 1, got {keep!r}")
     tokens = torch.Size(size).numel()

@@ -118,6 +118,15 @@ class RestoreHook(LayerHook):
             return "height and width unknown" if known is None else known.unknown
         return self.OTHER if self.start(known, x) is None else known
 
+    def left_alone(self, reason: str, x: Any) -> None:
+        """Count a call with an input x that is not restored.
+
+        The same module may take the text in another call, which is no reason of the image's.
+        """
+        if reason != self.OTHER or not self.stats.calls:
+            count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
+            self.stats.skipped(reason, count)
+
     def start(self, tokens: Tokens, x: Tensor) -> int | None:
         """Return where the image's tokens begin in the input; None if they are not in it."""
         return image_start(tokens, x)
@@ -175,10 +184,7 @@ class MLPHook(RestoreHook):
         if isinstance(tokens, Tokens):
             tokens = self.never or self.too_few(tokens, x, config) or tokens
         if isinstance(tokens, str):
-            # The same MLP may take the text in another call, which is no reason of the image's.
-            if tokens != self.OTHER or not self.stats.calls:
-                count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
-                self.stats.skipped(tokens, count)
+            self.left_alone(tokens, x)
             return entry.inner(*args, **kwargs)
         start = self.start(tokens, x) or 0
         chosen = self.choose(x[:, start : start + tokens.count], config, tokens)
@@ -261,9 +267,7 @@ class BlockHook(RestoreHook):
                 or tokens
             )
         if isinstance(tokens, str):
-            if tokens != self.OTHER or not self.stats.calls:
-                count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
-                self.stats.skipped(tokens, count)
+            self.left_alone(tokens, x)
             return entry.inner(*args, **kwargs)
         start = self.start(tokens, x) or 0
         end = start + tokens.count
