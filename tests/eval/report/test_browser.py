@@ -114,6 +114,7 @@ def test_nothing_overflows_and_colors_follow_the_scheme(
 
 
 def test_pictures_enlarge_by_mouse_and_by_keyboard_and_swap_in_place(opened: Any) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api")
     page = opened()
     shots = page.locator(".case").first.locator(".shot")
     dialog, image = page.locator("dialog"), page.locator("dialog img")
@@ -151,4 +152,4 @@ def test_pictures_enlarge_by_mouse_and_by_keyboard_and_swap_in_place(opened: Any
     page.keyboard.press("Escape")
     assert not dialog.is_visible()
     # The browser gives the focus back once the dialog has closed; a busy machine takes its time.
-    page.wait_for_function("document.activeElement === document.querySelectorAll('.shot')[1]")
+    sync_api.expect(page.locator(".shot").nth(1)).to_be_focused()
