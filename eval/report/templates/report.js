@@ -30,7 +30,8 @@
     dialog.showModal();
     dialog.querySelector(".close").focus();
   });
-  dialog.addEventListener("close", () => (shots[at] ?? opener).focus());
+  // The event comes late: a picture enlarged meanwhile keeps the focus.
+  dialog.addEventListener("close", () => dialog.open || (shots[at] ?? opener).focus());
   dialog.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (step && !dialog.classList.contains("twice")) show(at + step);
