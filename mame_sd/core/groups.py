@@ -525,7 +525,7 @@ def guidance_leaders(inputs: Tensor, unguided: Sequence[bool] = (True, False)) -
 
     Guidance adds a multiple of the difference between guided and unguided samples, and with it a
     multiple of what merging does to one but not to the other. If both merge the same tokens, most
-    of that cancels (docs/experiments.md, "The two halves of guidance"). So the first guided chunk
+    of that cancels (docs/experiments.md, "Steps, draws and guidance"). So the first guided chunk
     of the batch leads each unguided chunk whose inputs are equal to its own; all other samples lead
     themselves. The comparison stays on the device: nothing waits for it.
 
