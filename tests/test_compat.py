@@ -1,4 +1,4 @@
-"""mame_sd.upstream: every name is there, and one that is gone is named in one line."""
+"""mame_sd.compat: every name is there, and one that is gone is named in one line."""
 
 from __future__ import annotations
 
