@@ -4,7 +4,6 @@ that do nothing clever.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,10 +16,6 @@ from mame_sd.runs.methods import Merging
 
 from .. import tables
 from ..results.schema import Family
-from ..rivals.copied import Copied
-from ..rivals.method import Rival
-from ..rivals.plans import mean_attention, means, random_cells, random_keys, strided, todo
-from ..rivals.tomesd import NO_TOMESD, ToMeSD, has_tomesd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,28 +125,11 @@ def own_row(text: str) -> Row:
 
     Raises UserError for a text that gives no settings of `MaMeConfig`.
     """
-    values: dict[str, Any] = {}
     try:
-        for part in text.split(","):
-            name, equals, value = part.strip().partition("=")
-            if not equals:
-                raise ValueError(f"{part!r} has no value")
-            values[name] = _value(value)
-        config = MaMeConfig.from_dict(values)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"--row {text}: expected settings such as keep=0.4,fit_queries=32, but {error};"
-            " correct it"
-        ) from None
+        config = MaMeConfig.from_text(text)
+    except ValueError as error:
+        raise UserError(f"--row {text}: {error}; correct it") from None
     return Row(name=text, label=text, family="mame", method=Merging(config))
-
-
-def _value(text: str) -> Any:
-    """Return the setting that a text gives: True, False, a number, or the text."""
-    for read in (int, float):
-        with contextlib.suppress(ValueError):
-            return read(text)
-    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def chosen_rows(names: str | None, own: Sequence[str] = ()) -> list[Row]:

@@ -5,10 +5,10 @@ again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from mame_sd.config import MaMeConfig
+from mame_sd.config import NAMES, MaMeConfig
 from mame_sd.diffusion.apply_denoiser import apply_mame
 from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.errors import UserError
@@ -70,15 +70,8 @@ class Merging:
         try:
             return InstalledMerging(apply_mame(model.pipe, self.config))
         except (TypeError, ValueError) as error:
-            options = {f.name: f.metadata.get("option", True) for f in fields(MaMeConfig)}
-            name, _, rest = str(error).partition(": ")
-            if name in options:  # a setting that is wrong for this model, not the model
-                where = (
-                    "--" + name.replace("_", "-")
-                    if options[name]
-                    else f"--config (or the model's mame.json): {name}"
-                )
-                raise UserError(f"{where}: {rest}") from error
+            if str(error).partition(":")[0] in NAMES:  # a setting is wrong for this model
+                raise UserError(f"merging: {error}") from error
             raise UserError(
                 f"--model {model.identity['name']}: {error}; choose another model, or --baseline"
             ) from error
