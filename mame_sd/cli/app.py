@@ -18,7 +18,6 @@ from mame_sd.cli.errors import exit_status
 from mame_sd.cli.groups import (
     MODEL,
     ONE_IMAGE,
-    PAPERS,
     PROMPTS,
     SAMPLING,
     MergingOptions,
@@ -102,7 +101,7 @@ def compare_command(
     prompts=PROMPTS,
     model=MODEL,
     sampling=ONE_IMAGE,
-    merging=MergingOptions(without=("tau", "keep", "fit_queries", *PAPERS)),
+    merging=MergingOptions(without=("tau", "keep", "fit_queries")),
 )
 def calibrate_command(
     *,
