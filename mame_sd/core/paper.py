@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mame_sd.core.merge import constant, no_autocast
+from mame_sd.core.groups import cached_tensors, no_autocast
 
 # Refining keeps what exceeds a column's mean. If that leaves at most this share of the column (a
 # tie, up to rounding), the unrefined weights are used. Below it, rounding alone decides in fp32.
@@ -185,7 +185,7 @@ def plan_tokens(
             f"num_prefix_tokens: expected fewer than the {x.shape[1]} tokens of x, got {prefix}"
         )
     body = x[:, prefix:]
-    dst, src = constant(split_positions, body.shape[1], partition, seed, x.device)
+    dst, src = cached_tensors(split_positions, body.shape[1], partition, seed, x.device)
     with no_autocast(x):
         s = similarity(body.index_select(1, dst), body.index_select(1, src), metric)
         weights, merges = fusion_weights(s, tau, refine)
