@@ -20,7 +20,6 @@ from mame_sd.cli.groups import (
     ONE_IMAGE,
     PROMPTS,
     SAMPLING,
-    TAU_FIELDS,
     MergingOptions,
     PromptOptions,
 )
@@ -102,7 +101,7 @@ def compare_command(
     prompts=PROMPTS,
     model=MODEL,
     sampling=ONE_IMAGE,
-    merging=MergingOptions(without=("tau", "keep", "fit_queries", *TAU_FIELDS)),
+    merging=MergingOptions(without=("tau", "keep", "fit_queries")),
 )
 def calibrate_command(
     *,

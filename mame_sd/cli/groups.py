@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,6 @@ from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.options import option
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompts_from_texts
-
-# fields that go with tau alone
-TAU_FIELDS = tuple(f.name for f in fields(MaMeConfig) if f.metadata.get("method") == "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
