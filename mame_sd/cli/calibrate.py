@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,7 @@ def run_calibrate(
     ]
     about = {**found.about, "speed": speed, "checked_on_prompts": len(checked)}
     values = config.to_dict().items()  # all of them, so that no later version's defaults count
-    ours = {f.name for f in fields(MaMeConfig) if f.init and f.metadata["method"] != "tokens"}
-    concrete = {name: value for name, value in values if value is not None and name in ours}
+    concrete = {name: v for name, v in values if v is not None}
     text = json.dumps({**concrete, "about": {**about, "measured": measured}}, indent=1)
     write_atomically(file, text.encode() + b"\n")
     said = "\n".join([found.table(speed), *lines, str(file)])

@@ -42,8 +42,8 @@ class Server(ThreadingHTTPServer):
 
     def images(self, values: dict[str, str]) -> str:
         """Return HTML with the images for the values of the page's form."""
-        numbers = {name: int(values[name]) for name in ("steps", "seed")}
-        settings = replace(self.settings, **numbers)
+        steps, seed = int(values["steps"]), int(values["seed"])
+        settings = replace(self.settings, steps=steps, seed=seed)
         ways = [Way("merged", MaMeConfig.from_text(values["settings"]))]
         on_image, on_step = (partial(self.tell, noun) for noun in ("image", "step"))
         (prompt,) = prompts_from_texts([values["prompt"]])

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mame_sd.config import NAMES, MaMeConfig
-from mame_sd.diffusion.apply_denoiser import apply_mame
-from mame_sd.diffusion.handle import MaMeHandle
 from mame_sd.errors import UserError
-from mame_sd.report import NothingMergedError
 from mame_sd.runs.jobs import Job
-from mame_sd.runs.loading import LoadedModel
+
+if TYPE_CHECKING:  # both import torch, which names of methods can do without
+    from mame_sd.diffusion.handle import MaMeHandle
+    from mame_sd.runs.loading import LoadedModel
 
 
 class NotApplicable(UserError):
@@ -67,6 +67,8 @@ class Merging:
 
     def install(self, model: LoadedModel) -> InstalledMerging:
         """Raises UserError for a model that merging does not support."""
+        from mame_sd.diffusion.apply_denoiser import apply_mame
+
         try:
             return InstalledMerging(apply_mame(model.pipe, self.config))
         except (TypeError, ValueError) as error:
@@ -88,6 +90,8 @@ class InstalledMerging:
 
     def levels(self) -> list[dict[str, Any]]:
         """Raises UserError when nothing could merge."""
+        from mame_sd.report import NothingMergedError
+
         try:
             return [asdict(level) for level in self.handle.report().levels()]
         except NothingMergedError as error:

@@ -66,9 +66,9 @@ generate x --height 100 | multiple of 8 pixels from 8 to 65536, got 100; try 96
 generate x --seed -1 | --seed: expected a whole number from 0
 generate x --keep 25% | --keep: expected a number, got '25%'
 generate x --guidance nan | --guidance: expected a finite number, got nan
-generate x --tau nan | tau: expected a finite number, got nan
+generate x --tau nan | tau: expected a number from -1 to 1, got nan
 generate x --tau 0.8 --keep 0.5 | expected tau or keep, got both
-generate x --metric dot | metric: goes with tau, got metric='dot' beside keep
+generate x --tau 0.8 --tile-size 8 | --tile-size: goes with keep, got tile_size=8
 generate x --merge-seed -1 | --merge-seed: expected a whole number from 0 to
 generate x --config . | {"keep": 0.5}, got a folder; give a file
 generate x --baseline --merge-seed 1 | expected no merging options beside it, got --merge-seed
@@ -119,7 +119,7 @@ def test_an_error_of_settings_names_where_they_stand(
     for settings, message in {
         '{"kep": 0.5}': "--config a.json: unknown setting 'kep'",
         '{"layers": {"none": {"keep": 0.5}}}': "--config (or the model's mame.json): layers: ",
-        '{"made_for": "another"}': "--config (or the model's mame.json): made_for: ",
+        '{"calibrated_for": "another"}': "--config (or the model's mame.json): calibrated_for: ",
         '{"references": 0.5}': "--references: ",
     }.items():
         (tmp_path / "a.json").write_text(settings)
@@ -274,13 +274,15 @@ def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) ->
     names = [f.name for f in fields(MaMeConfig) if f.metadata.get("option")]
     expected = {PLAIN_NAMES.get(name, "--" + name.replace("_", "-")) for name in names}
     assert expected <= flags
-    tau = "--tau 0.1 --partition random --metric dot --feature k --no-refine --merge-seed 3"
-    keep = "--keep 0.5 --fit-queries 8 --tile-size 0 --no-redraw --no-share-guidance-plan"
-    common: dict[str, Any] = {"tau": 0.1, "partition": "random", "metric": "dot", "feature": "k"}
+    keep = "--keep 0.5 --fit-queries 8 --tile-size 0 --no-redraw --merge-seed 3"
     own: dict[str, Any] = {"keep": 0.5, "fit_queries": 8, "tile_size": 0, "redraw": False}
     for out, options, config in (
-        ("a", tau, MaMeConfig(min_tokens=16, refine=False, seed=3, **common)),
-        ("b", keep, MaMeConfig(min_tokens=16, share_guidance_plan=False, **own)),
+        ("a", "--tau 0.1", MaMeConfig(min_tokens=16, tau=0.1)),
+        (
+            "b",
+            f"{keep} --no-share-guidance-plan",
+            MaMeConfig(min_tokens=16, seed=3, share_guidance_plan=False, **own),
+        ),
     ):
         given = ["generate", "--prompt", "key", "--out", out, *options.split()]
         assert run_cli(*given, quick=True) == 0

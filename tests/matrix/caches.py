@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import MaMeHandle, apply_mame, remove_mame
-from mame_sd.core.merge import DRAWS, draw_at
+from mame_sd.core.groups import DRAWS, partition_index
 from mame_sd.diffusion.denoisers import denoiser_of
 from tests.builders.caches import (
     FIRST,
@@ -230,7 +230,7 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         named = next((name for name in ("timestep", "t") if name in kwargs), None)
-        draws.append(draw_at(args[1] if named is None else kwargs[named]))
+        draws.append(partition_index(args[1] if named is None else kwargs[named]))
         for number, layer in enumerate(handle.report().layers):
             if layer.calls > counts.get(layer.name, 0):
                 counts[layer.name] = layer.calls

@@ -75,7 +75,7 @@ def test_bad_input_is_one_line_and_status_2(
 def test_rows_that_lack_a_package_are_named_before_anything_is_made(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mame_sd.eval.benchmark.rows.has_tomesd", lambda: False)
+    monkeypatch.setattr("mame_sd.eval.rivals.tomesd.has_tomesd", lambda: False)
     note_lacking(chosen_rows("tomesd-25,tomesd-50,mame-default"))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: left out: tomesd-25, tomesd-50 (tomesd is not installed: pip")
