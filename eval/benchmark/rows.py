@@ -178,7 +178,7 @@ def chosen_rows(names: str | None, own: Sequence[str] = ()) -> list[Row]:
     Raises UserError for an unknown name or setting.
     """
     further = [own_row(text) for text in dict.fromkeys(own)]
-    return [*_named_rows(names), *further]
+    return [*(make() for make in _makers(names)), *further]
 
 
 def row_named(name: str) -> Row:
@@ -192,14 +192,21 @@ def all_rows() -> list[Row]:
     return list(map(row_named, _NAMED))
 
 
-def _named_rows(names: str | None) -> list[Row]:
+def check_rows(names: str | None, own: Sequence[str] = ()) -> None:
+    """Raise UserError for an unknown name or setting, without importing any rival."""
+    _makers(names)
+    for text in own:
+        own_row(text)
+
+
+def _makers(names: str | None) -> list[Callable[[], Row]]:
     if names is None:
-        return [row_named(name) for name in _NAMED if name not in WHERE_NAMED]
-    makers: dict[str, Callable[[], Row]] = {BASELINE: partial(row_named, BASELINE)}
+        return [partial(row_named, name) for name in _NAMED if name not in WHERE_NAMED]
+    found: dict[str, Callable[[], Row]] = {BASELINE: partial(row_named, BASELINE)}
     for name in tables.names_in(names) or [names]:
         known, make = (name, partial(row_named, name)) if name in _NAMED else _numbered(name)
-        makers[known] = make
-    return [make() for make in makers.values()]
+        found[known] = make
+    return list(found.values())
 
 
 def _numbered(name: str) -> tuple[str, Callable[[], Row]]:

@@ -65,7 +65,7 @@ def test_own_settings_are_rows() -> None:
     settings = MaMeConfig(keep=0.4, fit_queries=32, redraw=False)
     assert own.method == Merging(settings)
     for text, error in (
-        ("keep", "'keep' has no value"),
+        ("keep", "expected settings such as .*, got 'keep'"),
         ("kep=1", "unknown setting 'kep'; did you mean 'keep'"),
         ("keep=2", "keep: expected a share above 0 and at most 1, got 2"),
         ("keep=1,tau=0.5", "expected tau or keep, got both"),
