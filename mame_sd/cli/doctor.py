@@ -141,7 +141,7 @@ def _merging(device: torch.device) -> Check:
     from mame_sd.core.paper import plan_tokens
 
     x = torch.ones(1, 64, 8, device=device)
-    plan = plan_tokens(x, MaMeConfig(tau=0.8))
+    plan = plan_tokens(x, tau=0.8)
     if plan.tokens_kept != 32 or not torch.allclose(plan.restore(plan.merge(x)), x, atol=1e-3):
         raise RuntimeError(f"64 equal tokens came back changed, {plan.tokens_kept} kept")
     q = x.unsqueeze(1)

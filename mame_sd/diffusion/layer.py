@@ -148,7 +148,8 @@ class AttentionAdapter(ABC):
     def plan(self, route: Route) -> Plan:
         """Plan which whole tokens of a call merge."""
         assert route.feature is not None
-        return plan_tokens(route.feature, route.config)
+        assert route.config.tau is not None
+        return plan_tokens(route.feature, route.config.tau)
 
     def job(self, route: Route, name: str, step: Step) -> MergeJob:
         """Make the job that merges the keys of a call.

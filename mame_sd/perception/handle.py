@@ -65,7 +65,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
             self._paper or not (spec.adds_mask and _has_mask(spec, modules[0]))
         ):
             prop_attn = False
-        _check_parts(self.configs, prop_attn, spec, modules[0])
+        _check_mask(prop_attn, spec, modules[0])
         self._shared = ForwardState(self.encoder, spec, modules, restore, prop_attn)
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
@@ -134,11 +134,8 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
                 " by keep), got the other; call apply_mame again"
             )
         if config is None:
-            new = changed(self.configs, fields)
-        else:
-            new = configs_of(config, fields, self.configs)
-        _check_parts(new, self._shared.prop_attn, self._shared.spec, self._blocks[0])
-        return new
+            return changed(self.configs, fields)
+        return configs_of(config, fields, self.configs)
 
     def _use(self, settings: dict[int, MaMeConfig]) -> None:
         super()._use(settings)
@@ -289,15 +286,8 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         return some, next(iter(plans.values()))
 
 
-def _check_parts(
-    configs: dict[int, MaMeConfig], prop_attn: bool | None, spec: Encoder, block: nn.Module
-) -> None:
-    """Raise ValueError for settings that need parts which the model's blocks lack."""
-    if any(config.feature != "x" for config in configs.values()) and spec.keys is None:
-        raise ValueError(
-            f"feature: expected 'x' for a model of kind {spec.name!r}, whose keys are not known,"
-            " got another; leave it out"
-        )
+def _check_mask(prop_attn: bool | None, spec: Encoder, block: nn.Module) -> None:
+    """Raise ValueError for proportional attention in blocks whose attention takes no mask."""
     if prop_attn and not _has_mask(spec, block):
         attention = type(block.get_submodule(spec.attention[1])).__name__
         raise ValueError(

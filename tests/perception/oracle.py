@@ -137,8 +137,7 @@ def _forward(
         keys = projection(normed[0])
         if keys.shape[-1] > x.shape[-1]:  # queries, keys and values joined
             keys = keys.unflatten(-1, (3, -1))[..., 1, :]
-        compared = config.feature if config.tau is not None else "k"
-        feature = seen[0] if compared == "x" else keys
+        feature = keys if config.tau is None else seen[0]
         plan = _plan(feature, config, size, row.prefix)
         before = sizes[-1] if sizes else torch.ones_like(seen[0][..., 0])
         merged = plan.merge(seen[0])
@@ -188,8 +187,7 @@ class _Paper:
 
     def __init__(self, feature: Tensor, config: MaMeConfig, prefix: int) -> None:
         assert config.tau is not None
-        kind, refine = config.partition, config.refine
-        self.plan = oracle.token_plan(feature, config.tau, config.metric, kind, refine, prefix)
+        self.plan = oracle.token_plan(feature, config.tau, prefix=prefix)
 
     def merge(self, t: Tensor) -> Tensor:
         return self.plan.merge(t)
