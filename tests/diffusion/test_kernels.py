@@ -368,7 +368,8 @@ def test_a_backend_may_be_given_a_mask_for_all_heads_and_queries() -> None:
 
 def test_a_kernel_that_takes_no_numbers_is_given_a_boolean_mask() -> None:
     job, (q, k, v), seen = masked_call()
-    changed = job.merge({"query": q, "key": k, "value": v, "attn_mask": seen}, bias=False)
+    call = {"query": q, "key": k, "value": v, "attn_mask": seen}
+    changed = job.merge(call, list(job.grids), 3, bias=False)
     assert changed is not None
     assert torch.equal(changed["attn_mask"], seen[..., : 3 + 12])
 
