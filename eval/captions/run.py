@@ -137,7 +137,7 @@ def _caption(captioner: Captioner, row: str, inputs: dict[str, Any], tokens: int
         write = partial(captioner.model.generate, **inputs, do_sample=False)  # the row's
         _, first = seconds_of(partial(write, max_new_tokens=1), captioner.device)
         ids, whole = seconds_of(partial(write, max_new_tokens=tokens), captioner.device)
-        visual = calls.counts.kept / 2  # both calls
+        visual = calls.report().kept / 2  # both calls
     written = ids[0, inputs["input_ids"].shape[1] :]
     return {
         "caption": captioner.text(written),

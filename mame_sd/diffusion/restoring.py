@@ -123,7 +123,7 @@ class RestoreHook(LayerHook):
 
         The same module may take the text in another call, which is no reason of the image's.
         """
-        if reason != self.OTHER or not self.stats.calls:
+        if reason != self.OTHER or not self.stats.sums.eager[0]:
             count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
             self.stats.skipped(reason, count)
 

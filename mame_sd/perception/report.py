@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mame_sd.perception.counts import BlockCost, BlockCounts
+from mame_sd.perception.counts import FIELDS, BlockCost, BlockCounts
 
 # Below this share of the FLOPs a smaller image is nearer, on photographs (docs/perception.md).
 NEARER = 0.37
@@ -128,7 +128,10 @@ def make_blocks(
     Returns:
         The reports, and the number of forwards that they average.
     """
-    sums = {number: count.sums() for number, count in sorted(counts.items())}
+    sums = {
+        number: dict(zip(FIELDS, count.sums.totals(), strict=True))
+        for number, count in sorted(counts.items())
+    }
     start = next(iter(sums.values()))
     calls, tokens, squares = start["calls"], start["tokens"], start["squares"]
     whole, rows = (tokens, squares, tokens), []

@@ -174,7 +174,7 @@ def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why() -> Non
     assert stats.last_reason == (
         "expected one position for each of 96 image tokens, got 97 along dimension 0 of [97, 16]"
     )
-    assert (stats.tokens_in, stats.tokens_kept) == (N, N)
+    assert stats.totals() == (1, N, N)
 
 
 def test_inputs_of_unequal_length_are_left_alone() -> None:
