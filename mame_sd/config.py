@@ -236,13 +236,13 @@ class MaMeConfig:
         if self.layers is None:
             return self
         base = self.replace(layers=None)
-        found: MaMeConfig | None = base
+        config: MaMeConfig | None = base
         for pattern, rule in self.layers.items():
             if means(pattern, name):
-                found = (found or base)._with_rule(rule, name)
-        if found is not None and found.is_default and found.mlp_keep is None:
-            return found.replace(mlp_keep=1)  # without layers it would be the default's
-        return found
+                config = (config or base)._with_rule(rule, name)
+        if config is not None and config.is_default and config.mlp_keep is None:
+            return config.replace(mlp_keep=1)  # without layers it would be the default's
+        return config
 
     def _with_rule(self, rule: Mapping[str, Any] | Literal[False], of: str) -> MaMeConfig | None:
         """Return these settings overridden by a rule, or None if the rule leaves layers unmerged.
@@ -317,11 +317,11 @@ class MaMeConfig:
 def _documented() -> dict[str, Field[Any]]:
     """Return the settings by name, with the class's description of each in its metadata."""
     texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", getdoc(MaMeConfig) or "", re.M))
-    found = {f.name: f for f in fields(MaMeConfig) if f.init}
-    for name, f in found.items():
+    settings = {f.name: f for f in fields(MaMeConfig) if f.init}
+    for name, f in settings.items():
         help, _, about = " ".join(texts.get(name, "").split()).partition(". ")
         f.metadata = MappingProxyType({**f.metadata, "help": help.rstrip("."), "about": about})
-    return found
+    return settings
 
 
 _SETTINGS = _documented()
