@@ -17,7 +17,6 @@ from mame_sd.diffusion.calibration import Calibration, check_speed, measure_imag
 from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.families.family import class_names
-from mame_sd.diffusion.families.refused import known_as
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, remove_hook
 from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import LayerHook, MergeHook
@@ -28,6 +27,7 @@ from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.handle import Handle, check_config
 from mame_sd.layer_rules import means
+from mame_sd.refused import known_as
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
 
 Placed = tuple[nn.Module, LayerHook | PreHook]  # a module and its hook
