@@ -54,9 +54,9 @@ core/groups.py: core
     guide = unguided.index(False) => guide = 0
     == chunks[guide]).all() => == chunks[guide]).any()
 core/fit.py: core
-    mean = diagonal.mean(-1 => mean = diagonal.amax(-1
+    (diagonal.sum(-1) / count) => (diagonal.sum(-1) / 3)
     flatten(0, -3) - torch.bmm => flatten(0, -3) + torch.bmm
-    mean(-1, keepdim=True).clamp_min(least) => mean(-1, keepdim=True)
+    / count).clamp_min(least) => / count)
     some.shape[1] / beside.shape[1], => 1,
     value=1 / scale) => value=1)
     fitted = fitted.clamp(-HALF_MAX, HALF_MAX) => pass
