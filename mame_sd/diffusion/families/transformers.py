@@ -40,6 +40,15 @@ def _text_or_its_cache(call: Call, tokens: Tokens) -> int:
     return 0 if kept is None else int(kept.shape[1])
 
 
+def _of_each_sample(call: Call, tokens: Tokens) -> None:
+    """Return None: Mochi's attention runs over one sample at a time, each with its own text."""
+
+
+def _next_to_image(call: Call, tokens: Tokens) -> int:
+    """Return the number of the text's keys, in a sequence that holds the image's tokens too."""
+    return int(call["encoder_hidden_states"].shape[1]) - tokens.count
+
+
 # fmt: off
 BUILT_IN = (
     # Text is in the same call as the image, or there is none.
@@ -108,7 +117,7 @@ BUILT_IN = (
            at.in_sequence(at.patches, after=None), MASKED, mask=True, joint="last"),
     Family("Mochi", ("MochiTransformer3DModel",), ("MochiAttention.attn1",), at.patches,
            along(image_rotary_emb=0), mask=True, joint="last",
-           text_keys=lambda call, tokens: None),  # attention runs over one sample at a time
+           text_keys=_of_each_sample),
     Family("JoyImage", ("JoyImageEditTransformer3DModel",), ("JoyImageAttention.attn",),
            at.joyimage, along(image_rotary_emb=[0, None]), references=True, joint="last"),
     Family("JoyImage Edit Plus", ("JoyImageEditPlusTransformer3DModel",),
@@ -184,7 +193,7 @@ BUILT_IN = (
     Family("unconditional UNet", ("UNet2DModel",), ("Attention",), at.of_levels, queries=False),
     Family("Stable Cascade", ("StableCascadeUNet",), ("Attention.attention",), at.of_levels,
            queries=False, joint="last",
-           text_keys=lambda call, tokens: call["encoder_hidden_states"].shape[1] - tokens.count),
+           text_keys=_next_to_image),
 )
 # fmt: on
 # UNets, DiT, PixArt: self-attention over the image's tokens alone. If a processor adds further
