@@ -134,7 +134,7 @@ def _photographs() -> Sampler:
 CASES: tuple[Case | SampleCase, ...] = (
     _case(
         "transformer-4", "transformer, 4 steps", "transformer", 128, 4,
-        f"mame-default,{FEWER},{COPIED},{PLAIN},{PAPER}", (16, 3), own=RESTORED,
+        f"mame-default,{FEWER},{COPIED},{PLAIN},toma-50,{PAPER}", (16, 3), own=RESTORED,
     ),
     _case(
         "transformer-8", "transformer, 8 steps", "transformer", 32, 8,

@@ -20,6 +20,7 @@ from ..results.schema import Family
 from ..rivals.copied import Copied
 from ..rivals.method import Rival
 from ..rivals.plans import mean_attention, means, random_cells, random_keys, strided, todo
+from ..rivals.toma import ToMA
 from ..rivals.tomesd import NO_TOMESD, ToMeSD, has_tomesd
 
 
@@ -114,6 +115,7 @@ _NAMED: tuple[tuple[str, str, Family, Any], ...] = (
     ),
     ("strided-1x2", "every second key", "rival", Rival("strided", strided, {"cell": (1, 2)})),
     ("todo-2", "ToDo, one key of 2 × 2", "rival", Rival("todo", todo, {"factor": 2})),
+    ("toma-50", "ToMA 50 %", "rival", Rival("toma", ToMA, {"share": 0.5}, merge="qkv")),
     (FLOOR, "mean attention", "floor", Rival("mean attention", mean_attention, merge="qkv")),
 )
 # Every row with a name of its own: the paper's table, our default, what every merging has to beat,
@@ -122,7 +124,7 @@ ROWS = {
     name: Row(name=name, label=label, family=family, method=method, default=name == DEFAULT)
     for name, label, family, method in _NAMED
 }
-WHERE_NAMED = ("means-2x2-fitted", "strided-1x2", "todo-2")  # not by default
+WHERE_NAMED = ("means-2x2-fitted", "strided-1x2", "todo-2", "toma-50")  # not by default
 
 
 def own_row(text: str) -> Row:

@@ -31,7 +31,8 @@ class Rival:
 
     Attributes:
         name: what the run's settings call it.
-        make: one of `plans.py`, which takes `settings`.
+        make: one of `plans.py`, which takes `settings`, or a class such as `ToMA`, of which each
+            layer has an object of its own, made with `settings`.
         merge: "kv", or "qkv" for whole tokens that it restores.
         min_tokens: layers with fewer are left alone.
         fit_queries: with "kv", how many queries the values of the rival's keys are fitted to.
@@ -65,13 +66,18 @@ class Rival:
         # What merges is the rival's; only which of the two ways is taken is ours.
         keys: dict[str, Any] = {"keep": 0.5, "fit_queries": self.fit_queries}
         how: dict[str, Any] = keys if self.merge == "kv" else {"tau": 0.0}
-        make = partial(self.make, draw=draw, **self.settings)
+
+        def maker() -> Callable[..., Any]:
+            if isinstance(self.make, type):
+                return partial(self.make(**self.settings), draw=draw)
+            return partial(self.make, draw=draw, **self.settings)
+
         with hooks_restored(target):
             handle = apply_mame(target, min_tokens=self.min_tokens, **how)
             for module in denoiser_of(target).modules():
                 hook = hook_on(module, MergeHook.name)
                 if isinstance(hook, MergeHook):
-                    hook.layer = RivalLayer(hook.layer, make)
+                    hook.layer = RivalLayer(hook.layer, maker())
             yield handle
 
     def describe(self) -> dict[str, Any]:
