@@ -11,6 +11,7 @@ whole tokens before the attention and restores them after it (MaMe and MaRe, arX
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import numbers
 import re
@@ -67,20 +68,18 @@ def _size(value: Any) -> tuple[int, int]:
         raise ValueError("expected two whole numbers from 1 to 2^31 - 1") from None
 
 
-def _setting(default: Any, check: Check, *, keys_only: bool = False, option: bool = True) -> Any:
+def _setting(default: Any, check: Check, *, keys_only: bool = False) -> Any:
     """Declare a setting, which the docstring of `MaMeConfig` describes.
 
     Args:
         default: value of the setting if it is not given.
         check: returns the value as a config stores it, or raises ValueError.
         keys_only: if True, the setting has no meaning with `tau`.
-        option: if True, commands have an option for it.
 
     Returns:
         The field.
     """
-    described = {"check": check, "keys_only": keys_only, "option": option}
-    return field(default=default, metadata=described)
+    return field(default=default, metadata={"check": check, "keys_only": keys_only})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +151,9 @@ class MaMeConfig:
     share_guidance_plan: bool = _setting(True, _flag, keys_only=True)
     seed: int = _setting(0, _whole(0))
     references: float | None = _setting(None, _share, keys_only=True)
-    size: tuple[int, int] | None = _setting(None, _size, option=False)
-    layers: LayerRules | None = _setting(None, LayerRules, option=False)  # noqa: RUF009
-    calibrated_for: str | None = _setting(None, _text, option=False)
+    size: tuple[int, int] | None = _setting(None, _size)
+    layers: LayerRules | None = _setting(None, LayerRules)  # noqa: RUF009
+    calibrated_for: str | None = _setting(None, _text)
     is_default: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -237,13 +236,13 @@ class MaMeConfig:
         if self.layers is None:
             return self
         base = self.replace(layers=None)
-        found: MaMeConfig | None = base
+        config: MaMeConfig | None = base
         for pattern, rule in self.layers.items():
             if means(pattern, name):
-                found = (found or base)._with_rule(rule, name)
-        if found is not None and found.is_default and found.mlp_keep is None:
-            return found.replace(mlp_keep=1)  # without layers it would be the default's
-        return found
+                config = (config or base)._with_rule(rule, name)
+        if config is not None and config.is_default and config.mlp_keep is None:
+            return config.replace(mlp_keep=1)  # without layers it would be the default's
+        return config
 
     def _with_rule(self, rule: Mapping[str, Any] | Literal[False], of: str) -> MaMeConfig | None:
         """Return these settings overridden by a rule, or None if the rule leaves layers unmerged.
@@ -280,6 +279,24 @@ class MaMeConfig:
         return cls(**values)
 
     @classmethod
+    def from_text(cls, text: str) -> MaMeConfig:
+        """Make a config from fields as a command line has them; an empty text gives the default.
+
+        >>> MaMeConfig.from_text("keep=0.5,redraw=false").given
+        {'keep': 0.5, 'redraw': False}
+
+        Raises:
+            ValueError: a part has no value, a name is no setting, or a value is not allowed.
+        """
+        values: dict[str, Any] = {}
+        for part in text.split(",") if text else ():
+            name, equals, value = part.strip().partition("=")
+            if not equals:
+                raise ValueError(f"expected settings such as keep=0.4,fit_queries=32, got {part!r}")
+            values[name] = _value(value)
+        return cls.from_dict(values)
+
+    @classmethod
     def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
         """Read a config from a .json file that holds fields at its top level.
 
@@ -300,11 +317,11 @@ class MaMeConfig:
 def _documented() -> dict[str, Field[Any]]:
     """Return the settings by name, with the class's description of each in its metadata."""
     texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", getdoc(MaMeConfig) or "", re.M))
-    found = {f.name: f for f in fields(MaMeConfig) if f.init}
-    for name, f in found.items():
+    settings = {f.name: f for f in fields(MaMeConfig) if f.init}
+    for name, f in settings.items():
         help, _, about = " ".join(texts.get(name, "").split()).partition(". ")
         f.metadata = MappingProxyType({**f.metadata, "help": help.rstrip("."), "about": about})
-    return found
+    return settings
 
 
 _SETTINGS = _documented()
@@ -325,6 +342,14 @@ def checked(name: str, value: Any) -> Any:
         if name == "layers":  # messages of LayerRules name the setting already
             raise
         raise ValueError(f"{name}: {error}, got {value!r}") from None
+
+
+def _value(text: str) -> Any:
+    """Return the value that a text means: True, False, a number, or the text."""
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def check_names(values: Mapping[str, Any]) -> None:

@@ -13,8 +13,8 @@ from mame_sd.config import DEFAULT_KEEP, DEFAULT_MLP_KEEP, MaMeConfig
 HEAD = """# Settings
 
 `python -m tests.settings_page` writes this page from `MaMeConfig`. The keywords of `apply_mame` and
-`MaMeAttnProcessor`, the options of the commands and the files of `--config` share these names. One
-option has another name: `--merge-seed`, because `--seed` is the image's.
+`MaMeAttnProcessor` and `--config` of the commands share these names. `--config` takes a .json file
+of settings, or a text such as `keep=0.4,fit_queries=32`. The most used have options of their own.
 
 `keep` merges keys and values and fits the merged values, `tau` merges whole tokens as in the paper.
 If neither is given, `keep` is {keep:g} and `mlp_keep` is {mlp_keep:g} in layers with enough work

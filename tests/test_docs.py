@@ -42,10 +42,9 @@ CELLS = [
     for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     if cell["cell_type"] == "code"
 ]
-PAGES = ("paper", "perception", "perception-classify", "kv-cache")
 COMMANDS = [
     line
-    for text in (README, *((ROOT / f"docs/{page}.md").read_text("utf-8") for page in PAGES))
+    for text in (README, *(page.read_text("utf-8") for page in (ROOT / "docs").glob("*.md")))
     for line in re.findall(r"^(?:    )?(mame-sd(?:-eval)? .*?)(?:  #.*)?$", text, re.M)
 ]
 ROWS = {

@@ -387,8 +387,7 @@ def _layer_of(cache: Cache, index: int, compressing: bool = True) -> Any:
             " offloading out"
         )
     layer = layers[index] if index < len(layers) else None
-    known = layer is None or type(layer) in (DynamicLayer, CompressedLayer)
-    if compressing and not known:
+    if compressing and type(layer) not in (type(None), DynamicLayer, CompressedLayer):
         raise ValueError(
             f"cache: expected a DynamicCache, got {name} with a {type(layer).__name__}; leave"
             " cache_implementation out"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.captions.captioner_registry import axes_of
-from mame_sd.captions.prompts import Image, kept_of
+from mame_sd.captions.prompts import Image, shortened
 from mame_sd.compat import cache_in, hidden_states_are_apart
 from mame_sd.forks import free_in_children
 from mame_sd.report import Sums, counted
@@ -169,7 +169,7 @@ class PromptShortener:
                 f" {list(mask.shape)}; give the processor's"
             )
         token, length = int(model.config.image_token_id), ids.shape[1]
-        kept = kept_of(ids, mask, token, images)
+        kept = shortened(ids, mask, token, images)
         positions = torch.arange(length, device=ids.device).expand_as(ids)
         if axes is not None:
             # Three axes; a fourth one before them counts words.
@@ -179,7 +179,7 @@ class PromptShortener:
         if any(len(image.places) < image.unmerged for image in images):
             removed = Removed(length, kept.real, removed.after)
             ids = kept.of(ids, self._padding())
-            call["position_ids"] = kept.of_positions(positions)
+            call["position_ids"] = kept.of(positions)
             # Without a mask, transformers takes positions with gaps for several packed texts.
             call["attention_mask"] = kept.real.to(torch.long if mask is None else mask.dtype)
             if "labels" in call:

@@ -15,7 +15,6 @@ from mame_sd.cli.generate import load_to_merge
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import (
     Calibration,
-    check_speed,
     measure_images,
     read_measurement,
 )
@@ -54,7 +53,7 @@ def run_calibrate(
             merging gives.
     """
     file = out / "config.json"
-    _check(speed, base, choice, out, file)
+    _check(choice, out, file)
     model, base = load_to_merge(choice, base, prompts)
     base = uniform(base)
     few = min(4, max(1, len(prompts) // 4))
@@ -93,17 +92,10 @@ def run_calibrate(
     answer(said, {"config": str(file), "speed": speed, "measured": measured}, again)
 
 
-def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file: Path) -> None:
-    """Raise UserError for a speed or settings that can't be calibrated, or a folder that can't take
-    the results: one that can't be written, one with settings of another model, or a model's, which
-    has a config.json of its own.
+def _check(choice: ModelChoice, out: Path, file: Path) -> None:
+    """Raise UserError for a folder that can't take the results: one with settings of another model,
+    or a model's, which has a config.json of its own.
     """
-    try:
-        check_speed(speed)
-    except ValueError as error:
-        raise UserError(f"--{error}; try 1.2") from None
-    if base.method != "keys":
-        raise UserError("merging: expected no tau, for calibration tries shares to keep; drop it")
     if file.exists():
         try:
             there = json.loads(read_regular(file))["about"]["model"]
@@ -119,7 +111,6 @@ def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file:
         read_measurement(out / MEASURED)
     except ValueError as error:
         raise UserError(f"--out {out}: {error}") from None
-    choice.check_place()
 
 
 def _measured(

@@ -89,7 +89,7 @@ def test_bad_input_is_refused_before_anything_is_loaded(
         assert message in error_of(capsys)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "config.json").write_text("{}")
-    assert cli.run(given) == 2
+    assert cli.run(["calibrate", "--out", str(tmp_path)]) == 2
     assert "got one with another config.json" in error_of(capsys)
 
 
@@ -101,7 +101,7 @@ def test_a_measured_json_of_others_is_left_alone(
 ) -> None:
     file = tmp_path / command.MEASURED
     file.write_text(content)
-    assert cli.run(["calibrate", "--model", str(tmp_path / "none"), "--out", str(tmp_path)]) == 2
+    assert cli.run(["calibrate", "--out", str(tmp_path)]) == 2
     assert "measured.json: expected none, or what an earlier calibration measured" in error_of(
         capsys
     )

@@ -258,7 +258,7 @@ def test_options_go_over_what_was_saved(tmp_path: Path, capsys: pytest.CaptureFi
     assert "note: merging as saved with the model (tau 0.3, " in capsys.readouterr().err
     assert run(tmp_path / "c", *model, "--keep", "0.5") == base.replace(keep=0.5)
     assert run(tmp_path / "d", *model, "--baseline") is None
-    refused = ["--fit-queries", "8"]  # which goes with keep
+    refused = ["--config", "fit_queries=8"]  # which goes with keep
     assert (
         cli.run(["generate", "--prompt", "key", *model, *refused, "--out", str(tmp_path / "e")])
         == 2
@@ -272,7 +272,7 @@ def test_off_stays_off_until_an_option_asks_for_merging(
     monkeypatch.chdir(tmp_path)
     model = ["--model", str(saved_with(tmp_path / "model", tau=None))]
     assert run(tmp_path / "a", *model) is None
-    assert run(tmp_path / "b", *model, "--tile-size", "8") == MaMeConfig(
+    assert run(tmp_path / "b", *model, "--config", "tile_size=8") == MaMeConfig(
         keep=0.25, mlp_keep=0.125, tile_size=8, min_tokens=16, seed=3
     )
     words = ["--steps", "1", "--device", "cpu", "--out", "merge.png"]

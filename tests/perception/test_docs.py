@@ -1,8 +1,7 @@
-"""Pages about vision transformers: examples run, arguments exist, FLOPs are the paper's."""
+"""Pages about vision transformers: examples run, FLOPs are the paper's."""
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from benchmarks import encoders
 from benchmarks.encoders import counted
 from mame_sd import apply_mame, remove_mame
-from mame_sd.perception.apply_encoder import apply_encoder
 from tests.builders.perception import NAMED
 from tests.builders.tiny import seeded
 
@@ -41,12 +39,6 @@ def test_examples_run(code: str) -> None:
         "remove_mame": remove_mame,
     }
     exec(compile(code, "perception.md", "exec"), scope)
-
-
-def test_arguments_are_those_of_the_function() -> None:
-    parameters = inspect.signature(apply_encoder).parameters.values()
-    own = {one.name for one in parameters if one.kind == one.KEYWORD_ONLY}
-    assert own | {"tau", "keep"} == set(re.findall(r"^\| `(\w+)` \|", USAGE, re.M))
 
 
 def test_tome_s_r_is_a_keep_for_each_block() -> None:
