@@ -21,7 +21,7 @@ from torch import nn
 
 from mame_sd.compat import names_arguments, require
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge_keys import Kernel, adapt_kernel
+from mame_sd.core.intercept import Kernel, adapt_kernel
 from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.denoisers import denoiser_of, has_denoiser_names
 from mame_sd.diffusion.families.attention import PlainAttention, SequenceAttention, fixed_reason
