@@ -200,7 +200,7 @@ def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, 
 
 
 def _by_prompt(values: Mapping[str, float], prompts: Mapping[str, str]) -> tuple[Floats, Floats]:
-    """Return the sum and the number of each prompt's values, [prompts] each, sorted by prompt id."""
+    """Return the sum and the number of each prompt's values, [prompts] each, sorted by id."""
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     for key in sorted(values):

@@ -106,7 +106,7 @@ class Value:
 
     @property
     def remark(self) -> str:
-        """What must be said wherever the value is shown: how it came about, how it misleads; or ""."""
+        """What must be said wherever the value is shown, such as how it misleads; or ""."""
         parts = [self.warning, self.note, (self.difference or {}).get("note")]
         if self.splits is not None:
             parts.append(f"{self.splits} split{'s' * (self.splits != 1)}")
