@@ -1,4 +1,4 @@
-"""results.json: the one file that a benchmark writes and a report reads."""
+"""Write and read results.json, the one file that a benchmark writes and a report reads."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OWN = {"runs", "answers", TIMINGS, BUSY, "report.html", "table.csv"}
 
 
 def check_out(out: Path) -> None:
-    """Raise UserError when no benchmark could go into `out`: only a new, empty or own folder will
-    do.
+    """Raise UserError unless `out` is a new or empty folder, or one of a benchmark.
 
-    An own folder whose results.json was deleted is taken too: everything in it is found again.
+    A folder of a benchmark whose results.json was deleted is accepted: everything in it is found
+    again.
     """
     if check_place(out, out) != out:
         return
@@ -48,7 +48,7 @@ def check_out(out: Path) -> None:
 
 
 def read_results(out: Path) -> Results:
-    """The results in `out`. Raises UserError when there are none."""
+    """Read the results in `out`. Raise UserError if there are none."""
     path = out / NAME
     try:
         values: Any = json.loads(read_regular(path).decode())
@@ -75,7 +75,7 @@ def write_results(out: Path, results: Results) -> None:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with "+" behind it where files differ; None without git."""
+    """Return the checkout's commit, followed by "+" if files were changed; None without git."""
     place = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -92,7 +92,7 @@ def commit() -> str | None:
 
 
 def generation_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a benchmark of generation must be continued with."""
+    """Return the settings with which a benchmark of generation must be continued."""
     return {
         "model": manifest["model"],
         **manifest["sampling"],
@@ -105,13 +105,18 @@ def resumed(
     out: Path,
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = generation_settings,
 ) -> Results:
-    """`results` with the rows that an earlier start of the same benchmark has left in `out`: what
-    was made, no figures.
+    """Return `results` with the rows that an earlier start of the same benchmark left in `out`.
 
-    Timings come back from bench.jsonl, which knows what they are of; scores are computed again.
+    They have no figures: timings are read from bench.jsonl, which says what they depend on, and
+    scores are computed again.
 
-    Raises UserError when `out` was begun with another model, other settings or prompts: its results
-    stay as they are.
+    Args:
+        results: The results before anything is measured.
+        out: Folder of the benchmark.
+        settings: Returns of a manifest the settings with which it must be continued.
+
+    Raises:
+        UserError: If `out` was begun with another model, settings or prompts. Its results stay.
     """
     if not (out / NAME).exists():
         return results
@@ -128,7 +133,7 @@ def resumed(
 
 
 def _as_before(row: MethodResult, before: MethodResult | None) -> MethodResult:
-    """`row` as far as an earlier start has brought one of the same settings, without figures."""
+    """Return `row` as an earlier start left one of the same settings, without figures."""
     config = json.loads(json_text(dict(row.config)))
     if before is None or before.config != config:
         return row
