@@ -1,4 +1,4 @@
-"""The command line, ``mame-sd-eval``: thin commands over the modules beside it.
+"""The command line ``mame-sd-eval``: thin commands over the other modules of this room.
 
 torch and diffusers are imported inside the commands, after cheap checks, so that help and usage
 errors come at once.
@@ -283,14 +283,12 @@ def doctor_command(*, weights_dir: WeightsOption = None, model: ModelChoice) -> 
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit status; every failure has become one line on
-    stderr.
-    """
+    """Run one command line and return its exit status; a failure is one line on stderr."""
     return exit_status(lambda: invoke(arguments))
 
 
 def invoke(arguments: Sequence[str] | None = None) -> Any:
-    """Run one command line (that of the process by default), failures as exceptions."""
+    """Run one command line (by default that of the process); failures are exceptions."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     given = list(sys.argv[1:] if arguments is None else arguments)

@@ -1,4 +1,4 @@
-"""The body of ``mame-sd-eval classify``: from options to a `Classification` and its report."""
+"""Run ``mame-sd-eval classify``: from options to a `Classification` and its report."""
 
 from __future__ import annotations
 
@@ -32,13 +32,21 @@ def run_classify(
     choice: ModelChoice,
     command: str,
 ) -> Results | None:
-    """Run `rows` on the images that `options` name, into `out`, report included, which names the
-    `command` that made it.
+    """Run rows on images, and write the report.
 
-    Returns the results, on the main process; None on others.
+    Args:
+        options: The options.
+        suite: Name of the suite.
+        rows: The rows.
+        out: Folder of results.
+        choice: Options of the model.
+        command: The command that makes the report again.
+
+    Returns:
+        The results on the main process; None on others.
 
     Raises:
-        UserError, MachineError: what was done before is kept; the same call continues.
+        UserError, MachineError: What was done before is kept; the same call continues.
     """
     from ..report import render
 
@@ -84,10 +92,20 @@ def run_classify(
 def make_head(
     encoder: LoadedEncoder, images: ImageSet, options: ClassifyOptions, stage: Stage
 ) -> tuple[Head, ImageSet, dict[str, Any]]:
-    """How the model answers, the images that it is asked, with its numbers of their classes, and
-    JSON values that say so.
+    """Make the head that answers.
 
-    Raises UserError for options or folders that do not fit the model.
+    Args:
+        encoder: The model.
+        images: The images.
+        options: The options.
+        stage: Opens a step of that name and returns its progress callback.
+
+    Returns:
+        The head, the images that it is asked with the model's numbers of their classes, and JSON
+        values that describe both.
+
+    Raises:
+        UserError: If options or folders don't fit the model.
     """
     names, templates = options.classes, options.templates
     if not encoder.compares_text and (names or templates):

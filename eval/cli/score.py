@@ -92,8 +92,9 @@ def score_runs(
 
 
 def _with_difference(name: str, value: Value, own: Values, a: Run, b: Run, tools: Tools) -> Value:
-    """`value` of `b`, where it is a mean over images of the values `own` with its difference from
-    `a`, by the prompts of `b`: a plain folder of images knows none.
+    """Return the value of `b` with its difference from `a`, if it is a mean over images.
+
+    The prompts are those of `b`; a plain folder of images has none.
     """
     if METRICS[name].needs != "image":
         return value

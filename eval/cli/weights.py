@@ -64,9 +64,7 @@ def weights_lines(weights: Sequence[WeightsStatus]) -> Iterator[str]:
 
 
 def weights_checks(weights_dir: Path | None) -> Iterator[Check]:
-    """What could not be measured here: notes for missing weights and rivals, a failure for wrong
-    ones.
-    """
+    """Return notes for missing weights and rivals, and failures for wrong weights."""
     yield Check("tomesd", "ok", "installed") if has_tomesd() else Check("tomesd", "note", NO_TOMESD)
     for found in status(weights_dir):
         name, how = f"weights {found.name}", found.how
