@@ -10,7 +10,7 @@ Nine layers of 1,024 tokens (of maps of 128 x 128) attend over fewer keys. Each 
 maps and its own destinations; figures are means over draws, plus or minus their standard error.
 PSNR is of maps in -1..1; slope and roughness are relative errors. Below sigma 80 the noise stands
 on the model's own maps. Whole tokens don't merge in this class of models, so there is no row of the
-paper's method; docs/results.md has one of an earlier commit. Times are those of the whole UNet,
+paper's method. Times are those of the whole UNet,
 each beside the unmerged one.
 """
 

@@ -1,9 +1,45 @@
-"""List models that can't merge by class name, each with the reason.
-
-Denoisers of diffusers are in `mame_sd.diffusion.families.refused`.
-"""
+"""List models that can't merge by class name, each with the reason."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# Denoisers of diffusers. Tests find each reason in the model's own code.
+_LINEAR = "its self-attention is linear in the tokens already, so merging has nothing to save"
+_SPARSE = (
+    "its attention goes by blocks of keys that the model picks (flex attention): no softmax over"
+    " all of them"
+)
+_NEIGHBOURS = "its attention is over a window around each pixel already, by a block mask"
+_SOUND = "its tokens are sound, in a row: there is no image"
+_NO_IMAGE = "its tokens are no image's"
+
+DIFFUSERS = {
+    "SanaTransformer2DModel": _LINEAR,
+    "SanaVideoTransformer3DModel": _LINEAR,
+    "SanaControlNetModel": _LINEAR,
+    "SanaWMTransformer3DModel": (
+        "three of four of its layers are linear in the tokens, and the fourth takes no hidden"
+        " states"
+    ),
+    "AnyFlowFARTransformer3DModel": _SPARSE,
+    "Kandinsky6SRTransformer3DModel": _SPARSE,
+    "WanAnimate2Transformer3DModel": _SPARSE,
+    "LTX2VideoDiffusionDecoderModel": _NEIGHBOURS,
+    "AceStepTransformer1DModel": _SOUND,
+    "LongCatAudioDiTTransformer": _SOUND,
+    "MiniMaxMusic3RVQDepthDecoder": _SOUND,
+    "MiniMaxMusic3Transformer1DModel": _SOUND,
+    "StableAudio3DiTModel": _SOUND,
+    "StableAudioDiTModel": _SOUND,
+    "T5FilmDecoder": _SOUND,
+    "UNet1DModel": _SOUND,
+    "PriorTransformer": _NO_IMAGE,
+    "RFD4ProteinaTransformer": _NO_IMAGE,
+    "TransformerTemporalModel": "its attention is over the frames of each pixel",
+}
 
 # Vision transformers that can't work with fewer tokens.
 _WINDOWS = "its attention works in windows of the image, which needs every token"
@@ -66,3 +102,14 @@ COMFYUI = {
     "PixDiT_T2I": ("PixelDiT", UNKNOWN_PLACE),
     "HiDreamO1Transformer": ("HiDream O1", "it computes its prompt in a separate pass"),
 }
+
+
+def refused_as(model: Any, table: Mapping[str, Any]) -> str | None:
+    """Return the class name under which a table refuses a model, or one of its bases; else None."""
+    return next((kind.__name__ for kind in type(model).__mro__ if kind.__name__ in table), None)
+
+
+def known_as(kind: str) -> str:
+    """Return a model's usual name for its class: "Flux2Transformer2DModel" is Flux 2."""
+    name = re.sub(r"(?<!^)(Transformer|UNet|DiT)([123]D)?(Model)?$", "", kind)
+    return re.sub(r"(?<=[a-zA-Z])(?=\d)(?!\dD)|(?<=\d)(?=[A-CE-Z])", " ", name)

@@ -26,16 +26,16 @@ class Recorder(Selection):
 
     views: Sequence[CacheView] = ()
 
-    def look(self, view: CacheView, keep: float) -> Any:
+    def score_layer(self, view: CacheView, keep: float) -> Any:
         """Return the whole view, with the layer's input."""
         return view
 
-    def lengths(self, views: Sequence[CacheView], looks: Sequence[Any], keep: float) -> Tensor:
+    def lengths(self, views: Sequence[CacheView], scored: Sequence[Any], keep: float) -> Tensor:
         """Keep every key."""
-        self.views = looks
+        self.views = scored
         return torch.stack([view.counts() for view in views])
 
-    def shorten(self, view: CacheView, look: Any, length: Tensor) -> Kept:
+    def shorten(self, view: CacheView, layer: Any, length: Tensor) -> Kept:
         """Leave the cache as it is."""
         return view
 
@@ -93,7 +93,7 @@ class Meter:
         """Return KVzip's scores [1, h, L] of each layer, from reading the prompt a second time."""
         length, scores = start[0].seen, []
         for view in self.prefill([*self.repeat, *prompt], cache_of(start, length)):
-            queries, slots = view.newest()
+            queries, slots = view.newest_queries()
             parts = [
                 view.attention(queries[:, :, at], slots[at])[..., :length].amax((2, 3))
                 for at in view.blocks(queries)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from mame_sd.config import MaMeConfig
 from mame_sd.core.fit import fit_values
 from mame_sd.core.groups import make_cells, plane_of
-from mame_sd.core.merge_keys import Merged, MergeJob
+from mame_sd.core.intercept import MergeJob
+from mame_sd.core.merge_keys import Grid, Merged
 from mame_sd.diffusion.context import Step, Tokens
 from mame_sd.diffusion.layer import AttentionAdapter, LayerCall, Route
 
@@ -71,13 +72,11 @@ class RivalJob(MergeJob):
 
     make: Any = None
 
-    def merge(self, call: Mapping[str, Any], bias: bool = True) -> dict[str, Any] | None:
+    def merge(
+        self, call: Mapping[str, Any], grids: list[Grid], first: int, bias: bool = True
+    ) -> dict[str, Any] | None:
         """See `MergeJob`; nothing is counted, as published, nor fitted unless it is asked for."""
-        placed = self.place(call)
-        if placed is None:
-            return None
-        (grid, *_), first = placed
-        start, size, _ = grid
+        start, size, _ = grids[0]
         end, parts = start + math.prod(size), []
         plan: Any = None
         for t in (call["key"], call["value"]):

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from mame_sd import compat
 from mame_sd.caches.attention import Attention, attention_layers
 from mame_sd.caches.layer import CompressedLayer
-from mame_sd.caches.selection import Look, Selection, full_price_of
+from mame_sd.caches.selection import ScoredLayer, Selection, token_bytes
 from mame_sd.caches.view import CacheView
 from mame_sd.report import NothingMergedError, counted
 
@@ -187,7 +187,7 @@ class _Forward:
 
     mask: Tensor | None  # the model's own, over all tokens seen
     # Layers that wait for the others, by index.
-    waiting: dict[int, tuple[CacheView, Look]] = field(default_factory=dict)
+    waiting: dict[int, tuple[CacheView, ScoredLayer]] = field(default_factory=dict)
 
 
 class _Hook:
@@ -282,25 +282,25 @@ class _Work:
             return
         forward = self.forwards[cache]
         view = _view(self.layers[id(module)], layer, hidden, forward.mask, kwargs)
-        look = self.method.look(view, self.handle.keep)
+        scored_layer = self.method.score_layer(view, self.handle.keep)
         # An empty tensor releases the layer's input, which a slice of it would keep.
         empty = hidden.new_empty(hidden.shape[0], 0, hidden.shape[2])
-        forward.waiting[view.layer] = replace(view, hidden_states=empty), look
+        forward.waiting[view.layer] = replace(view, hidden_states=empty), scored_layer
         if id(module) == self.last:
             self._shorten(cache, self.forwards.pop(cache).waiting)
 
-    def _shorten(self, cache: Cache, waiting: dict[int, tuple[CacheView, Look]]) -> None:
+    def _shorten(self, cache: Cache, waiting: dict[int, tuple[CacheView, ScoredLayer]]) -> None:
         """Compress all layers one by one, and release the full cache of each."""
-        views, looks = zip(*waiting.values(), strict=True)
-        lengths = self.method.lengths(views, looks, self.handle.keep)
-        del views, looks
+        views, scored = zip(*waiting.values(), strict=True)
+        lengths = self.method.lengths(views, scored, self.handle.keep)
+        del views, scored
         tokens, held = {}, {}
         for index, length in zip(list(waiting), lengths, strict=True):
-            view, look = waiting.pop(index)
-            kept = self.method.shorten(view, look, length.to(view.keys.device))
+            view, scored_layer = waiting.pop(index)
+            kept = self.method.shorten(view, scored_layer, length.to(view.keys.device))
             layer = cache.layers[index] = CompressedLayer(kept, view.seen)
             tokens[index] = view.seen, float(kept.real_keys().sum() / kept.slots[..., 0].numel())
-            full = full_price_of(view) * view.seen * view.keys.shape[0]
+            full = token_bytes(view) * view.seen * view.keys.shape[0]
             held[index] = full, layer.nbytes
         self.handle.tokens, self.handle.bytes = tokens, held
 

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from mame_sd.compat import outside_old_graphs
 from mame_sd.config import MaMeConfig
+from mame_sd.core.intercept import running_job
 from mame_sd.core.min_tokens import too_little_work
 from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
 from mame_sd.diffusion.context import HandleState, Tokens
 from mame_sd.diffusion.families.family import Family
-from mame_sd.diffusion.interception import running_job
 from mame_sd.diffusion.layer import LayerHook, MergedForward
 from mame_sd.diffusion.rows import Rows, RowsMode, image_start, needs_all_rows, running_rows
 from mame_sd.report import LayerStats

@@ -16,7 +16,7 @@ from mame_sd.handle import Handle, check_config
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.encoder_registry import Encoder, find_encoder, takes_mean
 from mame_sd.perception.forward_state import FeatureMaps, ForwardState, no_sizes
-from mame_sd.perception.hooks import Placed, check_free, left_by, ours_on, put, take, take_all
+from mame_sd.perception.hooks import Placed, check_free, observed_by, ours_on, put, take, take_all
 from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.perception.plans import GroupPlan
 from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
@@ -89,7 +89,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
             placed.append((parent, "before", hook.follow))
         norms = [child for name, child in encoder.named_children() if "norm" in name]
         noted = [*(one.block for one in blocks), *norms]
-        placed += [(module, "after", shared.note) for module in noted]
+        placed += [(module, "after", shared.remember_output) for module in noted]
         maps = shared.spec.maps
         return placed + [(encoder, name, FeatureMaps(shared, name).call) for name in maps]
 
@@ -254,7 +254,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         self._shared.check_idle("remove")
         ours = {*self._inner, *(method.__self__ for _, _, method in self._placed)}
         parts = (module for module, _, _ in self._placed)  # whether or not tools took them out
-        for module in {*self.encoder.modules(), *parts, *left_by(ours)}:
+        for module in {*self.encoder.modules(), *parts, *observed_by(ours)}:
             take(module, ours)
 
     def install(self) -> None:

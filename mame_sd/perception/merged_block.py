@@ -30,7 +30,7 @@ UNKNOWN = "height and width unknown: destinations are every second token"
 Grid = tuple[int, int] | None
 
 
-def weighted(plan: Plan | GroupPlan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+def merge_weighted(plan: Plan | GroupPlan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Merge tokens that already stand for several, as means weighted by size.
 
     Args:
@@ -103,10 +103,10 @@ class MergedBlock(HookOwner):
         checkpoints = getattr(block, "gradient_checkpointing", False) and block.training
         if checkpoints and type(block).__call__ is nn.Module.__call__:
             run = partial(block._gradient_checkpointing_func, run)  # before 5.23: around this call
-        grid = None if now.again else now.grid
+        grid = None if now.recomputes else now.grid
         now.counting = True
         # Passed as arguments, because checkpoints keep these.
-        y, sizes = run(self._left(x, now), now.sizes, grid, now.sized)
+        y, sizes = run(self._merged_input(x, now), now.sizes, grid, now.sized)
         now.counting = False
         last = self.number == shared.last
         now.sizes = None if last else sizes  # they hold a graph of gradients
@@ -116,10 +116,10 @@ class MergedBlock(HookOwner):
         whole = shared.restored(y)
         now.whole = None if last else (whole, y)
         if last and not now.dense:
-            shared.ended()
+            shared.drop_plans()
         return whole
 
-    def _left(self, x: Tensor, now: Forward) -> Tensor:
+    def _merged_input(self, x: Tensor, now: Forward) -> Tensor:
         """Return the merged tokens [B, L', C] whose restored form x the previous block returned."""
         if now.whole is None:
             return x
@@ -206,7 +206,7 @@ class MergedBlock(HookOwner):
                 cost += tokens * weights_of(self._module(self.spec.keys or ""))
             counts.add(tokens, plan.tokens_kept, cost, note)
         if sizes is not None:
-            return weighted(plan, x, sizes)
+            return merge_weighted(plan, x, sizes)
         sized = sized and self.number < self.shared.last
         return plan.merge(x), plan.sizes.expand(samples, -1) if sized else None
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.groups import make_cells
+from mame_sd.core.reference import group_tokens
 from tests import oracle
 from tests.builders.perception import FRAMES, Row, frames
 
@@ -160,10 +161,9 @@ class _Groups:
         if size == "square":
             size = (round(count**0.5), round(count**0.5))
         cells = make_cells(size or (count,), min(keep, 0.25 if size else 0.5), 0, None)
-        dst = cells.order[cells.dst[0]].tolist()
-        stay = max(0, round(keep * count) - len(dst))
-        whole = [(0, 0)] * count
-        self.groups = [oracle.grouped(sample, dst, whole, stay)[0] for sample in body]
+        dst, whole = [cells.order[cells.dst[0]]], [torch.arange(count)]
+        kept = max(len(dst[0]), round(keep * count))
+        self.groups = [group_tokens(sample, whole, dst, kept).tolist() for sample in body]
         self.prefix = prefix
 
     def merge(self, t: Tensor) -> Tensor:
