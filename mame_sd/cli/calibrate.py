@@ -93,9 +93,7 @@ def run_calibrate(
 
 
 def _check(choice: ModelChoice, out: Path, file: Path) -> None:
-    """Raise UserError for a folder that can't take the results: one with settings of another model,
-    or a model's, which has a config.json of its own.
-    """
+    """Raise UserError for a folder with settings of another model or with another config.json."""
     if file.exists():
         try:
             there = json.loads(read_regular(file))["about"]["model"]

@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 from mame_sd.errors import MachineError, UserError
 
-MAX_DEPTH = 256  # folders in one another; at about 1,000 Python's stack ends
 # Failures of the machine: no space, a broken disk, too many open files.
 _MACHINE_ERRNOS = {
     getattr(errno, f"E{name}", None)
@@ -76,25 +75,8 @@ def shown(name: str | os.PathLike[str]) -> str:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Return all files below a folder, sorted. Links to folders are not followed.
-
-    Raises:
-        UserError: more than `MAX_DEPTH` folders in one another.
-    """
-    found, waiting = [], [(folder, 0)]
-    while waiting:
-        place, depth = waiting.pop()
-        if depth > MAX_DEPTH:
-            raise UserError(
-                f"{folder}: expected at most {MAX_DEPTH} folders in one another, got more; give"
-                " another"
-            )
-        for path in place.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                waiting.append((path, depth + 1))
-            elif path.is_file():
-                found.append(path)
-    return sorted(found)
+    """Return all files below a folder, sorted. Links to folders are not followed."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def nearest(path: Path) -> Path:
@@ -119,12 +101,9 @@ def check_place(folder: Path, out: Path) -> Path:
     Raises:
         UserError: nothing could be written there. The message names `out`.
     """
-    depth = len(folder.absolute().parts)
     with writing(out):
-        place = nearest(folder) if depth <= MAX_DEPTH else folder
-    if depth > MAX_DEPTH:
-        problem = f"expected at most {MAX_DEPTH} folders in one another, got {depth}"
-    elif not place.is_dir():
+        place = nearest(folder)
+    if not place.is_dir():
         problem = f"expected a folder, got the file {place}"
     elif folder != place and folder.is_symlink():
         problem = "expected a folder, got a link to nothing"

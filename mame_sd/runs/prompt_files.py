@@ -1,8 +1,8 @@
-"""Read prompt files: one prompt a line (.txt), or a table (.csv, .tsv).
+r"""Read prompt files: one prompt a line (.txt), or a table (.csv, .tsv).
 
 Every prompt gets an id that is unique and can be a file's name. Because the starting noise is drawn
 from (seed, id, repeat), ids are stable: without an id in the file, a prompt's id is its number, the
-first one ``00001``. Lines end at ``\\n`` (or ``\\r\\n``) alone; other control characters are data.
+first one ``00001``. Lines end at ``\n`` (or ``\r\n``) alone; other control characters are data.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The edge of the command line: exit statuses, one error line, Ctrl-C and broken libraries at any
-time.
-"""
+"""The edge of the command line: exit statuses, one error line, Ctrl-C, broken libraries."""
 
 from __future__ import annotations
 
