@@ -43,22 +43,22 @@ def run_benchmark(
     sampling: dict[str, Any],
     command: str,
 ) -> Results | None:
-    """Run a suite with the options given over it, and write its report.
+    """Run a suite, overridden by what was given, and write its report.
 
     Args:
-        suite: The suite.
-        out: Folder; an earlier run of the same command there is continued.
-        prompts: Options of prompts.
-        options: Options of the benchmark.
-        model: Options of the model.
-        sampling: Fields of GenerateSettings that were given.
-        command: The command that makes the report again.
+        suite: the suite.
+        out: folder of the results. An earlier run of the same command there is continued.
+        prompts: prompts instead of the suite's.
+        options: what is compared, and with what.
+        model: a model instead of the suite's.
+        sampling: fields of GenerateSettings instead of the suite's.
+        command: command that makes the report again.
 
     Returns:
-        The results on the main process; None on others.
+        The results; None if this is not the main process.
 
     Raises:
-        UserError, MachineError: What was done before is kept; the same call continues.
+        UserError, MachineError: what was done before is kept, and the same call continues.
     """
     from ..report import render
 
@@ -141,7 +141,7 @@ def _other_seed(
 
 
 def note_lacking(rows: Sequence[Row]) -> None:
-    """Say which rows are left out because a package is missing, before anything is made."""
+    """Print a note on rows that are left out because a package is missing."""
     for reason in dict.fromkeys(row.lacking for row in rows if row.lacking is not None):
         names = ", ".join(row.name for row in rows if row.lacking == reason)
         note(f"left out: {names} ({reason})")
@@ -160,16 +160,16 @@ def check_gates(results: Results, out: Path) -> None:
 def suite_prompts(
     suite: Suite, prompts: PromptOptions, embedded: str | None = None, held_out: bool = False
 ) -> tuple[list[Prompt], dict[str, Any]]:
-    """Return the prompts of a suite or of the given file, and their file for the manifest.
+    """Return the prompts of a suite, or of a given file, and what the manifest tells of them.
 
     Args:
-        suite: The suite.
-        prompts: Options of prompts.
-        embedded: Name of the embedded model whose prompts are drawn. For other models, the UNet's.
-        held_out: True to draw other prompts than those that defaults were chosen on.
+        suite: the suite.
+        prompts: the options for prompts.
+        embedded: name of the embedded model whose prompts are drawn. For others, the UNet's are.
+        held_out: if True, other prompts are drawn than those that defaults were chosen on.
 
     Raises:
-        UserError: If the suite has no prompts of its own and none are given.
+        UserError: the suite has no prompts, and none are given.
     """
     count = suite.num if prompts.num is None else prompts.num
     source = prompts.file or suite.prompts
@@ -201,7 +201,7 @@ def command_again(arguments: Sequence[str]) -> str:
 
 
 def stages(process: Process) -> Callable[[str], Any]:
-    """Return a `Stage` that reports steps on stderr, with a bar on a terminal."""
+    """Return a `Stage` that names on stderr what is being done, with a bar on a terminal."""
 
     @contextmanager
     def stage(name: str) -> Iterator[Callable[[int, int], None]]:
@@ -214,7 +214,7 @@ def stages(process: Process) -> Callable[[str], Any]:
 
 
 def _suite_model(suite: Suite, given: ModelChoice) -> ModelChoice:
-    """Return `given` with the suite's own values for what wasn't given."""
+    """Return `given`, completed by the suite's own."""
     own: dict[str, Any] = {}
     if given.model is None:
         own = {"model": suite.model}

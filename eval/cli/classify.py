@@ -32,21 +32,21 @@ def run_classify(
     choice: ModelChoice,
     command: str,
 ) -> Results | None:
-    """Run rows on images, and write the report.
+    """Run rows on the images that the options name, and write the report.
 
     Args:
-        options: The options.
-        suite: Name of the suite.
-        rows: The rows.
-        out: Folder of results.
-        choice: Options of the model.
-        command: The command that makes the report again.
+        options: the images, and how they are measured.
+        suite: name of the suite.
+        rows: rows to run.
+        out: folder of the results.
+        choice: the model.
+        command: command that makes the report again.
 
     Returns:
-        The results on the main process; None on others.
+        The results; None if this is not the main process.
 
     Raises:
-        UserError, MachineError: What was done before is kept; the same call continues.
+        UserError, MachineError: what was done before is kept, and the same call continues.
     """
     from ..report import render
 
@@ -92,20 +92,16 @@ def run_classify(
 def make_head(
     encoder: LoadedEncoder, images: ImageSet, options: ClassifyOptions, stage: Stage
 ) -> tuple[Head, ImageSet, dict[str, Any]]:
-    """Make the head that answers.
+    """Return how the model answers, the images with its class numbers, and JSON values on both.
 
     Args:
-        encoder: The model.
-        images: The images.
-        options: The options.
-        stage: Opens a step of that name and returns its progress callback.
-
-    Returns:
-        The head, the images that it is asked with the model's numbers of their classes, and JSON
-        values that describe both.
+        encoder: the model.
+        images: the images.
+        options: the options.
+        stage: shows progress.
 
     Raises:
-        UserError: If options or folders don't fit the model.
+        UserError: options or folders don't fit the model.
     """
     names, templates = options.classes, options.templates
     if not encoder.compares_text and (names or templates):

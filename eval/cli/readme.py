@@ -1,4 +1,4 @@
-"""Run ``mame-sd-eval benchmark --suite readme``: every case, into one JSON file and one table."""
+"""Run ``mame-sd-eval benchmark --suite readme``: all cases, into one JSON file and one table."""
 
 from __future__ import annotations
 
@@ -46,23 +46,15 @@ def run_readme(
 ) -> dict[str, Any]:
     """Measure every case into a folder below `out`.
 
-    `out`/readme.json is written after each case, and a finished case is not run again. On a CPU one
-    thread computes, so that CPU seconds are those of the work alone.
-
-    Args:
-        out: Folder of results.
-        prompts: Options of prompts; only their number can be given.
-        options: Options of the benchmark.
-        model: Options of the model, none of which names one.
-        sampling: Fields of GenerateSettings that were given; must be empty.
-        command: The command.
+    `out`/readme.json is written after each case, and a case that is finished is not run again. On
+    a CPU one thread computes, so that CPU seconds are those of the work alone.
 
     Returns:
-        The content of readme.json.
+        what readme.json holds.
 
     Raises:
-        UserError: If options name a model or prompts, which cases have of their own, or if there
-            are several processes, whose seconds can't be compared.
+        UserError: options that name a model or prompts, which cases have of their own; several
+            processes, whose seconds can't be compared.
     """
     if model.model is not None or prompts.file is not None or sampling:
         raise UserError(
@@ -108,10 +100,7 @@ def _measured(
     model: ModelChoice,
     command: str,
 ) -> dict[str, Any] | None:
-    """Return what is stored of a case.
-
-    It is None if --quick leaves the case out, or if its weights can't be had.
-    """
+    """Return what is stored of a case; None if --quick omits it, or its weights can't be had."""
     place = out / name_of(case)
     if isinstance(case, Case):
         suite = case.of(options.quick)

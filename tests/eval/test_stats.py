@@ -1,6 +1,4 @@
-"""Intervals and p-values: known answers, coverage, and independence of order and of image
-counts.
-"""
+"""Means, medians and shares with their intervals, compared with simulations and closed forms."""
 
 from __future__ import annotations
 

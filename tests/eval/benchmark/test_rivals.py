@@ -1,5 +1,6 @@
-"""Rivals: each does what its publication says, by plain loops, on the path that ours takes too,
-leaves no trace, and gives the same pixels when resumed.
+"""Rivals do what their publications say, compared with plain loops.
+
+They leave no trace, and give the same pixels when resumed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from mame_sd.eval.rivals.tomesd import ToMeSD
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, load_model
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.sampling import sample
 from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, rivals, tiny
@@ -58,7 +59,7 @@ def tokens(size: tuple[int, int]) -> Tensor:
 
 
 def cells(size: tuple[int, int], cell: tuple[int, int]) -> list[list[int]]:
-    """Positions of the tokens of each cell, by loops."""
+    """Return the places of the tokens of each cell, by loops."""
     (h, w), (rows, columns) = size, cell
     found = []
     for top, left in itertools.product(range(0, h, rows), range(0, w, columns)):

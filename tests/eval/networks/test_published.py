@@ -1,6 +1,4 @@
-"""Published networks: exports are read by their nodes, names by what libraries call them today,
-outputs are those of others.
-"""
+"""Published networks: reading of exports, names of weights, and recorded outputs."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def test_norms_without_names_belong_to_the_next_convolution(tmp_path: Path) -> N
 
 
 def published(name: str) -> str:
-    """A name of 5.23's module as DINOv2's weights were published, beside those of a head."""
+    """Return a name of 5.23's module as DINOv2's weights were published with a head."""
     for new, old in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
         name = name.replace(f"attention.{new}.", f"attention.attention.{old}.")
     return "backbone." + name.replace("attention.o_proj.", "attention.output.dense.")
