@@ -48,7 +48,7 @@ def test_grey_palette_and_opaque_alpha_are_the_same_picture(tmp_path: Path) -> N
 
 
 def png(path: Path, side: int = 1, depth: int = 16) -> None:
-    """Write what Pillow doesn't: a PNG of 16 bits a channel, or of a side that pixels don't fill."""
+    """Write what Pillow doesn't: a PNG of 16 bits per channel, or with too few pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
