@@ -125,7 +125,7 @@ diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families
     return found.pop() if len(found) == 1 else UNLIKE => return found.pop()
     is not t or version != t._version => is not t
 diffusion/families/attention.py: diffusion/test_families.py test_models.py
-    after + text) if family.joint == "last" else => after + text) if family.joint == "first" else
+    after + text if family.joint == "last" else => after + text if family.joint == "first" else
     mask is not None and not family.mask: => False:
     kept.to(t.device) + start => kept.to(t.device)
 diffusion/families/attention.py: diffusion/test_processor.py diffusion/test_apply.py test_models.py
