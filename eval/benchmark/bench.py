@@ -19,7 +19,7 @@ from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMethod
+from mame_sd.runs.merging import InstalledMethod
 from mame_sd.runs.sampling import sample
 
 from ..memory import allocations, most, weight_bytes

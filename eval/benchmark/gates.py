@@ -17,7 +17,7 @@ import numpy as np
 from mame_sd.config import MaMeConfig
 from mame_sd.runs.jobs import GenerateSettings, Job
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 from mame_sd.runs.sampling import sample
 
 from ..images import load_image, to_float

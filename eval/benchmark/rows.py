@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 
 from .. import tables
 from ..results.schema import Family

@@ -28,7 +28,7 @@ from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.generate import environment, generate
 from mame_sd.runs.jobs import GenerateSettings, cut_batches, jobs_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 

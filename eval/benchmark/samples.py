@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, Job
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import Merging, NotApplicable
+from mame_sd.runs.merging import Merging, NotApplicable
 from mame_sd.runs.prompt_files import Prompt
 
 from ..results.schema import Value

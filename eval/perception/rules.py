@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 
 
 @dataclass

@@ -16,7 +16,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.restore import ChosenTokens
 from mame_sd.errors import UserError
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMethod, Merging, NotApplicable
+from mame_sd.runs.merging import InstalledMethod, Merging, NotApplicable
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mame_sd.diffusion.layer import MergeHook
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMerging, InstalledMethod, NotApplicable
+from mame_sd.runs.merging import InstalledMerging, InstalledMethod, NotApplicable
 
 from .layers import RivalLayer
 

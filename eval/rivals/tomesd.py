@@ -16,7 +16,7 @@ from torch import nn
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMethod, NotApplicable
+from mame_sd.runs.merging import InstalledMethod, NotApplicable
 
 NO_TOMESD = "tomesd is not installed: pip install 'mame-sd[rivals]'"
 

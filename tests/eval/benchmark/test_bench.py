@@ -20,7 +20,7 @@ from mame_sd.eval.benchmark.timings import Timing, summary
 from mame_sd.eval.results.schema import Value
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 from tests.builders.benchmarks import PROMPTS, SETTINGS, tiny_rows
 
 

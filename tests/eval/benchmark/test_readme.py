@@ -27,7 +27,7 @@ from mame_sd.eval.benchmark.samples import Sampler, measure_samples
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.results.schema import Value
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 from tests.builders.console import error_of
 from tests.builders.tiny import tiny_unet
 

@@ -27,7 +27,7 @@ from mame_sd.eval.perception.rules import (
 )
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
 from mame_sd.perception.encoder_registry import find_encoder
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 from tests.builders.perception import EVERY, PATCHES, ROWS, SIDE, Row
 
 NAME = operator.attrgetter("name")

@@ -11,7 +11,7 @@ from mame_sd.errors import UserError
 from mame_sd.eval.perception.methods import RIVALS, Method, at_flops, merged
 from mame_sd.eval.perception.rows import BASELINE, SUITES, chosen_rows, row_named
 from mame_sd.perception.settings import EVERY, LEFT
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 from tests.builders.perception import PATCHES, ROWS, SIDE
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
