@@ -1,6 +1,4 @@
-"""Calibration: errors are those of the merged outputs, the choice is the best there is, and it
-comes back from a file.
-"""
+"""Test calibration: its errors are those of the merged outputs, and its choice is the best."""
 
 from __future__ import annotations
 

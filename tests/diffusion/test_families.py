@@ -1,6 +1,4 @@
-"""Attention families: each merged call is what merging by hand gives; users can describe models of
-their own.
-"""
+"""Test attention families: each merged call equals merging by hand, in users' own models too."""
 
 from __future__ import annotations
 
@@ -210,8 +208,9 @@ def test_tokens_of_a_known_sequence_are_left_alone_in_another_of_their_own_numbe
 
 
 class MyAttention(nn.Module):
-    """Attention with one learned row per token added to queries and keys: positions must follow the
-    tokens.
+    """Attention that adds a learned row per token to queries and keys.
+
+    Positions must follow the tokens.
     """
 
     def __init__(self) -> None:
