@@ -1,4 +1,4 @@
-"""Define the common base of handles: what `apply_mame` returns to change, report and remove merging.
+"""Define the base of handles: what `apply_mame` returns to change, report and remove merging.
 
 A subclass knows one kind of model. It implements the abstract members, keeps its settings in
 `_settings`, and starts with them in its constructor.

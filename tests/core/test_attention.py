@@ -427,7 +427,8 @@ def test_queries_that_see_text_alone_do_not_spoil_values_for_others(
 def test_outputs_stay_near_the_range_of_the_values(dtype: torch.dtype) -> None:
     """Bound values under peaked logits.
 
-    The queries that values are fitted to look at the text, others at the image. Unbounded, three outputs of four left the range, by up to 3.7 times the largest value.
+    The queries that values are fitted to look at the text, others at the image. Unbounded, three
+    outputs of four left the range, by up to 3.7 times the largest value.
     """
 
     def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
