@@ -151,11 +151,11 @@ class MLPHook(RestoreHook):
 
     def start(self, tokens: Tokens, x: Tensor) -> int | None:
         """See `RestoreHook`. Text that joins the image comes in the order of its attention."""
-        start, beside = image_start(tokens, x), x.shape[1] - tokens.count
+        start, others = image_start(tokens, x), x.shape[1] - tokens.count
         if self.family.shared_mlp:
-            return start if beside == 0 else None
-        if start is None and beside > 0 and (tokens.before, tokens.after) == (0, 0):
-            start = {"first": beside, "last": 0}.get(self.family.joint or "")
+            return start if others == 0 else None
+        if start is None and others > 0 and (tokens.before, tokens.after) == (0, 0):
+            start = {"first": others, "last": 0}.get(self.family.joint or "")
         return start
 
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -65,8 +65,8 @@ class Rows:
         y = zeros.scatter(1, at, image)
         if like.shape[1] == self.tokens.count:
             return y
-        behind = rows[:, start + self.chosen.tokens_kept :]
-        return torch.cat([rows[:, :start], y, behind], 1)
+        after = rows[:, start + self.chosen.tokens_kept :]
+        return torch.cat([rows[:, :start], y, after], 1)
 
 
 def image_start(tokens: Tokens, t: Tensor) -> int | None:

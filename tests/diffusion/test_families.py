@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mame_sd import MaMeConfig, apply_mame, plan_tokens, remove_mame
 from mame_sd.diffusion.families.attention import SequenceAttention
 from mame_sd.diffusion.families.layouts import _InWhole, packed
-from mame_sd.diffusion.families.transformers import ADDED_KEYS, BUILT_IN, NOTHING_BESIDE
+from mame_sd.diffusion.families.transformers import ADDED_KEYS, BUILT_IN, IMAGE_ALONE
 from mame_sd.diffusion.layer import NO_SIZE, merged_call
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
@@ -113,7 +113,7 @@ def test_a_flux_that_is_saved_whole_merges_on() -> None:
     assert torch.equal(run(inputs, again), run(inputs, model))
     remove_mame(again)
     assert not torch.equal(run(inputs, again), run(inputs, model))
-    every = (*BUILT_IN, ADDED_KEYS, NOTHING_BESIDE)  # which are saved with their models
+    every = (*BUILT_IN, ADDED_KEYS, IMAGE_ALONE)  # which are saved with their models
     assert [family.name for family in pickle.loads(pickle.dumps(every))] == [f.name for f in every]
 
 
