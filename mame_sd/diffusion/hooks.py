@@ -105,8 +105,8 @@ class EagerSizeHook(SizeHook):
         elif shapes != self._shapes.value:
             raise ValueError(
                 f"expected a forward of {type(module).__name__} with the same shapes before the"
-                f" export, which can't read the layout of its tokens, got {self._shapes.value}: run the"
-                " model once on what you export it with"
+                f" export, which can't read the layout of its tokens, got {self._shapes.value}: run"
+                " the model once on what you export it with"
             )
 
 
