@@ -41,9 +41,7 @@ SMALL: dict[str, Any] = {"min_tokens": 16}
 
 
 class Work(TorchFunctionMode):
-    """Counts what attention and linear layers multiply, as a clock whose seconds depend on nothing
-    but shapes.
-    """
+    """Count the products of attention and linear layers, as a clock that depends on shapes alone."""
 
     def __init__(self) -> None:
         super().__init__()
