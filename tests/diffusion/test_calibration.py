@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {"min_tokens": 16}
 
 
 class Work(TorchFunctionMode):
-    """Count the products of attention and linear layers, as a clock that depends on shapes alone."""
+    """Count products of attention and linear layers, as a clock that depends on shapes alone."""
 
     def __init__(self) -> None:
         super().__init__()
