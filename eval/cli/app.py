@@ -247,9 +247,11 @@ def report_command(
 ) -> None:
     """Write the report of a benchmark again, from its results.json."""
     from ..benchmark.results import read_results
+
+    results = read_results(out)
     from ..report import render
 
-    render(read_results(out), out)
+    render(results, out)
     answer(str(out / "report.html"), {"report": str(out / "report.html")})
 
 

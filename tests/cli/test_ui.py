@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -50,7 +51,7 @@ def test_the_page_makes_two_images_and_their_difference(
     assert re.findall(r"</b>([a-z]+)", made) == ["unmerged", "merged", "difference"]
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', made)
     assert len(set(pictures)) == 3
-    assert posted(address, "/progress") == "<p>image 2 of 2</p>"
+    assert posted(address, "/progress") == "<p>image 2 of 2 done</p>"
     for values, error in (
         ({"settings": "keep=7"}, "keep: expected a share above 0 and at most 1, got 7"),
         ({"settings": "<b>"}, "expected settings such as keep=0.4,fit_queries=32, got &#x27;&lt;"),
@@ -59,6 +60,12 @@ def test_the_page_makes_two_images_and_their_difference(
         ({"settings": "tau=0.5,min_tokens=999"}, "fewer than min_tokens=999"),
     ):
         assert error in posted(address, "/make", **values)
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(posted, address, "/make", steps="999")
+        while "step" not in posted(address, "/progress"):
+            pass
+        posted(address, "/stop")
+        assert long.result() == "<p>Error: stopped</p>"
     with pytest.raises(OSError, match="400"), urlopen(Request(address + "/stop", b"{}")):
         pass
     process.send_signal(signal.SIGINT)
