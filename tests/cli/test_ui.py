@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import Request, urlopen
@@ -19,18 +18,6 @@ PROGRAM += "from mame_sd.__main__ import main; main()"
 VALUES = {"prompt": "key", "settings": "", "steps": "1", "seed": "0"}
 
 
-@pytest.fixture(scope="module")
-def page(model_folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    given = ["ui", "--port", "0", "--model", str(model_folder), "--device", "cpu", "--json"]
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *given], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        said = "".join(iter(process.stdout.readline, "}\n"))
-        yield process, json.loads(said + "}")["address"]
-        process.kill()
-
-
 def posted(address: str, path: str, **values: str) -> str:
     body = json.dumps({**VALUES, **values}).encode()
     request = Request(address + path, body, {"Content-Type": "application/json"})
@@ -39,10 +26,20 @@ def posted(address: str, path: str, **values: str) -> str:
     return text
 
 
-def test_the_page_makes_two_images_and_their_difference(
-    page: tuple[subprocess.Popen[str], str],
-) -> None:
-    process, address = page
+def test_the_page_makes_two_images_and_their_difference(model_folder: Path) -> None:
+    given = ["ui", "--port", "0", "--model", str(model_folder), "--device", "cpu"]
+    command = [sys.executable, "-c", PROGRAM, *given]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            check(process.stdout.readline().split()[0])
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def check(address: str) -> None:
     assert address.startswith("http://127.0.0.1:")
     with urlopen(address) as answer:
         assert "<h2>Unmerged and merged: tiny</h2>" in answer.read().decode()
@@ -68,5 +65,3 @@ def test_the_page_makes_two_images_and_their_difference(
         assert long.result() == "<p>Error: stopped</p>"
     with pytest.raises(OSError, match="400"), urlopen(Request(address + "/stop", b"{}")):
         pass
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0
