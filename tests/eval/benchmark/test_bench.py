@@ -1,6 +1,4 @@
-"""Latency and memory of rows: timed on alike batches, resumed round by round, and of nothing
-else.
-"""
+"""Latency and memory of rows: timed on batches of equal cost and resumed round by round."""
 
 from __future__ import annotations
 

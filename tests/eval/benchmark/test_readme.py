@@ -137,7 +137,7 @@ def test_the_suite_takes_no_model_of_ones_own(
     assert "--suite readme: expected no model, prompts or sampling" in error_of(capsys)
     (tmp_path / "photo.png").touch()
     for options, message in (
-        ("--row kep=1", "--row kep=1: expected settings such as keep=0.4"),
+        ("--row kep=1", "--row kep=1: unknown setting 'kep'; did you mean 'keep'?"),
         ("--rows x", "--rows: expected names of baseline"),
         ("--out .", "got one with other things in it ('photo.png')"),
     ):

@@ -34,7 +34,6 @@ OURS = {"left": LEFT, "schedule": "decreasing", "every": EVERY}
         ("tome-8", "tome", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": False}}),
         ("tome-decreasing-8", "rival", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": True}}),
         ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7}}),
-        ("diffrate-mae-h", "rival", {"rival": {"name": "DiffRate", "rates": "mae-h"}}),
         (
             "mame-0.8-random-3",
             "mame",
