@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.attention import without_bias
 from mame_sd import MaMeConfig, mame
-from mame_sd.eval.networks.terrain import Terrain, load_terrain, roughness, slope
+from mame_sd.eval.networks.terrain_unet import Terrain, load_terrain, roughness, slope
 from mame_sd.eval.rivals.method import Rival
 from mame_sd.eval.rivals.plans import means, random_cells, random_keys, strided, todo
 from mame_sd.eval.timing import in_turns, seconds_of, times_as_fast

@@ -52,7 +52,7 @@ def measure(row: str, steps: int) -> tuple[float, float]:
         pipe("panda on a yellow background", num_inference_steps=steps, output_type="latent")
 
     with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
-        image(1)  # starting up is in nobody's seconds
+        image(1)  # starting up isn't timed
         Path("/proc/self/clear_refs").write_text("5")  # the highest use of memory begins anew
         before, start = _memory("VmRSS"), time.process_time()
         image(steps)

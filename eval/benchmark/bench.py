@@ -66,7 +66,7 @@ def bench(
     def warm_up(name: str) -> None:
         with installed(model, by_name[name], batches[0]):
             sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
-        # CUDA counts while it is timed, a CPU in a call of its own.
+        # CUDA counts while it is timed, a CPU in a separate call.
         if model.pipe.device.type == "cpu":
             peaks[name] = peak_call(model, replace(settings, steps=1), batches[0], by_name[name])
 

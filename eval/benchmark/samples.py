@@ -81,7 +81,7 @@ def measure_samples(
 
     def made(name: str, number: int) -> tuple[Tensor, float]:
         row = able[name]
-        if isinstance(row.method, Merging):  # a draw of its own, as rivals have
+        if isinstance(row.method, Merging):  # drawn anew, as rivals do
             config = row.method.config.replace(seed=number)
             row = replace(row, method=Merging(config))
         job = Job(Prompt(id=str(number), text=""), 0, number, None)
@@ -89,7 +89,7 @@ def measure_samples(
         with torch.inference_mode(), installed(model, row, [job]) as method:
             samples, seconds = seconds_of(lambda: sampler.sample(number, taken), device)
             if method is not None:
-                method.levels()  # raises where nothing merged
+                method.levels()  # raises if nothing merged
             return samples, seconds
 
     for name in list(able):

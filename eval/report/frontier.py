@@ -19,7 +19,7 @@ from .figures import COLORS, FAMILY_COLORS, MARKERS, SIZE, STYLE, WIDE, new_figu
 from .numbers import number
 from .select import Focus
 
-# where a name may stand beside its point: offset, and which part of the name lies there
+# Places of a name next to its point: offset, and which part of the name is there.
 PLACES = (
     (10, 0, "left", "center"),
     (-10, 0, "right", "center"),

@@ -29,7 +29,7 @@ PAPER = (
 )
 
 # Sentences by kind of benchmark: under the plot of speed against closeness, what fidelity compares,
-# what quality says, by which test the p-values are, what lies beside the page, what the method does
+# what quality says, the test of the p-values, what is next to the page, what the method does
 WORDS: dict[str, dict[str, str]] = {
     "generation": {
         "frontier": "Further right is faster, further down is closer to the baseline's images.",
@@ -148,7 +148,7 @@ def _source(name: str) -> Markup:
     return Markup(_PAGES.loader.get_source(_PAGES, name)[0])
 
 
-_FACTS = {  # entries of the manifest, and how they read beside the headline
+_FACTS = {  # entries of the manifest, and how they read next to the headline
     "steps": "{} steps",
     "guidance": "guidance {}",
     "device": "{}",

@@ -17,7 +17,7 @@ from mame_sd.errors import UserError
 
 FORMAT = "mame-sd benchmark 2"
 NOT_YET = "not yet: the benchmark has not come to it"
-_ALWAYS = ("mean", "low", "high", "n")  # of a value, also where they are null
+_ALWAYS = ("mean", "low", "high", "n")  # fields of a value that are written even if they are null
 
 Better = Literal["lower", "higher"]
 Block = Literal["cost", "fidelity", "quality"]

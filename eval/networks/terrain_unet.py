@@ -74,7 +74,7 @@ class Terrain(nn.Module):
             resnet_time_scale_shift="scale_shift",
             class_embed_type="identity",
         )
-        # a label is one number, for which diffusers has no embedding of its own
+        # A label is one number, for which diffusers has no embedding.
         self.unet.class_embedding = TimestepEmbedding(1, 4 * LEVELS[0])
 
     def denoise(self, noisy: Tensor, sigma: float, difficulty: Tensor) -> Tensor:
