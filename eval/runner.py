@@ -135,7 +135,7 @@ def measure_cases(
             turning order, and its results are added when all of them are there.
         warm_up: Called with each row before the first case is measured.
         on_progress: Called with the number of results done and of all results, before the first
-            case and after each result.
+            case and after each result. Rows that `measure` leaves out count as done.
     """
     lacking = {
         number: [row for row in rows if store.key(key(case, row)) not in store.lines]
@@ -149,16 +149,18 @@ def measure_cases(
         for row in rows:
             warm_up(row)
     for number, case in enumerate(cases):
-        waiting = []
-        for row, result in measure(case, lacking[number]) if lacking[number] else ():
-            waiting.append((key(case, row), result))
-            if not together:
-                store.add(_line(*waiting.pop()))
+        if not lacking[number]:
+            continue
+        results, end = [], done + len(lacking[number])
+        for row, result in measure(case, lacking[number]):
+            if together:
+                results.append((row, result))
+            else:
+                store.add({**key(case, row), **result})
             done += 1
             on_progress(done, total)
-        for identity, result in waiting:
-            store.add(_line(identity, result))
-
-
-def _line(identity: Line, result: Line) -> Line:
-    return {**identity, **result}
+        for row, result in results:
+            store.add({**key(case, row), **result})
+        if done < end:  # rows that were left out
+            done = end
+            on_progress(done, total)
