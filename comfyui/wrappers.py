@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mame_sd import MaMeConfig
 from mame_sd.core.groups import DRAWS, guidance_leaders, partition_index
-from mame_sd.core.merge_keys import Grid, KeyMerging
+from mame_sd.core.merge_keys import Choice, Grid, KeyMerging
 
 from .attention import EngineCall
 from .joint import JointPatch
@@ -92,7 +92,7 @@ class Call:
         if reason is not None:
             self.run.note_left(reason)
             return engine.run()
-        output, groups = engine.merged(grid, options, draw, leader)
+        output, groups = engine.merged(grid, options, Choice(draw, leader))
         self.note_merged(groups, size)
         return output
 
