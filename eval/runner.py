@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,8 @@ from mame_sd.runs.files import open_own, read_regular, write_atomically, writing
 
 from .timing import turned
 
+# Opens a step of that name, and gives its progress callback.
+Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 Line = dict[str, Any]
 Lines = dict[tuple[Any, ...], Line]
 Case = TypeVar("Case")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from mame_sd.runs.prompt_files import Prompt, prompts_digest
 
 from ..metric_list import METRICS, Metric
 from ..results.schema import NOT_YET, Picture, Results, Value
+from ..runner import Stage
 from ..scoring.reference import Reference, check_foreign
 from ..scoring.runs import Run, pair
 from ..scoring.score import cut_prompts, measured
@@ -47,7 +47,6 @@ from .sensitivity import sensitivity
 from .suites import Suite
 from .timings import summary, timing_gate
 
-Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 GATE_BATCHES = 2
 CEILING = ("psnr", "lpips")
 
