@@ -72,15 +72,15 @@ class Store:
             text = read_regular(path).decode("utf-8", "replace") if path.exists() else None
         if text is None:
             return
-        found: list[Any] = []
+        read: list[Any] = []
         for line in text.split("\n"):
             with contextlib.suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
+                read.append(json.loads(line))
         try:
-            if found[0]["format"] != form:
-                raise ValueError(repr(found[0]["format"]))
-            lines = {self.key(line): line for line in found[1:]}
-            same = about is None or found[0]["about"] == json.loads(json.dumps(about))
+            if read[0]["format"] != form:
+                raise ValueError(repr(read[0]["format"]))
+            lines = {self.key(line): line for line in read[1:]}
+            same = about is None or read[0]["about"] == json.loads(json.dumps(about))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise self.refused(error) from None
         if lines and not same and not fresh:

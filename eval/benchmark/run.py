@@ -212,9 +212,9 @@ class Benchmark:
                 line.values[metric.name] = Value(n=len(run.items), withheld=reason)
         pairs = pair(baseline, run)
         with self.stage(f"{line.label}: scores") as self.tools.on_progress:
-            found = measured(baseline, run, pairs, self.reference, todo, self.tools)
-        line.values |= {name: value for name, (value, _) in found.items()}
-        line.per_image |= {name: values for name, (_, values) in found.items() if values}
+            scores = measured(baseline, run, pairs, self.reference, todo, self.tools)
+        line.values |= {name: value for name, (value, _) in scores.items()}
+        line.per_image |= {name: values for name, (_, values) in scores.items() if values}
         self._save()
 
     def _withheld(self, metric: Metric, run: Run) -> str | None:

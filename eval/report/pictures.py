@@ -112,7 +112,7 @@ def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
 
     by_key = {picture.key: picture for picture in results.pictures}
     columns = [row for row in (chosen.baseline, chosen.rival, chosen.mame) if row is not None]
-    found = []
+    chosen_images = []
     for case, key in cases(results, chosen):
         images = [(row, image) for row in columns if (image := read(row, key))]
         base = next((image for row, image in images if row.family == "baseline"), None)
@@ -121,10 +121,10 @@ def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
             for row, image in images
             if row.family != "baseline" and base is not None and image.size == base.size
         ]
-        found.append((case, by_key[key], images, apart))
-    scale = _scale([values for *_, apart in found for _, values in apart])
+        chosen_images.append((case, by_key[key], images, apart))
+    scale = _scale([values for *_, apart in chosen_images for _, values in apart])
     shown = []
-    for case, picture, images, apart in found:
+    for case, picture, images, apart in chosen_images:
         shots = [
             _shot(image, row.label, picture, row.family, LARGE_BYTES, _score(row, picture, chosen))
             for row, image in images

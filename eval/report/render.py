@@ -159,10 +159,10 @@ _FACTS = {  # entries of the manifest, and how they read next to the headline
 
 def _facts(results: Results) -> list[str]:
     """Return what the figures depend on, in a few words each."""
-    found = {key: _lookup(results.manifest, key) for key in _FACTS}
+    entries = {key: _lookup(results.manifest, key) for key in _FACTS}
     return [
         f"{results.images:,} image{'s' * (results.images != 1)} per row",
-        *(_FACTS[key].format(value) for key, value in found.items() if value is not None),
+        *(_FACTS[key].format(value) for key, value in entries.items() if value is not None),
     ]
 
 
@@ -176,12 +176,12 @@ def _lookup(manifest: Mapping[str, Any], key: str) -> Any:
 
 def _flat(manifest: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return (dotted name, value) of every leaf, in the manifest's order."""
-    found = []
+    leaves = []
     for key, value in manifest.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            found += _flat(value, f"{name}.")
+            leaves += _flat(value, f"{name}.")
         else:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            found.append((name, text))
-    return found
+            leaves.append((name, text))
+    return leaves
