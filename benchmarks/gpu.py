@@ -329,7 +329,13 @@ Rows = dict[str, dict[str, tuple[int, tuple[float, float]]]]
 
 
 def count(case: Case, on: On, capability: tuple[int, int] = (8, 0)) -> list[Work]:
-    """Count the kernels of one forward of a case within `on`, on a card of a capability."""
+    """Count the kernels of one forward of a case.
+
+    Args:
+        case: The case.
+        on: Merges a model for a `with` block.
+        capability: Compute capability of the card.
+    """
     model = on_card(case.build(META))
     with on(model):
         with pretended():

@@ -84,7 +84,15 @@ def rows() -> dict[str, On]:
 def drawn_inputs(
     model: Terrain, seed: int, maps: int, side: int, sigma: float
 ) -> tuple[Tensor, Tensor]:
-    """Return noisy maps [maps, 1, side, side] and their difficulties [maps] of one draw."""
+    """Draw noisy maps [maps, 1, side, side] and their difficulties [maps].
+
+    Args:
+        model: Makes the clean maps if `sigma` is below 80.
+        seed: Seed of the draw.
+        maps: Number of maps.
+        side: Pixels along a side.
+        sigma: Deviation of the noise; 80 is noise alone.
+    """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(maps, 1, side, side, generator=generator)
     difficulty = torch.rand(maps, generator=generator)

@@ -97,7 +97,17 @@ def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
 def timed_call(
     model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
 ) -> Timing:
-    """Time one call of the pipeline with the row's method installed, on an idle device."""
+    """Time one call of the pipeline with the row's method installed, on an idle device.
+
+    Args:
+        model: The model.
+        settings: Settings of the row's images.
+        jobs: The images of one batch.
+        row: The row.
+
+    Returns:
+        Seconds per image, and peak bytes if the device counts them while it is timed (CUDA).
+    """
     device = model.pipe.device
     marks: dict[str, float] = {}
     peak: dict[str, int] = {}
@@ -131,9 +141,16 @@ def timed_call(
 def peak_call(
     model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
 ) -> dict[str, Any]:
-    """Measure the peak bytes of one call on a CPU, by the names of `Timing`.
+    """Measure the peak bytes of one call on a CPU, from the profiler's record of allocations.
 
-    They come from the profiler's record of every allocation.
+    Args:
+        model: The model.
+        settings: Settings of the images.
+        jobs: The images of one batch.
+        row: The row.
+
+    Returns:
+        Peaks by the names of `Timing`, weights included.
     """
 
     def at(name: str) -> None:

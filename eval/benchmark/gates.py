@@ -36,7 +36,18 @@ def repeat_gates(
     baseline: Run,
     config: MaMeConfig,
 ) -> list[Gate]:
-    """Make some batches again, plainly and under inactive hooks, and compare with the files."""
+    """Make some batches again, plainly and under inactive hooks, and compare with the files.
+
+    Args:
+        model: The model.
+        settings: Settings of the baseline's images.
+        batches: The batches.
+        baseline: The baseline's run.
+        config: What merges once the hooks are active.
+
+    Returns:
+        A gate for each of the two.
+    """
     expected = f"PSNR above {NOISE_FLOOR:g} dB (equal images: inf)"
     gates = []
     for name, hooked in (

@@ -182,6 +182,14 @@ def save_weights(name: str, tensors: Mapping[str, Tensor], folder: Path) -> list
     """Write weights as NAME-1-of-N.safetensors and so on, each of at most about `FILE_BYTES`.
 
     Matrices are written in int8 (see `quantized`).
+
+    Args:
+        name: Name of the instrument.
+        tensors: Its state dict.
+        folder: Where to write.
+
+    Returns:
+        The paths of the files.
     """
     small = quantized(tensors)
     count = -(-sum(value.nbytes for value in small.values()) // FILE_BYTES)

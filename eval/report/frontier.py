@@ -82,7 +82,16 @@ def frontier(plotted: Sequence[Point], lower: bool) -> list[Point]:
 
 
 def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
-    """Return the figure as SVG, `width` units wide, or None if fewer than two rows have both."""
+    """Draw the figure as SVG.
+
+    Args:
+        results: The results.
+        chosen: The metrics of speed and closeness.
+        width: Units of the drawing.
+
+    Returns:
+        The figure, or None if fewer than two rows have both metrics.
+    """
     plotted = points(results, chosen)
     if len(plotted) < 2 or chosen.closeness is None:
         return None

@@ -93,9 +93,15 @@ class Pictures:
 
 
 def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
-    """Load the images of `results`, whose runs are in `folder`.
+    """Load the images that the page shows.
 
-    Files that can't be read are left out and listed in `missing`.
+    Args:
+        results: The results.
+        chosen: The rows to show next to each other.
+        folder: The folder that holds the runs of the rows.
+
+    Returns:
+        The images; `missing` lists files that can't be read.
     """
     missing: set[str] = set()
 

@@ -63,7 +63,16 @@ def pair_values(
 
 
 def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
-    """Compute a metric that needs "image", the CLIP score, for each image of a run, by key."""
+    """Compute the CLIP score, which needs "image", for each image of a run.
+
+    Args:
+        metric: The metric.
+        run: The run.
+        tools: What computes it.
+
+    Returns:
+        Values by key.
+    """
     network = tools.network(metric)
     scores: Values = {}
     tools.on_progress(0, len(run.items))
