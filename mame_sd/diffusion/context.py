@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,8 +33,8 @@ class Tokens:
         size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order. (n,) if
             rows and columns are unknown.
         before: number of other tokens, such as text, that precede them in layers where both share a
-            sequence. If None, any number that may differ between layers, with `after` tokens
-            behind.
+            sequence. If None, any number that may differ between layers, followed by
+            `after` tokens.
         after: number of other tokens that follow them in every layer, such as a reference image's.
             If None, any number that may differ between layers.
         unknown: reason why the layout of this call is unknown. If not empty, nothing merges.
@@ -201,7 +202,7 @@ class HandleState:
     """State that a handle and its hooks share: live settings, and the step of the model's call.
 
     Attributes:
-        setting: the setting of all tasks that have none of their own.
+        setting: the setting of all tasks without a setting of their own.
         own: for each task the ResolvedConfigs of its open `using` blocks, the innermost last.
         step: for each thread the Step of its latest call of the model, or a LazyStep one.
         learning: checks calls with gradients.
@@ -223,6 +224,15 @@ class HandleState:
         """Return the setting in force in this task."""
         own = self.own.value
         return own[-1] if own else self.setting
+
+    @contextmanager
+    def using(self, setting: ResolvedConfig) -> Iterator[None]:
+        """Use a setting in this task alone, for a `with` block."""
+        self.own.value = (*(self.own.value or ()), setting)
+        try:
+            yield
+        finally:  # blocks may end in any order
+            self.own.value = tuple(one for one in self.own.value or () if one is not setting)
 
 
 class LazyStep:

@@ -165,8 +165,8 @@ class AttentionAdapter(ABC):
         config, tokens, start = route.config, route.tokens, route.before
         assert config.keep is not None
         grids = [Grid(start, tokens.size, config.keep)]
-        behind = sum(math.prod(size) for size in tokens.references)
-        if config.references is not None and behind <= (route.after or 0):
+        count = sum(math.prod(size) for size in tokens.references)
+        if config.references is not None and count <= (route.after or 0):
             start += tokens.count
             for size in tokens.references:
                 grids.append(Grid(start, size, config.references))
@@ -225,11 +225,9 @@ class MergedForward:
             return self.inner(*args, **kwargs)
         shared, stats = hook.shared, hook.stats
         setting = hook.setting
-        if not setting.active and hook.instead is None:
+        if not setting.active:
             return self.inner(*args, **kwargs)
         call = hook.layer.call(self.module, self.inner, args, kwargs)
-        if hook.instead is not None:
-            return hook.instead(call)
         config: MaMeConfig | None = setting.config
         if setting.of_layer:  # a name would be a constant of every compiled block
             config = setting.of_layer.get(stats.name, config)
@@ -322,7 +320,6 @@ class MergeHook(LayerHook):
     """
 
     name = "mame"
-    instead: Callable[[LayerCall], Any] | None = None  # computes calls in calibration
 
     def __init__(
         self,
