@@ -40,6 +40,7 @@ def test_the_number_tells_the_method() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tau": 0.8, "keep": 0.5}, r"tau or keep, got both \(tau=0.8, keep=0.5\); drop one"),
+    ({"layers": dict.fromkeys(map(str, range(1001)), False)}, "at most 1,000 patterns, got 1,001"),
     ({"tau": 1.5}, "tau: expected a number from -1 to 1, got 1.5"),
     ({"tau": float("nan")}, "tau: expected a number from -1 to 1, got nan"),
     ({"tau": 10**400}, "tau: expected a number"),
