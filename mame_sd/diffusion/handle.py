@@ -278,7 +278,7 @@ class MaMeHandle(Handle[ResolvedConfig]):
 
         It is empty if the pipeline has the same denoisers, or merging was removed.
         """
-        return next((told for _, told in self.others(self.pipe)), "") if self.applied else ""
+        return next((message for _, message in self.others(self.pipe)), "") if self.applied else ""
 
     def reset(self) -> None:
         """Set all counters to zero, and drop this task's plans for a second call of one input."""
@@ -397,7 +397,7 @@ class MaMeHandle(Handle[ResolvedConfig]):
             families = (getattr(hook.layer, "family", None) for _, hook in self.layers)
             if not any(family and family.references for family in families):
                 raise ValueError(
-                    "references: expected a model whose reference images are tokens beside the"
+                    "references: expected a model whose reference images are tokens next to the"
                     " image (Flux Kontext, Flux 2, Qwen-Image-Edit, LongCat-Image-Edit, JoyImage,"
                     f" ...), got {known_as(self._kind)}; leave references out"
                 )

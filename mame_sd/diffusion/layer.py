@@ -165,8 +165,8 @@ class AttentionAdapter(ABC):
         config, tokens, start = route.config, route.tokens, route.before
         assert config.keep is not None
         grids = [Grid(start, tokens.size, config.keep)]
-        behind = sum(math.prod(size) for size in tokens.references)
-        if config.references is not None and behind <= (route.after or 0):
+        count = sum(math.prod(size) for size in tokens.references)
+        if config.references is not None and count <= (route.after or 0):
             start += tokens.count
             for size in tokens.references:
                 grids.append(Grid(start, size, config.references))

@@ -1,6 +1,4 @@
-"""Calibration: errors are those of the merged outputs, the choice is near the best there is, and
-it comes back from a file.
-"""
+"""Test calibration: its errors are those of merged outputs, and its choice is near the best."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ SMALL: dict[str, Any] = {"min_tokens": 16}
 
 
 class Work(TorchFunctionMode):
-    """Counts what attention and linear layers multiply, as a clock whose seconds depend on nothing
-    but shapes.
-    """
+    """Count products of attention and linear layers, as a clock that depends on shapes alone."""
 
     def __init__(self) -> None:
         super().__init__()
