@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd import attention
-from mame_sd.core.fit import fitted_to
+from mame_sd.core.fit import fit_values
 from mame_sd.eval.tables import markdown_table
 
 NOISE = 0.1  # share of each token's variance that is its own
@@ -109,7 +109,7 @@ def random_keys(q: Tensor, k: Tensor, v: Tensor, case: Case, fitted: bool, seed:
     if fitted:
         queries = min(max(count // 32, 64), 256)
         some = torch.randperm(count, generator=generator)[:queries]
-        value = fitted_to(q[:, :, some], (k, v), (key, value), None, None, None, (0, len(drawn)))
+        value = fit_values(q[:, :, some], (k, v), (key, value), None, None, None, (0, len(drawn)))
     return F.scaled_dot_product_attention(q, key, value)
 
 

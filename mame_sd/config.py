@@ -104,8 +104,9 @@ def _setting(default: Any, check: Check, method: Method | None = None, option: b
 class MaMeConfig:
     """Settings of merging.
 
-    If neither `tau` nor `keep` is given, `keep` is `DEFAULT_KEEP` and `is_open` is True. Settings
-    that were saved next to a model's weights then apply. A field that is None counts as not given.
+    If neither `tau` nor `keep` is given, `keep` is `DEFAULT_KEEP` and `is_default` is True.
+    Settings that were saved next to a model's weights then apply. A field that is None counts as
+    not given.
 
     The help of the commands and docs/settings.md are made from these lines. The first sentence of a
     setting is its help.
@@ -155,8 +156,8 @@ class MaMeConfig:
         layers: settings of single layers by patterns of their names. These override the settings of
             all layers: `{'blocks.[24]': {'keep': 0.5}}`. False leaves a layer unmerged.
             Self-attention supports them, through `apply_mame`.
-        made_for: model that the settings were found for; other models refuse them. Calibration
-            writes it.
+        calibrated_for: model that the settings were found for; other models refuse them.
+            Calibration writes it.
 
     Raises:
         ValueError: a value is not allowed. The message names the field, the allowed values and the
@@ -180,8 +181,8 @@ class MaMeConfig:
     refine: bool = _setting(True, _flag, "tokens")
     size: tuple[int, int] | None = _setting(None, _size, option=False)
     layers: LayerRules | None = _setting(None, LayerRules, option=False)  # noqa: RUF009
-    made_for: str | None = _setting(None, _text, option=False)
-    is_open: bool = field(init=False, repr=False)
+    calibrated_for: str | None = _setting(None, _text, option=False)
+    is_default: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in _SETTINGS:
@@ -190,8 +191,8 @@ class MaMeConfig:
             raise ValueError(
                 f"expected tau or keep, got both (tau={self.tau!r}, keep={self.keep!r}); drop one"
             )
-        object.__setattr__(self, "is_open", self.tau is None and self.keep is None)
-        if self.is_open:
+        object.__setattr__(self, "is_default", self.tau is None and self.keep is None)
+        if self.is_default:
             object.__setattr__(self, "keep", DEFAULT_KEEP)
         for name in self.given:
             if _SETTINGS[name].metadata["method"] not in (None, self.method):
@@ -218,7 +219,7 @@ class MaMeConfig:
     @property
     def mlp_share(self) -> float:
         """Return the share of the tokens on which MLPs are computed, 1 if none is restored."""
-        alone = self.is_open and self.layers is None and self.block_keep is None
+        alone = self.is_default and self.layers is None and self.block_keep is None
         if self.mlp_keep is None and alone:
             return DEFAULT_MLP_KEEP
         return 1.0 if self.mlp_keep is None else self.mlp_keep
@@ -234,7 +235,7 @@ class MaMeConfig:
         return {
             name: getattr(self, name)
             for name, f in _SETTINGS.items()
-            if getattr(self, name) != f.default and not (name == "keep" and self.is_open)
+            if getattr(self, name) != f.default and not (name == "keep" and self.is_default)
         }
 
     def replace(self, **changes: Any) -> MaMeConfig:
@@ -275,7 +276,7 @@ class MaMeConfig:
         for pattern, rule in self.layers.items():
             if means(pattern, name):
                 found = (found or base)._with_rule(rule, name)
-        if found is not None and found.is_open and found.mlp_keep is None:
+        if found is not None and found.is_default and found.mlp_keep is None:
             return found.replace(mlp_keep=1)  # without layers it would be the default's
         return found
 
@@ -298,17 +299,18 @@ class MaMeConfig:
         If `given_only`, only fields that differ from their defaults are returned.
         """
         values = self.given if given_only else {name: getattr(self, name) for name in _SETTINGS}
-        if self.is_open and not given_only:
+        if self.is_default and not given_only:
             values["keep"] = None
         return {name: _json(value) for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
-        """Make a config from `values` by field name.
+        """Make a config from `values` by field name. Old names of fields are accepted.
 
         Raises:
             ValueError: a name is no setting, or a value is not allowed.
         """
+        values = {_OLD_NAMES.get(name, name): value for name, value in values.items()}
         check_names(values)
         return cls(**values)
 
@@ -341,6 +343,7 @@ def _documented() -> dict[str, Field[Any]]:
 
 
 _SETTINGS = _documented()
+_OLD_NAMES = {"made_for": "calibrated_for"}  # in files of settings
 NAMES = tuple(_SETTINGS)
 
 

@@ -36,16 +36,11 @@ PUBLIC = {
 
 
 def on_config(config: Any) -> Any:
-    """Take the repository's address from pyproject.toml and the pages of the log from its
-    folder.
-    """
+    """Take the repository's address from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     place = project["urls"]["Repository"]
     config.repo_url = None if "/OWNER/" in place else place
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
-    listed = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
-    (log,) = (one["Experiments"] for one in config.nav if "Experiments" in one)
-    log += dict.fromkeys(re.findall(r"\]\((log/[\w.-]+\.md)\)", listed))
     return config
 
 

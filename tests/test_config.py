@@ -23,9 +23,9 @@ from tests.builders.tiny import tiny_unet
 def test_nothing_given_is_the_measured_default() -> None:
     config = MaMeConfig()
     assert (config.keep, config.tau, config.method) == (DEFAULT_KEEP, None, "keys")
-    assert config.is_open
+    assert config.is_default
     assert config.given == {}
-    assert not MaMeConfig(keep=DEFAULT_KEEP).is_open
+    assert not MaMeConfig(keep=DEFAULT_KEEP).is_default
     left_out: dict[str, Any] = {"tile_size": None, "redraw": None}
     assert MaMeConfig(**left_out) == config
 
@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"size": 4}, "size: expected two whole numbers"),
     ({"size": {8, 4}}, "size: expected two whole numbers"),
     ({"partition": "grid", "tau": 0.5}, "partition: expected one of alternating, sequential"),
-    ({"made_for": 3}, "made_for: expected what calibration wrote"),
+    ({"calibrated_for": 3}, "calibrated_for: expected what calibration wrote"),
     ({"partition": "random"}, "partition: goes with tau, .*; leave it out, or give tau"),
     ({"tile_size": 8, "tau": 0.5}, "tile_size: goes with keep"),
     ({"layers": {"a": {"keep": 2}}}, "layers: a: keep: expected a share"),
@@ -132,7 +132,7 @@ def test_settings_of_layers() -> None:
         {},
         {"keep": 0.1, "min_tokens": 9, "fit_queries": 0, "tile_size": 2, "references": 0.5},
         {"redraw": False, "share_guidance_plan": False, "seed": 2**40, "size": (1, 99)},
-        {"tau": -0.5, "metric": "euclidean", "refine": False, "made_for": "é"},
+        {"tau": -0.5, "metric": "euclidean", "refine": False, "calibrated_for": "é"},
         {"layers": {"a.*": {"keep": 0.25}, "b": False, "c": {"tau": 0.8, "feature": "k"}}},
     ],
     ids=str,
@@ -146,6 +146,12 @@ def test_goes_through_dicts_and_files(tmp_path: Path, given: dict[str, Any]) -> 
     file.write_text(json.dumps({**config.to_dict(given_only=True), "about": {"speed": 1.2}}))
     assert MaMeConfig.from_file(file) == config
     assert MaMeConfig(**{**config.given}) == config
+
+
+def test_reads_the_old_name_of_a_field(tmp_path: Path) -> None:
+    file = tmp_path / "mame.json"
+    file.write_text(json.dumps({"keep": 0.5, "made_for": "Model with 6 self-attentions"}))
+    assert MaMeConfig.from_file(file).calibrated_for == "Model with 6 self-attentions"
 
 
 @pytest.mark.parametrize(

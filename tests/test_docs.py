@@ -209,7 +209,7 @@ def test_the_idea_is_drawn_in_four_panels_and_a_rival(
     errors = runpy.run_path(str(ROOT / "examples" / "idea.py"))
     with Image.open(drawn) as sheet:
         assert sheet.width == 5 * (errors["SIDE"] + 8)
-    x, cells = errors["x"], errors["cells_of"]((errors["GRID"],) * 2, 0.25)
+    x, cells = errors["x"], errors["make_cells"]((errors["GRID"],) * 2, 0.25)
     merged = errors["group_tokens"](x.index_select(1, cells.order), cells)
     restored = merged.restore(merged.merge(x))
     apart = (restored - x).square().mean().sqrt().item()

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from mame_sd.caches import CacheHandle, CacheView, Kept, Selection, compress_cache
 from mame_sd.caches.layer import CompressedLayer
-from mame_sd.upstream import with_cache
+from mame_sd.compat import with_cache
 
 from ..tables import Row
 from .cases import Case

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from mame_sd import upstream
+from mame_sd import compat
 from mame_sd.caches.attention import Attention, attention_layers
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.caches.selection import Look, Selection, full_price_of
@@ -118,7 +118,7 @@ def compress_cache(
         NothingMergedError: If the block ends, forwards of several tokens ran, and no layer was
             compressed.
     """
-    upstream.require("transformers")
+    compat.require("transformers")
     check_keep(keep)
     chosen = method if isinstance(method, Selection) else Selection(method)
     every = attention_layers(model)
@@ -254,7 +254,7 @@ class _Work:
         self, module: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         """Give a compressed layer the mask of the keys that it still holds."""
-        cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
+        cache, hidden = compat.cache_in(kwargs), _input_of(args, kwargs)
         if cache is None:
             return None
         if not self._acts():
@@ -262,7 +262,7 @@ class _Work:
             return None
         mask = kwargs.get("attention_mask")
         if id(module) == self.first:
-            if hidden.shape[1] > 1 and upstream.assisted():
+            if hidden.shape[1] > 1 and compat.assisted():
                 raise ValueError(_ASSISTED)
             self.forwards[cache] = _Forward(mask)
         layer = _layer_of(cache, module.layer_idx, self.handle.compressing)
@@ -274,7 +274,7 @@ class _Work:
     @torch.no_grad()
     def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Score a layer's keys after several tokens; compress all layers after the last one."""
-        cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
+        cache, hidden = compat.cache_in(kwargs), _input_of(args, kwargs)
         handle = self.handle
         idle = not handle.compressing or handle.keep == 1
         if not self._acts() or idle or hidden.shape[1] == 1:

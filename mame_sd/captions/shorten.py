@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from mame_sd.captions.captioner_registry import axes_of
 from mame_sd.captions.prompts import Image, kept_of
+from mame_sd.compat import cache_in, hidden_states_are_apart
 from mame_sd.forks import free_in_children
 from mame_sd.report import counted
-from mame_sd.upstream import cache_in, hidden_states_are_apart
 
 _REMOVED = "tokens_that_merged"  # attribute of a cache that holds a `Removed`
 _READ_AGAIN = (  # options of `generate` that read prompts in pieces or by another model

@@ -18,9 +18,9 @@ from mame_sd.cli.errors import exit_status
 from mame_sd.cli.groups import (
     MODEL,
     ONE_IMAGE,
-    PAPERS,
     PROMPTS,
     SAMPLING,
+    TAU_FIELDS,
     MergingOptions,
     PromptOptions,
 )
@@ -102,7 +102,7 @@ def compare_command(
     prompts=PROMPTS,
     model=MODEL,
     sampling=ONE_IMAGE,
-    merging=MergingOptions(without=("tau", "keep", "fit_queries", *PAPERS)),
+    merging=MergingOptions(without=("tau", "keep", "fit_queries", *TAU_FIELDS)),
 )
 def calibrate_command(
     *,

@@ -12,7 +12,7 @@ from typing import Any
 from mame_sd.cli.compare import Way, compare, summary
 from mame_sd.cli.console import answer, note, progress
 from mame_sd.cli.generate import load_to_merge
-from mame_sd.cli.groups import PAPERS
+from mame_sd.cli.groups import TAU_FIELDS
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import (
     Calibration,
@@ -86,7 +86,7 @@ def run_calibrate(
     ]
     about = {**found.about, "speed": speed, "checked_on_prompts": len(checked)}
     values = config.to_dict().items()  # all of them, so that no later version's defaults count
-    concrete = {name: v for name, v in values if v is not None and name not in PAPERS}
+    concrete = {name: v for name, v in values if v is not None and name not in TAU_FIELDS}
     text = json.dumps({**concrete, "about": {**about, "measured": measured}}, indent=1)
     write_atomically(file, text.encode() + b"\n")
     said = "\n".join([found.table(speed), *lines, str(file)])

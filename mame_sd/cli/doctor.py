@@ -12,12 +12,12 @@ from typing import Literal
 import torch
 
 from mame_sd.cli.console import answer
+from mame_sd.compat import NAMES, complaint
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device
 from mame_sd.runs.files import files_below
 from mame_sd.runs.model_files import ModelChoice, find_model
-from mame_sd.upstream import NAMES, complaint
 
 NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow")
 

@@ -17,7 +17,7 @@ from mame_sd.runs.options import option
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompts_from_texts
 
 # fields that go with tau alone
-PAPERS = tuple(f.name for f in fields(MaMeConfig) if f.metadata.get("method") == "tokens")
+TAU_FIELDS = tuple(f.name for f in fields(MaMeConfig) if f.metadata.get("method") == "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

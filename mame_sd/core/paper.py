@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import constant, no_autocast
+from mame_sd.core.groups import cached_tensors, no_autocast
 
 # Refining keeps what exceeds a column's mean. If that leaves at most this share of the column (a
 # tie, up to rounding), the unrefined weights are used. Below it, rounding alone decides in fp32.
@@ -175,7 +175,7 @@ def plan_tokens(x: Tensor, config: MaMeConfig, num_prefix_tokens: int = 0) -> Pl
     if config.tau is None:
         raise ValueError(f"config: expected settings with a tau, got keep={config.keep}")
     body = x[:, prefix:]
-    dst, src = constant(partition, body.shape[1], config.partition, config.seed, x.device)
+    dst, src = cached_tensors(partition, body.shape[1], config.partition, config.seed, x.device)
     with no_autocast(x):
         s = similarity(body.index_select(1, dst), body.index_select(1, src), config.metric)
         weights, merges = fusion_weights(s, config.tau, config.refine)

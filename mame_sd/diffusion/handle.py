@@ -14,11 +14,11 @@ from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
-from mame_sd.diffusion.context import ResolvedConfig, Shared
+from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.families.family import class_names
 from mame_sd.diffusion.families.refused import known_as
-from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
+from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, remove_hook
 from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import LayerHook, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
@@ -47,7 +47,7 @@ class MaMeHandle:
     def __init__(
         self,
         root: nn.Module,
-        shared: Shared,
+        shared: HandleState,
         hooks: list[Placed],
         pipe: Any = None,
         unknown: Mapping[str, int] | None = None,
@@ -130,7 +130,7 @@ class MaMeHandle:
         """Return a description of the model.
 
         It distinguishes models with different layers, so that settings by layer apply to one model
-        only (`made_for`).
+        only (`calibrated_for`).
         """
         return f"{self._kind} with {len(self._names)} self-attentions"
 
@@ -314,7 +314,7 @@ class MaMeHandle:
             if ours:
                 check_idle(self.root, "remove")
             for module, hook in ours:
-                take_hook(module, hook.name)
+                remove_hook(module, hook.name)
             check = check_of(self.pipe)
             if check is not None and check.handle is self:
                 forget_pipeline(self.pipe)
@@ -376,10 +376,10 @@ class MaMeHandle:
             ValueError: the model has no layers or parts of blocks that `config` asks for, or
                 `config` was made for another model.
         """
-        if config.made_for not in (None, self.described):
+        if config.calibrated_for not in (None, self.described):
             raise ValueError(
-                f"made_for: expected settings that were found for {self.described}, got ones for"
-                f" {config.made_for}; calibrate this model, or take another file"
+                f"calibrated_for: expected settings that were found for {self.described}, got ones"
+                f" for {config.calibrated_for}; calibrate this model, or take another file"
             )
         if config.size is not None and any(isinstance(h, SizeHook) for _, h in self._hooks):
             raise ValueError(

@@ -2,7 +2,7 @@
 
 These are functions that were put in its place, and backends of diffusers' dispatcher
 (SageAttention, FlashAttention, xFormers, flex, ...). They are intercepted while a layer merges
-(`mame_sd.core.keys`).
+(`mame_sd.core.merge_keys`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mame_sd.core.fit import SDPA
-from mame_sd.core.keys import (
+from mame_sd.core.merge_keys import (
     MergeJob,
     SDPAInterceptor,
     attend_merged,

@@ -26,16 +26,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mame_sd.compat import outside_old_graphs
 from mame_sd.config import MaMeConfig
 from mame_sd.core.min_tokens import too_little_work
 from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
-from mame_sd.diffusion.context import Shared, Tokens
+from mame_sd.diffusion.context import HandleState, Tokens
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.interception import running_job
-from mame_sd.diffusion.layer import Entry, LayerHook
+from mame_sd.diffusion.layer import LayerHook, MergedForward
 from mame_sd.diffusion.rows import Rows, RowsMode, image_start, needs_all_rows, running_rows
 from mame_sd.report import LayerStats
-from mame_sd.upstream import outside_old_graphs
 
 _MLP = re.compile("FeedForward|SwiGLU|MLP$")  # of a class's name
 _OTHERS = ("context", "txt", "text", "audio", "ff_t")  # in names of MLPs of other tokens
@@ -70,17 +70,17 @@ class RestoreHook(LayerHook):
     keep_of: str  # the setting that says how much is computed
 
     def __init__(
-        self, shared: Shared, stats: LayerStats, known: Any, number: int, family: Family
+        self, shared: HandleState, stats: LayerStats, known: Any, number: int, family: Family
     ) -> None:
         super().__init__(shared, stats, known, number)
         self.family = family
 
     def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
         """Return what is to stand in for `inner`, the forward of `module`."""
-        self.entry = RestoreEntry(module, self, inner).forward
+        self.entry = RestoringForward(module, self, inner).forward
         return self.entry
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of the module for these arguments."""
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ class RestoreHook(LayerHook):
         return image_start(tokens, x)
 
 
-class RestoreEntry(Entry):
+class RestoringForward(MergedForward):
     """Stands in for the `forward` of a module with a RestoreHook, in copies of it too."""
 
     hook: Any
@@ -159,7 +159,7 @@ class MLPHook(RestoreHook):
             start = {"first": beside, "last": 0}.get(self.family.joint or "")
         return start
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         rows, config = running_rows(), self.config
         if rows is None and (config is None or config.mlp_share == 1):
@@ -196,7 +196,7 @@ class MLPHook(RestoreHook):
 class PartHook(RestoreHook):
     """Computes a part of a block (its cross-attention, a projection) on the block's rows alone."""
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         rows = running_rows()
         by_token = any(kwargs.get(name) is not None for name in _BY_TOKEN)
@@ -219,7 +219,7 @@ class QueryHook(PartHook):
     Merged values are fitted to queries of any of the tokens.
     """
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         job = running_job()
         if job is not None and job.merges:
@@ -233,7 +233,7 @@ class CrossAttentionHook(PartHook):
     Called without a text it is a second self-attention, which needs all rows (`Rows.mixed`).
     """
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         rows, (name, _) = running_rows(), _first(args, kwargs)
         others = (*args[1:], *(value for of, value in kwargs.items() if of != name))
@@ -248,7 +248,7 @@ class BlockHook(RestoreHook):
 
     keep_of = "block_share"
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         config = self.config
         if config is None or config.block_share == 1 or running_rows() is not None:
@@ -342,7 +342,7 @@ def _run(
 
 
 def restoring_hooks(
-    root: nn.Module, shared: Shared, attention: Mapping[str, tuple[LayerHook, Family]]
+    root: nn.Module, shared: HandleState, attention: Mapping[str, tuple[LayerHook, Family]]
 ) -> Iterator[tuple[str, nn.Module, RestoreHook]]:
     """Yield the path, the module and the hook of each MLP, block and part of a block of `root`.
 

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from mame_sd.compat import outside_old_graphs, parameters_of
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
 from mame_sd.perception.counts import BlockCounts, weights_of, width_of
@@ -24,7 +25,6 @@ from mame_sd.perception.encoder_registry import Encoder
 from mame_sd.perception.forward_state import Forward, ForwardState
 from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan, plan_block
-from mame_sd.upstream import outside_old_graphs, parameters_of
 
 UNKNOWN = "height and width unknown: destinations are every second token"
 Grid = tuple[int, int] | None

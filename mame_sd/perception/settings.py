@@ -26,7 +26,7 @@ _NO_MEANING = {
     "size": "the size of its images is read off",
     "references": "an encoder sees one image",
     "layers": "say which blocks merge by blocks=, and give keep or tau a number for each",
-    "made_for": "a denoiser has one",
+    "calibrated_for": "a denoiser has one",
 }
 
 
@@ -116,7 +116,7 @@ def configs_of(
     blocks, base = [*blocks], MaMeConfig() if config is None else config
     base = base.replace(min_tokens=base.min_tokens or MIN_TOKENS)
     if fields.get("tau") is None and fields.get("keep") is None and base.tau is None:
-        fields = {**fields, "keep": mean_share(len(blocks)) if base.is_open else base.keep}
+        fields = {**fields, "keep": mean_share(len(blocks)) if base.is_default else base.keep}
     return changed(dict.fromkeys(blocks, base), fields)
 
 

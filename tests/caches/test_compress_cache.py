@@ -18,8 +18,8 @@ from transformers import DynamicCache, StaticCache
 from mame_sd.caches import CacheView, Kept, Selection, compress_cache
 from mame_sd.caches.attention import attention_layers
 from mame_sd.caches.layer import CompressedLayer
+from mame_sd.compat import with_cache
 from mame_sd.report import NothingMergedError
-from mame_sd.upstream import with_cache
 from tests.caches.tiny import MODELS, SHAPE, padded, prompt, tiny
 
 

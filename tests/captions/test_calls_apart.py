@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
 from mame_sd import apply_mame, mame, remove_mame
-from mame_sd.upstream import cache_of, with_cache
+from mame_sd.compat import cache_of, with_cache
 from tests.captions import tiny
 from tests.captions.test_qwen import inputs as qwen_inputs
 from tests.captions.test_qwen import qwen

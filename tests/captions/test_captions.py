@@ -18,7 +18,7 @@ from transformers.models.llava_next.modeling_llava_next import unpad_image
 from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
 from mame_sd.captions.farthest import merged
 from mame_sd.captions.handle import CaptionHandle
-from mame_sd.upstream import cache_of, with_cache
+from mame_sd.compat import cache_of, with_cache
 from tests.captions import tiny
 
 TOWERS = ("CLIPVisionModel", "SiglipVisionModel")

@@ -18,7 +18,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from mame_sd.upstream import CACHE_NAMES
+from mame_sd.compat import CACHE_NAMES
 
 SIDE, PATCH, WIDTH = 24, 4, 32
 GRID = SIDE // PATCH

@@ -119,7 +119,7 @@ def test_an_error_of_settings_names_where_they_stand(
     for settings, message in {
         '{"kep": 0.5}': "--config a.json: unknown setting 'kep'",
         '{"layers": {"none": {"keep": 0.5}}}': "--config (or the model's mame.json): layers: ",
-        '{"made_for": "another"}': "--config (or the model's mame.json): made_for: ",
+        '{"calibrated_for": "another"}': "--config (or the model's mame.json): calibrated_for: ",
         '{"references": 0.5}': "--references: ",
     }.items():
         (tmp_path / "a.json").write_text(settings)

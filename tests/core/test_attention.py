@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mame_sd import attention
-from mame_sd.core.keys import Grid, KeyMerging, merge_keys
+from mame_sd.core.merge_keys import Grid, KeyMerging, merge_keys
 from tests import oracle
 
 GRID, BEFORE, AFTER = (6, 9), 3, 4

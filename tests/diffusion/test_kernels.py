@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from mame_sd import NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.core.fit import SDPA
-from mame_sd.core.keys import Grid, KeyMerging, MergeJob, SDPAInterceptor
+from mame_sd.core.merge_keys import Grid, KeyMerging, MergeJob, SDPAInterceptor
 from tests.builders.layers import attention
 from tests.builders.tiny import one_level_unet, run_unet
 from tests.builders.transformers import run as run_model

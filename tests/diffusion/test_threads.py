@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
-from mame_sd.diffusion.context import ResolvedConfig, Shared
+from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.hooks import StepHook
 from mame_sd.diffusion.threads import check_idle
 from tests.builders.pipelines import mame_pipeline
@@ -256,7 +256,7 @@ def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
     """As Z-Image has them."""
     unet = tiny_unet()
     hook, latents = (
-        StepHook(unet, Shared(ResolvedConfig(MaMeConfig(), True, MaMeConfig()))),
+        StepHook(unet, HandleState(ResolvedConfig(MaMeConfig(), True, MaMeConfig()))),
         [torch.zeros(4, 1)],
     )
     in_thread(lambda: hook(unet, (latents, 5, None), {}))

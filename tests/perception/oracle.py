@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import cells_of
+from mame_sd.core.groups import make_cells
 from tests import oracle
 from tests.builders.perception import FRAMES, Row, frames
 
@@ -160,7 +160,7 @@ class _Groups:
         count = body.shape[1]
         if size == "square":
             size = (round(count**0.5), round(count**0.5))
-        cells = cells_of(size or (count,), min(keep, 0.25 if size else 0.5), 0, None)
+        cells = make_cells(size or (count,), min(keep, 0.25 if size else 0.5), 0, None)
         dst = cells.order[cells.dst[0]].tolist()
         stay = max(0, round(keep * count) - len(dst))
         whole = [(0, 0)] * count

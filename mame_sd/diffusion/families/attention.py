@@ -22,8 +22,8 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.keys import constant_along
-from mame_sd.core.merge import unreadable
+from mame_sd.core.groups import unreadable
+from mame_sd.core.merge_keys import constant_along
 from mame_sd.core.min_tokens import head_width, kernel_of, too_wide
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.context import Call, Tokens
@@ -295,7 +295,7 @@ def _skip_reason(
         kernel = kernel_of(hidden.device, hidden.dtype, width)
         if merging < kernel.least:
             return kernel.too_few
-        if config.is_open and (wide := too_wide(merging, hidden.shape[-1])):
+        if config.is_default and (wide := too_wide(merging, hidden.shape[-1])):
             return wide
     elif merging < config.min_tokens:
         return f"fewer than min_tokens={config.min_tokens}"

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core.keys import MergeJob
-from mame_sd.core.merge import Groups
+from mame_sd.core.groups import Groups
+from mame_sd.core.merge_keys import MergeJob
 from mame_sd.report import LayerStats
 from tests.oracle import Image, merged_attention
 
@@ -123,7 +123,7 @@ def by_loop(merged: Merged) -> tuple[Tensor, Tensor]:
         for grid, groups in zip(job.grids, merged.groups, strict=True)
     ]
     query, key = call["query"], call["key"]
-    count = job.how.fit_queries
+    count = job.options.fit_queries
     if count is None:
         count = min(max(merged.tokens // 32, 64), 256)
     number = 0 if job.draw is None else int(job.draw)

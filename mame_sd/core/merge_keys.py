@@ -26,17 +26,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core.fit import SDPA, fitted_to, sized_keys
-from mame_sd.core.merge import (
+from mame_sd.core.fit import SDPA, fit_values, sized_keys
+from mame_sd.core.groups import (
     Cells,
     Groups,
-    cells_of,
     group_tokens,
+    make_cells,
     no_autocast,
     unreadable,
 )
 
-ALONE = 0.125  # share of the kept keys that stay as they are: the farthest from all destinations
+UNMERGED_SHARE = (
+    0.125  # share of the kept keys that stay as they are: the farthest from all destinations
+)
 Kernel = Callable[..., Tensor]
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 UNCOUNTED = ", which takes no sizes of groups: their keys carry them"
@@ -91,14 +93,14 @@ def merge_keys(
     k: Tensor,
     v: Tensor,
     grids: Sequence[Grid],
-    how: KeyMerging,
+    options: KeyMerging,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
     draw: Tensor | None = None,
     leader: Tensor | None = None,
     first_query: int | None = None,
     known: MutableMapping[int, Groups] | None = None,
-    counted: bool = True,
+    size_bias: bool = True,
 ) -> Merged:
     """Merge keys, and fit values to the attention of a few queries of the first grid's tokens.
 
@@ -108,18 +110,19 @@ def merge_keys(
         v: values [B, H', N, D'].
         grids: the images that merge, in their order among the keys. The generated image comes
             first.
-        how: the settings.
+        options: the settings.
         attn_mask: the attention's mask, boolean or added to the logits, broadcast to [B, H, Q, N].
             `unlike` must not refuse it.
         scale: scale of the logits. If None, 1 / sqrt(D).
-        draw: LongTensor [1] in [0, `merge.DRAWS`), the index of the draw. If None, the first draw.
-        leader: LongTensor [B], the sample whose keys decide what merges (`merge.leaders`).
+        draw: LongTensor [1] in [0, `groups.DRAWS`), the index of the draw. If None, the first draw.
+        leader: LongTensor [B], the sample whose keys decide what merges
+            (`groups.guidance_leaders`).
         first_query: position of the first grid's queries in q. If None, the position of its keys,
             or 0 if q holds the image's queries alone.
         known: the groups of each grid by its number, if an earlier call with the same input made
             them. Groups that are made here are stored in it.
-        counted: if True, the bias counts each group by its size. If False, the keys carry the sizes
-            (`fit.sized_keys`), for kernels without a bias.
+        size_bias: if True, the bias counts each group by its size. If False, the keys carry the
+            sizes (`fit.sized_keys`), for kernels without a bias.
 
     Returns:
         Keys [B, H', K, D], values [B, H', K, D'] in the dtype of v, and a bias in the dtype of q;
@@ -129,7 +132,7 @@ def merge_keys(
         first_query = grids[0].start if q.shape[2] == k.shape[2] else 0
     known = {} if known is None else known
     tokens = torch.Size(grids[0].size).numel()
-    image, count = slice(first_query, first_query + tokens), how.fit_queries
+    image, count = slice(first_query, first_query + tokens), options.fit_queries
     if count is None:
         count = min(max(tokens // 32, 64), 256)
     parts: tuple[list[Tensor], list[Tensor]] = [], []  # keys and values [B, H, .., D]
@@ -139,7 +142,9 @@ def merge_keys(
     logs, columns, end = [], [], 0
     with no_autocast(q):
         for number, (start, size, keep) in enumerate(grids):
-            cells = cells_of(size, (1 - ALONE) * keep, how.tile_size, how.seed, k.device)
+            cells = make_cells(
+                size, (1 - UNMERGED_SHARE) * keep, options.tile_size, options.seed, k.device
+            )
             if isinstance(k, FakeTensor) and not torch.compiler.is_compiling():
                 cells = _without_numbers(cells, k.fake_mode)
             last = start + cells.tokens
@@ -167,7 +172,7 @@ def merge_keys(
             torch.cat([*of, t[:, :, end:]], 2) for of, t in zip(parts, (k, v), strict=True)
         )  # [B, H, K, D]
         log_sizes = torch.cat(logs, 1) if len(logs) > 1 else logs[0]
-        own_bias = bias = log_sizes[:, None, None] if counted else None
+        own_bias = bias = log_sizes[:, None, None] if size_bias else None
         at, rows = groups[0].queries, attn_mask
         few = at[: max(1, count * k.shape[1] // q.shape[1])]
         if attn_mask is not None:
@@ -181,10 +186,10 @@ def merge_keys(
                 rows, own_bias = (
                     t[..., image, :].index_select(-2, few) for t in (attn_mask, masked)
                 )
-        if count or not counted:
-            some = q[:, :, image].index_select(2, few if counted else at)
+        if count or not size_bias:
+            some = q[:, :, image].index_select(2, few if size_bias else at)
         by = q.shape[-1] ** -0.5 if scale is None else scale
-        if not counted and by:
+        if not size_bias and by:
             beside = torch.cat([q[:, :, :first_query], q[:, :, image.stop :]], 2)
             key = sized_keys(key, some, beside, log_sizes, by)
         if count:
@@ -192,7 +197,7 @@ def merge_keys(
             some = some[:, :, : len(few)]
             if by_key is not None:  # hidden values must not change the result
                 v = v.masked_fill((by_key == -torch.inf)[:, None, :, None], 0)
-            value = fitted_to(some, (k, v), (key, value), own_bias, rows, by, merged)
+            value = fit_values(some, (k, v), (key, value), own_bias, rows, by, merged)
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
 
 
@@ -323,14 +328,14 @@ def _with_mask(
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
 
 
-class OwnKernel(NamedTuple):
+class KernelAdapter(NamedTuple):
     """An attention kernel and the names of its arguments."""
 
     call: Kernel
     names: frozenset[str]
 
     @property
-    def counts(self) -> bool:
+    def takes_bias(self) -> bool:
         """Return True if the kernel adds a bias to the logits."""
         return "attn_mask" in self.names
 
@@ -384,7 +389,7 @@ class OwnKernel(NamedTuple):
         return output
 
 
-def own_kernel(kernel: Kernel) -> OwnKernel:
+def adapt_kernel(kernel: Kernel) -> KernelAdapter:
     """Read the names of a kernel's arguments.
 
     Names are read, not tested by a call, because SageAttention accepts and ignores any argument.
@@ -393,7 +398,7 @@ def own_kernel(kernel: Kernel) -> OwnKernel:
         TypeError: `kernel` is not a function, or its arguments can't be read.
     """
     if kernel is SDPA:
-        return OwnKernel(kernel, frozenset((*_NAMES, "scale", "enable_gqa")))
+        return KernelAdapter(kernel, frozenset((*_NAMES, "scale", "enable_gqa")))
     if isinstance(kernel, type) or not callable(kernel):
         raise TypeError(f"kernel: expected a function of (q, k, v), got {kernel!r}")
     own = getattr(kernel, "_orig_mod", kernel)  # the module that torch.compile wraps
@@ -404,7 +409,7 @@ def own_kernel(kernel: Kernel) -> OwnKernel:
             f"kernel: expected a function whose arguments can be read, got {kernel!r}; wrap it in"
             " one of (q, k, v)"
         ) from None
-    return OwnKernel(kernel, frozenset(names))
+    return KernelAdapter(kernel, frozenset(names))
 
 
 @dataclass
@@ -416,7 +421,7 @@ class MergeJob:
         length: number of keys in the sequence. If None, any number that contains the grids.
         first_query: position of the image's first query among `queries` queries.
         queries: number of queries of the layer, if it differs from the number of keys.
-        how: the settings.
+        options: the settings.
         draw, leader: see `merge_keys`.
         known: for each attention call by its number, the groups of its grids that an earlier call
             of the layer made.
@@ -438,13 +443,13 @@ class MergeJob:
     length: int | None
     first_query: int
     queries: int
-    how: KeyMerging
+    options: KeyMerging
     draw: Tensor | None = None
     leader: Tensor | None = None
     known: dict[int, dict[int, Groups]] | None = None
     prefixed: bool = False
     scale: float | None = None
-    kernel: OwnKernel | None = None
+    kernel: KernelAdapter | None = None
     merges: bool = True
     rows: Tensor | None = None
     note: str = field(default="", init=False)
@@ -504,8 +509,8 @@ class MergeJob:
         known = None if self.known is None else self.known.setdefault(self.calls, {})
         self.calls += 1
         self.merged = merge_keys(
-            call["query"], call["key"], call["value"], grids, self.how, given, scale, self.draw,
-            self.leader, first, known, counted=bias,
+            call["query"], call["key"], call["value"], grids, self.options, given, scale, self.draw,
+            self.leader, first, known, size_bias=bias,
         )  # fmt: skip
         mask = self.merged.bias
         if mask is not None and not bias and given is not None and given.dtype == torch.bool:
@@ -542,7 +547,7 @@ class MergeJob:
         """
         own = self.kernel
         if own is not None:
-            name, bias = kernel_name(own.call), own.counts
+            name, bias = kernel_name(own.call), own.takes_bias
         self.inside = True  # calls that the kernel makes are not intercepted
         try:
             placed = self.place(call)
