@@ -31,6 +31,7 @@ from mame_sd.layer_rules import LayerRules, means
 SETTINGS_FILE = "mame.json"
 DEFAULT_KEEP = 0.25
 DEFAULT_MLP_KEEP = 0.125
+DEFAULT_REFERENCES = 0.25
 Partition = Literal["alternating", "sequential", "random"]
 Metric = Literal["cosine", "dot", "euclidean", "softmax"]
 Feature = Literal["x", "k", "k-mean"]
@@ -228,6 +229,11 @@ class MaMeConfig:
     def block_share(self) -> float:
         """Return the share of the tokens on which blocks are computed, 1 if none is restored."""
         return 1.0 if self.block_keep is None else self.block_keep
+
+    @property
+    def reference_share(self) -> float | None:
+        """Return the share of a reference image's keys to keep, or None if they don't merge."""
+        return DEFAULT_REFERENCES if self.references is None and self.is_default else self.references
 
     @property
     def given(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ SIDE, PATCH = 64, 2  # latents a side of a picture, and of a token
 GRID = SIDE // PATCH
 WIDTH, CHANNELS = 256, 4
 TEXT = 64  # tokens of a caption, padded by zeros
+FLAG = 8.0  # that a token is a reference's; at 1 training would learn it slowly
 AXES = (16, 24, 24)  # of the rotary positions: image, row, column
 
 
@@ -81,7 +82,7 @@ class Editor(nn.Module):
             rows, columns = (slice(at, at + step * n) for at, n in zip(corner, (h, w), strict=True))
             places = self.places[rows, columns].unfold(0, step, step).unfold(1, step, step)
             places = places.mean((-2, -1)).flatten(0, 1).expand(len(image), -1, -1)
-            flag = places.new_full((len(image), h * w, 1), float(number > 0))
+            flag = places.new_full((len(image), h * w, 1), FLAG * (number > 0))
             tokens.append(torch.cat([packed(image), places, flag], -1))
             grid = torch.cartesian_prod(torch.arange(float(h)), torch.arange(float(w)))
             at = grid * step + (step - 1) / 2 + torch.tensor(corner)

@@ -164,10 +164,11 @@ class AttentionAdapter(ABC):
         assert config.keep is not None
         grids = [Grid(start, tokens.size, config.keep)]
         behind = sum(math.prod(size) for size in tokens.references)
-        if config.references is not None and behind <= (route.after or 0):
+        share = config.reference_share
+        if share is not None and behind <= (route.after or 0):
             start += tokens.count
             for size in tokens.references:
-                grids.append(Grid(start, size, config.references))
+                grids.append(Grid(start, size, share))
                 start += math.prod(size)
         length = None if route.after is None else route.before + tokens.count + route.after
         known, plans = None, step.plans

@@ -37,6 +37,7 @@ SHIFT = 4.0  # of the noise levels, and of the samples' times
 SHARD = 16  # sets of three pictures
 EVERY = 50  # steps from one held-out loss to the next
 HELD_OUT = 16
+COPIES = 0.5  # share of the samples that are the reference itself, without a caption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,9 @@ class EditStage(Stage):
 
 
 STAGES = (
-    EditStage(name="parts", side=32, steps=600, batch=8, lr=0.003, ema=0.99, sets=192),
+    EditStage(name="parts", side=32, steps=600, batch=6, lr=0.006, ema=0.98, sets=192),
     EditStage(
-        name="pictures", side=64, steps=120, batch=3, lr=0.002, ema=0.97, sets=192, warmup=20
+        name="pictures", side=64, steps=40, batch=2, lr=0.002, ema=0.97, sets=192, warmup=20
     ),
 )
 
@@ -166,7 +167,11 @@ class EditRecipe(Recipe[EditStage]):
             index, target = int(pick * stage.sets), int(one * 3)
             pictures = self.sets.window(index, u, v)
             clean.append(pictures[target])
-            reference.append(pictures[(target + 1 + int(other * 2)) % 3])
+            if other < COPIES:
+                reference.append(pictures[target])
+                captions.append("")
+                continue
+            reference.append(pictures[(target + 1 + int(2 * (other - COPIES) / (1 - COPIES))) % 3])
             captions.append(self.sets.captions[index][target])
         corner = torch.randint(GRID - stage.side // PATCH + 1, (2,), generator=g).tolist()
         latents, references = torch.stack(clean), torch.stack(reference)

@@ -77,6 +77,8 @@ class SequenceAttention(AttentionAdapter):
             known = Tokens((hidden.shape[-2], hidden.shape[-1]))
         if known is None or known.unknown:
             return "height and width unknown" if known is None else known.unknown
+        if known.references and not family.references:
+            known = replace(known, references=())
         hidden = hidden if hidden.dim() == 3 else _sequence(hidden)
         alone = hidden.shape[1] == known.count and not (known.before or known.after)
         start = 0 if alone else known.start(hidden.shape[1])
@@ -288,7 +290,7 @@ def _skip_reason(
             length = value.shape[1] if isinstance(value, Tensor) else "no"
             return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
     merging = tokens.count
-    if config.references is not None:
+    if config.reference_share is not None:
         merging += sum(math.prod(size) for size in tokens.references)
     if config.min_tokens is None:
         width = head_width(call.module) if layer.width is None else layer.width
