@@ -1,12 +1,12 @@
-"""How fast attention over merged keys is, one layer, beside attention over all keys.
+"""How fast attention over merged keys is in one layer, compared with attention over all keys.
 
     python -m benchmarks.attention                     # 1,024 to 36,864 tokens on the CPU
     python -m benchmarks.attention --device cuda --dtype float16
 
-Queries, keys and values are given, as they come out of a layer's projections. Each cell says how
-many times as fast as `scaled_dot_product_attention` over all keys; both are timed in turns, in CPU
-seconds on a CPU, and the cell is the median of the rounds' ratios. Before a row is timed its
-output is compared with float64: where the fast path computes something else, there is no row.
+Queries, keys and values are given, as a layer's projections return them. Each cell says how many
+times as fast as `scaled_dot_product_attention` over all keys; both are timed in turns, in CPU
+seconds on a CPU, and the cell is the median of the rounds' ratios. Before a row is timed its output
+is compared with float64: if the fast path computes something else, there is no row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mame_sd import attention
 from mame_sd.eval.tables import markdown_table
-from mame_sd.eval.timing import interleaved, quartiles, seconds_of
+from mame_sd.eval.timing import in_turns, quartiles, seconds_of, times_as_fast
 
 SHAPES = ((1024, 8), (4096, 20), (9216, 10), (36864, 2))  # tokens, heads of 64
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
@@ -33,7 +33,7 @@ def without_bias(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) ->
 
 
 def inputs(tokens: int, heads: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values [1, H, N, 64] as views of projections [1, N, H * 64]."""
+    """Return queries, keys and values [1, H, N, 64] as views of projections [1, N, H * 64]."""
     generator = torch.Generator().manual_seed(tokens)
     made = (torch.randn(1, tokens, heads, 64, generator=generator) for _ in range(3))
     return [t.to(device, dtype).transpose(1, 2) for t in made]
@@ -43,10 +43,20 @@ def inputs(tokens: int, heads: int, device: torch.device, dtype: torch.dtype) ->
 def row(
     tokens: int, heads: int, device: torch.device, dtype: torch.dtype, rounds: int
 ) -> tuple[float, list[float]]:
-    """Time one layer: its unmerged seconds, and how many times as fast each share of keys is.
+    """Time one layer.
+
+    Args:
+        tokens: Number of tokens N.
+        heads: Number of heads H.
+        device: Where it computes.
+        dtype: Of all tensors.
+        rounds: Number of rounds.
+
+    Returns:
+        Its unmerged seconds, and how many times as fast each share of keys is.
 
     Raises:
-        SystemExit: the merged layer computes something else than in float64.
+        SystemExit: If the merged layer computes something else than in float64.
     """
     q, k, v = inputs(tokens, heads, device, dtype)
     side = int(tokens**0.5)
@@ -59,15 +69,13 @@ def row(
         if far > {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}[dtype]:
             raise SystemExit(f"error: expected float64's output to {dtype}, got {far:.1e} off")
 
-    def seconds(name: str, number: int = 0) -> float:
-        return seconds_of(every[name], device)[1]
-
-    found = [one for _, one in interleaved(list(every), rounds, seconds, warm_up=seconds)]
-    times = [quartiles([one["all"] / one[str(keep)] for one in found])[1] for keep in KEEPS]
-    return quartiles([one["all"] for one in found])[1], times
+    taken = in_turns(list(every), rounds, lambda name: seconds_of(every[name], device)[1])
+    times = [quartiles(times_as_fast(taken, "all", str(keep)))[1] for keep in KEEPS]
+    return quartiles(taken["all"])[1], times
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

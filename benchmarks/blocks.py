@@ -1,19 +1,19 @@
-"""CPU seconds of transformer blocks at the width of published models, with and without restoring.
+"""CPU seconds of transformer blocks as wide as published models', with and without restoring.
 
     python -m benchmarks.blocks                # all cases, some minutes
     python -m benchmarks.blocks "SD 3.5" --rounds 3
 
-Weights are random: the time does not depend on them, and no quality is reported. Rounds are
-interleaved, each row of a case once in each round, on one thread; the table shows the median of the
-rounds' own ratios to the unmerged row, with the lowest and highest.
+Weights are random: the time doesn't depend on them, and no quality is reported. Rows are timed in
+turns on one thread. The table shows the median of the rounds' ratios to the unmerged row, with the
+lowest and highest.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 
 from benchmarks import gpu
 from mame_sd import mame
+from mame_sd.eval.timing import in_turns, seconds_of, times_as_fast
 
 ROWS: dict[str, dict[str, Any]] = {
     "keys a quarter": {"keep": 0.25},
@@ -35,7 +36,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def of_unet(channels: int, side: int) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Return a level of SDXL with one block, and what it is called with."""
+    """Return a level of SDXL with one block, and its arguments."""
     model = diffusers.Transformer2DModel(
         num_attention_heads=channels // 64, attention_head_dim=64, in_channels=channels,
         num_layers=1, cross_attention_dim=2048, use_linear_projection=True,
@@ -48,9 +49,7 @@ def of_unet(channels: int, side: int) -> tuple[nn.Module, Mapping[str, Any]]:
 
 
 def of_case(make: Callable[..., gpu.Case], **how: Any) -> tuple[nn.Module, Any]:
-    """Return a transformer, and what it is called with: random numbers, as products of zeros may
-    be faster.
-    """
+    """Return a transformer and its arguments: random numbers, as zeros may multiply faster."""
     case = make(dtype=torch.float32, **how)
     model = case.build(torch.device("cpu"))
     named, _ = case.inputs(model)
@@ -80,33 +79,28 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Mapping[str, Any]]]] = {
 
 @torch.no_grad()
 def measured(name: str, rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each row of a case in each round."""
+    """Return the CPU seconds of each row of a case, round by round.
+
+    Rows that the model can't run because it has no MLP of its own are left out.
+    """
     torch.manual_seed(0)
     model, call = CASES[name]()
     model.eval().requires_grad_(False)
-    seconds: dict[str, list[float]] = {}
-    for number in range(rounds + 1):
-        for row, how in [("unmerged", None), *ROWS.items()]:
-            if how is None:
-                took = _seconds(model, call)
-            else:
-                try:
-                    with mame(model, min_tokens=16, **how):
-                        took = _seconds(model, call)
-                except ValueError:  # no MLP of its own
-                    continue
-            if number:  # the first round makes tables and warms caches
-                seconds.setdefault(row, []).append(took)
-    return seconds
+    rows = ["unmerged"]
+    for row, settings in ROWS.items():
+        with suppress(ValueError), mame(model, min_tokens=16, **settings):
+            rows.append(row)
 
+    def seconds(row: str) -> float:
+        on = mame(model, min_tokens=16, **ROWS[row]) if row in ROWS else nullcontext()
+        with on:
+            return seconds_of(lambda: model(**call), torch.device("cpu"))[1]
 
-def _seconds(model: nn.Module, call: Mapping[str, Any]) -> float:
-    start = time.process_time()
-    model(**call)
-    return time.process_time() - start
+    return in_turns(rows, rounds, seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("only", nargs="*", help="cases whose names hold one of these")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count")
@@ -120,13 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = measured(name, args.rounds)
         cells = []
         for row in ROWS:
-            if row not in seconds:
-                cells.append("none")
-                continue
-            pairs = zip(seconds["unmerged"], seconds[row], strict=True)
-            times = sorted(plain / merged for plain, merged in pairs)
-            middle = statistics.median(times)
-            cells.append(f"{middle:.2f} ({times[0]:.2f} to {times[-1]:.2f})")
+            times = times_as_fast(seconds, "unmerged", row) if row in seconds else []
+            middle = f"{statistics.median(times):.2f}" if times else "none"
+            cells.append(f"{middle} ({min(times):.2f} to {max(times):.2f})" if times else middle)
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     return 0
 

@@ -193,11 +193,8 @@ ROWS = {
     "both-0.25": Row(label="0.25 of the image's and the reference's keys",
                      settings={"keep": 0.25, "references": 0.25}),
     "default": Row(label="default", settings={}),
-    **{
-        f"default-{share:g}": Row(label=f"default, {share:g} of the reference's keys",
-                                  settings={"references": share})
-        for share in (0.5, 0.25, 0.125)
-    },
+    "default-whole": Row(label="default, the reference's keys not merged",
+                         settings={"keep": 0.25, "mlp_keep": 0.125}),
     "none": Row(label="no key of the reference", keys=("random", 0.0)),
     "other": Row(label="another reference", other=True),
 }  # fmt: skip

@@ -42,10 +42,9 @@ CELLS = [
     for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     if cell["cell_type"] == "code"
 ]
-PAGES = ("paper", "perception", "perception-classify", "kv-cache")
 COMMANDS = [
     line
-    for text in (README, *((ROOT / f"docs/{page}.md").read_text("utf-8") for page in PAGES))
+    for text in (README, *(page.read_text("utf-8") for page in (ROOT / "docs").glob("*.md")))
     for line in re.findall(r"^(?:    )?(mame-sd(?:-eval)? .*?)(?:  #.*)?$", text, re.M)
 ]
 ROWS = {
@@ -192,6 +191,22 @@ def test_links_of_pages_lead_somewhere() -> None:
             assert place.exists(), f"{file.name}: {target}"
             if anchor and place.suffix == ".md":
                 assert anchor[1:] in _anchors(place), f"{file.name}: {target}{anchor}"
+
+
+def test_files_and_names_of_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = [one for one in ROOT.iterdir() if one.is_dir() and one.name[0] != "."]
+    files = [path for one in folders if one.name != "out" for path in (one, *one.rglob("*"))]
+    paths = [f"/{path.relative_to(ROOT).as_posix()}" for path in files]
+    named = r"[\w/]+\.py\b|[\w/]+/(?=[`)])"
+    for place in re.findall(named, text):
+        assert any(path.endswith(f"/{place.rstrip('/')}") for path in paths), place
+    code = "".join(path.read_text("utf-8") for path in files if path.suffix == ".py")
+    written = r"\b(?:[A-Z]+[a-z]+[A-Z]\w*|[a-z]+_[a-z_]+|[A-Z]+_[A-Z]+)\b"
+    names = set(re.findall(written, re.sub(named, "", text))) - {"ComfyUI", "LLaVA", "mame_sd"}
+    assert len(names) > 15
+    for name in names:
+        assert re.search(rf"^\s*(?:class |def )?{name}\b", code, re.M), name
 
 
 def _anchors(page: Path) -> set[str]:

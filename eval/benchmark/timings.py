@@ -1,18 +1,16 @@
-"""Timings: what one call gives, the file that keeps them as soon as they are taken, and their
-summary as metrics.
-"""
+"""Take timings, keep them in a file, and summarise them as metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..results.schema import Gate, Value
+from ..runner import Store, measure_cases
 from ..stats import median_interval
-from ..store import Store, another_file, read_store
-from ..timing import interleaved, quartiles
+from ..timing import quartiles
 
 FORMAT = "mame-sd timings 2"
 KEYS = ("round", "method")
@@ -25,10 +23,14 @@ SMALLEST_SHARE = 0.6  # of the cores' time that the process had, at the median
 
 @dataclass(frozen=True)
 class Timing:
-    """One call: seconds an image in all and in denoising, peak bytes in all and in denoising.
+    """The timing of one call; None where something wasn't measured.
 
-    Peaks include the weights. `cpu` is the process's CPU seconds an image, where the CPU is what
-    computes. None: not measured (a pipeline without a decoder; memory on other than CUDA).
+    Attributes:
+        seconds: Wall-clock seconds per image.
+        denoising: Seconds of denoising per image; None for a pipeline without a decoder.
+        allocated: Peak bytes, weights included.
+        allocated_denoising: Peak bytes before decoding.
+        cpu: The process's CPU seconds per image, if the CPU computes.
     """
 
     seconds: float
@@ -48,43 +50,47 @@ def timed_rounds(
     warm_up: Callable[[str], object],
     on_progress: Callable[[int, int], object],
 ) -> dict[str, list[Timing]]:
-    """What `call` gives of each row in each round, interleaved; by row, in order of rounds.
+    """Time rows in turns.
 
     Args:
+        rows: Names of the rows.
+        rounds: Number of rounds.
+        call: Calls a row in the round of that number.
         record: JSON lines that hold the timings of every round as soon as it ends. A stopped call
-            continues after the last round in them. Were they taken of anything else than `about`
-            (prompts, rows and their settings, model, machine), it starts over.
-        warm_up, on_progress: as `interleaved` takes them.
+            continues after the last whole round.
+        about: Everything that timings depend on (prompts, rows and their settings, model,
+            machine). Timings of anything else are taken anew.
+        warm_up: Called with each row before anything is timed.
+        on_progress: Called with the number of calls done and of all calls.
 
-    Raises UserError when `record` is another file.
+    Returns:
+        The timings of each row, round by round.
+
+    Raises:
+        UserError: If `record` is another file.
     """
     check_record(record)
     store = Store(record, FORMAT, "timings", about, KEYS, fresh=True)
-    found: dict[int, dict[str, Timing]] = {}
-    for (number, name), line in store.found.items():
-        found.setdefault(number, {})[name] = _timing(line)
-    methods = set(about["methods"])  # those of a whole round
-    done = {number: timings for number, timings in found.items() if timings.keys() >= methods}
-    for number, timings in interleaved(
-        rows, rounds, call, done=done, warm_up=warm_up, on_progress=on_progress
-    ):
-        done[number] = timings
-        for name, timing in timings.items():
-            store.add({"round": number, "method": name, **asdict(timing)})
-    return {row: [done[number][row] for number in range(rounds)] for row in rows}
+
+    def measure(number: int, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((name, asdict(call(name, number))) for name in names)
+
+    measure_cases(
+        store, range(rounds), rows, measure, lambda number, name: {"round": number, "method": name},
+        together=True, warm_up=warm_up, on_progress=on_progress,
+    )  # fmt: skip
+    return {row: [_timing(store.lines[n, row]) for n in range(rounds)] for row in rows}
 
 
 def check_record(path: Path) -> None:
-    """Raise UserError for a file that is no record of this version: it is not ours to
-    overwrite.
-    """
-    lines = read_store(path, FORMAT, "timings", None, KEYS)
+    """Raise UserError if the file is no record of this version, which isn't ours to overwrite."""
+    store = Store(path, FORMAT, "timings", None, KEYS)
     try:
-        for line in lines.values():
+        for line in store.lines.values():
             if any(not isinstance(one, int | float | None) for one in vars(_timing(line)).values()):
                 raise ValueError("timings that are no numbers")
     except (ValueError, TypeError) as error:
-        raise another_file(path, FORMAT, "timings", error) from None
+        raise store.refused(error) from None
 
 
 def _timing(line: Mapping[str, Any]) -> Timing:
@@ -92,17 +98,22 @@ def _timing(line: Mapping[str, Any]) -> Timing:
 
 
 def of_rounds(values: Sequence[float]) -> Value:
-    """Median and quartiles of what rounds measured. A single round has no quartiles."""
+    """Return the median and quartiles of what rounds measured; one round has no quartiles."""
     low, median, high = quartiles(values)
     found = Value(mean=median, n=len(values), statistic="median, quartiles")
     return replace(found, low=low, high=high) if len(values) > 1 else found
 
 
 def speedup(timings: Sequence[Timing], baseline: Sequence[Timing], field: str) -> Value:
-    """How many times as fast as the baseline a method is by a `field` of timings.
+    """Compute how many times as fast as the baseline a method is.
 
-    Each round compares two calls on the same batch and in the same minutes of the machine, so that
-    the ratio tells what the times themselves are too noisy to tell.
+    Each round compares two calls on the same batch within minutes, so that the ratio is less noisy
+    than the times.
+
+    Args:
+        timings: The method's timings.
+        baseline: The baseline's timings in the same rounds.
+        field: Field of `Timing` to compare.
     """
     pairs = zip(timings, baseline, strict=True)
     ratios = [getattr(base, field) / getattr(own, field) for own, base in pairs]
@@ -116,12 +127,16 @@ def speedup(timings: Sequence[Timing], baseline: Sequence[Timing], field: str) -
 def summary(
     timings: Sequence[Timing], baseline: Sequence[Timing], withhold_seconds: bool = False
 ) -> dict[str, Value]:
-    """The cost metrics of one method: median and quartiles of seconds, how many times as fast as
-    the baseline it is, the highest peak of memory.
+    """Compute the cost metrics of one method.
 
     Args:
-        baseline: timings of the unmerged model in the same rounds.
-        withhold_seconds: wall-clock seconds are no figures, for the machine was busy.
+        timings: Its timings.
+        baseline: Timings of the unmerged model in the same rounds.
+        withhold_seconds: True if wall-clock seconds are invalid because the machine was busy.
+
+    Returns:
+        Median and quartiles of seconds, how many times as fast as the baseline it is, and the
+        highest peaks of memory, by metric.
     """
     known = {
         field: [getattr(t, field) for t in timings if getattr(t, field) is not None]
@@ -149,15 +164,15 @@ def summary(
 
 
 def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: int) -> Gate:
-    """Whether wall-clock seconds of this machine can be believed, as an entry of the sanity gates.
+    """Check if wall-clock seconds of this machine are valid, as one of the sanity gates.
 
-    On a busy machine the baseline's own rounds differ, and a process waits: its CPU seconds fall
-    short of the wall clock's. Where that is so, wall-clock seconds are withheld.
+    On a busy machine the baseline's own rounds differ, and the process waits, so that its CPU
+    seconds are fewer than the wall clock's. Then wall-clock seconds are withheld.
 
     Args:
-        timings: by row, in order of rounds.
-        baseline: the name of the unmerged row.
-        cores: threads that the process may keep busy at once.
+        timings: Timings by row, in the order of rounds.
+        baseline: Name of the unmerged row.
+        cores: Number of threads that the process may use at once.
     """
     own = [timing.seconds for timing in timings[baseline]]
     spread = (max(own) - min(own)) / quartiles(own)[1]

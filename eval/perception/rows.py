@@ -15,22 +15,21 @@ from typing import Any
 from mame_sd.errors import UserError
 
 from .. import tables
-from .methods import BLOCKS, RIVALS, Method, merged, rival
-from .rules import RATES, DiffRate
+from .methods import BLOCKS, RIVALS, Method, merged
 
 BASELINE = "baseline"
 DEFAULT = "mame-default"
 VIDEO = "video"  # the suite of clips
 PLACES: dict[str, Any] = {**{name: name for name in BLOCKS}, "last": (-1,)}
 ABLATED: dict[str, dict[str, Any]] = {  # all but what is named as the paper's
-    "feature-k": {"feature": "k"},
-    "feature-k-mean": {"feature": "k-mean"},
-    "metric-dot": {"metric": "dot"},
-    "metric-euclidean": {"metric": "euclidean", "tau": -0.5},
-    "metric-softmax": {"metric": "softmax", "tau": 0.01},
-    "sequential": {"partition": "sequential"},
-    **{f"random-{seed}": {"partition": "random", "seed": seed} for seed in range(5)},
-    "unrefined": {"refine": False},
+    "feature-k": {"ablation": {"feature": "k"}},
+    "feature-k-mean": {"ablation": {"feature": "k-mean"}},
+    "metric-dot": {"ablation": {"metric": "dot"}},
+    "metric-euclidean": {"ablation": {"metric": "euclidean"}, "tau": -0.5},
+    "metric-softmax": {"ablation": {"metric": "softmax"}, "tau": 0.01},
+    "sequential": {"ablation": {"partition": "sequential"}},
+    **{f"random-{seed}": {"ablation": {"partition": "random", "seed": seed}} for seed in range(5)},
+    "unrefined": {"ablation": {"refine": False}},
     "sizes": {"prop_attn": True},
     "restored": {"restore": True},
 }
@@ -64,9 +63,6 @@ def row_named(name: str) -> Row:
         if target.at is None and target.name != BASELINE:
             label = f"{RIVALS[kind].short}, FLOPs of {target.label}"
             return Row(name=name, label=label, family=RIVALS[kind].family, rival=kind, at=other)
-    rates = name.removeprefix("diffrate-")
-    if rates != name and rates in RATES:
-        return Row(name=name, label=f"DiffRate, {rates}", method=rival(DiffRate(rates)))
     match = _MAME.fullmatch(name)
     tau = None if match is None else _number(match[2], 1.0)
     if match is not None and tau is not None:
@@ -84,8 +80,8 @@ def row_named(name: str) -> Row:
         return Row(name=name, label=label, family=knob.family, rival=kind, method=method)
     raise UserError(
         "--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8,"
-        f" mame-quarters-0.5, tome-8, evit-0.7, diffrate-{', diffrate-'.join(RATES)},"
-        f" random-all-0.9, smaller-160 or tome@mame-0.8, got {name!r}; correct it"
+        " mame-quarters-0.5, tome-8, evit-0.7, random-all-0.9, smaller-160 or tome@mame-0.8, got"
+        f" {name!r}; correct it"
     )
 
 

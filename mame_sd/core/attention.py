@@ -19,7 +19,8 @@ from torch import Tensor
 from mame_sd.config import MaMeConfig
 from mame_sd.core.fit import SDPA
 from mame_sd.core.groups import DRAWS, checked_grid, unreadable
-from mame_sd.core.merge_keys import Grid, Kernel, KeyMerging, adapt_kernel, merge_keys, unlike
+from mame_sd.core.intercept import Kernel, adapt_kernel
+from mame_sd.core.merge_keys import Grid, KeyMerging, merge_keys, unlike
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

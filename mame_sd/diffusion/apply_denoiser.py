@@ -21,13 +21,12 @@ from torch import nn
 
 from mame_sd.compat import names_arguments, require
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge_keys import Kernel, adapt_kernel
+from mame_sd.core.intercept import Kernel, adapt_kernel
 from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.denoisers import denoiser_of, has_denoiser_names
 from mame_sd.diffusion.families.attention import PlainAttention, SequenceAttention, fixed_reason
 from mame_sd.diffusion.families.family import Family, is_one_of
 from mame_sd.diffusion.families.processors import PLAIN_PROCESSORS, default_processor
-from mame_sd.diffusion.families.refused import EXCLUDED, known_as, refused_as
 from mame_sd.diffusion.families.transformers import (
     ADDED_KEYS,
     NOTHING_BESIDE,
@@ -50,6 +49,7 @@ from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pi
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.diffusion.restoring import RestoreHook, restoring_hooks
 from mame_sd.diffusion.threads import CHANGES, check_idle
+from mame_sd.refused import DIFFUSERS, known_as, refused_as
 from mame_sd.report import LayerStats, device_of
 
 Outer = TypeVar("Outer")
@@ -145,9 +145,9 @@ def build_handle(
             hooks.append((module, steps[path]))
         if isinstance(module, ModelMixin) and not names_arguments(type(module)):
             warnings.warn(UNNAMED.format(kind), UserWarning, stacklevel=4)
-        refused = refused_as(module) if family is None and path in tops else None
+        refused = refused_as(module, DIFFUSERS) if family is None and path in tops else None
         if refused is not None:
-            raise ValueError(f"{known_as(refused)} does not merge: {EXCLUDED[refused]}")
+            raise ValueError(f"{known_as(refused)} does not merge: {DIFFUSERS[refused]}")
         if family is None and is_one_of(module, NOTHING_BESIDE.models):
             family = NOTHING_BESIDE
         if family is not None:

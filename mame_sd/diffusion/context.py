@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig, Method
 from mame_sd.core.groups import Groups
-from mame_sd.core.merge_keys import KernelAdapter
+from mame_sd.core.intercept import KernelAdapter
 from mame_sd.diffusion.threads import PerTask, PerThread
 
 Call = Mapping[str, Any]  # the arguments of a forward, by name
@@ -206,7 +206,10 @@ class HandleState:
         step: for each thread the Step of its latest call of the model, or a LazyStep one.
         learning: checks calls with gradients.
         kernel: computes attention over merged keys instead of the model's own kernel.
+        restores_blocks: True once the hooks that restore blocks are on the model.
     """
+
+    restores_blocks = False
 
     def __init__(self, setting: ResolvedConfig, kernel: KernelAdapter | None = None) -> None:
         self.setting = setting

@@ -17,24 +17,25 @@ from mame_sd.diffusion.calibration import Calibration, check_speed, measure_imag
 from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.families.family import class_names
-from mame_sd.diffusion.families.refused import known_as
 from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, remove_hook
 from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import LayerHook, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import make_config
-from mame_sd.diffusion.restoring import BlockHook, MLPHook
+from mame_sd.diffusion.restoring import BlockHook, MLPHook, RestoreHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
+from mame_sd.handle import Handle, check_config
 from mame_sd.layer_rules import means
+from mame_sd.refused import known_as
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
 
 Placed = tuple[nn.Module, LayerHook | PreHook]  # a module and its hook
 GONE = "no longer part of the model: call apply_mame again"
 
 
-class MaMeHandle:
-    """Control merging on one model. `apply_mame` returns a handle.
+class MaMeHandle(Handle[ResolvedConfig]):
+    """Control merging on one denoiser. `apply_mame` returns a handle.
 
     The model lives as long as the handle. The pipeline is held weakly.
 
@@ -43,6 +44,8 @@ class MaMeHandle:
         layers: the self-attentions that may merge, each with its hook.
         restored: the MLPs and blocks that may be restored, each with its hook.
     """
+
+    _lock = CHANGES
 
     def __init__(
         self,
@@ -101,29 +104,31 @@ class MaMeHandle:
 
         They aren't if they were removed, or replaced by a later `apply_mame`.
         """
-        return all(hook_on(module, hook.name) is hook for module, hook in self._hooks)
+        return all(
+            hook_on(module, hook.name) is hook
+            for module, hook in self._hooks
+            if not isinstance(hook, RestoreHook)
+        )
 
-    @property
-    def active(self) -> bool:
-        """Return True if the hooks merge. If False, every call is bit-equal to an unhooked model.
-
-        Raises:
-            RuntimeError: on setting it, merging was removed or replaced, or another thread makes an
-                image with the model.
-            TypeError: on setting it, the value is not a bool.
-        """
+    def _is_active(self) -> bool:
         return self._shared.now.active
 
-    @active.setter
-    def active(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"active: expected True or False, got {value!r}")
-        with CHANGES:
-            self._check_installed()
-            setting = self._shared.setting
-            if value != setting.active:
-                check_idle(self.root, "active")
-            self._shared.setting = replace(setting, active=value)
+    def _switch(self, active: bool) -> None:
+        setting = self._shared.setting
+        if active != setting.active:
+            check_idle(self.root, "active")
+        self._shared.setting = replace(setting, active=active)
+
+    def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> ResolvedConfig:
+        setting = self._shared.setting
+        asked = make_config(setting.asked if config is None else config, fields)
+        return self._setting(asked, setting.active)
+
+    def _use(self, settings: ResolvedConfig) -> None:
+        if settings.active:
+            check_idle(self.root, "set")
+        self._put(self._needed(settings))
+        self._shared.setting = settings
 
     @property
     def described(self) -> str:
@@ -145,28 +150,6 @@ class MaMeHandle:
         # FSDP2 prefixes names of classes with "FSDP".
         kinds = (next(kind for kind in own if not kind.startswith("FSDP")) for own in names)
         return " and ".join(dict.fromkeys(kinds))
-
-    def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Change the settings from the next forward on, for example `handle.set(tau=0.9)`.
-
-        Args:
-            config: replaces all settings. If None, the current settings stay.
-            fields: fields of MaMeConfig, over those of `config`.
-
-        Raises:
-            RuntimeError: merging was removed or replaced, so that the change would have no effect,
-                or another thread makes an image with the model.
-            ValueError: a field is unknown or out of its range, or the model has no layers that the
-                settings ask for. Nothing has changed in this case.
-        """
-        with CHANGES:
-            self._check_installed()
-            setting = self._shared.setting
-            asked = make_config(setting.asked if config is None else config, fields)
-            new = self._setting(asked, setting.active)
-            if setting.active:
-                check_idle(self.root, "set")
-            self._shared.setting = new
 
     @contextmanager
     def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
@@ -192,9 +175,12 @@ class MaMeHandle:
             RuntimeError: merging was removed or replaced.
             ValueError: as for `set`.
         """
-        self._check_installed()
+        check_config(config)
+        self._check_change("using")
         asked = make_config(self._shared.now.asked if config is None else config, fields)
         new = self._setting(asked, True)
+        with CHANGES:
+            self._put(self._needed(new))
         own = self._shared.own
         own.value = (*(own.value or ()), new)
         try:
@@ -228,7 +214,7 @@ class MaMeHandle:
                 have a tau, nothing can merge, or merging can't reach `speed`. The settings stay as
                 they were.
         """
-        self._check_installed()
+        self._check_change("calibrate")
         check_speed(speed)
         pipe = self.pipe
         if pipe is None or not prompts:
@@ -326,12 +312,30 @@ class MaMeHandle:
             RuntimeError: another thread makes an image with the model.
         """
         with CHANGES:
-            changes = [(m, hook) for m, hook in self._hooks if hook_on(m, hook.name) is not hook]
+            needed = self._needed(self._shared.setting)
+            changes = [(m, hook) for m, hook in needed if hook_on(m, hook.name) is not hook]
             if changes:
                 check_idle(self.root, "install")
-            for module, hook in changes:
-                put_hook(module, hook)
+            self._put(changes)
             watch_pipeline(self.pipe, self)
+
+    def _needed(self, setting: ResolvedConfig) -> list[Placed]:
+        """Return the hooks that a setting needs: those on parts of blocks only if it restores."""
+        configs = [one for one in (setting.config, *setting.of_layer.values()) if one is not None]
+        blocks = any(one.block_share < 1 for one in configs)
+        mlps = blocks or any(one.mlp_share < 1 for one in configs)
+        return [
+            (module, hook)
+            for module, hook in self._hooks
+            if blocks or not isinstance(hook, RestoreHook) or (mlps and isinstance(hook, MLPHook))
+        ]
+
+    def _put(self, hooks: list[Placed]) -> None:
+        """Put hooks on their modules, unless they are there."""
+        for module, hook in hooks:
+            put_hook(module, hook)
+            if isinstance(hook, BlockHook):
+                self._shared.restores_blocks = True
 
     def _setting(self, asked: MaMeConfig, active: bool) -> ResolvedConfig:
         """Resolve settings for the model.
@@ -351,20 +355,13 @@ class MaMeHandle:
             )
         return setting
 
-    def _check_installed(self) -> None:
+    def _check_change(self, what: str) -> None:
         """Check that settings have an effect, and watch the pipeline from now on.
 
         The pipeline may no longer be watched, because another `with mame(...)` block removed its
         check.
-
-        Raises:
-            RuntimeError: merging was removed or replaced.
         """
-        if not self.installed:
-            raise RuntimeError(
-                "expected merging to be applied, but it was removed or replaced: call apply_mame"
-                " again"
-            )
+        super()._check_change(what)
         if replaced := self._replaced():
             raise RuntimeError(replaced)
         watch_pipeline(self.pipe, self)

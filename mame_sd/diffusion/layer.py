@@ -3,7 +3,7 @@
 `merged_call` does this for every layer and for both ways into diffusers (hooks and the processor),
 so that both give the same numbers. `AttentionAdapter.route` inspects a call once: it returns a
 `Route`, which everything else reads, or the reason why the call is not merged. With `keep` the
-keys merge within the call, where the processor calls attention (`mame_sd.core.merge_keys`). With
+keys merge within the call, where the processor calls attention (`mame_sd.core.intercept`). With
 `tau` whole tokens merge before the call and are restored after it (`mame_sd.core.paper`). An
 `AttentionAdapter` holds what differs between layers (`families/attention.py`).
 """
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from mame_sd.compat import outside_old_graphs, parameters_of
 from mame_sd.config import MaMeConfig
 from mame_sd.core.groups import DRAWS
-from mame_sd.core.merge_keys import Grid, KernelAdapter, KeyMerging, MergeJob, SDPAInterceptor
+from mame_sd.core.intercept import KernelAdapter, MergeJob, SDPAInterceptor
+from mame_sd.core.merge_keys import Grid, KeyMerging
 from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.diffusion.context import NO_STEP, HandleState, LazyStep, ResolvedConfig, Step, Tokens
 from mame_sd.diffusion.interception import watch_kernels
@@ -147,7 +148,8 @@ class AttentionAdapter(ABC):
     def plan(self, route: Route) -> Plan:
         """Plan which whole tokens of a call merge."""
         assert route.feature is not None
-        return plan_tokens(route.feature, route.config)
+        assert route.config.tau is not None
+        return plan_tokens(route.feature, route.config.tau)
 
     def job(self, route: Route, name: str, step: Step) -> MergeJob:
         """Make the job that merges the keys of a call.
@@ -235,7 +237,9 @@ class MergedForward:
         if config is None:
             stats.skipped(LEFT, hook.layer.count(call, hook.layout()))
             return call.run()
-        return merged_call(hook.layer, call, hook.layout(), config, stats, hook.step, shared.kernel)
+        rows = running_rows() if shared.restores_blocks else None
+        layout, kernel = hook.layout(), shared.kernel
+        return merged_call(hook.layer, call, layout, config, stats, hook.step, kernel, rows)
 
 
 class LayerHook:
@@ -346,6 +350,7 @@ def merged_call(
     stats: LayerStats,
     step: Callable[[], Step] = lambda: NO_STEP,
     kernel: KernelAdapter | None = None,
+    rows: Rows | None = None,
 ) -> Any:
     """Compute a call, merged if the layer can merge it, and count it.
 
@@ -357,11 +362,11 @@ def merged_call(
         stats: counters of the layer.
         step: returns the step. It is called only if keys merge.
         kernel: computes attention over merged keys instead of the model's own kernel.
+        rows: the rows that the block around the layer computes. If None, all rows.
 
     Returns:
         The module's output.
     """
-    rows = running_rows()
     if rows is not None and needs_all_rows(call.module):
         with RowsMode(None):
             return merged_call(layer, call, known, config, stats, step, kernel)

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from mame_sd.compat import outside_old_graphs
 from mame_sd.config import MaMeConfig
+from mame_sd.core.intercept import running_job
 from mame_sd.core.min_tokens import too_little_work
 from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
 from mame_sd.diffusion.context import HandleState, Tokens
 from mame_sd.diffusion.families.family import Family
-from mame_sd.diffusion.interception import running_job
 from mame_sd.diffusion.layer import LayerHook, MergedForward
 from mame_sd.diffusion.rows import Rows, RowsMode, image_start, needs_all_rows, running_rows
 from mame_sd.report import LayerStats
@@ -123,7 +123,7 @@ class RestoreHook(LayerHook):
 
         The same module may take the text in another call, which is no reason of the image's.
         """
-        if reason != self.OTHER or not self.stats.calls:
+        if reason != self.OTHER or not self.stats.sums.eager[0]:
             count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
             self.stats.skipped(reason, count)
 

@@ -75,7 +75,7 @@ def plan_block(
         The plan.
     """
     if config.tau is not None:
-        return plan_tokens(feature, config, prefix)
+        return plan_tokens(feature, config.tau, prefix)
     assert config.keep is not None
     with no_autocast(feature), torch.no_grad():
         patches = feature[:, prefix:]

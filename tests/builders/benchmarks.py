@@ -15,7 +15,7 @@ import pytest
 
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.benchmark import timings
-from mame_sd.eval.benchmark.rows import FLOOR, ROWS, Row
+from mame_sd.eval.benchmark.rows import FLOOR, Row, row_named
 from mame_sd.eval.benchmark.run import Benchmark
 from mame_sd.eval.benchmark.suites import Suite
 from mame_sd.eval.metric_list import METRICS
@@ -23,7 +23,7 @@ from mame_sd.eval.rivals.tomesd import ToMeSD
 from mame_sd.eval.scoring.tools import Tools
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 from mame_sd.runs.prompt_files import prompts_from_texts
 
 timings.LARGEST_SPREAD, timings.SMALLEST_SHARE = (
@@ -74,7 +74,7 @@ def tiny_rows() -> list[Row]:
 
 def tiny(name: str, min_tokens: int = 16) -> Row:
     """A rival's row at a setting under which a tiny model merges."""
-    row = ROWS[name]
+    row = row_named(name)
     return replace(row, method=replace(row.method, min_tokens=min_tokens))
 
 

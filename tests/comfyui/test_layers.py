@@ -221,7 +221,7 @@ FLUX = "FluxTransformer2DModel with 5 self-attentions"
             '{"layers": {"*": {"tau": 0.8}}}',
             "tau: expected mode keep for Flux, whose keys alone merge in ComfyUI, got tau",
         ),
-        ("Flux", '{"references": 0.5}', "settings: references: expected none of feature, refer"),
+        ("Flux", '{"references": 0.5}', "settings: references: expected none of refer"),
         (
             "NextDiT",
             '{"layers": {"layers.0": false}}',

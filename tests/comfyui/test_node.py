@@ -384,7 +384,7 @@ def test_a_refusal_names_the_model_as_people_know_it(package: Any, node: Any) ->
     """
     kinds = importlib.import_module(f"{package.__name__}.comfyui.models").FAMILIES
     refused = {kind: why for kind, why in kinds.items() if isinstance(why, tuple)}
-    refused["LensTransformer2DModel"] = "Lens", "the node does not know yet where its"
+    refused["LensTransformer2DModel"] = "Lens", "the node does not know yet where"
     base = type("WanModel", (nn.Module,), {"patch_size": (1, 2, 2)})
     for kind, (name, why) in refused.items():
         model = type(kind, (base,) if "Wan" in kind else (nn.Module,), {})()

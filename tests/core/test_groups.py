@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
+from mame_sd.core import reference
 from mame_sd.core.groups import (
     DRAWS,
     Groups,
@@ -117,14 +118,17 @@ def test_groups_are_those_of_loops(size: tuple[int, ...], tile_size: int, stay: 
     x = tokens(2, math.prod(size), 6, dtype=torch.float64)
     found = groups_of(x, size, 0.25, tile_size, stay, draw=torch.tensor([5]))
     cells = found.cells
-    dst, tile = cells.order[cells.dst[5]].tolist(), own_tiles(size, tile_size)
-    assert found.tokens_kept == len(dst) + stay
+    dst, tile = cells.order[cells.dst[5]], own_tiles(size, tile_size)
+    kept = len(dst) + stay
+    assert found.tokens_kept == kept
+    tiles = [torch.tensor([p for p, at in enumerate(tile) if at == one]) for one in {*tile}]
+    drawn = [dst[torch.isin(dst, tokens)] for tokens in tiles]
     for sample in range(2):
-        want, kept = oracle.grouped(x[sample], dst, tile, stay)
-        around = found.kept[sample].tolist()
-        assert [around[group] for group in found.groups[sample]] == [kept[group] for group in want]
-        means, sizes = oracle.means(x[sample], want)
-        order = [kept.index(token) for token in around]
+        want = reference.group_tokens(x[sample], tiles, drawn, kept)
+        # The same groups, in another order: that of the tokens that they formed around.
+        order = want[found.kept[sample]]
+        assert torch.equal(order[found.groups[sample]], want)
+        means, sizes = oracle.means(x[sample], want.tolist())
         torch.testing.assert_close(found.merge(x)[sample], means[order])
         assert torch.equal(found.sizes[sample], sizes[order])
     restored = found.restore(found.merge(x))

@@ -15,7 +15,7 @@ import torch
 import torchgen
 import yaml
 
-from mame_sd import MaMeConfig, attention, plan_tokens
+from mame_sd import attention, plan_tokens
 from mame_sd.core.groups import guidance_leaders, partition_index
 from tests.builders.trace import Operations
 
@@ -45,7 +45,7 @@ def keys_merge(dtype: torch.dtype) -> None:
 
 def tokens_merge(**fields: Any) -> None:
     x = torch.randn(2, 256, 16, generator=torch.Generator().manual_seed(0))
-    plan = plan_tokens(x, MaMeConfig(**fields))
+    plan = plan_tokens(x, **fields)
     plan.restore(plan.merge(x))
 
 

@@ -269,11 +269,11 @@ def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
 FORKS = """
 import os, threading
 from torch import nn
+from mame_sd import report
 from mame_sd.captions import patch, shorten
 from mame_sd.diffusion import threads
-from mame_sd.perception import counts
 model, inside, locks = nn.Linear(1, 1), threading.Event(), (
-    threads.CHANGES, patch._CHANGES, shorten._COUNTING, shorten._TOWER, counts._ADDING
+    threads.CHANGES, patch._CHANGES, shorten._TOWER, report._ADDING
 )
 def draws():
     for lock in locks:

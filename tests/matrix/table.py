@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 
-from mame_sd.diffusion.families.refused import EXCLUDED
+from mame_sd.refused import DIFFUSERS
 from tests.matrix import caches, features
 from tests.matrix.models.sweep import RECORD, classes
 
@@ -62,16 +62,16 @@ def denoisers() -> Iterator[str]:
     yield from wrap(f"`tau` merges nothing in {left}.", 100, break_on_hyphens=False)
     yield from ("", "These are refused:", "")
     refused: dict[str, list[str]] = {}
-    for name, reason in sorted(EXCLUDED.items()):
+    for name, reason in sorted(DIFFUSERS.items()):
         refused.setdefault(reason, []).append(name)
     for reason, names in refused.items():
         text = f"- {reason}: {', '.join(names)}"
         yield from wrap(text, 100, subsequent_indent="  ", break_on_hyphens=False)
-    untried = classes() - record.keys() - EXCLUDED.keys()
+    untried = classes() - record.keys() - DIFFUSERS.keys()
     yield ""
     yield (
-        f"{len(record) + len(EXCLUDED)} classes: {len(record)} merge, {len(EXCLUDED)} are refused,"
-        f" {len(untried)} untried."
+        f"{len(record) + len(DIFFUSERS)} classes: {len(record)} merge, {len(DIFFUSERS)} are"
+        f" refused, {len(untried)} untried."
     )
 
 

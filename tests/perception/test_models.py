@@ -53,9 +53,8 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: float) ->
 
 SETTINGS: list[tuple[dict[str, Any], Any]] = [
     ({}, None),
-    ({"tau": 0.2, "feature": "x"}, (0, 1, 3)),
+    ({"tau": 0.2}, (0, 1, 3)),
     ({"keep": (0.6, 0.7), "prop_attn": False}, (0, 2)),
-    ({"tau": 0.2, "feature": "k"}, (0, 1)),
     ({"keep": [0.7] * 4}, 4),
 ]
 

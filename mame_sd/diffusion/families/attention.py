@@ -89,18 +89,12 @@ class SequenceAttention(AttentionAdapter):
         if config.tau is not None:
             if not family.queries:
                 return KEYS_ONLY.format(type(call.module).__name__)
-            if config.feature != "x" and not hasattr(call.module, "to_k"):
-                return (
-                    f"feature={config.feature!r} asks for the layer's to_k,"
-                    f" {type(call.module).__name__} has none"
-                )
             unlike = _unlike(given, family.select, known) if family.select else None
             if unlike is not None:
                 return unlike
             image = hidden[:, first : first + known.count]
-            feature = _compared(call.module, image, config.feature)
             return Route(
-                call, config, known, first, merge_tokens=self._tokens_merged, feature=feature
+                call, config, known, first, merge_tokens=self._tokens_merged, feature=image
             )
         if _skips_scores(call.module):
             return LAYER_SKIP
@@ -226,23 +220,6 @@ def fixed_reason(attn: Any) -> str | None:
         "linear attention": "Linear" in type(attn.processor).__name__,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:
-    """Return the feature of tokens [B, L, C] that similarity compares.
-
-    Args:
-        attn: the attention module.
-        hidden_states: the tokens [B, L, C].
-        kind: "x" (the tokens), "k" (their keys), or "k-mean" (keys averaged over heads).
-
-    Returns:
-        The feature [B, L, d].
-    """
-    if kind == "x":
-        return hidden_states
-    keys: Tensor = attn.to_k(hidden_states)
-    return keys if kind == "k" else keys.unflatten(-1, (-1, attn.inner_dim // attn.heads)).mean(-2)
 
 
 def _skips_scores(attn: Any) -> bool:

@@ -22,12 +22,12 @@ from mame_sd.eval.benchmark.readme import (
     stored,
     stored_case,
 )
-from mame_sd.eval.benchmark.rows import ROWS, Row, chosen_rows
+from mame_sd.eval.benchmark.rows import Row, chosen_rows, row_named
 from mame_sd.eval.benchmark.samples import Sampler, measure_samples
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.results.schema import Value
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 from tests.builders.console import error_of
 from tests.builders.tiny import tiny_unet
 
@@ -90,7 +90,7 @@ def sampler() -> Sampler:
 def test_samples_are_measured_in_draws_and_go_on(tmp_path: Path) -> None:
     ours = Row(name="ours", label="ours", family="mame",
                method=Merging(MaMeConfig(keep=0.5, min_tokens=16)))  # fmt: skip
-    rows = [ROWS["baseline"], ours, *chosen_rows("fewer-1,fewer-2")[1:]]
+    rows = [row_named("baseline"), ours, *chosen_rows("fewer-1,fewer-2")[1:]]
     told: list[tuple[int, int]] = []
 
     def measured(draws: int) -> dict[str, dict[str, Value]]:
@@ -137,7 +137,7 @@ def test_the_suite_takes_no_model_of_ones_own(
     assert "--suite readme: expected no model, prompts or sampling" in error_of(capsys)
     (tmp_path / "photo.png").touch()
     for options, message in (
-        ("--row kep=1", "--row kep=1: expected settings such as keep=0.4"),
+        ("--row kep=1", "--row kep=1: unknown setting 'kep'; did you mean 'keep'?"),
         ("--rows x", "--rows: expected names of baseline"),
         ("--out .", "got one with other things in it ('photo.png')"),
     ):
