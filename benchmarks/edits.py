@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -37,9 +38,8 @@ from mame_sd.diffusion.layer import AttentionAdapter
 from mame_sd.eval.instruments.edits import GRID, TEXT, Editor, captions_states, load_editor
 from mame_sd.eval.instruments.flow import times
 from mame_sd.eval.instruments.models import WEIGHTS
-from mame_sd.eval.instruments.rows import swapped
 from mame_sd.eval.tables import markdown_table
-from mame_sd.eval.timing import interleaved, seconds_of
+from mame_sd.eval.timing import in_turns, seconds_of
 from scripts.training import world
 from scripts.training.pictures import rng_of
 from scripts.training.pool import load_autoencoder
@@ -69,6 +69,7 @@ class Edits:
     truth: Tensor
 
     def part(self, at: slice) -> Edits:
+        """Return some of the edits."""
         return Edits(*(value[at] for value in vars(self).values()))
 
 
@@ -125,7 +126,8 @@ class FewerKeys(TorchFunctionMode):
 @contextmanager
 def plans_kept() -> Iterator[None]:
     """Merge the reference's keys in every step as in the first one, for a `with` block."""
-    own, found = AttentionAdapter.job, {}
+    own = AttentionAdapter.job
+    found: dict[str, dict[int, Any]] = {}
 
     def job(self: Any, route: Any, name: str, step: Any) -> Any:
         made = own(self, route, name, step)
@@ -133,7 +135,7 @@ def plans_kept() -> Iterator[None]:
         found[name] = known
         return replace(made, known={0: known})
 
-    with swapped(AttentionAdapter, "job", job):
+    with patch.object(AttentionAdapter, "job", job):
         yield
 
 
@@ -160,6 +162,7 @@ class Row:
 
     @contextmanager
     def on(self, editor: Editor) -> Iterator[None]:
+        """Compute the editor in this way for a `with` block."""
         with ExitStack() as stack:
             if self.settings is not None:
                 stack.callback(apply_mame(editor.model, **self.settings).remove)
@@ -256,12 +259,11 @@ class Measurement:
         """Return the median CPU seconds of one edit by each row, in interleaved rounds."""
         one = self.edits.part(slice(0, 1))
 
-        def call(name: str, _: int) -> float:
+        def seconds(name: str) -> float:
             make = partial(edited, self.editor, ROWS[name], one, self.steps, 0)
             return seconds_of(make, torch.device("cpu"))[1]
 
-        found = [seconds for _, seconds in interleaved(names, rounds, call)]
-        return {name: median(seconds[name] for seconds in found) for name in names}
+        return {name: median(taken) for name, taken in in_turns(names, rounds, seconds).items()}
 
 
 class Movement(TorchFunctionMode):
@@ -294,6 +296,7 @@ def movement(editor: Editor, edits: Edits, steps: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

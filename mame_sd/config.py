@@ -197,7 +197,9 @@ class MaMeConfig:
     @property
     def reference_share(self) -> float | None:
         """Return the share of a reference image's keys to keep, or None if they don't merge."""
-        return DEFAULT_REFERENCES if self.references is None and self.is_default else self.references
+        if self.references is None and self.is_default:
+            return DEFAULT_REFERENCES
+        return self.references
 
     @property
     def given(self) -> dict[str, Any]:

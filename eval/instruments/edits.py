@@ -1,8 +1,8 @@
-"""A small transformer of Flux's form that edits a drawn picture: the embedded transformer, trained
-further to read a reference image's tokens behind its own, as FLUX.1 Kontext does.
+"""Edit drawn pictures with a small transformer of Flux's form.
 
-A caption says what the edited picture shows. What the caption and the reference share stays where
-it is: the object or the ground.
+It is the embedded transformer, trained further to read a reference image's tokens behind its own,
+as FLUX.1 Kontext does. A caption says what the edited picture shows: the reference with another
+ground or another object.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Editor(nn.Module):
             noisy: (1 - time) * clean + time * noise [B, 4, h, w].
             time: share of the noise, 0 to 1 [B].
             references: clean latents of the reference images [B, R, 4, h, w], or of half the sides.
-            words, pooled: states of the captions (`captions_states`).
+            words: states of the captions' tokens (`captions_states`), [B, TEXT, 256].
+            pooled: states of the captions, [B, 256].
             corner: row and column of the first token, if the latents are a part of a picture.
         """
         tokens, ids = [], []

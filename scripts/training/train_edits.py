@@ -50,9 +50,7 @@ class EditStage(Stage):
 
 STAGES = (
     EditStage(name="parts", side=32, steps=600, batch=6, lr=0.006, ema=0.98, sets=192),
-    EditStage(
-        name="pictures", side=64, steps=40, batch=2, lr=0.002, ema=0.97, sets=192, warmup=20
-    ),
+    EditStage(name="pictures", side=64, steps=40, batch=2, lr=0.002, ema=0.97, sets=192, warmup=20),
 )
 
 
