@@ -362,9 +362,7 @@ def restoring_hooks(
         for name, part, kind in _parts_of(block, modules):
             path = f"{outer}.{name}" if outer else name
             stats = LayerStats(path, hook.stats.device, "mlp")
-            part_hook = kind(shared, stats, hook.known, number, family)
-            part_hook.never = family.mlps
-            yield path, part, part_hook
+            yield path, part, kind(shared, stats, hook.known, number, family)
         if outer:
             stats = LayerStats(outer, hook.stats.device, "block")
             own = BlockHook(shared, stats, hook.known, number, family)
