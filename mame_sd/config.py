@@ -124,9 +124,9 @@ class MaMeConfig:
             samples may share a batch, or be two calls of one input. It needs `apply_mame`, which
             reads both.
         seed: seed of the random draws. These have their own generator, never the global one.
-        references: share of each reference image's keys to keep in an edit; off unless given. Above
-            0 to 1. Each reference merges on its own grid. Models for edits support it, through
-            `apply_mame`.
+        references: share of each reference image's keys to keep; by default a quarter. If `keep` is
+            given, the default keeps all. Above 0 to 1; 1 keeps all. Each reference merges on its
+            own grid. Models for edits support it, through `apply_mame`.
         size: latent height and width, for layers that don't know them. `MaMeAttnProcessor` and
             single attention modules need it. Models read it from their input and reject a different
             value.
@@ -197,9 +197,10 @@ class MaMeConfig:
     @property
     def reference_share(self) -> float | None:
         """Return the share of a reference image's keys to keep, or None if they don't merge."""
-        if self.references is None and self.is_default:
-            return DEFAULT_REFERENCES
-        return self.references
+        share = self.references
+        if share is None and self.is_default:
+            share = DEFAULT_REFERENCES
+        return None if share == 1 else share
 
     @property
     def given(self) -> dict[str, Any]:

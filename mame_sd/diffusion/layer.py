@@ -368,7 +368,7 @@ def merged_call(
         with RowsMode(None):
             return merged_call(layer, call, known, config, stats, step, kernel)
     route = layer.route(call, known, config)
-    keeps_all = config.keep == 1 and config.tau is None and config.references is None
+    keeps_all = config.keep == 1 and config.tau is None and config.reference_share is None
     if isinstance(route, str) or keeps_all:
         why = route if isinstance(route, str) else KEEPS_ALL
         stats.skipped(why, layer.count(call, known))
@@ -391,7 +391,9 @@ def merged_call(
     if job.merged is None:
         stats.skipped(job.left or UNSEEN.format(call.kind), route.tokens.count)
     else:
-        note = "; ".join(filter(None, (route.note, job.note)))
+        count = len(job.grids) - 1
+        others = f"keys of {count} reference image{'s' * (count > 1)} too" if count else ""
+        note = "; ".join(filter(None, (route.note, job.note, others)))
         stats.merged(job.merged.groups, size, note)
     return output
 
