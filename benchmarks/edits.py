@@ -149,7 +149,6 @@ class Row:
         fewer: steps that are left out.
         kept: whether plans of the reference are kept for the whole run.
         other: whether the reference is another picture.
-        small: sides of the reference are divided by this.
     """
 
     label: str
@@ -158,7 +157,6 @@ class Row:
     fewer: int = 0
     kept: bool = False
     other: bool = False
-    small: int = 1
 
     @contextmanager
     def on(self, editor: Editor) -> Iterator[None]:
@@ -191,13 +189,13 @@ ROWS = {
     "random-0.5": Row(label="0.5 at random", keys=("random", 0.5)),
     "random-0.25": Row(label="0.25 at random", keys=("random", 0.25)),
     "second": Row(label="every second key", keys=("grid", 0.5)),
-    "small": Row(label="reference of half the side", small=2),
     "keys-0.25": Row(label="0.25 of the image's keys", settings={"keep": 0.25}),
     "both-0.25": Row(label="0.25 of the image's and the reference's keys",
                      settings={"keep": 0.25, "references": 0.25}),
     "default": Row(label="default", settings={}),
     "default-whole": Row(label="default, the reference's keys not merged",
                          settings={"keep": 0.25, "mlp_keep": 0.125}),
+    "default-half": Row(label="default, 0.5 of the reference's keys", settings={"references": 0.5}),
     "none": Row(label="no key of the reference", keys=("random", 0.0)),
     "other": Row(label="another reference", other=True),
 }  # fmt: skip
@@ -209,8 +207,6 @@ def edited(editor: Editor, row: Row, edits: Edits, steps: int, seed: int) -> Ten
     seeds = (torch.Generator().manual_seed(seed + i) for i in range(len(edits.words)))
     state = torch.stack([torch.randn(edits.references.shape[1:], generator=g) for g in seeds])
     references = edits.references.roll(1, 0) if row.other else edits.references
-    if row.small > 1:
-        references = F.avg_pool2d(references, row.small)
     with row.on(editor):
         for time, following in pairwise(times(steps - row.fewer, SHIFT)):
             at = torch.full((len(state),), time)

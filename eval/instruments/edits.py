@@ -34,6 +34,8 @@ class Editor(nn.Module):
             place, which the embedded transformer adds, and 1 for tokens of a reference.
     """
 
+    places: Tensor  # what the embedded transformer adds to its tokens [GRID, GRID, WIDTH]
+
     def __init__(self) -> None:
         super().__init__()
         from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
@@ -71,34 +73,31 @@ class Editor(nn.Module):
         Args:
             noisy: (1 - time) * clean + time * noise [B, 4, h, w].
             time: share of the noise, 0 to 1 [B].
-            references: clean latents of the reference images [B, R, 4, h, w], or of half the sides.
+            references: clean latents of the reference images [B, R, 4, h, w].
             words: states of the captions' tokens (`captions_states`), [B, TEXT, 256].
             pooled: states of the captions, [B, 256].
             corner: row and column of the first token, if the latents are a part of a picture.
         """
+        images = [noisy, *references.unbind(1)]
+        batch, (h, w) = len(noisy), (side // PATCH for side in noisy.shape[-2:])
+        (row, column), count = corner, h * w
+        places = self.places[row : row + h, column : column + w].flatten(0, 1).expand(batch, -1, -1)
+        at = torch.cartesian_prod(row + torch.arange(h), column + torch.arange(w))
         tokens, ids = [], []
-        for number, image in enumerate([noisy, *references.unbind(1)]):
-            step = noisy.shape[-1] // image.shape[-1]  # of a smaller reference
-            h, w = (side // PATCH for side in image.shape[-2:])
-            rows, columns = (slice(at, at + step * n) for at, n in zip(corner, (h, w), strict=True))
-            places = self.places[rows, columns].unfold(0, step, step).unfold(1, step, step)
-            places = places.mean((-2, -1)).flatten(0, 1).expand(len(image), -1, -1)
-            flag = places.new_full((len(image), h * w, 1), FLAG * (number > 0))
+        for number, image in enumerate(images):
+            flag = places.new_full((batch, count, 1), FLAG * (number > 0))
             tokens.append(torch.cat([packed(image), places, flag], -1))
-            grid = torch.cartesian_prod(torch.arange(float(h)), torch.arange(float(w)))
-            at = grid * step + (step - 1) / 2 + torch.tensor(corner)
-            ids.append(F.pad(at, (1, 0), value=float(number)))
-        count = noisy.shape[-2] // PATCH * (noisy.shape[-1] // PATCH)
+            ids.append(F.pad(at, (1, 0), value=number))
         out = self.model(
             torch.cat(tokens, 1),
             words,
             pooled,
             time,
-            torch.cat(ids).to(noisy.device),
-            torch.zeros(words.shape[1], 3, device=noisy.device),
+            torch.cat(ids),
+            torch.zeros(words.shape[1], 3),
             return_dict=False,
         )[0]
-        return unpacked(out[:, :count], noisy.shape[-2] // PATCH)
+        return unpacked(out[:, :count], h)
 
 
 def load_editor(folder: Path = WEIGHTS) -> Editor:

@@ -165,8 +165,8 @@ class AttentionAdapter(ABC):
         config, tokens, start = route.config, route.tokens, route.before
         assert config.keep is not None
         grids = [Grid(start, tokens.size, config.keep)]
-        behind = sum(math.prod(size) for size in tokens.references)
-        share = config.reference_share
+        share = config.reference_share if tokens.references else None
+        behind = 0 if share is None else sum(math.prod(size) for size in tokens.references)
         if share is not None and behind <= (route.after or 0):
             start += tokens.count
             for size in tokens.references:

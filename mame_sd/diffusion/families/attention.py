@@ -267,7 +267,7 @@ def _skip_reason(
             length = value.shape[1] if isinstance(value, Tensor) else "no"
             return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
     merging = tokens.count
-    if config.reference_share is not None:
+    if tokens.references and config.reference_share is not None:
         merging += sum(math.prod(size) for size in tokens.references)
     if config.min_tokens is None:
         width = head_width(call.module) if layer.width is None else layer.width
