@@ -219,7 +219,7 @@ class MergeJob:
         self.merged = merge_keys(q, k, v, grids, self.options, given, scale, choice, first, bias)
         mask = self.merged.bias
         if mask is not None and not bias and given is not None and given.dtype == torch.bool:
-            mask = mask == 0  # boolean again, as the kernel was given it
+            mask = mask == 0  # boolean again, as in the original call
         changes = {"key": self.merged.key, "value": self.merged.value, "attn_mask": mask}
         return {**call, **changes, **({} if scale is None else {"scale": scale})}
 
@@ -315,8 +315,8 @@ class MergeJob:
         )
         shape = list(image.shape)
         shape[axis] = tokens
-        behind = output.dim() - axis - 1
-        at = self.rows.view(self.rows.shape[0], *[1] * (axis - 1), count, *[1] * behind)
+        last = output.dim() - axis - 1
+        at = self.rows.view(self.rows.shape[0], *[1] * (axis - 1), count, *[1] * last)
         image = image.new_zeros(shape).scatter(axis, at.expand_as(image), image)
         return torch.cat([before, image, after], axis)
 

@@ -166,8 +166,8 @@ class AttentionAdapter(ABC):
         assert config.keep is not None
         grids = [Grid(start, tokens.size, config.keep)]
         share = config.reference_share if tokens.references else None
-        behind = 0 if share is None else sum(math.prod(size) for size in tokens.references)
-        if share is not None and behind <= (route.after or 0):
+        count = 0 if share is None else sum(math.prod(size) for size in tokens.references)
+        if share is not None and count <= (route.after or 0):
             start += tokens.count
             for size in tokens.references:
                 grids.append(Grid(start, size, share))

@@ -44,9 +44,11 @@ class PipelineCheck:
         if not handle.applied:
             forget_pipeline(pipe)
         elif handle.active:
-            for model, told in handle.others(pipe):
+            for model, message in handle.others(pipe):
                 if not any(hook_on(module, MergeHook.name) for module in model.modules()):
-                    raise NothingMergedError(f"{told}, or remove_mame(pipe): nothing of it merges")
+                    raise NothingMergedError(
+                        f"{message}, or remove_mame(pipe): nothing of it merges"
+                    )
 
 
 def _watch(owner: Any) -> None:

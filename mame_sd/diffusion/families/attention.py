@@ -34,7 +34,7 @@ from mame_sd.diffusion.families.processors import (
     STOOD_IN_FOR,
     processed,
 )
-from mame_sd.diffusion.families.transformers import NOTHING_BESIDE
+from mame_sd.diffusion.families.transformers import IMAGE_ALONE
 from mame_sd.diffusion.layer import NO_SIZE, AttentionAdapter, LayerCall, Route
 
 KEYS_ONLY = "in {} only keys merge: give keep instead of tau"
@@ -101,12 +101,12 @@ class SequenceAttention(AttentionAdapter):
             return LAYER_SKIP
         before, after = first, hidden.shape[1] - first - known.count
         text = 0 if family.joint is None else _text_length(family, given, known)
-        behind = None if text is None else after + text if family.joint == "last" else after
+        last = None if text is None else after + text if family.joint == "last" else after
         before += (text or 0) if family.joint == "first" else 0
         cached = family.cached is not None and family.cached(given)
         job = {"queries": hidden.shape[1], "prefixed": cached}
         note = NO_SIZE if len(known.size) == 1 else ""
-        return Route(call, config, known, first, before, behind, note, job=job)
+        return Route(call, config, known, first, before, last, note, job=job)
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
         """Return the number of the image's tokens, or 0 if it is unknown."""
@@ -145,7 +145,7 @@ class PlainAttention(SequenceAttention):
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        super().__init__(module, NOTHING_BESIDE)
+        super().__init__(module, IMAGE_ALONE)
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
         """Decide how a call merges, see `AttentionAdapter`.
