@@ -194,7 +194,7 @@ ROWS = {
                      settings={"keep": 0.25, "references": 0.25}),
     "default": Row(label="default", settings={}),
     "default-whole": Row(label="default, the reference's keys not merged",
-                         settings={"keep": 0.25, "mlp_keep": 0.125}),
+                         settings={"references": 1.0}),
     "default-half": Row(label="default, 0.5 of the reference's keys", settings={"references": 0.5}),
     "none": Row(label="no key of the reference", keys=("random", 0.0)),
     "other": Row(label="another reference", other=True),
