@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"calibrated_for": 3}, "calibrated_for: expected what calibration wrote"),
     ({"tile_size": 8, "tau": 0.5}, "tile_size: goes with keep, .*; leave it out, or give keep"),
     ({"layers": {"a": {"keep": 2}}}, "layers: a: keep: expected a share"),
-    ({"layers": {"a": {"redraw": False}}}, "layers: a: redraw holds for a whole model"),
+    ({"layers": {"a": {"redraw": False}}}, "layers: a: redraw applies to the model"),
     ({"layers": {"a": {"kep": 0.5}}}, "layers: a: unknown setting 'kep'; did you mean 'keep'"),
     ({"layers": 3}, "layers: expected settings by pattern"),
     ({"layers": [["a", {"keep": 0.5}]]}, "layers: expected settings by pattern"),

@@ -40,7 +40,7 @@ WORDS: dict[str, dict[str, str]] = {
         "quality": "How good the images are by themselves",
         "test": "paired sign-flip test",
         "beside": "with every number of every image",
-        "action": "merges redundant tokens before self-attention, restores them after it",
+        "action": "computes attention, MLPs or blocks on fewer tokens",
     },
     "classification": {
         "frontier": (
@@ -53,7 +53,7 @@ WORDS: dict[str, dict[str, str]] = {
         "quality": "How often the answers are right",
         "test": "McNemar's exact test",
         "beside": "with every figure, <code>answers/</code> with the answer to every image",
-        "action": "merges redundant tokens between attention and MLP",
+        "action": "merges similar tokens between attention and MLP",
     },
 }
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from mame_sd.errors import UserError
 
 FORMAT = "mame-sd benchmark 2"
-NOT_YET = "not yet: the benchmark has not come to it"
+NOT_YET = "not yet: the benchmark has not reached it"
 _ALWAYS = ("mean", "low", "high", "n")  # fields of a value that are written even if they are null
 
 Better = Literal["lower", "higher"]
