@@ -39,7 +39,7 @@ UNSEEN = "{} calls no attention over the layer's tokens that can be intercepted"
 
 
 class LayerCall(NamedTuple):
-    """One call of a module, whose own forward is `forward`."""
+    """Describe one call of a module, whose own forward is `forward`."""
 
     module: Any
     forward: Callable[..., Any]
@@ -402,7 +402,7 @@ def _of_some_queries(
     stats: LayerStats,
     kernel: KernelAdapter | None,
 ) -> Any:
-    """Compute a call whose keys stay, for some queries alone.
+    """Compute a call whose keys don't merge, for a few queries only.
 
     Args:
         layer: adapter of the module.
