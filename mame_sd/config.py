@@ -35,13 +35,13 @@ Method = Literal["keys", "tokens"]
 
 
 def _check(
-    expected: str, kind: type, keep: Callable[[Any], Any], holds: Callable[[Any], bool]
+    expected: str, kind: type, store: Callable[[Any], Any], allowed: Callable[[Any], bool]
 ) -> Check:
     def check(value: Any) -> Any:
         is_bool = isinstance(value, bool) and kind is not bool
-        if is_bool or not isinstance(value, kind) or not holds(value):
+        if is_bool or not isinstance(value, kind) or not allowed(value):
             raise ValueError(f"expected {expected}")
-        return keep(value)
+        return store(value)
 
     return check
 
@@ -298,7 +298,7 @@ class MaMeConfig:
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
-        """Read a config from a .json file that holds fields at its top level.
+        """Read a config from a .json file with fields at its top level.
 
         The entry `about`, which may describe how the settings were found, is ignored.
 

@@ -109,7 +109,7 @@ def benchmark_command(
     *,
     context: typer.Context,
     suite: Annotated[
-        str, typer.Option(help="What to run.", metavar="|".join((*SUITES, README)))
+        str, typer.Option(help=f"One of {', '.join((*SUITES, README))}.", metavar="NAME")
     ] = "quick",
     out: Annotated[
         Path | None,
@@ -125,7 +125,7 @@ def benchmark_command(
 ) -> None:
     """Compare merging with its rivals, from prompts to a finished report.
 
-    Run again to continue; launch with accelerate to share out.
+    Run again to continue; launch with accelerate to share the work.
     """
     place = Path("out") / suite if out is None else out
     chosen = None if suite == README else suite_named(suite)
@@ -159,7 +159,7 @@ def classify_command(
     *,
     context: typer.Context,
     suite: Annotated[
-        str, typer.Option(help=f"Rows of {', '.join(CLASSIFY_SUITES)}.", metavar="NAME")
+        str, typer.Option(help=f"One of {', '.join(CLASSIFY_SUITES)}.", metavar="NAME")
     ] = "vit",
     out: Annotated[
         Path | None,
@@ -180,7 +180,7 @@ def classify_command(
 ) -> None:
     """Measure speed and accuracy of a merged vision transformer next to its rivals.
 
-    Run again to continue; launch with accelerate to share out.
+    Run again to continue; launch with accelerate to share the work.
     """
     from ..perception.rows import chosen_rows
 
@@ -247,9 +247,11 @@ def report_command(
 ) -> None:
     """Write the report of a benchmark again, from its results.json."""
     from ..benchmark.results import read_results
+
+    results = read_results(out)
     from ..report import render
 
-    render(read_results(out), out)
+    render(results, out)
     answer(str(out / "report.html"), {"report": str(out / "report.html")})
 
 

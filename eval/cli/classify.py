@@ -18,8 +18,9 @@ from ..perception.data import ImageSet, labelled, open_images
 from ..perception.encoders import LoadedEncoder, load_encoder
 from ..perception.heads import Head, class_names, nearest_head, prompt_templates, text_head
 from ..perception.rows import VIDEO, Row
-from ..perception.run import Classification, Stage
+from ..perception.run import Classification
 from ..results.schema import Results
+from ..runner import Stage
 from .benchmark import check_gates, stages
 from .options import ClassifyOptions
 
