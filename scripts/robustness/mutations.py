@@ -150,7 +150,7 @@ captions/patch.py: captions
     for row in rows for one in row * times] => for _ in range(times) for row in rows for one in row]
     if slot is self.base and shortener is None and self.blocks: => if False:
 caches/handle.py: caches
-    if self.live and tokens > 1 and not others: => if False:
+    if self.live and tokens > 1 and not others and => if False and
 perception/hooks.py: perception/test_tools.py
     elif child is not self.child: => elif self.child is None:
 perception/handle.py: perception/test_tools.py perception/test_restore.py
@@ -159,7 +159,7 @@ perception/handle.py: perception/test_tools.py perception/test_restore.py
 perception/encoder_registry.py: perception/test_apply.py
     [*parts, self.keys] => parts
 perception/merged_block.py: perception
-    if self.compared == "x": => if True:
+    if not self.compares_keys: => if True:
     if not dense and not (shared.restore and last): => if not dense:
     else sizes.log().to(normed.dtype) => else sizes.to(normed.dtype)
     plan.merge(x.to(exact) * share) / held => plan.merge(x.to(exact))
@@ -177,14 +177,14 @@ runs/generate.py: runs/test_generate.py
     batches[self.process.rank :: self.process.count] => batches
     if job.name not in done] => ]
 runs/loading.py: runs/test_loading.py
-    if lacking is not None: => if False:
+    if values.is_meta: => if False:
 runs/sampling.py: runs cli/test_app.py
     if settings.height is not None: => if False:
 cli/errors.py: cli
     return USAGE, str(error) => return MACHINE, str(error)
-    if interrupts.came: => if False:
+    if interrupts or isinstance(error, KeyboardInterrupt): => if False:
 cli/groups.py: cli
-    if given: => if False:
+    if others: => if False:
 """
 
 
