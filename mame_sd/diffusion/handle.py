@@ -197,8 +197,8 @@ class MaMeHandle(Handle[ResolvedConfig]):
         The pipeline makes an image of each prompt without merging. At three of its steps each block
         computes every form, shares of its keys, of its MLP's tokens and of its own, next to its own
         output, and is timed (`mame_sd.diffusion.calibration`, docs/calibration.md). Blocks whose
-        forms change the denoiser's output least get the smallest shares. `mlp_keep` and
-        `block_keep` stay as they are where the settings give them. All counters are reset.
+        forms change the denoiser's output least get the smallest shares. If the settings have
+        `mlp_keep=1` or `block_keep=1`, MLPs or blocks compute all tokens. All counters are reset.
 
         Args:
             prompts: a few prompts, similar to those that will be used.
