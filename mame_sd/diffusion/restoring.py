@@ -56,7 +56,7 @@ class RestoreHook(LayerHook):
     """Base of the hooks on MLPs, blocks and parts of blocks.
 
     Args:
-        shared, stats, known, number: see `LayerHook`.
+        shared, stats, layouts, number: see `LayerHook`.
         family: the family of the model.
 
     Attributes:
@@ -69,9 +69,9 @@ class RestoreHook(LayerHook):
     keep_of: str  # the setting that says how much is computed
 
     def __init__(
-        self, shared: HandleState, stats: LayerStats, known: Any, number: int, family: Family
+        self, shared: HandleState, stats: LayerStats, layouts: Any, number: int, family: Family
     ) -> None:
-        super().__init__(shared, stats, known, number)
+        super().__init__(shared, stats, layouts, number)
         self.family = family
 
     def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
@@ -110,12 +110,12 @@ class RestoreHook(LayerHook):
 
     def reason(self, x: Any) -> str | Tokens:
         """Return the layout of the tokens of an input x, or why it isn't restored."""
-        known = self.layout()
+        layout = self.layout()
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
             return "input is no tokens [B, L, C]"
-        if known is None or known.unknown:
-            return "height and width unknown" if known is None else known.unknown
-        return self.OTHER if self.start(known, x) is None else known
+        if layout is None or layout.unknown:
+            return "height and width unknown" if layout is None else layout.unknown
+        return self.OTHER if self.start(layout, x) is None else layout
 
     def left_alone(self, reason: str, x: Any) -> None:
         """Count a call with an input x that is not restored.
@@ -368,10 +368,10 @@ def restoring_hooks(
         for name, part, kind in _parts_of(block, modules):
             path = f"{outer}.{name}" if outer else name
             stats = LayerStats(path, hook.stats.device, "mlp")
-            yield path, part, kind(shared, stats, hook.known, number, family)
+            yield path, part, kind(shared, stats, hook.layouts, number, family)
         if outer:
             stats = LayerStats(outer, hook.stats.device, "block")
-            own = BlockHook(shared, stats, hook.known, number, family)
+            own = BlockHook(shared, stats, hook.layouts, number, family)
             several = len(paths) > 1 and not family.parallel
             gated = outer.endswith(".fuser")
             own.never = family.blocks or (SEVERAL if several else GATED if gated else "")

@@ -95,7 +95,7 @@ diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_refe
     start += tokens.count => start += 0
     plans.calls[name], config, sizes => plans.calls[name], sizes
     plans is not None and plans.latents() is not None => plans is not None
-    stats.skipped(why, layer.count(call, known)) => stats.skipped("", 0)
+    stats.skipped(why, layer.count(call, layout)) => stats.skipped("", 0)
 diffusion/layer.py: diffusion/test_calls.py
     plans.calls[name] += 1 => pass
 diffusion/restoring.py: diffusion/test_restoring.py test_models.py
