@@ -129,24 +129,27 @@ def choose_tokens(
             pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
             nearest.masked_fill_(pad, -torch.finfo(dtype).max)
         nearest.scatter_(1, own, -torch.inf)
-        chosen = torch.cat([own, nearest.topk(count - cell_count, sorted=False).indices], 1)
+        farthest = nearest.topk(count - cell_count, sorted=False).indices
         if leader is not None and len(leader) == batch > 1:
-            chosen = chosen.view(batch, tiles, count).index_select(0, leader).flatten(0, 1)
-        points = slots.gather(1, chosen.unsqueeze(-1).expand(-1, -1, channels))
+            farthest = farthest.view(batch, tiles, -1).index_select(0, leader).flatten(0, 1)
+        points = slots.gather(1, farthest.unsqueeze(-1).expand(-1, -1, channels))
+        chosen = torch.cat([own, farthest], 1)
+        dots = torch.cat([dots, product(slots, points.transpose(1, 2))], 2)
         apart = squares.unsqueeze(2) + squares.gather(1, chosen).unsqueeze(1)
-        apart = apart.sub_(product(slots, points.transpose(1, 2)), alpha=2).clamp_min_(0)
+        apart = apart.sub_(dots, alpha=2).clamp_min_(0)
         rows = chosen.unsqueeze(-1).expand(-1, -1, count)
         mean = apart.gather(1, rows).mean((1, 2), keepdim=True).clamp_min_(TINY)
-        kernel = apart.div_(mean).mul_(-1 / BANDWIDTH).exp_()  # [B * T, P, K]
+        kernel = apart.mul_(-1 / (BANDWIDTH * mean)).exp_()  # [B * T, P, K]
         gram = kernel.gather(1, rows)
         gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
         eye = cached(_eye, count, dtype, x.device).expand_as(gram)
         factor = torch.linalg.cholesky_ex(gram)[0]
         inverse = torch.linalg.solve_triangular(factor, eye, upper=False)  # of the factor
+        # In this order: the product of the inverses first would lose 4 of fp32's 24 bits.
         weights = torch.bmm(torch.bmm(kernel, inverse.transpose(1, 2)), inverse)
         # With the mean of the f_P taken off and put back, rows sum to 1.
         lacking = weights.sum(-1, keepdim=True)
-        weights.sub_(lacking, alpha=1 / count).add_(1 / count)
+        weights.add_((1 - lacking) / count)
         weights = weights.to(x.dtype).scatter_(1, rows, eye.to(x.dtype))
         starts = cached(_starts, tiles, width, x.device)
         at = cells.order[(chosen.view(batch, tiles, count) + starts).flatten(1)]
