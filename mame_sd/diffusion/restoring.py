@@ -33,14 +33,22 @@ from mame_sd.diffusion.context import Shared, Tokens
 from mame_sd.diffusion.families.family import Family
 from mame_sd.diffusion.interception import running_job
 from mame_sd.diffusion.layer import Entry, LayerHook
-from mame_sd.diffusion.rows import Rows, RowsMode, image_start, needs_all_rows, running_rows
+from mame_sd.diffusion.rows import (
+    FusedMLPMode,
+    Rows,
+    RowsMode,
+    image_start,
+    needs_all_rows,
+    running_fused_mlp,
+    running_rows,
+)
 from mame_sd.report import LayerStats
 from mame_sd.upstream import outside_old_graphs
 
 _MLP = re.compile("FeedForward|SwiGLU|MLP$")  # of a class's name
 _OTHERS = ("context", "txt", "text", "audio", "ff_t")  # in names of MLPs of other tokens
 # Children of a block that are linear maps of its tokens, where MLP and attention are fused.
-_FUSED = ("proj_mlp", "proj_out", "gate_proj", "up_proj", "down_proj")
+_FUSED = ("gate_proj", "up_proj", "down_proj")
 _OUTPUT = ("to_out.0", "to_out")  # the projection of attention's output, in the attention
 # diffusers' hooks that leave what a module gives as it is
 _HARMLESS = ("group_offloading", "layerwise_casting", "layer_execution_tracker", "lazy_prefetch")
@@ -50,6 +58,7 @@ CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
 SEVERAL = "one self-attention follows another"
 GATED = "a gated self-attention (GLIGEN's fuser) follows another one"
 BY_TOKEN = "its tokens have several timesteps, which a fit on the tokens can't know"
+NOT_PLAIN = "its projection of queries, keys and MLP is changed by a LoRA or quantised"
 AS_MANY = "its text has as many tokens as the image"
 
 
@@ -213,6 +222,80 @@ class PartHook(RestoreHook):
         return rows.put(y, x) if fits else entry.inner(*args, **kwargs)
 
 
+class FusedInHook(PartHook):
+    """Computes the projection into an MLP that shares its projection out with the attention.
+
+    FLUX's single-stream blocks compute `proj_out([attention | act(proj_mlp(x))])`. Flux 2 has one
+    projection for queries, keys, values and the MLP, too. The MLP's columns are computed on a few
+    tokens; all others get zeros, which `FusedOutHook` does not read.
+
+    Attributes:
+        ahead: number of columns ahead of the MLP's, which are computed on all tokens.
+    """
+
+    keep_of = "mlp_share"
+    ahead = 0
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `RestoreHook`."""
+        running, config, inner = running_fused_mlp(), self.config, entry.inner
+        if running is None or config is None or running_rows() is not None:
+            return inner(*args, **kwargs) if self.ahead else super().call(entry, args, kwargs)
+        name, x = _first(args, kwargs)
+        tokens = self.reason(x)
+        if isinstance(tokens, Tokens):
+            fused = NOT_PLAIN if self.ahead and not _is_plain(entry) else ""
+            tokens = self.never or fused or self.too_few(tokens, x, config) or tokens
+        if isinstance(tokens, str):
+            self.left_alone(tokens, x)
+            return inner(*args, **kwargs)
+        start = self.start(tokens, x) or 0
+        chosen = self.choose(x[:, start : start + tokens.count], config, tokens)
+        running.rows = rows = Rows(chosen, tokens)
+        part = rows.take(x, start)
+        assert part is not None
+        self.stats.merged((chosen,), tokens.size)
+        if not self.ahead:
+            return rows.put(_run(inner, args, kwargs, name, part), x, start)
+        weight, bias = entry.module.weight, entry.module.bias
+        biases = (None, None) if bias is None else (bias[: self.ahead], bias[self.ahead :])
+        y = F.linear(x, weight[: self.ahead], biases[0])
+        mlp = rows.put(F.linear(part, weight[self.ahead :], biases[1]), x, start)
+        return torch.cat([y, mlp], -1)
+
+
+class FusedOutHook(PartHook):
+    """Computes `proj_out([attention | mlp])`, where the MLP was computed on a few tokens.
+
+    The projection is linear: the attention's columns are computed on all tokens, the MLP's on the
+    chosen ones, and their output is restored.
+    """
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `RestoreHook`."""
+        running = running_fused_mlp()
+        if running is None or running.rows is None:
+            return super().call(entry, args, kwargs)
+        (rows, running.rows), (name, x) = (running.rows, None), _first(args, kwargs)
+        width = entry.module.out_features  # of the attention's output, too
+        if _is_plain(entry):
+            weight = entry.module.weight
+            y = F.linear(x[..., :width], weight[:, :width], entry.module.bias)
+            f = F.linear(rows.take(x[..., width:]), weight[:, width:])
+        else:  # a LoRA, or quantised weights: any linear map
+            attention = F.pad(x[..., :width], (0, x.shape[-1] - width))
+            y = _run(entry.inner, args, kwargs, name, attention)
+            f = _run(entry.inner, args, kwargs, name, rows.take(x)) - rows.take(y)
+        return y + rows.restore(f)
+
+
+def _is_plain(entry: Entry) -> bool:
+    """Return True if a module multiplies by its `weight`, adds its `bias`, and does no more."""
+    weight = getattr(entry.module, "weight", None)
+    forward = getattr(entry.inner, "__func__", None)
+    return forward is nn.Linear.forward and type(weight) in (Tensor, nn.Parameter)
+
+
 class QueryHook(PartHook):
     """Computes the queries of a self-attention on the block's rows alone, where its keys stay.
 
@@ -247,12 +330,15 @@ class BlockHook(RestoreHook):
     """Computes a block on a few tokens, with the keys of all, and restores the change it makes."""
 
     keep_of = "block_share"
+    fused = False  # whether the block's MLP shares projections with its attention
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         config = self.config
-        if config is None or config.block_share == 1 or running_rows() is not None:
+        if config is None or running_rows() is not None:
             return entry.inner(*args, **kwargs)
+        if config.block_share == 1:
+            return self._with_all_rows(entry, args, kwargs)
         _, x = _first(args, kwargs)
         tokens = self.reason(x)
         if isinstance(tokens, Tokens):
@@ -268,7 +354,7 @@ class BlockHook(RestoreHook):
             )
         if isinstance(tokens, str):
             self.left_alone(tokens, x)
-            return entry.inner(*args, **kwargs)
+            return self._with_all_rows(entry, args, kwargs)
         start = self.start(tokens, x) or 0
         end = start + tokens.count
         image = x[:, start:end]
@@ -296,6 +382,13 @@ class BlockHook(RestoreHook):
         outputs[at[0]] = restored
         self.stats.merged((chosen,), tokens.size)
         return restored if alone else type(output)(outputs)
+
+    def _with_all_rows(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute the block on all tokens, but for an MLP that is restored."""
+        if not self.fused or self.config is None or self.config.mlp_share == 1:
+            return entry.inner(*args, **kwargs)
+        with FusedMLPMode():
+            return entry.inner(*args, **kwargs)
 
     def _is_cached(self, block: nn.Module) -> bool:
         """Return True if a hook of diffusers may keep what a module of the block gave."""
@@ -359,17 +452,24 @@ def restoring_hooks(
             blocks.setdefault(outer, []).append(path)
     for number, (outer, paths) in enumerate(blocks.items()):
         block, (hook, family) = root.get_submodule(outer), attention[paths[0]]
+        fused = False
         for name, part, kind in _parts_of(block, modules):
             path = f"{outer}.{name}" if outer else name
             stats = LayerStats(path, hook.stats.device, "mlp")
             part_hook = kind(shared, stats, hook.known, number, family)
             part_hook.never = family.mlps
+            if isinstance(part_hook, FusedInHook):
+                fused = True
+                owner = name.rpartition(".")[0]  # the attention, in Flux 2
+                if owner:
+                    part_hook.ahead = 3 * block.get_submodule(owner).inner_dim
             yield path, part, part_hook
         if outer:
             stats = LayerStats(outer, hook.stats.device, "block")
             own = BlockHook(shared, stats, hook.known, number, family)
             several = len(paths) > 1 and not family.parallel
             gated = outer.endswith(".fuser")
+            own.fused = fused
             own.never = family.blocks or (SEVERAL if several else GATED if gated else "")
             yield outer, block, own
 
@@ -383,6 +483,11 @@ def _parts_of(
     for name, child in block.named_children():
         kinds = [kind.__name__ for kind in type(child).__mro__]  # a tool's subclass, too
         if child in attention:
+            fused = _at(child, "to_qkv_mlp_proj")
+            if fused is not None:
+                yield f"{name}.to_qkv_mlp_proj", fused, FusedInHook
+                yield f"{name}.to_out", child.get_submodule("to_out"), FusedOutHook
+                continue
             queries = _at(child, "to_q")
             if queries is not None:
                 yield f"{name}.to_q", queries, QueryHook
@@ -393,6 +498,10 @@ def _parts_of(
                     break
         elif any(map(_MLP.search, kinds)) and not any(other in name for other in _OTHERS):
             yield name, child, MLPHook
+        elif name == "proj_mlp" and _at(block, "proj_out") is not None:
+            yield name, child, FusedInHook
+        elif name == "proj_out" and _at(block, "proj_mlp") is not None:
+            yield name, child, FusedOutHook
         elif name in _FUSED:
             yield name, child, PartHook
         elif any(kind.endswith("Attention") for kind in kinds) and "audio" not in name:
