@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mame_sd import attention
 from mame_sd.eval.tables import markdown_table
-from mame_sd.eval.timing import interleaved, quartiles, seconds_of
+from mame_sd.eval.timing import in_turns, quartiles, seconds_of, times_as_fast
 
 SHAPES = ((1024, 8), (4096, 20), (9216, 10), (36864, 2))  # tokens, heads of 64
 KEEPS = (0.5, 0.25, 0.125, 0.0625)
@@ -59,12 +59,9 @@ def row(
         if far > {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}[dtype]:
             raise SystemExit(f"error: expected float64's output to {dtype}, got {far:.1e} off")
 
-    def seconds(name: str, number: int = 0) -> float:
-        return seconds_of(every[name], device)[1]
-
-    found = [one for _, one in interleaved(list(every), rounds, seconds, warm_up=seconds)]
-    times = [quartiles([one["all"] / one[str(keep)] for one in found])[1] for keep in KEEPS]
-    return quartiles([one["all"] for one in found])[1], times
+    taken = in_turns(list(every), rounds, lambda name: seconds_of(every[name], device)[1])
+    times = [quartiles(times_as_fast(taken, "all", str(keep)))[1] for keep in KEEPS]
+    return quartiles(taken["all"])[1], times
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import nn
 
 from benchmarks import gpu
 from mame_sd import mame
+from mame_sd.eval.timing import in_turns, seconds_of, times_as_fast
 
 ROWS: dict[str, dict[str, Any]] = {
     "keys a quarter": {"keep": 0.25},
@@ -80,30 +81,23 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Mapping[str, Any]]]] = {
 
 @torch.no_grad()
 def measured(name: str, rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each row of a case in each round."""
+    """Return the CPU seconds of each row of a case, round by round, without rows that the model
+    can't run because it has no MLP of its own.
+    """
     torch.manual_seed(0)
     model, call = CASES[name]()
     model.eval().requires_grad_(False)
-    seconds: dict[str, list[float]] = {}
-    for number in range(rounds + 1):
-        for row, how in [("unmerged", None), *ROWS.items()]:
-            if how is None:
-                took = _seconds(model, call)
-            else:
-                try:
-                    with mame(model, min_tokens=16, **how):
-                        took = _seconds(model, call)
-                except ValueError:  # no MLP of its own
-                    continue
-            if number:  # the first round makes tables and warms caches
-                seconds.setdefault(row, []).append(took)
-    return seconds
+    rows = ["unmerged"]
+    for row, settings in ROWS.items():
+        with suppress(ValueError), mame(model, min_tokens=16, **settings):
+            rows.append(row)
 
+    def seconds(row: str) -> float:
+        on = mame(model, min_tokens=16, **ROWS[row]) if row in ROWS else nullcontext()
+        with on:
+            return seconds_of(lambda: model(**call), torch.device("cpu"))[1]
 
-def _seconds(model: nn.Module, call: Mapping[str, Any]) -> float:
-    start = time.process_time()
-    model(**call)
-    return time.process_time() - start
+    return in_turns(rows, rounds, seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,13 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = measured(name, args.rounds)
         cells = []
         for row in ROWS:
-            if row not in seconds:
-                cells.append("none")
-                continue
-            pairs = zip(seconds["unmerged"], seconds[row], strict=True)
-            times = sorted(plain / merged for plain, merged in pairs)
-            middle = statistics.median(times)
-            cells.append(f"{middle:.2f} ({times[0]:.2f} to {times[-1]:.2f})")
+            times = times_as_fast(seconds, "unmerged", row) if row in seconds else []
+            middle = f"{statistics.median(times):.2f}" if times else "none"
+            cells.append(f"{middle} ({min(times):.2f} to {max(times):.2f})" if times else middle)
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     return 0
 

@@ -10,7 +10,7 @@ Nine layers of 1,024 tokens (of maps of 128 x 128) attend over fewer keys. Each 
 maps and its own destinations; figures are means over draws, plus or minus their standard error.
 PSNR is of maps in -1..1; slope and roughness are relative errors. Below sigma 80 the noise stands
 on the model's own maps. Whole tokens don't merge in this class of models, so there is no row of the
-paper's method; docs/results.md has one of an earlier commit. Times are those of the whole UNet,
+paper's method. Times are those of the whole UNet,
 each beside the unmerged one.
 """
 
@@ -32,7 +32,7 @@ from mame_sd import MaMeConfig, mame
 from mame_sd.eval.networks.terrain import Terrain, load_terrain, roughness, slope
 from mame_sd.eval.rivals.method import Rival
 from mame_sd.eval.rivals.plans import means, random_cells, random_keys, strided, todo
-from mame_sd.eval.timing import interleaved, seconds_of
+from mame_sd.eval.timing import in_turns, seconds_of, times_as_fast
 
 On = Callable[[Terrain, int], AbstractContextManager[object]]  # (model, seed of the draw)
 CPU = torch.device("cpu")
@@ -106,12 +106,11 @@ def ratios(model: Terrain, on: On, inputs: tuple[Tensor, Tensor], rounds: int) -
     """Seconds of the unmerged model over those of the row, of interleaved rounds."""
     both = {"unmerged": unmerged, "row": on}
 
-    def seconds(name: str, number: int = 0) -> float:
-        with both[name](model, number):
+    def seconds(name: str) -> float:
+        with both[name](model, 0):
             return seconds_of(lambda: model.denoise(inputs[0], 80, inputs[1]), CPU)[1]
 
-    found = interleaved(list(both), rounds, seconds, warm_up=seconds)
-    return [one["unmerged"] / one["row"] for _, one in found]
+    return times_as_fast(in_turns(list(both), rounds, seconds), "unmerged", "row")
 
 
 def said(values: Sequence[float]) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mame_sd.core.keys import Grid, KeyMerging, merge_keys, unlike
-from mame_sd.core.merge import Groups
+from mame_sd.core.groups import Groups
+from mame_sd.core.merge_keys import Grid, KeyMerging, merge_keys, unlike
 
 # The engine's functions that add a mask to the logits. For others, and for those of other nodes,
 # keys carry the sizes of their groups.
@@ -65,7 +65,7 @@ class EngineCall:
         return mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
 
     def merged(
-        self, grid: Grid, how: KeyMerging, draw: Tensor | None, leader: Tensor | None
+        self, grid: Grid, options: KeyMerging, draw: Tensor | None, leader: Tensor | None
     ) -> tuple[Tensor, Groups]:
         """Call the function with merged keys, in the layout that it expects.
 
@@ -74,7 +74,7 @@ class EngineCall:
 
         Args:
             grid: The image among the keys.
-            how: The settings.
+            options: The settings.
             draw: See `merge_keys`.
             leader: See `merge_keys`.
 
@@ -88,14 +88,16 @@ class EngineCall:
             q = q.index_select(2, spread)
         mask = self._of_heads()
         function = self.function
-        counted = getattr(function, "__name__", "") in TAKES_MASK
+        size_bias = getattr(function, "__name__", "") in TAKES_MASK
         scale = self.kwargs.get("scale")
-        merged = merge_keys(q, k, v, [grid], how, mask, scale, draw, leader, counted=counted)
+        merged = merge_keys(
+            q, k, v, [grid], options, mask, scale, draw, leader, size_bias=size_bias
+        )
         key, value = merged.key, merged.value
         if not self.kwargs.get("skip_reshape"):
             key, value = (t.transpose(1, 2).flatten(2) for t in (key, value))
         args, kwargs = self.args, dict(self.kwargs)
-        bias = merged.bias if counted or mask is not None else None
+        bias = merged.bias if size_bias or mask is not None else None
         if len(args) > 1:
             args = (args[0], bias, *args[2:])
         else:

@@ -46,8 +46,8 @@ NO_NAMES = (
     " them; leave settings empty, and give mode and keep"
 )
 OTHER_MODEL = (
-    "made_for: expected settings that were found for {}, got ones for {}; calibrate this model, or"
-    " take another file"
+    "calibrated_for: expected settings that were found for {}, got ones for {}; calibrate this"
+    " model, or take another file"
 )
 UNKNOWN = "layers: expected patterns of layers of {} such as {!r}, got {!r}, which is none of them"
 
@@ -91,14 +91,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         config, names = self.config, list(self.layers.names.values())
-        if config.layers is not None or config.made_for is not None:
+        if config.layers is not None or config.calibrated_for is not None:
             if not names:
                 raise ValueError(NO_NAMES.format(self.model))
             described = [
                 f"{model} with {len(names)} self-attentions" for model in self.layers.models
             ]
-            if config.made_for not in (None, *described):
-                raise ValueError(OTHER_MODEL.format(" or ".join(described), config.made_for))
+            if config.calibrated_for not in (None, *described):
+                raise ValueError(OTHER_MODEL.format(" or ".join(described), config.calibrated_for))
             unknown = [] if config.layers is None else config.layers.unknown(names)
             if unknown:
                 raise ValueError(UNKNOWN.format(self.model, names[0], unknown[0]))

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mame_sd.diffusion.families.refused import known_as
-from mame_sd.refused import COMFYUI, UNKNOWN_PLACE
+from mame_sd.refused import COMFYUI, UNKNOWN_PLACE, known_as
 
 from .layers import Layers, layers_of_transformer, layers_of_unet
 

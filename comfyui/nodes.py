@@ -15,7 +15,7 @@ from .unet import UNetPatch
 from .wrappers import SamplerWrappers
 
 DEFAULT = "default"
-UNREAD = "feature", "references", "size"  # settings that only apply_mame follows
+UNREAD = "references", "size"  # settings that only apply_mame follows
 
 
 def _input(kind: Any, tooltip: str, **options: Any) -> tuple[Any, dict[str, Any]]:

@@ -65,11 +65,11 @@ class UNetPatch:
             call.run.note_left(REPLACED)
         elif q.shape[0] != batch or (config.method == "tokens" and q.shape != k.shape):
             call.run.note_left(CUT)
-        elif config.method == "keys":
+        elif config.tau is None:
             number = self.settings.layers.number(name) or 0
             call.merge = partial(call.merged_keys, config, (h, w), number, 0)
         else:
-            plan = extra_options[PLAN] = plan_tokens(k, config)
+            plan = extra_options[PLAN] = plan_tokens(k, config.tau)
             call.note_merged(plan, (h, w), "tokens")
             merged = plan.merge(k)
             value = merged if v is k else plan.merge(v)

@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig
-from mame_sd.core.keys import Grid, KeyMerging
-from mame_sd.core.merge import DRAWS, draw_at, leaders
+from mame_sd.core.groups import DRAWS, guidance_leaders, partition_index
+from mame_sd.core.merge_keys import Grid, KeyMerging
 
 from .attention import EngineCall
 from .joint import JointPatch
@@ -44,7 +44,7 @@ class Call:
         draw: Index of the random partition of the model's first layer, LongTensor [1]. Each layer
             counts on from it: neighbouring layers take different partitions, so that their errors
             don't add up.
-        leader: For each sample, the one whose tokens decide what merges, see `mame_sd.core.merge`.
+        leader: For each sample, the one whose tokens decide what merges, see `mame_sd.core.groups`.
         replaced: UNet blocks whose self-attention another node replaces, by the engine's names.
         place: Where a transformer's image is.
         text: Number of tokens of its prompts.
@@ -86,13 +86,13 @@ class Call:
         assert config.keep is not None
         draw = (self.draw + number) % DRAWS if config.redraw else None
         leader = self.leader if config.share_guidance_plan else None
-        how = KeyMerging(config.fit_queries, config.tile_size, config.seed)
+        options = KeyMerging(config.fit_queries, config.tile_size, config.seed)
         grid = Grid(start, size, config.keep)
         reason = engine.unlike(grid)
         if reason is not None:
             self.run.note_left(reason)
             return engine.run()
-        output, groups = engine.merged(grid, how, draw, leader)
+        output, groups = engine.merged(grid, options, draw, leader)
         self.note_merged(groups, size)
         return output
 
@@ -173,9 +173,9 @@ class SamplerWrappers:
         run = passed.get(RUN) or Run()
         sampling = executor.class_obj.model_sampling
         if self._active(sampling, t):
-            draw = draw_at(sampling.timestep(t).float())
+            draw = partition_index(sampling.timestep(t).float())
             unguided = [kind == UNGUIDED for kind in passed.get("cond_or_uncond", ())]
-            leader = leaders(x, unguided)
+            leader = guidance_leaders(x, unguided)
             options[KEY] = call = Call(
                 run, draw, leader, override=passed.get("optimized_attention_override")
             )

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from mame_sd.core.merge import cells_of, group_tokens
+from mame_sd.core.groups import group_tokens, make_cells
 
 SIDE, PATCH = 256, 8
 GRID = SIDE // PATCH  # tokens along a side
@@ -37,7 +37,7 @@ image = Image.open(source).convert("RGB").resize((SIDE, SIDE))
 x = tokens(torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255)
 panels = [picture(x, f"all {x.shape[1]} tokens")]
 for keep in (0.5, 0.25, 0.125):
-    cells = cells_of((GRID, GRID), keep)
+    cells = make_cells((GRID, GRID), keep)
     groups = group_tokens(x.index_select(1, cells.order), cells)
     means = groups.restore(groups.merge(x))  # merged keys and values are such means
     error = (means - x).square().mean().sqrt().item()

@@ -11,18 +11,17 @@ whole tokens before the attention and restores them after it (MaMe and MaRe, arX
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import math
 import numbers
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from inspect import getdoc
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from mame_sd.json_files import read_object
 from mame_sd.layer_rules import LayerRules, means
@@ -31,15 +30,6 @@ from mame_sd.layer_rules import LayerRules, means
 SETTINGS_FILE = "mame.json"
 DEFAULT_KEEP = 0.25
 DEFAULT_MLP_KEEP = 0.125
-Partition = Literal["alternating", "sequential", "random"]
-Metric = Literal["cosine", "dot", "euclidean", "softmax"]
-Feature = Literal["x", "k", "k-mean"]
-TAU_RANGE: dict[str, tuple[float, float]] = {
-    "cosine": (-1.0, 1.0),
-    "dot": (-math.inf, math.inf),
-    "euclidean": (-math.inf, 0.0),
-    "softmax": (0.0, 1.0),
-}
 Check = Callable[[Any], Any]  # returns a field's stored value, or raises ValueError
 Method = Literal["keys", "tokens"]
 
@@ -61,14 +51,7 @@ def _whole(least: int) -> Check:
     return _check(expected, numbers.Integral, int, lambda n: least <= n < 2**63)
 
 
-def _one_of(kind: Any) -> Check:
-    names = get_args(kind)
-    return _check(f"one of {', '.join(names)}", str, str, lambda name: name in names)
-
-
-_number = _check(
-    "a finite number", numbers.Real, float, lambda n: bool(abs(n) <= sys.float_info.max)
-)
+_cosine = _check("a number from -1 to 1", numbers.Real, float, lambda n: -1 <= n <= 1)
 _share = _check("a share above 0 and at most 1", numbers.Real, float, lambda n: 0 < n <= 1)
 _tile = "0 for no tiles, or a side of 2 to 2^31 - 1 tokens"
 _side = _check(_tile, numbers.Integral, int, lambda n: n == 0 or 2 <= n < 2**31)
@@ -85,27 +68,27 @@ def _size(value: Any) -> tuple[int, int]:
         raise ValueError("expected two whole numbers from 1 to 2^31 - 1") from None
 
 
-def _setting(default: Any, check: Check, method: Method | None = None, option: bool = True) -> Any:
+def _setting(default: Any, check: Check, *, keys_only: bool = False) -> Any:
     """Declare a setting, which the docstring of `MaMeConfig` describes.
 
     Args:
         default: value of the setting if it is not given.
         check: returns the value as a config stores it, or raises ValueError.
-        method: the only method that uses the setting. If None, both do.
-        option: if True, commands have an option for it.
+        keys_only: if True, the setting has no meaning with `tau`.
 
     Returns:
         The field.
     """
-    return field(default=default, metadata={"check": check, "method": method, "option": option})
+    return field(default=default, metadata={"check": check, "keys_only": keys_only})
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaMeConfig:
     """Settings of merging.
 
-    If neither `tau` nor `keep` is given, `keep` is `DEFAULT_KEEP` and `is_open` is True. Settings
-    that were saved next to a model's weights then apply. A field that is None counts as not given.
+    If neither `tau` nor `keep` is given, `keep` is `DEFAULT_KEEP` and `is_default` is True.
+    Settings that were saved next to a model's weights then apply. A field that is None counts as
+    not given.
 
     The help of the commands and docs/settings.md are made from these lines. The first sentence of a
     setting is its help.
@@ -143,20 +126,14 @@ class MaMeConfig:
         references: share of each reference image's keys to keep in an edit; off unless given. Above
             0 to 1. Each reference merges on its own grid. Models for edits support it, through
             `apply_mame`.
-        partition: how destinations are chosen by position.
-        metric: how similarity is measured. `dot` is x.y / sqrt(d), `euclidean` is -|x - y| /
-            sqrt(d), and `softmax` is the dot product's softmax over destinations.
-        feature: what similarity compares: the layer's input, its keys, or their mean over heads.
-        refine: whether weights below a source's mean are dropped. This is the paper's adaptive
-            refining.
         size: latent height and width, for layers that don't know them. `MaMeAttnProcessor` and
             single attention modules need it. Models read it from their input and reject a different
             value.
         layers: settings of single layers by patterns of their names. These override the settings of
             all layers: `{'blocks.[24]': {'keep': 0.5}}`. False leaves a layer unmerged.
             Self-attention supports them, through `apply_mame`.
-        made_for: model that the settings were found for; other models refuse them. Calibration
-            writes it.
+        calibrated_for: model that the settings were found for; other models refuse them.
+            Calibration writes it.
 
     Raises:
         ValueError: a value is not allowed. The message names the field, the allowed values and the
@@ -164,24 +141,20 @@ class MaMeConfig:
     """
 
     keep: float | None = _setting(None, _share)
-    tau: float | None = _setting(None, _number)
-    mlp_keep: float | None = _setting(None, _share, "keys")
-    block_keep: float | None = _setting(None, _share, "keys")
+    tau: float | None = _setting(None, _cosine)
+    mlp_keep: float | None = _setting(None, _share, keys_only=True)
+    block_keep: float | None = _setting(None, _share, keys_only=True)
     min_tokens: int | None = _setting(None, _whole(1))
-    fit_queries: int | None = _setting(None, _whole(0), "keys")
-    tile_size: int = _setting(16, _side, "keys")
-    redraw: bool = _setting(True, _flag, "keys")
-    share_guidance_plan: bool = _setting(True, _flag, "keys")
+    fit_queries: int | None = _setting(None, _whole(0), keys_only=True)
+    tile_size: int = _setting(16, _side, keys_only=True)
+    redraw: bool = _setting(True, _flag, keys_only=True)
+    share_guidance_plan: bool = _setting(True, _flag, keys_only=True)
     seed: int = _setting(0, _whole(0))
-    references: float | None = _setting(None, _share, "keys")
-    partition: Partition = _setting("alternating", _one_of(Partition), "tokens")  # noqa: RUF009
-    metric: Metric = _setting("cosine", _one_of(Metric), "tokens")  # noqa: RUF009
-    feature: Feature = _setting("x", _one_of(Feature), "tokens")  # noqa: RUF009
-    refine: bool = _setting(True, _flag, "tokens")
-    size: tuple[int, int] | None = _setting(None, _size, option=False)
-    layers: LayerRules | None = _setting(None, LayerRules, option=False)  # noqa: RUF009
-    made_for: str | None = _setting(None, _text, option=False)
-    is_open: bool = field(init=False, repr=False)
+    references: float | None = _setting(None, _share, keys_only=True)
+    size: tuple[int, int] | None = _setting(None, _size)
+    layers: LayerRules | None = _setting(None, LayerRules)  # noqa: RUF009
+    calibrated_for: str | None = _setting(None, _text)
+    is_default: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in _SETTINGS:
@@ -190,22 +163,14 @@ class MaMeConfig:
             raise ValueError(
                 f"expected tau or keep, got both (tau={self.tau!r}, keep={self.keep!r}); drop one"
             )
-        object.__setattr__(self, "is_open", self.tau is None and self.keep is None)
-        if self.is_open:
+        object.__setattr__(self, "is_default", self.tau is None and self.keep is None)
+        if self.is_default:
             object.__setattr__(self, "keep", DEFAULT_KEEP)
         for name in self.given:
-            if _SETTINGS[name].metadata["method"] not in (None, self.method):
-                other, own = ("tau", "keep") if self.method == "keys" else ("keep", "tau")
+            if self.tau is not None and _SETTINGS[name].metadata["keys_only"]:
                 raise ValueError(
-                    f"{name}: goes with {other}, got {name}={getattr(self, name)!r} beside {own};"
-                    f" leave it out, or give {other}"
-                )
-        if self.tau is not None:
-            low, high = TAU_RANGE[self.metric]
-            if not low <= self.tau <= high:
-                raise ValueError(
-                    f"tau: expected a finite number from {low:g} to {high:g} for metric"
-                    f" {self.metric!r}, got {self.tau!r}; give one in that range, or keep instead"
+                    f"{name}: goes with keep, got {name}={getattr(self, name)!r} together with tau;"
+                    " leave it out, or give keep"
                 )
         for pattern, rule in (self.layers or {}).items():
             self._with_rule(rule, pattern)
@@ -218,7 +183,7 @@ class MaMeConfig:
     @property
     def mlp_share(self) -> float:
         """Return the share of the tokens on which MLPs are computed, 1 if none is restored."""
-        alone = self.is_open and self.layers is None and self.block_keep is None
+        alone = self.is_default and self.layers is None and self.block_keep is None
         if self.mlp_keep is None and alone:
             return DEFAULT_MLP_KEEP
         return 1.0 if self.mlp_keep is None else self.mlp_keep
@@ -234,7 +199,7 @@ class MaMeConfig:
         return {
             name: getattr(self, name)
             for name, f in _SETTINGS.items()
-            if getattr(self, name) != f.default and not (name == "keep" and self.is_open)
+            if getattr(self, name) != f.default and not (name == "keep" and self.is_default)
         }
 
     def replace(self, **changes: Any) -> MaMeConfig:
@@ -250,7 +215,7 @@ class MaMeConfig:
         kept = {
             name: value
             for name, value in self.given.items()
-            if method == self.method or _SETTINGS[name].metadata["method"] in (None, method)
+            if method == self.method or not _SETTINGS[name].metadata["keys_only"]
         }
         return MaMeConfig.from_dict({**kept, **changes})
 
@@ -271,13 +236,13 @@ class MaMeConfig:
         if self.layers is None:
             return self
         base = self.replace(layers=None)
-        found: MaMeConfig | None = base
+        config: MaMeConfig | None = base
         for pattern, rule in self.layers.items():
             if means(pattern, name):
-                found = (found or base)._with_rule(rule, name)
-        if found is not None and found.is_open and found.mlp_keep is None:
-            return found.replace(mlp_keep=1)  # without layers it would be the default's
-        return found
+                config = (config or base)._with_rule(rule, name)
+        if config is not None and config.is_default and config.mlp_keep is None:
+            return config.replace(mlp_keep=1)  # without layers it would be the default's
+        return config
 
     def _with_rule(self, rule: Mapping[str, Any] | Literal[False], of: str) -> MaMeConfig | None:
         """Return these settings overridden by a rule, or None if the rule leaves layers unmerged.
@@ -298,19 +263,38 @@ class MaMeConfig:
         If `given_only`, only fields that differ from their defaults are returned.
         """
         values = self.given if given_only else {name: getattr(self, name) for name in _SETTINGS}
-        if self.is_open and not given_only:
+        if self.is_default and not given_only:
             values["keep"] = None
         return {name: _json(value) for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MaMeConfig:
-        """Make a config from `values` by field name.
+        """Make a config from `values` by field name. Old names of fields are accepted.
 
         Raises:
             ValueError: a name is no setting, or a value is not allowed.
         """
+        values = {_OLD_NAMES.get(name, name): value for name, value in values.items()}
         check_names(values)
         return cls(**values)
+
+    @classmethod
+    def from_text(cls, text: str) -> MaMeConfig:
+        """Make a config from fields as a command line has them; an empty text gives the default.
+
+        >>> MaMeConfig.from_text("keep=0.5,redraw=false").given
+        {'keep': 0.5, 'redraw': False}
+
+        Raises:
+            ValueError: a part has no value, a name is no setting, or a value is not allowed.
+        """
+        values: dict[str, Any] = {}
+        for part in text.split(",") if text else ():
+            name, equals, value = part.strip().partition("=")
+            if not equals:
+                raise ValueError(f"expected settings such as keep=0.4,fit_queries=32, got {part!r}")
+            values[name] = _value(value)
+        return cls.from_dict(values)
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
@@ -333,14 +317,15 @@ class MaMeConfig:
 def _documented() -> dict[str, Field[Any]]:
     """Return the settings by name, with the class's description of each in its metadata."""
     texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", getdoc(MaMeConfig) or "", re.M))
-    found = {f.name: f for f in fields(MaMeConfig) if f.init}
-    for name, f in found.items():
+    settings = {f.name: f for f in fields(MaMeConfig) if f.init}
+    for name, f in settings.items():
         help, _, about = " ".join(texts.get(name, "").split()).partition(". ")
         f.metadata = MappingProxyType({**f.metadata, "help": help.rstrip("."), "about": about})
-    return found
+    return settings
 
 
 _SETTINGS = _documented()
+_OLD_NAMES = {"made_for": "calibrated_for"}  # in files of settings
 NAMES = tuple(_SETTINGS)
 
 
@@ -357,6 +342,14 @@ def checked(name: str, value: Any) -> Any:
         if name == "layers":  # messages of LayerRules name the setting already
             raise
         raise ValueError(f"{name}: {error}, got {value!r}") from None
+
+
+def _value(text: str) -> Any:
+    """Return the value that a text means: True, False, a number, or the text."""
+    for read in (int, float):
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def check_names(values: Mapping[str, Any]) -> None:

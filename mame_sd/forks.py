@@ -1,7 +1,7 @@
-"""Locks in processes that fork while another thread holds one.
+"""Release locks in forked processes.
 
-A child process has the forking thread alone: a lock that another thread held at that moment would
-never be released in it, and merging could never change there.
+A child process has only the thread that forked. A lock that another thread held at that moment
+would never be released in the child, and merging could not change there.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ Lock = TypeVar("Lock")
 
 
 def free_in_children(lock: Lock) -> Lock:
-    """Return the lock of `threading`, which no other thread holds in a process that is forked.
+    """Return a lock of `threading`, and release it in forked processes if another thread holds it.
 
-    A fork doesn't wait for it: threads take several locks, in more than one order.
+    The fork doesn't wait for the lock, because threads take several locks in more than one order.
     """
-    own: Any = lock
+    any_lock: Any = lock
 
     def free() -> None:
-        if not (hasattr(own, "_is_owned") and own._is_owned()):
-            own._at_fork_reinit()  # as the locks of logging and queue do
+        if not (hasattr(any_lock, "_is_owned") and any_lock._is_owned()):
+            any_lock._at_fork_reinit()  # as the locks of logging and queue do
 
     in_children(free)
     return lock
 
 
 def in_children(act: Callable[[], None]) -> None:
-    """Call `act` in each process that is forked from this one."""
+    """Call `act` in each process that will be forked from this one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=act)

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 # Settings that apply to all layers of a model.
-OF_THE_MODEL = ("redraw", "share_guidance_plan", "size", "layers", "made_for")
+OF_THE_MODEL = ("redraw", "share_guidance_plan", "size", "layers", "calibrated_for")
 MAX_PATTERNS = 1_000  # each layer is compared with all patterns
 COMPILED = "_orig_mod."  # prefix of layers' names under torch.compile
 

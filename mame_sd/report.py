@@ -1,22 +1,21 @@
-"""Count what merging does in each layer, and report it.
-
-Counters are plain numbers outside of compiled regions. Within one (`torch.compile`) they are a
-tensor, because a Python number that changes at every call would recompile every call. Both count
-shapes only, so nothing waits for the device.
-"""
+"""Count what merging does in each layer, and report it."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import add
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from mame_sd.core.min_tokens import BY_DEFAULT
+from mame_sd.forks import free_in_children
 
+_ADDING = free_in_children(threading.Lock())
 NEVER_CALLED = "not called yet"
 TOO_FEW = "fewer than "  # prefix of the reason of a layer with few tokens
 # Prefixes of the lines of levels in a report.
@@ -45,6 +44,47 @@ class NothingMergedError(RuntimeError):
     """A forward has run, but no layer could merge although merging was asked for."""
 
 
+class Sums:
+    """Sums of whole numbers over calls, of several threads and of compiled regions.
+
+    A Python number that changed at every call would recompile every call, so that compiled regions
+    add to a tensor. Shapes alone are counted, so that nothing waits for the device.
+
+    Args:
+        count: Number of sums.
+        device: Device of the sums of compiled regions. If None, these are not counted.
+    """
+
+    def __init__(self, count: int, device: torch.device | None = None) -> None:
+        self.count = count
+        self._compiled: Tensor | None = None
+        self.reset(device)
+
+    def reset(self, device: torch.device | None = None) -> None:
+        """Set all sums to zero. Compiled regions count on `device`; if None, where they did."""
+        self.eager = (0,) * self.count
+        if self._compiled is not None and device in (None, self._compiled.device):
+            self._compiled.zero_()
+        elif device is not None:
+            with torch.inference_mode(False):  # changed in place in and out of inference mode
+                self._compiled = torch.zeros(self.count, dtype=torch.int64, device=device)
+
+    def add(self, *values: int) -> None:
+        """Add one value to each sum."""
+        if not torch.compiler.is_compiling():
+            with _ADDING:
+                self.eager = tuple(map(add, self.eager, values))
+        # exported graphs must not change our tensor
+        elif self._compiled is not None and not torch.compiler.is_exporting():
+            for place, value in enumerate(values):
+                self._compiled[place].add_(value)
+
+    def totals(self) -> tuple[int, ...]:
+        """Return the sums. This waits for the device if a compiled region counted there."""
+        compiled = (0,) * self.count if self._compiled is None else self._compiled.tolist()
+        return tuple(map(add, self.eager, compiled))
+
+
 class LayerStats:
     """Counters of one layer since the last `reset`.
 
@@ -52,8 +92,8 @@ class LayerStats:
     is the reason why the latest call was not merged, or None if it was.
 
     Args:
-        name: name of the layer.
-        device: device of the counters of compiled regions. If None, these are not counted.
+        name: Name of the layer.
+        device: Device of the counters of compiled regions. If None, these are not counted.
         kind: "attention", "mlp" or "block".
     """
 
@@ -61,18 +101,12 @@ class LayerStats:
         self, name: str, device: torch.device | None = None, kind: str = "attention"
     ) -> None:
         self.name, self.kind, self.device = name, kind, device
-        # [3] int64: calls, tokens in, tokens kept. If None, compiled regions are not counted.
-        self.compiled: Tensor | None = None
-        self.reset(device)
+        self.sums = Sums(3, device)
+        self.reset()
 
     def reset(self, device: torch.device | None = None) -> None:
         """Set all counters to zero. Compiled regions count on `device`."""
-        self.calls = self.tokens_in = self.tokens_kept = 0
-        if self.compiled is not None and device in (None, self.compiled.device):
-            self.compiled.zero_()
-        elif device is not None:
-            with torch.inference_mode(False):  # changed in place in and out of inference mode
-                self.compiled = torch.zeros(3, dtype=torch.int64, device=device)
+        self.sums.reset(device)
         self.size: tuple[int, ...] | None = None
         self.last_reason: str | None = NEVER_CALLED
         self.note = ""
@@ -80,7 +114,7 @@ class LayerStats:
     def skipped(self, reason: str, tokens: int) -> None:
         """Count a call that was not merged because of `reason`."""
         self.last_reason = reason
-        self._count(tokens, tokens)
+        self.sums.add(1, tokens, tokens)
 
     def merged(self, plans: Sequence[Counts], size: tuple[int, ...], note: str = "") -> None:
         """Count a call that merged.
@@ -93,26 +127,13 @@ class LayerStats:
         self.last_reason = None
         self.size = size if len(size) > 1 else None
         self.note = note
-        self._count(sum(p.tokens_in for p in plans), sum(p.tokens_kept for p in plans))
-
-    def _count(self, tokens_in: int, tokens_kept: int) -> None:
-        if not torch.compiler.is_compiling():
-            self.calls += 1
-            self.tokens_in += tokens_in
-            self.tokens_kept += tokens_kept
-        # exported graphs must not change our tensor
-        elif self.compiled is not None and not torch.compiler.is_exporting():
-            self.compiled[0].add_(1)
-            self.compiled[1].add_(tokens_in)
-            self.compiled[2].add_(tokens_kept)
+        kept = sum(plan.tokens_kept for plan in plans)
+        self.sums.add(1, sum(plan.tokens_in for plan in plans), kept)
 
     def totals(self) -> tuple[int, int, int]:
-        """Return (calls, sum of tokens in, sum of tokens kept).
-
-        This waits for the device if a compiled region counted there.
-        """
-        extra = [0, 0, 0] if self.compiled is None else self.compiled.tolist()
-        return self.calls + extra[0], self.tokens_in + extra[1], self.tokens_kept + extra[2]
+        """Return (calls, sum of tokens in, sum of tokens kept)."""
+        calls, tokens_in, tokens_kept = self.sums.totals()
+        return calls, tokens_in, tokens_kept
 
 
 @dataclass(frozen=True, kw_only=True)

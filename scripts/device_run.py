@@ -47,7 +47,7 @@ from benchmarks import gpu
 from benchmarks.attention import without_bias
 from benchmarks.gpu import Case
 from mame_sd import attention, mame
-from mame_sd.core.keys import Grid, KeyMerging, merge_keys
+from mame_sd.core.merge_keys import Grid, KeyMerging, merge_keys
 from mame_sd.core.min_tokens import kernel_of
 from mame_sd.core.restore import restored as restored_all
 
@@ -317,7 +317,7 @@ def _by(backend: Any, q: Tensor, k: Tensor, v: Tensor, side: int, keep: float) -
     if keep < 1:
         counted = backend is not SDPBackend.FLASH_ATTENTION
         grids = [Grid(0, (side, side), keep)]
-        merged = merge_keys(q, k, v, grids, KeyMerging(), counted=counted)
+        merged = merge_keys(q, k, v, grids, KeyMerging(), size_bias=counted)
         k, v, bias = merged.key, merged.value, merged.bias if counted else None
     with sdpa_kernel(backend) if backend else nullcontext():
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)

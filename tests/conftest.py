@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
     from diffusers.utils import logging
 
-    from mame_sd.upstream import COMPILES
+    from mame_sd.compat import COMPILES
 
     torch.set_num_threads(1)
     logging.disable_progress_bar()

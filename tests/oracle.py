@@ -1,11 +1,10 @@
 """Slow, plain float64 loops: what every fast path is tested against, outputs and gradients.
 
 * The paper's method (arXiv 2604.13432) in its settled form: `TokenPlan`.
-* Groups by the nearest destination of a tile, the farthest tokens alone: `grouped`.
 * Attention over kept keys, sizes counted and values fitted by an explicit inverse:
   `merged_attention`.
-* A function of each token, computed on a few tokens and restored by kernel ridge regression:
-  `restored`.
+
+`mame_sd.core.reference` has groups, plain images and restoring.
 
 One sample, and of it one source or head, is computed at a time. Everything is differentiable.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,30 +126,6 @@ def tiles_of(rows: int, columns: int, tile_size: int) -> list[tuple[int, int]]:
     wide = tile_size if rows > 1 else tile_size**2
     across = max(1, round(columns / wide)) if tile_size else 1
     return [(y * down // rows, x * across // columns) for y in range(rows) for x in range(columns)]
-
-
-def grouped(
-    x: Tensor, dst: list[int], tile: Sequence[tuple[int, int]], stay: int = 0
-) -> tuple[list[int], list[int]]:
-    """For each token of x [L, d] the number of its group, and the tokens that groups form around.
-
-    A token joins the nearest destination of its tile; the `stay` farthest ones are groups of their
-    own, behind the others.
-    """
-    x, found, far = x.double(), [], []
-    for p, token in enumerate(x):
-        apart = {
-            number: float(torch.linalg.vector_norm(token - x[q]))
-            for number, q in enumerate(dst)
-            if tile[p] == tile[q]
-        }
-        nearest = dst.index(p) if p in dst else min(apart, key=lambda number: apart[number])
-        found.append(nearest)
-        far.append(-1.0 if p in dst else apart[nearest])
-    alone = sorted(sorted(range(len(x)), key=lambda p: -far[p])[:stay])
-    for number, p in enumerate(alone, len(dst)):
-        found[p] = number
-    return found, [*dst, *alone]
 
 
 def means(t: Tensor, groups: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -309,78 +284,3 @@ def _with_mask(bias: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return bias
     return torch.where(mask, bias, -math.inf) if mask.dtype == torch.bool else mask + bias
-
-
-# ----------------------------------------------------------------- restoring
-
-BANDWIDTH, KERNEL_RIDGE = 4.0, 0.002
-
-
-def farthest(x: Tensor, drawn: Sequence[int], tile: Sequence[int], count: int) -> list[int]:
-    """Return `count` tokens of a tile: the drawn ones, then those farthest from all drawn ones.
-
-    Args:
-        x: the tokens [L, C].
-        drawn: positions of the drawn tokens.
-        tile: positions of all tokens of the tile.
-        count: how many tokens to return.
-    """
-
-    def apart(p: int) -> float:
-        return min(float(torch.linalg.vector_norm(x[p] - x[q])) for q in drawn)
-
-    others = sorted((p for p in tile if p not in drawn), key=apart, reverse=True)
-    return [*drawn, *others[: count - len(drawn)]]
-
-
-def restored(
-    fn: Callable[[Tensor], Tensor],
-    x: Tensor,
-    tiles: Sequence[Sequence[int]],
-    drawn: Sequence[Sequence[int]],
-    count: int,
-    leader: Sequence[int] | None = None,
-) -> tuple[Tensor, list[list[int]]]:
-    """Restore `fn` of all tokens from a few chosen tokens of each tile.
-
-    f(x) = mean(f_P) + k(x, x_P) (k(x_P, x_P) + RIDGE I)^-1 (f_P - mean(f_P)), exact on P, and kept
-    in the range of the tile's f_P by channel, a quarter of it wider on either side. The choice and
-    the fit are constants: gradients reach `fn` alone.
-
-    Args:
-        fn: a function of tokens [n, C].
-        x: the tokens of the image [B, L, C].
-        tiles: positions of the tokens of each tile.
-        drawn: positions of the tokens that are drawn in each tile.
-        count: how many tokens of each tile are chosen, at most all.
-        leader: of each sample the sample whose tokens are chosen; if None, each its own.
-
-    Returns:
-        The tokens [B, L, C'], and of each sample the positions of the chosen tokens.
-    """
-    out, chosen = [], []
-    for b, sample in enumerate(x.double()):
-        of_choice = x.double()[b if leader is None else leader[b]].detach()
-        still, y, places = sample.detach(), {}, []
-        for tile, own in zip(tiles, drawn, strict=True):
-            points = farthest(of_choice, own, tile, count)
-            places += points
-            f = fn(sample[points])
-            mean, distance = f.mean(0), still.new_zeros(len(points), len(points))
-            for i, p in enumerate(points):
-                for j, q in enumerate(points):
-                    distance[i, j] = (still[p] - still[q]).square().sum()
-            width = BANDWIDTH * max(float(distance.mean()), 1e-30)
-            gram = torch.exp(-distance / width) + KERNEL_RIDGE * torch.eye(len(points)).double()
-            inverse = torch.linalg.inv(gram)
-            for token in tile:
-                if token in points:
-                    y[token] = f[points.index(token)]
-                    continue
-                near = torch.exp(-(still[points] - still[token]).square().sum(1) / width)
-                low, high = f.min(0).values, f.max(0).values
-                room = ROOM * (high - low)
-                y[token] = (mean + near @ inverse @ (f - mean)).clamp(low - room, high + room)
-        out.append(torch.stack([y[token] for token in range(len(sample))]))
-        chosen.append(places)
-    return torch.stack(out), chosen

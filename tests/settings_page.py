@@ -8,37 +8,34 @@ from __future__ import annotations
 from dataclasses import fields
 from textwrap import wrap
 
-from mame_sd.config import DEFAULT_KEEP, MaMeConfig
+from mame_sd.config import DEFAULT_KEEP, DEFAULT_MLP_KEEP, MaMeConfig
 
 HEAD = """# Settings
 
-This page is made by `python -m tests.settings_page` from `MaMeConfig`. The keywords of `apply_mame`
-and `MaMeAttnProcessor`, the options of the commands and the files of `--config` share these names.
-One option is called otherwise: `--merge-seed`, since `--seed` is the image's.
+`python -m tests.settings_page` writes this page from `MaMeConfig`. The keywords of `apply_mame` and
+`MaMeAttnProcessor` and `--config` of the commands share these names. `--config` takes a .json file
+of settings, or a text such as `keep=0.4,fit_queries=32`. The most used have options of their own.
 
-The number that is given tells the method: `keep` merges keys and values and fits the merged values,
-`tau` merges whole tokens as the paper does. Without either, `keep` is {keep:g}.
+`keep` merges keys and values and fits the merged values, `tau` merges whole tokens as in the paper.
+If neither is given, `keep` is {keep:g} and `mlp_keep` is {mlp_keep:g} in layers with enough work
+([restoring](restoring.md#where-it-acts)).
 """
-PARTS = {
-    None: "With either method",
-    "keys": "With `keep`",
-    "tokens": "With `tau`, for the paper's ablations",
-}
+PARTS = {False: "With either method", True: "With `keep`"}
 
 
 def page() -> str:
     """The page."""
-    lines = [HEAD.format(keep=DEFAULT_KEEP)]
-    for method, title in PARTS.items():
-        lines += [f"## {title}", "", *_table(method), ""]
+    lines = [HEAD.format(keep=DEFAULT_KEEP, mlp_keep=DEFAULT_MLP_KEEP)]
+    for keys_only, title in PARTS.items():
+        lines += [f"## {title}", "", *_table(keys_only), ""]
     return "\n".join(lines)
 
 
-def _table(method: str | None) -> list[str]:
+def _table(keys_only: bool) -> list[str]:
     """A table of what each field does, and a list of what is to know beyond that."""
     rows, more = ["| setting | default | what it does |", "|---|---|---|"], [""]
     for f in fields(MaMeConfig):
-        if not f.init or f.metadata["method"] != method:
+        if not f.init or f.metadata["keys_only"] != keys_only:
             continue
         shown = "" if f.default is None else f"`{f.default}`"
         rows.append(f"| `{f.name}` | {shown} | {f.metadata['help']} |")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import attention, layer_errors
+from benchmarks import attention
 
 CPU = torch.device("cpu")
 
@@ -21,12 +21,3 @@ def test_attention_is_timed_beside_all_keys_and_what_computes_otherwise_is_refus
     monkeypatch.setattr(attention, "attention", lambda q, *rest, keep: q * (q.dtype != fault))
     with pytest.raises(SystemExit, match="expected float64's output"):
         attention.row(64, 1, CPU, fault, 1)
-
-
-def test_errors_of_a_layer_tell_merged_keys_from_random_ones_and_from_the_mean_output() -> None:
-    found = layer_errors.row(layer_errors.CASES["local 3"], 1)
-    assert found["merged, fitted"] < found["not fitted"] < found["random, fitted"] < found["random"]
-    exact = torch.randn(1, 2, 8, 4)
-    assert layer_errors.error(exact, exact) == 0
-    mean = exact.mean(2, keepdim=True).expand_as(exact)
-    assert layer_errors.error(mean, exact) == pytest.approx(1)

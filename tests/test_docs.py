@@ -42,10 +42,9 @@ CELLS = [
     for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     if cell["cell_type"] == "code"
 ]
-PAGES = ("paper", "perception", "perception-classify", "kv-cache")
 COMMANDS = [
     line
-    for text in (README, *((ROOT / f"docs/{page}.md").read_text("utf-8") for page in PAGES))
+    for text in (README, *(page.read_text("utf-8") for page in (ROOT / "docs").glob("*.md")))
     for line in re.findall(r"^(?:    )?(mame-sd(?:-eval)? .*?)(?:  #.*)?$", text, re.M)
 ]
 ROWS = {
@@ -194,6 +193,22 @@ def test_links_of_pages_lead_somewhere() -> None:
                 assert anchor[1:] in _anchors(place), f"{file.name}: {target}{anchor}"
 
 
+def test_files_and_names_of_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    folders = [one for one in ROOT.iterdir() if one.is_dir() and one.name[0] != "."]
+    files = [path for one in folders if one.name != "out" for path in (one, *one.rglob("*"))]
+    paths = [f"/{path.relative_to(ROOT).as_posix()}" for path in files]
+    named = r"[\w/]+\.py\b|[\w/]+/(?=[`)])"
+    for place in re.findall(named, text):
+        assert any(path.endswith(f"/{place.rstrip('/')}") for path in paths), place
+    code = "".join(path.read_text("utf-8") for path in files if path.suffix == ".py")
+    written = r"\b(?:[A-Z]+[a-z]+[A-Z]\w*|[a-z]+_[a-z_]+|[A-Z]+_[A-Z]+)\b"
+    names = set(re.findall(written, re.sub(named, "", text))) - {"ComfyUI", "LLaVA", "mame_sd"}
+    assert len(names) > 15
+    for name in names:
+        assert re.search(rf"^\s*(?:class |def )?{name}\b", code, re.M), name
+
+
 def _anchors(page: Path) -> set[str]:
     """What links to a heading of the page may end in."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
@@ -209,7 +224,7 @@ def test_the_idea_is_drawn_in_four_panels_and_a_rival(
     errors = runpy.run_path(str(ROOT / "examples" / "idea.py"))
     with Image.open(drawn) as sheet:
         assert sheet.width == 5 * (errors["SIDE"] + 8)
-    x, cells = errors["x"], errors["cells_of"]((errors["GRID"],) * 2, 0.25)
+    x, cells = errors["x"], errors["make_cells"]((errors["GRID"],) * 2, 0.25)
     merged = errors["group_tokens"](x.index_select(1, cells.order), cells)
     restored = merged.restore(merged.merge(x))
     apart = (restored - x).square().mean().sqrt().item()

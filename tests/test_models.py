@@ -18,8 +18,8 @@ from mame_sd import apply_mame, remove_mame
 from mame_sd.diffusion.families import transformers
 from mame_sd.diffusion.families.family import REGISTERED
 from mame_sd.diffusion.families.layouts import UNLIKE
-from mame_sd.diffusion.families.refused import EXCLUDED
 from mame_sd.families import Family, Tokens, register_family
+from mame_sd.refused import DIFFUSERS
 from tests.builders.transformers import TEXT, H, W, normal, run
 from tests.matrix.models import images, others, refusals
 from tests.matrix.models.case import WORDS, Case, T
@@ -347,17 +347,17 @@ def test_the_causal_mode_of_skyreels_is_left_alone() -> None:
 
 
 def test_every_class_has_a_case() -> None:
-    known = MODELS.keys() | EXCLUDED.keys()
+    known = MODELS.keys() | DIFFUSERS.keys()
     assert classes() - known == set()
     assert RECORDED.keys() == MODELS.keys()
 
 
-@pytest.mark.parametrize("name", sorted(EXCLUDED))
+@pytest.mark.parametrize("name", sorted(DIFFUSERS))
 def test_refused_models_say_why(name: str) -> None:
     kind = type(name, (torch.nn.Module,), {})
     with pytest.raises(ValueError, match="does not merge: ") as caught:
         apply_mame(kind())
-    assert EXCLUDED[name] in str(caught.value)
+    assert DIFFUSERS[name] in str(caught.value)
 
 
 @pytest.mark.parametrize("case", [*refusals.LINEAR, *refusals.SPARSE], ids=lambda case: case.name)

@@ -4,23 +4,21 @@ that do nothing clever.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.loading import LoadedModel
 from mame_sd.runs.methods import Merging
 
 from .. import tables
 from ..results.schema import Family
-from ..rivals.copied import Copied
-from ..rivals.method import Rival
-from ..rivals.plans import mean_attention, means, random_cells, random_keys, strided, todo
-from ..rivals.tomesd import NO_TOMESD, ToMeSD, has_tomesd
+
+if TYPE_CHECKING:
+    from mame_sd.runs.loading import LoadedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +52,12 @@ class Row(tables.Row):
 
     @property
     def lacking(self) -> str | None:
-        """Why this machine can't run it and what to do, or None."""
-        return NO_TOMESD if isinstance(self.method, ToMeSD) and not has_tomesd() else None
+        """Return why this machine can't run it and what to do, or None."""
+        if self.family != "tomesd":
+            return None
+        from ..rivals import tomesd
+
+        return None if tomesd.has_tomesd() else tomesd.NO_TOMESD
 
 
 BASELINE, DEFAULT, RIVAL, FLOOR = "baseline", "mame-default", "tomesd-50", "mean-attention"
@@ -64,10 +66,28 @@ FEWER = "fewer-"  # with a number of steps after it
 COUNTS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
-def _random(share: float, fit_queries: int = 0) -> Rival:
-    if not 0 < share < 1:
-        raise ValueError(f"{share:g} is not between 0 and 1")
-    return Rival("random keys", random_keys, {"share": share}, fit_queries=fit_queries)
+# Rivals import torch, which has to wait until all names are checked.
+def _rival(name: str, plan: str, **given: Any) -> Any:
+    from ..rivals import plans
+    from ..rivals.method import Rival
+
+    return Rival(name, getattr(plans, plan), **given)
+
+
+def _tomesd(ratio: float) -> Any:
+    from ..rivals.tomesd import ToMeSD
+
+    return ToMeSD(ratio)
+
+
+def _copied(share: float) -> Any:
+    from ..rivals.copied import Copied
+
+    return Copied(MaMeConfig(mlp_keep=share))
+
+
+def _random(share: float, fit_queries: int = 0) -> Any:
+    return _rival("random keys", "random_keys", settings={"share": share}, fit_queries=fit_queries)
 
 
 # Rows whose name ends in a share of the keys: label, family, method of the share.
@@ -90,37 +110,48 @@ AT_SHARE: dict[str, tuple[str, Any, Callable[[float], Any]]] = {
     "copied-": (
         "MLPs on {} of the tokens, the nearest copied",
         "rival",
-        lambda share: Copied(MaMeConfig(mlp_keep=share)),
+        _copied,
     ),
     "random-": ("{} of the keys at random", "rival", _random),
 }
 
 
-_CELLS: dict[str, Any] = {"cell": (2, 2)}
-_NAMED: tuple[tuple[str, str, Family, Any], ...] = (
-    (BASELINE, "baseline", "baseline", None),
-    ("tomesd-25", "ToMeSD 25 %", "tomesd", ToMeSD(0.25)),
-    (RIVAL, "ToMeSD 50 %", "tomesd", ToMeSD(0.5)),
-    ("mame-0.7", "MaMe+MaRe τ 0.7", "mame", Merging(MaMeConfig(tau=0.7))),
-    ("mame-0.8", "MaMe+MaRe τ 0.8", "mame", Merging(MaMeConfig(tau=0.8))),
-    (DEFAULT, "MaMe default", "mame", Merging(MaMeConfig())),
-    ("means-2x2", "means of 2 × 2 keys", "rival", Rival("means", means, _CELLS)),
-    ("random-2x2", "one random key of 2 × 2", "rival", Rival("random", random_cells, _CELLS)),
-    (
-        "means-2x2-fitted",
+_CELLS: dict[str, Any] = {"settings": {"cell": (2, 2)}}
+# Every row with a name of its own: the paper's table, our default, what every merging has to beat,
+# and attention that tells nothing of space. Each has a label, a family, and makes its method.
+_NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
+    BASELINE: ("baseline", "baseline", lambda: None),
+    "tomesd-25": ("ToMeSD 25 %", "tomesd", partial(_tomesd, 0.25)),
+    RIVAL: ("ToMeSD 50 %", "tomesd", partial(_tomesd, 0.5)),
+    "mame-0.7": ("MaMe+MaRe τ 0.7", "mame", lambda: Merging(MaMeConfig(tau=0.7))),
+    "mame-0.8": ("MaMe+MaRe τ 0.8", "mame", lambda: Merging(MaMeConfig(tau=0.8))),
+    DEFAULT: ("MaMe default", "mame", lambda: Merging(MaMeConfig())),
+    "means-2x2": ("means of 2 × 2 keys", "rival", partial(_rival, "means", "means", **_CELLS)),
+    "random-2x2": (
+        "one random key of 2 × 2",
+        "rival",
+        partial(_rival, "random", "random_cells", **_CELLS),
+    ),
+    "means-2x2-fitted": (
         "means of 2 × 2 keys, fitted",
         "rival",
-        Rival("means", means, _CELLS, fit_queries=FITTED),
+        partial(_rival, "means", "means", fit_queries=FITTED, **_CELLS),
     ),
-    ("strided-1x2", "every second key", "rival", Rival("strided", strided, {"cell": (1, 2)})),
-    ("todo-2", "ToDo, one key of 2 × 2", "rival", Rival("todo", todo, {"factor": 2})),
-    (FLOOR, "mean attention", "floor", Rival("mean attention", mean_attention, merge="qkv")),
-)
-# Every row with a name of its own: the paper's table, our default, what every merging has to beat,
-# and attention that tells nothing of space.
-ROWS = {
-    name: Row(name=name, label=label, family=family, method=method, default=name == DEFAULT)
-    for name, label, family, method in _NAMED
+    "strided-1x2": (
+        "every second key",
+        "rival",
+        partial(_rival, "strided", "strided", settings={"cell": (1, 2)}),
+    ),
+    "todo-2": (
+        "ToDo, one key of 2 × 2",
+        "rival",
+        partial(_rival, "todo", "todo", settings={"factor": 2}),
+    ),
+    FLOOR: (
+        "mean attention",
+        "floor",
+        partial(_rival, "mean attention", "mean_attention", merge="qkv"),
+    ),
 }
 WHERE_NAMED = ("means-2x2-fitted", "strided-1x2", "todo-2")  # not by default
 
@@ -130,28 +161,11 @@ def own_row(text: str) -> Row:
 
     Raises UserError for a text that gives no settings of `MaMeConfig`.
     """
-    values: dict[str, Any] = {}
     try:
-        for part in text.split(","):
-            name, equals, value = part.strip().partition("=")
-            if not equals:
-                raise ValueError(f"{part!r} has no value")
-            values[name] = _value(value)
-        config = MaMeConfig.from_dict(values)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"--row {text}: expected settings such as keep=0.4,fit_queries=32, but {error};"
-            " correct it"
-        ) from None
+        config = MaMeConfig.from_text(text)
+    except ValueError as error:
+        raise UserError(f"--row {text}: {error}; correct it") from None
     return Row(name=text, label=text, family="mame", method=Merging(config))
-
-
-def _value(text: str) -> Any:
-    """Return the setting that a text gives: True, False, a number, or the text."""
-    for read in (int, float):
-        with contextlib.suppress(ValueError):
-            return read(text)
-    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def chosen_rows(names: str | None, own: Sequence[str] = ()) -> list[Row]:
@@ -164,31 +178,49 @@ def chosen_rows(names: str | None, own: Sequence[str] = ()) -> list[Row]:
     Raises UserError for an unknown name or setting.
     """
     further = [own_row(text) for text in dict.fromkeys(own)]
-    return [*_named_rows(names), *further]
+    return [*(make() for make in _makers(names)), *further]
 
 
-def _named_rows(names: str | None) -> list[Row]:
-    known = dict(ROWS)
+def row_named(name: str) -> Row:
+    """Return the row of a name in `_NAMED`."""
+    label, family, make = _NAMED[name]
+    return Row(name=name, label=label, family=family, method=make(), default=name == DEFAULT)
+
+
+def all_rows() -> list[Row]:
+    """Return every row that has a name of its own."""
+    return list(map(row_named, _NAMED))
+
+
+def check_rows(names: str | None, own: Sequence[str] = ()) -> None:
+    """Raise UserError for an unknown name or setting, without importing any rival."""
+    _makers(names)
+    for text in own:
+        own_row(text)
+
+
+def _makers(names: str | None) -> list[Callable[[], Row]]:
     if names is None:
-        return [row for row in known.values() if row.name not in WHERE_NAMED]
-    chosen = {BASELINE: known[BASELINE]}
+        return [partial(row_named, name) for name in _NAMED if name not in WHERE_NAMED]
+    found: dict[str, Callable[[], Row]] = {BASELINE: partial(row_named, BASELINE)}
     for name in tables.names_in(names) or [names]:
-        row = known.get(name) or _numbered(name)
-        if row is None:
-            numbered = ", ".join([*(f"{head}0.5" for head in AT_SHARE), f"{FEWER}1"])
-            raise UserError(
-                f"--rows: expected names of {', '.join(known)}, {numbered}, got {name!r};"
-                " correct it"
-            )
-        chosen[row.name] = row
-    return list(chosen.values())
+        known, make = (name, partial(row_named, name)) if name in _NAMED else _numbered(name)
+        found[known] = make
+    return list(found.values())
 
 
-def _numbered(name: str) -> Row | None:
-    """The row whose name ends in a number; None for names that don't begin like one."""
+def _numbered(name: str) -> tuple[str, Callable[[], Row]]:
+    """Return the plain form of a name that ends in a number, and what makes its row.
+
+    Raises:
+        UserError: another name, or a number that is not allowed.
+    """
     head = next((head for head in (*AT_SHARE, FEWER) if name.startswith(head)), None)
     if head is None:
-        return None
+        numbered = ", ".join([*(f"{head}0.5" for head in AT_SHARE), f"{FEWER}1"])
+        raise UserError(
+            f"--rows: expected names of {', '.join(_NAMED)}, {numbered}, got {name!r}; correct it"
+        )
     number = name.removeprefix(head)
     if head == FEWER:
         if not number.isdecimal() or int(number) < 1:
@@ -197,17 +229,18 @@ def _numbered(name: str) -> Row | None:
                 " correct it"
             )
         count = int(number)
-        number = COUNTS[count - 1] if count <= len(COUNTS) else str(count)
-        label = f"{number} step{'s' * (count > 1)} fewer"
-        return Row(name=f"{FEWER}{count}", label=label, fewer=count)
+        word = COUNTS[count - 1] if count <= len(COUNTS) else str(count)
+        label = f"{word} step{'s' * (count > 1)} fewer"
+        return f"{FEWER}{count}", lambda: Row(name=f"{FEWER}{count}", label=label, fewer=count)
     label, family, method = AT_SHARE[head]
     try:
         share = float(number)
-        made = method(share)
-    except ValueError as error:
+    except ValueError:
+        share = 0.0
+    if not (0 < share < 1 or (share == 1 and family == "mame")):
         raise UserError(
-            f"--rows {name}: expected a share to keep after {head}: {error}; correct it"
-        ) from None
-    return Row(
-        name=f"{head}{share:g}", label=label.format(f"{share:g}"), family=family, method=made
-    )
+            f"--rows {name}: expected a share to keep after {head}, above 0 and below 1, got"
+            f" {number!r}; correct it"
+        )
+    plain, label = f"{head}{share:g}", label.format(f"{share:g}")
+    return plain, lambda: Row(name=plain, label=label, family=family, method=method(share))

@@ -8,7 +8,7 @@ another, so draws are the rounds of the timing, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from mame_sd.runs.methods import Merging, NotApplicable
 from mame_sd.runs.prompt_files import Prompt
 
 from ..results.schema import Value
+from ..runner import Store, measure_cases
 from ..stats import mean_interval, median_interval
-from ..store import Store
-from ..timing import interleaved, seconds_of
+from ..timing import seconds_of
 from .bench import installed
 from .rows import BASELINE, Row
 
@@ -102,14 +102,27 @@ def measure_samples(
         "methods": {row.name: row.config for row in able.values()},
     }
     store = Store(record, FORMAT, "samples", about, ("draw", "row"), fresh=True)
-    done = {draw for draw in range(draws) if all((draw, name) in store.found for name in able)}
-    for number, found in interleaved(list(able), draws, made, done=done, on_progress=on_progress):
-        want = found[BASELINE][0]
-        for name, (samples, seconds) in found.items():
-            error = (samples - want).double().square().mean().item()
-            psnr = min(LARGEST, 10 * torch.tensor(4 / error).log10().item()) if error else LARGEST
-            store.add({"draw": number, "row": name, "psnr": psnr, "cpu": seconds})
-    return {name: _values(store.found, name, draws) for name in able}
+
+    def measure(number: int, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        found = {}
+        for name in names:
+            samples, seconds = made(name, number)
+            found[name] = samples, {"cpu": seconds}
+            yield name, found[name][1]
+        for samples, line in found.values():  # lines are kept when all rows of a draw are there
+            line["psnr"] = decibels(samples, found[BASELINE][0])
+
+    measure_cases(
+        store, range(draws), list(able), measure, lambda draw, row: {"draw": draw, "row": row},
+        together=True, on_progress=on_progress,
+    )  # fmt: skip
+    return {name: _values(store.lines, name, draws) for name in able}
+
+
+def decibels(samples: Tensor, reference: Tensor) -> float:
+    """Return the PSNR of samples in -1..1, in dB, at most LARGEST."""
+    error = (samples - reference).double().square().mean().item()
+    return min(LARGEST, 10 * torch.tensor(4 / error).log10().item()) if error else LARGEST
 
 
 def _values(lines: Mapping[Any, Mapping[str, Any]], name: str, draws: int) -> dict[str, Value]:

@@ -4,15 +4,15 @@ summary as metrics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..results.schema import Gate, Value
+from ..runner import Store, measure_cases
 from ..stats import median_interval
-from ..store import Store, another_file, read_store
-from ..timing import interleaved, quartiles
+from ..timing import quartiles
 
 FORMAT = "mame-sd timings 2"
 KEYS = ("round", "method")
@@ -48,43 +48,47 @@ def timed_rounds(
     warm_up: Callable[[str], object],
     on_progress: Callable[[int, int], object],
 ) -> dict[str, list[Timing]]:
-    """What `call` gives of each row in each round, interleaved; by row, in order of rounds.
+    """Time rows in turns.
 
     Args:
+        rows: Names of the rows.
+        rounds: Number of rounds.
+        call: Calls a row in the round of that number.
         record: JSON lines that hold the timings of every round as soon as it ends. A stopped call
-            continues after the last round in them. Were they taken of anything else than `about`
-            (prompts, rows and their settings, model, machine), it starts over.
-        warm_up, on_progress: as `interleaved` takes them.
+            continues after the last whole round.
+        about: Everything that timings depend on (prompts, rows and their settings, model,
+            machine). Timings of anything else are taken anew.
+        warm_up: Called with each row before anything is timed.
+        on_progress: Called with the number of calls done and of all calls.
 
-    Raises UserError when `record` is another file.
+    Returns:
+        The timings of each row, round by round.
+
+    Raises:
+        UserError: If `record` is another file.
     """
     check_record(record)
     store = Store(record, FORMAT, "timings", about, KEYS, fresh=True)
-    found: dict[int, dict[str, Timing]] = {}
-    for (number, name), line in store.found.items():
-        found.setdefault(number, {})[name] = _timing(line)
-    methods = set(about["methods"])  # those of a whole round
-    done = {number: timings for number, timings in found.items() if timings.keys() >= methods}
-    for number, timings in interleaved(
-        rows, rounds, call, done=done, warm_up=warm_up, on_progress=on_progress
-    ):
-        done[number] = timings
-        for name, timing in timings.items():
-            store.add({"round": number, "method": name, **asdict(timing)})
-    return {row: [done[number][row] for number in range(rounds)] for row in rows}
+
+    def measure(number: int, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((name, asdict(call(name, number))) for name in names)
+
+    measure_cases(
+        store, range(rounds), rows, measure, lambda number, name: {"round": number, "method": name},
+        together=True, warm_up=warm_up, on_progress=on_progress,
+    )  # fmt: skip
+    return {row: [_timing(store.lines[n, row]) for n in range(rounds)] for row in rows}
 
 
 def check_record(path: Path) -> None:
-    """Raise UserError for a file that is no record of this version: it is not ours to
-    overwrite.
-    """
-    lines = read_store(path, FORMAT, "timings", None, KEYS)
+    """Raise UserError if the file is no record of this version, which isn't ours to overwrite."""
+    store = Store(path, FORMAT, "timings", None, KEYS)
     try:
-        for line in lines.values():
+        for line in store.lines.values():
             if any(not isinstance(one, int | float | None) for one in vars(_timing(line)).values()):
                 raise ValueError("timings that are no numbers")
     except (ValueError, TypeError) as error:
-        raise another_file(path, FORMAT, "timings", error) from None
+        raise store.refused(error) from None
 
 
 def _timing(line: Mapping[str, Any]) -> Timing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,13 @@ from transformers import DynamicCache
 
 from mame_sd.caches import CacheHandle, CacheView, Kept, Selection, compress_cache
 from mame_sd.caches.layer import CompressedLayer
-from mame_sd.upstream import with_cache
+from mame_sd.compat import with_cache
 
 from ..tables import Row
 from .cases import Case
 from .methods import KVzip
+
+FULL = "full", 1.0  # the row of the whole cache
 
 
 class Recorder(Selection):
@@ -24,16 +26,16 @@ class Recorder(Selection):
 
     views: Sequence[CacheView] = ()
 
-    def look(self, view: CacheView, keep: float) -> Any:
+    def score_layer(self, view: CacheView, keep: float) -> Any:
         """Return the whole view, with the layer's input."""
         return view
 
-    def lengths(self, views: Sequence[CacheView], looks: Sequence[Any], keep: float) -> Tensor:
+    def lengths(self, views: Sequence[CacheView], scored: Sequence[Any], keep: float) -> Tensor:
         """Keep every key."""
-        self.views = looks
+        self.views = scored
         return torch.stack([view.counts() for view in views])
 
-    def shorten(self, view: CacheView, look: Any, length: Tensor) -> Kept:
+    def shorten(self, view: CacheView, layer: Any, length: Tensor) -> Kept:
         """Leave the cache as it is."""
         return view
 
@@ -47,7 +49,6 @@ class Meter:
     """
 
     def __init__(self, model: Any, repeat: Sequence[int] = ()) -> None:
-        """`repeat`: token ids that ask the model to repeat its prompt, for KVzip."""
         self.model, self.repeat, self.recorder = model, list(repeat), Recorder()
         self._context = compress_cache(model, 0.5, self.recorder)
 
@@ -92,7 +93,7 @@ class Meter:
         """Return KVzip's scores [1, h, L] of each layer, from reading the prompt a second time."""
         length, scores = start[0].seen, []
         for view in self.prefill([*self.repeat, *prompt], cache_of(start, length)):
-            queries, slots = view.newest()
+            queries, slots = view.newest_queries()
             parts = [
                 view.attention(queries[:, :, at], slots[at])[..., :length].amax((2, 3))
                 for at in view.blocks(queries)
@@ -109,33 +110,25 @@ def cache_of(kept: Sequence[Kept], seen: int) -> DynamicCache:
 
 
 def measure(
-    meter: Meter,
-    case: Case,
-    rows: Sequence[Row],
-    shares: Sequence[float],
-    done: Callable[[str, float], bool],
-) -> Iterator[dict[str, Any]]:
-    """Measure the full cache and every row and share that isn't done, on one case.
+    meter: Meter, rows: Mapping[str, Row], case: Case, missing: Sequence[tuple[str, float]]
+) -> Iterator[tuple[tuple[str, float], dict[str, Any]]]:
+    """Measure rows with their shares of the cache on one case; `FULL` is the whole cache.
 
-    A question that the full cache answers wrong says nothing about the others, which are left out.
+    A question that the full cache answers wrong says nothing about other rows, which are left out.
 
     Args:
         meter: Runs prompts.
+        rows: The rows by name.
         case: The case.
-        rows: The rows.
-        shares: Shares of the cache.
-        done: Returns True for a row and share that were measured before.
+        missing: Names of rows, and shares of the cache.
 
     Yields:
-        A result with row and share. For a passage also "kl" to the full cache and "nll" of what
-        follows (nats per token, means over all tokens but the first), and the shares of keys
-        ("kept") and of bytes ("bytes", with biases, slots and padding) that stayed. For a question
-        also whether the answer is "right".
+        A row and share with its result. For a passage the result has "kl" to the full cache and
+        "nll" of what follows (nats per token, means over all tokens but the first), and the shares
+        of keys ("kept") and of bytes ("bytes", with biases, slots and padding) that stayed. For a
+        question it says whether the answer is "right".
     """
-    todo = [(row, s) for row in rows for s in shares if not done(row.name, s)]
-    if not todo and done("full", 1.0):
-        return
-    for row in rows:
+    for row in rows.values():
         if isinstance(row.method, KVzip):
             row.method.repeated = partial(meter.repeated, case.prompt)
     start = meter.prefill(case.prompt)
@@ -162,9 +155,10 @@ def measure(
             "bytes": 1.0 if kept is start else sizes[0] / sizes[1],
         }
 
-    if not done("full", 1.0):
-        yield {"row": "full", "share": 1.0, **figures(start)}
-    for row, share in todo if not case.answer or right(want) else ():
-        with torch.no_grad():
-            kept = row.method.compress_all(start, share)
-        yield {"row": row.name, "share": share, **figures(kept)}
+    for name, share in missing:
+        if (name, share) == FULL:
+            yield FULL, figures(start)
+        elif not case.answer or right(want):
+            with torch.no_grad():
+                kept = rows[name].method.compress_all(start, share)
+            yield (name, share), figures(kept)

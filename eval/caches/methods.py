@@ -90,11 +90,11 @@ class Ours:
     def compress_all(self, views: Sequence[CacheView], keep: float) -> list[Kept]:
         """Return every layer's shorter cache."""
         selection = Selection()
-        looks = [selection.look(view, keep) for view in views]
-        parts = zip(views, looks, selection.lengths(views, looks, keep), strict=True)
+        scored = [selection.score_layer(view, keep) for view in views]
+        parts = zip(views, scored, selection.lengths(views, scored, keep), strict=True)
         if self.fit:
             return [selection.shorten(*part) for part in parts]
-        return [ours.gathered(view, look.scores, length)[0] for view, look, length in parts]
+        return [ours.gather_keys(view, layer.scores, length)[0] for view, layer, length in parts]
 
 
 def keys_of(view: CacheView, keep: float) -> int:
@@ -139,7 +139,7 @@ def received(view: CacheView, count: int | None = None) -> Tensor:
 
     If `count` is None, from all queries. Returns [1, h, G, L].
     """
-    queries, slots = view.newest(count)
+    queries, slots = view.newest_queries(count)
     parts = [
         view.attention(queries[:, :, at], slots[at]).sum(3, dtype=wide(view.keys))
         for at in view.blocks(queries)

@@ -6,6 +6,7 @@ A run can be resumed; every result is one JSON line.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from mame_sd.runs.files import check_place
 from mame_sd.runs.model_files import ModelChoice
 
 from ..networks.pretrained import load_pretrained, load_smollm2
-from ..store import Store
+from ..runner import Store, measure_cases
 from ..tables import named
 from .cases import Case, passages, questions, text_files
-from .measure import Meter, measure
+from .measure import FULL, Meter, measure
 from .rows import all_rows
 from .settings import CacheSettings
 
@@ -40,7 +41,7 @@ def run_cache(
         settings: The options of the command.
         choice: The model.
         out: Folder of results.
-        on_progress: Called with the number of cases done and of all cases.
+        on_progress: Called with the number of results done and of all results.
 
     Returns:
         All results of these settings.
@@ -50,7 +51,7 @@ def run_cache(
             device or dtype.
     """
     check_place(out, out)
-    rows = list(named(settings.rows, all_rows()).values())
+    rows = named(settings.rows, all_rows())
     files = text_files(settings.texts) if settings.num else {}
     how: dict[str, Any] = {"rest": settings.rest}
     how |= {name: getattr(choice, name) for name in ("device", "dtype", "revision")}
@@ -69,17 +70,18 @@ def run_cache(
         cases += questions(task, tokens, settings.prompts, length)
     run = {"model": choice.model, "half": settings.half, "length": length}
     with Meter(model, tokens(REPEAT)) as meter:
-        for number, case in enumerate(cases, 1):
-            about = {**run, "case": case.name, "kind": case.kind}
-
-            def done(row: str, share: float, about: dict[str, Any] = about) -> bool:
-                return store.key({**about, "row": row, "share": share}) in store.found
-
-            for result in measure(meter, case, rows, settings.kept, done):
-                store.add({**about, **result})
-            on_progress(number, len(cases))
-    names, of = {row.name for row in rows} | {"full"}, {case.name for case in cases}
-    results = (line for line in store.found.values() if run.items() <= line.items())
+        measure_cases(
+            store,
+            cases,
+            [FULL, *((row.name, share) for row in rows.values() for share in settings.kept)],
+            partial(measure, meter, rows),
+            lambda case, row: {
+                **run, "case": case.name, "kind": case.kind, "row": row[0], "share": row[1]
+            },
+            on_progress=on_progress,
+        )  # fmt: skip
+    names, of = {*rows, FULL[0]}, {case.name for case in cases}
+    results = (line for line in store.lines.values() if run.items() <= line.items())
     return [line for line in results if line["case"] in of and line["row"] in names]
 
 

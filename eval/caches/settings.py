@@ -8,10 +8,15 @@ from pathlib import Path
 from mame_sd.errors import UserError
 from mame_sd.runs.options import option
 
-from ..tables import names_in
+from ..tables import named, names_in
 
 HALVES = ("development", "report")
 TASKS = ("needles", "pairs")
+# Names of `rows.all_rows`, which imports torch.
+ROWS = (
+    *("random", "snapkv", "h2o", "expected-attention"),
+    *("ours", "ours-keys", "paper", "kvzip"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +54,7 @@ class CacheSettings:
                 raise UserError(f"--{name}: expected at least {least}, got {value}")
         if self.half not in HALVES:
             raise UserError(f"--half: expected {' or '.join(HALVES)}, got {self.half!r}")
+        named(self.rows, dict.fromkeys(ROWS))
         for share in self.kept:
             if not 0 < share < 1:
                 raise UserError(f"--shares: expected shares above 0 and below 1, got {share}")

@@ -26,6 +26,7 @@ from mame_sd.captions.shorten import PromptShortener
 from ..perception.rivals import rival_on
 from ..perception.rules import ToMe
 from ..tables import Row, named
+from .settings import SHARES
 
 On = Callable[
     [Any], AbstractContextManager[PromptShortener]
@@ -154,7 +155,6 @@ def renumbered(row: On, model: Any) -> Iterator[PromptShortener]:
             hook.remove()
 
 
-SHARES = (0.5, 0.25, 0.11)
 _TOME = partial(in_tower, lambda tower, _: rival_on(tower, ToMe(8)))
 _PAPER = partial(in_tower, lambda tower, count: mame(tower, tau=0.8, blocks=count))
 _EVERY: dict[str, tuple[str, On]] = {

@@ -14,7 +14,7 @@ again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from mame_sd.runs.model_files import ModelChoice
 
 from ..images import load_image
 from ..perception.encoders import check_size
+from ..runner import Lines, Store, measure_cases
 from ..stats import mean_interval, paired_difference
-from ..store import Lines, Store
 from ..tables import interval_cell, markdown_table
 from ..timing import seconds_of
 from .model import EMBEDDED, Captioner, load_captioner
@@ -83,7 +83,7 @@ def run_caption(
     store = Store(out / "captions.jsonl", FORMAT, "captions", identity, ("row", "picture"))
     captioner = load_captioner(choice, settings.prompt, settings.weights_dir)
     caption_pictures(captioner, pictures, rows, settings.tokens, store, on_note)
-    result = {"identity": identity, "rows": figures_of(store.found, pictures, rows)}
+    result = {"identity": identity, "rows": figures_of(store.lines, pictures, rows)}
     write_atomically(out / "captions.json", f"{json.dumps(result, indent=1)}\n".encode())
     return result
 
@@ -106,28 +106,28 @@ def caption_pictures(
         store: The lines of results.
         on_note: Called with a line of progress after each picture.
     """
-    done = store.found
-    for number, (name, path) in enumerate(pictures.files.items(), 1):
-        missing = [row for row in rows if (row, name) not in done]
-        if not missing:
-            continue
-        pixels = load_image(path, convert=True)
-        check_size(pixels, str(path))
+    names = list(pictures.files)
+
+    def measure(name: str, missing: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        pixels = load_image(pictures.files[name], convert=True)
+        check_size(pixels, str(pictures.files[name]))
         inputs = captioner.call(Image.fromarray(pixels))
         whole: Tensor | None = None
         plain = _caption(captioner, BASELINE, inputs, tokens)
         for row in missing:
             made = plain if row == BASELINE else _caption(captioner, row, inputs, tokens)
-            record = {"row": row, "picture": name, **made}
+            line = dict(made)
             for part in ("first", "whole"):
-                record[f"{part}_share"] = made[part] / plain[part]
+                line[f"{part}_share"] = made[part] / plain[part]
             if row != BASELINE:
-                ids = done[BASELINE, name]["ids"]
+                ids = store.lines[BASELINE, name]["ids"]
                 whole = _read(captioner, BASELINE, inputs, ids) if whole is None else whole
                 read = _read(captioner, row, inputs, ids)
-                record["kl"] = float((whole.exp() * (whole - read)).sum(-1).mean())
-            store.add(record)
-        on_note(f"{number} of {len(pictures.files)} pictures")
+                line["kl"] = float((whole.exp() * (whole - read)).sum(-1).mean())
+            yield row, line
+        on_note(f"{names.index(name) + 1} of {len(names)} pictures")
+
+    measure_cases(store, names, rows, measure, lambda name, row: {"row": row, "picture": name})
 
 
 @torch.inference_mode()
@@ -137,7 +137,7 @@ def _caption(captioner: Captioner, row: str, inputs: dict[str, Any], tokens: int
         write = partial(captioner.model.generate, **inputs, do_sample=False)  # the row's
         _, first = seconds_of(partial(write, max_new_tokens=1), captioner.device)
         ids, whole = seconds_of(partial(write, max_new_tokens=tokens), captioner.device)
-        visual = calls.counts.kept / 2  # both calls
+        visual = calls.report().kept / 2  # both calls
     written = ids[0, inputs["input_ids"].shape[1] :]
     return {
         "caption": captioner.text(written),

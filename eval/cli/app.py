@@ -77,6 +77,9 @@ def score_command(
     from ..metric_list import chosen_metrics
 
     chosen = chosen_metrics(scoring.metrics)
+    from ..scoring.runs import Run
+
+    a, b = Run.open_any(run_a), Run.open_any(run_b)
     from mame_sd.runs.devices import pick_device
 
     from ..scoring.tools import CLIPS, Tools
@@ -90,7 +93,7 @@ def score_command(
         fid_backend=scoring.fid_backend,
     )
     with progress("images") as tools.on_progress:
-        found = score_runs(run_a, run_b, scoring.reference, chosen, tools, note)
+        found = score_runs(a, b, scoring.reference, chosen, tools, note)
     answer(scores_table(found["metrics"]), scores_json(found))
 
 
@@ -130,6 +133,10 @@ def benchmark_command(
         raise UserError(
             f"--quick: expected --suite {README}, got {suite}; leave it out, or give that"
         )
+    from ..benchmark.rows import check_rows
+
+    check_rows(options.rows, options.row)
+    model.check_place()
     from .benchmark import command_again, run_benchmark
 
     again = command_again(context.obj or ["benchmark"])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mame_sd.cli.options import FieldOptions
 from mame_sd.errors import UserError
@@ -18,37 +17,31 @@ CLASSIFY_SUITES = ("vit", "zero-shot", "ablation", "video")  # of `perception.ro
 WEIGHTS_HELP = "Folder with weights of metrics, looked into first."
 
 
-class PretrainedOptions(FieldOptions):
-    """The options of a ModelChoice that count for a pretrained transformer.
+def pretrained_options(model: str, /, **defaults: str) -> FieldOptions:
+    """Return the options of a ModelChoice that apply to a pretrained transformer.
 
     Args:
-        model: what may be loaded, for the help text.
-        defaults: of options, in the place of the dataclass's own.
+        model: help text of --model.
+        defaults: defaults by field name, instead of those of the dataclass.
     """
-
-    def __init__(self, model: str, /, **defaults: str) -> None:
-        without = ("scheduler", "loras", "variant", "single_file_config")
-        super().__init__(ModelChoice, "Model", without, {"model": model})
-        self._defaults = defaults
-
-    def default(self, f: Field[Any]) -> Any:
-        return self._defaults.get(f.name, super().default(f))
+    without = ("scheduler", "loras", "variant", "single_file_config")
+    return FieldOptions(ModelChoice, "Model", without, defaults, {"model": model})
 
 
-ENCODER = PretrainedOptions(
+ENCODER = pretrained_options(
     "Folder, hub id or name of timm of a vision transformer. Default: embedded-clip."
 )
-CAPTIONER = PretrainedOptions("Folder or hub id of a LLaVA. Default: embedded-captioner.")
-LANGUAGE_MODEL = PretrainedOptions(
+CAPTIONER = pretrained_options("Folder or hub id of a LLaVA. Default: embedded-captioner.")
+LANGUAGE_MODEL = pretrained_options(
     "smollm2 (98 MB from PyPI), or a folder or name that transformers loads.",
     model="smollm2",
     dtype="float32",
 )
 SUITE_SAMPLING = FieldOptions(
     GenerateSettings,
-    "Sampling",
-    without=("negative_prompt", "images_per_prompt"),
-    otherwise="the suite's",
+    "Sampling, instead of the suite's",
+    ("negative_prompt", "images_per_prompt"),
+    given_only=True,
 )
 
 

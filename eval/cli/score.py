@@ -28,21 +28,19 @@ from ..stats import paired_difference
 
 
 def score_runs(
-    folder_a: Path,
-    folder_b: Path,
+    a: Run,
+    b: Run,
     reference: Path | None,
     metrics: Sequence[Metric],
     tools: Tools,
     on_note: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`metrics` of the run in `folder_b`, against that in `folder_a`, and the manifest of the
-    scoring.
+    """Return `metrics` of the run `b`, against the run `a`, and the manifest of the scoring.
 
     Raises:
         UserError: runs that do not pair, images that can't be compared, no weights, no reference
             where one is needed.
     """
-    a, b = Run.open_any(folder_a), Run.open_any(folder_b)
     if b.plain and any(metric.needs == "image" for metric in metrics):
         raise UserError(
             "--metrics clip_score: expected a run folder, which knows its prompts, got a folder of"

@@ -1,4 +1,4 @@
-"""Samples of a rectified flow, and how far one velocity is from another."""
+"""Samples of a rectified flow."""
 
 from __future__ import annotations
 
@@ -78,17 +78,3 @@ def sample(
         velocity = guided_velocity(instrument, state, time, thumbnails.to(device), guidance)
         state = state + (following - time) * velocity
     return state.clamp(-1, 1)
-
-
-@torch.no_grad()
-def noised(clean: Tensor, time: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Return clean samples with noise of `time`, and the velocity there: both [B, *shape]."""
-    g = torch.Generator().manual_seed(seed)
-    noise = torch.randn(clean.shape, generator=g).to(clean.device)
-    return (1 - time) * clean + time * noise, noise - clean
-
-
-def relative_error(velocity: Tensor, reference: Tensor) -> Tensor:
-    """Return |velocity - reference| / |reference| of each sample: [B]."""
-    difference = (velocity - reference).flatten(1).norm(dim=1)
-    return difference / reference.flatten(1).norm(dim=1)

@@ -1,8 +1,8 @@
 """CLIP score (Hessel et al., 2021) and the likeness of two images as CLIP sees them.
 
-torchmetrics' CLIPScore does not run with transformers 5, and cuts long captions without their end
-token, so that they all score alike. Here the tokenizer cuts them, end token kept, and `Clip.cut`
-says which.
+Own code, because torchmetrics' CLIPScore (1.9) does not run with transformers 5, and cuts long
+captions without their end token, so that they all score alike. Here the tokenizer cuts them and
+keeps the end token, and `Clip.cut` says which ones.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Kernel distance between two sets of features (KID, Binkowski et al., arXiv 1801.01401): the
 squared maximum mean discrepancy by a cubic polynomial kernel, without bias at any number of images.
+
+Own code, because torchmetrics can't compare sets of different sizes: it draws subsets of one size
+from both, by the global generator. On whole sets of one size the two are equal.
 """
 
 from __future__ import annotations

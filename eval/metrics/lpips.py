@@ -2,8 +2,11 @@
 from 0 for equal images upward. Distances between unit-length features of a classifier, weighted per
 channel.
 
-It depends on the resolution (one pair scores 0.72, 0.70 and 0.54 at 64, 256 and 768 pixels). So
-compare at one size and say which.
+Own code, because torchmetrics and the authors' package build their networks by torchvision, whose
+wheels fit one build of torch and break diffusers next to another.
+
+The distance depends on the resolution (one pair scores 0.72, 0.70 and 0.54 at 64, 256 and 768
+pixels). So compare at one size and say which.
 """
 
 from __future__ import annotations

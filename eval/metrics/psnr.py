@@ -1,5 +1,7 @@
-"""Peak signal-to-noise ratio of image pairs, one value a pair: pooling the error first would hide
-the worst images. Of the whole image, or of the object that stands on a plain or patterned ground.
+"""PSNR of image pairs by torchmetrics, and of the object that stands on a ground, by own code:
+torchmetrics takes no masks.
+
+Each pair has its own value, because pooling the errors first hides the worst images.
 """
 
 from __future__ import annotations
@@ -7,24 +9,26 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchmetrics.functional.image import peak_signal_noise_ratio
 
 from ..images import check_pair, to_double
 
 
 @torch.no_grad()
 def psnr(a: Tensor, b: Tensor) -> Tensor:
-    """-10 log10(mean squared error) in dB, float64 [n]; infinite for equal images.
+    """Return the PSNR of each pair in dB, float64 [n]; infinite for equal images.
 
     Args:
         a: [n, 3, H, W] in [0, 1].
-        b: the same shape and range.
+        b: The same shape and range.
 
     Raises:
-        ValueError: shapes differ, values outside [0, 1] or NaN.
+        ValueError: If shapes differ, or if values are outside [0, 1] or NaN.
     """
     check_pair(a, b)
-    error = (to_double(a) - to_double(b)).square().mean((1, 2, 3)).cpu()
-    return -10 * error.log10()
+    return peak_signal_noise_ratio(
+        to_double(a), to_double(b), data_range=1.0, reduction="none", dim=(1, 2, 3)
+    ).cpu()
 
 
 STANDS_OUT = 0.15  # distance from every colour of the border, of colours in [0, 1]
@@ -34,11 +38,10 @@ SMOOTH = 9  # pixels a side of the window in which most have to stand out
 
 @torch.no_grad()
 def object_psnr(a: Tensor, b: Tensor) -> Tensor:
-    """PSNR in dB within the object of each first image, float64 [n]; see `object_mask`.
+    """Return the PSNR in dB within the object of each first image, float64 [n].
 
-    Where no pixel stands out it is that of the whole image.
-
-    Args and errors as `psnr` has them.
+    `object_mask` finds the object. If no pixel stands out, the whole image counts. Arguments and
+    errors are those of `psnr`.
     """
     check_pair(a, b)
     error = (to_double(a) - to_double(b)).square().mean(1)
@@ -49,11 +52,11 @@ def object_psnr(a: Tensor, b: Tensor) -> Tensor:
 
 
 def object_mask(images: Tensor) -> Tensor:
-    """Return where images [n, 3, H, W] in [0, 1] differ from all colours of their border: bool
-    [n, H, W].
+    """Return the pixels of images [n, 3, H, W] in [0, 1] that differ from all colours of their
+    border, bool [n, H, W].
 
-    The embedded models draw one subject on a ground that fills the border, plain or with a
-    pattern. No prompt says where the subject is, so its place is read off the unmerged image.
+    The embedded models draw one subject on a plain or patterned ground that fills the border. No
+    prompt says where the subject is, so the unmerged image tells.
     """
     border = torch.cat(
         [images[:, :, 0], images[:, :, -1], images[:, :, :, 0], images[:, :, :, -1]], 2

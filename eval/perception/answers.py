@@ -8,8 +8,8 @@ Both files grow as results are made, so that a stopped run continues. Processes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,14 @@ from mame_sd.runs.processes import Process
 
 from ..benchmark.timings import Timing, timed_rounds
 from ..memory import allocations, most, weight_bytes
-from ..store import Store, another_file, read_store
+from ..runner import Store, measure_cases
 from ..timing import timed
 from .data import ImageSet
 from .heads import Head
 from .methods import Method
 
 FORMAT = "mame-sd answers 4"
+KEYS = ("batch", "files")  # `files`: a digest of the names and sizes of its files
 Progress = Callable[[int, int], object]
 
 
@@ -38,13 +39,11 @@ class Batch:
         answers: The class of each image.
         flops: Multiply-adds for one image.
         tokens: Tokens before the first block, then after each block.
-        files: A digest of the names and sizes of its files.
     """
 
     answers: list[int]
     flops: float
     tokens: list[float]
-    files: str
 
 
 Batches = dict[int, Batch]
@@ -100,21 +99,28 @@ def answers_of(
     done = read_batches(file, about, files)
     process.wait()  # everyone has read before anyone writes
     mine = [number for number in range(len(batches)) if number not in done]
+    mine = mine[process.rank :: process.count]
     path = file.with_name(f"{file.stem}.{process.rank}{file.suffix}")
-    store = Store(path, FORMAT, "answers", about, ("batch",), fresh=True)
-    answered: Batches = {}
-    count = sum(len(batches[number]) for number in done)
-    on_progress(count, len(images.files))
-    for number in mine[process.rank :: process.count]:
+    store = Store(path, FORMAT, "answers", about, KEYS, fresh=True)
+
+    def key(number: int, row: None) -> dict[str, Any]:
+        return {"batch": number, "files": files[number]}
+
+    def measure(number: int, rows: Sequence[None]) -> Iterator[tuple[None, dict[str, Any]]]:
         inputs = asked.inputs(batches[number])
         with method.counting(asked.head.encoder.model) as handle:
             answers = asked.head.logits(inputs).argmax(-1).tolist()
             report = handle.report()
         tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
-        answered[number] = Batch(answers, report.flops, tokens, files[number])
-        store.add({"batch": number, **asdict(answered[number])})
-        count += len(answers)
-        on_progress(count, len(images.files))
+        yield None, {"answers": answers, "flops": report.flops, "tokens": tokens}
+
+    before = len(done)
+
+    def tell(count: int, total: int) -> None:
+        on_progress(min((before + count) * asked.size, len(images.files)), len(images.files))
+
+    measure_cases(store, mine, [None], measure, key, on_progress=tell)
+    answered = {number: _batch(store.lines[number, files[number]]) for number in mine}
     for others in process.all_gather(answered):
         done.update(others)
     return dict(sorted(done.items()))
@@ -135,14 +141,18 @@ def read_batches(file: Path, about: Mapping[str, Any], files: Sequence[str]) -> 
     for path in sorted(file.parent.glob(f"{file.stem}.*{file.suffix}")):
         if not path.suffixes[-2][1:].isdigit():
             continue
-        lines = read_store(path, FORMAT, "answers", about, ("batch",), fresh=True)
-        try:
-            for (number,), line in lines.items():
-                if number < len(files) and line["files"] == files[number]:
-                    batches[number] = Batch(**{k: v for k, v in line.items() if k != "batch"})
-        except (KeyError, TypeError) as error:
-            raise another_file(path, FORMAT, "answers", error) from None
+        store = Store(path, FORMAT, "answers", about, KEYS, fresh=True)
+        for number, digest in enumerate(files):
+            if (number, digest) in store.lines:
+                try:
+                    batches[number] = _batch(store.lines[number, digest])
+                except TypeError as error:
+                    raise store.refused(error) from None
     return batches
+
+
+def _batch(line: Mapping[str, Any]) -> Batch:
+    return Batch(**{name: value for name, value in line.items() if name not in KEYS})
 
 
 @torch.no_grad()

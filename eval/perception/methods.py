@@ -22,7 +22,7 @@ from mame_sd.perception.settings import EVERY, LEFT
 from mame_sd.runs.methods import NotApplicable
 
 from ..results.schema import Family
-from .rivals import embedding_of, on_smaller_images, rival_on
+from .rivals import ablated, embedding_of, on_smaller_images, rival_on
 from .rules import EViT, RandomDrop, Rule, ToMe, quarters
 
 HALVINGS = 16  # of the knob's range
@@ -64,9 +64,19 @@ class Method:
                     yield handle
 
 
-def merged(blocks: int | tuple[int, ...] | str | None, **fields: Any) -> Method:
-    """Merge by arguments of `apply_encoder`; `blocks` may be a name of `BLOCKS`."""
-    config = {**fields, "blocks": blocks}
+def merged(
+    blocks: int | tuple[int, ...] | str | None,
+    ablation: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Method:
+    """Merge by arguments of `apply_encoder`.
+
+    Args:
+        blocks: As in `apply_encoder`, or a name of `BLOCKS`.
+        ablation: Arguments of `AblatedBlock` for an ablation of the paper's method, or None.
+        fields: Further arguments of `apply_encoder`.
+    """
+    config = {**fields, **({"ablation": ablation} if ablation else {}), "blocks": blocks}
     if "tau" not in fields:
         every = {"every": EVERY} if blocks is None else {}
         config["defaults"] = {"left": LEFT, "schedule": "decreasing", **every}
@@ -77,7 +87,10 @@ def merged(blocks: int | tuple[int, ...] | str | None, **fields: Any) -> Method:
         chosen = BLOCKS[blocks](depth) if isinstance(blocks, str) else blocks
         with encoder_restored(model):
             try:
-                handle = apply_encoder(model, blocks=chosen, **fields)
+                if ablation is None:
+                    handle = apply_encoder(model, blocks=chosen, **fields)
+                else:
+                    handle = ablated(model, chosen, ablation, **fields)
             except ValueError as error:
                 raise NotApplicable(f"this model can't merge so: {error}") from None
             yield handle

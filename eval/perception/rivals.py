@@ -11,7 +11,7 @@ happens to the tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mame_sd.core.paper import Plan, plan_tokens
 from mame_sd.perception.apply_encoder import encoder_restored
 from mame_sd.perception.counts import width_of
 from mame_sd.perception.encoder_registry import Encoder, find_encoder
@@ -55,7 +56,7 @@ class RivalBlock(MergedBlock):
         if self.spec.joined:
             width = width_of(self.block, self.spec)
             output = output[..., :width] if what == "queries" else output[..., width : 2 * width]
-        self._heard[what] = output.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        self._heard[what] = output.unflatten(-1, (heads_of(self), -1)).transpose(1, 2)
 
     def _merge(
         self,
@@ -77,6 +78,70 @@ class RivalBlock(MergedBlock):
         if self.shared.now.counting:
             self.counts.add(x.shape[1], reduced.x.shape[1], reduced.cost)
         return reduced.x, reduced.sizes
+
+
+class AblatedBlock(MergedBlock):
+    """A block that merges by the paper's method with one part of it exchanged.
+
+    Args:
+        ablation: `feature` ("k" compares keys, "k-mean" keys averaged over heads), or keyword
+            arguments of `plan_tokens`.
+        args: Those of `MergedBlock`.
+    """
+
+    def __init__(self, ablation: Mapping[str, Any], *args: Any) -> None:
+        self.options = dict(ablation)
+        self.compared = self.options.pop("feature", "x")
+        super().__init__(*args)
+
+    @property
+    def compares_keys(self) -> bool:
+        """True if similarity compares keys."""
+        return bool(self.compared != "x")
+
+    def _feature(self, x: Tensor, normed: Tensor) -> Tensor:
+        keys = super()._feature(x, normed)
+        if self.compared != "k-mean":
+            return keys
+        return keys.unflatten(-1, (heads_of(self), -1)).mean(-2)
+
+    def _plan(self, feature: Tensor, size: tuple[int, int] | None) -> Plan:
+        assert self.config is not None
+        assert self.config.tau is not None
+        return plan_tokens(feature, self.config.tau, self.shared.num_prefix_tokens, **self.options)
+
+
+def ablated(
+    model: nn.Module, blocks: Any, ablation: Mapping[str, Any], tau: float
+) -> EncoderHandle:
+    """Merge by an ablation of the paper's method.
+
+    Args:
+        model: A model that contains one registered vision transformer.
+        blocks: As in `apply_encoder`.
+        ablation: See `AblatedBlock`.
+        tau: As in `apply_encoder`.
+
+    Returns:
+        The handle of the merging.
+
+    Raises:
+        ValueError: If there is no registered vision transformer, or if its keys would be compared
+            and are unknown.
+    """
+    spec = find_encoder(model)[2]
+    if "feature" in ablation and spec.keys is None:
+        raise ValueError(f"expected a model whose keys are known, got one of kind {spec.name!r}")
+    make = partial(AblatedBlock, ablation)
+    handle = EncoderHandle(model, None, blocks, {"tau": tau}, None, None, make)
+    handle.install()
+    return handle
+
+
+def heads_of(block: MergedBlock) -> int:
+    """Return the number of heads of the block's attention."""
+    owner: Any = block.block.get_submodule((block.spec.keys or "").rpartition(".")[0])
+    return int(getattr(owner, "num_attention_heads", None) or owner.num_heads)
 
 
 @contextmanager

@@ -23,14 +23,14 @@ DEFAULT = "mame-default"
 VIDEO = "video"  # the suite of clips
 PLACES: dict[str, Any] = {**{name: name for name in BLOCKS}, "last": (-1,)}
 ABLATED: dict[str, dict[str, Any]] = {  # all but what is named as the paper's
-    "feature-k": {"feature": "k"},
-    "feature-k-mean": {"feature": "k-mean"},
-    "metric-dot": {"metric": "dot"},
-    "metric-euclidean": {"metric": "euclidean", "tau": -0.5},
-    "metric-softmax": {"metric": "softmax", "tau": 0.01},
-    "sequential": {"partition": "sequential"},
-    **{f"random-{seed}": {"partition": "random", "seed": seed} for seed in range(5)},
-    "unrefined": {"refine": False},
+    "feature-k": {"ablation": {"feature": "k"}},
+    "feature-k-mean": {"ablation": {"feature": "k-mean"}},
+    "metric-dot": {"ablation": {"metric": "dot"}},
+    "metric-euclidean": {"ablation": {"metric": "euclidean"}, "tau": -0.5},
+    "metric-softmax": {"ablation": {"metric": "softmax"}, "tau": 0.01},
+    "sequential": {"ablation": {"partition": "sequential"}},
+    **{f"random-{seed}": {"ablation": {"partition": "random", "seed": seed}} for seed in range(5)},
+    "unrefined": {"ablation": {"refine": False}},
     "sizes": {"prop_attn": True},
     "restored": {"restore": True},
 }

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.fit import fitted_to
-from mame_sd.core.keys import Merged, MergeJob
-from mame_sd.core.merge import cells_of, plane_of
+from mame_sd.core.fit import fit_values
+from mame_sd.core.groups import make_cells, plane_of
+from mame_sd.core.intercept import MergeJob
+from mame_sd.core.merge_keys import Grid, Merged
 from mame_sd.diffusion.context import Step, Tokens
 from mame_sd.diffusion.layer import AttentionAdapter, LayerCall, Route
 
@@ -71,13 +72,11 @@ class RivalJob(MergeJob):
 
     make: Any = None
 
-    def merge(self, call: Mapping[str, Any], bias: bool = True) -> dict[str, Any] | None:
+    def merge(
+        self, call: Mapping[str, Any], grids: list[Grid], first: int, bias: bool = True
+    ) -> dict[str, Any] | None:
         """See `MergeJob`; nothing is counted, as published, nor fitted unless it is asked for."""
-        placed = self.place(call)
-        if placed is None:
-            return None
-        (grid, *_), first = placed
-        start, size, _ = grid
+        start, size, _ = grids[0]
         end, parts = start + math.prod(size), []
         plan: Any = None
         for t in (call["key"], call["value"]):
@@ -89,11 +88,14 @@ class RivalJob(MergeJob):
         mask = call.get("attn_mask")
         if mask is not None:
             raise ValueError("attn_mask: expected none, a rival's keys have no place in it")
-        if self.how.fit_queries:
-            drawn = cells_of(size, 0.5, device=image.device).queries
-            at = drawn[0 if self.draw is None else int(self.draw)][: self.how.fit_queries] + first
+        if self.options.fit_queries:
+            drawn = make_cells(size, 0.5, device=image.device).queries
+            at = (
+                drawn[0 if self.draw is None else int(self.draw)][: self.options.fit_queries]
+                + first
+            )
             no_bias = parts[0].new_zeros(1, 1, 1, parts[0].shape[2])
-            parts[1] = fitted_to(
+            parts[1] = fit_values(
                 call["query"].index_select(2, at), (call["key"], call["value"]),
                 (parts[0], parts[1]), no_bias, None, call.get("scale"),
                 (start, parts[0].shape[2] - tokens.shape[1] + end),

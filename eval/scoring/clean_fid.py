@@ -1,5 +1,7 @@
-"""FID by the code of the package clean-fid itself (Parmar et al., CVPR 2022, arXiv 2104.11222), for
-``--fid-backend``.
+"""FID by the package clean-fid (Parmar et al., CVPR 2022, arXiv 2104.11222), for ``--fid-backend``.
+
+The package is an extra of its own: it needs torchvision, whose wheels from PyPI break diffusers
+next to a CPU build of torch.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ from unicodedata import normalize
 from mame_sd.errors import UserError
 from mame_sd.runs.records import Sample, read_manifest, read_samples
 
-from ..images import image_files
-
 AGAIN = "run generate again, into a new folder where that does not help"
 
 
@@ -50,6 +48,8 @@ class Run:
             (folder / name).exists() for name in ("manifest.json", "samples.jsonl")
         ):
             return cls.open(folder)
+        from ..images import image_files  # imports torch, which errors of runs can do without
+
         files = image_files(folder)
         names = [(path, normalize("NFC", path.stem)) for path in files]
         items = {name: Sample(name, name, "", 0, None, path, {}) for path, name in names}

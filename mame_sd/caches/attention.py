@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mame_sd import upstream
+from mame_sd import compat
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 _NEAR = 1e-2  # relative difference allowed on trial, which covers 16-bit kernels
@@ -94,7 +94,7 @@ class Attention:
         """
         keys: list[Tensor] = []
         queries, places = _Queries(), torch.tensor([[0, 3, 11]], device="cpu")
-        name = upstream.cache_argument(self.module.forward) or upstream.CACHE_NAMES[0]
+        name = compat.cache_argument(self.module.forward) or compat.CACHE_NAMES[0]
         why, cause = "its keys are other ones", None
 
         def update(key: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -215,7 +215,7 @@ def attention_layers(model: nn.Module) -> list[Attention]:
 
 def _layer(model: nn.Module, path: str, module: Any) -> Attention:
     config, name = getattr(module, "config", model.config), type(model).__name__
-    used = upstream.implementation_of(config)
+    used = compat.implementation_of(config)
     if used not in IMPLEMENTATIONS:
         raise ValueError(
             f"attn_implementation: expected {' or '.join(IMPLEMENTATIONS)}, whose masks can weigh"
@@ -230,7 +230,7 @@ def _layer(model: nn.Module, path: str, module: Any) -> Attention:
         raise ValueError(f"model: expected attention without learned sinks, got {name}")
     parts = path.split(".")
     around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1)]
-    if any(map(upstream.is_compiled, around)):
+    if any(map(compat.is_compiled, around)):
         raise ValueError(
             f"model: expected one that isn't compiled, got a compiled {name}, whose graphs may lack"
             " what shortens its cache; give the model without torch.compile"

@@ -6,7 +6,7 @@ same model are refused unless they are in a block of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -17,25 +17,20 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from mame_sd import upstream
+from mame_sd import compat
 from mame_sd.caches.attention import Attention, attention_layers
 from mame_sd.caches.layer import CompressedLayer
-from mame_sd.caches.selection import Look, Selection, full_price_of
+from mame_sd.caches.selection import ScoredLayer, Selection, token_bytes
 from mame_sd.caches.view import CacheView
 from mame_sd.report import NothingMergedError, counted
 
 _RUNNING: ContextVar[tuple[_Work, ...]] = ContextVar("_RUNNING", default=())
 
 
-@dataclass
 class CacheHandle:
     """What `compress_cache` did.
 
     Attributes:
-        keep: Share of the bytes that stays. A new value applies to later prompts; in a block that
-            was entered with 1 it stays 1.
-        compressing: If False, caches stay as they are, for example while a text is scored after a
-            prompt.
         layers: Indices of the compressed layers.
         passed_by: Indices of layers that aren't compressed because they attend to a window only.
         tokens: For each compressed layer, the tokens seen and the mean number of keys per head that
@@ -43,25 +38,38 @@ class CacheHandle:
         bytes: For each compressed layer, its bytes before and after the last compression.
     """
 
-    keep: float
-    compressing: bool = True
-    layers: tuple[int, ...] = ()
-    passed_by: tuple[int, ...] = ()
-    tokens: dict[int, tuple[int, float]] = field(default_factory=dict)
-    bytes: dict[int, tuple[int, int]] = field(default_factory=dict)
-    watched: bool = field(default=False, init=False, repr=False)  # whether hooks are on the model
+    def __init__(self, keep: float, layers: Sequence[int], passed_by: Sequence[int]) -> None:
+        self.keep = keep
+        self.layers, self.passed_by = tuple(layers), tuple(passed_by)
+        self.tokens: dict[int, tuple[int, float]] = {}
+        self.bytes: dict[int, tuple[int, int]] = {}
+        self._compressing = True
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "keep":
-            check_keep(value)
-            if getattr(self, "keep", None) == 1 != value and not self.watched:
-                raise ValueError(
-                    f"keep: expected 1 in a block that was entered with it, got {value!r}; enter"
-                    " one of compress_cache with a smaller share"
-                )
-        elif name == "compressing" and not isinstance(value, bool):
+    @property
+    def keep(self) -> float:
+        """Share of the bytes that stays. A new value applies to later prompts."""
+        return self._keep
+
+    @keep.setter
+    def keep(self, value: float) -> None:
+        check_keep(value)
+        self._keep = float(value)
+
+    @property
+    def compressing(self) -> bool:
+        """If False, caches stay as they are, for example while a text is scored after a prompt."""
+        return self._compressing
+
+    @compressing.setter
+    def compressing(self, value: bool) -> None:
+        if not isinstance(value, bool):
             raise TypeError(f"compressing: expected True or False, got {value!r}")
-        super().__setattr__(name, value)
+        self._compressing = value
+
+    @property
+    def idle(self) -> bool:
+        """True if prompts leave their caches as they are."""
+        return self.keep == 1 or not self.compressing
 
     def report(self) -> str:
         """Return one line about what stayed, and a second one about layers that were passed by."""
@@ -118,7 +126,7 @@ def compress_cache(
         NothingMergedError: If the block ends, forwards of several tokens ran, and no layer was
             compressed.
     """
-    upstream.require("transformers")
+    compat.require("transformers")
     check_keep(keep)
     chosen = method if isinstance(method, Selection) else Selection(method)
     every = attention_layers(model)
@@ -127,7 +135,10 @@ def compress_cache(
     if cache not in (None, "dynamic"):
         raise ValueError(f"cache_implementation: expected a dynamic cache, got {cache!r}")
     if getattr(config, "prompt_lookup_num_tokens", None):
-        raise ValueError(_ASSISTED)
+        raise ValueError(
+            "prompt_lookup_num_tokens: expected none inside compress_cache, whose caches can't give"
+            " tokens back, got it; generate without it"
+        )
     layers = {id(layer.module): layer for layer in every if not layer.sliding}
     if not layers:
         raise ValueError(
@@ -138,18 +149,14 @@ def compress_cache(
     if any(work.live and work.layers.keys() & layers.keys() for work in running):
         raise ValueError("model: its cache is compressed already; leave that compress_cache first")
     handle = CacheHandle(
-        float(keep),
-        layers=tuple(layer.index for layer in layers.values()),
-        passed_by=tuple(layer.index for layer in every if layer.sliding),
+        keep,
+        [layer.index for layer in layers.values()],
+        [layer.index for layer in every if layer.sliding],
     )
-    if keep == 1:
-        yield handle
-        return
     work = _Work(type(model).__name__, layers, chosen, handle)
     _RUNNING.set((*running, work))
     try:
         work.install()
-        handle.watched = True
         yield handle
         if work.ran and not handle.tokens:
             raise NothingMergedError(
@@ -174,19 +181,13 @@ def _check_kind(model: nn.Module, layers: dict[int, Attention]) -> None:
             )
 
 
-_ASSISTED = (
-    "assistant_model, prompt_lookup_num_tokens: expected none inside compress_cache, whose caches"
-    " can't give tokens back; generate without them"
-)
-
-
 @dataclass
 class _Forward:
     """One forward of a model on one cache."""
 
     mask: Tensor | None  # the model's own, over all tokens seen
     # Layers that wait for the others, by index.
-    waiting: dict[int, tuple[CacheView, Look]] = field(default_factory=dict)
+    waiting: dict[int, tuple[CacheView, ScoredLayer]] = field(default_factory=dict)
 
 
 class _Hook:
@@ -243,7 +244,7 @@ class _Work:
     def _refuse(self, module: Any, tokens: int) -> None:
         """Raise RuntimeError for a prompt from a thread that has no block on this model."""
         others = any(work.live and id(module) in work.layers for work in _RUNNING.get())
-        if self.live and tokens > 1 and not others:
+        if self.live and tokens > 1 and not others and not self.handle.idle:
             raise RuntimeError(
                 "expected prompts from a thread whose own compress_cache block is open, got one"
                 f" from another while one compresses caches of this {self.name}: enter a block in"
@@ -254,7 +255,7 @@ class _Work:
         self, module: Any, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]] | None:
         """Give a compressed layer the mask of the keys that it still holds."""
-        cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
+        cache, hidden = compat.cache_in(kwargs), _input_of(args, kwargs)
         if cache is None:
             return None
         if not self._acts():
@@ -262,10 +263,8 @@ class _Work:
             return None
         mask = kwargs.get("attention_mask")
         if id(module) == self.first:
-            if hidden.shape[1] > 1 and upstream.assisted():
-                raise ValueError(_ASSISTED)
             self.forwards[cache] = _Forward(mask)
-        layer = _layer_of(cache, module.layer_idx, self.handle.compressing)
+        layer = _layer_of(cache, module.layer_idx, not self.handle.idle)
         if isinstance(layer, CompressedLayer) and layer.compressed:
             heads = module.config.num_attention_heads
             kwargs["attention_mask"] = layer.mask(mask, hidden.shape[1], heads, hidden.dtype)
@@ -274,10 +273,8 @@ class _Work:
     @torch.no_grad()
     def _after(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Score a layer's keys after several tokens; compress all layers after the last one."""
-        cache, hidden = upstream.cache_in(kwargs), _input_of(args, kwargs)
-        handle = self.handle
-        idle = not handle.compressing or handle.keep == 1
-        if not self._acts() or idle or hidden.shape[1] == 1:
+        cache, hidden = compat.cache_in(kwargs), _input_of(args, kwargs)
+        if not self._acts() or self.handle.idle or hidden.shape[1] == 1:
             return
         self.ran += id(module) == self.first
         layer = None if cache is None else _layer_of(cache, module.layer_idx)
@@ -285,25 +282,25 @@ class _Work:
             return
         forward = self.forwards[cache]
         view = _view(self.layers[id(module)], layer, hidden, forward.mask, kwargs)
-        look = self.method.look(view, self.handle.keep)
+        scored_layer = self.method.score_layer(view, self.handle.keep)
         # An empty tensor releases the layer's input, which a slice of it would keep.
         empty = hidden.new_empty(hidden.shape[0], 0, hidden.shape[2])
-        forward.waiting[view.layer] = replace(view, hidden_states=empty), look
+        forward.waiting[view.layer] = replace(view, hidden_states=empty), scored_layer
         if id(module) == self.last:
             self._shorten(cache, self.forwards.pop(cache).waiting)
 
-    def _shorten(self, cache: Cache, waiting: dict[int, tuple[CacheView, Look]]) -> None:
+    def _shorten(self, cache: Cache, waiting: dict[int, tuple[CacheView, ScoredLayer]]) -> None:
         """Compress all layers one by one, and release the full cache of each."""
-        views, looks = zip(*waiting.values(), strict=True)
-        lengths = self.method.lengths(views, looks, self.handle.keep)
-        del views, looks
+        views, scored = zip(*waiting.values(), strict=True)
+        lengths = self.method.lengths(views, scored, self.handle.keep)
+        del views, scored
         tokens, held = {}, {}
         for index, length in zip(list(waiting), lengths, strict=True):
-            view, look = waiting.pop(index)
-            kept = self.method.shorten(view, look, length.to(view.keys.device))
+            view, scored_layer = waiting.pop(index)
+            kept = self.method.shorten(view, scored_layer, length.to(view.keys.device))
             layer = cache.layers[index] = CompressedLayer(kept, view.seen)
             tokens[index] = view.seen, float(kept.real_keys().sum() / kept.slots[..., 0].numel())
-            full = full_price_of(view) * view.seen * view.keys.shape[0]
+            full = token_bytes(view) * view.seen * view.keys.shape[0]
             held[index] = full, layer.nbytes
         self.handle.tokens, self.handle.bytes = tokens, held
 
@@ -390,8 +387,7 @@ def _layer_of(cache: Cache, index: int, compressing: bool = True) -> Any:
             " offloading out"
         )
     layer = layers[index] if index < len(layers) else None
-    known = layer is None or type(layer) in (DynamicLayer, CompressedLayer)
-    if compressing and not known:
+    if compressing and type(layer) not in (type(None), DynamicLayer, CompressedLayer):
         raise ValueError(
             f"cache: expected a DynamicCache, got {name} with a {type(layer).__name__}; leave"
             " cache_implementation out"

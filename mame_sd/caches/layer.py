@@ -160,7 +160,7 @@ class CompressedLayer(DynamicLayer):
         if count > later:
             raise ValueError(
                 f"crop: expected at most the {later} tokens that came after the compression, got"
-                f" {count}"
+                f" {count}; generate without assistant_model and prompt_lookup_num_tokens"
             )
         if count > 0:
             self._each(lambda t: t[:, :, :-count])

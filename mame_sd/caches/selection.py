@@ -37,7 +37,7 @@ class Scores(Protocol):
         """Return a number for each key of one layer, [B, h, L]; the highest ones stay."""
 
 
-class Look(NamedTuple):
+class ScoredLayer(NamedTuple):
     """What is kept of a layer's forward until all layers have run."""
 
     scores: Tensor  # [B, h, L]; inf if the key stays in any case, -inf at padding
@@ -70,10 +70,10 @@ class Selection:
                 f"method: expected an object with score(view), got {type(method).__name__}"
             )
 
-    def look(self, view: CacheView, keep: float) -> Look:
+    def score_layer(self, view: CacheView, keep: float) -> ScoredLayer:
         """Score the keys of a layer, and choose the queries that its values will be fitted to."""
         method = self.method
-        moved, valid = view.to_come(SCORING if method is None else COUNT, AHEAD)
+        moved, valid = view.future_queries(SCORING if method is None else COUNT, AHEAD)
         if method is None:
             scores = future_attention(view, moved, valid)
             moved, valid = _fewer(moved, valid)
@@ -86,20 +86,22 @@ class Selection:
                 f"{type(method).__name__}.score: expected a number for each key,"
                 f" {list(view.slots.shape)}, got {got}"
             )
-        return Look(marked(scores, view, keep), moved, valid)
+        return ScoredLayer(with_fixed_keys(scores, view, keep), moved, valid)
 
-    def lengths(self, views: Sequence[CacheView], looks: Sequence[Look], keep: float) -> Tensor:
+    def lengths(
+        self, views: Sequence[CacheView], scored: Sequence[ScoredLayer], keep: float
+    ) -> Tensor:
         """Share the budget among layers, the largest gain of scores per byte first.
 
         Args:
             views: The layers.
-            looks: What `look` returned for them.
+            scored: What `score_layer` returned for them.
             keep: Share of the bytes that stays.
 
         Returns:
             The number of keys in each head, at least 1, LongTensor [layers, B].
         """
-        ranked = [look.scores.sort(-1, descending=True).values.cpu() for look in looks]
+        ranked = [layer.scores.sort(-1, descending=True).values.cpu() for layer in scored]
         low = min(float(each.masked_fill(each == -torch.inf, torch.inf).min()) for each in ranked)
         low = 0.0 if low == torch.inf else low  # inf: every key stays
         curves, prices = [], []
@@ -110,25 +112,25 @@ class Selection:
             place = torch.arange(gain.shape[1], device=gain.device)
             gain = gain.masked_fill(place < least.unsqueeze(1), torch.inf)
             gain = gain.masked_fill(place >= (each > -torch.inf).sum(-1).amax(1, keepdim=True), -1)
-            curves.append(gain / price_of(view))
-            prices.append(gain.new_full((gain.shape[1],), price_of(view)))
+            curves.append(gain / key_bytes(view))
+            prices.append(gain.new_full((gain.shape[1],), key_bytes(view)))
         gains, order = torch.cat(curves, 1).sort(dim=1, descending=True, stable=True)
         spent = torch.cat(prices).double()[order].cumsum(1)
-        total = keep * torch.stack([v.counts().cpu() * full_price_of(v) for v in views]).sum(0)
+        total = keep * torch.stack([v.counts().cpu() * token_bytes(v) for v in views]).sum(0)
         stays = ((spent <= total.unsqueeze(1)) | (gains == torch.inf)) & (gains >= 0)
         picked = torch.zeros_like(stays).scatter(1, order, stays)
         return torch.stack([p.sum(1) for p in picked.split([c.shape[1] for c in curves], 1)])
 
-    def shorten(self, view: CacheView, look: Look, length: Tensor) -> Kept:
+    def shorten(self, view: CacheView, layer: ScoredLayer, length: Tensor) -> Kept:
         """Keep the keys with the highest scores, with fitted values.
 
         Args:
             view: The layer.
-            look: What `look` returned for it.
+            layer: What `score_layer` returned for it.
             length: Number of keys in each head, LongTensor [B].
         """
-        kept, place = gathered(view, look.scores, length)
-        return with_fitted_values(view, kept, place, look.queries, look.valid)
+        kept, place = gather_keys(view, layer.scores, length)
+        return with_fitted_values(view, kept, place, layer.queries, layer.valid)
 
 
 def future_attention(view: CacheView, moved: Tensor, valid: Tensor) -> Tensor:
@@ -171,24 +173,24 @@ def _fewer(queries: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return queries.gather(2, wide), each < n
 
 
-def full_price_of(view: CacheView) -> int:
+def token_bytes(view: CacheView) -> int:
     """Return the bytes of one token's keys and values in a layer."""
     width = view.keys.shape[-1] + view.values.shape[-1]
     return view.keys.shape[1] * view.keys.element_size() * width
 
 
-def price_of(view: CacheView) -> int:
+def key_bytes(view: CacheView) -> int:
     """Return the bytes of one kept key in every head of a layer, with its bias and slot."""
-    return full_price_of(view) + view.keys.shape[1] * (view.keys.element_size() + SLOT)
+    return token_bytes(view) + view.keys.shape[1] * (view.keys.element_size() + SLOT)
 
 
 def budget(view: CacheView, keep: float) -> Tensor:
     """Return the number of keys that a head keeps on average, at least 1, LongTensor [B]."""
-    share = keep * full_price_of(view) / price_of(view)
+    share = keep * token_bytes(view) / key_bytes(view)
     return (view.counts() * share).long().clamp(min=1)
 
 
-def marked(scores: Tensor, view: CacheView, keep: float) -> Tensor:
+def with_fixed_keys(scores: Tensor, view: CacheView, keep: float) -> Tensor:
     """Set scores to inf at the first and the newest tokens, and to -inf where there is no key.
 
     If the budget is small, the first tokens take at most a quarter of it and the newest ones a
@@ -209,7 +211,7 @@ def marked(scores: Tensor, view: CacheView, keep: float) -> Tensor:
     return scores.masked_fill(first | last, torch.inf).masked_fill(~view.real_keys(), -torch.inf)
 
 
-def gathered(view: CacheView, scores: Tensor, length: Tensor) -> tuple[Kept, Tensor]:
+def gather_keys(view: CacheView, scores: Tensor, length: Tensor) -> tuple[Kept, Tensor]:
     """Gather the keys with the highest scores in each head, padded to the longest sample.
 
     Args:

@@ -42,7 +42,7 @@ class CacheView(Kept):
         ranks = self.tokens.long().cumsum(1) - 1
         return ranks.unsqueeze(1).expand(-1, self.slots.shape[1], -1).gather(2, self.slots)
 
-    def newest(self, count: int | None = None) -> tuple[Tensor, Tensor]:
+    def newest_queries(self, count: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the newest `count` queries, rotated, and their tokens.
 
         Args:
@@ -57,7 +57,7 @@ class CacheView(Kept):
         slots = torch.arange(self.seen - n, self.seen, device=self.keys.device)
         return self.rotate(self.project(hidden), self.next.unsqueeze(1) - later), slots
 
-    def to_come(self, count: int, ahead: int) -> tuple[Tensor, Tensor]:
+    def future_queries(self, count: int, ahead: int) -> tuple[Tensor, Tensor]:
         """Move the prompt's queries to future positions.
 
         Args:

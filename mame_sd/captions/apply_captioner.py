@@ -18,11 +18,11 @@ from mame_sd.captions.captioner_registry import (
 )
 from mame_sd.captions.handle import CaptionHandle
 from mame_sd.captions.patch import detach, restored_after
+from mame_sd.compat import require_captioner
 from mame_sd.config import MaMeConfig
 from mame_sd.perception.apply_encoder import remove_encoder
 from mame_sd.perception.encoder_registry import find_encoder
 from mame_sd.refused import CAPTIONERS
-from mame_sd.upstream import require_captioner
 
 
 def apply_captioner(

@@ -119,19 +119,19 @@ def axes_of(model: Any, call: dict[str, Any]) -> Tensor | None:
     Raises:
         ValueError: If the model needs to be told which tokens are image tokens, and isn't.
     """
-    given: Tensor | None = call.get("position_ids")
+    positions: Tensor | None = call.get("position_ids")
     index = getattr(model.model, "get_rope_index", None)
     if index is None:
-        return given
+        return positions
     names = inspect.signature(index).parameters
     if "mm_token_type_ids" in names and "mm_token_type_ids" not in call:
         raise ValueError(
             "mm_token_type_ids: expected the processor's with images, got none; without them"
             f" {type(model).__name__} can't tell rows and columns"
         )
-    if given is None:
-        given = index(**{name: call[name] for name in names if name in call})[0]
-    return given
+    if positions is None:
+        positions = index(**{name: call[name] for name in names if name in call})[0]
+    return positions
 
 
 def _alike(counts: list[int]) -> list[list[int]]:

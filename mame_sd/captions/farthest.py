@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mame_sd.core.merge import no_autocast
+from mame_sd.core.groups import no_autocast
 
 
 def farthest_first(similarity: Tensor, count: int) -> Tensor:

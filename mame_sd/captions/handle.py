@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -61,11 +60,11 @@ class CaptionHandle(Handle[MaMeConfig]):
 
     def report(self) -> CaptionReport:
         """Return the visual tokens since the last `reset`."""
-        return replace(self.shortener.counts)
+        return self.shortener.report()
 
     def reset(self) -> None:
         """Set all counters to zero."""
-        self.shortener.counts = CaptionReport()
+        self.shortener.sums.reset()
 
     def remove(self) -> None:
         """Remove this handle's merging from the model; that of a later handle stays."""

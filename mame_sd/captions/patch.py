@@ -27,9 +27,9 @@ from mame_sd.captions.shorten import (
     has_images,
     tower_turn,
 )
+from mame_sd.compat import cache_in
 from mame_sd.forks import free_in_children
 from mame_sd.perception.hooks import check_free, give_back, slot_of
-from mame_sd.upstream import cache_in
 
 _NAMES = ("forward", "generate")
 _CHANGES = free_in_children(threading.RLock())  # held while the patch of a model changes

@@ -28,7 +28,7 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Shortened:
     """The tokens of a batch of prompts [B, L] that stay.
 
     Attributes:
@@ -39,29 +39,22 @@ class Kept:
     rows: Tensor
     real: Tensor
 
-    def of(self, values: Tensor, padding: float) -> Tensor:
+    def of(self, values: Tensor, padding: int = 0) -> Tensor:
         """Select the values that stay.
 
         Args:
-            values: [B, L, ...].
+            values: [..., B, L] or [..., 1, L].
             padding: The value at padding.
 
         Returns:
-            Values [B, L', ...].
+            Values [..., B, L'].
         """
-        shape = (*self.rows.shape, *[1] * (values.dim() - 2))
-        rows, real = self.rows.view(shape), self.real.view(shape)
-        kept = values.gather(1, rows.expand(-1, -1, *values.shape[2:]))
-        return torch.where(real, kept, padding)
-
-    def of_positions(self, whole: Tensor) -> Tensor:
-        """Select the positions that stay, [..., B, L'], from `whole` [..., 1 or B, L]."""
-        rows = self.rows.expand(*whole.shape[:-2], -1, -1)
-        positions = whole.expand(*whole.shape[:-2], len(self.rows), -1).gather(-1, rows)
-        return positions.masked_fill(~self.real, 0)
+        rows = self.rows.expand(*values.shape[:-2], -1, -1)
+        values = values.expand(*values.shape[:-2], len(self.rows), -1)
+        return values.gather(-1, rows).masked_fill(~self.real, padding)
 
 
-def kept_of(ids: Tensor, mask: Tensor | None, token: int, images: list[Image]) -> Kept:
+def shortened(ids: Tensor, mask: Tensor | None, token: int, images: list[Image]) -> Shortened:
     """Find the tokens of prompts that stay.
 
     Args:
@@ -88,16 +81,16 @@ def kept_of(ids: Tensor, mask: Tensor | None, token: int, images: list[Image]) -
     real = column < lengths[:, None] if right else column >= longest - lengths[:, None]
     rows = torch.zeros(real.shape, dtype=torch.long, device=ids.device)
     rows[real] = kept.nonzero()[:, 1]
-    return Kept(rows, real)
+    return Shortened(rows, real)
 
 
-def check_count(found: int, images: list[Image]) -> None:
+def check_count(count: int, images: list[Image]) -> None:
     """Raise ValueError if prompts have another number of image tokens than their images."""
     unmerged = sum(image.unmerged for image in images)
-    if found != unmerged:
+    if count != unmerged:
         raise ValueError(
             f"expected {unmerged} image tokens in the prompts for {len(images)} images, got"
-            f" {found}; give the processor's own expansion of <image>, of the same images"
+            f" {count}; give the processor's own expansion of <image>, of the same images"
         )
 
 

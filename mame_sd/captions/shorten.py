@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.captions.captioner_registry import axes_of
-from mame_sd.captions.prompts import Image, kept_of
+from mame_sd.captions.prompts import Image, shortened
+from mame_sd.compat import cache_in, hidden_states_are_apart
 from mame_sd.forks import free_in_children
-from mame_sd.report import counted
-from mame_sd.upstream import cache_in, hidden_states_are_apart
+from mame_sd.report import Sums, counted
 
 _REMOVED = "tokens_that_merged"  # attribute of a cache that holds a `Removed`
 _READ_AGAIN = (  # options of `generate` that read prompts in pieces or by another model
     *("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"),
     "prefill_chunk_size",
 )
-_COUNTING = free_in_children(threading.Lock())
 _TOWER = free_in_children(threading.RLock())
 Forward = Callable[..., Any]  # the forward that the model has without merging
 _INSTEAD = {
@@ -45,7 +44,7 @@ def tower_turn() -> AbstractContextManager[Any]:
     return nullcontext() if hidden_states_are_apart() else _TOWER
 
 
-@dataclass
+@dataclass(frozen=True)
 class CaptionReport:
     """Visual tokens before and after merging since the last reset.
 
@@ -55,9 +54,9 @@ class CaptionReport:
         kept: Image tokens that the language model read, summed.
     """
 
-    images: int = 0
-    unmerged: int = 0
-    kept: int = 0
+    images: int
+    unmerged: int
+    kept: int
 
     @property
     def visual_before(self) -> float:
@@ -80,13 +79,6 @@ class CaptionReport:
             f"{self.visual_before:.0f} -> {self.visual_after:.1f} visual tokens an image for the"
             f" language model ({share:.0%}), {counted(self.images, 'image')}"
         )
-
-    def add(self, images: list[Image]) -> None:
-        """Count these images."""
-        with _COUNTING:
-            self.images += len(images)
-            self.unmerged += sum(image.unmerged for image in images)
-            self.kept += sum(len(image.places) for image in images)
 
 
 @dataclass(frozen=True)
@@ -114,19 +106,23 @@ class PromptShortener:
 
     Attributes:
         active: If False, calls run as without merging.
-        counts: Visual tokens so far.
     """
 
     def __init__(self, model: nn.Module, see: Callable[[dict[str, Any]], list[Image]]) -> None:
         self.model, self.see, self.active = model, see, True
-        self.counts = CaptionReport()
+        self.sums = Sums(3)  # images, their tokens, and those that stay
+
+    def report(self) -> CaptionReport:
+        """Return the visual tokens so far."""
+        return CaptionReport(*self.sums.totals())
 
     def images(self, call: dict[str, Any]) -> list[Image]:
         """Return the merged images of a call, and count them."""
         self._check(call)
         with tower_turn():
             images = self.see(call)
-        self.counts.add(images)
+        unmerged = sum(image.unmerged for image in images)
+        self.sums.add(len(images), unmerged, sum(len(image.places) for image in images))
         return images
 
     def forward(
@@ -173,7 +169,7 @@ class PromptShortener:
                 f" {list(mask.shape)}; give the processor's"
             )
         token, length = int(model.config.image_token_id), ids.shape[1]
-        kept = kept_of(ids, mask, token, images)
+        kept = shortened(ids, mask, token, images)
         positions = torch.arange(length, device=ids.device).expand_as(ids)
         if axes is not None:
             # Three axes; a fourth one before them counts words.
@@ -183,7 +179,7 @@ class PromptShortener:
         if any(len(image.places) < image.unmerged for image in images):
             removed = Removed(length, kept.real, removed.after)
             ids = kept.of(ids, self._padding())
-            call["position_ids"] = kept.of_positions(positions)
+            call["position_ids"] = kept.of(positions)
             # Without a mask, transformers takes positions with gaps for several packed texts.
             call["attention_mask"] = kept.real.to(torch.long if mask is None else mask.dtype)
             if "labels" in call:

@@ -1,7 +1,7 @@
-"""The command line, ``mame-sd``: thin commands over the modules beside it.
+"""Define the commands of ``mame-sd``.
 
-torch and diffusers are imported inside the commands, after cheap checks, so that help and usage
-errors come at once.
+Their bodies, torch and diffusers are imported inside the commands, after cheap checks, so that help
+and errors come at once.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import typer
 
 from mame_sd.cli.errors import exit_status
 from mame_sd.cli.groups import (
+    MERGED,
+    MERGING,
     MODEL,
     ONE_IMAGE,
-    PAPERS,
     PROMPTS,
     SAMPLING,
     MergingOptions,
     PromptOptions,
 )
-from mame_sd.cli.options import command, program
+from mame_sd.cli.options import FieldOptions, command, program
 from mame_sd.cli.sheet import check_sheet_path
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
@@ -37,17 +38,23 @@ from mame_sd.runs.run_folder import RunFolder
 app = program(
     "mame-sd", "Make images with merged attention keys or restored layers, without training."
 )
+CALIBRATED = FieldOptions(MergingOptions, "Merging", ("baseline", "keep", "tau"))
+SHOWN_MODEL = FieldOptions(
+    ModelChoice,
+    "Model",
+    defaults={"model": "embedded-transformer"},
+    help={"model": "Folder, hub id, .safetensors file or embedded-NAME to load."},
+)
+SHOWN_SAMPLING = FieldOptions(
+    GenerateSettings,
+    "Sampling",
+    ("seed", "negative_prompt", "batch_size", "images_per_prompt"),
+    {"steps": 4},
+)
 SheetOption = Annotated[Path, typer.Option(help="The sheet, a .png file.", metavar="FILE")]
 
 
-@command(
-    app,
-    "generate",
-    prompts=PROMPTS,
-    model=MODEL,
-    sampling=SAMPLING,
-    merging=MergingOptions(baseline=True),
-)
+@command(app, "generate", prompts=PROMPTS, model=MODEL, sampling=SAMPLING, merging=MERGING)
 def generate_command(
     *,
     out: Annotated[
@@ -57,21 +64,21 @@ def generate_command(
     prompts: PromptOptions,
     model: ModelChoice,
     sampling: GenerateSettings,
-    merging: MaMeConfig | None,
+    merging: MergingOptions,
 ) -> None:
     """Generate images from prompts, with merging on.
 
-    Run again to continue; launch with accelerate to share out.
+    Run again to continue; launch with accelerate to share the work.
     """
-    chosen = prompts.read()
+    config, chosen = merging.read(), prompts.read()
     RunFolder(out).check()
     model.check_place()
     from mame_sd.cli.generate import run_generate
 
-    run_generate(out, chosen, model, sampling, merging)
+    run_generate(out, chosen, model, sampling, config)
 
 
-@command(app, "compare", model=MODEL, sampling=ONE_IMAGE, merging=MergingOptions())
+@command(app, "compare", model=MODEL, sampling=ONE_IMAGE, merging=MERGED)
 def compare_command(
     *,
     prompts: Annotated[
@@ -83,27 +90,38 @@ def compare_command(
     ] = 1,
     model: ModelChoice,
     sampling: GenerateSettings,
-    merging: MaMeConfig,
+    merging: MergingOptions,
 ) -> None:
     """Write one sheet: unmerged, merged and one step fewer, with seconds and differences."""
-    chosen = prompts_from_texts(prompts)
+    config, chosen = merging.read() or MaMeConfig(), prompts_from_texts(prompts)
     if rounds < 1:
         raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")
     check_sheet_path(out)
     model.check_place()
     from mame_sd.cli.compare import run_compare
 
-    run_compare(chosen, out, rounds, model, sampling, merging)
+    run_compare(chosen, out, rounds, model, sampling, config)
 
 
-@command(
-    app,
-    "calibrate",
-    prompts=PROMPTS,
-    model=MODEL,
-    sampling=ONE_IMAGE,
-    merging=MergingOptions(without=("tau", "keep", "fit_queries", *PAPERS)),
-)
+@command(app, "ui", model=SHOWN_MODEL, sampling=SHOWN_SAMPLING)
+def ui_command(
+    *,
+    port: Annotated[
+        int, typer.Option(help="Port on this machine; 0 takes a free one.", metavar="NUM")
+    ] = 7860,
+    model: ModelChoice,
+    sampling: GenerateSettings,
+) -> None:
+    """Open a page on this machine that shows unmerged and merged images side by side."""
+    if not 0 <= port < 2**16:
+        raise UserError(f"--port: expected a number from 0 to 65535, got {port}; choose another")
+    model.check_place()
+    from mame_sd.cli.ui import run_ui
+
+    run_ui(port, model, sampling)
+
+
+@command(app, "calibrate", prompts=PROMPTS, model=MODEL, sampling=ONE_IMAGE, merging=CALIBRATED)
 def calibrate_command(
     *,
     speed: Annotated[
@@ -118,17 +136,22 @@ def calibrate_command(
     prompts: PromptOptions,
     model: ModelChoice,
     sampling: GenerateSettings,
-    merging: MaMeConfig,
+    merging: MergingOptions,
 ) -> None:
     """Find which layers of your model should merge, and write them for --config.
 
     A few prompts calibrate, the others check what was found.
     """
-    chosen = prompts.or_demo().read()
+    config, chosen = merging.read() or MaMeConfig(), prompts.or_demo().read()
+    if not 1 < speed < float("inf"):
+        raise UserError(f"--speed: expected a number above 1, got {speed:g}; try 1.2")
+    if config.method != "keys":
+        raise UserError("merging: expected no tau, for calibration tries shares to keep; drop it")
     check_place(out, out)
+    model.check_place()
     from mame_sd.cli.calibrate import run_calibrate
 
-    run_calibrate(speed, out, chosen, model, sampling, merging)
+    run_calibrate(speed, out, chosen, model, sampling, config)
 
 
 @command(app, "sheet")
@@ -159,17 +182,13 @@ def doctor_command(*, model: ModelChoice) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit status; every failure has become one line on
-    stderr.
-    """
+    """Run one command line and return its exit status; report failures as one line on stderr."""
     return exit_status(lambda: invoke(arguments))
 
 
 def invoke(arguments: Sequence[str] | None = None) -> Any:
-    """Run one command line (that of the process by default), failures as exceptions."""
-    os.environ.setdefault(
-        "TRANSFORMERS_VERBOSITY", "error"
-    )  # its import-time notices are not about our users' input
-    return app(
-        list(sys.argv[1:] if arguments is None else arguments), "mame-sd", standalone_mode=False
-    )
+    """Run one command line (by default that of the process); failures are exceptions."""
+    # Notices of transformers at import are not about our users' input.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return app(given, "mame-sd", standalone_mode=False)

@@ -12,11 +12,9 @@ from typing import Any
 from mame_sd.cli.compare import Way, compare, summary
 from mame_sd.cli.console import answer, note, progress
 from mame_sd.cli.generate import load_to_merge
-from mame_sd.cli.groups import PAPERS
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import (
     Calibration,
-    check_speed,
     measure_images,
     read_measurement,
 )
@@ -55,7 +53,7 @@ def run_calibrate(
             merging gives.
     """
     file = out / "config.json"
-    _check(speed, base, choice, out, file)
+    _check(choice, out, file)
     model, base = load_to_merge(choice, base, prompts)
     base = uniform(base)
     few = min(4, max(1, len(prompts) // 4))
@@ -86,7 +84,7 @@ def run_calibrate(
     ]
     about = {**found.about, "speed": speed, "checked_on_prompts": len(checked)}
     values = config.to_dict().items()  # all of them, so that no later version's defaults count
-    concrete = {name: v for name, v in values if v is not None and name not in PAPERS}
+    concrete = {name: v for name, v in values if v is not None}
     text = json.dumps({**concrete, "about": {**about, "measured": measured}}, indent=1)
     write_atomically(file, text.encode() + b"\n")
     said = "\n".join([found.table(speed), *lines, str(file)])
@@ -94,17 +92,10 @@ def run_calibrate(
     answer(said, {"config": str(file), "speed": speed, "measured": measured}, again)
 
 
-def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file: Path) -> None:
-    """Raise UserError for a speed or settings that can't be calibrated, or a folder that can't take
-    the results: one that can't be written, one with settings of another model, or a model's, which
-    has a config.json of its own.
+def _check(choice: ModelChoice, out: Path, file: Path) -> None:
+    """Raise UserError for a folder that can't take the results: one with settings of another model,
+    or a model's, which has a config.json of its own.
     """
-    try:
-        check_speed(speed)
-    except ValueError as error:
-        raise UserError(f"--{error}; try 1.2") from None
-    if base.method != "keys":
-        raise UserError("merging: expected no tau, for calibration tries shares to keep; drop it")
     if file.exists():
         try:
             there = json.loads(read_regular(file))["about"]["model"]
@@ -120,7 +111,6 @@ def _check(speed: float, base: MaMeConfig, choice: ModelChoice, out: Path, file:
         read_measurement(out / MEASURED)
     except ValueError as error:
         raise UserError(f"--out {out}: {error}") from None
-    choice.check_place()
 
 
 def _measured(

@@ -76,6 +76,11 @@ class Panel:
         pairs = zip(baseline.seconds, self.seconds, strict=True)
         return median(base / max(own, 1e-9) for base, own in pairs)
 
+    @property
+    def heading(self) -> str:
+        """Return its mean seconds, with their unit."""
+        return f"{fmean(self.seconds):.2f} {self.unit}"
+
     def lines(self, baseline: Panel) -> tuple[str, ...]:
         """Return what stands under the image, below its seconds."""
         if self is baseline:
@@ -189,8 +194,7 @@ def compare_sheet(prompts: Sequence[str], rows: Sequence[Sequence[Panel]]) -> Im
 
 
 def _cell(panel: Panel, first: Panel, side: int, *more: str) -> Cell:
-    heading = f"{fmean(panel.seconds):.2f} {panel.unit}"
-    return Cell(enlarge(panel.image, side), (*panel.lines(first), *more), heading)
+    return Cell(enlarge(panel.image, side), (*panel.lines(first), *more), panel.heading)
 
 
 def summary(rows: Sequence[Sequence[Panel]]) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from typing import Literal
 import torch
 
 from mame_sd.cli.console import answer
+from mame_sd.compat import NAMES, complaint
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError, first_line
 from mame_sd.runs.devices import pick_device
 from mame_sd.runs.files import files_below
 from mame_sd.runs.model_files import ModelChoice, find_model
-from mame_sd.upstream import NAMES, complaint
 
 NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow")
 
@@ -141,7 +141,7 @@ def _merging(device: torch.device) -> Check:
     from mame_sd.core.paper import plan_tokens
 
     x = torch.ones(1, 64, 8, device=device)
-    plan = plan_tokens(x, MaMeConfig(tau=0.8))
+    plan = plan_tokens(x, tau=0.8)
     if plan.tokens_kept != 32 or not torch.allclose(plan.restore(plan.merge(x)), x, atol=1e-3):
         raise RuntimeError(f"64 equal tokens came back changed, {plan.tokens_kept} kept")
     q = x.unsqueeze(1)

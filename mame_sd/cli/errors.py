@@ -26,6 +26,7 @@ EXTRAS = {
     "matplotlib": "eval",
     "jinja2": "eval",
     "scipy": "eval",
+    "torchmetrics": "eval",
     "peft": "lora",
     "tomesd": "rivals",
 }

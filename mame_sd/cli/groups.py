@@ -1,14 +1,13 @@
-"""The groups of options that commands share: prompts, model, sampling, merging."""
+"""Define the groups of options that commands share: prompts, model, sampling, merging."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Mapping
+import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mame_sd.cli.options import FieldOptions, flag_of, keyword
+from mame_sd.cli.options import FieldOptions
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
@@ -16,21 +15,16 @@ from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.options import option
 from mame_sd.runs.prompt_files import Prompt, load_prompts, prompts_from_texts
 
-# fields that go with tau alone
-PAPERS = tuple(f.name for f in fields(MaMeConfig) if f.metadata.get("method") == "tokens")
-
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """Which prompts: those of a file, then those of the command line, and the first `num` of them
-    all.
-    """
+    """Prompts of a file, then those of the command line; the first `num` of them all."""
 
     file: str | None = option(
         None, "Prompt file: .txt, .csv, .tsv, or demo.", "--prompts", metavar="FILE"
     )
     texts: tuple[str, ...] = option(
-        (), "A prompt. Repeatable, also beside --prompts.", "--prompt", metavar="TEXT"
+        (), "A prompt. Repeatable; also in addition to --prompts.", "--prompt", metavar="TEXT"
     )
     num: int | None = option(None, "Take the first NUM prompts only.", metavar="NUM")
 
@@ -41,15 +35,16 @@ class PromptOptions:
             )
 
     def or_demo(self) -> PromptOptions:
-        """These, or where none are given the first 8 of the demo."""
+        """Return these, or the first 8 of the demo if no prompts are given."""
         if self.texts:
             return self
         return replace(self, file=self.file or "demo", num=8 if self.num is None else self.num)
 
     def read(self) -> list[Prompt]:
-        """The prompts.
+        """Return the prompts.
 
-        Raises UserError when there are none, or for a file that can't be used.
+        Raises:
+            UserError: there are none, or the file can't be used.
         """
         if self.file is None and not self.texts:
             raise UserError(
@@ -59,59 +54,73 @@ class PromptOptions:
         return [*from_file, *prompts_from_texts(self.texts)][: self.num]
 
 
-class MergingOptions(FieldOptions):
-    """One option for each field of MaMeConfig, and --config; `build` gives the config.
+def _setting(name: str) -> Any:
+    """Declare an option of a field of MaMeConfig, with the help of that field."""
+    (help,) = (f.metadata["help"] for f in fields(MaMeConfig) if f.name == name)
+    return option(None, f"{help[:1].upper()}{help[1:]}.")
 
-    A field whose plain name another option has is called --merge-<field>. With `baseline` there is
-    --baseline, too: no merging at all, the config is None.
-    """
 
-    TAKEN = ("seed",)
+@dataclass(frozen=True, kw_only=True)
+class MergingOptions:
+    """The settings of merging that are changed most, and all others by --config."""
 
-    def __init__(self, without: Iterable[str] = (), baseline: bool = False) -> None:
-        super().__init__(MaMeConfig, "Merging", without, otherwise="")
-        self._baseline = baseline
+    baseline: bool = option(False, "Merge nothing: the unchanged model.")
+    keep: float | None = _setting("keep")
+    mlp_keep: float | None = _setting("mlp_keep")
+    block_keep: float | None = _setting("block_keep")
+    tau: float | None = _setting("tau")
+    min_tokens: int | None = _setting("min_tokens")
+    config: str | None = option(
+        None,
+        "Any settings, such as fit_queries=32,redraw=false, or a .json file of them.",
+        metavar="SETTINGS|FILE",
+    )
 
-    def parameters(self) -> list[inspect.Parameter]:
-        panel = self._panel
-        file = keyword("config", Path, None, "JSON file of settings.", panel=panel, metavar="FILE")
-        found = [*super().parameters(), file]
-        if self._baseline:
-            said = "No merging: the unchanged model."
-            found.insert(0, keyword("baseline", bool, False, said, panel=panel))
-        return found
+    def read(self) -> MaMeConfig | None:
+        """Return the settings, or None for the baseline.
 
-    def build(self, values: Mapping[str, Any]) -> Any:
-        """The config. Raises UserError for a bad value or file, or for options that --baseline
-        leaves no use.
+        Raises:
+            UserError: a value or file is wrong, or --baseline makes another option useless.
         """
-        if values.get("baseline"):
-            others = {name: value for name, value in values.items() if name != "baseline"}
-            given = [self.flag(name) for name, value in others.items() if value not in (None, [])]
-            if given:
+        names = ("keep", "mlp_keep", "block_keep", "tau", "min_tokens")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.baseline:
+            others = [*given, *(["config"] if self.config is not None else [])]
+            if others:
+                flags = ", ".join("--" + name.replace("_", "-") for name in others)
                 raise UserError(
-                    f"--baseline: expected no merging options beside it, got {', '.join(given)};"
-                    " drop one of them"
+                    f"--baseline: expected no merging options next to it, got {flags}; drop one"
                 )
             return None
-        file = values["config"]
+        base = MaMeConfig() if self.config is None else settings_of(self.config, "--config")
         try:
-            base = MaMeConfig() if file is None else MaMeConfig.from_file(file)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"--config {error}") from None
-        try:
-            return base.replace(**super().build(values))
-        except (TypeError, ValueError) as error:
+            return base.replace(**given)
+        except ValueError as error:
             name, _, rest = str(error).partition(": ")
-            if name in (f.name for f in self._fields):
-                raise UserError(f"{self.flag(name)}: {rest}") from None
-            raise UserError(f"merging: {error}") from None
+            where = "--" + name.replace("_", "-") if name in given else f"merging: {name}"
+            raise UserError(f"{where}: {rest}" if rest else f"merging: {error}") from None
 
-    def flag(self, name: str) -> str:
-        return flag_of(f"merge_{name}" if name in self.TAKEN else name)
+
+def settings_of(text: str, flag: str) -> MaMeConfig:
+    """Return settings given as `name=value,...`, or as the path of a .json file.
+
+    Raises:
+        UserError: the text or the file holds other things. The message names the `flag`.
+    """
+    if "=" in text and not os.path.exists(text):
+        try:
+            return MaMeConfig.from_text(text)
+        except ValueError as error:
+            raise UserError(f"{flag} {text}: {error}; correct it") from None
+    try:
+        return MaMeConfig.from_file(Path(text))
+    except ValueError as error:
+        raise UserError(f"{flag} {error}") from None
 
 
 PROMPTS = FieldOptions(PromptOptions)
 MODEL = FieldOptions(ModelChoice, "Model")
 SAMPLING = FieldOptions(GenerateSettings, "Sampling")
-ONE_IMAGE = FieldOptions(GenerateSettings, "Sampling", without=("batch_size", "images_per_prompt"))
+ONE_IMAGE = FieldOptions(GenerateSettings, "Sampling", ("batch_size", "images_per_prompt"))
+MERGING = FieldOptions(MergingOptions, "Merging")
+MERGED = FieldOptions(MergingOptions, "Merging", ("baseline",))

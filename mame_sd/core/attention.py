@@ -18,8 +18,9 @@ from torch import Tensor
 
 from mame_sd.config import MaMeConfig
 from mame_sd.core.fit import SDPA
-from mame_sd.core.keys import Grid, Kernel, KeyMerging, merge_keys, own_kernel, unlike
-from mame_sd.core.merge import DRAWS, checked_grid, unreadable
+from mame_sd.core.groups import DRAWS, checked_grid, unreadable
+from mame_sd.core.intercept import Kernel, adapt_kernel
+from mame_sd.core.merge_keys import Grid, KeyMerging, merge_keys, unlike
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -33,7 +34,7 @@ def attention(
     after: int = 0,
     keep: float = 0.25,
     kernel: Kernel = SDPA,
-    **how: Any,
+    **options: Any,
 ) -> Tensor:
     """Compute attention of all queries over a share of an image's keys.
 
@@ -52,7 +53,7 @@ def attention(
             FlashAttention or SageAttention, gets keys that carry the sizes of their groups. `scale`
             is passed if it differs from 1 / sqrt(D), and `enable_gqa=True` if several heads of
             queries share a head of keys.
-        how: fields of `KeyMerging`; `attn_mask`, `scale`, `draw` and `leader` of `merge_keys`.
+        options: fields of `KeyMerging`; `attn_mask`, `scale`, `draw` and `leader` of `merge_keys`.
 
     Returns:
         [B, H, Q, D'] in the dtype of q.
@@ -63,13 +64,15 @@ def attention(
             merge under the mask, or the kernel lacks an argument that the call needs.
     """
     call: dict[str, Any] = {
-        name: how.pop(name) for name in ("attn_mask", "scale", "draw", "leader") if name in how
+        name: options.pop(name)
+        for name in ("attn_mask", "scale", "draw", "leader")
+        if name in options
     }
-    size = _checked(grid, before, after, keep, how)
+    size = _checked(grid, before, after, keep, options)
     _check_tensors(q, k, v, size, before, after)
     mask = call.get("attn_mask")
     _check_call(q, k, **call)
-    own = own_kernel(kernel)
+    own = adapt_kernel(kernel)
     if keep < 1 and len(q):
         grids = [Grid(before, size, keep)]
         reason = None if mask is None else unlike(mask, grids)
@@ -78,7 +81,7 @@ def attention(
                 "attn_mask: expected [B, 1, 1, N], the same for all queries, or rows in which the"
                 f" image's keys are alike, got {reason}; keep=1 takes any"
             )
-        merged = merge_keys(q, k, v, grids, KeyMerging(**how), **call, counted=own.counts)
+        merged = merge_keys(q, k, v, grids, KeyMerging(**options), **call, size_bias=own.takes_bias)
         k, v, mask = merged.key, merged.value, merged.bias
     return own.attend(q, k, v, mask, call.get("scale"))
 
@@ -181,7 +184,7 @@ def _said(value: Any) -> str:
 
 
 def _checked(
-    grid: Sequence[int], before: int, after: int, keep: float, how: dict[str, Any]
+    grid: Sequence[int], before: int, after: int, keep: float, options: dict[str, Any]
 ) -> tuple[int, ...]:
     """Return the sides of the grid, or raise ValueError for arguments that `attention` can't take.
 
@@ -190,7 +193,7 @@ def _checked(
         before: number of tokens before the image's.
         after: number of tokens after the image's.
         keep: share of the image's keys to keep.
-        how: fields of `KeyMerging`.
+        options: fields of `KeyMerging`.
 
     Returns:
         The sides of the grid as integers.
@@ -198,7 +201,7 @@ def _checked(
     if torch.compiler.is_compiling():  # an eager call has checked the arguments before
         return tuple(int(side) for side in grid)
     names = [f.name for f in fields(KeyMerging)]
-    given = {"keep": keep, **how}
+    given = {"keep": keep, **options}
     for name, value in given.items():
         if name not in ("keep", *names):
             raise ValueError(f"unknown argument {name!r}; expected one of {', '.join(names)}")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mame_sd.core.merge import product
-from mame_sd.upstream import private
+from mame_sd.compat import private
+from mame_sd.core.groups import matmul_fp32
 
 # PyTorch's own function, even if another one was put in its place in torch.nn.functional.
 SDPA = private("torch", "torch._C:_nn", "scaled_dot_product_attention")
@@ -29,7 +29,7 @@ ROOM = 0.25  # share of the values' range by which fitted values may exceed it o
 HALF_MAX = 65504  # largest fp16 number
 
 
-def fitted_values(
+def solve_values(
     weights: Tensor, values: Tensor, exact: Tensor, first: int, last: int, ridge: float = RIDGE
 ) -> Tensor:
     """Solve for values V'' of merged keys that answer a few queries nearly exactly.
@@ -109,7 +109,7 @@ def sized_keys(
     """
     dtype = torch.promote_types(some.dtype, torch.float32)
     some, beside = (of_kept_heads(t, key.shape[1]).flatten(0, 1) for t in (some, beside))
-    gram, ones = product(some.transpose(1, 2), some), some.sum(1, dtype=dtype)
+    gram, ones = matmul_fp32(some.transpose(1, 2), some), some.sum(1, dtype=dtype)
     if beside.shape[1]:
         weight, beside = some.shape[1] / beside.shape[1], beside.to(dtype)
         gram = torch.baddbmm(gram, beside.transpose(1, 2), beside, alpha=weight)
@@ -149,7 +149,7 @@ def of_kept_heads(some: Tensor, heads: int) -> Tensor:
     return some.unflatten(1, (heads, -1)).flatten(2, 3)
 
 
-def fitted_to(
+def fit_values(
     some: Tensor,
     full: tuple[Tensor, Tensor],
     kept: tuple[Tensor, Tensor],
@@ -169,7 +169,7 @@ def fitted_to(
         attn_mask: mask of the attention of these queries over all keys, broadcast to [B, H, m, N].
         scale: scale of the logits. If None, 1 / sqrt(D).
         merged: the range (first, last) of the kept keys whose values may change, as in
-            `fitted_values`.
+            `solve_values`.
 
     Returns:
         [B, H', K, D'] in the dtype of all values.
@@ -184,13 +184,13 @@ def fitted_to(
             bias = of_kept_heads(bias.expand(-1, *some.shape[1:3], -1), heads)
         some, exact = (of_kept_heads(t, heads) for t in (some, exact))
     some, key, value, exact = (t.flatten(0, 1) for t in (some, *kept, exact))
-    logits = product(some, key.transpose(1, 2)).unflatten(0, kept[0].shape[:2])
+    logits = matmul_fp32(some, key.transpose(1, 2)).unflatten(0, kept[0].shape[:2])
     logits = scale * logits if bias is None else torch.add(bias, logits, alpha=scale)
     weights = torch.softmax(logits, -1).flatten(0, 1)
     if attn_mask is not None:  # don't fit to queries that see no key
         sees = logits.amax(-1, keepdim=True).flatten(0, 1) > -torch.inf
         weights, exact = weights.where(sees, 0), exact.where(sees, 0)
-    fitted = within(fitted_values(weights, value, exact, *merged), full[1].flatten(0, 1))
+    fitted = within(solve_values(weights, value, exact, *merged), full[1].flatten(0, 1))
     if dtype == torch.float16:
         fitted = fitted.clamp(-HALF_MAX, HALF_MAX)
     return fitted.view(kept[1].shape).to(dtype)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
-from mame_sd.upstream import private
+from mame_sd.compat import private
 
 FUSED, UNFUSED = "fused", "unfused"
 _no_modes = private("torch", "torch.utils._python_dispatch", "_disable_current_modes")

@@ -7,9 +7,9 @@ source sum to 1, restoring does not divide a second time, and a source whose col
 empty keeps its unrefined weights.
 
 >>> import torch
->>> from mame_sd import MaMeConfig, plan_tokens
+>>> from mame_sd import plan_tokens
 >>> x = torch.ones(2, 64, 8)                                    # [B, L, d], 64 equal tokens
->>> plan = plan_tokens(x, MaMeConfig(tau=0.8))
+>>> plan = plan_tokens(x, tau=0.8)
 >>> plan.tokens_in, plan.tokens_kept
 (64, 32)
 >>> y = plan.merge(x)                                           # [B, L', d]
@@ -24,8 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import constant, no_autocast
+from mame_sd.core.groups import cached_tensors, no_autocast
 
 # Refining keeps what exceeds a column's mean. If that leaves at most this share of the column (a
 # tie, up to rounding), the unrefined weights are used. Below it, rounding alone decides in fp32.
@@ -145,7 +144,16 @@ class Plan:
             )
 
 
-def plan_tokens(x: Tensor, config: MaMeConfig, num_prefix_tokens: int = 0) -> Plan:
+def plan_tokens(
+    x: Tensor,
+    tau: float,
+    num_prefix_tokens: int = 0,
+    *,
+    metric: str = "cosine",
+    partition: str = "alternating",
+    seed: int = 0,
+    refine: bool = True,
+) -> Plan:
     """Plan which tokens merge, from the similarity of the tokens of x (Algorithm 1).
 
     A source stays if in any sample of the batch no destination is above tau for it, or its
@@ -154,14 +162,18 @@ def plan_tokens(x: Tensor, config: MaMeConfig, num_prefix_tokens: int = 0) -> Pl
     Args:
         x: the feature that is compared, [B, L, d], floating point. It may differ from the tensor
             that is merged. Similarities and weights are fp32 (fp64 for fp64), under autocast too.
-        config: `tau`, `metric`, `partition`, `refine` and `seed` are read.
+        tau: the similarity above which a source merges.
         num_prefix_tokens: number of leading tokens that take no part, such as a class token.
+        metric: see `similarity`. This and the following are the paper's ablations.
+        partition: see `split_positions`.
+        seed: seed of a random partition.
+        refine: see `fusion_weights`.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: x has a wrong shape or dtype, or the settings have no tau.
+        ValueError: x has a wrong shape or dtype.
     """
     if x.dim() != 3 or not x.is_floating_point():
         raise ValueError(
@@ -172,13 +184,11 @@ def plan_tokens(x: Tensor, config: MaMeConfig, num_prefix_tokens: int = 0) -> Pl
         raise ValueError(
             f"num_prefix_tokens: expected fewer than the {x.shape[1]} tokens of x, got {prefix}"
         )
-    if config.tau is None:
-        raise ValueError(f"config: expected settings with a tau, got keep={config.keep}")
     body = x[:, prefix:]
-    dst, src = constant(partition, body.shape[1], config.partition, config.seed, x.device)
+    dst, src = cached_tensors(split_positions, body.shape[1], partition, seed, x.device)
     with no_autocast(x):
-        s = similarity(body.index_select(1, dst), body.index_select(1, src), config.metric)
-        weights, merges = fusion_weights(s, config.tau, config.refine)
+        s = similarity(body.index_select(1, dst), body.index_select(1, src), metric)
+        weights, merges = fusion_weights(s, tau, refine)
         stays = ~merges.all(0)
         weights = weights.masked_fill(stays, 0)
     return Plan(weights, stays.nonzero().squeeze(-1), dst, src, prefix)
@@ -242,7 +252,9 @@ def fusion_weights(s: Tensor, tau: float, refine: bool = True) -> tuple[Tensor, 
     return above / torch.where(total == 0, 1.0, total), merges
 
 
-def partition(tokens: int, kind: str, seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def split_positions(
+    tokens: int, kind: str, seed: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Partition the positions of tokens into destinations and sources ("Token Partitioning").
 
     Args:

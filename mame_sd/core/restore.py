@@ -27,8 +27,14 @@ from torch import Tensor
 
 from mame_sd.config import checked
 from mame_sd.core.fit import HALF_MAX, within
-from mame_sd.core.merge import Cells, cells_of, checked_grid, no_autocast, product
-from mame_sd.core.merge import constant as cached
+from mame_sd.core.groups import (
+    Cells,
+    cached_tensors,
+    checked_grid,
+    make_cells,
+    matmul_fp32,
+    no_autocast,
+)
 
 TILE_SIZE = 32  # tokens a side
 BANDWIDTH = 4.0  # of the mean squared distance among the chosen tokens
@@ -123,35 +129,33 @@ def choose_tokens(
         squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square_()  # [B * T, P]
         # |x - p|^2 / 2 = |x|^2 / 2 + (|p|^2 / 2 - x . p)
         halves = squares.gather(1, own).unsqueeze(1)
-        dots = product(slots, first.transpose(1, 2))
+        dots = matmul_fp32(slots, first.transpose(1, 2))
         nearest = torch.add(halves, dots, alpha=-2).amin(-1).add_(squares)
         if cells.pad is not None:  # before those that are chosen already, which come once alone
             pad = cells.pad.view(tiles, width).expand(batch, -1, -1).reshape(nearest.shape)
             nearest.masked_fill_(pad, -torch.finfo(dtype).max)
         nearest.scatter_(1, own, -torch.inf)
-        farthest = nearest.topk(count - cell_count, sorted=False).indices
+        chosen = torch.cat([own, nearest.topk(count - cell_count, sorted=False).indices], 1)
         if leader is not None and len(leader) == batch > 1:
-            farthest = farthest.view(batch, tiles, -1).index_select(0, leader).flatten(0, 1)
-        points = slots.gather(1, farthest.unsqueeze(-1).expand(-1, -1, channels))
-        chosen = torch.cat([own, farthest], 1)
-        dots = torch.cat([dots, product(slots, points.transpose(1, 2))], 2)
+            chosen = chosen.view(batch, tiles, count).index_select(0, leader).flatten(0, 1)
+        points = slots.gather(1, chosen.unsqueeze(-1).expand(-1, -1, channels))
         apart = squares.unsqueeze(2) + squares.gather(1, chosen).unsqueeze(1)
-        apart = apart.sub_(dots, alpha=2).clamp_min_(0)
+        apart = apart.sub_(matmul_fp32(slots, points.transpose(1, 2)), alpha=2).clamp_min_(0)
         rows = chosen.unsqueeze(-1).expand(-1, -1, count)
         mean = apart.gather(1, rows).mean((1, 2), keepdim=True).clamp_min_(TINY)
-        kernel = apart.mul_(-1 / (BANDWIDTH * mean)).exp_()  # [B * T, P, K]
+        kernel = apart.div_(-BANDWIDTH * mean).exp_()  # [B * T, P, K]
         gram = kernel.gather(1, rows)
         gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
-        eye = cached(_eye, count, dtype, x.device).expand_as(gram)
+        eye = cached_tensors(_eye, count, dtype, x.device).expand_as(gram)
         factor = torch.linalg.cholesky_ex(gram)[0]
         inverse = torch.linalg.solve_triangular(factor, eye, upper=False)  # of the factor
         # In this order: the product of the inverses first would lose 4 of fp32's 24 bits.
         weights = torch.bmm(torch.bmm(kernel, inverse.transpose(1, 2)), inverse)
         # With the mean of the f_P taken off and put back, rows sum to 1.
-        lacking = weights.sum(-1, keepdim=True)
-        weights.add_((1 - lacking) / count)
+        excess = weights.sum(-1, keepdim=True) - 1
+        weights.sub_(excess, alpha=1 / count)
         weights = weights.to(x.dtype).scatter_(1, rows, eye.to(x.dtype))
-        starts = cached(_starts, tiles, width, x.device)
+        starts = cached_tensors(_starts, tiles, width, x.device)
         at = cells.order[(chosen.view(batch, tiles, count) + starts).flatten(1)]
     return ChosenTokens(cells, at, weights)
 
@@ -177,7 +181,7 @@ def cells_and_count(
         device: where the tables live.
         tile_size: side of a tile in tokens; 0: the whole grid is one tile.
     """
-    cells = cells_of(size, DRAWN * keep, tile_size, seed, device)
+    cells = make_cells(size, DRAWN * keep, tile_size, seed, device)
     return cells, min(max(cells.m + 1, round(keep * cells.width)), cells.width)
 
 
@@ -206,7 +210,7 @@ def restored(
         before, after: tokens of something else around the image's, such as text; `fn` is computed
             on all of them.
         draw: LongTensor [1] below 64, the index of the draw; give each layer and step another one
-            (`mame_sd.core.merge.draw_at`). None: the first.
+            (`mame_sd.core.groups.partition_index`). None: the first.
         seed: seed of the draws; they have a generator of their own.
         tile_size: side of the tiles within which tokens are restored; 0: the whole grid is one.
 

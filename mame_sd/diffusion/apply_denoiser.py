@@ -19,14 +19,14 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
+from mame_sd.compat import names_arguments, require
 from mame_sd.config import MaMeConfig
-from mame_sd.core.keys import Kernel, own_kernel
-from mame_sd.diffusion.context import ResolvedConfig, Shared
+from mame_sd.core.intercept import Kernel, adapt_kernel
+from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.denoisers import denoiser_of, has_denoiser_names
 from mame_sd.diffusion.families.attention import PlainAttention, SequenceAttention, fixed_reason
 from mame_sd.diffusion.families.family import Family, is_one_of
 from mame_sd.diffusion.families.processors import PLAIN_PROCESSORS, default_processor
-from mame_sd.diffusion.families.refused import EXCLUDED, known_as, refused_as
 from mame_sd.diffusion.families.transformers import (
     ADDED_KEYS,
     NOTHING_BESIDE,
@@ -34,7 +34,7 @@ from mame_sd.diffusion.families.transformers import (
     family_of,
 )
 from mame_sd.diffusion.handle import MaMeHandle, Placed
-from mame_sd.diffusion.hook_registry import hook_on, put_hook, take_hook
+from mame_sd.diffusion.hook_registry import hook_on, put_hook, remove_hook
 from mame_sd.diffusion.hooks import (
     SPREAD,
     EagerSizeHook,
@@ -49,8 +49,8 @@ from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pi
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
 from mame_sd.diffusion.restoring import RestoreHook, restoring_hooks
 from mame_sd.diffusion.threads import CHANGES, check_idle
+from mame_sd.refused import DIFFUSERS, known_as, refused_as
 from mame_sd.report import LayerStats, device_of
-from mame_sd.upstream import names_arguments, require
 
 Outer = TypeVar("Outer")
 _OURS = (MergeHook.name, RestoreHook.name, SizeHook.name, StepHook.name)
@@ -96,7 +96,7 @@ def apply_mame(
         ValueError: no self-attention can merge, a MaMeAttnProcessor is installed, or the settings
             are wrong.
         RuntimeError: another thread makes an image with the model, or torch or diffusers lacks a
-            name that merging needs (`mame_sd.upstream`).
+            name that merging needs (`mame_sd.compat`).
     """
     require("torch", "diffusers")
     handle = build_handle(target, make_config(config, fields), kernel=kernel)
@@ -128,8 +128,8 @@ def build_handle(
     """
     root = denoiser_of(target)
     tops = {"", *(root if isinstance(root, nn.ModuleDict) else ())}  # paths of the denoisers
-    own = None if kernel is None else own_kernel(kernel)
-    shared = Shared(ResolvedConfig(config, active, config), own)
+    own = None if kernel is None else adapt_kernel(kernel)
+    shared = HandleState(ResolvedConfig(config, active, config), own)
     hooks: list[Placed] = []
     steps: dict[str, StepHook] = {}  # by path of the denoiser
     images: dict[str, tuple[SizeHook, Family]] = {}  # by path of the part of the model
@@ -145,9 +145,9 @@ def build_handle(
             hooks.append((module, steps[path]))
         if isinstance(module, ModelMixin) and not names_arguments(type(module)):
             warnings.warn(UNNAMED.format(kind), UserWarning, stacklevel=4)
-        refused = refused_as(module) if family is None and path in tops else None
+        refused = refused_as(module, DIFFUSERS) if family is None and path in tops else None
         if refused is not None:
-            raise ValueError(f"{known_as(refused)} does not merge: {EXCLUDED[refused]}")
+            raise ValueError(f"{known_as(refused)} does not merge: {DIFFUSERS[refused]}")
         if family is None and is_one_of(module, NOTHING_BESIDE.models):
             family = NOTHING_BESIDE
         if family is not None:
@@ -198,7 +198,7 @@ def remove_mame(target: Any, processors: bool = True) -> None:
         forget_pipeline(target)
         for module in root.modules():
             for name in _OURS:
-                take_hook(module, name)
+                remove_hook(module, name)
             processor: Any = getattr(module, "processor", None)
             if processors and isinstance(processor, MaMeAttnProcessor):
                 attn: Any = module
@@ -231,7 +231,7 @@ def hooks_restored(target: Any) -> Iterator[None]:
                 if inner is not None:
                     inner[module, name] = hook
                 elif hook is None:
-                    take_hook(module, name)
+                    remove_hook(module, name)
                 else:
                     put_hook(module, hook)
             forget_pipeline(target)

@@ -153,7 +153,7 @@ class Calibration:
     def config(self, speed: float) -> MaMeConfig:
         """Return the settings of `choose`."""
         rules = {name: option.rule for name, option in self.choose(speed).items()}
-        return self.base.replace(layers=rules, made_for=self.described)
+        return self.base.replace(layers=rules, calibrated_for=self.described)
 
     def save(self, path: str | PathLike[str], speed: float, **about: Any) -> None:
         """Write the settings for `speed` to a file that `apply_mame` and `--config` accept.
@@ -361,7 +361,7 @@ def measure_images(
                 json.dump({"about": mark, **asdict(found)}, file)
             part.replace(kept_in)
     on_image(len(runs), len(runs))
-    base = handle.config.replace(layers=None, made_for=None)
+    base = handle.config.replace(layers=None, calibrated_for=None)
     forward = median(found.forward)
     said = {"forward_s": round(forward, 4), **said}
     return Calibration(base, handle.described, forward, options(found), said)

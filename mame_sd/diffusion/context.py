@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig, Method
-from mame_sd.core.keys import OwnKernel
-from mame_sd.core.merge import Groups
+from mame_sd.core.groups import Groups
+from mame_sd.core.intercept import KernelAdapter
 from mame_sd.diffusion.threads import PerTask, PerThread
 
 Call = Mapping[str, Any]  # the arguments of a forward, by name
@@ -98,9 +98,9 @@ class Plans:
         self.unsettled = True
         self._version = latents._version
         self._others: list[weakref.ref[Tensor]] = []  # the latest call's other tensors
-        self._of = self._now = noted(None)  # timesteps of the plans and of the current call
+        self._of = self._now = snapshot(None)  # timesteps of the plans and of the current call
 
-    def go_for(self, latents: Tensor, others: list[Tensor]) -> bool:
+    def matches(self, latents: Tensor, others: list[Tensor]) -> bool:
         """Return True if these groups can be reused for a call.
 
         The latents must be the same object with the same `_version`, and other inputs must differ.
@@ -121,29 +121,29 @@ class Plans:
             These plans.
         """
         self.calls.clear()
-        self.unsettled, self._now = True, noted(timestep)
+        self.unsettled, self._now = True, snapshot(timestep)
         self._others = [weakref.ref(other) for other in others]
         return self
 
-    def settle(self) -> None:
+    def drop_stale(self) -> None:
         """Drop groups of another timestep, before a layer first reads `found`."""
-        if self.found and not same(self._of, self._now):
+        if self.found and not unchanged(self._of, self._now):
             self.found.clear()
         self.unsettled, self._of = False, self._now
 
 
-def noted(timestep: Any) -> tuple[Any, int]:
+def snapshot(timestep: Any) -> tuple[Any, int]:
     """Return a timestep and its version, the number of changes of the tensor."""
     counted = isinstance(timestep, Tensor) and not timestep.is_inference()
     return timestep, timestep._version if counted else 0
 
 
-def same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
+def unchanged(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
     """Return True if two noted timesteps are equal and neither has changed since."""
     (first, version), (second, _) = before, now
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return type(first) is type(second) and bool(first == second)
-    if noted(first) != (first, version) or first.is_inference():
+    if snapshot(first) != (first, version) or first.is_inference():
         return False
     if first is second:
         return True
@@ -158,7 +158,7 @@ class Step(NamedTuple):
         draws: LongTensor [DRAWS], the indices for DRAWS consecutive layers. None in a compiled
             graph.
         leader: LongTensor [B], for each sample the sample whose tokens decide what merges
-            (`mame_sd.core.merge`). If None, each sample decides for itself.
+            (`mame_sd.core.groups`). If None, each sample decides for itself.
         plans: groups of an earlier call of the same input, which merge again in this call. If None,
             this call stands alone.
     """
@@ -197,23 +197,26 @@ class ResolvedConfig:
         object.__setattr__(self, "methods", frozenset(one.method for one in every if one))
 
 
-class Shared:
+class HandleState:
     """State that a handle and its hooks share: live settings, and the step of the model's call.
 
     Attributes:
         setting: the setting of all tasks that have none of their own.
         own: for each task the ResolvedConfigs of its open `using` blocks, the innermost last.
-        step: for each thread the Step of its latest call of the model, or a Later one.
+        step: for each thread the Step of its latest call of the model, or a LazyStep one.
         learning: checks calls with gradients.
         kernel: computes attention over merged keys instead of the model's own kernel.
+        restores_blocks: True once the hooks that restore blocks are on the model.
     """
 
-    def __init__(self, setting: ResolvedConfig, kernel: OwnKernel | None = None) -> None:
+    restores_blocks = False
+
+    def __init__(self, setting: ResolvedConfig, kernel: KernelAdapter | None = None) -> None:
         self.setting = setting
         self.kernel = kernel
         self.own = PerTask()
         self.step = PerThread(latest=True)
-        self.learning = Learning()
+        self.learning = CheckpointGuard()
 
     @property
     def now(self) -> ResolvedConfig:
@@ -222,7 +225,7 @@ class Shared:
         return own[-1] if own else self.setting
 
 
-class Later:
+class LazyStep:
     """A step that is computed when a layer first asks for it.
 
     If no layer merges, nothing is computed.
@@ -251,7 +254,7 @@ class Later:
         return self.made
 
 
-class Learning:
+class CheckpointGuard:
     """Check that a block that is recomputed for gradients finds the timestep of its own call.
 
     Blocks are recomputed under a checkpoint that the user put around them.
@@ -264,9 +267,9 @@ class Learning:
     def begin(self, timestep: Any) -> None:
         """Begin a call of the model at a timestep."""
         if torch.is_grad_enabled() and (self._first is None or self._over):
-            self._first, self._moved, self._over = noted(timestep), False, False
+            self._first, self._moved, self._over = snapshot(timestep), False, False
         elif self._first is not None and not self._moved:
-            self._moved = not same(self._first, noted(timestep))
+            self._moved = not unchanged(self._first, snapshot(timestep))
 
     def again(self) -> None:
         """Check a block that is recomputed.

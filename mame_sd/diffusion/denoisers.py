@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from mame_sd.diffusion.families.refused import refused_as
+from mame_sd.refused import DIFFUSERS, refused_as
 
 # Attributes of a pipeline that may denoise. If a pipeline has several, each computes its own steps,
 # its own half of guidance, or its own workflow (MiniMax H3's `transformer_ref`).
@@ -31,7 +31,7 @@ def denoisers_of(pipe: Any) -> dict[str, nn.Module]:
     for names in (DENOISERS, OTHER_NAMES):
         models = {name: getattr(pipe, name, None) for name in names}
         every = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
-        merging = {n: m for n, m in every.items() if refused_as(m) is None}
+        merging = {n: m for n, m in every.items() if refused_as(m, DIFFUSERS) is None}
         if every:
             return merging or dict(list(every.items())[:1])
     return {}

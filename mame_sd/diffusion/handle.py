@@ -14,19 +14,19 @@ from torch import nn
 
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.calibration import Calibration, check_speed, measure_images
-from mame_sd.diffusion.context import ResolvedConfig, Shared
+from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.denoisers import denoisers_of
 from mame_sd.diffusion.families.family import class_names
-from mame_sd.diffusion.families.refused import known_as
-from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, take_hook
+from mame_sd.diffusion.hook_registry import PreHook, hook_on, put_hook, remove_hook
 from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import LayerHook, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import make_config
-from mame_sd.diffusion.restoring import BlockHook, FusedInHook, MLPHook
+from mame_sd.diffusion.restoring import BlockHook, FusedInHook, MLPHook, RestoreHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.layer_rules import means
+from mame_sd.refused import known_as
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
 
 Placed = tuple[nn.Module, LayerHook | PreHook]  # a module and its hook
@@ -47,7 +47,7 @@ class MaMeHandle:
     def __init__(
         self,
         root: nn.Module,
-        shared: Shared,
+        shared: HandleState,
         hooks: list[Placed],
         pipe: Any = None,
         unknown: Mapping[str, int] | None = None,
@@ -57,7 +57,9 @@ class MaMeHandle:
         self._shared, self._hooks = shared, hooks
         self.layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
         self.restored = [
-            (module, hook) for module, hook in hooks if isinstance(hook, (MLPHook, FusedInHook, BlockHook))
+            (module, hook)
+            for module, hook in hooks
+            if isinstance(hook, (MLPHook, FusedInHook, BlockHook))
         ]
         self._names = [hook.stats.name for _, hook in self.layers]
         self._restored_names = [hook.stats.name for _, hook in self.restored]
@@ -101,7 +103,11 @@ class MaMeHandle:
 
         They aren't if they were removed, or replaced by a later `apply_mame`.
         """
-        return all(hook_on(module, hook.name) is hook for module, hook in self._hooks)
+        return all(
+            hook_on(module, hook.name) is hook
+            for module, hook in self._hooks
+            if not isinstance(hook, RestoreHook)
+        )
 
     @property
     def active(self) -> bool:
@@ -130,7 +136,7 @@ class MaMeHandle:
         """Return a description of the model.
 
         It distinguishes models with different layers, so that settings by layer apply to one model
-        only (`made_for`).
+        only (`calibrated_for`).
         """
         return f"{self._kind} with {len(self._names)} self-attentions"
 
@@ -166,6 +172,7 @@ class MaMeHandle:
             new = self._setting(asked, setting.active)
             if setting.active:
                 check_idle(self.root, "set")
+            self._put(self._needed(new))
             self._shared.setting = new
 
     @contextmanager
@@ -195,6 +202,8 @@ class MaMeHandle:
         self._check_installed()
         asked = make_config(self._shared.now.asked if config is None else config, fields)
         new = self._setting(asked, True)
+        with CHANGES:
+            self._put(self._needed(new))
         own = self._shared.own
         own.value = (*(own.value or ()), new)
         try:
@@ -314,7 +323,7 @@ class MaMeHandle:
             if ours:
                 check_idle(self.root, "remove")
             for module, hook in ours:
-                take_hook(module, hook.name)
+                remove_hook(module, hook.name)
             check = check_of(self.pipe)
             if check is not None and check.handle is self:
                 forget_pipeline(self.pipe)
@@ -326,12 +335,30 @@ class MaMeHandle:
             RuntimeError: another thread makes an image with the model.
         """
         with CHANGES:
-            changes = [(m, hook) for m, hook in self._hooks if hook_on(m, hook.name) is not hook]
+            needed = self._needed(self._shared.setting)
+            changes = [(m, hook) for m, hook in needed if hook_on(m, hook.name) is not hook]
             if changes:
                 check_idle(self.root, "install")
-            for module, hook in changes:
-                put_hook(module, hook)
+            self._put(changes)
             watch_pipeline(self.pipe, self)
+
+    def _needed(self, setting: ResolvedConfig) -> list[Placed]:
+        """Return the hooks that a setting needs: those on parts of blocks only if it restores."""
+        configs = [one for one in (setting.config, *setting.of_layer.values()) if one is not None]
+        blocks = any(one.block_share < 1 for one in configs)
+        mlps = blocks or any(one.mlp_share < 1 for one in configs)
+        return [
+            (module, hook)
+            for module, hook in self._hooks
+            if blocks or not isinstance(hook, RestoreHook) or (mlps and isinstance(hook, MLPHook))
+        ]
+
+    def _put(self, hooks: list[Placed]) -> None:
+        """Put hooks on their modules, unless they are there."""
+        for module, hook in hooks:
+            put_hook(module, hook)
+            if isinstance(hook, BlockHook):
+                self._shared.restores_blocks = True
 
     def _setting(self, asked: MaMeConfig, active: bool) -> ResolvedConfig:
         """Resolve settings for the model.
@@ -376,10 +403,10 @@ class MaMeHandle:
             ValueError: the model has no layers or parts of blocks that `config` asks for, or
                 `config` was made for another model.
         """
-        if config.made_for not in (None, self.described):
+        if config.calibrated_for not in (None, self.described):
             raise ValueError(
-                f"made_for: expected settings that were found for {self.described}, got ones for"
-                f" {config.made_for}; calibrate this model, or take another file"
+                f"calibrated_for: expected settings that were found for {self.described}, got ones"
+                f" for {config.calibrated_for}; calibrate this model, or take another file"
             )
         if config.size is not None and any(isinstance(h, SizeHook) for _, h in self._hooks):
             raise ValueError(

@@ -62,7 +62,7 @@ def put_hook(module: nn.Module, hook: Any) -> None:
     """Put `hook` on `module`. It replaces a hook of the same name."""
     if hook_on(module, hook.name) is hook:
         return
-    take_hook(module, hook.name)
+    remove_hook(module, hook.name)
     if isinstance(hook, PreHook):
         module.register_forward_pre_hook(hook, with_kwargs=True)
         if hook.after is not None:
@@ -80,7 +80,7 @@ def put_hook(module: nn.Module, hook: Any) -> None:
     setattr(module, "_replicate_for_data_parallel", no_replica)  # noqa: B010
 
 
-def take_hook(module: nn.Module, name: str) -> None:
+def remove_hook(module: nn.Module, name: str) -> None:
     """Remove the hook of that name from `module`, if there is one.
 
     Wrappers that were put around it since then stay in force.

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mame_sd.core.merge import DRAWS, constant, counting, draw_at, leaders
+from mame_sd.compat import names_arguments, outside_old_graphs, parameters_of
+from mame_sd.core.groups import DRAWS, cached_tensors, counting, guidance_leaders, partition_index
 from mame_sd.core.min_tokens import BY_DEFAULT
-from mame_sd.diffusion.context import NO_STEP, Call, Later, Plans, Shared, Step, Tokens
+from mame_sd.diffusion.context import NO_STEP, Call, HandleState, LazyStep, Plans, Step, Tokens
 from mame_sd.diffusion.families.family import class_names, is_one_of
 from mame_sd.diffusion.families.layouts import IMAGE_MODULES
 from mame_sd.diffusion.hook_registry import PreHook
 from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.threads import PerTask, PerThread, begin, end
 from mame_sd.report import NEVER_CALLED, NOTHING_MERGES, TOO_FEW, LayerStats
-from mame_sd.upstream import names_arguments, outside_old_graphs, parameters_of
 
 TokensOf = Callable[[Any, Call], Tokens | str | None]
 # Models whose pipelines put the prompt before the negative one in a batch.
@@ -41,7 +41,7 @@ class SizeHook(PreHook):
 
     name = "mame_size"
 
-    def __init__(self, module: nn.Module, shared: Shared, tokens_of: TokensOf) -> None:
+    def __init__(self, module: nn.Module, shared: HandleState, tokens_of: TokensOf) -> None:
         self.names = _names(module)
         self.named = names_arguments(type(module))
         self.shared = shared
@@ -86,7 +86,7 @@ class EagerSizeHook(SizeHook):
 
     __call__ = torch.compiler.disable(SizeHook.__call__)
 
-    def __init__(self, module: nn.Module, shared: Shared, tokens_of: TokensOf) -> None:
+    def __init__(self, module: nn.Module, shared: HandleState, tokens_of: TokensOf) -> None:
         super().__init__(module, shared, tokens_of)
         self._shapes = PerThread(latest=True)  # shapes of the latest forward's arguments
 
@@ -124,7 +124,7 @@ class StepHook(PreHook):
 
     name = "mame_step"
 
-    def __init__(self, module: nn.Module, shared: Shared) -> None:
+    def __init__(self, module: nn.Module, shared: HandleState) -> None:
         self.names = _names(module)
         self.shared = shared
         self.latest = PerTask()  # Plans of each task
@@ -167,12 +167,12 @@ class StepHook(PreHook):
         def made(latents: Tensor | None) -> Step:
             draw = draws = leader = None
             if drawn_by is not None:
-                draw = draw_at(drawn_by)
+                draw = partition_index(drawn_by)
                 draw = draw if device is None else draw.to(device)
                 if not compiling:
-                    draws = (draw + constant(counting, DRAWS, draw.device)) % DRAWS
+                    draws = (draw + cached_tensors(counting, DRAWS, draw.device)) % DRAWS
             if latents is not None and not of_frames:
-                leader = leaders(latents, (False, True) if prompt_first else (True, False))
+                leader = guidance_leaders(latents, (False, True) if prompt_first else (True, False))
             return Step(draw, draws, leader)
 
         plans: Plans | None = None
@@ -188,7 +188,7 @@ class StepHook(PreHook):
                 self.latest.value = None
         at_once = compiling or latents is not first  # only this call holds the stacked latents
         self.shared.step.value = (
-            NO_STEP if again else made(latents) if at_once else Later(made, latents, plans)
+            NO_STEP if again else made(latents) if at_once else LazyStep(made, latents, plans)
         )
 
     def _plans(self, latents: Tensor, timestep: Any, others: list[Tensor]) -> Plans | None:
@@ -210,7 +210,7 @@ class StepHook(PreHook):
         # PyTorch does not count changes of inference tensors and of subclasses.
         if type(latents) is not Tensor or latents.is_inference() or _is_recorded(latents):
             plans = self.latest.value = None
-        elif plans is None or not plans.go_for(latents, others):
+        elif plans is None or not plans.matches(latents, others):
             plans = self.latest.value = Plans(latents)
         return plans if plans is None else plans.begin(timestep, others)
 
@@ -252,8 +252,8 @@ class StepHook(PreHook):
         self._share_no_more()
 
     def _share_no_more(self) -> None:
-        step: Step | Later | None = getattr(self.shared.step.mine, "value", None)
-        if isinstance(step, Later):
+        step: Step | LazyStep | None = getattr(self.shared.step.mine, "value", None)
+        if isinstance(step, LazyStep):
             step.plans = None
 
 

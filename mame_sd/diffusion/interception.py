@@ -1,8 +1,7 @@
-"""Intercept attention that is called without `torch.nn.functional.scaled_dot_product_attention`.
+"""Intercept the backends of diffusers' dispatcher, such as SageAttention and FlashAttention.
 
-These are functions that were put in its place, and backends of diffusers' dispatcher
-(SageAttention, FlashAttention, xFormers, flex, ...). They are intercepted while a layer merges
-(`mame_sd.core.keys`).
+They call no `torch.nn.functional.scaled_dot_product_attention`, so that each one is wrapped. While
+a layer merges, the wrapper merges the keys (`mame_sd.core.intercept`).
 """
 
 from __future__ import annotations
@@ -13,31 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mame_sd.core.fit import SDPA
-from mame_sd.core.keys import (
-    MergeJob,
-    SDPAInterceptor,
-    attend_merged,
-)
+from mame_sd.core.intercept import running_job, watch_replacement
 
 # Backends of the dispatcher whose kernels add a bias to the logits. For all others, keys carry the
 # sizes of their groups (`sized_keys`).
 _TAKES_BIAS = {"native", "_native_cudnn", "_native_efficient", "_native_math", "flex", "xformers"}
-
-
-def running_job() -> MergeJob | None:
-    """Return the job of this thread's innermost layer that merges.
-
-    It is None if no layer merges, or the layer's kernel is running already.
-    """
-    for place in range(torch._C._len_torch_function_stack() - 1, -1, -1):
-        mode = torch._C._get_function_stack_at(place)
-        if isinstance(mode, SDPAInterceptor):
-            return None if mode.job.inside else mode.job
-    return None
 
 
 class _Backends(dict[Any, Callable[..., Any]]):
@@ -60,19 +41,7 @@ def watch_kernels() -> None:
         found, Registry._backends = Registry._backends, _Backends()
         for name, backend in found.items():
             Registry._backends[name] = backend
-    kernel = F.scaled_dot_product_attention
-    if kernel is not SDPA and not hasattr(kernel, "_mame_watched"):
-        F.scaled_dot_product_attention = _watched_replacement(kernel)
-
-
-def _watched_replacement(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(kernel)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        job = running_job()
-        return kernel(*args, **kwargs) if job is None else attend_merged(kernel, job, args, kwargs)
-
-    watched._mame_watched = True  # type: ignore[attr-defined]
-    return watched
+    watch_replacement()
 
 
 def _heads_last(output: Tensor) -> Tensor:

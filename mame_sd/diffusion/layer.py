@@ -3,8 +3,8 @@
 `merged_call` does this for every layer and for both ways into diffusers (hooks and the processor),
 so that both give the same numbers. `AttentionAdapter.route` inspects a call once: it returns a
 `Route`, which everything else reads, or the reason why the call is not merged. With `keep` the
-keys merge within the call, where the processor calls attention (`mame_sd.core.keys`). With `tau`
-whole tokens merge before the call and are restored after it (`mame_sd.core.paper`). An
+keys merge within the call, where the processor calls attention (`mame_sd.core.intercept`). With
+`tau` whole tokens merge before the call and are restored after it (`mame_sd.core.paper`). An
 `AttentionAdapter` holds what differs between layers (`families/attention.py`).
 """
 
@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mame_sd.compat import outside_old_graphs, parameters_of
 from mame_sd.config import MaMeConfig
-from mame_sd.core.keys import Grid, KeyMerging, MergeJob, OwnKernel, SDPAInterceptor
-from mame_sd.core.merge import DRAWS
+from mame_sd.core.groups import DRAWS
+from mame_sd.core.intercept import KernelAdapter, MergeJob, SDPAInterceptor
+from mame_sd.core.merge_keys import Grid, KeyMerging
 from mame_sd.core.paper import Plan, plan_tokens
-from mame_sd.diffusion.context import NO_STEP, Later, ResolvedConfig, Shared, Step, Tokens
+from mame_sd.diffusion.context import NO_STEP, HandleState, LazyStep, ResolvedConfig, Step, Tokens
 from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.rows import Rows, RowsMode, needs_all_rows, running_rows
 from mame_sd.diffusion.threads import PerThread
 from mame_sd.report import LayerStats
-from mame_sd.upstream import outside_old_graphs, parameters_of
 
 NO_SIZE = "height and width unknown: keys are compared along the sequence; give size=(h, w)"
 LEFT = "left unmerged by layers"
@@ -147,7 +148,8 @@ class AttentionAdapter(ABC):
     def plan(self, route: Route) -> Plan:
         """Plan which whole tokens of a call merge."""
         assert route.feature is not None
-        return plan_tokens(route.feature, route.config)
+        assert route.config.tau is not None
+        return plan_tokens(route.feature, route.config.tau)
 
     def job(self, route: Route, name: str, step: Step) -> MergeJob:
         """Make the job that merges the keys of a call.
@@ -173,20 +175,20 @@ class AttentionAdapter(ABC):
         known, plans = None, step.plans
         if plans is not None and plans.latents() is not None:
             if plans.unsettled:
-                plans.settle()
+                plans.drop_stale()
             plans.calls[name] += 1
             sizes = tuple(grid.size for grid in grids)
             known = plans.found.setdefault((name, plans.calls[name], config, sizes), {})
-        how = KeyMerging(config.fit_queries, config.tile_size, config.seed)
+        options = KeyMerging(config.fit_queries, config.tile_size, config.seed)
         draw = step.draw if config.redraw else None
         leader = step.leader if config.share_guidance_plan else None
         return MergeJob(
-            tuple(grids), length, route.first, how=how, draw=draw, leader=leader, known=known,
-            **{"queries": tokens.count, **route.job},
+            tuple(grids), length, route.first, options=options, draw=draw, leader=leader,
+            known=known, **{"queries": tokens.count, **route.job},
         )  # fmt: skip
 
 
-class Entry:
+class MergedForward:
     """Replace the `forward` of a module that has a MergeHook, in copies of the module too.
 
     diffusers' registry binds a function to each module. After a deepcopy, such a function would run
@@ -234,7 +236,9 @@ class Entry:
         if config is None:
             stats.skipped(LEFT, hook.layer.count(call, hook.layout()))
             return call.run()
-        return merged_call(hook.layer, call, hook.layout(), config, stats, hook.step, shared.kernel)
+        rows = running_rows() if shared.restores_blocks else None
+        layout, kernel = hook.layout(), shared.kernel
+        return merged_call(hook.layer, call, layout, config, stats, hook.step, kernel, rows)
 
 
 class LayerHook:
@@ -250,10 +254,10 @@ class LayerHook:
     """
 
     name: str
-    entry: Any = None  # replaces the module's forward, a method of an Entry
+    entry: Any = None  # replaces the module's forward, a method of an MergedForward
 
     def __init__(
-        self, shared: Shared, stats: LayerStats, known: PerThread | None, number: int = 0
+        self, shared: HandleState, stats: LayerStats, known: PerThread | None, number: int = 0
     ) -> None:
         self.place = number % DRAWS
         # A 0-dimensional tensor works on any device, and is no constant of a compiled graph.
@@ -265,7 +269,7 @@ class LayerHook:
     @property
     def setting(self) -> ResolvedConfig:
         """Return the setting in force."""
-        own = self.shared.own  # inlined from `Shared.now`, to save a call
+        own = self.shared.own  # inlined from `HandleState.now`, to save a call
         mine = getattr(own.mine, "value", None) if torch.compiler.is_compiling() else own.var.get()
         setting: ResolvedConfig = mine[-1] if mine else self.shared.setting
         return setting
@@ -289,9 +293,9 @@ class LayerHook:
             RuntimeError: a block is recomputed after a call at another timestep.
         """
         shared, plans = self.shared, None
-        own: Step | Later | None = getattr(shared.step.mine, "value", None)
-        step: Step | Later | None = shared.step.latest if own is None else own
-        if isinstance(step, Later):
+        own: Step | LazyStep | None = getattr(shared.step.mine, "value", None)
+        step: Step | LazyStep | None = shared.step.latest if own is None else own
+        if isinstance(step, LazyStep):
             plans = None if own is None else step.plans
             step = step.made or step.step()
         if step is None or step is NO_STEP:
@@ -322,7 +326,7 @@ class MergeHook(LayerHook):
 
     def __init__(
         self,
-        shared: Shared,
+        shared: HandleState,
         stats: LayerStats,
         layer: AttentionAdapter,
         known: PerThread | None,
@@ -333,7 +337,7 @@ class MergeHook(LayerHook):
 
     def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
         """Return the function that replaces `inner`, the own forward of a module."""
-        self.entry = Entry(module, self, inner).forward
+        self.entry = MergedForward(module, self, inner).forward
         return self.entry
 
 
@@ -344,7 +348,8 @@ def merged_call(
     config: MaMeConfig,
     stats: LayerStats,
     step: Callable[[], Step] = lambda: NO_STEP,
-    kernel: OwnKernel | None = None,
+    kernel: KernelAdapter | None = None,
+    rows: Rows | None = None,
 ) -> Any:
     """Compute a call, merged if the layer can merge it, and count it.
 
@@ -356,11 +361,11 @@ def merged_call(
         stats: counters of the layer.
         step: returns the step. It is called only if keys merge.
         kernel: computes attention over merged keys instead of the model's own kernel.
+        rows: the rows that the block around the layer computes. If None, all rows.
 
     Returns:
         The module's output.
     """
-    rows = running_rows()
     if rows is not None and needs_all_rows(call.module):
         with RowsMode(None):
             return merged_call(layer, call, known, config, stats, step, kernel)
@@ -398,7 +403,7 @@ def _of_some_queries(
     route: Route,
     rows: Rows,
     stats: LayerStats,
-    kernel: OwnKernel | None,
+    kernel: KernelAdapter | None,
 ) -> Any:
     """Compute a call whose keys stay, for some queries alone.
 

@@ -26,13 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mame_sd.compat import outside_old_graphs
 from mame_sd.config import MaMeConfig
+from mame_sd.core.intercept import running_job
 from mame_sd.core.min_tokens import too_little_work
 from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
-from mame_sd.diffusion.context import Shared, Tokens
+from mame_sd.diffusion.context import HandleState, Tokens
 from mame_sd.diffusion.families.family import Family
-from mame_sd.diffusion.interception import running_job
-from mame_sd.diffusion.layer import Entry, LayerHook
+from mame_sd.diffusion.layer import LayerHook, MergedForward
 from mame_sd.diffusion.rows import (
     FusedMLPMode,
     Rows,
@@ -43,7 +44,6 @@ from mame_sd.diffusion.rows import (
     running_rows,
 )
 from mame_sd.report import LayerStats
-from mame_sd.upstream import outside_old_graphs
 
 _MLP = re.compile("FeedForward|SwiGLU|MLP$")  # of a class's name
 _OTHERS = ("context", "txt", "text", "audio", "ff_t")  # in names of MLPs of other tokens
@@ -79,17 +79,17 @@ class RestoreHook(LayerHook):
     keep_of: str  # the setting that says how much is computed
 
     def __init__(
-        self, shared: Shared, stats: LayerStats, known: Any, number: int, family: Family
+        self, shared: HandleState, stats: LayerStats, known: Any, number: int, family: Family
     ) -> None:
         super().__init__(shared, stats, known, number)
         self.family = family
 
     def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
         """Return what is to stand in for `inner`, the forward of `module`."""
-        self.entry = RestoreEntry(module, self, inner).forward
+        self.entry = RestoringForward(module, self, inner).forward
         return self.entry
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of the module for these arguments."""
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ class RestoreHook(LayerHook):
 
         The same module may take the text in another call, which is no reason of the image's.
         """
-        if reason != self.OTHER or not self.stats.calls:
+        if reason != self.OTHER or not self.stats.sums.eager[0]:
             count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
             self.stats.skipped(reason, count)
 
@@ -141,7 +141,7 @@ class RestoreHook(LayerHook):
         return image_start(tokens, x)
 
 
-class RestoreEntry(Entry):
+class RestoringForward(MergedForward):
     """Stands in for the `forward` of a module with a RestoreHook, in copies of it too."""
 
     hook: Any
@@ -168,7 +168,7 @@ class MLPHook(RestoreHook):
             start = {"first": beside, "last": 0}.get(self.family.joint or "")
         return start
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         rows, config = running_rows(), self.config
         if rows is None and (config is None or config.mlp_share == 1):
@@ -205,7 +205,7 @@ class MLPHook(RestoreHook):
 class PartHook(RestoreHook):
     """Computes a part of a block (its cross-attention, a projection) on the block's rows alone."""
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         rows = running_rows()
         by_token = any(kwargs.get(name) is not None for name in _BY_TOKEN)
@@ -236,7 +236,7 @@ class FusedInHook(PartHook):
     keep_of = "mlp_share"
     ahead = 0
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         running, config, inner = running_fused_mlp(), self.config, entry.inner
         if running is None or config is None or running_rows() is not None:
@@ -271,7 +271,7 @@ class FusedOutHook(PartHook):
     chosen ones, and their output is restored.
     """
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         running = running_fused_mlp()
         if running is None or running.rows is None:
@@ -289,7 +289,7 @@ class FusedOutHook(PartHook):
         return y + rows.restore(f)
 
 
-def _is_plain(entry: Entry) -> bool:
+def _is_plain(entry: MergedForward) -> bool:
     """Return True if a module multiplies by its `weight`, adds its `bias`, and does no more."""
     weight = getattr(entry.module, "weight", None)
     forward = getattr(entry.inner, "__func__", None)
@@ -302,7 +302,7 @@ class QueryHook(PartHook):
     Merged values are fitted to queries of any of the tokens.
     """
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         job = running_job()
         if job is not None and job.merges:
@@ -316,7 +316,7 @@ class CrossAttentionHook(PartHook):
     Called without a text it is a second self-attention, which needs all rows (`Rows.mixed`).
     """
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         rows, (name, _) = running_rows(), _first(args, kwargs)
         others = (*args[1:], *(value for of, value in kwargs.items() if of != name))
@@ -332,7 +332,7 @@ class BlockHook(RestoreHook):
     keep_of = "block_share"
     fused = False  # whether the block's MLP shares projections with its attention
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         config = self.config
         if config is None or running_rows() is not None:
@@ -383,7 +383,9 @@ class BlockHook(RestoreHook):
         self.stats.merged((chosen,), tokens.size)
         return restored if alone else type(output)(outputs)
 
-    def _with_all_rows(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_all_rows(
+        self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Compute the block on all tokens, but for an MLP that is restored."""
         if not self.fused or self.config is None or self.config.mlp_share == 1:
             return entry.inner(*args, **kwargs)
@@ -435,7 +437,7 @@ def _run(
 
 
 def restoring_hooks(
-    root: nn.Module, shared: Shared, attention: Mapping[str, tuple[LayerHook, Family]]
+    root: nn.Module, shared: HandleState, attention: Mapping[str, tuple[LayerHook, Family]]
 ) -> Iterator[tuple[str, nn.Module, RestoreHook]]:
     """Yield the path, the module and the hook of each MLP, block and part of a block of `root`.
 

@@ -35,7 +35,7 @@ def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
     Raises:
         ValueError: a file of settings is wrong.
     """
-    if config.layers is not None or not config.is_open:
+    if config.layers is not None or not config.is_default:
         return config
     parts = list(model.values()) if isinstance(model, nn.ModuleDict) else [model]
     folders: list[Path] = []
@@ -54,7 +54,7 @@ def resolved(model: nn.Module, config: MaMeConfig) -> MaMeConfig:
 def uniform(config: MaMeConfig) -> MaMeConfig:
     """Return `config` for all layers alike, without settings saved next to the model's weights."""
     keys = {} if config.tau is not None else {"keep": config.keep, "mlp_keep": config.mlp_share}
-    return config.replace(**keys, layers=None, made_for=None)
+    return config.replace(**keys, layers=None, calibrated_for=None)
 
 
 @dataclass(frozen=True)

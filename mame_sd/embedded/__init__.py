@@ -1,3 +1,1 @@
-"""The embedded models, a folder each (weights, glyphs, model card), and the module that knows
-them.
-"""
+"""Find the embedded models (a folder each, with weights and a model card) and their prompts."""

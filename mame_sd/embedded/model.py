@@ -1,7 +1,6 @@
-"""The models that ship with mame-sd, one folder each, and the ground truth they were trained on:
-emoji on plain backgrounds.
+"""Find the models that ship with mame-sd, and draw the pictures they were trained on.
 
-Every picture that they learned is a known glyph on a known colour (`render`).
+Each of these pictures is an emoji on a plain background (`render`).
 """
 
 import hashlib
@@ -31,63 +30,67 @@ BACKGROUNDS = {  # sRGB
     "brown": (121, 72, 40),
 }
 HELD_OUT_SHARE = 0.15
-DEFAULT_GUIDANCE = {"unet": 1.25, "transformer": 2.5}  # what an embedded model is sampled with
+DEFAULT_GUIDANCE = {"unet": 1.25, "transformer": 2.5}  # guidance scale by model
 DEFAULT_STEPS = 20
-_INDEXES = ("model_index.json", "config.json")  # of diffusers' pipelines; of transformers' models
+_INDEXES = ("model_index.json", "config.json")  # of diffusers' pipelines and transformers' models
 
 
 @cache
 def models_folder() -> Path:
-    """Where the models lie: beside this file in a checkout, else in the package mame_sd_models."""
+    """Return the folder of the models.
+
+    In a checkout it is the folder of this file, otherwise that of the package mame_sd_models.
+    """
     here = Path(__file__).parent
-    if _named(here):
+    if _models_in(here):
         return here
-    found = find_spec(MODELS)
-    places = list(found.submodule_search_locations or []) if found else []
+    package = find_spec(MODELS)
+    places = list(package.submodule_search_locations or []) if package else []
     return Path(places[0]) if places else here
 
 
-def _named(folder: Path) -> list[str]:
-    """Names of the models in `folder`: a folder in it that a library can load is one."""
+def _models_in(folder: Path) -> list[str]:
+    """List the names of the models in `folder`: its folders that a library can load."""
     return sorted(
         path.name for path in folder.iterdir() if any((path / name).is_file() for name in _INDEXES)
     )
 
 
 def embedded_models() -> list[str]:
-    """Names of the embedded models of this installation; none without the distribution
-    mame-sd-models.
+    """List the embedded models of this installation.
+
+    The list is empty without the distribution mame-sd-models.
     """
-    return _named(models_folder())
+    return _models_in(models_folder())
 
 
 def embedded_model_path(name: str = "unet") -> Path:
-    """Folder of an embedded model, for ``from_pretrained``; "unet" is a plain
-    ``StableDiffusionPipeline``.
+    """Return the folder of an embedded model, for `from_pretrained`.
 
     Raises:
-        FileNotFoundError: this installation has none of that name; the message lists those it has.
+        FileNotFoundError: If this installation has no such model. The message lists those it has.
     """
-    there = embedded_models()
-    if not there:
+    names = embedded_models()
+    if not names:
         raise FileNotFoundError(f"expected the embedded models, found none; {GET_THEM}")
-    if name not in there:
+    if name not in names:
         raise FileNotFoundError(
-            f"expected the name of an embedded model ({', '.join(there)}), got {name!r}; give one"
+            f"expected the name of an embedded model ({', '.join(names)}), got {name!r}; give one"
             " of these"
         )
     return models_folder() / name
 
 
 def caption(name: str, background: str) -> str:
-    """The prompt that models were trained on, such as ``rocket on a light blue background``."""
+    """Return the prompt for a glyph on a background: "rocket on a light blue background"."""
     article = "an" if background[0] in "aeiou" else "a"
     return f"{name} on {article} {background} background"
 
 
 def is_held_out(name: str, background: str) -> bool:
-    """Whether the pair was kept out of training (15 % of all pairs, chosen by a hash of the
-    caption).
+    """Return True if the pair was kept out of training.
+
+    A hash of the caption holds out 15 % of all pairs.
     """
     digest = hashlib.sha256(caption(name, background).encode()).digest()
     return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
@@ -95,8 +98,9 @@ def is_held_out(name: str, background: str) -> bool:
 
 @cache
 def _index() -> dict[str, Any]:
-    """What stands on the glyph sheet, which lies beside the weights that were first trained on it:
-    names, columns, source.
+    """Return the contents of the glyph sheet: names, columns, source.
+
+    The sheet is stored with the first model that was trained on it.
     """
     text = (embedded_model_path("unet") / "glyphs.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
@@ -104,13 +108,13 @@ def _index() -> dict[str, Any]:
 
 @cache
 def glyph_names() -> tuple[str, ...]:
-    """Names of all glyphs, in the order of the glyph sheet."""
+    """Return the names of all glyphs, in the order of the glyph sheet."""
     return tuple(_index()["names"])
 
 
 @cache
 def glyphs() -> np.ndarray:
-    """All glyphs as uint8 RGBA, shape [number of glyphs, 256, 256, 4], straight alpha."""
+    """Return all glyphs as uint8 RGBA with straight alpha, [number of glyphs, 256, 256, 4]."""
     columns = _index()["columns"]
     sheet = np.asarray(Image.open(embedded_model_path("unet") / "glyphs.webp").convert("RGBA"))
     side = sheet.shape[1] // columns
@@ -120,8 +124,14 @@ def glyphs() -> np.ndarray:
 
 
 def composite(rgba: np.ndarray, background: str) -> np.ndarray:
-    """Lay straight-alpha glyphs [..., H, W, 4] (uint8) over a named background: uint8 [..., H, W,
-    3].
+    """Put glyphs with straight alpha on a plain background.
+
+    Args:
+        rgba: uint8 [..., H, W, 4].
+        background: One of BACKGROUNDS.
+
+    Returns:
+        uint8 [..., H, W, 3].
     """
     alpha = rgba[..., 3:].astype(np.float32) / 255
     color = np.array(BACKGROUNDS[background], np.float32)
@@ -129,10 +139,10 @@ def composite(rgba: np.ndarray, background: str) -> np.ndarray:
 
 
 def render(name: str, background: str) -> Image.Image:
-    """The picture that `caption` asks for: the ground truth, 256 x 256.
+    """Draw the picture that `caption` describes, 256 x 256.
 
     Raises:
-        ValueError: unknown glyph or background.
+        ValueError: If the glyph or the background is unknown.
     """
     if name not in glyph_names() or background not in BACKGROUNDS:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""What the embedded transformer was trained to draw: a subject at a free place, size and angle, on
-a ground with a free pattern.
+"""List the prompts of the embedded transformer: a subject on a ground with a pattern.
 
-The prompt names subject, colour and texture (``rocket on a red brick background``). Place, size,
-angle and the pattern's period and phase stand nowhere, so that no single picture is the truth.
+A prompt names subject, colour and texture: "rocket on a red brick background". It doesn't name
+place, size and angle of the subject, nor the pattern's period and phase, so that several pictures
+fit each prompt.
 """
 
 from functools import cache
@@ -18,16 +18,16 @@ moon, t-shirt, house
 """
 SUBJECTS = tuple(name.strip() for name in _NAMES.replace("\n", " ").split(", "))
 TEXTURES = ("", "striped", "checked", "brick")
-SMALLEST, LARGEST = 0.5, 0.9  # side of the subject's cell, in shares of the picture's
+SMALLEST, LARGEST = 0.5, 0.9  # side of the subject's cell, relative to the picture's
 
 
 def ground_phrases() -> list[str]:
-    """Every ground that a prompt may name: a colour, or a colour and a texture."""
+    """List the grounds that a prompt may name: a colour, or a colour and a texture."""
     return [f"{color} {texture}".strip() for texture in TEXTURES for color in model.BACKGROUNDS]
 
 
 @cache
 def scenes_by_caption() -> dict[str, tuple[str, str]]:
-    """(subject, ground) of every prompt that the transformer was made for."""
+    """Return the subject and the ground of every prompt of the transformer, by prompt."""
     pairs = ((name, ground) for name in SUBJECTS for ground in ground_phrases())
     return {model.caption(*pair): pair for pair in pairs}

@@ -51,13 +51,13 @@ def register() -> None:
 
 def share() -> float:
     """Return the share of keys to keep."""
-    given = os.environ[KEEP]
+    value = os.environ[KEEP]
     try:
-        keep = float(given)
+        keep = float(value)
     except ValueError:
         keep = math.nan
     if not 0 < keep <= 1:
-        raise ValueError(f"{KEEP}: expected a share above 0 and at most 1, got {given!r}")
+        raise ValueError(f"{KEEP}: expected a share above 0 and at most 1, got {value!r}")
     return keep
 
 

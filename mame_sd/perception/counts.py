@@ -8,41 +8,35 @@ summed as tokens pass, so that totals over calls are exact.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from mame_sd.forks import free_in_children
 from mame_sd.perception.encoder_registry import Encoder
+from mame_sd.report import Sums
 
-_ADDING = free_in_children(threading.Lock())
 CONVOLUTIONS = nn.Conv2d, nn.Conv3d
 FIELDS = ("calls", "tokens", "squares", "kept", "kept_squares", "merging")
 
 
 class BlockCounts:
-    """Sums over the calls of one merging block since the last `reset`, in the order of FIELDS.
-
-    They are calls, tokens in, their squares, tokens kept, their squares, and multiply-adds of
-    merging itself for one image. Compiled regions count in a tensor, because a Python number that
-    changes in every call would trigger a recompilation.
+    """Sums over the calls of one merging block since the last `reset`.
 
     Attributes:
+        sums: The sums in the order of FIELDS: calls, tokens in, their squares, tokens kept, their
+            squares, and multiply-adds of merging itself for one image.
         note: How the latest call merged differently from the settings, if it did.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.reset(device)
+        self.sums, self.note = Sums(len(FIELDS), device), ""
 
     def reset(self, device: torch.device) -> None:
         """Set all sums to zero; compiled regions will count on `device`."""
-        self._eager = [0] * len(FIELDS)
+        self.sums.reset(device)
         self.note = ""
-        with torch.inference_mode(False):  # counted in place, in and out of inference mode
-            self._compiled = torch.zeros(len(FIELDS), dtype=torch.int64, device=device)
 
     def add(self, tokens: int, kept: int, merging: int, note: str = "") -> None:
         """Count one call.
@@ -53,21 +47,8 @@ class BlockCounts:
             merging: Multiply-adds of merging itself for one image.
             note: How the call merged differently from the settings.
         """
-        values = (1, tokens, tokens * tokens, kept, kept * kept, merging)
         self.note = note
-        if torch.compiler.is_exporting():  # whose graphs change no tensor of ours
-            return
-        if torch.compiler.is_compiling():
-            for place, value in enumerate(values):
-                self._compiled[place].add_(value)
-            return
-        with _ADDING:
-            self._eager = [sum(pair) for pair in zip(self._eager, values, strict=True)]
-
-    def sums(self) -> dict[str, int]:
-        """Return the sums by name; this waits for the device if a compiled region counted there."""
-        totals = map(sum, zip(self._eager, self._compiled.tolist(), strict=True))
-        return dict(zip(FIELDS, totals, strict=True))
+        self.sums.add(1, tokens, tokens * tokens, kept, kept * kept, merging)
 
 
 class BlockCost:

@@ -15,7 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mame_sd.refused import ENCODERS
+from mame_sd.refused import ENCODERS, refused_as
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,10 @@ def find_encoder(target: nn.Module) -> tuple[nn.Module, list[nn.Module], Encoder
             the description.
     """
     for module in target.modules():
-        reason = next((ENCODERS[name] for name in _classes(module) if name in ENCODERS), None)
-        if reason is not None:
+        if (name := refused_as(module, ENCODERS)) is not None:
             raise ValueError(
                 "expected a vision transformer whose tokens can merge, got"
-                f" {type(module).__name__}: {reason}"
+                f" {type(module).__name__}: {ENCODERS[name]}"
             )
     registered = set(encoder_names())
     candidates = {

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mame_sd.compat import outside_old_graphs, parameters_of
 from mame_sd.core.paper import Plan
 from mame_sd.perception.counts import CONVOLUTIONS
 from mame_sd.perception.encoder_registry import Encoder
 from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan
-from mame_sd.upstream import outside_old_graphs, parameters_of
 
 _ATTENTION = (None, "eager", "sdpa")  # implementations that add a mask of numbers to the logits
 
@@ -35,7 +35,7 @@ class Forward:
     sizes: Tensor | None = None  # [B, L'] number of tokens that each stands for; None: 1 each
     sized: bool = False  # proportional attention is on
     # Checkpoints wrap whole blocks, which may run again after another forward's images.
-    again: bool = False
+    recomputes: bool = False
     dense: bool = False  # each block returns all tokens, and passes the merged ones on in `whole`
     # The latest block's output [B, L, C], and its merged tokens [B, L', C].
     whole: tuple[Tensor, Tensor] | None = None
@@ -84,7 +84,7 @@ class ForwardState(HookOwner):
         self.places: dict[str, int] = {}
         self.shared = self
         convolutions, self.patches = _convolutions(model, blocks)
-        self.inner = [InnerHook(self, model, path, self.computed) for path in convolutions]
+        self.inner = [InnerHook(self, model, path, self.note_convolution) for path in convolutions]
         self.clips = isinstance(model.get_submodule(self.patches or ""), nn.Conv3d)
         self._names = list(parameters_of(type(model)))
         self.__setstate__({})
@@ -140,7 +140,7 @@ class ForwardState(HookOwner):
         if not torch.compiler.is_compiling():
             self.running.discard(threading.get_ident())
 
-    def computed(self, path: str, output: Tensor) -> None:
+    def note_convolution(self, path: str, output: Tensor) -> None:
         """Note the output size of a convolution, and the grid of patches if it makes these.
 
         Args:
@@ -171,9 +171,9 @@ class ForwardState(HookOwner):
         now, reason = self.now, no_sizes(self.model)
         if reason and self.prop_attn:
             raise ValueError(reason)
-        now.again = self.model.training and checkpoints_around(self.model)
+        now.recomputes = self.model.training and checkpoints_around(self.model)
         now.sized = self.prop_attn is not False and not reason
-        if now.again and (self.dense or now.dense):
+        if now.recomputes and (self.dense or now.dense):
             raise ValueError(
                 "expected no checkpointing around blocks (timm, transformers before 5.23) of a"
                 " model whose features are read at every place, got it; switch it off, or call"
@@ -208,12 +208,12 @@ class ForwardState(HookOwner):
                 tokens = plans[number].restore(tokens)
         return tokens
 
-    def ended(self) -> None:
+    def drop_plans(self) -> None:
         """Drop plans that nothing will need."""
         if not self.capture:
             self.now.plans = {}
 
-    def note(self, module: nn.Module, args: Any, output: Any) -> None:
+    def remember_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """Remember the output of a module that `handle.restore` may be called with.
 
         This lets `restore` refuse features of an earlier forward. It is on only while capturing.
@@ -259,7 +259,7 @@ class FeatureMaps(HookOwner):
             return getattr(type(model), self.name)(model, *args, **kwargs)
         finally:
             now.dense, now.whole = outer, None
-            self.shared.ended()
+            self.shared.drop_plans()
 
 
 def no_sizes(model: Any) -> str:

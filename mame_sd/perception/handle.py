@@ -16,7 +16,7 @@ from mame_sd.handle import Handle, check_config
 from mame_sd.perception.counts import BlockCost, BlockCounts, around_blocks, left_of
 from mame_sd.perception.encoder_registry import Encoder, find_encoder, takes_mean
 from mame_sd.perception.forward_state import FeatureMaps, ForwardState, no_sizes
-from mame_sd.perception.hooks import Placed, check_free, left_by, ours_on, put, take, take_all
+from mame_sd.perception.hooks import Placed, check_free, observed_by, ours_on, put, take, take_all
 from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.perception.plans import GroupPlan
 from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
@@ -65,7 +65,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
             self._paper or not (spec.adds_mask and _has_mask(spec, modules[0]))
         ):
             prop_attn = False
-        _check_parts(self.configs, prop_attn, spec, modules[0])
+        _check_mask(prop_attn, spec, modules[0])
         self._shared = ForwardState(self.encoder, spec, modules, restore, prop_attn)
         device = device_of(self.encoder)
         self._counts = {number: BlockCounts(device) for number in chosen}
@@ -89,7 +89,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
             placed.append((parent, "before", hook.follow))
         norms = [child for name, child in encoder.named_children() if "norm" in name]
         noted = [*(one.block for one in blocks), *norms]
-        placed += [(module, "after", shared.note) for module in noted]
+        placed += [(module, "after", shared.remember_output) for module in noted]
         maps = shared.spec.maps
         return placed + [(encoder, name, FeatureMaps(shared, name).call) for name in maps]
 
@@ -134,11 +134,8 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
                 " by keep), got the other; call apply_mame again"
             )
         if config is None:
-            new = changed(self.configs, fields)
-        else:
-            new = configs_of(config, fields, self.configs)
-        _check_parts(new, self._shared.prop_attn, self._shared.spec, self._blocks[0])
-        return new
+            return changed(self.configs, fields)
+        return configs_of(config, fields, self.configs)
 
     def _use(self, settings: dict[int, MaMeConfig]) -> None:
         super()._use(settings)
@@ -257,7 +254,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         self._shared.check_idle("remove")
         ours = {*self._inner, *(method.__self__ for _, _, method in self._placed)}
         parts = (module for module, _, _ in self._placed)  # whether or not tools took them out
-        for module in {*self.encoder.modules(), *parts, *left_by(ours)}:
+        for module in {*self.encoder.modules(), *parts, *observed_by(ours)}:
             take(module, ours)
 
     def install(self) -> None:
@@ -289,15 +286,8 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         return some, next(iter(plans.values()))
 
 
-def _check_parts(
-    configs: dict[int, MaMeConfig], prop_attn: bool | None, spec: Encoder, block: nn.Module
-) -> None:
-    """Raise ValueError for settings that need parts which the model's blocks lack."""
-    if any(config.feature != "x" for config in configs.values()) and spec.keys is None:
-        raise ValueError(
-            f"feature: expected 'x' for a model of kind {spec.name!r}, whose keys are not known,"
-            " got another; leave it out"
-        )
+def _check_mask(prop_attn: bool | None, spec: Encoder, block: nn.Module) -> None:
+    """Raise ValueError for proportional attention in blocks whose attention takes no mask."""
     if prop_attn and not _has_mask(spec, block):
         attention = type(block.get_submodule(spec.attention[1])).__name__
         raise ValueError(

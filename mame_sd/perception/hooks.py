@@ -63,7 +63,7 @@ class InnerHook(HookOwner):
         except AttributeError:  # it went with a part that was replaced whole
             return None
 
-    def hear(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def observe(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Pass on the output of the inner module."""
         self.on_output(self.path, output)
 
@@ -96,7 +96,7 @@ class InnerHook(HookOwner):
             if module is not None:
                 take(module, [self])
         if there is not None:
-            put(there, "after", self.hear)
+            put(there, "after", self.observe)
         self.child = there
 
 
@@ -191,10 +191,10 @@ def take_all(target: nn.Module, what: str = "remove_mame") -> None:
     }
     for one in owners:
         one.shared.check_idle(what)
-    for module in modules + left_by(owners):
+    for module in modules + observed_by(owners):
         take(module)
 
 
-def left_by(owners: Collection[HookOwner]) -> list[nn.Module]:
+def observed_by(owners: Collection[HookOwner]) -> list[nn.Module]:
     """List observed inner modules, which another tool may have taken out of the model."""
     return [hook.child for one in owners for hook in one.inner if hook.child is not None]

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from mame_sd.compat import outside_old_graphs, parameters_of
 from mame_sd.config import MaMeConfig
 from mame_sd.core.paper import Plan
 from mame_sd.perception.counts import BlockCounts, weights_of, width_of
@@ -24,13 +25,12 @@ from mame_sd.perception.encoder_registry import Encoder
 from mame_sd.perception.forward_state import Forward, ForwardState
 from mame_sd.perception.hooks import HookOwner, InnerHook
 from mame_sd.perception.plans import GroupPlan, plan_block
-from mame_sd.upstream import outside_old_graphs, parameters_of
 
 UNKNOWN = "height and width unknown: destinations are every second token"
 Grid = tuple[int, int] | None
 
 
-def weighted(plan: Plan | GroupPlan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+def merge_weighted(plan: Plan | GroupPlan, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Merge tokens that already stand for several, as means weighted by size.
 
     Args:
@@ -103,10 +103,10 @@ class MergedBlock(HookOwner):
         checkpoints = getattr(block, "gradient_checkpointing", False) and block.training
         if checkpoints and type(block).__call__ is nn.Module.__call__:
             run = partial(block._gradient_checkpointing_func, run)  # before 5.23: around this call
-        grid = None if now.again else now.grid
+        grid = None if now.recomputes else now.grid
         now.counting = True
         # Passed as arguments, because checkpoints keep these.
-        y, sizes = run(self._left(x, now), now.sizes, grid, now.sized)
+        y, sizes = run(self._merged_input(x, now), now.sizes, grid, now.sized)
         now.counting = False
         last = self.number == shared.last
         now.sizes = None if last else sizes  # they hold a graph of gradients
@@ -116,10 +116,10 @@ class MergedBlock(HookOwner):
         whole = shared.restored(y)
         now.whole = None if last else (whole, y)
         if last and not now.dense:
-            shared.ended()
+            shared.drop_plans()
         return whole
 
-    def _left(self, x: Tensor, now: Forward) -> Tensor:
+    def _merged_input(self, x: Tensor, now: Forward) -> Tensor:
         """Return the merged tokens [B, L', C] whose restored form x the previous block returned."""
         if now.whole is None:
             return x
@@ -196,9 +196,9 @@ class MergedBlock(HookOwner):
             on_grid = self.spec.grid and grid is not None and math.prod(grid) == tokens - prefix
             size, note = (grid, "") if on_grid else (None, UNKNOWN)
         # If attention calls its projection to keys without hooks, keys are computed again.
-        again = self.compared != "x" and self.number not in now.keys
+        again = self.compares_keys and self.number not in now.keys
         feature = self._feature(x, normed)
-        plan = plan_block(feature, config, size, prefix)
+        plan = self._plan(feature, size)
         if now.counting:
             self.shared.keep(self.number, plan)
             cost = self._cost(plan, x.shape[2], feature.shape[2], sizes is not None)
@@ -206,7 +206,7 @@ class MergedBlock(HookOwner):
                 cost += tokens * weights_of(self._module(self.spec.keys or ""))
             counts.add(tokens, plan.tokens_kept, cost, note)
         if sizes is not None:
-            return weighted(plan, x, sizes)
+            return merge_weighted(plan, x, sizes)
         sized = sized and self.number < self.shared.last
         return plan.merge(x), plan.sizes.expand(samples, -1) if sized else None
 
@@ -215,13 +215,14 @@ class MergedBlock(HookOwner):
         return self._merge(*args)
 
     @property
-    def compared(self) -> str:
-        """What similarity compares: the keys with `keep`, if the registry knows them."""
-        if self.config is None:
-            return "x"
-        if self.config.keep is None:
-            return self.config.feature
-        return "k" if self.spec.keys else "x"
+    def compares_keys(self) -> bool:
+        """True if similarity compares keys: with `keep`, if the registry knows them."""
+        return self.config is not None and self.config.keep is not None and bool(self.spec.keys)
+
+    def _plan(self, feature: Tensor, size: Grid) -> Plan | GroupPlan:
+        """Plan which tokens merge, from what is compared [B, L, d]."""
+        assert self.config is not None
+        return plan_block(feature, self.config, size, self.shared.num_prefix_tokens)
 
     def _cost(self, plan: Plan | GroupPlan, channels: int, dim: int, sized: bool) -> int:
         """Count the multiply-adds of merging one image.
@@ -241,12 +242,12 @@ class MergedBlock(HookOwner):
 
     def keep_keys(self, path: str, keys: Tensor) -> None:
         """Keep the keys [B, L, d] that a projection returned, if this block will compare them."""
-        if self.shared.active and self.compared != "x":
+        if self.shared.active and self.compares_keys:
             self.shared.now.keys[self.number] = keys
 
     def _feature(self, x: Tensor, normed: Tensor) -> Tensor:
-        """Return what similarity compares, [B, L, d]: x', keys, or keys averaged over heads."""
-        if self.compared == "x":
+        """Return what similarity compares, [B, L, d]: keys, or x'."""
+        if not self.compares_keys:
             return x
         keys = self.shared.now.keys.pop(self.number, None)
         if keys is None:
@@ -254,13 +255,7 @@ class MergedBlock(HookOwner):
         if self.spec.joined:
             width = width_of(self.block, self.spec)
             keys = keys[..., width : 2 * width]
-        return keys if self.compared == "k" else keys.unflatten(-1, (self.heads, -1)).mean(-2)
-
-    @property
-    def heads(self) -> int:
-        """Number of heads of the block's attention."""
-        owner = self._module((self.spec.keys or "").rpartition(".")[0])
-        return int(getattr(owner, "num_attention_heads", None) or owner.num_heads)
+        return cast(Tensor, keys)
 
     def _module(self, path: str) -> Any:
         return self.block.get_submodule(path)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import Groups, cells_of, group_tokens, no_autocast
+from mame_sd.core.groups import Groups, group_tokens, make_cells, no_autocast
 from mame_sd.core.paper import Plan, plan_tokens
 
 GRID, ROW = 0.25, 0.5  # largest shares of destinations: one of 2 x 2 patches, every second token
@@ -75,12 +75,12 @@ def plan_block(
         The plan.
     """
     if config.tau is not None:
-        return plan_tokens(feature, config, prefix)
+        return plan_tokens(feature, config.tau, prefix)
     assert config.keep is not None
     with no_autocast(feature), torch.no_grad():
         patches = feature[:, prefix:]
         share = min(config.keep, ROW if size is None else GRID)
-        cells = cells_of(size or (patches.shape[1],), share, 0, None, patches.device)
+        cells = make_cells(size or (patches.shape[1],), share, 0, None, patches.device)
         dtype = torch.promote_types(patches.dtype, torch.float32)
         patches = torch.nn.functional.normalize(patches.to(dtype), dim=-1)
         stay = max(0, round(config.keep * patches.shape[1]) - cells.kept)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mame_sd.perception.counts import BlockCost, BlockCounts
+from mame_sd.perception.counts import FIELDS, BlockCost, BlockCounts
 
 # Below this share of the FLOPs a smaller image is nearer, on photographs (docs/perception.md).
 NEARER = 0.37
@@ -128,22 +128,25 @@ def make_blocks(
     Returns:
         The reports, and the number of forwards that they average.
     """
-    sums = {number: count.sums() for number, count in sorted(counts.items())}
+    sums = {
+        number: dict(zip(FIELDS, count.sums.totals(), strict=True))
+        for number, count in sorted(counts.items())
+    }
     start = next(iter(sums.values()))
     calls, tokens, squares = start["calls"], start["tokens"], start["squares"]
     whole, rows = (tokens, squares, tokens), []
     for number, (name, cost) in enumerate(zip(names, costs, strict=True)):
-        own = sums.get(number, {"kept": tokens, "kept_squares": squares, "merging": 0})
+        block_sums = sums.get(number, {"kept": tokens, "kept_squares": squares, "merging": 0})
         totals = {
             "tokens_in": tokens,
-            "tokens_kept": own["kept"],
+            "tokens_kept": block_sums["kept"],
             "flops_before": cost.of(*whole),
-            "flops": cost.of(tokens, squares, own["kept"]) + own["merging"],
-            "merging": own["merging"],
+            "flops": cost.of(tokens, squares, block_sums["kept"]) + block_sums["merging"],
+            "merging": block_sums["merging"],
         }
         means = {field: total / max(calls, 1) for field, total in totals.items()}
         merged = number in sums
         note = counts[number].note if merged else ""
         rows.append(BlockReport(name, **means, merged=merged, note=note))
-        tokens, squares = own["kept"], own["kept_squares"]
+        tokens, squares = block_sums["kept"], block_sums["kept_squares"]
     return tuple(rows), calls

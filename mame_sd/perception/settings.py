@@ -16,18 +16,7 @@ LEFT = 0.25  # share of the patches that the last block leaves, if there are eno
 EVERY = 2
 FEWEST = 0.01  # lowest share that a block keeps
 LEAST = 0.5  # lowest mean share: the destinations of a block whose tokens are no grid
-_NO_MEANING = {
-    "mlp_keep": "an encoder's tokens merge, and all that is left go through its MLPs",
-    "block_keep": "an encoder's tokens merge, and all that is left go through its blocks",
-    "fit_queries": "an encoder's tokens merge, not its keys alone",
-    "tile_size": "all of an image's patches are compared",
-    "redraw": "an encoder has no steps",
-    "share_guidance_plan": "an encoder has no guidance",
-    "size": "the size of its images is read off",
-    "references": "an encoder sees one image",
-    "layers": "say which blocks merge by blocks=, and give keep or tau a number for each",
-    "made_for": "a denoiser has one",
-}
+FIELDS = ("keep", "tau", "min_tokens")  # the fields of MaMeConfig that vision transformers have
 
 
 def chosen_blocks(
@@ -46,24 +35,19 @@ def chosen_blocks(
     """
     if blocks is None:
         return tuple(range(0, depth, every))
-    if isinstance(blocks, int):
-        if blocks is True or not 1 <= blocks <= depth:
-            raise ValueError(
-                f"blocks: expected how many of the {depth} blocks merge, from 1 to {depth}, got"
-                f" {blocks}"
-            )
+    if isinstance(blocks, int) and blocks is not True and 1 <= blocks <= depth:
         return tuple(range(blocks))
     try:
-        numbers = [] if isinstance(blocks, Mapping) else [*blocks]
-        named = [index(block) for block in numbers if not isinstance(block, bool)]
+        numbers = [] if isinstance(blocks, Mapping | int) else [*blocks]
+        indices = {index(block) % depth for block in numbers if -depth <= block < depth}
     except TypeError:
+        indices = set()
+    if not indices or len(indices) < len(numbers) or any(isinstance(n, bool) for n in numbers):
         raise ValueError(
-            f"blocks: expected a number or numbers of blocks counted from 0, got {blocks!r}"
-        ) from None
-    chosen = sorted({block % depth for block in named if -depth <= block < depth})
-    if not chosen or len(chosen) < len(numbers):
-        raise ValueError(f"blocks: expected different ones from 0 to {depth - 1}, got {blocks!r}")
-    return tuple(chosen)
+            f"blocks: expected how many of the {depth} blocks merge, or different numbers from 0 to"
+            f" {depth - 1}, got {blocks!r}"
+        )
+    return tuple(sorted(indices))
 
 
 def is_paper(config: MaMeConfig | None, fields: Mapping[str, Any]) -> bool:
@@ -116,7 +100,7 @@ def configs_of(
     blocks, base = [*blocks], MaMeConfig() if config is None else config
     base = base.replace(min_tokens=base.min_tokens or MIN_TOKENS)
     if fields.get("tau") is None and fields.get("keep") is None and base.tau is None:
-        fields = {**fields, "keep": mean_share(len(blocks)) if base.is_open else base.keep}
+        fields = {**fields, "keep": mean_share(len(blocks)) if base.is_default else base.keep}
     return changed(dict.fromkeys(blocks, base), fields)
 
 
@@ -148,11 +132,10 @@ def changed(configs: Mapping[int, MaMeConfig], fields: Mapping[str, Any]) -> dic
     made = {
         block: old.replace(**row) for (block, old), row in zip(configs.items(), rows, strict=True)
     }
-    for new in made.values():
-        for name, reason in _NO_MEANING.items():
-            if name in new.given:
-                raise ValueError(
-                    f"{name}: expected none for a vision transformer, got {new.given[name]!r}:"
-                    f" {reason}"
-                )
+    meaningless = {name: v for new in made.values() for name, v in new.given.items()}
+    for name in meaningless.keys() - {*FIELDS}:
+        raise ValueError(
+            f"{name}: expected none for a vision transformer, got {meaningless[name]!r}; it has"
+            f" {', '.join(FIELDS)}, blocks, restore and prop_attn"
+        )
     return made

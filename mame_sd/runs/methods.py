@@ -5,16 +5,16 @@ again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.apply_denoiser import apply_mame
-from mame_sd.diffusion.handle import MaMeHandle
+from mame_sd.config import NAMES, MaMeConfig
 from mame_sd.errors import UserError
-from mame_sd.report import NothingMergedError
 from mame_sd.runs.jobs import Job
-from mame_sd.runs.loading import LoadedModel
+
+if TYPE_CHECKING:  # both import torch, which names of methods can do without
+    from mame_sd.diffusion.handle import MaMeHandle
+    from mame_sd.runs.loading import LoadedModel
 
 
 class NotApplicable(UserError):
@@ -67,18 +67,13 @@ class Merging:
 
     def install(self, model: LoadedModel) -> InstalledMerging:
         """Raises UserError for a model that merging does not support."""
+        from mame_sd.diffusion.apply_denoiser import apply_mame
+
         try:
             return InstalledMerging(apply_mame(model.pipe, self.config))
         except (TypeError, ValueError) as error:
-            options = {f.name: f.metadata.get("option", True) for f in fields(MaMeConfig)}
-            name, _, rest = str(error).partition(": ")
-            if name in options:  # a setting that is wrong for this model, not the model
-                where = (
-                    "--" + name.replace("_", "-")
-                    if options[name]
-                    else f"--config (or the model's mame.json): {name}"
-                )
-                raise UserError(f"{where}: {rest}") from error
+            if str(error).partition(":")[0] in NAMES:  # a setting is wrong for this model
+                raise UserError(f"merging: {error}") from error
             raise UserError(
                 f"--model {model.identity['name']}: {error}; choose another model, or --baseline"
             ) from error
@@ -95,6 +90,8 @@ class InstalledMerging:
 
     def levels(self) -> list[dict[str, Any]]:
         """Raises UserError when nothing could merge."""
+        from mame_sd.report import NothingMergedError
+
         try:
             return [asdict(level) for level in self.handle.report().levels()]
         except NothingMergedError as error:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from mame_sd import NothingMergedError, apply_mame, mame
 from mame_sd.caches import compress_cache
-from mame_sd.upstream import cache_of, parameters_of, with_cache
+from mame_sd.compat import cache_of, parameters_of, with_cache
 from tests.builders.perception import ROWS
 from tests.builders.tiny import tiny_unet, unet_inputs
 from tests.builders.transformers import run as output_of

@@ -22,21 +22,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # FILE: TESTS, below mame_sd and tests, then faults of that file, OLD => NEW.
 FAULTS = """
-core/keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_models.py
+core/intercept.py: core diffusion/test_calls.py diffusion/test_kernels.py test_models.py
     if name not in self.names: => if False:
+    self.known.setdefault(self.calls, {}) => self.known.setdefault(0, {})
+    shift = 0 if self.length is None else count - self.length => shift = 0
+    mask = mask == 0 => mask = mask
+core/merge_keys.py: core diffusion/test_calls.py diffusion/test_kernels.py test_models.py
     stay = max(0, round(keep * cells.tokens) - cells.kept) => stay = 0
     grids[0].start if q.shape[2] == k.shape[2] else 0 => 0
-    log_sizes[:, None, None] if counted => log_sizes[:, None, None] * 0 if counted
-    if not counted and by: => if False:
+    log_sizes[:, None, None] if size_bias => log_sizes[:, None, None] * 0 if size_bias
+    if not size_bias and by: => if False:
     masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2]) => masked = zero
     found.kept + grid.start] => found.kept]
     torch.where(mask, bias, -torch.inf) => torch.where(mask, -torch.inf, bias)
     count * k.shape[1] // q.shape[1])] => count)]
     merged = grids[0].start, => merged = 0,
-    self.known.setdefault(self.calls, {}) => self.known.setdefault(0, {})
-    shift = 0 if self.length is None else count - self.length => shift = 0
-    mask = mask == 0 => mask = mask
-core/merge.py: core
+core/groups.py: core
     of_chosen, of_chosen, value=-0.5) => of_chosen, of_chosen, value=-1.0)
     near.index_fill_(1, dst, torch.inf) => near.index_fill_(1, dst[:0], torch.inf)
     row.index_copy_(1, dst, cells.number.expand(slots.shape[0], -1)) => pass
@@ -77,8 +78,8 @@ core/paper.py: core diffusion/test_processor.py
 diffusion/context.py: diffusion/test_calls.py diffusion/test_families.py diffusion/test_apply.py
     is latents and self._version == latents._version and => is latents and
     same = len(others) == len(self._others) and => same = False and
-    if self.found and not same( => if self.found and same(
-    self._moved = not same( => self._moved = False and not same(
+    if self.found and not unchanged( => if self.found and unchanged(
+    self._moved = not unchanged( => self._moved = False and not unchanged(
     if length == self.before + self.count + self.after else None => if length else None
 diffusion/hooks.py: diffusion/test_calls.py diffusion/test_apply.py diffusion/test_families.py
     latents is not None and not of_frames => latents is not None

@@ -15,7 +15,7 @@ import pytest
 
 from mame_sd.config import MaMeConfig
 from mame_sd.eval.benchmark import timings
-from mame_sd.eval.benchmark.rows import FLOOR, ROWS, Row
+from mame_sd.eval.benchmark.rows import FLOOR, Row, row_named
 from mame_sd.eval.benchmark.run import Benchmark
 from mame_sd.eval.benchmark.suites import Suite
 from mame_sd.eval.metric_list import METRICS
@@ -74,7 +74,7 @@ def tiny_rows() -> list[Row]:
 
 def tiny(name: str, min_tokens: int = 16) -> Row:
     """A rival's row at a setting under which a tiny model merges."""
-    row = ROWS[name]
+    row = row_named(name)
     return replace(row, method=replace(row.method, min_tokens=min_tokens))
 
 

@@ -17,10 +17,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "means": {"keep": 0.25, "fit_queries": 0},
     "one tile": {"keep": 0.5, "tile_size": 0},
     "tau": {"tau": 0.3},
-    "sequential": {"tau": 0.3, "partition": "sequential", "refine": False},
-    "random": {"tau": 0.3, "partition": "random", "seed": 5},
-    "k": {"tau": 0.3, "feature": "k"},
-    "k-mean": {"tau": 0.3, "feature": "k-mean"},
 }
 
 

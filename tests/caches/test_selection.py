@@ -12,7 +12,7 @@ from torch import Tensor
 from mame_sd.caches import CacheView, Kept, Selection
 from mame_sd.caches.fit import _ridge, with_fitted_values
 from mame_sd.caches.layer import CompressedLayer
-from mame_sd.caches.selection import full_price_of, future_attention, gathered, marked
+from mame_sd.caches.selection import future_attention, gather_keys, token_bytes, with_fixed_keys
 from tests.caches.views import view_of, with_padding
 from tests.oracle import attend
 
@@ -20,16 +20,16 @@ from tests.oracle import attend
 def shortened(views: list[CacheView], keep: float, method: Selection | None = None) -> list[Kept]:
     """Apply a selection to all layers."""
     how = method or Selection()
-    looks = [how.look(view, keep) for view in views]
-    lengths = how.lengths(views, looks, keep)
-    return [how.shorten(*part) for part in zip(views, looks, lengths, strict=True)]
+    scored = [how.score_layer(view, keep) for view in views]
+    lengths = how.lengths(views, scored, keep)
+    return [how.shorten(*part) for part in zip(views, scored, lengths, strict=True)]
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_attention_is_that_of_a_loop(softcap: float | None) -> None:
     bias = torch.randn(1, 2, 40, generator=torch.Generator().manual_seed(1))
     view = view_of(bias=bias, softcap=softcap)
-    queries, slots = view.newest()
+    queries, slots = view.newest_queries()
     found = view.attention(queries, slots)
     for head in range(4):
         for query in (0, 7, 39):
@@ -50,9 +50,9 @@ def test_the_share_is_one_of_bytes(keep: float) -> None:
         for i in range(3)
     ]
     kept = shortened(views, keep)
-    whole = sum(full_price_of(view) * 128 for view in views)
+    whole = sum(token_bytes(view) * 128 for view in views)
     held = sum(CompressedLayer(one, 128).nbytes for one in kept)
-    assert keep * whole - full_price_of(views[0]) * 2 < held <= keep * whole
+    assert keep * whole - token_bytes(views[0]) * 2 < held <= keep * whole
     counts = [one.keys.shape[2] for one in kept]
     assert keep == 0.75 or counts[0] < counts[2]  # larger values earn more
     for one in kept:
@@ -85,7 +85,7 @@ def test_padding_changes_nothing(left: int, right: int, tokens: int) -> None:
 def test_a_loop_picks_the_same_keys() -> None:
     view = view_of(32)
     scores = torch.randn(1, 2, 32, generator=torch.Generator().manual_seed(3))
-    kept, _ = gathered(view, marked(scores, view, 0.75), torch.tensor([20]))
+    kept, _ = gather_keys(view, with_fixed_keys(scores, view, 0.75), torch.tensor([20]))
     for head in range(2):  # 20 keys: 4 first and 10 newest stay
         fixed = {*range(4), *range(22, 32)}
         rest = sorted(set(range(32)) - fixed, key=lambda t: -float(scores[0, head, t]))
@@ -97,15 +97,15 @@ def test_scores_that_are_no_numbers_rank_last() -> None:
     scores = torch.arange(32.0).expand(1, 2, 32).clone()
     scores[:, :, 8:12] = torch.nan
     scores[:, :, 14] = torch.inf
-    kept, _ = gathered(view, marked(scores, view, 0.5), torch.tensor([28]))
+    kept, _ = gather_keys(view, with_fixed_keys(scores, view, 0.5), torch.tensor([28]))
     assert {8, 9, 10, 11}.isdisjoint(kept.slots[0, 0].tolist())
 
 
 def fitted(view: CacheView, count: int) -> tuple[Kept, Kept, Tensor]:
     """Keys that stay, the same with fitted values, and the queries they were fitted to."""
-    queries, _ = view.newest()
-    scores = future_attention(view, *view.to_come(1024, 128))
-    kept, place = gathered(view, marked(scores, view, 0.4), torch.tensor([count]))
+    queries, _ = view.newest_queries()
+    scores = future_attention(view, *view.future_queries(1024, 128))
+    kept, place = gather_keys(view, with_fixed_keys(scores, view, 0.4), torch.tensor([count]))
     counted = torch.ones(1, queries.shape[2], dtype=torch.bool)
     return kept, with_fitted_values(view, kept, place, queries, counted), queries
 

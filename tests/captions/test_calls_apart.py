@@ -20,12 +20,10 @@ from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
 from mame_sd import apply_mame, mame, remove_mame
-from mame_sd.upstream import cache_of, with_cache
+from mame_sd.compat import cache_of, with_cache
 from tests.captions import tiny
-from tests.captions.test_qwen import inputs as qwen_inputs
-from tests.captions.test_qwen import qwen
 
-PATCHES = tiny.GRID**2
+PATCHES = tiny.PATCHES
 FEW = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 HALF, QUARTER = {"keep": 0.5}, {"keep": 0.25}
 
@@ -76,14 +74,14 @@ def at_once(users: list[Callable[[Any], Any]]) -> list[Any]:
 @pytest.mark.parametrize("seed", [0, 2])
 def test_threads_write_what_they_write_alone(seed: int) -> None:
     drawn = random.Random(seed)
-    model: Any = qwen() if seed == 2 else tiny.llava()
+    model: Any = tiny.qwen() if seed == 2 else tiny.llava()
     base = {"keep": drawn.choice((0.2, 0.5))}
     own = [None, {"keep": 0.35}, {"keep": 0.9}]  # None: what is there for all
     asks = [
         ask([drawn.randint(1, 3)], seed=drawn.randint(0, 99), right=drawn.random() < 0.5)
         for _ in own
     ]
-    asks = [qwen_inputs(model)] * 3 if seed == 2 else asks
+    asks = [tiny.inputs(model)] * 3 if seed == 2 else asks
 
     def user(number: int, form: Any) -> Callable[[Any], Any]:
         def write(watchers: Any) -> list[list[int]]:

@@ -1,9 +1,10 @@
-"""LLaVA with a tower that merges: equal to loops by hand, whole where nothing merges, refusals."""
+"""Captioners whose visual tokens merge: equal to loops, bit-equal if nothing merges, refusals."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,38 +18,27 @@ from transformers.models.llava_next.modeling_llava_next import unpad_image
 
 from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
 from mame_sd.captions.farthest import merged
-from mame_sd.captions.handle import CaptionHandle
-from mame_sd.upstream import cache_of, with_cache
+from mame_sd.compat import cache_of, with_cache
 from tests.captions import tiny
 
 TOWERS = ("CLIPVisionModel", "SiglipVisionModel")
-PATCHES = tiny.GRID**2
-IMAGES = [[PATCHES, PATCHES], [PATCHES]]  # of two prompts, so that these are of unequal lengths
+PATCHES = tiny.PATCHES
+MODELS: dict[str, Callable[[], Any]] = {
+    "LLaVA": tiny.llava,
+    "Qwen2-VL": partial(tiny.qwen, older=True),
+    "Qwen2.5-VL": tiny.qwen,
+}
+each_model = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 
 
-def inputs(right: bool = False) -> dict[str, Tensor]:
-    return {**tiny.prompts(IMAGES, right), "pixel_values": tiny.pictures(3)}
-
-
-def by_hand(
-    model: Any, handle: CaptionHandle, call: dict[str, Tensor], new: int = 0
-) -> list[tuple[Tensor, list[int], int]]:
-    """Logits and `new` words of each prompt, and how many tokens stay of its images."""
-    seen = [
-        tiny.joined_by_hand(*tiny.whole_by_hand(model, picture), handle.config.keep or 0)
-        for picture in call["pixel_values"]
-    ]
-    slots = [[one.get(place) for place in range(PATCHES)] for one in seen]
-    found = []
-    for row, images in enumerate((slice(0, 2), slice(2, 3))):
-        real = call["input_ids"][row][call["attention_mask"][row].bool()].tolist()
-        stay = sum(map(len, seen[images]))
-        found.append((*tiny.logits_by_hand(model, real, slots[images], new), stay))
-    return found
-
-
-def test_nothing_merged_is_equal_to_the_bit() -> None:
-    model, call = tiny.llava(), inputs()
+@each_model
+def test_nothing_merged_is_equal_to_the_bit(build: Callable[[], Any]) -> None:
+    model = build()
+    call = tiny.inputs(model)
+    names = {"input_ids": tiny.PAD, "attention_mask": 0, "mm_token_type_ids": 0}
+    for name, padding in names.items():  # the longest prompt is padded too
+        if name in call:
+            call[name] = torch.nn.functional.pad(call[name], (2, 0), value=padding)
     few: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     before, written = model(**call).logits, model.generate(**call, **few)
     for nothing in ({"keep": 1.0}, {}):
@@ -57,36 +47,52 @@ def test_nothing_merged_is_equal_to_the_bit() -> None:
         assert torch.equal(model(**call).logits, before)
         assert torch.equal(model.generate(**call, **few), written)
     remove_mame(model)
-    assert "forward" not in model.__dict__
-    assert "generate" not in model.__dict__
+    assert not {"forward", "generate"} & model.__dict__.keys()
     assert torch.equal(model(**call).logits, before)
 
 
-def test_a_batch_of_unequal_lengths_and_its_words_equal_the_loop() -> None:
-    model, call = tiny.llava(), inputs()
+@each_model
+def test_a_batch_of_unequal_lengths_and_its_words_equal_the_loop(build: Callable[[], Any]) -> None:
+    model = build()
+    call = tiny.inputs(model)
     handle: Any = apply_mame(model, keep=0.5)
-    new = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    new: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     written = model.generate(**call, **new)
-    left, right = (model(**one).logits for one in (call, inputs(right=True)))
-    assert handle.report().visual_after < PATCHES
+    assert handle.report().visual_after < handle.report().visual_before
     whole = call["input_ids"].shape[1]
     assert torch.equal(written[:, :whole], call["input_ids"])
-    for row, (logits, words, _) in enumerate(by_hand(model, handle, call, new=4)):
-        expected = logits[:-4]  # of the prompt
-        for own in (left[row, -len(expected) :], right[row, : len(expected)]):
-            torch.testing.assert_close(own, expected, rtol=1e-3, atol=1e-4)
-        assert written[row, whole:].tolist() == words
+    by_hand = tiny.by_hand(model, 0.5, call, new=4)
+    words = [words for _, words in by_hand]
+    assert written[:, whole:].tolist() == words
     assert torch.equal(model.generate(**call, **new, use_cache=False), written)
+    output, right = model(**call), model(**tiny.inputs(model, right=True)).logits
+    mask = torch.zeros(2, output.logits.shape[1], dtype=torch.long)
+    for row, (logits, _) in enumerate(by_hand):
+        prompt = logits[:-4]
+        mask[row, -len(prompt) :] = 1
+        for part in (output.logits[row, -len(prompt) :], right[row, : len(prompt)]):
+            torch.testing.assert_close(part, prompt, rtol=1e-3, atol=1e-4)
+    rows = [output.logits[:, -1].argmax(-1)]
+    while len(rows) < 4:  # calls that go on from the cache
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        again = {"attention_mask": mask, tiny.CACHE: output[tiny.CACHE]}
+        output = model(input_ids=rows[-1][:, None], **again)
+        rows.append(output.logits[:, -1].argmax(-1))
+    assert torch.stack(rows, 1).tolist() == words
+    held = model.generate(**call, **{**new, "max_new_tokens": 2}, return_dict_in_generate=True)
+    assert held[tiny.CACHE].get_seq_length() == max(len(one) for one, _ in by_hand) - 3
+
+
+def test_beams_of_a_batch_are_those_of_each_prompt() -> None:
+    model = tiny.llava()
+    call = tiny.inputs(model)
+    apply_mame(model, keep=0.5)
     several: dict[str, Any] = {"max_new_tokens": 4, "num_beams": 2, "num_return_sequences": 2}
     beams = model.generate(**call, **several)
     for row, images in enumerate((slice(0, 2), slice(2, 3))):  # each prompt's are its own
         alone = {name: call[name][row : row + 1] for name in ("input_ids", "attention_mask")}
         alone["pixel_values"] = call["pixel_values"][images]
         assert torch.equal(beams[2 * row : 2 * row + 2], model.generate(**alone, **several))
-    held = model.generate(**call, **{**new, "max_new_tokens": 2}, return_dict_in_generate=True)
-    longest = round(2 * handle.report().visual_after) + 7
-    assert held[tiny.CACHE].get_seq_length() == longest + 1
-    assert torch.equal(held.sequences[:, :whole], call["input_ids"])
 
 
 def test_calls_in_a_row_write_what_generate_does() -> None:
@@ -125,7 +131,7 @@ def test_copies_join_and_what_is_apart_stays() -> None:
 
 
 def test_other_texts_in_a_generate_keep_their_own_positions() -> None:
-    model, call = tiny.llava(), inputs()
+    model, call = tiny.llava(), tiny.inputs(None)
     apply_mame(model, keep=0.25)
     text = torch.tensor([[3, 4, 5, 6]])
     alone = model(input_ids=text).logits
@@ -156,17 +162,18 @@ def test_a_token_that_is_not_finite_stays_alone_and_autocast_changes_nothing() -
 
 def test_labels_of_image_tokens_go_with_them() -> None:
     model = tiny.llava(tiny.SIGLIP, vision_feature_select_strategy="full")
-    call = inputs(right=True)  # on the left a first word is foretold from padding
+    call = tiny.inputs(model, right=True)  # on the left a first word is foretold from padding
     outside = (call["input_ids"] == tiny.IMAGE) | (call["attention_mask"] == 0)
-    handle = apply_mame(model, keep=0.5)
+    apply_mame(model, keep=0.5)
     output = model(**call, labels=call["input_ids"].masked_fill(outside, -100))
     losses: list[Tensor] = []
-    for row, (logits, _, stay) in enumerate(by_hand(model, handle, call)):
+    stay = round(0.5 * PATCHES)
+    for row, (logits, _) in enumerate(tiny.by_hand(model, 0.5, call)):
         real = call["input_ids"][row][call["attention_mask"][row].bool()]
-        words, images = real[real != tiny.IMAGE].tolist(), len(IMAGES[row])
+        words, images = real[real != tiny.IMAGE].tolist(), len(tiny.IMAGES[row])
         labels = words[:3]
         for number in range(images):
-            labels += [-100] * (stay // images) + words[3 + 2 * number :][:2]
+            labels += [-100] * stay + words[3 + 2 * number :][:2]
         assert len(labels) == len(logits)
         heard = torch.tensor(labels[1:])
         losses.append(torch.nn.functional.cross_entropy(logits[:-1], heard, reduction="none"))
@@ -213,7 +220,7 @@ def test_tiles_equal_a_loop_over_rows() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_offloading_goes_before_merging_or_after_it(first: bool) -> None:
-    model, call = tiny.llava(), inputs()
+    model, call = tiny.llava(), tiny.inputs(None)
     few: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
     plain = model(**call).logits
     apply_mame(model, keep=0.25)
@@ -238,7 +245,7 @@ def test_offloading_goes_before_merging_or_after_it(first: bool) -> None:
 
 
 def test_merging_is_taken_off_under_a_tool_that_wrapped_forward_later() -> None:
-    model, call = tiny.llava(), inputs()
+    model, call = tiny.llava(), tiny.inputs(None)
     plain = model(**call).logits
     apply_mame(model, keep=0.25)
     model.forward = partial(model.forward)
@@ -248,7 +255,7 @@ def test_merging_is_taken_off_under_a_tool_that_wrapped_forward_later() -> None:
 
 
 def test_settings_change_and_are_reported() -> None:
-    model, call = tiny.llava(), inputs()
+    model, call = tiny.llava(), tiny.inputs(None)
     handle: Any = apply_mame(model, MaMeConfig(keep=0.5))
     half = model(**call).logits
     assert "18.0 visual tokens" in str(handle.report())
@@ -263,7 +270,7 @@ def test_settings_change_and_are_reported() -> None:
 
 
 def test_refusals_are_one_line() -> None:
-    model, call = tiny.llava(), inputs()
+    model, call = tiny.llava(), tiny.inputs(None)
     layers = copy.deepcopy(model)
     layers.config.vision_feature_layer = [-2, -3]
     with pytest.raises(ValueError, match="vision_feature_layer: expected one layer"):
@@ -353,3 +360,57 @@ def test_other_models_that_read_images_are_no_vision_transformers(build: Any) ->
     tower = next(one for one in model.modules() if type(one).__name__ in TOWERS)
     handle: Any = apply_mame(tower, keep=0.9)  # a tower alone is one
     assert handle.installed
+
+
+def test_a_merged_call_of_qwen_leaves_nothing_behind() -> None:
+    few = {"max_new_tokens": 3, "do_sample": False}
+    words = tiny.prompts([[], []], seed=1)
+    model = tiny.qwen()
+    call = tiny.inputs(model)
+    logits, written = model(**call).logits, model.generate(**call, **few)
+    deltas = model.model.rope_deltas
+    told = tiny.qwen().generate(**words, **few)
+    one = {name: value[:1] for name, value in call.items() if name != "attention_mask"}
+    one["image_grid_thw"] = call["image_grid_thw"][:2]
+    one["pixel_values"] = call["pixel_values"][:64]
+    token = torch.tensor([[7]])
+    whole = tiny.typed(model, {**one, "input_ids": torch.cat([one["input_ids"], token], 1)})
+    expected = model(**whole).logits[:, -1]
+    for name, given in (("forward", call), ("generate", {**one, **few})):
+        held = model(**one)[tiny.CACHE]
+        apply_mame(model, keep=0.25)
+        getattr(model, name)(**given)
+        remove_mame(model)
+        after = model(input_ids=token, **{tiny.CACHE: held}).logits[:, -1]
+        torch.testing.assert_close(after, expected, rtol=1e-3, atol=1e-4)
+    apply_mame(model, keep=0.25)
+    short = model.generate(**call, **few)
+    assert torch.equal(model.model.rope_deltas, deltas)  # of whole prompts, as without merging
+    assert torch.equal(model.generate(**words, **few), told)
+    assert torch.equal(model.generate(**call, **few), short)
+    remove_mame(model)
+    assert torch.equal(model.generate(**words, **few), told)
+    assert torch.equal(model(**call).logits, logits)
+    assert torch.equal(model.generate(**call, **few), written)
+
+
+def test_refusals_of_qwen_are_one_line() -> None:
+    model = tiny.qwen()
+    call = tiny.inputs(model)
+    apply_mame(model, keep=0.5)
+    videos = {"pixel_values_videos": call["pixel_values"], "video_grid_thw": call["image_grid_thw"]}
+    texts = {name: call[name] for name in ("input_ids", "attention_mask")}
+    held = model.generate(**call, max_new_tokens=1, return_dict_in_generate=True)
+    wrongs = [
+        ({**call, **videos}, "pixel_values_videos: expected none"),
+        ({**texts, **videos}, "pixel_values_videos: expected none"),
+        ({**texts, tiny.CACHE: held[tiny.CACHE]}, "cache: expected an empty one"),
+        ({**call, "cache_implementation": "static"}, "cache_implementation: expected none"),
+    ]
+    if "mm_token_type_ids" in call:
+        untyped = {name: call[name] for name in call if name != "mm_token_type_ids"}
+        wrongs.append((untyped, "mm_token_type_ids: expected the processor's"))
+    for one, message in wrongs:
+        with pytest.raises(ValueError, match=message) as raised:
+            model.generate(**one)
+        assert "\n" not in str(raised.value)

@@ -1,4 +1,4 @@
-"""Tiny LLaVA models with random weights, their prompts, and a loop that merges by hand."""
+"""Tiny LLaVA and Qwen-VL models with random weights, their prompts, and loops that merge."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     SiglipVisionConfig,
 )
 
-from mame_sd.upstream import CACHE_NAMES
+from mame_sd.compat import CACHE_NAMES
 
 SIDE, PATCH, WIDTH = 24, 4, 32
 GRID = SIDE // PATCH
-IMAGE, PAD = 50, 1
+PATCHES = GRID**2
+IMAGES = [[PATCHES, PATCHES], [PATCHES]]  # of two prompts, so that these are of unequal lengths
+IMAGE, PAD, VIDEO, START = 50, 1, 51, 52
+GRIDS = [[(1, 4, 8), (1, 8, 4)], [(1, 6, 6)]]  # of Qwen-VL's prompts: patches of each image
 _TAKEN = inspect.signature(LlavaForConditionalGeneration.forward).parameters
 CACHE = next(name for name in CACHE_NAMES if name in _TAKEN)  # as this transformers calls it
 _BLOCKS: dict[str, Any] = {
@@ -54,6 +61,41 @@ def llava_next() -> LlavaNextForConditionalGeneration:
         image_grid_pinpoints=[[SIDE, 2 * SIDE], [2 * SIDE, SIDE]],
     )
     return LlavaNextForConditionalGeneration(config).eval()
+
+
+def qwen(older: bool = False) -> Any:
+    """Patches are folded by 2 x 2, and windows are as wide as two folded ones."""
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": 60,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
+        "initializer_range": 0.2,
+        "pad_token_id": PAD,
+        "eos_token_id": 59,
+    }
+    vision = {
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "initializer_range": 0.2,
+        "hidden_size": WIDTH,
+    }
+    if older:
+        vision["embed_dim"] = WIDTH
+    else:
+        vision.update(out_hidden_size=WIDTH, window_size=16, fullatt_block_indexes=[1])
+        vision["intermediate_size"] = 2 * WIDTH
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START}
+    kind = Qwen2VLForConditionalGeneration if older else Qwen2_5_VLForConditionalGeneration
+    config = Qwen2VLConfig if older else Qwen2_5_VLConfig
+    model = kind(config(text_config=text, vision_config=vision, **ids)).eval()
+    model.lm_head.weight.data[IMAGE] = 0  # it writes no image tokens
+    return model
 
 
 def prompts(rows: list[list[int]], right: bool = False, seed: int = 0) -> dict[str, Tensor]:
@@ -89,6 +131,34 @@ def pictures(*lead: int, seed: int = 0) -> Tensor:
     coarse = torch.randn(*lead, 3, 3, 3, generator=generator)
     flat = coarse.repeat_interleave(SIDE // 3, -1).repeat_interleave(SIDE // 3, -2)
     return flat + 0.1 * torch.randn(flat.shape, generator=generator)
+
+
+def inputs(model: Any, right: bool = False) -> dict[str, Tensor]:
+    """Return two prompts with two images and one, padded on the left or the right."""
+    if "Qwen" in type(model).__name__:
+        return qwen_inputs(model, right)
+    return {**prompts(IMAGES, right), "pixel_values": pictures(3)}
+
+
+def qwen_inputs(model: Any, right: bool = False) -> dict[str, Tensor]:
+    folded = [[height * width // 4 for _, height, width in row] for row in GRIDS]
+    call = prompts(folded, right)
+    images = call["input_ids"] == IMAGE
+    call["input_ids"][images.roll(-1, 1) & ~images] = START
+    patches = sum(map(sum, folded)) * 4
+    generator = torch.Generator().manual_seed(0)
+    areas = torch.randn(5, 3 * 2 * PATCH**2, generator=generator)
+    pixels = areas[torch.randint(5, (patches // 4,), generator=generator)].repeat_interleave(4, 0)
+    call["pixel_values"] = pixels + 0.1 * torch.randn(pixels.shape, generator=generator)
+    call["image_grid_thw"] = torch.tensor([grid for row in GRIDS for grid in row])
+    return typed(model, call)
+
+
+def typed(model: Any, call: dict[str, Tensor]) -> dict[str, Tensor]:
+    """With what newer processors add."""
+    if "mm_token_type_ids" in inspect.signature(model.model.get_rope_index).parameters:
+        call["mm_token_type_ids"] = (call["input_ids"] == IMAGE).int()
+    return call
 
 
 def whole_by_hand(model: Any, picture: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,3 +231,51 @@ def logits_by_hand(
             written.append(int(logits[-1].argmax()))
             rows.append(table[written[-1]])
             places.append([place + 1 for place in places[-1]])
+
+
+def by_hand(
+    model: Any, keep: float, call: dict[str, Tensor], new: int = 0
+) -> list[tuple[Tensor, list[int]]]:
+    """Logits and `new` words of each prompt of `inputs`."""
+    if "Qwen" in type(model).__name__:
+        return qwen_by_hand(model, keep, call, new)
+    seen = [joined_by_hand(*whole_by_hand(model, one), keep) for one in call["pixel_values"]]
+    slots = [[one.get(place) for place in range(PATCHES)] for one in seen]
+    found = []
+    for row, images in enumerate((slice(0, 2), slice(2, 3))):
+        real = call["input_ids"][row][call["attention_mask"][row].bool()].tolist()
+        found.append(logits_by_hand(model, real, slots[images], new))
+    return found
+
+
+def qwen_by_hand(
+    model: Any, keep: float, call: dict[str, Tensor], new: int = 0
+) -> list[tuple[Tensor, list[int]]]:
+    """Logits and `new` words of each prompt, each image in the tower alone."""
+    found, start = [], 0
+    for row, grids in enumerate(GRIDS):
+        real = call["input_ids"][row][call["attention_mask"][row].bool()].tolist()
+        slots: list[list[Tensor | None]] = []
+        for grid in grids:
+            pixels = call["pixel_values"][start : start + grid[1] * grid[2]]
+            start += len(pixels)
+            with torch.no_grad():
+                output = model.model.get_image_features(
+                    pixels, torch.tensor([grid]), return_dict=True
+                )
+            features = output.pooler_output[0]
+            joined = joined_by_hand(features, features, keep)
+            slots.append([joined.get(place) for place in range(len(features))])
+        axes: list[list[int]] = []
+        shapes, count = iter(grids), 0
+        for before, token in zip([0, *real], real, strict=False):
+            if token != IMAGE:
+                axes.append([count] * 3)
+                count += 1
+            elif before != IMAGE:  # an image's first: its rows and columns at once
+                _, down, across = next(shapes)
+                for y in range(down // 2):
+                    axes += [[count, count + y, count + x] for x in range(across // 2)]
+                count += max(down, across) // 2
+        found.append(logits_by_hand(model, real, slots, new, axes))
+    return found

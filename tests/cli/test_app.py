@@ -9,7 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from tests.builders.console import error_of
 from tests.builders.tiny import save_tiny_pipeline, tiny_components, tiny_pipeline
 
 LONG = "x" * 300
-PLAIN_NAMES = {"seed": "--merge-seed"}
 
 
 @pytest.fixture
@@ -66,12 +64,12 @@ generate x --height 100 | multiple of 8 pixels from 8 to 65536, got 100; try 96
 generate x --seed -1 | --seed: expected a whole number from 0
 generate x --keep 25% | --keep: expected a number, got '25%'
 generate x --guidance nan | --guidance: expected a finite number, got nan
-generate x --tau nan | tau: expected a finite number, got nan
+generate x --tau nan | --tau: expected a number from -1 to 1, got nan
 generate x --tau 0.8 --keep 0.5 | expected tau or keep, got both
-generate x --metric dot | metric: goes with tau, got metric='dot' beside keep
-generate x --merge-seed -1 | --merge-seed: expected a whole number from 0 to
+generate x --config kep=0.5 | unknown setting 'kep'; did you mean 'keep'?
+generate x --config tile_size | --config tile_size: expected a .json file of settings
 generate x --config . | {"keep": 0.5}, got a folder; give a file
-generate x --baseline --merge-seed 1 | expected no merging options beside it, got --merge-seed
+generate x --baseline --config seed=1 | expected no merging options next to it, got --config
 generate x --config a.yaml | a.yaml: expected a .json file of settings such as
 generate x --model a/b --lora '' | --lora : expected a .safetensors file, a folder or a hub id
 generate x --model a/b --lora nobody/nothing:inf | expected a finite scale after the colon
@@ -118,9 +116,9 @@ def test_an_error_of_settings_names_where_they_stand(
     given = ["--prompt", "x", "--config", "a.json", "--out", "run"]
     for settings, message in {
         '{"kep": 0.5}': "--config a.json: unknown setting 'kep'",
-        '{"layers": {"none": {"keep": 0.5}}}': "--config (or the model's mame.json): layers: ",
-        '{"made_for": "another"}': "--config (or the model's mame.json): made_for: ",
-        '{"references": 0.5}': "--references: ",
+        '{"layers": {"none": {"keep": 0.5}}}': "merging: layers: ",
+        '{"calibrated_for": "another"}': "merging: calibrated_for: ",
+        '{"references": 0.5}': "merging: references: ",
     }.items():
         (tmp_path / "a.json").write_text(settings)
         assert run_cli("generate", *given, quick=True) == 2
@@ -268,19 +266,13 @@ def test_prompts_of_a_file_and_of_the_command_go_together(run_cli: Any, tmp_path
     assert [row["prompt"] for row in rows] == ["key", "ant", "\x07key"]
 
 
-def test_every_field_of_the_config_is_an_option(run_cli: Any, tmp_path: Path) -> None:
-    command = get_command(cli.app).commands["generate"]  # type: ignore[attr-defined]
-    flags = {flag for parameter in command.params for flag in parameter.opts}
-    names = [f.name for f in fields(MaMeConfig) if f.metadata.get("option")]
-    expected = {PLAIN_NAMES.get(name, "--" + name.replace("_", "-")) for name in names}
-    assert expected <= flags
-    tau = "--tau 0.1 --partition random --metric dot --feature k --no-refine --merge-seed 3"
-    keep = "--keep 0.5 --fit-queries 8 --tile-size 0 --no-redraw --no-share-guidance-plan"
-    common: dict[str, Any] = {"tau": 0.1, "partition": "random", "metric": "dot", "feature": "k"}
-    own: dict[str, Any] = {"keep": 0.5, "fit_queries": 8, "tile_size": 0, "redraw": False}
+def test_any_setting_can_be_given_on_the_command_line(run_cli: Any, tmp_path: Path) -> None:
+    tau = "--tau 0.1 --config seed=3,min_tokens=32"
+    keep = "--keep 0.5 --config fit_queries=8,tile_size=0,redraw=false,share_guidance_plan=False"
+    own: dict[str, Any] = {"fit_queries": 8, "tile_size": 0, "redraw": False}
     for out, options, config in (
-        ("a", tau, MaMeConfig(min_tokens=16, refine=False, seed=3, **common)),
-        ("b", keep, MaMeConfig(min_tokens=16, share_guidance_plan=False, **own)),
+        ("a", tau, MaMeConfig(tau=0.1, min_tokens=16, seed=3)),
+        ("b", keep, MaMeConfig(keep=0.5, min_tokens=16, share_guidance_plan=False, **own)),
     ):
         given = ["generate", "--prompt", "key", "--out", out, *options.split()]
         assert run_cli(*given, quick=True) == 0
@@ -377,7 +369,13 @@ def test_away_from_a_terminal_progress_is_plain_lines(
         "generate --prompt x --model ./none",
         "generate --prompt x --out /dev/null",
         "compare x --out a.jpg",
+        "compare x --model ./none",
         "sheet none",
+        "calibrate --speed 1",
+        "calibrate --tau 0.8",
+        "calibrate --model ./none",
+        "ui --port 99999",
+        "ui --model ./none",
     ],
 )
 def test_help_and_errors_of_what_is_given_wait_for_no_library(line: str) -> None:

@@ -83,7 +83,7 @@ OTHER_CALLS = {
 OTHER_MODELS = {
     "PixArt": "draws on CUDA",
     "Qwen-Image Layered": "has one layer",
-    "Wan S2V": "hands its attention to no node",
+    "Wan S2V": "lets no node change its attention",
     "Z-Image, longer contexts than the image": "takes no references",
     "Z-Image, references": "takes no references",
 }

@@ -37,7 +37,7 @@ node = module.NODE_CLASS_MAPPINGS["MaMeModelPatch"]
 import mame_sd, torch
 assert mame_sd.__file__.startswith(folder) == (sys.argv[2] == "beside"), mame_sd.__file__
 assert sys.path == path
-plan = mame_sd.plan_tokens(torch.randn(1, 64, 8), mame_sd.MaMeConfig(tau=-1.0))
+plan = mame_sd.plan_tokens(torch.randn(1, 64, 8), tau=-1.0)
 print(plan.tokens_kept, node.CATEGORY)
 """
 

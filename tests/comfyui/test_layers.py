@@ -165,7 +165,7 @@ def test_each_layer_merges_as_the_file_says(node: Any, tmp_path: Path, caplog: A
         keep=0.5,
         min_tokens=64,
         layers={"transformer_blocks.0": False, "single_transformer_blocks.[12]": {"keep": 0.25}},
-        made_for="FluxTransformer2DModel with 5 self-attentions",
+        calibrated_for="FluxTransformer2DModel with 5 self-attentions",
         about={"model": "a tiny one"},
     )
     model = applied(node, Model(engine_model("Flux", TWO)), settings=path)
@@ -204,8 +204,8 @@ FLUX = "FluxTransformer2DModel with 5 self-attentions"
     [
         (
             "Flux",
-            '{"made_for": "FluxTransformer2DModel with 57 self-attentions"}',
-            f"made_for: expected settings that were found for {FLUX} or .* with 57 self-attentions",
+            '{"calibrated_for": "FluxTransformer2DModel with 57 self-attentions"}',
+            f"calibrated_for: expected settings that were found for {FLUX} or .* with 57 self",
         ),
         (
             "Flux",
@@ -221,7 +221,7 @@ FLUX = "FluxTransformer2DModel with 5 self-attentions"
             '{"layers": {"*": {"tau": 0.8}}}',
             "tau: expected mode keep for Flux, whose keys alone merge in ComfyUI, got tau",
         ),
-        ("Flux", '{"references": 0.5}', "settings: references: expected none of feature, refer"),
+        ("Flux", '{"references": 0.5}', "settings: references: expected none of refer"),
         (
             "NextDiT",
             '{"layers": {"layers.0": false}}',

@@ -17,7 +17,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame
-from mame_sd.core.merge import draw_at
+from mame_sd.core.groups import partition_index
 from tests.builders.tiny import LATENT, TEXT_DIM, seeded, tiny_unet
 from tests.comfyui.interface import (
     Model,
@@ -29,7 +29,9 @@ from tests.comfyui.interface import (
 )
 
 H, W = 8, 12
-FIRST = next(t for t in range(1, 999) if int(draw_at(t)) == 0) / 1000  # sigma of the first draw
+FIRST = (
+    next(t for t in range(1, 999) if int(partition_index(t)) == 0) / 1000
+)  # sigma of the first draw
 CUT = "another node has merged or cut the queries (such as ToMe or HyperTile)"
 REPLACED = "another node replaces the attention of a block (such as PAG or SAG)"
 KEEP, TAU = {"keep": 0.5}, {"mode": "tau", "tau": 0.1}
@@ -382,7 +384,7 @@ def test_a_refusal_names_the_model_as_people_know_it(package: Any, node: Any) ->
     """
     kinds = importlib.import_module(f"{package.__name__}.comfyui.models").FAMILIES
     refused = {kind: why for kind, why in kinds.items() if isinstance(why, tuple)}
-    refused["LensTransformer2DModel"] = "Lens", "the node does not know yet where its"
+    refused["LensTransformer2DModel"] = "Lens", "the node does not know yet where"
     base = type("WanModel", (nn.Module,), {"patch_size": (1, 2, 2)})
     for kind, (name, why) in refused.items():
         model = type(kind, (base,) if "Wan" in kind else (nn.Module,), {})()

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd.core.keys import Grid, KeyMerging, merge_keys
-from mame_sd.core.merge import DRAWS, draw_at
+from mame_sd.core.groups import DRAWS, partition_index
+from mame_sd.core.merge_keys import Grid, KeyMerging, merge_keys
 from tests import oracle
 from tests.comfyui.interface import (
     ErnieAttention,
@@ -98,7 +98,7 @@ def loops(
         qkv = tuple(t.flatten(2).unflatten(2, (-1, width)).transpose(1, 2) for t in qkv)
     q, k, v = qkv
     mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
-    grid, draw = call.grid[call.grid[0] == 1 :], (draw_at(500.0) + layer) % DRAWS
+    grid, draw = call.grid[call.grid[0] == 1 :], (partition_index(500.0) + layer) % DRAWS
     grids = [Grid(call.start, grid, 0.25)]
     groups = merge_keys(q, k, v, grids, KeyMerging(), draw=draw).groups[0]
     count = min(max(math.prod(grid) // 32, 64), 256) // (q.shape[1] // k.shape[1])

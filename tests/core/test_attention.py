@@ -14,7 +14,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mame_sd import attention
-from mame_sd.core.keys import Grid, KeyMerging, merge_keys
+from mame_sd.core import reference
+from mame_sd.core.groups import make_cells
+from mame_sd.core.merge_keys import UNMERGED_SHARE, Grid, KeyMerging, merge_keys
 from tests import oracle
 
 GRID, BEFORE, AFTER = (6, 9), 3, 4
@@ -69,6 +71,28 @@ def test_values_equal_the_loop(how: dict[str, Any], dtype: torch.dtype) -> None:
     assert found.dtype == dtype
     want = by_loop(q, k, v, GRID, BEFORE, 0.25, **how)
     torch.testing.assert_close(found.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("grid", "keep"), [((32, 32), 0.25), ((20, 33), 0.5), ((3, 8, 24), 0.125)], ids=str
+)
+def test_one_image_alone_equals_the_reference(
+    grid: tuple[int, ...], keep: float, dtype: torch.dtype
+) -> None:
+    count = math.prod(grid)
+    q, k, v = case(count=count, dtype=dtype)
+    cells = make_cells(grid, (1 - UNMERGED_SHARE) * keep)
+    tiles = [part.unique() for part in cells.order.view(cells.tiles, cells.width)]
+    drawn = list(cells.order[cells.dst[0]].view(cells.tiles, cells.m))
+    few, kept = cells.queries[0][: min(max(count // 32, 64), 256)], round(keep * count)
+    found = attention(q, k, v, grid, keep=keep)
+    for b in range(2):
+        qkv = (t[b].double() for t in (q, k, v))
+        want = reference.keep_attention(*qkv, tiles, drawn, few, kept)
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(found[b].double(), want, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("kept", [1 / 54, 0.5])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mame_sd.core.fit import fitted_values, sized_keys
+from mame_sd.core.fit import sized_keys, solve_values
 
 
 def case(m: int, kept: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -21,27 +21,27 @@ def case(m: int, kept: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 
 def test_a_small_ridge_answers_the_queries_exactly() -> None:
     a, v, exact = case(4, 20)
-    fitted = fitted_values(a, v, exact, 0, 20, ridge=1e-9)
+    fitted = solve_values(a, v, exact, 0, 20, ridge=1e-9)
     torch.testing.assert_close(a @ fitted, exact)
-    far, near = (a @ w - exact for w in (v, fitted_values(a, v, exact, 0, 20)))
+    far, near = (a @ w - exact for w in (v, solve_values(a, v, exact, 0, 20)))
     assert near.norm() < 0.5 * far.norm()
 
 
 def test_values_beside_the_merged_ones_stay() -> None:
     a, v, exact = case(6, 20)
-    fitted = fitted_values(a, v, exact, 3, 17)
+    fitted = solve_values(a, v, exact, 3, 17)
     assert torch.equal(fitted[:, :, :3], v[:, :, :3])
     assert torch.equal(fitted[:, :, 17:], v[:, :, 17:])
     assert (fitted != v)[:, :, 3:17].any()
     exact_already = a @ v
-    torch.testing.assert_close(fitted_values(a, v, exact_already, 3, 17), v)
+    torch.testing.assert_close(solve_values(a, v, exact_already, 3, 17), v)
 
 
 def test_queries_that_see_no_merged_key_change_nothing() -> None:
     a, v, exact = case(6, 20)
     a[..., 3:] = 0
-    assert torch.equal(fitted_values(a, v, exact, 3, 20), v)
-    single = fitted_values(*(t.float() for t in (a, v, exact)), 3, 20)
+    assert torch.equal(solve_values(a, v, exact, 3, 20), v)
+    single = solve_values(*(t.float() for t in (a, v, exact)), 3, 20)
     assert single.isfinite().all()
 
 
@@ -49,16 +49,16 @@ def test_equal_queries_and_sharp_attention_stay_finite() -> None:
     a, v, exact = case(8, 20, torch.float32)
     a = torch.zeros_like(a)
     a[..., 0] = 1  # all queries see one key: the matrix has rank 1
-    fitted = fitted_values(a, v, exact, 0, 20)
+    fitted = solve_values(a, v, exact, 0, 20)
     assert fitted.isfinite().all()
     torch.testing.assert_close(fitted[:, :, 1:], v[:, :, 1:])
 
 
 def test_what_is_not_finite_stays_in_its_head_and_sample() -> None:
     a, v, exact = case(6, 20)
-    want = fitted_values(a, v, exact, 0, 20)
+    want = solve_values(a, v, exact, 0, 20)
     exact[0, 1, 2, 3] = float("nan")
-    found = fitted_values(a, v, exact, 0, 20)
+    found = solve_values(a, v, exact, 0, 20)
     assert torch.equal(found.isnan().any(-1).any(-1), torch.tensor([[0, 1, 0], [0, 0, 0]]).bool())
     torch.testing.assert_close(found[1], want[1])
 

@@ -15,8 +15,8 @@ import torch
 import torchgen
 import yaml
 
-from mame_sd import MaMeConfig, attention, plan_tokens
-from mame_sd.core.merge import draw_at, leaders
+from mame_sd import attention, plan_tokens
+from mame_sd.core.groups import guidance_leaders, partition_index
 from tests.builders.trace import Operations
 
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
@@ -39,13 +39,13 @@ def on_mps(name: str) -> bool:
 
 def keys_merge(dtype: torch.dtype) -> None:
     x = torch.randn(2, 2, 16 * 17, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    draw, leader = draw_at(torch.tensor(500.0)), leaders(x)
+    draw, leader = partition_index(torch.tensor(500.0)), guidance_leaders(x)
     attention(x, x, x, (16, 17), draw=draw, leader=leader, kernel=lambda q, *_, **__: q)
 
 
 def tokens_merge(**fields: Any) -> None:
     x = torch.randn(2, 256, 16, generator=torch.Generator().manual_seed(0))
-    plan = plan_tokens(x, MaMeConfig(**fields))
+    plan = plan_tokens(x, **fields)
     plan.restore(plan.merge(x))
 
 

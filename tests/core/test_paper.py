@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd import MaMeConfig, plan_tokens
-from mame_sd.core.paper import partition
+from mame_sd import plan_tokens
+from mame_sd.core.paper import split_positions
 from tests import oracle
 from tests.builders.tokens import tokens
 
@@ -22,18 +22,19 @@ FORMS = [
 ]
 
 
-def slow(x: Tensor, config: MaMeConfig, prefix: int = 0) -> oracle.TokenPlan:
-    assert config.tau is not None
-    return oracle.token_plan(x, config.tau, config.metric, config.partition, config.refine, prefix)
+def slow(x: Tensor, prefix: int, fields: dict[str, Any]) -> oracle.TokenPlan:
+    given = {"metric": "cosine", "partition": "alternating", "refine": True, **fields}
+    parts = (given[name] for name in ("tau", "metric", "partition", "refine"))
+    return oracle.token_plan(x, *parts, prefix)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 24])
 @pytest.mark.parametrize("fields", FORMS, ids=str)
 def test_values_and_gradients_equal_the_loops(fields: dict[str, Any], length: int) -> None:
-    config, prefix = MaMeConfig(**fields), 1
+    prefix = 1
     x = tokens(2, length + prefix, 6, dtype=torch.float64).requires_grad_()
     y = tokens(2, length + prefix, 3, seed=1, dtype=torch.float64)
-    plan, loop = plan_tokens(x, config, prefix), slow(x, config, prefix)
+    plan, loop = plan_tokens(x, num_prefix_tokens=prefix, **fields), slow(x, prefix, fields)
     close = {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(plan.weights, loop.weights, **close)
     assert plan.preserved.tolist() == loop.preserved
@@ -49,13 +50,13 @@ def test_values_and_gradients_equal_the_loops(fields: dict[str, Any], length: in
 
 def test_a_single_candidate_merges_whole() -> None:
     x = torch.tensor([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [-1.0, 0.0]])
-    weights = plan_tokens(x[None], MaMeConfig(tau=0.8)).weights[0]
+    weights = plan_tokens(x[None], 0.8).weights[0]
     assert weights.tolist() == [[1, 0], [0, 0]]
 
 
 @pytest.mark.parametrize("fields", FORMS, ids=str)
 def test_columns_sum_to_one_or_are_zero_and_sizes_to_all_tokens(fields: dict[str, Any]) -> None:
-    plan = plan_tokens(tokens(2, 50, 8), MaMeConfig(**fields))
+    plan = plan_tokens(tokens(2, 50, 8), **fields)
     sums = plan.weights.sum(1)
     expected = torch.ones_like(sums)
     expected[:, plan.preserved] = 0
@@ -67,10 +68,10 @@ def test_columns_sum_to_one_or_are_zero_and_sizes_to_all_tokens(fields: dict[str
 def test_tau_one_merges_nothing_and_preserved_tokens_come_back_bit_equal() -> None:
     x = tokens(2, 33, 8)
     x[:, 1::2] = x[:, :-1:2] * 3  # copies in direction: cosine 1, which is not above 1
-    plan = plan_tokens(x, MaMeConfig(tau=1.0), num_prefix_tokens=2)
+    plan = plan_tokens(x, 1.0, num_prefix_tokens=2)
     assert plan.tokens_kept == plan.tokens_in
     assert torch.equal(plan.restore(plan.merge(x)), x)
-    plan = plan_tokens(tokens(1, 33, 8), MaMeConfig(tau=0.85))
+    plan = plan_tokens(tokens(1, 33, 8), 0.85)
     stays = plan.src[plan.preserved]
     assert 0 < len(stays) < len(plan.src)
     y = tokens(1, 33, 8, seed=1)
@@ -79,36 +80,35 @@ def test_tau_one_merges_nothing_and_preserved_tokens_come_back_bit_equal() -> No
 
 def test_a_constant_field_survives() -> None:
     x = torch.full((1, 40, 4), 0.7)
-    plan = plan_tokens(x, MaMeConfig(tau=0.8))
+    plan = plan_tokens(x, 0.8)
     assert plan.tokens_kept == 20
     torch.testing.assert_close(plan.restore(plan.merge(x)), x)
 
 
 def test_a_source_stays_where_any_sample_of_the_batch_keeps_it() -> None:
     x = tokens(3, 40, 6)
-    config = MaMeConfig(tau=0.5)
-    kept = [set(plan_tokens(one[None], config).preserved.tolist()) for one in x]
-    plan = plan_tokens(x, config)
+    kept = [set(plan_tokens(one[None], 0.5).preserved.tolist()) for one in x]
+    plan = plan_tokens(x, 0.5)
     assert set(plan.preserved.tolist()) == set().union(*kept) != kept[0]
     order = [2, 0, 1]
-    torch.testing.assert_close(plan_tokens(x[order], config).merge(x[order]), plan.merge(x)[order])
+    torch.testing.assert_close(plan_tokens(x[order], 0.5).merge(x[order]), plan.merge(x)[order])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_sixteen_bits_decide_as_fp32_does(dtype: torch.dtype) -> None:
     x = tokens(2, 64, 16).to(dtype)
-    plan, exact = (plan_tokens(t, MaMeConfig(tau=0.3)) for t in (x, x.float()))
+    plan, exact = (plan_tokens(t, 0.3) for t in (x, x.float()))
     assert torch.equal(plan.weights, exact.weights)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(plan_tokens(x, MaMeConfig(tau=0.3)).weights, exact.weights)
+        assert torch.equal(plan_tokens(x, 0.3).weights, exact.weights)
     large = torch.full((1, 64, 2), 30000.0, dtype=torch.float16)
-    assert plan_tokens(large, MaMeConfig(tau=0.3)).merge(large).isfinite().all()
+    assert plan_tokens(large, 0.3).merge(large).isfinite().all()
 
 
 def test_what_is_not_finite_stays_in_its_sample_and_zero_tokens_have_cosine_zero() -> None:
     x = tokens(2, 24, 6)
     x[0, 3], x[1, 5] = float("nan"), 0
-    plan = plan_tokens(x, MaMeConfig(tau=0.1))
+    plan = plan_tokens(x, 0.1)
     assert {1, 2} <= set(plan.preserved.tolist())
     merged = plan.merge(x)
     assert merged[1].isfinite().all()
@@ -120,12 +120,12 @@ def test_what_is_not_finite_stays_in_its_sample_and_zero_tokens_have_cosine_zero
 
 def test_gradients_reach_every_token_and_near_ties_keep_them_small() -> None:
     x = tokens(1, 24, 6).requires_grad_()
-    plan = plan_tokens(x, MaMeConfig(tau=0.0))
+    plan = plan_tokens(x, 0.0)
     plan.restore(plan.merge(x)).square().sum().backward()
     assert x.grad is not None
     assert x.grad.abs().amax(-1).min() > 0
     near = (torch.ones(1, 24, 6) + 1e-7 * tokens(1, 24, 6)).requires_grad_()
-    plan = plan_tokens(near, MaMeConfig(tau=0.5))
+    plan = plan_tokens(near, 0.5)
     plan.restore(plan.merge(near)).square().sum().backward()
     assert near.grad is not None
     assert near.grad.abs().max() < 100
@@ -133,22 +133,21 @@ def test_gradients_reach_every_token_and_near_ties_keep_them_small() -> None:
 
 def test_random_partitions_have_a_seed_of_their_own() -> None:
     state = torch.get_rng_state()
-    dst, src = partition(41, "random", 3, "cpu")
+    dst, src = split_positions(41, "random", 3, "cpu")
     assert torch.equal(torch.get_rng_state(), state)
     assert sorted([*dst.tolist(), *src.tolist()]) == list(range(41))
     assert len(dst) == 21
-    assert torch.equal(partition(41, "random", 3, "cpu")[0], dst)
-    assert not torch.equal(partition(41, "random", 4, "cpu")[0], dst)
+    assert torch.equal(split_positions(41, "random", 3, "cpu")[0], dst)
+    assert not torch.equal(split_positions(41, "random", 4, "cpu")[0], dst)
 
 
 def test_wrong_shapes_are_named() -> None:
-    x, config = tokens(2, 9, 4), MaMeConfig(tau=0.5)
-    plan = plan_tokens(x, config)
+    x = tokens(2, 9, 4)
+    plan = plan_tokens(x, 0.5)
     for call, message in (
-        (lambda: plan_tokens(x[0], config), "x: expected floating point tokens"),
-        (lambda: plan_tokens(x.long(), config), "x: expected floating point tokens"),
-        (lambda: plan_tokens(x, config, 9), "num_prefix_tokens: expected fewer than the 9 tokens"),
-        (lambda: plan_tokens(x, MaMeConfig(keep=0.5)), "config: expected settings with a tau"),
+        (lambda: plan_tokens(x[0], 0.5), "x: expected floating point tokens"),
+        (lambda: plan_tokens(x.long(), 0.5), "x: expected floating point tokens"),
+        (lambda: plan_tokens(x, 0.5, 9), "num_prefix_tokens: expected fewer than the 9 tokens"),
         (lambda: plan.merge(x[:1]), r"merge: expected tokens \[2, 9, C\]"),
         (lambda: plan.restore(x[:, :1]), r"restore: expected tokens \[2, \d, C\]"),
     ):

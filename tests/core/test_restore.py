@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd.core import restore
-from mame_sd.core.merge import DRAWS
+from mame_sd.core import reference
+from mame_sd.core.groups import DRAWS
 from mame_sd.core.restore import cells_and_count, choose_tokens, restored
 from tests import oracle
 
@@ -86,14 +86,21 @@ def by_loop(
     seed: int = 0,
     leader: list[int] | None = None,
 ) -> tuple[Tensor, list[list[int]]]:
-    """Return the oracle's output for the image's tokens x [B, L, C], and the chosen tokens."""
+    """Return the reference's output for the image's tokens x [B, L, C], and the chosen tokens."""
     cells, count = cells_and_count(size, keep, seed, x.device, tile_size)
-    drawn = cells.order[cells.dst[draw]].view(cells.tiles, cells.m).tolist()
+    drawn = cells.order[cells.dst[draw]].view(cells.tiles, cells.m)
     tiles = tiles_of(size, tile_size)
     where = {token: number for number, tile in enumerate(tiles) for token in tile}
-    tiles = [tiles[where[own[0]]] for own in drawn]  # in the library's order
-    assert sorted(token for tile in tiles for token in tile) == list(range(math.prod(size)))
-    return oracle.restored(fn, x, tiles, drawn, count, leader)
+    # In the library's order.
+    parts = [torch.tensor(tiles[where[int(own[0])]]) for own in drawn]
+    assert sorted(torch.cat(parts).tolist()) == list(range(math.prod(size)))
+    x = x.double()
+    by = x if leader is None else x[leader]
+    pairs = [
+        reference.restored(fn, one, parts, list(drawn), count, chooser)
+        for one, chooser in zip(x, by, strict=True)
+    ]
+    return torch.stack([y for y, _ in pairs]), [at.tolist() for _, at in pairs]
 
 
 @pytest.mark.parametrize(("size", "keep", "tile_size"), CASES, ids=str)
@@ -306,10 +313,6 @@ def test_bad_input_is_one_line(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         restored(**call)
     assert "\n" not in str(caught.value)
-
-
-def test_the_constants_are_the_loops() -> None:
-    assert (restore.BANDWIDTH, restore.RIDGE) == (oracle.BANDWIDTH, oracle.KERNEL_RIDGE)
 
 
 def test_a_fit_stays_near_the_range_of_what_was_computed() -> None:

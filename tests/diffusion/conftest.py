@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mame_sd.core import keys
-from mame_sd.core.merge import Groups
+from mame_sd.core import merge_keys
+from mame_sd.core.groups import Groups
 
 
 @pytest.fixture
@@ -19,6 +19,6 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Groups]:
         made.append(group_tokens(*args, **kwargs))
         return made[-1]
 
-    group_tokens = keys.group_tokens
-    monkeypatch.setattr(keys, "group_tokens", group)
+    group_tokens = merge_keys.group_tokens
+    monkeypatch.setattr(merge_keys, "group_tokens", group)
     return made

@@ -14,9 +14,9 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch.utils.checkpoint import checkpoint
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
-from mame_sd.core.merge import DRAWS, draw_at
+from mame_sd.core.groups import DRAWS, partition_index
 from mame_sd.diffusion.apply_denoiser import has_hooks
-from mame_sd.diffusion.context import ResolvedConfig, Shared
+from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.hooks import StepHook
 from tests.builders.layers import CONFIGS
 from tests.builders.pipelines import sd
@@ -74,7 +74,7 @@ def test_each_timestep_has_destinations_of_its_own_whatever_ran_before() -> None
     unet = tiny_unet()
     once = at(unet, torch.tensor(500), redraw=False)
     first = at(unet, torch.tensor(500))
-    assert draw_at(500).item() != 0
+    assert partition_index(500).item() != 0
     assert not torch.equal(first, once)
     at(unet, torch.tensor(20))
     for again in (500, torch.tensor(500.0), torch.tensor([500, 500])):
@@ -91,7 +91,10 @@ def test_neighbouring_layers_take_different_draws() -> None:
         unet(**inputs)
     assert len(plans) == 7
     for number, (_, hook) in enumerate(handle.layers):
-        plan, draw = plans[hook.stats.name], int((draw_at(inputs["timestep"]) + number) % DRAWS)
+        plan, draw = (
+            plans[hook.stats.name],
+            int((partition_index(inputs["timestep"]) + number) % DRAWS),
+        )
         assert torch.equal(plan.dst, plan.cells.dst[draw])
 
 
@@ -386,7 +389,7 @@ def test_a_guided_pair_merges_by_the_guided_sample_alone() -> None:
 def test_frames_are_no_pair_however_many_run_at_once(axis: int) -> None:
     """A batch of two videos of one frame, as a chunk of two frames: each frame by itself."""
     unet = tiny_unet()
-    hook = StepHook(unet, shared := Shared(ResolvedConfig(MaMeConfig(), True, MaMeConfig())))
+    hook = StepHook(unet, shared := HandleState(ResolvedConfig(MaMeConfig(), True, MaMeConfig())))
     video = torch.zeros(2, 4, 8, 8).unsqueeze(axis)
     hook(unet, (video, 5, None), {})
     assert shared.step.value.step().leader is None

@@ -110,7 +110,7 @@ def test_all_that_merging_can_save_can_be_asked_for(layers: int) -> None:
     named = {str(n): o for n, o in options.items()}
     found = Calibration(MaMeConfig(**SMALL), "a model", 2.0, named)
     for speed in (found.fastest, found.fastest * 0.999):
-        assert found.config(speed).made_for == "a model"
+        assert found.config(speed).calibrated_for == "a model"
     with pytest.raises(ValueError, match=r"speed: expected at most .*, got 99; ask for less"):
         found.config(99)
     slower = {"layer": [Option(False, 0.0, 1.0), Option({"keep": 0.5, "fit_queries": 0}, 0.1, 1.1)]}
@@ -185,7 +185,7 @@ def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
     with counting() as clock:
         monkeypatch.setattr(cal, "clock_of", lambda device: clock)
         found = handle.calibrate(["a red key", "an owl"], speed=1.2, num_inference_steps=3)
-        assert handle.config.made_for == handle.described
+        assert handle.config.calibrated_for == handle.described
         assert handle.config == found.config(1.2)
         with pytest.raises(ValueError, match=r"speed: expected at most \d\.\d\d, .* got 99"):
             handle.calibrate(["an owl"], speed=99.0, num_inference_steps=1)

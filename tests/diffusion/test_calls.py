@@ -19,7 +19,7 @@ from diffusers.modular_pipelines.qwenimage.denoise import QwenImageDenoiseStep
 from torch import Tensor, nn
 
 from mame_sd import apply_mame, remove_mame
-from mame_sd.core.merge import Groups
+from mame_sd.core.groups import Groups
 from mame_sd.diffusion import hooks
 from mame_sd.diffusion.hook_registry import hook_on
 from tests.builders.pipelines import SIDE, controlnet, noise, quiet

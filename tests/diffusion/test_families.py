@@ -64,7 +64,7 @@ def test_flux_single_attention_by_hand() -> None:
     hidden, (cos, sin) = normal(3, TEXT + N, 32), normal(2, TEXT + N, 16, seed=1)
     call = {"hidden_states": hidden, "image_rotary_emb": (cos, sin)}
     got = merged(attn, built_in("Flux"), Tokens((H, W), before=TEXT), **call)
-    plan = plan_tokens(hidden[:, TEXT:], TAU)
+    plan = plan_tokens(hidden[:, TEXT:], TAU.tau)
     assert N // 2 < plan.tokens_kept < N
     every = torch.cat([torch.arange(TEXT), plan.kept + TEXT])
     states = torch.cat([hidden[:, :TEXT], plan.merge(hidden[:, TEXT:])], 1)
@@ -80,7 +80,7 @@ def test_joint_attention_by_hand() -> None:
     hidden, text = normal(2, N, 32), normal(2, TEXT, 32, seed=1)
     call = {"hidden_states": hidden, "encoder_hidden_states": text}
     image, words = merged(attn, built_in("Stable Diffusion 3"), Tokens((H, W)), **call)
-    plan = plan_tokens(hidden, TAU)
+    plan = plan_tokens(hidden, TAU.tau)
     few, expected = attn(plan.merge(hidden), encoder_hidden_states=text)
     torch.testing.assert_close(image, plan.restore(few))
     torch.testing.assert_close(words, expected)
@@ -174,7 +174,7 @@ def test_a_call_unlike_its_family_is_left_alone_and_the_report_says_why() -> Non
     assert stats.last_reason == (
         "expected one position for each of 96 image tokens, got 97 along dimension 0 of [97, 16]"
     )
-    assert (stats.tokens_in, stats.tokens_kept) == (N, N)
+    assert stats.totals() == (1, N, N)
 
 
 def test_inputs_of_unequal_length_are_left_alone() -> None:

@@ -9,8 +9,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 
 from mame_sd import apply_mame, mame
-from mame_sd.core import merge
-from mame_sd.upstream import COMPILES
+from mame_sd.compat import COMPILES
+from mame_sd.core import groups
 from tests.builders.layers import CONFIGS, attention, tokens
 from tests.builders.tiny import one_level_unet, tiny_unet, unet_inputs
 
@@ -107,8 +107,8 @@ def test_an_exported_model_merges_at_every_step_and_counts_nothing(
     ]
     expected = [unet(**inputs)[0] for inputs in steps]
     before = handle.report().to_dict()
-    merge._constant.cache_clear()  # as in a process that exports before it runs
-    monkeypatch.setattr(merge, "_Compiled", type("None", (), {}))
+    groups._cached_tensors.cache_clear()  # as in a process that exports before it runs
+    monkeypatch.setattr(groups, "_Compiled", type("None", (), {}))
     # As AOTInductor does: graphs that change a tensor are refused.
     exported = torch.export.export(unet, (), steps[0], strict=False).run_decompositions({})
     for inputs, want in zip(steps, expected, strict=True):

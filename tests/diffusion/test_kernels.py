@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from mame_sd import NothingMergedError, apply_mame, mame, remove_mame
 from mame_sd.core.fit import SDPA
-from mame_sd.core.keys import Grid, KeyMerging, MergeJob, SDPAInterceptor
+from mame_sd.core.intercept import MergeJob, SDPAInterceptor
+from mame_sd.core.merge_keys import Grid, KeyMerging
 from tests.builders.layers import attention
 from tests.builders.tiny import one_level_unet, run_unet
 from tests.builders.transformers import run as run_model
@@ -367,7 +368,8 @@ def test_a_backend_may_be_given_a_mask_for_all_heads_and_queries() -> None:
 
 def test_a_kernel_that_takes_no_numbers_is_given_a_boolean_mask() -> None:
     job, (q, k, v), seen = masked_call()
-    changed = job.merge({"query": q, "key": k, "value": v, "attn_mask": seen}, bias=False)
+    call = {"query": q, "key": k, "value": v, "attn_mask": seen}
+    changed = job.merge(call, list(job.grids), 3, bias=False)
     assert changed is not None
     assert torch.equal(changed["attn_mask"], seen[..., : 3 + 12])
 

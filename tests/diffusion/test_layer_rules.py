@@ -87,7 +87,10 @@ def test_rules_for_another_model_are_refused_and_change_nothing() -> None:
     handle = apply_mame(unet, **SMALL)
     wishes: list[tuple[dict[str, Any], str]] = [
         ({"layers": {"blocks.7": False}}, r"expected patterns of layers of UNet2D.* 'blocks.7'"),
-        ({"made_for": "Other"}, r"found for UNet2DConditionModel with 7 .*, got ones for Other"),
+        (
+            {"calibrated_for": "Other"},
+            r"found for UNet2DConditionModel with 7 .*, got ones for Other",
+        ),
     ]
     for fields, message in wishes:
         for call in (handle.set, lambda **given: apply_mame(unet, **SMALL, **given)):
@@ -107,7 +110,7 @@ def test_files_hold_rules_and_every_way_in_takes_them(tmp_path: Path) -> None:
     file = tmp_path / "settings.json"
     about = {"model": "tiny", "steps": 2}
     file.write_text(
-        json.dumps({**SMALL, "layers": rules, "made_for": handle.described, "about": about})
+        json.dumps({**SMALL, "layers": rules, "calibrated_for": handle.described, "about": about})
     )
     with mame(unet, file):
         assert torch.equal(run_unet(unet), expected)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from mame_sd.diffusion.context import Tokens
 from mame_sd.diffusion.families import layouts
-from mame_sd.diffusion.families.layouts import UNLIKE, reads
+from mame_sd.diffusion.families.layouts import UNLIKE, cached_by_tensor
 
 MODEL = nn.Identity()
 OUTPUT_IMAGE_INDICATOR = 1  # as the module of Ideogram 4 has it
@@ -94,7 +94,7 @@ def test_samples_whose_images_lie_at_unlike_places_are_told() -> None:
 def test_what_nothing_counts_is_read_each_time_and_nothing_is_kept_alive() -> None:
     seen: list[Tensor] = []
 
-    @reads("t")
+    @cached_by_tensor("t")
     def total(model: Any, call: Any) -> Any:
         seen.append(call["t"].clone())
         return int(call["t"].sum()) + len(call["rest"])

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mame_sd import MaMeConfig, apply_mame, mame, remove_mame
-from mame_sd.diffusion.context import ResolvedConfig, Shared
+from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.hooks import StepHook
 from mame_sd.diffusion.threads import check_idle
 from tests.builders.pipelines import mame_pipeline
@@ -256,7 +256,7 @@ def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
     """As Z-Image has them."""
     unet = tiny_unet()
     hook, latents = (
-        StepHook(unet, Shared(ResolvedConfig(MaMeConfig(), True, MaMeConfig()))),
+        StepHook(unet, HandleState(ResolvedConfig(MaMeConfig(), True, MaMeConfig()))),
         [torch.zeros(4, 1)],
     )
     in_thread(lambda: hook(unet, (latents, 5, None), {}))
@@ -269,11 +269,11 @@ def test_latents_in_a_list_are_under_way_while_they_are_there() -> None:
 FORKS = """
 import os, threading
 from torch import nn
+from mame_sd import report
 from mame_sd.captions import patch, shorten
 from mame_sd.diffusion import threads
-from mame_sd.perception import counts
 model, inside, locks = nn.Linear(1, 1), threading.Event(), (
-    threads.CHANGES, patch._CHANGES, shorten._COUNTING, shorten._TOWER, counts._ADDING
+    threads.CHANGES, patch._CHANGES, shorten._TOWER, report._ADDING
 )
 def draws():
     for lock in locks:

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mame_sd import attention
+
 BACKENDS = "vllm_omni.diffusion.attention.backends"
 T, H, W, TEXT = 2, 3, 4, 5
 
@@ -78,19 +80,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("mame_sd.engines.vllm_omni", None)
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Record calls of `mame_sd.attention`, which keeps every key here."""
-    seen: list[dict[str, Any]] = []
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, **how: Any) -> Tensor:
-        seen.append({"shape": tuple(q.shape), **how})
-        return F.scaled_dot_product_attention(q, k, v, scale=scale)
-
-    monkeypatch.setattr("mame_sd.core.attention.attention", attention)
-    return seen
-
-
 def registered(engine: Any) -> dict[str, str]:
     """Return what replaces which backend after the entry point was called."""
     entry = EntryPoint("mame_sd", "mame_sd.engines.vllm_omni:register", "vllm_omni.general_plugins")
@@ -133,33 +122,22 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_video_merges_where_the_model_says_it_lies(
-    engine: Any, calls: Any, monkeypatch: pytest.MonkeyPatch, name: str
+def test_a_video_merges_where_the_model_says_it_is(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    scale = 0.4
     monkeypatch.setenv("MAME_SD_VLLM_OMNI_KEEP", "0.25")
     assert registered(engine) == {"TORCH_SDPA": "mame_sd.engines.vllm_omni.MergedBackend"}
     length, metadata, start = LAYOUTS[name]
-    attention, used = layer(scale), start + VIDEO
     q, k, v = torch.randn(3, 1, length, 2, 16, generator=torch.Generator().manual_seed(0))
-    got = attention.forward(q, k, v, metadata)
+    got = layer(0.4).forward(q, k, v, metadata)
     assert got.shape == q.shape
-    heads = (t[:, :used].transpose(1, 2) for t in (q, k, v))
-    want = F.scaled_dot_product_attention(*heads, scale=scale).transpose(1, 2)
-    torch.testing.assert_close(got[:, :used], want)
-    how = {"grid": (T, H, W), "before": start, "after": 0, "keep": 0.25}
-    assert calls == [{"shape": (1, 2, used, 16), **how}]
-
-
-def test_attention_to_text_is_the_engines(
-    engine: Any, calls: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MAME_SD_VLLM_OMNI_KEEP", "0.25")
-    attention = layer()
-    q, (k, v) = torch.randn(1, VIDEO, 2, 16), torch.randn(2, 1, TEXT, 2, 16)
-    want = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
-    torch.testing.assert_close(attention.forward(q, k, v, None), want)
-    assert not calls
+    heads = [t[:, : start + VIDEO].transpose(1, 2) for t in (q, k, v)]
+    want = attention(*heads, grid=(T, H, W), before=start, keep=0.25, scale=0.4)
+    torch.testing.assert_close(got[:, : start + VIDEO], want.transpose(1, 2))
+    text, (key, value) = torch.randn(1, VIDEO, 2, 16), torch.randn(2, 1, TEXT, 2, 16)
+    heads = [t.transpose(1, 2) for t in (text, key, value)]
+    want = F.scaled_dot_product_attention(*heads, scale=0.4).transpose(1, 2)
+    torch.testing.assert_close(layer(0.4).forward(text, key, value, None), want)
 
 
 def test_what_can_not_act_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,10 +147,10 @@ def test_what_can_not_act_is_refused(engine: Any, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ValueError, match="expected a share above 0 and at most 1, got"):
             registered(engine)
     monkeypatch.setenv("MAME_SD_VLLM_OMNI_KEEP", "0.5")
-    attention = layer()
+    merged = layer()
     q, k = torch.randn(1, VIDEO // 2, 2, 16), torch.randn(1, VIDEO, 2, 16)
     with pytest.raises(RuntimeError, match="expected all of a video's queries"):
-        attention.forward(q, k, k, LAYOUTS["Wan"][1])
+        merged.forward(q, k, k, LAYOUTS["Wan"][1])
     for name in ("FluxPipeline", "WanVACEPipeline"):
         engine.config = SimpleNamespace(model_class_name=name)
         with pytest.raises(ValueError, match=f"got {name}: unset MAME_SD_VLLM_OMNI_KEEP"):

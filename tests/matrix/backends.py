@@ -20,7 +20,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
 from torch import Tensor
 
-from mame_sd.core.keys import UNCOUNTED
+from mame_sd.core.intercept import UNCOUNTED
 from tests.matrix.models.watch import check_by_loop, merging
 
 BACKENDS = ("flex", "sage", "flash", "xformers")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import MaMeHandle, apply_mame, remove_mame
-from mame_sd.core.merge import DRAWS, draw_at
+from mame_sd.core.groups import DRAWS, partition_index
 from mame_sd.diffusion.denoisers import denoiser_of
 from tests.builders.caches import (
     FIRST,
@@ -230,7 +230,7 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         named = next((name for name in ("timestep", "t") if name in kwargs), None)
-        draws.append(draw_at(args[1] if named is None else kwargs[named]))
+        draws.append(partition_index(args[1] if named is None else kwargs[named]))
         for number, layer in enumerate(handle.report().layers):
             if layer.calls > counts.get(layer.name, 0):
                 counts[layer.name] = layer.calls
@@ -259,7 +259,7 @@ def check_alone(pair: Pair) -> None:
 
 def own_models() -> list[str]:
     """A line for each of the caches that work on a model of their own."""
-    return [f"- {pair.cache.name} on {pair.model.name}: {_cell(pair, {})}" for pair in OWN]
+    return [f"- {pair.cache.name} on {pair.model.name}" for pair in OWN]
 
 
 def table() -> list[str]:
@@ -270,16 +270,10 @@ def table() -> list[str]:
     columns = dict.fromkeys(pair.cache.name for pair in every_pair())
     lines = [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for model in MODELS:
-        row = [cells.get((model.name, name), "for UNets") for name in columns]
+        row = [cells.get((model.name, name), "") for name in columns]
         lines.append(f"| {model.name} | {' | '.join(row)} |")
     return [*lines, "", *(f"- *{letter}*: {reason}" for reason, letter in letters.items())]
 
 
 def _cell(pair: Pair, letters: Mapping[str, str]) -> str:
-    if isinstance(pair.steps, str):
-        return f"*{letters[pair.steps]}*"
-    if len(pair.steps) == 1:
-        return str(*pair.steps)
-    return ", ".join(
-        f"{steps} ({n} layer{'s' if n > 1 else ''})" for steps, n in pair.steps.items()
-    )
+    return f"*{letters[pair.steps]}*" if isinstance(pair.steps, str) else "yes"

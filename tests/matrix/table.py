@@ -3,64 +3,75 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
 
-from mame_sd.diffusion.families.refused import EXCLUDED
-from tests.matrix import caches, features, transformers, unets
+from mame_sd.refused import DIFFUSERS
+from tests.matrix import caches, features
 from tests.matrix.models.sweep import RECORD, classes
-from tests.matrix.rows import Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 
 
-def layers(merges: Mapping[str, int] | Mapping[int, int]) -> str:
-    """How many layers merge, by their number of tokens."""
-    return ", ".join(f"{n} of {tokens}" for tokens, n in merges.items())
+KERNELS = {"PyTorch's": "PyTorch", "all but sage, flash (no mask)": "no Sage, Flash"}
 
 
-def rows_table(first: str, rows: Sequence[Row]) -> Iterator[str]:
-    yield f"| {first} | layers | one-liner | note |"
-    yield "|---|---|---|---|"
-    for row in rows:
-        one_liner = row.one_liner or row.processor
-        yield f"| {row.name} | {layers(row.merges)} | {one_liner} | {row.note} |"
+def features_table() -> Iterator[str]:
+    """What goes with merging on Stable Diffusion, and what becomes of the one-liner there."""
+    yield "| feature | `set_attn_processor` | note |"
+    yield "|---|---|---|"
+    for row in features.ROWS:
+        yield f"| {row.name} | {row.one_liner or row.processor} | {row.note} |"
+
+
+def restores(recorded: str, merging: int = 0) -> str:
+    """Say in which modules tokens are restored: all, none or some, and why not in the others.
+
+    Args:
+        recorded: what the sweep found, such as "2 of 3: a skip connection".
+        merging: number of blocks whose attention merges; more than there are modules means that
+            single-stream blocks have none of their own.
+    """
+    count, _, reason = recorded.partition(": ")
+    if reason:
+        return f"{'no' if count == 'none' else 'some'}: {reason}"
+    return "double-stream" if int(count.split()[-1]) < merging else "yes"
 
 
 def denoisers() -> Iterator[str]:
-    """What merges and is restored of every class of diffusers, as the sweep recorded it, and what
-    is refused for which reason.
+    """What merges and is restored in each family, as the sweep recorded it of every class of
+    diffusers, and what is refused for which reason.
     """
     record = json.loads(RECORD.read_text(encoding="utf-8"))
-    yield (
-        "| class | family | layers that merge | `tau` too | kernels | MLPs restored"
-        " | blocks restored |"
-    )
-    yield "|---|---|---|---|---|---|---|"
-    for name, found in sorted(record.items()):
-        tau = "yes" if found["tau"] else "no"
-        merging = (name, found["family"], layers(found["layers"]), tau, found["kernels"])
-        cells = (*merging, found["mlp"], found["block"])
-        yield f"| {' | '.join(cells)} |"
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, found in sorted(record.items(), key=lambda one: (one[1]["family"].lower(), one[0])):
+        blocks = re.match(r"\d+ of (\d+)", found["block"])
+        merging = int(blocks[1]) if blocks else sum(found["layers"].values())
+        cells = restores(found["mlp"], merging), restores(found["block"])
+        kernels = KERNELS.get(found["kernels"], found["kernels"])
+        rows.setdefault((found["family"], *cells, kernels), []).append(name)
+    yield "| family | classes | MLPs | blocks | kernels |"
+    yield "|---|---|---|---|---|"
+    for (family, mlps, blocks, kernels), names in rows.items():
+        first = family or "UNets, DiT, PixArt"
+        yield f"| {first} | {', '.join(names)} | {mlps} | {blocks} | {kernels} |"
+    yield ""
+    left = ", ".join(name for name, found in sorted(record.items()) if not found["tau"])
+    yield from wrap(f"`tau` merges nothing in {left}.", 100, break_on_hyphens=False)
     yield from ("", "These are refused:", "")
     refused: dict[str, list[str]] = {}
-    for name, reason in sorted(EXCLUDED.items()):
+    for name, reason in sorted(DIFFUSERS.items()):
         refused.setdefault(reason, []).append(name)
     for reason, names in refused.items():
-        for indent, text in (("", reason), ("  ", ", ".join(names))):
-            yield from wrap(
-                text,
-                100,
-                initial_indent=f"{indent}- ",
-                subsequent_indent=f"{indent}  ",
-                break_on_hyphens=False,
-            )
-    untried = classes() - record.keys() - EXCLUDED.keys()
+        text = f"- {reason}: {', '.join(names)}"
+        yield from wrap(text, 100, subsequent_indent="  ", break_on_hyphens=False)
+    untried = classes() - record.keys() - DIFFUSERS.keys()
     yield ""
     yield (
-        f"{len(record) + len(EXCLUDED)} classes: {len(record)} merge, {len(EXCLUDED)} are refused,"
-        f" {len(untried)} untried."
+        f"{len(record) + len(DIFFUSERS)} classes: {len(record)} merge, {len(DIFFUSERS)} are"
+        f" refused, {len(untried)} untried."
     )
 
 
@@ -68,9 +79,7 @@ def page() -> str:
     """The page with its tables as they are now: each stands between its mark and the next end."""
     text = PAGE.read_text(encoding="utf-8")
     tables = {
-        "UNets": rows_table("pipeline", unets.ROWS),
-        "features": rows_table("feature", features.ROWS),
-        "transformers": rows_table("model", transformers.ROWS),
+        "features": features_table(),
         "denoisers": denoisers(),
         "caches": caches.table(),
         "caches of one model": caches.own_models(),

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.merge import cells_of
+from mame_sd.core.groups import make_cells
+from mame_sd.core.reference import group_tokens
 from tests import oracle
 from tests.builders.perception import FRAMES, Row, frames
 
@@ -136,8 +137,7 @@ def _forward(
         keys = projection(normed[0])
         if keys.shape[-1] > x.shape[-1]:  # queries, keys and values joined
             keys = keys.unflatten(-1, (3, -1))[..., 1, :]
-        compared = config.feature if config.tau is not None else "k"
-        feature = seen[0] if compared == "x" else keys
+        feature = keys if config.tau is None else seen[0]
         plan = _plan(feature, config, size, row.prefix)
         before = sizes[-1] if sizes else torch.ones_like(seen[0][..., 0])
         merged = plan.merge(seen[0])
@@ -160,11 +160,10 @@ class _Groups:
         count = body.shape[1]
         if size == "square":
             size = (round(count**0.5), round(count**0.5))
-        cells = cells_of(size or (count,), min(keep, 0.25 if size else 0.5), 0, None)
-        dst = cells.order[cells.dst[0]].tolist()
-        stay = max(0, round(keep * count) - len(dst))
-        whole = [(0, 0)] * count
-        self.groups = [oracle.grouped(sample, dst, whole, stay)[0] for sample in body]
+        cells = make_cells(size or (count,), min(keep, 0.25 if size else 0.5), 0, None)
+        dst, whole = [cells.order[cells.dst[0]]], [torch.arange(count)]
+        kept = max(len(dst[0]), round(keep * count))
+        self.groups = [group_tokens(sample, whole, dst, kept).tolist() for sample in body]
         self.prefix = prefix
 
     def merge(self, t: Tensor) -> Tensor:
@@ -188,8 +187,7 @@ class _Paper:
 
     def __init__(self, feature: Tensor, config: MaMeConfig, prefix: int) -> None:
         assert config.tau is not None
-        kind, refine = config.partition, config.refine
-        self.plan = oracle.token_plan(feature, config.tau, config.metric, kind, refine, prefix)
+        self.plan = oracle.token_plan(feature, config.tau, prefix=prefix)
 
     def merge(self, t: Tensor) -> Tensor:
         return self.plan.merge(t)

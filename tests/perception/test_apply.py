@@ -280,8 +280,6 @@ def test_a_model_of_one_s_own() -> None:
     assert not handle.prop_attn, "its description does not say that attention adds a mask"
     assert tokens(handle) == [5, 3, 2, 2, 2]
     assert "blocks.1" in str(handle.report())
-    with pytest.raises(ValueError, match="feature: expected 'x' for a model of kind 'mine'"):
-        apply_encoder(model, tau=0.5, feature="k")
     with pytest.raises(
         ValueError,
         match="prop_attn: expected attention that takes an argument 'attention_mask', which Lin",

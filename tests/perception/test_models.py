@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from mame_sd.core import merge
+from mame_sd.core import groups
 from mame_sd.perception import forward_state
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks, remove_encoder
 from mame_sd.perception.encoder_registry import find_encoder, is_encoder
@@ -53,9 +53,8 @@ def same(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: float) ->
 
 SETTINGS: list[tuple[dict[str, Any], Any]] = [
     ({}, None),
-    ({"tau": 0.2, "feature": "x"}, (0, 1, 3)),
+    ({"tau": 0.2}, (0, 1, 3)),
     ({"keep": (0.6, 0.7), "prop_attn": False}, (0, 2)),
-    ({"tau": 0.2, "feature": "k"}, (0, 1)),
     ({"keep": [0.7] * 4}, 4),
 ]
 
@@ -103,7 +102,7 @@ OPTIONS = [{}, {"restore": True}, {"prop_attn": False}]
 def test_reports_the_operations_that_run_and_leaves_no_trace(
     row: Row, options: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merge, "ADDING", ())  # reports count what a card does
+    monkeypatch.setattr(groups, "ADDING", ())  # reports count what a card does
     model, inputs = row.build().requires_grad_(False), row.batch(1)
     before, whole = counted(row, model, inputs)
     names, state = dir(model), list(model.state_dict())

@@ -81,8 +81,8 @@ def test_one_number_for_each_block() -> None:
     handle = apply_encoder(VIT.build(), tau=(0.8, 0.9), blocks=(0, 3))
     handle.set(tau=[0.5, 0.6])
     assert [config.tau for config in handle.configs.values()] == [0.5, 0.6]
-    handle.set(MaMeConfig(tau=0.3, metric="dot"), tau=0.1)
-    assert [(config.tau, config.metric) for config in handle.configs.values()] == [(0.1, "dot")] * 2
+    handle.set(MaMeConfig(tau=0.3, min_tokens=9), tau=0.1)
+    assert [(one.tau, one.min_tokens) for one in handle.configs.values()] == [(0.1, 9)] * 2
     with pytest.raises(
         ValueError, match="tau: expected one number, or one for each of 2 blocks, got 3"
     ):
@@ -98,14 +98,10 @@ def test_one_number_for_each_block() -> None:
         ),
         ({"restore": "no"}, "restore: expected True, False or None, got 'no'"),
         ({"prop_attn": "no"}, "prop_attn: expected True, False or None, got 'no'"),
-        ({"size": (4, 4)}, "size: expected none"),
-        ({"layers": {"*": False}}, "layers: expected none .*: say which blocks merge by blocks="),
-        ({"mlp_keep": 0.5}, "mlp_keep: expected none .*: an encoder's tokens merge"),
-        ({"block_keep": 0.5}, "block_keep: expected none .*: an encoder's tokens merge"),
-        ({"fit_queries": 8}, "fit_queries: expected none .*: an encoder's tokens merge"),
-        ({"keep": 0.5, "feature": "k"}, "feature: goes with tau"),
+        ({"layers": {"*": False}}, "layers: expected none for a vision .*; it has keep, tau, min"),
+        ({"mlp_keep": 0.5}, "mlp_keep: expected none .*, got 0.5; it has"),
         ({"keep": True}, "keep: expected a share above 0 and at most 1, got True"),
-        ({"tau": 2}, "tau: expected a finite number from -1 to 1"),
+        ({"tau": 2}, "tau: expected a number from -1 to 1"),
         ({"taw": 0.5}, "did you mean 'tau'"),
     ],
 )

@@ -9,7 +9,7 @@ import torch
 
 from mame_sd import MaMeConfig
 from mame_sd.perception.apply_encoder import apply_encoder
-from mame_sd.perception.merged_block import weighted
+from mame_sd.perception.merged_block import merge_weighted
 from mame_sd.perception.plans import plan_block
 from tests.builders.perception import VIT
 
@@ -46,7 +46,7 @@ def test_means_of_tokens_that_stand_for_many_count_these(fields: Any, dtype: tor
     sizes = torch.randint(1, 40, (2, 33), generator=g).float()
     sizes[:, 0] = 1
     plan = plan_block(x.detach(), MaMeConfig(**fields), None, 1)
-    got, summed = weighted(plan, x, sizes)
+    got, summed = merge_weighted(plan, x, sizes)
     shares = torch.zeros(
         2, plan.tokens_kept, 33, dtype=torch.float64
     )  # of each token that goes to each kept one
@@ -71,4 +71,4 @@ def test_means_of_tokens_that_stand_for_many_count_these(fields: Any, dtype: tor
 def test_a_large_value_times_its_size_stays_in_range(fields: Any) -> None:
     x = torch.full((1, 8, 4), 2000.0, dtype=torch.float16)
     plan = plan_block(x, MaMeConfig(**fields), None, 0)
-    assert torch.equal(weighted(plan, x, torch.full((1, 8), 60.0))[0], x[:, :4])
+    assert torch.equal(merge_weighted(plan, x, torch.full((1, 8), 60.0))[0], x[:, :4])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 from torch.utils.flop_counter import FlopCounterMode
 
-from mame_sd.core import merge
+from mame_sd.core import groups
 from mame_sd.perception.apply_encoder import (
     apply_encoder,
     encoder_restored,
@@ -360,7 +360,7 @@ def test_convolutions_count_at_the_places_where_they_compute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What cuts patches by more than one convolution: timm's hybrids; and what adapters add."""
-    monkeypatch.setattr(merge, "ADDING", ())  # reports count what a card does
+    monkeypatch.setattr(groups, "ADDING", ())  # reports count what a card does
     hybrid = __import__("timm.models.vision_transformer_hybrid", fromlist=["x"])
     layers = __import__("timm.layers", fromlist=["x"])
     backbone = hybrid.ConvStem(depth=2, channels=(8, 16), kernel_size=3, stride=(2, 2))

@@ -22,8 +22,8 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
-from mame_sd.core.keys import constant_along
-from mame_sd.core.merge import unreadable
+from mame_sd.core.groups import unreadable
+from mame_sd.core.merge_keys import constant_along
 from mame_sd.core.min_tokens import head_width, kernel_of, too_wide
 from mame_sd.core.paper import Plan
 from mame_sd.diffusion.context import Call, Tokens
@@ -87,18 +87,12 @@ class SequenceAttention(AttentionAdapter):
         if config.tau is not None:
             if not family.queries:
                 return KEYS_ONLY.format(type(call.module).__name__)
-            if config.feature != "x" and not hasattr(call.module, "to_k"):
-                return (
-                    f"feature={config.feature!r} asks for the layer's to_k,"
-                    f" {type(call.module).__name__} has none"
-                )
             unlike = _unlike(given, family.select, known) if family.select else None
             if unlike is not None:
                 return unlike
             image = hidden[:, first : first + known.count]
-            feature = _compared(call.module, image, config.feature)
             return Route(
-                call, config, known, first, merge_tokens=self._tokens_merged, feature=feature
+                call, config, known, first, merge_tokens=self._tokens_merged, feature=image
             )
         if _skips_scores(call.module):
             return LAYER_SKIP
@@ -226,23 +220,6 @@ def fixed_reason(attn: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _compared(attn: Any, hidden_states: Tensor, kind: str) -> Tensor:
-    """Return the feature of tokens [B, L, C] that similarity compares.
-
-    Args:
-        attn: the attention module.
-        hidden_states: the tokens [B, L, C].
-        kind: "x" (the tokens), "k" (their keys), or "k-mean" (keys averaged over heads).
-
-    Returns:
-        The feature [B, L, d].
-    """
-    if kind == "x":
-        return hidden_states
-    keys: Tensor = attn.to_k(hidden_states)
-    return keys if kind == "k" else keys.unflatten(-1, (-1, attn.inner_dim // attn.heads)).mean(-2)
-
-
 def _skips_scores(attn: Any) -> bool:
     """Return True if diffusers' layer skip replaces attention by the values.
 
@@ -295,7 +272,7 @@ def _skip_reason(
         kernel = kernel_of(hidden.device, hidden.dtype, width)
         if merging < kernel.least:
             return kernel.too_few
-        if config.is_open and (wide := too_wide(merging, hidden.shape[-1])):
+        if config.is_default and (wide := too_wide(merging, hidden.shape[-1])):
             return wide
     elif merging < config.min_tokens:
         return f"fewer than min_tokens={config.min_tokens}"

@@ -31,7 +31,7 @@ IMAGE_MODULES = (*UNET_TRANSFORMERS, "DiTTransformer2DModel", "PixArtTransformer
 UNLIKE = "samples of a batch have their image's tokens at other positions"
 
 
-def reads(*names: str) -> Callable[[Layout], Layout]:
+def cached_by_tensor(*names: str) -> Callable[[Layout], Layout]:
     """Cache a layout that reads values of the arguments of these names.
 
     Reading waits for the device, and a pipeline passes the same tensors at each step. The cached
@@ -148,7 +148,7 @@ def _in_sequence(
     return replace(found, before=before, after=after) if isinstance(found, Tokens) else found
 
 
-@reads("img_ids")
+@cached_by_tensor("img_ids")
 def packed(model: Any, call: Call) -> Tokens | str:
     """Return the layout of tokens [B, L, C] of Flux and similar models.
 
@@ -235,7 +235,7 @@ def ltx2(model: Any, call: Call) -> Tokens | str:
     return Tokens(tuple(sides), after=max(behind, 0))
 
 
-@reads("video_coords")
+@cached_by_tensor("video_coords")
 def ltx(model: Any, call: Call) -> Tokens | str:
     """Return the layout of LTX.
 
@@ -273,7 +273,7 @@ def aura_flow(model: Any, call: Call) -> Tokens:
     return replace(patches(model, call), before=text)
 
 
-@reads("position_ids")
+@cached_by_tensor("position_ids")
 def krea2(model: Any, call: Call) -> Tokens:
     """Return the layout of Krea 2: text, then the image.
 
@@ -283,7 +283,7 @@ def krea2(model: Any, call: Call) -> Tokens:
     return Tokens(_grid(places.cpu().long()), before=None)
 
 
-@reads("indicator", "position_ids")
+@cached_by_tensor("indicator", "position_ids")
 def ideogram4(model: Any, call: Call) -> Tokens | str:
     """Return the layout of Ideogram 4: padding, text and the image in one sequence.
 
@@ -302,7 +302,7 @@ def ideogram4(model: Any, call: Call) -> Tokens | str:
     return Tokens(_grid(places), first, image.shape[1] - first - count)
 
 
-@reads("video_indices", "position_ids")
+@cached_by_tensor("video_indices", "position_ids")
 def minimax_h3(model: Any, call: Call) -> Tokens | str:
     """Return the layout of MiniMax H3.
 
@@ -322,7 +322,7 @@ def minimax_h3(model: Any, call: Call) -> Tokens | str:
     return Tokens((frames, h, area // h), end - frames * area, places.shape[0] - end)
 
 
-@reads("encoder_attention_mask")
+@cached_by_tensor("encoder_attention_mask")
 def lumina2(model: Any, call: Call) -> Tokens | str:
     """Return the layout of Lumina 2: the caption, then the image.
 
@@ -381,7 +381,7 @@ def _omni(call: Call, number: int) -> Tokens:
     return _InWhole(_flat(sides[-1]), before, after)
 
 
-@reads("encoder_attention_mask")
+@cached_by_tensor("encoder_attention_mask")
 def bria_fibo2(model: Any, call: Call) -> Tokens | str:
     """Return the layout of Bria FIBO 2.
 

@@ -14,7 +14,7 @@ from mame_sd.diffusion.families.family import REGISTERED, Family, class_names
 from mame_sd.diffusion.families.layouts import along
 
 # Arguments of processors that receive the same tokens for queries and keys.
-TWICE = ("hidden_states", "encoder_hidden_states")
+QUERY_AND_KEY = ("hidden_states", "encoder_hidden_states")
 # (cos, sin), each [L, D], or one tensor [2, L, D] of both.
 ROTARY = along(image_rotary_emb=-2)
 MASKED = along(image_rotary_emb=-2, attention_mask=(-2, -1))
@@ -39,12 +39,13 @@ BUILT_IN = (
     Family("HunyuanDiT", ("HunyuanDiT2DModel", "HunyuanDiT2DControlNetModel"), ("Attention.attn1",),
            at.patches, ROTARY),
     Family("Lumina", ("LuminaNextDiT2DModel",), ("Attention.attn1",), at.patches,
-           along(query_rotary_emb=1, key_rotary_emb=1, attention_mask=1), inputs=TWICE, mask=True),
+           along(query_rotary_emb=1, key_rotary_emb=1, attention_mask=1),
+           inputs=QUERY_AND_KEY, mask=True),
     Family("Lumina 2", ("Lumina2Transformer2DModel",), ("Attention.attn",), at.lumina2,
-           along(image_rotary_emb=1, attention_mask=1), inputs=TWICE, outside=("context_refiner",),
-           mask=True, eager=True),
+           along(image_rotary_emb=1, attention_mask=1), inputs=QUERY_AND_KEY,
+           outside=("context_refiner",), mask=True, eager=True),
     Family("OmniGen", ("OmniGenTransformer2DModel",), ("Attention.self_attn",),
-           at.in_sequence(at.patches, before=None), MASKED, inputs=TWICE, mask=True),
+           at.in_sequence(at.patches, before=None), MASKED, inputs=QUERY_AND_KEY, mask=True),
     Family("Stable Diffusion 3", ("SD3Transformer2DModel", "SD3ControlNetModel"),
            ("Attention.attn", "Attention.attn2"), at.patches, joint="last", parallel=True),
     Family("AuraFlow", ("AuraFlowTransformer2DModel",), ("Attention.attn",), at.aura_flow,
@@ -171,7 +172,7 @@ BUILT_IN = (
     Family("DreamLite", ("DreamLiteTransformer2DModel",), ("Attention.attn1",),
            at.pixels("hidden_states")),
     Family("Kandinsky 3", ("Kandinsky3AttentionBlock",), ("Attention.attention",), at.pixels("x"),
-           inputs=TWICE),
+           inputs=QUERY_AND_KEY),
     Family("unconditional UNet", ("UNet2DModel",), ("Attention",), at.of_levels, queries=False),
     Family("Stable Cascade", ("StableCascadeUNet",), ("Attention.attention",), at.of_levels,
            keys="encoder_hidden_states", queries=False, joint="last"),

@@ -22,7 +22,7 @@ from mame_sd.eval.benchmark.readme import (
     stored,
     stored_case,
 )
-from mame_sd.eval.benchmark.rows import ROWS, Row, chosen_rows
+from mame_sd.eval.benchmark.rows import Row, chosen_rows, row_named
 from mame_sd.eval.benchmark.samples import Sampler, measure_samples
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.metric_list import METRICS
@@ -90,7 +90,7 @@ def sampler() -> Sampler:
 def test_samples_are_measured_in_draws_and_go_on(tmp_path: Path) -> None:
     ours = Row(name="ours", label="ours", family="mame",
                method=Merging(MaMeConfig(keep=0.5, min_tokens=16)))  # fmt: skip
-    rows = [ROWS["baseline"], ours, *chosen_rows("fewer-1,fewer-2")[1:]]
+    rows = [row_named("baseline"), ours, *chosen_rows("fewer-1,fewer-2")[1:]]
     told: list[tuple[int, int]] = []
 
     def measured(draws: int) -> dict[str, dict[str, Value]]:

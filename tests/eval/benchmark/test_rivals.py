@@ -18,7 +18,7 @@ from mame_sd.core.restore import cells_and_count, choose_tokens
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.embedded.pipeline import embedded_pipeline
 from mame_sd.errors import UserError
-from mame_sd.eval.benchmark.rows import ROWS, chosen_rows
+from mame_sd.eval.benchmark.rows import all_rows, chosen_rows
 from mame_sd.eval.benchmark.sensitivity import sensitivity
 from mame_sd.eval.results import schema
 from mame_sd.eval.results.schema import Value
@@ -124,7 +124,7 @@ def test_mean_attention_and_keys_alone_in_a_layer() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        *(row for row in ROWS.values() if isinstance(row.method, Rival)),
+        *(row for row in all_rows() if isinstance(row.method, Rival)),
         chosen_rows("random-fitted-0.25")[1],
     ],
     ids=lambda row: row.name,

@@ -12,7 +12,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.embedded.scenes import scenes_by_caption
 from mame_sd.errors import UserError
 from mame_sd.eval.benchmark.prompts import drawn, subjects_by_caption
-from mame_sd.eval.benchmark.rows import ROWS, chosen_rows
+from mame_sd.eval.benchmark.rows import all_rows, chosen_rows, row_named
 from mame_sd.eval.benchmark.suites import SUITES, suite_named
 from mame_sd.eval.cli.benchmark import suite_prompts
 from mame_sd.eval.metric_list import METRICS
@@ -26,8 +26,8 @@ def test_rows_are_chosen_by_name_and_by_number() -> None:
 
     default = "baseline tomesd-25 tomesd-50 mame-0.7 mame-0.8 mame-default means-2x2 random-2x2"
     assert names(None) == [*default.split(), "mean-attention"]
-    assert [row.name for row in ROWS.values() if row.default] == ["mame-default"]
-    config = ROWS["mame-0.7"].config["mame"]
+    assert [row.name for row in all_rows() if row.default] == ["mame-default"]
+    config = row_named("mame-0.7").config["mame"]
     assert (config["tau"], config["keep"]) == (0.7, None)
     assert names("default-.5, mame-default,default-5e-1,default-0.50") == [
         "baseline",
@@ -65,7 +65,7 @@ def test_own_settings_are_rows() -> None:
     settings = MaMeConfig(keep=0.4, fit_queries=32, redraw=False)
     assert own.method == Merging(settings)
     for text, error in (
-        ("keep", "'keep' has no value"),
+        ("keep", "expected settings such as .*, got 'keep'"),
         ("kep=1", "unknown setting 'kep'; did you mean 'keep'"),
         ("keep=2", "keep: expected a share above 0 and at most 1, got 2"),
         ("keep=1,tau=0.5", "expected tau or keep, got both"),

@@ -20,7 +20,7 @@ from mame_sd.eval.caches.cases import (
     read_text,
     text_files,
 )
-from mame_sd.eval.caches.measure import Meter, measure
+from mame_sd.eval.caches.measure import FULL, Meter, measure
 from mame_sd.eval.caches.rows import all_rows
 from mame_sd.eval.caches.settings import TASKS
 from mame_sd.eval.caches.table import format_table, summary
@@ -132,33 +132,28 @@ def test_answers_stand_in_the_context_and_not_in_the_question(task: str) -> None
         questions(task, letters, 1, 100)
 
 
-def never(row: str, share: float) -> bool:
-    return False
-
-
 def test_only_what_the_full_cache_answers_is_asked_of_others() -> None:
     ids = prompt(64)[0].tolist()
-    rows = [all_rows()[name] for name in ("random", "h2o")]
+    missing = [FULL, ("random", 0.5), ("h2o", 0.5)]
     with Meter(tiny("llama")) as meter:
         start = meter.prefill(ids)
         right = int(meter.rest(start, start[0].seen, [5])[-1].argmax())
         for answer, want in ((right, ["full", "random", "h2o"]), ((right + 1) % 40, ["full"])):
             asked = Case("needles-0", "needles", ids, [5, answer], 1)
-            found = list(measure(meter, asked, rows, [0.5], never))
-            assert [r["row"] for r in found] == want
-            assert found[0]["right"] is (answer == right)
+            found = list(measure(meter, all_rows(), asked, missing))
+            assert [name for (name, _), _ in found] == want
+            assert found[0][1] == {"right": answer == right}
 
 
 def test_scores_are_of_the_passage_that_is_asked() -> None:
-    names = "kvzip", "h2o"
+    missing = [("kvzip", 0.25), ("h2o", 0.25)]
     first, second = (
         Case("a", "text", prompt(64, seed=seed)[0].tolist(), [3, 4, 5]) for seed in (0, 1)
     )
     with Meter(tiny("llama"), [3, 4]) as meter:
-        rows = [all_rows()[name] for name in names]
-        list(measure(meter, first, rows, [0.25], never))
-        fresh = [all_rows()[name] for name in names]
-        found = [list(measure(meter, second, one, [0.25], never)) for one in (rows, fresh)]
+        rows = all_rows()
+        list(measure(meter, rows, first, missing))
+        found = [list(measure(meter, one, second, missing)) for one in (rows, all_rows())]
     assert found[0] == found[1]
 
 

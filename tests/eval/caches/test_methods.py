@@ -11,8 +11,8 @@ from torch import Tensor
 from mame_sd.eval.caches.merging import CausalMaMe, causal_weights
 from mame_sd.eval.caches.methods import KVzip, Ours, Published, expected_attention
 from mame_sd.eval.caches.rows import all_rows
-from tests.caches import oracle
 from tests.caches.views import view_of
+from tests.eval.caches import oracle
 
 ROWS = {name: row.method for name, row in all_rows().items() if name != "kvzip"}
 

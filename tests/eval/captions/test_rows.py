@@ -32,7 +32,7 @@ from mame_sd.eval.captions.scores import SCORES
 from mame_sd.eval.captions.settings import CaptionSettings
 from mame_sd.eval.perception.rivals import rival_on
 from mame_sd.eval.perception.rules import ToMe
-from mame_sd.eval.store import Store
+from mame_sd.eval.runner import Store
 from mame_sd.runs.model_files import ModelChoice
 from tests.builders.tokens import word_tokenizer
 from tests.captions import tiny
@@ -52,7 +52,7 @@ def test_every_row_writes_with_so_many_tokens_and_leaves_the_model_as_it_was() -
         with row.method(model) as calls:
             logits = model(**inputs).logits
             model.generate(**inputs, max_new_tokens=2, do_sample=False)
-            visual[name] = calls.counts.kept / calls.counts.images
+            visual[name] = calls.report().visual_after
         if name == "baseline":
             assert torch.equal(logits, before)
         assert torch.equal(model(**inputs).logits, before), name
@@ -141,7 +141,7 @@ def run_of(folder: Path, rows: list[str]) -> dict[str, Any]:
     pictures = read_references(folder / "references.json", folder)
     store = Store(folder / "out.jsonl", FORMAT, "captions", {}, ("row", "picture"))
     caption_pictures(captioner, pictures, rows, 3, store, lambda text: None)
-    return {"rows": figures_of(store.found, pictures, rows)}
+    return {"rows": figures_of(store.lines, pictures, rows)}
 
 
 def test_a_run_continues_and_its_table_has_chance(tmp_path: Path) -> None:

@@ -16,6 +16,10 @@ from typer.main import get_command
 
 from mame_sd.eval.benchmark.rows import chosen_rows
 from mame_sd.eval.benchmark.suites import SUITES
+from mame_sd.eval.caches import rows as cache_rows
+from mame_sd.eval.caches import settings as cache_settings
+from mame_sd.eval.captions import rows as caption_rows
+from mame_sd.eval.captions import settings as caption_settings
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.cli.benchmark import command_again, note_lacking
 from tests.builders.console import error_of
@@ -39,13 +43,13 @@ BAD: dict[str, tuple[str, str]] = {
         "--suite paper: expected --prompts FILE, got none",
     ),
     "reference": (
-        "benchmark --model ./none --reference nope",
+        "benchmark --reference nope",
         "--reference: expected a folder of images, but nope is not one",
     ),
     "quick": ("benchmark --quick", "--quick: expected --suite readme, got quick; leave it out"),
     "model": ("benchmark --model ./none", "--model ./none: expected a folder"),
     "weights-dir": (  # before the model
-        "benchmark --model ./none --weights-dir none",
+        "benchmark --weights-dir none",
         "--weights-dir: expected a folder, but none is not one",
     ),
     "classify-data": ("classify --rows mame-0.8", "--data: expected a folder of class folders"),
@@ -75,7 +79,7 @@ def test_bad_input_is_one_line_and_status_2(
 def test_rows_that_lack_a_package_are_named_before_anything_is_made(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mame_sd.eval.benchmark.rows.has_tomesd", lambda: False)
+    monkeypatch.setattr("mame_sd.eval.rivals.tomesd.has_tomesd", lambda: False)
     note_lacking(chosen_rows("tomesd-25,tomesd-50,mame-default"))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: left out: tomesd-25, tomesd-50 (tomesd is not installed: pip")
@@ -126,12 +130,30 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 
 
-def test_help_and_usage_errors_import_no_torch() -> None:
+def test_help_and_errors_of_what_is_given_import_no_torch() -> None:
     code = (
-        "import sys; from mame_sd.eval.cli import app; app.run(['benchmark', '--suite', 'x']);"
+        "import sys; from mame_sd.eval.cli import app; [app.run(line.split()) for line in {}];"
         " print('torch' in sys.modules)"
     )
-    assert python(code).stdout == "False\n"
+    lines = [
+        "benchmark --suite x",
+        "benchmark --rows nope",
+        "benchmark --rows random-2",
+        "benchmark --row keep=0",
+        "benchmark --model ./none",
+        "score none none",
+        "score none none --metrics x",
+        "cache --rows x",
+        "caption --data x --references x --rows x",
+    ]
+    done = python(code.format(lines))
+    assert done.stdout == "False\n"
+    assert done.stderr.count("error: ") == len(lines)
+
+
+def test_names_of_rows_are_those_of_the_rows() -> None:
+    assert set(cache_settings.ROWS) == set(cache_rows.all_rows())
+    assert set(caption_settings.ROWS) == set(caption_rows.ROWS)
 
 
 def test_the_folders_own_name_is_refused_so_that_no_module_is_loaded_twice() -> None:

@@ -95,20 +95,8 @@ def test_merging_changes_the_velocity_and_its_removal_restores_it(name: str) -> 
     handle = apply_mame(instrument.model, MaMeConfig(keep=0.25))
     merged = flow.guided_velocity(instrument, noisy, 0.5, given)
     handle.remove()
-    assert 0 < flow.relative_error(merged, before).item() < 1
+    assert 0 < (merged - before).norm() < before.norm()
     assert torch.equal(flow.guided_velocity(instrument, noisy, 0.5, given), before)
-
-
-def test_relative_error_is_per_sample() -> None:
-    reference = torch.ones(2, 3, 4, 4)
-    velocity = reference * torch.tensor([1.0, 1.5]).view(2, 1, 1, 1)
-    torch.testing.assert_close(flow.relative_error(velocity, reference), torch.tensor([0, 0.5]))
-
-
-def test_noised_samples_and_velocity_lead_back_to_the_clean_ones() -> None:
-    clean = torch.rand(2, 3, 4, 4)
-    noisy, velocity = flow.noised(clean, 0.3, seed=1)
-    torch.testing.assert_close(noisy - 0.3 * velocity, clean)
 
 
 @pytest.mark.parametrize("name", NAMES)

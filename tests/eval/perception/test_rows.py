@@ -35,7 +35,11 @@ OURS = {"left": LEFT, "schedule": "decreasing", "every": EVERY}
         ("tome-decreasing-8", "rival", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": True}}),
         ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7}}),
         ("diffrate-mae-h", "rival", {"rival": {"name": "DiffRate", "rates": "mae-h"}}),
-        ("mame-0.8-random-3", "mame", {"mame": {**TAU, "partition": "random", "seed": 3}}),
+        (
+            "mame-0.8-random-3",
+            "mame",
+            {"mame": {**TAU, "ablation": {"partition": "random", "seed": 3}}},
+        ),
         ("mame-third-0.7", "mame", {"mame": {"tau": 0.7, "blocks": "third"}}),
         ("random-all-0.9", "rival", {"rival": {"name": "RandomDrop", "keep": 0.9, "seed": 0}}),
         ("smaller-160", "rival", {"side": 160}),

@@ -136,7 +136,7 @@ def test_pictures_enlarge_by_mouse_and_by_keyboard_and_swap_in_place(opened: Any
     assert dialog.locator(".label").inner_text().startswith("Difference of ToMeSD")
     page.locator("dialog .close").click()
     assert not dialog.is_visible()
-    # A browser announces after a while that a dialog has closed, and only then does the focus return.
+    # A browser announces after a while that a dialog has closed. Only then does the focus return.
     sync_api.expect(shots.nth(len(sources) - 2)).to_be_focused()
     shots.nth(1).focus()
     page.keyboard.press("Enter")

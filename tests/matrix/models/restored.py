@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mame_sd import MaMeHandle, apply_mame
 from mame_sd.core.restore import ChosenTokens
-from mame_sd.diffusion.layer import Entry
+from mame_sd.diffusion.layer import MergedForward
 from mame_sd.diffusion.restoring import BlockHook, MLPHook, RestoreHook
 from mame_sd.diffusion.rows import running_rows
 from tests.matrix.models.case import Case
@@ -91,7 +91,7 @@ def restoring(handle: MaMeHandle) -> Iterator[list[Restored]]:
     def compared(kind: type[RestoreHook]) -> Any:
         call = kind.call
 
-        def both(self: Any, entry: Entry, args: Any, kwargs: Any) -> Any:
+        def both(self: Any, entry: MergedForward, args: Any, kwargs: Any) -> Any:
             latest.pop(self, None)
             calls = self.stats.totals()
             output = call(self, entry, args, kwargs)

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mame_sd.core.keys import MergeJob
-from mame_sd.core.merge import Groups
+from mame_sd.core.groups import Groups
+from mame_sd.core.intercept import MergeJob
+from mame_sd.core.merge_keys import Grid
 from mame_sd.report import LayerStats
 from tests.oracle import Image, merged_attention
 
@@ -86,14 +87,14 @@ def merging() -> Iterator[list[Merged]]:
     found: list[Merged] = []
     merge = MergeJob.merge
 
-    def noted(self: MergeJob, call: Mapping[str, Any], bias: bool = True) -> dict[str, Any] | None:
-        changed = merge(self, call, bias)
+    def noted(
+        self: MergeJob, call: Mapping[str, Any], grids: list[Grid], first: int, bias: bool = True
+    ) -> dict[str, Any] | None:
+        changed = merge(self, call, grids, first, bias)
         if changed is not None:
             assert self.merged is not None
-            length = self.length or call["key"].shape[-2]
-            shift = call["key"].shape[-2] - length
-            first = self.grids[0].start + shift
-            found.append(Merged(dict(call), dict(changed), self, self.merged.groups, first, bias))
+            groups, start = self.merged.groups, grids[0].start
+            found.append(Merged(dict(call), dict(changed), self, groups, start, bias))
         return changed
 
     with mock.patch.object(MergeJob, "merge", noted):
@@ -123,7 +124,7 @@ def by_loop(merged: Merged) -> tuple[Tensor, Tensor]:
         for grid, groups in zip(job.grids, merged.groups, strict=True)
     ]
     query, key = call["query"], call["key"]
-    count = job.how.fit_queries
+    count = job.options.fit_queries
     if count is None:
         count = min(max(merged.tokens // 32, 64), 256)
     number = 0 if job.draw is None else int(job.draw)

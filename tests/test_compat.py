@@ -1,4 +1,4 @@
-"""mame_sd.upstream: every name is there, and one that is gone is named in one line."""
+"""mame_sd.compat: every name is there, and one that is gone is named in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from torch import nn
 
-from mame_sd import apply_mame, upstream
+from mame_sd import apply_mame, compat
 from mame_sd.caches import compress_cache
 from mame_sd.cli import app as cli
 from tests.builders.tiny import tiny_unet
@@ -23,16 +23,16 @@ from tests.builders.tiny import tiny_unet
 
 @pytest.fixture
 def _fresh() -> Iterator[None]:
-    upstream.missing.cache_clear()
+    compat.missing.cache_clear()
     yield
-    upstream.missing.cache_clear()
+    compat.missing.cache_clear()
 
 
 def test_the_installed_releases_have_every_name() -> None:
-    for library in upstream.NAMES:
-        assert upstream.missing(library) == ()
-        assert upstream.complaint(library) == ""
-    upstream.require(*upstream.NAMES)
+    for library in compat.NAMES:
+        assert compat.missing(library) == ()
+        assert compat.complaint(library) == ""
+    compat.require(*compat.NAMES)
 
 
 def test_the_oldest_releases_are_those_of_the_package_and_of_its_oldest_test() -> None:
@@ -43,7 +43,7 @@ def test_the_oldest_releases_are_those_of_the_package_and_of_its_oldest_test() -
         one.name: next(iter(one.specifier)).version
         for one in map(Requirement, (*project["dependencies"], *extra))
     }
-    for library, releases in upstream.RELEASES.items():
+    for library, releases in compat.RELEASES.items():
         assert releases.startswith(f"between {floors[library]} and ")
     lines = (root / ".ci" / "constraints-oldest.txt").read_text(encoding="utf-8").splitlines()
     for oldest in (Requirement(line) for line in lines if not line.startswith("#")):
@@ -59,7 +59,7 @@ CALLED: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.usefixtures("_fresh")
-@pytest.mark.parametrize("library", upstream.NAMES)
+@pytest.mark.parametrize("library", compat.NAMES)
 def test_a_name_that_is_gone_is_told(
     library: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -68,15 +68,15 @@ def test_a_name_that_is_gone_is_told(
 ) -> None:
     told = rf"{library} \d+\.\d+.*: expected a_name of {{}}, found none; install"
     for place in ("torch:NoSuchName", "nowhere:a", "torch"):
-        upstream.missing.cache_clear()
-        monkeypatch.setitem(upstream.NAMES, library, {place: "a_name"})
+        compat.missing.cache_clear()
+        monkeypatch.setitem(compat.NAMES, library, {place: "a_name"})
         with pytest.raises(RuntimeError, match=told.format(place)):
             CALLED[library]()
     assert cli.run(["doctor", "--device", "cpu", "--model", str(model_folder)]) == 1
     assert re.search(rf"^fail  {library} +{told.format('torch')}", capsys.readouterr().out, re.M)
 
 
-@pytest.mark.parametrize("name", upstream.CACHE_NAMES)
+@pytest.mark.parametrize("name", compat.CACHE_NAMES)
 def test_the_cache_is_found_by_both_names(name: str) -> None:
     def forward(hidden_states: object, **cache: object) -> None: ...
 
@@ -84,11 +84,11 @@ def test_the_cache_is_found_by_both_names(name: str) -> None:
     forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(n, kind) for n in ("hidden_states", name)]
     )
-    assert upstream.cache_in({name: 3, "use_cache": True}) == 3
-    assert upstream.cache_in({name: None}) is None
-    assert upstream.cache_of(SimpleNamespace(**{name: 3})) == 3
-    assert upstream.cache_argument(forward) == name
-    assert upstream.cache_argument(nn.Linear.forward) is None
+    assert compat.cache_in({name: 3, "use_cache": True}) == 3
+    assert compat.cache_in({name: None}) is None
+    assert compat.cache_of(SimpleNamespace(**{name: 3})) == 3
+    assert compat.cache_argument(forward) == name
+    assert compat.cache_argument(nn.Linear.forward) is None
 
 
 IMPORTS = """

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from inspect import Parameter, signature
@@ -25,8 +24,6 @@ _IMPLEMENTATION = "_attn_implementation"  # attribute of a config: name of its a
 
 # torch.compile can trace merging from torch 2.13 on.
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-
-_ASSISTED = "_assisted_decoding"  # method of GenerationMixin for assisted generation
 
 
 def outside_old_graphs(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,16 +84,6 @@ def implementation_of(config: Any) -> str | None:
     return getattr(config, _IMPLEMENTATION, None)
 
 
-def assisted() -> bool:
-    """Return True if the caller runs within assisted generation, which crops caches."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == _ASSISTED:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return True if torch.compile runs this module's calls. Graphs may omit later hooks."""
     return (
@@ -146,7 +133,6 @@ NAMES: dict[str, dict[str, str]] = {
         _LLAMA: "apply_rotary_pos_emb",
         "transformers.cache_utils:DynamicLayer": "update get_seq_length get_mask_sizes"
         " lazy_initialization",
-        "transformers.generation.utils:GenerationMixin": _ASSISTED,
     },
 }
 _MADE: dict[str, Callable[[], Any]] = {  # objects that can't be imported by name

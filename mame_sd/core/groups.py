@@ -1,9 +1,10 @@
 """Group similar tokens around a few destinations of each tile.
 
 A grid of tokens is cut into tiles, and each tile into cells of equally many tokens. In each step
-one token of each cell is drawn as a destination (`cells_of`, `draw_at`). `group_tokens` puts each
-other token into the group of the nearest destination; the farthest tokens stay alone. Groups have
-means and sizes. Samples that guidance subtracts from one another merge alike (`leaders`).
+one token of each cell is drawn as a destination (`make_cells`, `partition_index`). `group_tokens`
+puts each other token into the group of the nearest destination; the farthest tokens stay alone.
+Groups have means and sizes. Samples that guidance subtracts from one another merge alike
+(`guidance_leaders`).
 
 Everything is computed as products of small matrices, one for each tile: distances, and means as a
 product with a matrix of ones. On a CPU, means are sums by index instead. No tokens are sorted and
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mame_sd.upstream import private
+from mame_sd.compat import private
 
 _no_modes = private("torch", "torch.utils._python_dispatch", "_disable_current_modes")
 
@@ -108,7 +109,7 @@ class Cells:
         return self.drawn[:, self.kept :]
 
 
-def cells_of(
+def make_cells(
     size: tuple[int, ...],
     keep: float,
     tile_size: int = 16,
@@ -129,12 +130,12 @@ def cells_of(
     Returns:
         The cells, with index tensors on `device`.
     """
-    how = float(keep), tile_size, seed, str(device)
+    options = float(keep), tile_size, seed, str(device)
     if torch.compiler.is_compiling():
         # A list this long makes dynamo guard on the side of the grid that it had taken as dynamic.
         sides = tuple([len([0] * side) for side in size])
-        return Cells(*getattr(_Compiled, _attribute(sides, *how)))
-    made: Cells = _constant(_cut, tuple(size), *how)
+        return Cells(*getattr(_Compiled, _attribute(sides, *options)))
+    made: Cells = _cached_tensors(_cut, tuple(size), *options)
     return made
 
 
@@ -183,18 +184,18 @@ class _Compiled:
 
 
 @torch.compiler.assume_constant_result
-def _attribute(size: tuple[int, ...], *how: Any) -> str:
+def _attribute(size: tuple[int, ...], *options: Any) -> str:
     """Return the name of the attribute of `_Compiled` that holds these cells."""
-    name = "_".join(["cells", *map(str, how + size)]).replace(".", "_")  # a dot would be a path
+    name = "_".join(["cells", *map(str, options + size)]).replace(".", "_")  # a dot would be a path
     if not hasattr(_Compiled, name):
-        setattr(_Compiled, name, tuple(vars(_constant(_cut, size, *how)).values()))
+        setattr(_Compiled, name, tuple(vars(_cached_tensors(_cut, size, *options)).values()))
     return name
 
 
 def _cut(
     size: tuple[int, ...], keep: float, tile_size: int, seed: int | None, device: str
 ) -> Cells:
-    """Make the cells of a grid of tokens. Arguments and result are those of `cells_of`."""
+    """Make the cells of a grid of tokens. Arguments and result are those of `make_cells`."""
     rows, columns = plane_of(size)
     high = wide = 1  # number of tiles down and across
     if tile_size:
@@ -409,7 +410,7 @@ ADDING = {"cpu"}
 _SUMS_IN_FP32 = "dtype" in torch.ops.aten.bmm.overloads()  # 16-bit inputs on GPUs: torch 2.8
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
     """Multiply matrices a [n, i, j] and b [n, j, k] in fp32 or wider.
 
     Returns:
@@ -463,7 +464,7 @@ def group_tokens(
     chosen = slots.index_select(1, dst).view(-1, cells.m, slots.shape[2])
     of_chosen = norms.index_select(1, dst).view(-1, cells.m, 1)
     # |x - d|^2 = |x|^2 - 2 (x . d - |d|^2 / 2): the largest x . d - |d|^2 / 2 is the nearest.
-    nearness = product(chosen, slots.view(-1, cells.width, slots.shape[2]).transpose(1, 2))
+    nearness = matmul_fp32(chosen, slots.view(-1, cells.width, slots.shape[2]).transpose(1, 2))
     nearness.addcmul_(of_chosen, of_chosen, value=-0.5)
     best, row = nearness.max(1)
     row = row.view(norms.shape)
@@ -484,7 +485,7 @@ def group_tokens(
     return Groups(cells, dst, queries, row, staying, dtype, cells.tokens, cells.kept + stay)
 
 
-def draw_at(timestep: Tensor | float) -> Tensor:
+def partition_index(timestep: Tensor | float) -> Tensor:
     """Return the index of the random partition for a timestep, a LongTensor [1] in [0, DRAWS).
 
     Of several timesteps the largest counts, because video models give tokens that are already known
@@ -496,7 +497,7 @@ def draw_at(timestep: Tensor | float) -> Tensor:
     return ((thousandths * 0xAAF4E5A7) & 0xFFFFFFFF) * DRAWS >> 32
 
 
-def constant(make: Callable[..., Any], *args: Any) -> Any:
+def cached_tensors(make: Callable[..., Any], *args: Any) -> Any:
     """Return the cached result of `make(*args)`. Don't modify the result in place.
 
     A graph that is being compiled or captured must not hold cached tensors, and makes its own.
@@ -504,11 +505,11 @@ def constant(make: Callable[..., Any], *args: Any) -> Any:
     captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if captured or torch.compiler.is_compiling():
         return make(*args)
-    return _constant(make, *args)
+    return _cached_tensors(make, *args)
 
 
 @lru_cache(maxsize=256)
-def _constant(make: Callable[..., Any], *args: Any) -> Any:
+def _cached_tensors(make: Callable[..., Any], *args: Any) -> Any:
     # Make no inference tensors, which autograd refuses, and none that a mode traces.
     with torch.inference_mode(False), _no_modes(), torch.device("cpu"):
         return make(*args)
@@ -519,12 +520,12 @@ def counting(length: int, device: torch.device) -> Tensor:
     return torch.arange(length, device=device)
 
 
-def leaders(inputs: Tensor, unguided: Sequence[bool] = (True, False)) -> Tensor:
+def guidance_leaders(inputs: Tensor, unguided: Sequence[bool] = (True, False)) -> Tensor:
     """Return the sample whose tokens decide what merges in each sample, LongTensor [B].
 
     Guidance adds a multiple of the difference between guided and unguided samples, and with it a
     multiple of what merging does to one but not to the other. If both merge the same tokens, most
-    of that cancels (docs/experiments.md, "The two halves of guidance"). So the first guided chunk
+    of that cancels (docs/experiments.md, "Steps, draws and guidance"). So the first guided chunk
     of the batch leads each unguided chunk whose inputs are equal to its own; all other samples lead
     themselves. The comparison stays on the device: nothing waits for it.
 

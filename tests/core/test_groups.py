@@ -10,7 +10,16 @@ from collections import Counter
 import pytest
 import torch
 
-from mame_sd.core.merge import DRAWS, Groups, cells_of, draw_at, group_tokens, leaders, plane_of
+from mame_sd.core import reference
+from mame_sd.core.groups import (
+    DRAWS,
+    Groups,
+    group_tokens,
+    guidance_leaders,
+    make_cells,
+    partition_index,
+    plane_of,
+)
 from tests import oracle
 from tests.builders.tokens import tokens
 
@@ -27,7 +36,7 @@ def groups_of(
     **more: object,
 ) -> Groups:
     """Groups of tokens x [B, L, d] by themselves."""
-    cells = cells_of(size, keep, tile_size)
+    cells = make_cells(size, keep, tile_size)
     return group_tokens(x.index_select(1, cells.order), cells, stay=stay, **more)  # type: ignore[arg-type]
 
 
@@ -46,7 +55,7 @@ def own_tiles(size: tuple[int, ...], tile_size: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_each_cell_has_about_as_many_tokens_everywhere(size: tuple[int, ...], keep: float) -> None:
     """Also in the last rows and columns, whatever the sides divide by."""
-    cells, count = cells_of(size, keep), math.prod(size)
+    cells, count = make_cells(size, keep), math.prod(size)
     assert cells.tokens == count
     assert abs(math.log(cells.kept / count / keep)) <= math.log(1.5)
     tiles = Counter(own_tiles(size, 16))
@@ -66,7 +75,7 @@ def test_each_cell_has_about_as_many_tokens_everywhere(size: tuple[int, ...], ke
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_draw_takes_one_token_of_each_cell(size: tuple[int, ...]) -> None:
-    cells = cells_of(size, 0.25)
+    cells = make_cells(size, 0.25)
     real = torch.ones(len(cells.order)).bool() if cells.pad is None else ~cells.pad
     assert sorted(cells.order[real].tolist()) == list(range(cells.tokens))
     assert torch.equal(cells.order[cells.slot], torch.arange(cells.tokens))
@@ -82,23 +91,23 @@ def test_every_draw_takes_one_token_of_each_cell(size: tuple[int, ...]) -> None:
 
 def test_draws_follow_their_seed_alone() -> None:
     state = torch.get_rng_state()
-    first, second, none = (cells_of((9, 11), 0.25, seed=seed) for seed in (1, 2, None))
+    first, second, none = (make_cells((9, 11), 0.25, seed=seed) for seed in (1, 2, None))
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(first.dst, second.dst)
-    assert torch.equal(first.dst, cells_of((9, 11), 0.25, seed=1).dst)
+    assert torch.equal(first.dst, make_cells((9, 11), 0.25, seed=1).dst)
     assert len(none.dst) == 1
     with torch.inference_mode():
-        made = cells_of((9, 13), 0.25)
+        made = make_cells((9, 13), 0.25)
     assert not made.dst.is_inference()
 
 
 def test_a_timestep_says_which_draw_and_few_come_twice() -> None:
     steps = [torch.linspace(999, 0, n) for n in (4, 10, 30)]
     for times in steps:
-        draws = [int(draw_at(t)) for t in times]
+        draws = [int(partition_index(t)) for t in times]
         assert len(set(draws)) >= 0.7 * len(draws)
         assert all(0 <= draw < DRAWS for draw in draws)
-    assert int(draw_at(500)) == int(draw_at(torch.tensor([0.0, 500.0])))
+    assert int(partition_index(500)) == int(partition_index(torch.tensor([0.0, 500.0])))
 
 
 @pytest.mark.usefixtures("both_ways")
@@ -109,14 +118,17 @@ def test_groups_are_those_of_loops(size: tuple[int, ...], tile_size: int, stay: 
     x = tokens(2, math.prod(size), 6, dtype=torch.float64)
     found = groups_of(x, size, 0.25, tile_size, stay, draw=torch.tensor([5]))
     cells = found.cells
-    dst, tile = cells.order[cells.dst[5]].tolist(), own_tiles(size, tile_size)
-    assert found.tokens_kept == len(dst) + stay
+    dst, tile = cells.order[cells.dst[5]], own_tiles(size, tile_size)
+    kept = len(dst) + stay
+    assert found.tokens_kept == kept
+    tiles = [torch.tensor([p for p, at in enumerate(tile) if at == one]) for one in {*tile}]
+    drawn = [dst[torch.isin(dst, tokens)] for tokens in tiles]
     for sample in range(2):
-        want, kept = oracle.grouped(x[sample], dst, tile, stay)
-        around = found.kept[sample].tolist()
-        assert [around[group] for group in found.groups[sample]] == [kept[group] for group in want]
-        means, sizes = oracle.means(x[sample], want)
-        order = [kept.index(token) for token in around]
+        want = reference.group_tokens(x[sample], tiles, drawn, kept)
+        # The same groups, in another order: that of the tokens that they formed around.
+        order = want[found.kept[sample]]
+        assert torch.equal(order[found.groups[sample]], want)
+        means, sizes = oracle.means(x[sample], want.tolist())
         torch.testing.assert_close(found.merge(x)[sample], means[order])
         assert torch.equal(found.sizes[sample], sizes[order])
     restored = found.restore(found.merge(x))
@@ -181,7 +193,7 @@ def test_zero_tiny_huge_and_broken_tokens() -> None:
 
 def test_cells_are_looked_up_and_no_graph_is_kept() -> None:
     size = (8, 8)
-    assert cells_of(size, 0.25) is cells_of(torch.Size(size), 0.25)
+    assert make_cells(size, 0.25) is make_cells(torch.Size(size), 0.25)
     x = tokens(1, 64, 4).requires_grad_()
     found = groups_of(x, size, 0.25)
     assert not found.row.requires_grad
@@ -198,20 +210,24 @@ def test_unguided_chunks_follow_the_first_guided_one() -> None:
         ([True, False, False], [0, 1, 2, 3]),  # no chunks of a batch of four
         ([], [0, 1, 2, 3]),
     ):
-        assert leaders(torch.ones(4, 4, 8, 8), unguided).tolist() == expected, unguided
-    assert leaders(torch.ones(3, 4, 8, 8)).tolist() == [0, 1, 2]  # an odd batch is no two halves
+        assert guidance_leaders(torch.ones(4, 4, 8, 8), unguided).tolist() == expected, unguided
+    assert guidance_leaders(torch.ones(3, 4, 8, 8)).tolist() == [
+        0,
+        1,
+        2,
+    ]  # an odd batch is no two halves
 
 
 @pytest.mark.parametrize("where", [(0, 0, 0, 0), (1, 3, 7, 7)], ids=str)
 def test_a_chunk_of_another_input_leads_itself(where: tuple[int, ...]) -> None:
     twice = tokens(2, 4, 64).view(2, 4, 8, 8).repeat(2, 1, 1, 1)
-    assert leaders(twice).tolist() == [2, 3, 2, 3]
+    assert guidance_leaders(twice).tolist() == [2, 3, 2, 3]
     twice[where] += 1
-    assert leaders(twice).tolist() == [0, 1, 2, 3]
+    assert guidance_leaders(twice).tolist() == [0, 1, 2, 3]
     # Of three prompts' areas and a negative one, that covers the second prompt's.
     x, unguided = torch.randn(3, 4, 8, 8), [True, False, False, False]
-    assert leaders(torch.cat([x[1:2], x]), unguided).tolist() == [0, 1, 2, 3]
-    assert leaders(torch.cat([x[:1], x]), unguided).tolist() == [1, 1, 2, 3]
+    assert guidance_leaders(torch.cat([x[1:2], x]), unguided).tolist() == [0, 1, 2, 3]
+    assert guidance_leaders(torch.cat([x[:1], x]), unguided).tolist() == [1, 1, 2, 3]
 
 
 def test_groups_are_the_same_whatever_the_default_device_is() -> None:

@@ -1,0 +1,164 @@
+"""Measure rows on cases, and keep every result as a JSON line.
+
+Every command that compares methods measures *rows* (methods) on *cases* (pictures, passages, draws
+of noise, rounds of timing). `measure_cases` asks for the results that a `Store` lacks, and the
+store writes each one at once. So a command that was stopped at any moment continues with the same
+call:
+
+    store = Store(out / "results.jsonl", FORMAT, "captions", about, ("row", "picture"))
+    measure_cases(store, pictures, rows, caption, lambda picture, row: {"row": row, ...})
+    store.lines["default", "cat.png"]
+
+The first line of the file says what the results depend on. A file of another program or version is
+refused, because it isn't ours to overwrite. A line that was cut off where a run was stopped is
+ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mame_sd.errors import UserError
+from mame_sd.runs.files import open_own, read_regular, write_atomically, writing
+
+from .timing import turned
+
+Line = dict[str, Any]
+Lines = dict[tuple[Any, ...], Line]
+Case = TypeVar("Case")
+RowName = TypeVar("RowName")
+
+
+class Store:
+    """A file of JSON lines that grows.
+
+    Args:
+        path: The file; it begins with the first line that is added.
+        form: Name and version of the format, which the first line must have.
+        what: What the lines are, for errors.
+        about: Everything that the lines depend on besides their keys, as JSON values. If None, the
+            file is only read, whatever it depends on.
+        keys: The entries that identify a line; a later line replaces an earlier one.
+        fresh: If True, lines that depend on other values are dropped; otherwise they are an error.
+
+    Attributes:
+        lines: Every line by its key.
+
+    Raises:
+        UserError: If the file is of another kind, or if its lines depend on other values.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        form: str,
+        what: str,
+        about: Mapping[str, Any] | None,
+        keys: tuple[str, ...],
+        fresh: bool = False,
+    ) -> None:
+        self._path, self._form, self._what, self._keys = path, form, what, keys
+        self._head, self._begun = {"format": form, "about": about}, False
+        self.lines: Lines = {}
+        with writing(path):
+            text = read_regular(path).decode("utf-8", "replace") if path.exists() else None
+        if text is None:
+            return
+        found: list[Any] = []
+        for line in text.split("\n"):
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+        try:
+            if found[0]["format"] != form:
+                raise ValueError(repr(found[0]["format"]))
+            lines = {self.key(line): line for line in found[1:]}
+            same = about is None or found[0]["about"] == json.loads(json.dumps(about))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise self.refused(error) from None
+        if lines and not same and not fresh:
+            raise UserError(
+                f"--out {path.parent}: expected results of the same settings, found those of"
+                " others; give another folder"
+            )
+        self.lines = lines if same else {}
+
+    def key(self, line: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the entries that identify a line."""
+        return tuple(line[name] for name in self._keys)
+
+    def add(self, line: Line) -> None:
+        """Write one more line at once. The first one begins the file, or repairs a torn one."""
+        self.lines[self.key(line)] = line
+        if not self._begun:
+            lines = (json.dumps(one) + "\n" for one in (self._head, *self.lines.values()))
+            write_atomically(self._path, "".join(lines).encode())
+            self._begun = True
+            return
+        with writing(self._path), open_own(self._path, os.O_WRONLY | os.O_APPEND) as file:
+            file.write(json.dumps(line).encode() + b"\n")
+
+    def refused(self, error: Exception) -> UserError:
+        """Return the error that says that the file isn't one of ours."""
+        return UserError(
+            f"{self._path}: expected {self._what} ({self._form!r}), got another file"
+            f" ({type(error).__name__}: {error}); delete it, or choose another --out"
+        )
+
+
+def measure_cases(
+    store: Store,
+    cases: Sequence[Case],
+    rows: Sequence[RowName],
+    measure: Callable[[Case, Sequence[RowName]], Iterable[tuple[RowName, Line]]],
+    key: Callable[[Case, RowName], Line],
+    *,
+    together: bool = False,
+    warm_up: Callable[[RowName], object] = lambda row: None,
+    on_progress: Callable[[int, int], object] = lambda done, total: None,
+) -> None:
+    """Measure each row on each case that the store lacks.
+
+    Args:
+        store: Holds the results.
+        cases: The cases, in the order in which they are measured.
+        rows: The rows.
+        measure: Measures some rows on a case, and yields each row with its result. It may leave
+            rows out.
+        key: Returns the entries that identify the result of a row on a case.
+        together: If True, rows are only comparable if they are measured one right after another,
+            as seconds are. Then a case that lacks a row is measured whole, its rows are taken in
+            turning order, and its results are added when all of them are there.
+        warm_up: Called with each row before the first case is measured.
+        on_progress: Called with the number of results done and of all results, before the first
+            case and after each result.
+    """
+    lacking = {
+        number: [row for row in rows if store.key(key(case, row)) not in store.lines]
+        for number, case in enumerate(cases)
+    }
+    if together:
+        lacking = {n: turned(rows, n) if missing else [] for n, missing in lacking.items()}
+    done, total = len(cases) * len(rows) - sum(map(len, lacking.values())), len(cases) * len(rows)
+    on_progress(done, total)
+    if done < total:
+        for row in rows:
+            warm_up(row)
+    for number, case in enumerate(cases):
+        waiting = []
+        for row, result in measure(case, lacking[number]) if lacking[number] else ():
+            waiting.append((key(case, row), result))
+            if not together:
+                store.add(_line(*waiting.pop()))
+            done += 1
+            on_progress(done, total)
+        for identity, result in waiting:
+            store.add(_line(identity, result))
+
+
+def _line(identity: Line, result: Line) -> Line:
+    return {**identity, **result}
