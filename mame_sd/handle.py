@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 from mame_sd.config import MaMeConfig
@@ -21,6 +21,7 @@ class Handle(ABC, Generic[Settings]):
 
     _settings: Settings
     _active = True
+    _lock: AbstractContextManager[Any] = nullcontext()  # held while settings change
 
     @property
     @abstractmethod
@@ -68,17 +69,25 @@ class Handle(ABC, Generic[Settings]):
                 " again"
             )
 
+    def _is_active(self) -> bool:
+        """Return True if the model merges."""
+        return self._active
+
     @property
     def active(self) -> bool:
-        """True if the model merges; False makes every call bit-equal to the unmerged model."""
-        return self._active
+        """True if the model merges; False makes every call bit-equal to the unmerged model.
+
+        Setting it raises TypeError for a value that is not a bool, and RuntimeError as `set` does.
+        """
+        return self._is_active()
 
     @active.setter
     def active(self, value: bool) -> None:
         if not isinstance(value, bool):
             raise TypeError(f"active: expected True or False, got {value!r}; give one of these")
-        self._check_change("active")
-        self._switch(value)
+        with self._lock:
+            self._check_change("active")
+            self._switch(value)
 
     def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
         """Change settings from the next forward on, for example `handle.set(keep=0.5)`.
@@ -95,8 +104,9 @@ class Handle(ABC, Generic[Settings]):
                 has changed then.
         """
         check_config(config)
-        self._check_change("set")
-        self._use(self._resolve(config, fields))
+        with self._lock:
+            self._check_change("set")
+            self._use(self._resolve(config, fields))
 
     @contextmanager
     def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What the handles of encoders and captioners share."""
+"""What the handles of denoisers, encoders and captioners share."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 from mame_sd import apply_mame
 from mame_sd.handle import Handle
 from tests.builders.perception import NAMED
+from tests.builders.tiny import tiny_unet
 from tests.captions import tiny
 
 MODELS: dict[str, Callable[[], Any]] = {
+    "denoiser": tiny_unet,
     "encoder": lambda: NAMED["DeiTForImageClassification"].build(),
     "captioner": tiny.llava,
 }

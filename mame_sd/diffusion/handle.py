@@ -25,6 +25,7 @@ from mame_sd.diffusion.processor import make_config
 from mame_sd.diffusion.restoring import BlockHook, FusedInHook, MLPHook, RestoreHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
+from mame_sd.handle import Handle, check_config
 from mame_sd.layer_rules import means
 from mame_sd.refused import known_as
 from mame_sd.report import MaMeReport, NothingMergedError, device_of, make_report
@@ -33,8 +34,8 @@ Placed = tuple[nn.Module, LayerHook | PreHook]  # a module and its hook
 GONE = "no longer part of the model: call apply_mame again"
 
 
-class MaMeHandle:
-    """Control merging on one model. `apply_mame` returns a handle.
+class MaMeHandle(Handle[ResolvedConfig]):
+    """Control merging on one denoiser. `apply_mame` returns a handle.
 
     The model lives as long as the handle. The pipeline is held weakly.
 
@@ -43,6 +44,8 @@ class MaMeHandle:
         layers: the self-attentions that may merge, each with its hook.
         restored: the MLPs and blocks that may be restored, each with its hook.
     """
+
+    _lock = CHANGES
 
     def __init__(
         self,
@@ -109,27 +112,25 @@ class MaMeHandle:
             if not isinstance(hook, RestoreHook)
         )
 
-    @property
-    def active(self) -> bool:
-        """Return True if the hooks merge. If False, every call is bit-equal to an unhooked model.
-
-        Raises:
-            RuntimeError: on setting it, merging was removed or replaced, or another thread makes an
-                image with the model.
-            TypeError: on setting it, the value is not a bool.
-        """
+    def _is_active(self) -> bool:
         return self._shared.now.active
 
-    @active.setter
-    def active(self, value: bool) -> None:
-        if not isinstance(value, bool):
-            raise TypeError(f"active: expected True or False, got {value!r}")
-        with CHANGES:
-            self._check_installed()
-            setting = self._shared.setting
-            if value != setting.active:
-                check_idle(self.root, "active")
-            self._shared.setting = replace(setting, active=value)
+    def _switch(self, active: bool) -> None:
+        setting = self._shared.setting
+        if active != setting.active:
+            check_idle(self.root, "active")
+        self._shared.setting = replace(setting, active=active)
+
+    def _resolve(self, config: MaMeConfig | None, fields: dict[str, Any]) -> ResolvedConfig:
+        setting = self._shared.setting
+        asked = make_config(setting.asked if config is None else config, fields)
+        return self._setting(asked, setting.active)
+
+    def _use(self, settings: ResolvedConfig) -> None:
+        if settings.active:
+            check_idle(self.root, "set")
+        self._put(self._needed(settings))
+        self._shared.setting = settings
 
     @property
     def described(self) -> str:
@@ -151,29 +152,6 @@ class MaMeHandle:
         # FSDP2 prefixes names of classes with "FSDP".
         kinds = (next(kind for kind in own if not kind.startswith("FSDP")) for own in names)
         return " and ".join(dict.fromkeys(kinds))
-
-    def set(self, config: MaMeConfig | None = None, **fields: Any) -> None:
-        """Change the settings from the next forward on, for example `handle.set(tau=0.9)`.
-
-        Args:
-            config: replaces all settings. If None, the current settings stay.
-            fields: fields of MaMeConfig, over those of `config`.
-
-        Raises:
-            RuntimeError: merging was removed or replaced, so that the change would have no effect,
-                or another thread makes an image with the model.
-            ValueError: a field is unknown or out of its range, or the model has no layers that the
-                settings ask for. Nothing has changed in this case.
-        """
-        with CHANGES:
-            self._check_installed()
-            setting = self._shared.setting
-            asked = make_config(setting.asked if config is None else config, fields)
-            new = self._setting(asked, setting.active)
-            if setting.active:
-                check_idle(self.root, "set")
-            self._put(self._needed(new))
-            self._shared.setting = new
 
     @contextmanager
     def using(self, config: MaMeConfig | None = None, **fields: Any) -> Iterator[None]:
@@ -199,7 +177,8 @@ class MaMeHandle:
             RuntimeError: merging was removed or replaced.
             ValueError: as for `set`.
         """
-        self._check_installed()
+        check_config(config)
+        self._check_change("using")
         asked = make_config(self._shared.now.asked if config is None else config, fields)
         new = self._setting(asked, True)
         with CHANGES:
@@ -237,7 +216,7 @@ class MaMeHandle:
                 have a tau, nothing can merge, or merging can't reach `speed`. The settings stay as
                 they were.
         """
-        self._check_installed()
+        self._check_change("calibrate")
         check_speed(speed)
         pipe = self.pipe
         if pipe is None or not prompts:
@@ -378,20 +357,13 @@ class MaMeHandle:
             )
         return setting
 
-    def _check_installed(self) -> None:
+    def _check_change(self, what: str) -> None:
         """Check that settings have an effect, and watch the pipeline from now on.
 
         The pipeline may no longer be watched, because another `with mame(...)` block removed its
         check.
-
-        Raises:
-            RuntimeError: merging was removed or replaced.
         """
-        if not self.installed:
-            raise RuntimeError(
-                "expected merging to be applied, but it was removed or replaced: call apply_mame"
-                " again"
-            )
+        super()._check_change(what)
         if replaced := self._replaced():
             raise RuntimeError(replaced)
         watch_pipeline(self.pipe, self)

@@ -118,7 +118,7 @@ diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py t
     check_idle(root, "remove_mame") => root
 diffusion/pipeline_check.py: diffusion/test_pipeline_check.py
     elif handle.active: => elif False:
-    if check_of(one) is self), handle.pipe) => if False), handle.pipe)
+    getattr(pipe, "__dict__", {}).pop(_ATTRIBUTE, None) => pass
 diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families.py test_models.py
     before = mode + call => before = call
     if not (image == image[:1]).all(): => if False:

@@ -195,16 +195,8 @@ def test_set_changes_the_next_forward() -> None:
     assert torch.equal(run_unet(unet), merged)
     handle.set(MaMeConfig(keep=0.4, min_tokens=40))
     assert handle.config == MaMeConfig(keep=0.4, min_tokens=40)
-    remove_mame(unet)
-    with pytest.raises(RuntimeError, match="it was removed or replaced: call apply_mame again"):
-        handle.set(tau=0.3)
-    with pytest.raises(RuntimeError, match="it was removed or replaced"):
-        handle.active = True
-    handle.install()
     handle.active = False
     assert torch.equal(run_unet(unet), before)
-    with pytest.raises(TypeError, match="active: expected True or False, got 1"):
-        handle.active = 1  # type: ignore[assignment]
 
 
 def test_applying_again_replaces() -> None:

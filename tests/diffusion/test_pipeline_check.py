@@ -40,7 +40,7 @@ def test_a_call_with_another_denoiser_is_refused_until_merging_is_applied_again(
     pipe.unet = other()
     remove_mame(pipe)
     assert torch.equal(once(pipe), plain)
-    assert "progress_bar" not in vars(pipe)
+    assert "_mame_check" not in vars(pipe)
 
 
 @pytest.mark.parametrize("removed", ["pipe", "model", "handle", "block"])
@@ -49,7 +49,7 @@ def test_nothing_is_told_once_merging_is_removed(removed: str) -> None:
     plain = once(pipe)
     if removed == "block":
         with mame(pipe, **MERGING):
-            assert "progress_bar" in vars(pipe)
+            assert "_mame_check" in vars(pipe)
     else:
         handle = apply_mame(pipe, **MERGING)
         if removed == "handle":
@@ -58,7 +58,7 @@ def test_nothing_is_told_once_merging_is_removed(removed: str) -> None:
             remove_mame(pipe if removed == "pipe" else pipe.unet)
     pipe.unet = other()
     assert torch.equal(once(pipe), plain)
-    assert "progress_bar" not in vars(pipe)
+    assert "_mame_check" not in vars(pipe)
 
 
 def test_nothing_is_told_while_merging_is_off() -> None:
@@ -121,7 +121,7 @@ def test_a_shallow_copy_has_denoisers_of_its_own() -> None:
             list(lone_steps(denoising))
     remove_mame(pipe)
     assert torch.equal(once(twin), plain)
-    assert "progress_bar" not in vars(twin)
+    assert "_mame_check" not in vars(twin)
 
 
 def lone_steps(pipeline: Any) -> Any:
