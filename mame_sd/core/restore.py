@@ -181,7 +181,7 @@ def cells_and_count(
         device: where the tables live.
         tile_size: side of a tile in tokens; 0: the whole grid is one tile.
     """
-    cells = make_cells(size, DRAWN * keep, tile_size, seed, device)
+    cells = make_cells(size, DRAWN * keep, tile_size, seed, device, strips=True)
     return cells, min(max(cells.m + 1, round(keep * cells.width)), cells.width)
 
 

@@ -329,7 +329,7 @@ class MaMeHandle(Handle[ResolvedConfig]):
         return [
             (module, hook)
             for module, hook in self._hooks
-            if blocks or not isinstance(hook, RestoreHook) or (mlps and isinstance(hook, MLPHook))
+            if blocks or not isinstance(hook, RestoreHook) or (mlps and hook.for_mlps)
         ]
 
     def _put(self, hooks: list[Placed]) -> None:

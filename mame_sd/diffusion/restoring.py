@@ -77,6 +77,7 @@ class RestoreHook(LayerHook):
     never = ""
     OTHER = "its tokens are not the image's"
     keep_of: str  # the setting that says how much is computed
+    for_mlps = False  # whether restoring an MLP needs this hook
 
     def __init__(
         self, shared: HandleState, stats: LayerStats, known: Any, number: int, family: Family
@@ -158,6 +159,7 @@ class MLPHook(RestoreHook):
     """Computes an MLP on a few tokens, and restores all others."""
 
     keep_of = "mlp_share"
+    for_mlps = True
 
     def start(self, tokens: Tokens, x: Tensor) -> int | None:
         """See `RestoreHook`. Text that joins the image in a block stands as in its attention."""
@@ -234,6 +236,7 @@ class FusedInHook(PartHook):
     """
 
     keep_of = "mlp_share"
+    for_mlps = True
     ahead = 0
 
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -270,6 +273,8 @@ class FusedOutHook(PartHook):
     The projection is linear: the attention's columns are computed on all tokens, the MLP's on the
     chosen ones, and their output is restored.
     """
+
+    for_mlps = True
 
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
@@ -330,7 +335,6 @@ class BlockHook(RestoreHook):
     """Computes a block on a few tokens, with the keys of all, and restores the change it makes."""
 
     keep_of = "block_share"
-    fused = False  # whether the block's MLP shares projections with its attention
 
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
@@ -387,7 +391,7 @@ class BlockHook(RestoreHook):
         self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Compute the block on all tokens, but for an MLP that is restored."""
-        if not self.fused or self.config is None or self.config.mlp_share == 1:
+        if not self.for_mlps or self.config is None or self.config.mlp_share == 1:
             return entry.inner(*args, **kwargs)
         with FusedMLPMode():
             return entry.inner(*args, **kwargs)
@@ -471,7 +475,7 @@ def restoring_hooks(
             own = BlockHook(shared, stats, hook.known, number, family)
             several = len(paths) > 1 and not family.parallel
             gated = outer.endswith(".fuser")
-            own.fused = fused
+            own.for_mlps = fused
             own.never = family.blocks or (SEVERAL if several else GATED if gated else "")
             yield outer, block, own
 
