@@ -1,4 +1,4 @@
-"""Speed and quality of merging beside its rivals: what prints figures of the documentation's pages.
+"""Benchmarks that print figures of the documentation's pages.
 
-Every benchmark that times something warms up and times it interleaved.
+A benchmark that times something warms up and times its rows in turns.
 """

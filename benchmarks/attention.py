@@ -1,12 +1,12 @@
-"""How fast attention over merged keys is, one layer, beside attention over all keys.
+"""How fast attention over merged keys is in one layer, compared with attention over all keys.
 
     python -m benchmarks.attention                     # 1,024 to 36,864 tokens on the CPU
     python -m benchmarks.attention --device cuda --dtype float16
 
-Queries, keys and values are given, as they come out of a layer's projections. Each cell says how
-many times as fast as `scaled_dot_product_attention` over all keys; both are timed in turns, in CPU
-seconds on a CPU, and the cell is the median of the rounds' ratios. Before a row is timed its
-output is compared with float64: where the fast path computes something else, there is no row.
+Queries, keys and values are given, as a layer's projections return them. Each cell says how many
+times as fast as `scaled_dot_product_attention` over all keys; both are timed in turns, in CPU
+seconds on a CPU, and the cell is the median of the rounds' ratios. Before a row is timed its output
+is compared with float64: if the fast path computes something else, there is no row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def without_bias(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) ->
 
 
 def inputs(tokens: int, heads: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values [1, H, N, 64] as views of projections [1, N, H * 64]."""
+    """Return queries, keys and values [1, H, N, 64] as views of projections [1, N, H * 64]."""
     generator = torch.Generator().manual_seed(tokens)
     made = (torch.randn(1, tokens, heads, 64, generator=generator) for _ in range(3))
     return [t.to(device, dtype).transpose(1, 2) for t in made]
@@ -43,10 +43,20 @@ def inputs(tokens: int, heads: int, device: torch.device, dtype: torch.dtype) ->
 def row(
     tokens: int, heads: int, device: torch.device, dtype: torch.dtype, rounds: int
 ) -> tuple[float, list[float]]:
-    """Time one layer: its unmerged seconds, and how many times as fast each share of keys is.
+    """Time one layer.
+
+    Args:
+        tokens: Number of tokens N.
+        heads: Number of heads H.
+        device: Where it computes.
+        dtype: Of all tensors.
+        rounds: Number of rounds.
+
+    Returns:
+        Its unmerged seconds, and how many times as fast each share of keys is.
 
     Raises:
-        SystemExit: the merged layer computes something else than in float64.
+        SystemExit: If the merged layer computes something else than in float64.
     """
     q, k, v = inputs(tokens, heads, device, dtype)
     side = int(tokens**0.5)
@@ -65,6 +75,7 @@ def row(
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""CPU seconds of transformer blocks at the width of published models, with and without restoring.
+"""CPU seconds of transformer blocks as wide as published models', with and without restoring.
 
     python -m benchmarks.blocks                # all cases, some minutes
     python -m benchmarks.blocks "SD 3.5" --rounds 3
 
-Weights are random: the time does not depend on them, and no quality is reported. Rounds are
-interleaved, each row of a case once in each round, on one thread; the table shows the median of the
-rounds' own ratios to the unmerged row, with the lowest and highest.
+Weights are random: the time doesn't depend on them, and no quality is reported. Rows are timed in
+turns on one thread. The table shows the median of the rounds' ratios to the unmerged row, with the
+lowest and highest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def of_unet(channels: int, side: int) -> tuple[nn.Module, Mapping[str, Any]]:
-    """Return a level of SDXL with one block, and what it is called with."""
+    """Return a level of SDXL with one block, and its arguments."""
     model = diffusers.Transformer2DModel(
         num_attention_heads=channels // 64, attention_head_dim=64, in_channels=channels,
         num_layers=1, cross_attention_dim=2048, use_linear_projection=True,
@@ -49,9 +49,7 @@ def of_unet(channels: int, side: int) -> tuple[nn.Module, Mapping[str, Any]]:
 
 
 def of_case(make: Callable[..., gpu.Case], **how: Any) -> tuple[nn.Module, Any]:
-    """Return a transformer, and what it is called with: random numbers, as products of zeros may
-    be faster.
-    """
+    """Return a transformer and its arguments: random numbers, as zeros may multiply faster."""
     case = make(dtype=torch.float32, **how)
     model = case.build(torch.device("cpu"))
     named, _ = case.inputs(model)
@@ -81,8 +79,9 @@ CASES: dict[str, Callable[[], tuple[nn.Module, Mapping[str, Any]]]] = {
 
 @torch.no_grad()
 def measured(name: str, rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each row of a case, round by round, without rows that the model
-    can't run because it has no MLP of its own.
+    """Return the CPU seconds of each row of a case, round by round.
+
+    Rows that the model can't run because it has no MLP of its own are left out.
     """
     torch.manual_seed(0)
     model, call = CASES[name]()
@@ -101,6 +100,7 @@ def measured(name: str, rounds: int) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("only", nargs="*", help="cases whose names hold one of these")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count")

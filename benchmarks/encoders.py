@@ -1,4 +1,4 @@
-"""FLOPs of vision transformers at real size, beside those that the paper prints.
+"""FLOPs of vision transformers of real size, next to those that the paper prints.
 
     python -m benchmarks.encoders  # no weights, no images: on the meta device
 
@@ -21,8 +21,16 @@ HALVED = (3, 6, 9)  # the paper's layers, counted from 0
 
 @dataclass(frozen=True)
 class Architecture:
-    """A ViT of the paper, with the GFLOPs that it prints: unmerged, halved at layers 3, 6 and 9,
-    and at the last one.
+    """A ViT of the paper.
+
+    Attributes:
+        width: Channels.
+        depth: Blocks.
+        heads: Heads.
+        patch: Side of a patch in pixels.
+        printed: The paper's GFLOPs, unmerged.
+        printed_halved: The paper's GFLOPs, halved at layers 3, 6 and 9.
+        printed_last: The paper's GFLOPs, halved at the last layer.
     """
 
     width: int
@@ -69,8 +77,9 @@ def counted(
 
 
 def flops_table() -> str:
-    """Markdown: the paper's FLOPs and ours, merged at layers that are counted from 0 and from 1,
-    and by our default.
+    """Return the paper's FLOPs and ours as Markdown.
+
+    Ours are merged at layers counted from 0 and from 1, and by our default.
     """
     heads = (
         "GFLOPs | printed | counted | halved: printed | counted | merging too | from 1"

@@ -1,15 +1,15 @@
-"""What merging would gain on graphics cards that nobody has measured: an estimate from the kernels
-of whole models, without a card (docs/gpu.md has measurements too).
+"""Estimate what merging gains on cards that nobody has measured, without a card.
 
     python -m benchmarks.gpu                                    # all of docs/gpu.md: minutes
     python -m benchmarks.gpu --model "SDXL at 1024" --card H100
 
-Every operation of one forward is counted at its real size (`benchmarks/launches.py`). A card is
-busy with it for the longest of three times: that of the smallest kernel, its bytes at the memory's
-speed, its products at the units' speed. *Graph* is that alone, as in a CUDA graph. *Eager* lets
-products and attention reach three quarters of their peaks, so that less is to be saved, and each
-kernel take the time in which Python launched one on an H200. Cells say how many times as fast as
-unmerged: by `keep` and its kin, what that costs and saves does not depend on the weights.
+Every operation of one forward is counted at its real size (`benchmarks/launches.py`); docs/gpu.md
+has measurements too. A card is busy with an operation for the longest of three times: that of the
+smallest kernel, its bytes at the memory's speed, its products at the units' speed. *Graph* is that
+alone, as in a CUDA graph. *Eager* lets products and attention reach three quarters of their peaks,
+so that less is to be saved, and each kernel take the time in which Python launched one on an H200.
+Cells say how many times as fast as unmerged: with `keep` and similar settings, cost and saving
+don't depend on the weights.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ HALF, BRAIN = torch.float16, torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """A model at one size, and what it is called with.
+    """A model at one size, and its arguments.
 
     Attributes:
         model: diffusers' class.
-        config: of the model.
-        shapes: of the call's tensors by name, without the batch.
-        dtype: of weights and inputs.
-        batch: samples; 2 is one guided image.
-        repeats: blocks that stand for as many, by their path: transformers are cut in depth.
-        ids: further arguments whose values are read, as they are.
+        config: Its configuration.
+        shapes: Shapes of the call's tensors by name, without the batch.
+        dtype: Of weights and inputs.
+        batch: Samples; 2 is one guided image.
+        repeats: Blocks that stand for as many, by their path: transformers are cut in depth.
+        ids: Further arguments whose values are read, as they are.
     """
 
     model: str
@@ -72,8 +72,10 @@ class Case:
             torch.set_default_dtype(before)
 
     def inputs(self, model: nn.Module) -> tuple[dict[str, Any], dict[int, Tensor]]:
-        """Make the arguments of a call on the model's device: zeros, and `ids` with their values by
-        the tensors' id.
+        """Make the arguments of a call on the model's device.
+
+        Returns:
+            Zeros and `ids`, and the values of `ids` by the tensors' id.
         """
         device = next(model.parameters()).device
 
@@ -105,7 +107,7 @@ SDXL: dict[str, Any] = {
 
 
 def unet(config: Mapping[str, Any], side: int, dtype: torch.dtype = HALF, **changed: Any) -> Case:
-    """A UNet of `config` and what is `changed`, for one guided image of `side` pixels."""
+    """Return a UNet for one guided image of `side` pixels; `changed` updates `config`."""
     config = {**config, **changed}
     shapes: dict[str, Any] = {
         "sample": (config.get("in_channels", 4), side // 8, side // 8),
@@ -124,8 +126,9 @@ def flux(
     layers: tuple[int, int] = (2, 2),
     **more: Any,
 ) -> Case:
-    """FLUX.1 with an image of (h, w) tokens: the second of its `layers` stands for all but one of
-    19 double blocks and of 38 single ones.
+    """Return FLUX.1 with an image of (h, w) tokens.
+
+    The second of its `layers` stands for all but one of 19 double blocks and of 38 single ones.
     """
     h, w = size
     ids = torch.zeros(h, w, 3)
@@ -149,8 +152,9 @@ def flux(
 def sd3(
     size: tuple[int, int], heads: int = 38, text: int = 333, layers: int = 3, **more: Any
 ) -> Case:
-    """SD 3.5 large with a guided image of (h, w) tokens: the second of three blocks stands for 36
-    of 38, and the last one gives no text.
+    """Return SD 3.5 large with a guided image of (h, w) tokens.
+
+    The second of three blocks stands for 36 of 38, and the last one returns no text.
     """
     config = {
         "num_layers": layers,
@@ -178,8 +182,9 @@ def wan(
     repeats: int = 39,
     **more: Any,
 ) -> Case:
-    """Wan of 14 B with a video of (t, h, w) tokens: the second of its `layers` stands for
-    `repeats`.
+    """Return Wan of 14 B with a video of (t, h, w) tokens.
+
+    The second of its `layers` stands for `repeats`.
     """
     t, h, w = size
     config = {"num_layers": layers, "num_attention_heads": heads, "ffn_dim": ffn_dim}
@@ -235,16 +240,15 @@ MASKED = 0.65  # of the speed of attention: that of attention with a mask
 
 @dataclass(frozen=True)
 class Card:
-    """What one kind of card does in a second, as its maker prints it, and the shares of it that are
-    reached.
+    """What one kind of card does per second, as its maker prints it, and what is reached of it.
 
     Attributes:
-        name: in tables and in `--card`.
-        bandwidth: bytes of its memory.
-        half: products of fp16 and bf16 with sums in fp32, FLOPs.
-        single: products in fp32, FLOPs.
-        products: the share of `half` that products and convolutions reach.
-        attention: that which attention reaches.
+        name: Name in tables and in `--card`.
+        bandwidth: Bytes of its memory.
+        half: Products of fp16 and bf16 with sums in fp32, FLOPs.
+        single: Products in fp32, FLOPs.
+        products: The share of `half` that products and convolutions reach.
+        attention: The share of `half` that attention reaches.
     """
 
     name: str
@@ -256,18 +260,19 @@ class Card:
 
     @property
     def harsh(self) -> Card:
-        """The same card where attention and products reach three quarters of their peaks: the less
-        time they take, the less there is to save.
+        """The same card with attention and products at three quarters of their peaks.
+
+        The less time they take, the less there is to save.
         """
         return replace(self, products=0.75, attention=0.75)
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Its compute capability, as far as the default asks for it (`mame_sd.core.min_tokens`)."""
+        """Its compute capability as far as the default depends on it (`core/min_tokens.py`)."""
         return (9, 0) if self.name == "H100" else (8, 0)
 
     def seconds(self, work: Work) -> float:
-        """How long the card is busy with one operation."""
+        """Return how long the card is busy with one operation."""
         least = work.launches * SMALLEST
         if work.name in CHAINS:
             least = next(took for most, took in CHAINS[work.name].items() if work.matrices <= most)
@@ -275,11 +280,13 @@ class Card:
         return max(least, work.bytes / memory, work.flops / self.speed(work))
 
     def eager(self, work: Iterable[Work], launch: float) -> float:
-        """How long they take where each kernel is launched from Python, which may run ahead of the
-        card.
+        """Return how long operations take if Python launches each kernel.
+
+        Python may run ahead of the card.
 
         Args:
-            launch: seconds for each kernel; 0 in a CUDA graph.
+            work: The operations.
+            launch: Seconds for each kernel; 0 in a CUDA graph.
         """
         asked = done = 0.0
         for one in work:
@@ -288,10 +295,10 @@ class Card:
         return done
 
     def speed(self, work: Work) -> float:
-        """FLOPs in a second that an operation of this kind reaches.
+        """Return the FLOPs per second that an operation of this kind reaches.
 
         Raises:
-            ValueError: attention or a convolution in fp32, which no model here has.
+            ValueError: For attention or a convolution in fp32, which no model here has.
         """
         halves = work.dtype in (torch.float16, torch.bfloat16)
         if not halves and work.kind not in ("product", "other"):
@@ -348,8 +355,9 @@ def estimate(case: Case, cards: Sequence[Card]) -> Rows:
 
 
 def table(row: str, found: Mapping[str, Rows]) -> str:
-    """Show one row of all cases as Markdown: times as fast as unmerged, graph / eager; of the
-    unmerged models the milliseconds of a graph.
+    """Format one row of all cases as Markdown: times as fast as unmerged, graph / eager.
+
+    For the unmerged row it has the milliseconds of a graph.
     """
     lines, cards = [], []
     for name, rows in found.items():
@@ -366,6 +374,7 @@ def table(row: str, found: Mapping[str, Rows]) -> str:
 
 @torch.no_grad()
 def main() -> None:
+    """Print the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

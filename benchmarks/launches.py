@@ -1,8 +1,7 @@
-"""What a graphics card would be asked to do: the kernels of a call, with their bytes and products,
-counted without a card.
+"""Count what a call asks of a graphics card, without a card: kernels, bytes and products.
 
-Tensors on the meta device have sizes and no values. `pretended` lets them say that they lie on a
-CUDA device, so that code takes the way that it takes there; `counted` sees every operation. So
+Tensors on the meta device have sizes and no values. `pretended` lets them say that they are on a
+CUDA device, so that code takes the path that it takes there; `counted` sees every operation. So
 whole models run at their real size, on any machine and with any build of PyTorch:
 
     model = on_card(build(torch.device("meta")))
@@ -11,7 +10,7 @@ whole models run at their real size, on any machine and with any build of PyTorc
         work = counted(lambda: model(**inputs))
     print(len(work), sum(one.flops for one in work))
 
-What this can't tell: how fast a kernel is. `benchmarks.gpu` estimates that.
+This can't tell how fast a kernel is. `benchmarks.gpu` estimates that.
 """
 
 from __future__ import annotations
@@ -68,15 +67,15 @@ class Work(NamedTuple):
     """One operation of a graphics card.
 
     Attributes:
-        name: of the operation.
+        name: Name of the operation.
         kind: "product", "convolution", "attention", "masked attention", or "other".
-        dtype: of its inputs.
-        bytes: read and written.
-        flops: two for each multiplication and addition.
-        launches: kernels that it is made of.
-        width: of a head, with attention.
-        matrices: of a batch, with linear algebra.
-        restores: whether it chooses tokens or restores them (`mame_sd.core.restore`).
+        dtype: Of its inputs.
+        bytes: Bytes read and written.
+        flops: Two for each multiplication and addition.
+        launches: Number of its kernels.
+        width: Width of a head, for attention.
+        matrices: Number of matrices of a batch, for linear algebra.
+        restores: True if it chooses tokens or restores them (`mame_sd.core.restore`).
     """
 
     name: str
@@ -91,11 +90,12 @@ class Work(NamedTuple):
 
 
 class _Pretended(TorchFunctionMode):
-    """Tensors on the meta device say that they lie on CARD, and what asks for a tensor on it gets
-    one on meta.
+    """Let tensors on the meta device say that they are on CARD.
+
+    Whatever asks for a tensor on CARD gets one on meta.
 
     Args:
-        known: values of tensors whose values are read, by the tensor's id.
+        known: Values of tensors whose values are read, by the tensor's id.
     """
 
     def __init__(self, known: Mapping[int, Tensor]) -> None:
@@ -118,7 +118,7 @@ class _Pretended(TorchFunctionMode):
 
 
 def _real(value: Any) -> Any:
-    """Where an argument names the pretended device, the one that stands for it."""
+    """Return meta for an argument that names the pretended device, and others as they are."""
     if isinstance(value, torch.device):
         return META if value.type == "cuda" else value
     return META if isinstance(value, str) and value.split(":")[0] == "cuda" else value
@@ -128,11 +128,11 @@ def _real(value: Any) -> Any:
 def pretended(
     known: Mapping[int, Tensor] | None = None, capability: tuple[int, int] = (8, 0)
 ) -> Iterator[None]:
-    """For the block, tensors on the meta device say that they lie on a CUDA device.
+    """Let tensors on the meta device say that they are on a CUDA device, for a `with` block.
 
     Args:
-        known: values of tensors whose values are read, by the tensor's id.
-        capability: compute capability of the device; attention is fused on it.
+        known: Values of tensors whose values are read, by the tensor's id.
+        capability: Compute capability of the device; attention is fused on it.
     """
     # a build of PyTorch without CUDA can't be asked for it
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
@@ -143,16 +143,16 @@ def pretended(
 
 
 def on_card(model: nn.Module) -> nn.Module:
-    """A model on the meta device with no gradients asked for."""
+    """Return a model on the meta device, without gradients."""
     return model.to(META).eval().requires_grad_(False)
 
 
 def counted(call: Callable[[], Any], repeats: Mapping[nn.Module, int] | None = None) -> list[Work]:
-    """The kernels that `call` launches, in order. To be called within `pretended`.
+    """Return the kernels that a call launches, in order. Call it within `pretended`.
 
     Args:
-        call: what is looked at.
-        repeats: modules that stand for as many of their kind, one after the other: models cut in
+        call: The call.
+        repeats: Modules that stand for as many of their kind, one after another: models cut in
             depth.
     """
     counter, hooks = _Counter(), []
@@ -183,7 +183,7 @@ class _Counter(TorchDispatchMode):
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """For the block, mark what chooses tokens and what restores them."""
+        """Mark what chooses tokens and what restores them, for a `with` block."""
 
         def marked(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -246,7 +246,7 @@ def _name(func: Any) -> str:
 
 
 def _bytes(t: Any) -> int:
-    """What has to be read of a tensor, once: repeated entries of an expanded one count once."""
+    """Return the bytes to read of a tensor; repeated entries of an expanded one count once."""
     if not isinstance(t, Tensor):
         return 0
     entries = math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride)
@@ -285,7 +285,7 @@ def _work(func: Any, args: Any, kwargs: Any, output: Any) -> Work:
 
 
 def _topk(func: Any, args: Any, kwargs: Any) -> int:
-    """The launches of a top-k of up to 20 rows: what it finds, and what sorts that."""
+    """Return the launches of a top-k of up to 20 rows: to find entries, and to sort them."""
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     # Long rows are counted by digit: three kernels for each byte, scans, and two memsets.

@@ -1,5 +1,4 @@
-"""What attention over fewer keys costs a published diffusion model that nobody here trained: PSNR
-to its unmerged maps, a row for each method.
+"""What attention over fewer keys costs a published diffusion model of others: PSNR per method.
 
     python -m benchmarks.terrain                    # every row, sigma 80
     python -m benchmarks.terrain --sigma 0.4        # the last bit of noise instead of all
@@ -8,10 +7,10 @@ to its unmerged maps, a row for each method.
 
 Nine layers of 1,024 tokens (of maps of 128 x 128) attend over fewer keys. Each draw has its own
 maps and its own destinations; figures are means over draws, plus or minus their standard error.
-PSNR is of maps in -1..1; slope and roughness are relative errors. Below sigma 80 the noise stands
-on the model's own maps. Whole tokens don't merge in this class of models, so there is no row of the
-paper's method. Times are those of the whole UNet,
-each beside the unmerged one.
+PSNR is to the unmerged maps, of maps in -1..1; slope and roughness are relative errors. Below sigma
+80 the noise is added to the model's own maps. Whole tokens don't merge in this class of models, so
+there is no row of the paper's method. Times are those of the whole UNet, relative to the unmerged
+one.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ SHARES = {"1/2": 1 / 2, "1/4": 1 / 4, "1/8": 1 / 8, "1/16": 1 / 16}
 
 
 def unmerged(model: Terrain, seed: int) -> AbstractContextManager[object]:
-    """The model as it is."""
+    """Leave the model as it is."""
     return nullcontext()
 
 
 def ours(kernel: Any = None, **fields: object) -> On:
-    """What `apply_mame` does with these fields."""
+    """Return a row that merges as `apply_mame` does with these fields."""
 
     def on(model: Terrain, seed: int) -> AbstractContextManager[object]:
         config = MaMeConfig.from_dict({"seed": seed, "min_tokens": 1024, **fields})
@@ -55,13 +54,13 @@ def ours(kernel: Any = None, **fields: object) -> On:
 
 
 def rival(make: Any, merge: str = "kv", fit_queries: int = 0, **settings: Any) -> On:
-    """A rival of `mame_sd.eval.rivals`, made of `settings`."""
+    """Return a row of a rival of `mame_sd.eval.rivals`, made with `settings`."""
     method = Rival("", make, settings, merge, fit_queries=fit_queries)
     return lambda model, seed: method.on(model.unet, seed)
 
 
 def rows() -> dict[str, On]:
-    """What is measured, by its name in the table."""
+    """Return what is measured, by its name in the table."""
     found: dict[str, On] = {"unmerged": unmerged}
     for name, keep in SHARES.items():
         random = partial(rival, random_keys, share=keep)
@@ -85,7 +84,7 @@ def rows() -> dict[str, On]:
 def drawn_inputs(
     model: Terrain, seed: int, maps: int, side: int, sigma: float
 ) -> tuple[Tensor, Tensor]:
-    """Noisy maps [maps, 1, side, side] and their difficulties [maps] of one draw."""
+    """Return noisy maps [maps, 1, side, side] and their difficulties [maps] of one draw."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(maps, 1, side, side, generator=generator)
     difficulty = torch.rand(maps, generator=generator)
@@ -96,14 +95,14 @@ def drawn_inputs(
 
 
 def compared(got: Tensor, want: Tensor) -> list[float]:
-    """PSNR, and relative errors of slope and roughness in per cent, means over maps."""
+    """Return PSNR, and relative errors of slope and roughness in per cent, means over maps."""
     psnr = 10 * torch.log10(4 / (got - want).square().flatten(1).mean(1))
     errors = [100 * (of(got) / of(want) - 1).abs().mean().item() for of in (slope, roughness)]
     return [psnr.mean().item(), *errors]
 
 
 def ratios(model: Terrain, on: On, inputs: tuple[Tensor, Tensor], rounds: int) -> list[float]:
-    """Seconds of the unmerged model over those of the row, of interleaved rounds."""
+    """Return the unmerged model's seconds divided by the row's, round by round."""
     both = {"unmerged": unmerged, "row": on}
 
     def seconds(name: str) -> float:
@@ -114,6 +113,7 @@ def ratios(model: Terrain, on: On, inputs: tuple[Tensor, Tensor], rounds: int) -
 
 
 def said(values: Sequence[float]) -> str:
+    """Format a mean with its standard error."""
     mean = statistics.fmean(values)
     if not math.isfinite(mean) or len(values) == 1:
         return f"{mean:.1f}"
@@ -122,6 +122,7 @@ def said(values: Sequence[float]) -> str:
 
 @torch.inference_mode()
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""Whole images where PyTorch has no fused attention kernel: CPU seconds and peak memory, merged and
-next to diffusers' attention slicing, which is exact and cuts the scores into chunks.
+"""CPU seconds and memory of whole images where PyTorch has no fused attention kernel.
 
     OMP_NUM_THREADS=1 python -m benchmarks.unfused --rounds 3
 
-`sdpa_kernel(SDPBackend.MATH)` makes PyTorch take the kernel that it takes on devices without a
-fused one. The embedded UNet has 4,096 tokens; rows take turns. Memory is what an image takes above
-the loaded model, as Linux counts it, each row in a process of its own.
+Merging is compared with diffusers' attention slicing, which is exact and cuts the scores into
+chunks. `sdpa_kernel(SDPBackend.MATH)` makes PyTorch use the kernel that it uses on devices without
+a fused one. The embedded UNet has 4,096 tokens; rows take turns. Memory is what an image takes
+above the loaded model, as Linux counts it, each row in a process of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROWS: dict[str, tuple[bool, str, bool]] = {
 
 @torch.no_grad()
 def measure(row: str, steps: int) -> tuple[float, float]:
-    """Make one image by a row in this process; return its CPU seconds and MiB at most."""
+    """Make one image by a row in this process; return its CPU seconds and its peak of MiB."""
     fused, slices, merged = ROWS[row]
     pipe: Any = embedded_pipeline()
     pipe.set_progress_bar_config(disable=True)
@@ -66,6 +66,7 @@ def _memory(name: str) -> float:
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,7 @@
-"""Evaluation of merged models: metrics, benchmark suites and a report.
+"""Evaluate merged models: metrics, benchmark suites and a report.
 
-``mame-sd-eval`` or ``python -m mame_sd.eval``. In a checkout too the package has that name alone.
+The command is ``mame-sd-eval`` or ``python -m mame_sd.eval``. The package has that name alone, in a
+checkout too.
 """
 
 PROGRAM = "mame-sd-eval"

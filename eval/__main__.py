@@ -1,4 +1,4 @@
-"""``mame-sd-eval`` and ``python -m mame_sd.eval``."""
+"""Run ``mame-sd-eval``, also as ``python -m mame_sd.eval``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mame_sd.__main__ import main as run
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     run("mame_sd.eval.cli.app")
 
 

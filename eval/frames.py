@@ -1,6 +1,4 @@
-"""Images as viewers show them, and the frames of a clip: which files of a folder they are, in which
-order, and which of them a model of clips sees.
-"""
+"""Show images as viewers do, and find the frames of a clip."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ _SPACES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}  # of colour profiles
 
 
 def is_turned(image: Image.Image) -> bool:
-    """Whether EXIF says that the pixels must be turned or mirrored to be seen upright."""
+    """Return True if EXIF says that the pixels must be turned or mirrored to be seen upright."""
     return image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)
 
 
 def in_srgb(image: Image.Image) -> Image.Image:
-    """Return an image with the colours that viewers show by its colour profile, without a profile.
+    """Convert an image to the colours that viewers show by its profile, and drop the profile.
 
-    Raises ValueError for a profile that can't be read, or is of another kind of image.
+    Raises ValueError if the profile can't be read, or is of another kind of image.
     """
     data = image.info.get("icc_profile")
     if not data or image.mode.startswith("I"):
@@ -54,8 +52,10 @@ def in_srgb(image: Image.Image) -> Image.Image:
 
 
 def as_shown(image: Image.Image) -> Image.Image:
-    """`image` in 8-bit RGB as viewers show it: turned as EXIF says, in the colours of its
-    profile, the upper 8 of 16 bits, see-through pixels on white, the first of several frames.
+    """Convert an image to 8-bit RGB as viewers show it.
+
+    It is turned as EXIF says and has the colours of its profile. Of 16 bits the upper 8 are used,
+    of several frames the first, and see-through pixels lie on white.
     """
     image = ImageOps.exif_transpose(image)
     with contextlib.suppress(ValueError):  # viewers leave such a profile out
@@ -70,7 +70,7 @@ def as_shown(image: Image.Image) -> Image.Image:
 
 
 def check_read(files: Iterable[Path]) -> None:
-    """Raise UserError for images of a kind that is not read, rather than leave them out."""
+    """Raise UserError for images of a kind that isn't read, instead of leaving them out."""
     unread = sorted(one.name for one in files if one.suffix.lower() in UNREAD)
     if unread:
         raise UserError(
@@ -80,14 +80,16 @@ def check_read(files: Iterable[Path]) -> None:
 
 
 def frames_in(folder: Path) -> list[Path]:
-    """The images in `folder` in the order of the numbers in their names."""
+    """Return the images in a folder, ordered by the numbers in their names."""
     check_read(folder.iterdir())
     files = [one for one in folder.iterdir() if one.suffix.lower() in SUFFIXES]
     return sorted(files, key=lambda one: [int(n) for n in re.findall(r"\d+", one.stem)])
 
 
 def evenly(count: int, wanted: int) -> list[int]:
-    """Numbers of `wanted` of `count` frames, the first and the last among them; some twice where
-    there are fewer: `evenly(15, 8)` is 0, 2, ..., 14, and `evenly(2, 4)` is 0, 0, 1, 1.
+    """Return the numbers of `wanted` of `count` frames, evenly spaced from the first to the last.
+
+    If there are fewer frames, some come twice: `evenly(15, 8)` is 0, 2, ..., 14, and `evenly(2, 4)`
+    is 0, 0, 1, 1.
     """
     return [int(place) for place in np.rint(np.linspace(0, count - 1, wanted))]

@@ -1,9 +1,9 @@
-"""Images from files, without a silent change on the way in.
+"""Read images from files, without silent changes.
 
-What is the same picture in 8-bit RGB is taken: RGB, grey, palettes, an alpha channel that hides
-nothing. What a conversion would change is refused: 16 bits, see-through pixels, CMYK, animations,
-colours of a profile other than sRGB. Pixels are turned as EXIF says, as viewers do; `turned` tells
-of how many files.
+Any file that holds the same picture as 8-bit RGB is accepted: RGB, grey, palettes, an alpha channel
+that hides nothing. Whatever a conversion would change is refused: 16 bits, see-through pixels,
+CMYK, animations, colours of a profile other than sRGB. Pixels are turned as EXIF says, as viewers
+do; `turned_note` says of how many files.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _PNG_SIGNATURE, _PNG_DEPTH_AT = b"\x89PNG\r\n\x1a\n", 24
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images directly inside `folder`, by name.
+    """Return the images directly inside a folder, by name.
 
-    Raises UserError when there are none, or some of a kind that is not read.
+    Raises UserError if there are none, or if some are of a kind that isn't read.
     """
     if not folder.is_dir():
         raise UserError(f"expected a folder of images, but {folder} is not one; check the path")
@@ -49,17 +49,19 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def load_image(path: Path, convert: bool = False) -> np.ndarray:
-    """uint8 [H, W, 3] pixels of a file, decoded to its last byte and, for PNG, with every checksum
-    verified.
+    """Read the pixels of a file, uint8 [H, W, 3].
+
+    The file is decoded to its last byte, and for PNG every checksum is verified.
 
     Args:
-        convert: take what RGB can't hold unchanged too, as other programs show it: CMYK converted,
-            16 bits as their upper 8, see-through pixels on white, the first of several frames, the
+        path: The file.
+        convert: If True, convert what RGB can't hold unchanged, as other programs show it: CMYK,
+            the upper 8 of 16 bits, see-through pixels on white, the first of several frames, the
             colours of a profile.
 
     Raises:
-        UserError: no such file, not an image, truncated, corrupt, or in a mode that RGB can't hold
-            unchanged.
+        UserError: If there is no such file, or if it isn't an image, is truncated or corrupt, or
+            has a mode that RGB can't hold unchanged.
     """
     if not path.is_file():
         raise UserError(f"expected an image file, but {path} is not one; check the path")
@@ -85,7 +87,7 @@ def load_image(path: Path, convert: bool = False) -> np.ndarray:
 
 
 def turned_note(files: Iterable[Path]) -> str:
-    """What must be said once of images that EXIF turns or mirrors; empty where none are."""
+    """Return a note on images that EXIF turns or mirrors, or "" if there are none."""
     count = 0
     for file in files:
         with contextlib.suppress(Exception), Image.open(file) as image:  # named when it is loaded
@@ -98,8 +100,9 @@ def turned_note(files: Iterable[Path]) -> str:
 
 
 def size_of(file: Path) -> tuple[int, int]:
-    """(width, height) of an image as it is shown, by its header. Raises UserError as `load_image`
-    does.
+    """Return (width, height) of an image as it is shown, from its header.
+
+    Raises UserError as `load_image` does.
     """
     try:
         with Image.open(file) as image:
@@ -112,7 +115,7 @@ def size_of(file: Path) -> tuple[int, int]:
 
 
 def _as_rgb(image: Image.Image, data: bytes, path: Path) -> Image.Image:
-    """`image` in RGB and upright, if that is the same picture."""
+    """Convert an image to RGB and turn it upright, if that is the same picture."""
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a photograph and its preview
         raise _wrong_mode(path, f"{image.n_frames} frames")  # type: ignore[attr-defined]
     # Pillow drops the low byte without a word
@@ -144,9 +147,9 @@ def _wrong_mode(path: Path, got: str) -> UserError:
 
 
 def to_float(images: Sequence[np.ndarray]) -> Tensor:
-    """Float32 [n, 3, H, W] in [0, 1] of uint8 [H, W, 3] images.
+    """Convert uint8 [H, W, 3] images to a float32 tensor [n, 3, H, W] in [0, 1].
 
-    Raises UserError when their sizes differ.
+    Raises UserError if their sizes differ.
     """
     if not images:
         raise UserError("expected at least one image, got none")
@@ -161,7 +164,7 @@ def to_float(images: Sequence[np.ndarray]) -> Tensor:
 
 
 def check_images(images: Tensor, name: str = "images") -> None:
-    """Raises ValueError unless `images` is a floating [n, 3, H, W] with every value in [0, 1]."""
+    """Raise ValueError unless `images` is a floating [n, 3, H, W] with every value in [0, 1]."""
     if (
         images.ndim != 4
         or images.shape[1] != 3
@@ -181,7 +184,7 @@ def check_images(images: Tensor, name: str = "images") -> None:
 
 
 def check_pair(a: Tensor, b: Tensor) -> None:
-    """Raises ValueError unless both are images (`check_images`) of one shape."""
+    """Raise ValueError unless both are images (see `check_images`) of one shape."""
     check_images(a, "the first images")
     check_images(b, "the second images")
     if a.shape != b.shape:
@@ -190,5 +193,5 @@ def check_pair(a: Tensor, b: Tensor) -> None:
 
 
 def to_double(x: Tensor) -> Tensor:
-    """`x` in float64, on its own device if that has float64 (Apple's has not), else on the CPU."""
+    """Return `x` in float64, on its own device or, if that has no float64 (Apple's), on the CPU."""
     return x.cpu().double() if x.device.type == "mps" else x.double()

@@ -1,4 +1,4 @@
-"""Memory on the CPU, from the profiler's record of every allocation. CUDA counts by itself."""
+"""Measure memory on a CPU by the profiler's record of every allocation. CUDA counts by itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ ALLOCATION = "[memory]"
 
 
 def allocations(call: Callable[[], object]) -> list[tuple[str, int]]:
-    """What `call` records, in order: the name of each event, and the bytes that are allocated by
-    then beyond those before.
+    """Record the allocations of a call.
+
+    Returns:
+        The name of each event in order, and the bytes that are allocated by then beyond those at
+        the start.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         call()
@@ -28,11 +31,11 @@ def allocations(call: Callable[[], object]) -> list[tuple[str, int]]:
 
 
 def most(steps: list[tuple[str, int]]) -> int:
-    """Most bytes that were allocated at once, 0 at least."""
+    """Return the largest number of bytes that were allocated at once, at least 0."""
     return max([0, *(alive for _, alive in steps)])
 
 
 def weight_bytes(modules: list[nn.Module]) -> int:
-    """Bytes of the parameters and buffers of `modules`, shared ones once."""
+    """Return the bytes of the parameters and buffers of modules; shared ones count once."""
     tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
     return sum(t.numel() * t.element_size() for t in tensors.values())

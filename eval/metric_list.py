@@ -1,5 +1,4 @@
-"""Every metric by name: how a table shows it, which block it belongs to, and from how many images
-on it is given.
+"""Every metric by name: how tables show it, which block it belongs to, what it is computed on.
 
 Fidelity compares an image with the baseline's of the same prompt, seed and starting noise. Quality
 compares a set with a named reference set, or an image with its prompt. The two are never mixed.
@@ -27,10 +26,11 @@ class Metric(Column):
     """One metric.
 
     Attributes:
-        needs: what it is computed on. "pair" (image and baseline's image), "image" (image and
-            prompt). "set" (all images and the reference's), "sets" (all images and the baseline's),
-            "alone" (all images), or "time".
-        network: what it looks through: a name of the list of weights, or "clip" for any CLIP.
+        needs: What it is computed on: "pair" (an image and the baseline's), "image" (an image and
+            its prompt), "set" (all images and the reference's), "sets" (all images and the
+            baseline's), "alone" (all images), or "time".
+        digits: Digits after the decimal point.
+        network: The network that it uses: a name in the list of weights, or "clip" for any CLIP.
     """
 
     needs: Needs
@@ -41,7 +41,7 @@ class Metric(Column):
 def fidelity(
     name: str, label: str, better: Better, about: str, needs: Needs = "pair", **more: Any
 ) -> Metric:
-    """A metric of images, or answers, and the baseline's."""
+    """Return a metric of images, or answers, and the baseline's."""
     block: Block = "fidelity"
     return Metric(
         name=name, label=label, better=better, block=block, needs=needs, about=about, **more
@@ -49,13 +49,13 @@ def fidelity(
 
 
 def quality(name: str, label: str, needs: Needs, about: str, **more: Any) -> Metric:
-    """A metric of what is made by itself, of which more is better unless it says otherwise."""
+    """Return a metric of images by themselves; more is better unless `more` says otherwise."""
     fields = {"better": "higher", "block": "quality", **more}
     return Metric(name=name, label=label, needs=needs, about=about, **fields)
 
 
 def cost(name: str, label: str, unit: str, digits: int, about: str, **more: Any) -> Metric:
-    """A cost, of which less is better unless it says otherwise."""
+    """Return a cost; less is better unless `more` says otherwise."""
     fields = {"better": "lower", "block": "cost", "needs": "time", **more}
     return Metric(name=name, label=label, unit=unit, digits=digits, about=about, **fields)
 
@@ -147,5 +147,8 @@ SCORES = tuple(name for name, metric in METRICS.items() if metric.needs != "time
 
 
 def chosen_metrics(text: str) -> list[Metric]:
-    """The metrics of ``psnr,ssim``, each once. Raises UserError for an unknown or empty name."""
+    """Return the metrics of ``psnr,ssim``, each once.
+
+    Raises UserError for an unknown or empty name.
+    """
     return list(named(text, {name: METRICS[name] for name in SCORES}, "--metrics").values())

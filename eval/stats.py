@@ -1,9 +1,8 @@
-"""Means with their uncertainty: a bootstrap over prompts, and a sign-flip test for paired
-differences. The median of few timings with its uncertainty.
+"""Compute means and medians with their uncertainty.
 
-Images of one prompt are not independent, so prompts, not images, are drawn (bootstrap) and flipped
-(test). Everything is seeded and sorted by key: the same values give the same figures, in whatever
-order they come.
+Means have a bootstrap over prompts, paired differences a sign-flip test. Images of one prompt are
+not independent, so prompts, not images, are drawn and flipped. Everything is seeded and sorted by
+key: the same values give the same figures in any order.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ Floats = NDArray[np.float64]
 
 
 def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> dict[str, Any]:
-    """The mean of per-image `values` and its 95 % bootstrap interval over prompts.
+    """Compute the mean of per-image values and its 95 % bootstrap interval over prompts.
 
-    Percentiles of resampled means are too narrow for few prompts: 2.5 and 97.5 % hold the mean of 8
-    normal values in about 86 % of cases. So they are taken further out, as far as Student's t is
-    from a normal variable (the expanded percentile, Hesterberg, arXiv 1411.5279): 93 %. Of two or
-    three prompts no percentile reaches far enough.
+    Percentiles of resampled means are too narrow for few prompts: 2.5 and 97.5 % contain the mean
+    of 8 normal values in about 86 % of cases. So they are taken further out, as far as Student's t
+    is from a normal variable (the expanded percentile, Hesterberg, arXiv 1411.5279): 93 %. For two
+    or three prompts no percentile reaches far enough.
 
     Args:
-        values: by image key. Infinite ones (PSNR of equal images) are counted as "equal" and left
-            out of the mean, which is infinite only where all of them are.
-        prompts: prompt id of each key.
+        values: Values by image key. Infinite ones (PSNR of equal images) are counted as "equal" and
+            excluded from the mean, which is infinite only if all of them are.
+        prompts: Prompt id of each key.
 
     Returns:
-        mean, low, high, n images; "equal", where some are infinite; "note", where there is no
-        interval: why.
+        "mean", "low", "high" and "n", the number of images; "equal" if some are infinite; "note",
+        the reason why there is no interval.
 
     Raises:
-        ValueError: no values, or NaN.
+        ValueError: If there are no values, or NaN.
     """
     if not values or any(math.isnan(value) for value in values.values()):
         raise ValueError(f"expected numbers to average, got {'NaN' if values else 'none'}")
@@ -68,9 +67,7 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
 
 
 def _expanded(n: int) -> tuple[float, float]:
-    """Levels of the percentiles of `n` observations' resampled mean that make an interval of
-    LEVEL.
-    """
+    """Return the levels of the percentiles of `n` values' resampled mean that give LEVEL."""
     # t = sqrt(n - 1) tan(angle), of which the density is cos(angle)^(n - 2)
     angle = np.linspace(0, np.pi / 2, 100_001)
     share = np.cumsum(np.cos(angle) ** (n - 2))
@@ -80,11 +77,11 @@ def _expanded(n: int) -> tuple[float, float]:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median of independent `values`, at least one, and the ends (low, high) of its 95 %
-    interval, whatever their distribution is (that of the sign test).
+    """Compute the median of independent values, at least one, and its 95 % interval (low, high).
 
-    Below 6 values it is their range, which holds the median with less certainty: in 75 % of cases
-    for 3, in 94 % for 5.
+    The interval is that of the sign test, whatever the distribution. Below 6 values it is their
+    range, which contains the median with less certainty: in 75 % of cases for 3 values, in 94 % for
+    5.
 
     >>> median_interval([3.0, 1.0, 2.0]), median_interval(range(1, 10))
     ((2.0, 1.0, 3.0), (5.0, 2.0, 8.0))
@@ -101,14 +98,19 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def paired_difference(
     values: Mapping[str, float], others: Mapping[str, float], prompts: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Mean of `values` - `others` by key, its interval, and the sign-flip p-value of its being 0.
+    """Compute the mean of `values` - `others` by key, its interval and its p-value.
+
+    Args:
+        values: Values by image key.
+        others: The other values by the same keys.
+        prompts: Prompt id of each key.
 
     Returns:
-        what `mean_interval` returns, and "p": two-sided; mean and p are None where values are
-        infinite.
+        What `mean_interval` returns, and "p", two-sided, of the difference being 0 by
+        `sign_flip_p`. The mean and p are None if values are infinite.
 
     Raises:
-        ValueError: keys that differ.
+        ValueError: If the keys differ.
     """
     if values.keys() != others.keys():
         raise ValueError(
@@ -123,11 +125,10 @@ def paired_difference(
 
 
 def sign_flip_p(sums: Floats) -> float:
-    """P-value of |sum| under random signs of each entry of `sums` [n]: all 2^n of them up to n =
-    14, else 10,000 drawn.
+    """Return the p-value of |sum| under random signs of each entry of `sums` [n].
 
-    The drawn one counts the observed signs as one more draw, so it is never 0 (Phipson and Smyth,
-    2010).
+    Up to n = 14 all 2^n signs are tried, otherwise 10,000 are drawn. Then the observed signs count
+    as one more draw, so that p is never 0 (Phipson and Smyth, 2010).
     """
     observed = abs(float(sums.sum()))
     margin = 1e-12 * float(np.abs(sums).sum())  # flips that are equal up to rounding count
@@ -143,13 +144,13 @@ def sign_flip_p(sums: Floats) -> float:
 
 
 def wilson(successes: int, n: int) -> dict[str, Any]:
-    """A share in per cent with Wilson's 95 % interval (1927), which holds at 0 and 100 % too.
+    """Return a share in per cent with Wilson's 95 % interval (1927), valid at 0 and 100 % too.
 
     >>> {key: round(value, 1) for key, value in wilson(9, 10).items()}
     {'mean': 90.0, 'low': 59.6, 'high': 98.2, 'n': 10}
 
     Raises:
-        ValueError: no trials, or more successes than these.
+        ValueError: If there are no trials, or more successes than trials.
     """
     from scipy.stats import binomtest  # scoring images needs no scipy, and no extra `eval`
 
@@ -158,18 +159,18 @@ def wilson(successes: int, n: int) -> dict[str, Any]:
 
 
 def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, Any]:
-    """The share of `ours` minus that of `others` on the same cases, in percentage points, with a 95
-    % interval and the two-sided p of McNemar's exact test.
+    """Compare two shares on the same cases: difference in percentage points, 95 % interval, p.
 
     The interval is Newcombe's for paired shares (Statistics in Medicine 17, 1998, 2635, method 10):
-    Wilson's two intervals put together by their correlation. It holds where all cases agree.
+    Wilson's two intervals combined by their correlation. It is valid if all cases agree, too. p is
+    that of McNemar's exact test, two-sided.
 
     >>> pairs = [(1, 1)] * 36 + [(1, 0)] * 12 + [(0, 1)] * 2
     >>> {key: round(value, 2) for key, value in share_difference(*zip(*pairs)).items()}
     {'mean': 20.0, 'low': 5.69, 'high': 34.04, 'n': 50, 'p': 0.01}
 
     Raises:
-        ValueError: no cases, or not as many on both sides.
+        ValueError: If there are no cases, or if their numbers differ.
     """
     from scipy.stats import binomtest
 
@@ -199,7 +200,7 @@ def share_difference(ours: Sequence[bool], others: Sequence[bool]) -> dict[str, 
 
 
 def _by_prompt(values: Mapping[str, float], prompts: Mapping[str, str]) -> tuple[Floats, Floats]:
-    """Sum and number of the images' values for each prompt, [prompts] each, sorted by prompt id."""
+    """Return the sum and the number of each prompt's values, [prompts] each, sorted by id."""
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
     for key in sorted(values):

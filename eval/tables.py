@@ -1,4 +1,4 @@
-"""Tables in Markdown, the rows they are made of, and the rows that an option names."""
+"""Format tables in Markdown, and choose their rows by name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Row:
     """One method that a command measures.
 
     Attributes:
-        name: for --rows, fit to be a file's name.
-        label: for tables.
-        family: of rows that belong together, one of `results.schema.Family`.
-        method: what it does; None: nothing, the model as it is.
-        default: whether it is what a user gets who changes no setting.
+        name: Name for --rows, which can be a file's name.
+        label: Label for tables.
+        family: Family of rows that belong together, one of `results.schema.Family`.
+        method: What it does. If None, nothing: the model as it is.
+        default: True if it is what a user gets who changes no setting.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Row:
     def line(
         self, config: Mapping[str, Any], reason: str = NOT_YET, run: str | None = None
     ) -> MethodResult:
-        """Its result before anything is measured; arguments as `MethodResult` has them."""
+        """Return its result before anything is measured; arguments are those of `MethodResult`."""
         return MethodResult(
             name=self.name,
             label=self.label,
@@ -47,7 +47,7 @@ class Row:
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of these cells, as they are.
+    """Format cells as a table.
 
     >>> print(markdown_table(["row", "KL"], [["ours", ".003"]]))
     | row | KL |
@@ -59,7 +59,7 @@ def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def interval_cell(value: Mapping[str, Any], digits: int = 3) -> str:
-    """A mean with its interval, where it has one, as `eval.stats` gives them.
+    """Format a mean from `eval.stats` with its interval, if it has one.
 
     >>> interval_cell({"mean": 0.0124, "low": 0.008, "high": 0.0151})
     '0.012 (0.008 to 0.015)'
@@ -71,7 +71,7 @@ def interval_cell(value: Mapping[str, Any], digits: int = 3) -> str:
 
 
 def names_in(text: str) -> list[str]:
-    """Names with commas between, each once: of no text none, of a comma too many an empty one.
+    """Return names separated by commas, each once; a superfluous comma gives an empty name.
 
     >>> names_in("b, a,b,")
     ['b', 'a', '']
@@ -80,9 +80,10 @@ def names_in(text: str) -> list[str]:
 
 
 def named(text: str | None, known: Mapping[str, T], flag: str = "--rows") -> dict[str, T]:
-    """Those of `known` that `text` names with commas between, each once; None: all.
+    """Return the entries of `known` that `text` names, separated by commas, each once.
 
-    Raises UserError, which lists them, for an unknown or empty one.
+    If `text` is None, all of them. Raises UserError, which lists the names, for an unknown or empty
+    one.
 
     >>> named("b,a", {"a": 1, "b": 2})
     {'b': 2, 'a': 1}

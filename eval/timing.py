@@ -17,8 +17,9 @@ T = TypeVar("T")
 
 
 def turned(rows: Sequence[T], number: int) -> list[T]:
-    """Return the order of rows in a round: begun one row later every second round, each second
-    round backwards.
+    """Return the order of rows in a round.
+
+    Every second round begins one row later, and each second round runs backwards.
 
     >>> ["".join(turned("abc", number)) for number in range(4)]
     ['abc', 'cba', 'bca', 'acb']
@@ -56,9 +57,7 @@ def times_as_fast(taken: dict[str, list[float]], baseline: str, row: str) -> lis
 
 
 def timed(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
-    """Return what `call` returns and its wall-clock seconds, with the device idle before and
-    after.
-    """
+    """Return what `call` returns and its wall-clock seconds, with an idle device at both ends."""
     synchronize(device)
     start = time.perf_counter()
     result = call()

@@ -1,1 +1,1 @@
-"""The benchmark: suites, methods, interleaved timing, gates, results."""
+"""Benchmarks of generation: suites, rows, timing, gates and results."""

@@ -1,6 +1,4 @@
-"""Latency and peak memory of several rows on one model, timed interleaved: each round on the next
-batch of prompts.
-"""
+"""Measure latency and peak memory of rows on one model, each round on the next batch of prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMethod
+from mame_sd.runs.merging import InstalledMethod
 from mame_sd.runs.sampling import sample
 
 from ..memory import allocations, most, weight_bytes
@@ -40,12 +38,20 @@ def bench(
     record: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, list[Timing]]:
-    """Time one batch with every row, `rounds` times over; by row, in order of rounds.
+    """Time rows in turns.
 
     Args:
-        batches: alike (`alike_batches`); a round takes the next one, and after the last the first.
-            Peaks of memory on a CPU are those of the first.
-        record: see `timed_rounds`.
+        model: The model.
+        settings: Settings of all images.
+        batches: Batches of equal cost (`alike_batches`). A round takes the next one, and after the
+            last the first. On a CPU, peaks of memory are those of the first.
+        rows: The rows.
+        rounds: Number of rounds.
+        record: See `timed_rounds`.
+        on_progress: Called with the number of calls done and of all calls.
+
+    Returns:
+        The timings of each row, round by round.
     """
     about = {
         "environment": environment(model.pipe.device),
@@ -75,8 +81,9 @@ def bench(
 
 
 def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
-    """The batches of a run that cost the same but for what they show: the longest ones, with
-    negative prompts or without.
+    """Return the batches of a run that cost the same.
+
+    They are the longest ones, all with or all without negative prompts.
     """
     batches = cut_batches(jobs, batch_size)
     first = max(batches, key=len)
@@ -90,9 +97,7 @@ def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
 def timed_call(
     model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
 ) -> Timing:
-    """One call of the pipeline with the row's method installed, on a device that has nothing else
-    to do.
-    """
+    """Time one call of the pipeline with the row's method installed, on an idle device."""
     device = model.pipe.device
     marks: dict[str, float] = {}
     peak: dict[str, int] = {}
@@ -126,8 +131,9 @@ def timed_call(
 def peak_call(
     model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
 ) -> dict[str, Any]:
-    """Peak bytes of one call on a CPU, from the profiler's record of every allocation: by the names
-    of `Timing`.
+    """Measure the peak bytes of one call on a CPU, by the names of `Timing`.
+
+    They come from the profiler's record of every allocation.
     """
 
     def at(name: str) -> None:
@@ -148,7 +154,10 @@ def peak_call(
 def installed(
     model: LoadedModel, row: Row, jobs: Sequence[Job]
 ) -> Iterator[InstalledMethod | None]:
-    """The row's method on the model for a block, ready for `jobs`; None for the baseline."""
+    """Install a row's method on the model for a `with` block, ready for `jobs`.
+
+    Yields None for the baseline.
+    """
     method = None if row.method is None else row.method.install(model)
     try:
         if method is not None:
@@ -161,9 +170,7 @@ def installed(
 
 @contextmanager
 def _marking(model: LoadedModel, at: Callable[[str], None]) -> Iterator[None]:
-    """Call `at` with "denoising" before each call of the denoiser and "decoding" before each of the
-    decoder.
-    """
+    """Call `at` before each call of the denoiser ("denoising") and of the decoder ("decoding")."""
     decoder = getattr(getattr(model.pipe, "vae", None), "decoder", None)
     parts: list[tuple[str, nn.Module]] = [("denoising", denoiser_of(model.pipe))]
     if isinstance(decoder, nn.Module):

@@ -1,11 +1,8 @@
-"""Sanity gates of a benchmark: does it measure what it says?
+"""Check that a benchmark measures what it says, on its first images.
 
-They run on the first images of every benchmark.
-
-The baseline made again must be the baseline, and merging's hooks, installed but switched off, must
-change nothing. What they differ by otherwise is the noise floor. Two images that have nothing to do
-with each other give the ceiling. A method that is as far from the baseline as that has kept nothing
-of it.
+The baseline made again must equal the baseline, and merging's hooks, installed but inactive, must
+change nothing; otherwise the difference is the noise floor. Two unrelated images give the ceiling:
+a method that is as far from the baseline has kept nothing of it.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ import numpy as np
 from mame_sd.config import MaMeConfig
 from mame_sd.runs.jobs import GenerateSettings, Job
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 from mame_sd.runs.sampling import sample
 
 from ..images import load_image, to_float
@@ -39,9 +36,7 @@ def repeat_gates(
     baseline: Run,
     config: MaMeConfig,
 ) -> list[Gate]:
-    """Some batches made again, as they were and under inactive hooks, against the baseline's
-    files.
-    """
+    """Make some batches again, plainly and under inactive hooks, and compare with the files."""
     expected = f"PSNR above {NOISE_FLOOR:g} dB (equal images: inf)"
     gates = []
     for name, hooked in (
@@ -76,14 +71,16 @@ def ceiling_gate(
     found: Sequence[Mapping[str, Value]],
     tools: Tools,
 ) -> Gate | None:
-    """Each baseline image against that of the next prompt: every method must come nearer than that.
+    """Compare each baseline image with that of the next prompt; every method must be nearer.
 
     Args:
-        metrics: fidelity metrics of pairs to look at.
-        found: values by metric name, one mapping a method.
+        baseline: The baseline's run.
+        metrics: Fidelity metrics of pairs.
+        found: Values by metric name, one mapping per method.
+        tools: What computes metrics.
 
     Returns:
-        the gate; None where there are no two prompts.
+        The gate, or None if there are no two prompts.
     """
     pairs = unrelated_pairs(baseline)
     if not pairs or not metrics:
@@ -103,7 +100,7 @@ def ceiling_gate(
 
 
 def unrelated_pairs(run: Run) -> list[Pair]:
-    """Every image beside the next one that has another prompt (the last one beside the first)."""
+    """Pair every image with the next one that has another prompt, and the last with the first."""
     pairs, items = [], list(run.items.values())
     for number, item in enumerate(items):
         others = [*items[number + 1 :], *items[:number]]

@@ -1,4 +1,4 @@
-"""Prompts drawn of those that an embedded model was made for."""
+"""Draw prompts from those that an embedded model was trained for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Captions = Mapping[str, tuple[str, str]]  # (subject, background) of each prompt
 
 
 def subjects_by_caption() -> Captions:
-    """Every prompt that the embedded UNet was made for."""
+    """Return every prompt that the embedded UNet was trained for."""
     pairs = (
         (name, background) for name in subjects.glyph_names() for background in subjects.BACKGROUNDS
     )
@@ -30,9 +30,16 @@ CAPTIONS: dict[str, Callable[[], Captions]] = {
 def drawn(
     captions: Captions, count: int, seed: int = 0, without: Collection[str] = ()
 ) -> list[Prompt]:
-    """`count` prompts other than those of `without`, half of them pairs that training never saw.
+    """Draw `count` prompts, half of them pairs that training never saw.
 
-    Raises UserError for more than there are: twice as many as it was not trained on.
+    Args:
+        captions: The prompts to draw from.
+        count: Number of prompts.
+        seed: Seed of the draw.
+        without: Prompts that are not drawn.
+
+    Raises:
+        UserError: If there are not enough, at most twice as many as training never saw.
     """
     rng = random.Random(seed)
     left = {caption: pair for caption, pair in captions.items() if caption not in without}

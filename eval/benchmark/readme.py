@@ -1,8 +1,8 @@
-"""``benchmark --suite readme``: what README's table says, measured by one command.
+"""``benchmark --suite readme``: measure README's table by one command.
 
 A column of the table is a case: a model with its prompts, steps and guidance. Cases and their rows
-are data (`CASES`); each is measured by the runner of every benchmark, or by `measure_samples` where
-the model is no pipeline. What was measured is one JSON file, of which `markdown` makes the table.
+are data (`CASES`). Each is measured like any benchmark, or by `measure_samples` if the model is no
+pipeline. The result is one JSON file, which `markdown` formats as the table.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Case:
     """A column of the table: a suite, of which --quick takes fewer prompts.
 
     Attributes:
-        title: heads the column, before the number of prompts.
-        quick: (prompts, rounds of timing) of --quick; None: only in full.
+        title: Head of the column, before the number of prompts.
+        suite: The suite.
+        quick: (prompts, rounds of timing) of --quick. If None, --quick leaves the case out.
     """
 
     title: str
@@ -49,7 +50,7 @@ class Case:
     quick: tuple[int, int] | None
 
     def of(self, quick: bool) -> Suite | None:
-        """Return the suite to run; None where --quick leaves the case out."""
+        """Return the suite to run, or None if --quick leaves the case out."""
         if not quick:
             return self.suite
         if self.quick is None:
@@ -62,10 +63,14 @@ class SampleCase:
     """A column of a model that is no text-to-image pipeline.
 
     Attributes:
-        title: heads the column, before the number of draws.
-        load: returns the model; raises UserError or MachineError if its weights can't be had.
-        draws: batches of samples, which are the rounds of timing, too; `quick` of them by --quick.
-        rows: names, with commas between; `own` are settings of further rows.
+        name: Name of the case.
+        title: Head of the column, before the number of draws.
+        load: Returns the model; raises UserError or MachineError if its weights can't be had.
+        steps: Denoising steps.
+        draws: Batches of samples, which are the rounds of timing, too.
+        quick: Batches of --quick.
+        rows: Names of rows, separated by commas.
+        own: Settings of further rows.
     """
 
     name: str
@@ -134,7 +139,7 @@ def _photographs() -> Sampler:
 CASES: tuple[Case | SampleCase, ...] = (
     _case(
         "transformer-4", "transformer, 4 steps", "transformer", 128, 4,
-        f"mame-default,{FEWER},{COPIED},{PLAIN},{PAPER}", (16, 3), own=RESTORED,
+        f"mame-default,{FEWER},{COPIED},{PLAIN},toma-50,{PAPER}", (16, 3), own=RESTORED,
     ),
     _case(
         "transformer-8", "transformer, 8 steps", "transformer", 32, 8,
@@ -166,7 +171,7 @@ CASES: tuple[Case | SampleCase, ...] = (
 
 
 def name_of(case: Case | SampleCase) -> str:
-    """Return the name of a case, which its folder or file has, too."""
+    """Return the name of a case, which is also that of its folder or file."""
     return case.name if isinstance(case, SampleCase) else case.suite.name
 
 
@@ -176,8 +181,9 @@ def rows_of(
     """Return a case's rows.
 
     Args:
-        names: of rows to take instead of the case's.
-        own: settings of rows to add.
+        case: The case.
+        names: Names of rows to use instead of the case's.
+        own: Settings of rows to add.
     """
     of = case if isinstance(case, SampleCase) else case.suite
     return chosen_rows(names or of.rows, [*(() if names else of.own), *own])
@@ -191,8 +197,9 @@ def stored_case(
     """Return one case as the JSON file holds it.
 
     Args:
-        made: the command and the commit that made it.
-        rows: with their values by metric.
+        title: Head of its column.
+        made: The command and the commit that made it.
+        rows: Rows with their values by metric.
     """
     lines = [
         {
@@ -219,8 +226,8 @@ def stored(cases: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> 
     """Return the content of the JSON file.
 
     Args:
-        cases: stored cases by name.
-        about: what else the figures depend on: versions, threads, device, command.
+        cases: Stored cases by name.
+        about: What else the figures depend on: versions, threads, device, command.
     """
     return {"format": FORMAT, **about, "cases": dict(cases)}
 
@@ -231,12 +238,13 @@ def markdown(
     intervals: bool = True,
     rows: Sequence[str] = (),
 ) -> str:
-    """Return the table of a stored result: a row for each method, a column for each case.
+    """Format a stored result as a table: a row per method, a column per case.
 
     Args:
-        names: of the cases to show; none: all.
-        intervals: whether times as fast have their 95 % interval.
-        rows: names of the rows to show; none: all.
+        content: The content of the JSON file.
+        names: Names of the cases to show. If empty, all.
+        intervals: True to show the 95 % intervals of times as fast.
+        rows: Names of the rows to show. If empty, all.
     """
     cases = {name: case for name, case in content["cases"].items() if not names or name in names}
     labels: dict[str, str] = {}
@@ -256,7 +264,7 @@ def markdown(
 
 
 def _cell(values: Mapping[str, Any], intervals: bool) -> str:
-    """Return what a row did in a case, such as `31.5 dB (25.1), 1.15 times (1.13 to 1.18)`."""
+    """Format a row's values in a case, such as `31.5 dB (25.1), 1.15 times (1.13 to 1.18)`."""
     parts = []
     if "psnr" in values:
         inside = f" ({values['psnr_object']['mean']:.1f})" if "psnr_object" in values else ""

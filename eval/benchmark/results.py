@@ -1,4 +1,4 @@
-"""results.json: the one file that a benchmark writes and a report reads."""
+"""Write and read results.json, the one file that a benchmark writes and a report reads."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from mame_sd.json_files import json_text
 from mame_sd.runs.files import check_place, read_regular, write_atomically, writing
 from mame_sd.runs.run_folder import differences, in_short
 
-from ..metric_list import METRICS
 from ..results.read import parse
-from ..results.schema import FORMAT, MethodResult, Results, Value
+from ..results.schema import FORMAT, MethodResult, Results
 from .timings import check_record
 
 NAME, TIMINGS = "results.json", "bench.jsonl"
@@ -26,10 +25,10 @@ OWN = {"runs", "answers", TIMINGS, BUSY, "report.html", "table.csv"}
 
 
 def check_out(out: Path) -> None:
-    """Raise UserError when no benchmark could go into `out`: only a new, empty or own folder will
-    do.
+    """Raise UserError unless `out` is a new or empty folder, or one of a benchmark.
 
-    An own folder whose results.json was deleted is taken too: everything in it is found again.
+    A folder of a benchmark whose results.json was deleted is accepted: everything in it is found
+    again.
     """
     if check_place(out, out) != out:
         return
@@ -49,7 +48,7 @@ def check_out(out: Path) -> None:
 
 
 def read_results(out: Path) -> Results:
-    """The results in `out`. Raises UserError when there are none."""
+    """Read the results in `out`. Raise UserError if there are none."""
     path = out / NAME
     try:
         values: Any = json.loads(read_regular(path).decode())
@@ -67,39 +66,7 @@ def read_results(out: Path) -> Results:
             f"{path}: expected the results of a benchmark ({FORMAT!r}), got another file; choose"
             " another"
         )
-    return _with_speedup(parse(values))
-
-
-def _with_speedup(results: Results) -> Results:
-    """`results`, where an earlier version wrote them without `speedup`, with the ratio of medians.
-
-    Its interval holds 1 where the quartiles of row and baseline overlap.
-    """
-    names = ("latency", "throughput", "cpu", "speedup")
-    costs = [metric for metric in results.block("cost") if metric.name in names]
-    baseline = next((row for row in results.measured if row.family == "baseline"), None)
-    of = next((metric for metric in costs if baseline and baseline.value(metric)), None)
-    base = baseline.value(of) if baseline else None
-    if of is None or base is None or any(metric.name == "speedup" for metric in costs):
-        return results
-    for row in results.measured:
-        own = row.value(of)
-        if own is None:
-            continue
-        above, below = (base, own) if of.better == "lower" else (own, base)
-        found = Value(mean=_ratio(above.mean, below.mean), n=own.n, statistic="ratio of medians")
-        if row is not baseline:
-            found = replace(
-                found, low=_ratio(above.low, below.high), high=_ratio(above.high, below.low)
-            )
-        row.values["speedup"] = replace(found, note="of CPU time") if of.name == "cpu" else found
-    metrics = list(results.metrics)
-    metrics.insert(metrics.index(of) + 1, METRICS["speedup"])
-    return replace(results, metrics=metrics)
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above and below else None
+    return parse(values)
 
 
 def write_results(out: Path, results: Results) -> None:
@@ -108,7 +75,7 @@ def write_results(out: Path, results: Results) -> None:
 
 
 def commit() -> str | None:
-    """Return the checkout's commit, with "+" behind it where files differ; None without git."""
+    """Return the checkout's commit, followed by "+" if files were changed; None without git."""
     place = Path(__file__).parent
 
     def git(*words: str) -> str:
@@ -125,7 +92,7 @@ def commit() -> str | None:
 
 
 def generation_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """What a benchmark of generation must be continued with."""
+    """Return the settings with which a benchmark of generation must be continued."""
     return {
         "model": manifest["model"],
         **manifest["sampling"],
@@ -138,13 +105,18 @@ def resumed(
     out: Path,
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = generation_settings,
 ) -> Results:
-    """`results` with the rows that an earlier start of the same benchmark has left in `out`: what
-    was made, no figures.
+    """Return `results` with the rows that an earlier start of the same benchmark left in `out`.
 
-    Timings come back from bench.jsonl, which knows what they are of; scores are computed again.
+    They have no figures: timings are read from bench.jsonl, which says what they depend on, and
+    scores are computed again.
 
-    Raises UserError when `out` was begun with another model, other settings or prompts: its results
-    stay as they are.
+    Args:
+        results: The results before anything is measured.
+        out: Folder of the benchmark.
+        settings: Returns of a manifest the settings with which it must be continued.
+
+    Raises:
+        UserError: If `out` was begun with another model, settings or prompts. Its results stay.
     """
     if not (out / NAME).exists():
         return results
@@ -161,7 +133,7 @@ def resumed(
 
 
 def _as_before(row: MethodResult, before: MethodResult | None) -> MethodResult:
-    """`row` as far as an earlier start has brought one of the same settings, without figures."""
+    """Return `row` as an earlier start left one of the same settings, without figures."""
     config = json.loads(json_text(dict(row.config)))
     if before is None or before.config != config:
         return row

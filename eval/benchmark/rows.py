@@ -1,6 +1,4 @@
-"""The rows of a benchmark: the unchanged model, merging, tomesd where it is installed, and rivals
-that do nothing clever.
-"""
+"""Rows of a benchmark: the unmerged model, merging, tomesd, and simpler rivals."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 
 from .. import tables
 from ..results.schema import Family
@@ -23,11 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(tables.Row):
-    """One row of a benchmark; its family is baseline, tomesd, mame, rival, or floor: what a model
-    must mind that can tell methods apart.
+    """One row of a benchmark.
+
+    Its family is baseline, tomesd, mame, rival, or floor: a change that a useful model and prompts
+    must detect.
 
     Attributes:
-        fewer: denoising steps that it takes less.
+        fewer: Number of denoising steps that it leaves out.
     """
 
     fewer: int = 0
@@ -39,7 +39,7 @@ class Row(tables.Row):
         return steps if self.method is None else self.method.describe()
 
     def on(self, model: LoadedModel) -> Row:
-        """With the settings that merging takes on the model."""
+        """Return the row with the settings that merging takes on the model."""
         return (
             replace(self, method=self.method.on(model))
             if isinstance(self.method, Merging)
@@ -47,12 +47,12 @@ class Row(tables.Row):
         )
 
     def sampling(self, settings: GenerateSettings) -> GenerateSettings:
-        """The settings of its images."""
+        """Return the settings of its images."""
         return replace(settings, steps=max(1, settings.steps - self.fewer))
 
     @property
     def lacking(self) -> str | None:
-        """Return why this machine can't run it and what to do, or None."""
+        """Why this machine can't run it and what to do, or None."""
         if self.family != "tomesd":
             return None
         from ..rivals import tomesd
@@ -72,6 +72,13 @@ def _rival(name: str, plan: str, **given: Any) -> Any:
     from ..rivals.method import Rival
 
     return Rival(name, getattr(plans, plan), **given)
+
+
+def _toma(share: float) -> Any:
+    from ..rivals.method import Rival
+    from ..rivals.toma import ToMA
+
+    return Rival("toma", ToMA, {"share": share}, merge="qkv")
 
 
 def _tomesd(ratio: float) -> Any:
@@ -147,19 +154,20 @@ _NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
         "rival",
         partial(_rival, "todo", "todo", settings={"factor": 2}),
     ),
+    "toma-50": ("ToMA 50 %", "rival", partial(_toma, 0.5)),
     FLOOR: (
         "mean attention",
         "floor",
         partial(_rival, "mean attention", "mean_attention", merge="qkv"),
     ),
 }
-WHERE_NAMED = ("means-2x2-fitted", "strided-1x2", "todo-2")  # not by default
+WHERE_NAMED = ("means-2x2-fitted", "strided-1x2", "todo-2", "toma-50")  # not by default
 
 
 def own_row(text: str) -> Row:
     """Return the row of settings such as `keep=0.4,fit_queries=32`; that text is its name.
 
-    Raises UserError for a text that gives no settings of `MaMeConfig`.
+    Raises UserError if the text doesn't give settings of `MaMeConfig`.
     """
     try:
         config = MaMeConfig.from_text(text)
@@ -169,13 +177,14 @@ def own_row(text: str) -> Row:
 
 
 def chosen_rows(names: str | None, own: Sequence[str] = ()) -> list[Row]:
-    """Return the rows of these names, with commas between, the baseline before them; for None the
-    paper's, means, random keys and mean attention.
+    """Return the baseline and the rows that `names` lists, separated by commas.
 
     Args:
-        own: settings of further rows, see `own_row`.
+        names: Names of rows. If None, the paper's, means, random keys and mean attention.
+        own: Settings of further rows, see `own_row`.
 
-    Raises UserError for an unknown name or setting.
+    Raises:
+        UserError: If a name or a setting is unknown.
     """
     further = [own_row(text) for text in dict.fromkeys(own)]
     return [*(make() for make in _makers(names)), *further]
@@ -210,10 +219,10 @@ def _makers(names: str | None) -> list[Callable[[], Row]]:
 
 
 def _numbered(name: str) -> tuple[str, Callable[[], Row]]:
-    """Return the plain form of a name that ends in a number, and what makes its row.
+    """Return the normalised form of a name that ends in a number, and what makes its row.
 
     Raises:
-        UserError: another name, or a number that is not allowed.
+        UserError: If it is another name, or if the number isn't allowed.
     """
     head = next((head for head in (*AT_SHARE, FEWER) if name.startswith(head)), None)
     if head is None:

@@ -1,13 +1,12 @@
-"""A benchmark from prompts to report: generate every row, score, time, check, and write it all
-down.
+"""Run a benchmark from prompts to report: generate every row, score, time and check.
 
     OUT/runs/<row>/            run folders, as `mame-sd generate` writes them
     OUT/bench.jsonl            every timing
-    OUT/results.json           everything that is known so far, rewritten after each step
-    OUT/report.html, ...       made of results.json
+    OUT/results.json           everything known so far, rewritten after each step
+    OUT/report.html, ...       made from results.json
 
-Images and timings continue where they were stopped, so the same command does. Several processes
-share the images; the main one does all else.
+Images and timings continue where they were stopped, so the same command resumes a run. Several
+processes share the images; the main one does everything else.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.generate import environment, generate
 from mame_sd.runs.jobs import GenerateSettings, cut_batches, jobs_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
 
@@ -55,16 +54,25 @@ CEILING = ("psnr", "lpips")
 
 @dataclass(kw_only=True)
 class Benchmark:
-    """One benchmark, of everything that decides its figures; `run` does it.
+    """One benchmark, which `run` executes.
 
     Attributes:
-        rows: the first is the baseline.
-        reference: what quality is measured against; None: distances are withheld.
-        stage: opens a step of that name and gives its progress callback.
-        prompt_file: name and digest of the prompt file, for the manifest.
-        command: what makes it again, for the report.
-        process: this process among several, which must have joined one another.
-        results: what is known so far.
+        suite: The suite.
+        model: The model.
+        prompts: The prompts.
+        settings: Settings of all images.
+        rows: The rows; the first one is the baseline.
+        metrics: The metrics.
+        reference: The set that quality is measured against. If None, distances are withheld.
+        out: Folder of results.
+        tools: What computes metrics.
+        rounds: Number of rounds of timing.
+        stage: Opens a step of that name and returns its progress callback.
+        on_note: Called with notes for the user.
+        prompt_file: Name and digest of the prompt file, for the manifest.
+        command: The command that makes it again, for the report.
+        process: This process among several, which must have joined one another.
+        results: What is known so far.
     """
 
     suite: Suite
@@ -88,10 +96,13 @@ class Benchmark:
         self.rows = [row.on(self.model) for row in self.rows]
 
     def run(self) -> Results:
-        """Everything, in order; returns the results, on the main process those of results.json.
+        """Run everything in order.
+
+        Returns:
+            The results; on the main process they are those of results.json.
 
         Raises:
-            UserError, MachineError: what was done before is kept; the same call continues.
+            UserError, MachineError: What was done before is kept; the same call continues.
         """
         self.results = resumed(self._before(), self.out)
         self._save()
@@ -111,7 +122,7 @@ class Benchmark:
         return self.results
 
     def _before(self) -> Results:
-        """What is known before anything is measured."""
+        """Return what is known before anything is measured."""
         rows = [
             row.line(row.config, row.lacking or NOT_YET, f"runs/{row.name}") for row in self.rows
         ]
@@ -136,7 +147,7 @@ class Benchmark:
         )
 
     def _manifest(self) -> dict[str, Any]:
-        """What the figures depend on."""
+        """Return what the figures depend on."""
         processors = getattr(denoiser_of(self.model.pipe), "attn_processors", {})
         return {
             "suite": self.suite.name,
@@ -189,7 +200,7 @@ class Benchmark:
         self._save()
 
     def _score(self, name: str, run: Run, baseline: Run) -> None:
-        """Per-image and set-wide values of one row."""
+        """Compute the values of one row, per image and of all images."""
         line = self.results.row(name)
         todo = []
         for metric in self.metrics:
@@ -208,7 +219,7 @@ class Benchmark:
         self._save()
 
     def _withheld(self, metric: Metric, run: Run) -> str | None:
-        """Why a metric can't be given for `run` on this machine, or None."""
+        """Return why a metric can't be given for `run` on this machine, or None."""
         reason = withheld(metric, run, self.reference)
         if reason is not None:
             return reason
@@ -224,7 +235,7 @@ class Benchmark:
             self.results.notes.append(note)
 
     def _compare_rows(self, baseline: Run) -> None:
-        """P-values: fidelity against tomesd at 50 %, quality per image against the baseline."""
+        """Compute p-values of fidelity against tomesd at 50 %, of quality against the baseline."""
         prompts = {item.key: item.prompt_id for item in baseline.items.values()}
         rows = {row.name: row for row in self.results.measured}
         for row in rows.values():
@@ -239,16 +250,14 @@ class Benchmark:
         self._save()
 
     def judge(self) -> None:
-        """Whether this model and these prompts can tell methods apart, where mean attention is
-        among the rows.
-        """
+        """Say whether the model and prompts can tell methods apart, given mean attention."""
         rows = self.results.measured
         if any(row.name == FLOOR for row in rows):
             self.results.sensitivity = sensitivity(rows, FLOOR, RIVAL)
             self._save()
 
     def _check(self, baseline: Run) -> None:
-        """The sanity gates."""
+        """Run the sanity gates."""
         others = [row for row in self.results.measured if row.name not in (BASELINE, FLOOR)]
         known = [
             metric
@@ -269,7 +278,7 @@ class Benchmark:
         self._save()
 
     def _time(self) -> None:
-        """Latency and memory."""
+        """Measure latency and memory."""
         batches = alike_batches(jobs_of(self.prompts, self.settings), self.settings.batch_size)
         rows = [row for row in self.rows if self.results.row(row.name).measured]
         record = self.out / TIMINGS
@@ -291,7 +300,7 @@ class Benchmark:
         self._save()
 
     def _run(self, name: str) -> Path:
-        """The folder of a row's run."""
+        """Return the folder of a row's run."""
         return self.out / (self.results.row(name).run or "")
 
     def _save(self) -> None:

@@ -1,9 +1,9 @@
-"""Nearness and cost of rows on a model that is no text-to-image pipeline: anything that gives
-samples of a seed, such as a published UNet of terrain or a small transformer of photographs.
+"""Measure nearness and cost of rows on a model that is no text-to-image pipeline.
 
-Samples are compared as they are, not as 8-bit images, since what differs by less than a level of an
-image differs all the same. Every draw makes one batch of samples in every row, right after one
-another, so draws are the rounds of the timing, too.
+It is anything that makes samples from a seed, such as a published UNet of terrain or a small
+transformer of photographs. Samples are compared as they are, not as 8-bit images, so that
+differences below a level of an image count. Every draw makes a batch of samples in every row, one
+right after another, so draws are the rounds of timing, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, Job
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import Merging, NotApplicable
+from mame_sd.runs.merging import Merging, NotApplicable
 from mame_sd.runs.prompt_files import Prompt
 
 from ..results.schema import Value
@@ -38,10 +38,10 @@ class Sampler:
     """A loaded model.
 
     Attributes:
-        module: what methods are put on.
-        sample: takes the number of a draw and the number of steps, returns samples [N, ...] in
+        module: What methods are installed on.
+        sample: Takes the number of a draw and the number of steps, and returns samples [N, ...] in
             -1..1.
-        identity: JSON values that tell this model from others.
+        identity: JSON values that identify this model.
     """
 
     module: nn.Module
@@ -57,20 +57,22 @@ def measure_samples(
     record: Path,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> dict[str, dict[str, Value]]:
-    """Measure rows on a model, interleaved.
+    """Measure rows on a model, in turns.
 
     Args:
-        rows: the first is the baseline. Rows that can't be put on the model are left out.
-        draws: batches of samples; the draw's number is the seed of what merging draws, too.
-        steps: of a sample; rows that would have none are left out.
-        record: JSON lines that hold every draw as soon as it ends; a stopped call goes on from it.
-        on_progress: told (calls done, calls in all).
+        sampler: The model.
+        rows: The rows; the first one is the baseline. Rows that the model can't run are left out.
+        draws: Number of batches of samples. The draw's number is also the seed of merging's draws.
+        steps: Denoising steps of a sample. Rows that would have none are left out.
+        record: JSON lines that hold every draw as soon as it ends; a stopped call continues with
+            it.
+        on_progress: Called with the number of calls done and of all calls.
 
     Returns:
-        by row the values of "psnr" (mean of draws), "cpu" and "cpu_speedup" (medians).
+        By row the values of "psnr" (mean of draws), "cpu" and "cpu_speedup" (medians).
 
     Raises:
-        UserError: a row of ours in which nothing merges.
+        UserError: If nothing merges in a row of ours.
     """
     device = next(sampler.module.parameters()).device
     model = LoadedModel(pipe=sampler.module, identity=dict(sampler.identity), guidance=None)

@@ -1,8 +1,8 @@
-"""Whether an instrument (a model, its prompts and steps) can tell methods apart at all.
+"""Judge whether an instrument (a model, its prompts and steps) can tell methods apart.
 
-Where every merged layer's output is its mean over all tokens, attention says nothing of space. An
-instrument that hardly minds can't rank methods. All of these lie between that and the unmerged
-image.
+If every merged layer's output is its mean over all tokens, attention carries no spatial
+information. An instrument that hardly changes then can't rank methods, because all of them lie
+between that and the unmerged image.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ MORE = "take more (--num)"
 
 
 def sensitivity(rows: Sequence[MethodResult], floor: str, rival: str) -> str:
-    """One line: what no attention and the rival do to the images, each beside what it has to do,
-    and what follows from it.
+    """Say on one line what mean attention and the rival do to the images, and what follows.
 
     Args:
-        rows: with `lpips` as far as measured.
-        floor: the name of mean attention.
-        rival: that of the rival at 50 %.
+        rows: Rows with `lpips`, if measured.
+        floor: Name of mean attention.
+        rival: Name of the rival at 50 %.
     """
     found = {row.name: value for row in rows if (value := row.values.get("lpips", Value())).known}
     head = "Sensitivity of this instrument: "

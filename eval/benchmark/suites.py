@@ -1,6 +1,4 @@
-"""The suites of ``benchmark``: which model, prompts, sampling and metrics, for a few minutes or for
-a few hours.
-"""
+"""The suites of ``benchmark``: model, prompts, sampling and metrics, for minutes or for hours."""
 
 from __future__ import annotations
 
@@ -19,19 +17,28 @@ class Suite:
     """One suite. Whatever the command line gives overrides it.
 
     Attributes:
-        about: one line for the report, which adds what was really generated.
-        model, scheduler, dtype, height, width, guidance: as for ``generate``; None: the model's
-            own.
-        prompts: a prompt file, "drawn" (of the embedded model's, half of them never trained on), or
-            None: must be given.
-        metrics: names of METRICS, in no order that matters.
-        rounds: of the latency benchmark.
-        fetch: networks (`Metric.network`) whose weights may be fetched; None: all. Others are used
-            if here.
-        rows: names of rows instead of those of every benchmark, with commas between.
-        own: settings of further rows, such as `mlp_keep=0.125`.
-        held_out: draws other prompts than those that defaults were chosen on.
-        other_seed: quality is measured against unmerged images of the same prompts and this seed.
+        name: Its name.
+        about: One line for the report, which adds what was really generated.
+        model: As for ``generate``. If None, the embedded one.
+        scheduler: As for ``generate``. If None, the model's.
+        dtype: As for ``generate``.
+        prompts: A prompt file, or "drawn" (from the embedded model's, half of them never trained
+            on). If None, it must be given.
+        num: Number of prompts.
+        steps: Denoising steps.
+        guidance: As for ``generate``. If None, the model's.
+        seed: Seed of images and drawn prompts.
+        height: As for ``generate``. If None, the model's.
+        width: As for ``generate``. If None, the model's.
+        metrics: Names of METRICS, in any order.
+        rounds: Rounds of timing.
+        fetch: Networks (`Metric.network`) whose weights may be fetched; others are used if they are
+            here. If None, all.
+        rows: Names of rows instead of those of every benchmark, separated by commas.
+        own: Settings of further rows, such as `mlp_keep=0.125`.
+        held_out: True to draw other prompts than those that defaults were chosen on.
+        other_seed: If given, quality is measured against unmerged images of the same prompts and
+            this seed.
     """
 
     name: str
@@ -55,7 +62,7 @@ class Suite:
     other_seed: int | None = None
 
     def sampling(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Fields of GenerateSettings: those `given` (None: not given) over the suite's."""
+        """Return fields of GenerateSettings: those `given` that are not None, over the suite's."""
         own = {
             name: getattr(self, name) for name in ("steps", "guidance", "seed", "height", "width")
         }
@@ -112,7 +119,7 @@ SUITES = {
 
 
 def suite_named(name: str) -> Suite:
-    """The suite of that name. Raises UserError for an unknown one."""
+    """Return the suite of that name. Raise UserError if it is unknown."""
     if name not in SUITES:
         raise UserError(
             f"--suite: expected one of {', '.join((*SUITES, README))}, got {name!r}; give one of"

@@ -1,6 +1,4 @@
-"""Timings: what one call gives, the file that keeps them as soon as they are taken, and their
-summary as metrics.
-"""
+"""Take timings, keep them in a file, and summarise them as metrics."""
 
 from __future__ import annotations
 
@@ -25,10 +23,14 @@ SMALLEST_SHARE = 0.6  # of the cores' time that the process had, at the median
 
 @dataclass(frozen=True)
 class Timing:
-    """One call: seconds an image in all and in denoising, peak bytes in all and in denoising.
+    """The timing of one call; None where something wasn't measured.
 
-    Peaks include the weights. `cpu` is the process's CPU seconds an image, where the CPU is what
-    computes. None: not measured (a pipeline without a decoder; memory on other than CUDA).
+    Attributes:
+        seconds: Wall-clock seconds per image.
+        denoising: Seconds of denoising per image; None for a pipeline without a decoder.
+        allocated: Peak bytes, weights included.
+        allocated_denoising: Peak bytes before decoding.
+        cpu: The process's CPU seconds per image, if the CPU computes.
     """
 
     seconds: float
@@ -96,17 +98,22 @@ def _timing(line: Mapping[str, Any]) -> Timing:
 
 
 def of_rounds(values: Sequence[float]) -> Value:
-    """Median and quartiles of what rounds measured. A single round has no quartiles."""
+    """Return the median and quartiles of what rounds measured; one round has no quartiles."""
     low, median, high = quartiles(values)
     found = Value(mean=median, n=len(values), statistic="median, quartiles")
     return replace(found, low=low, high=high) if len(values) > 1 else found
 
 
 def speedup(timings: Sequence[Timing], baseline: Sequence[Timing], field: str) -> Value:
-    """How many times as fast as the baseline a method is by a `field` of timings.
+    """Compute how many times as fast as the baseline a method is.
 
-    Each round compares two calls on the same batch and in the same minutes of the machine, so that
-    the ratio tells what the times themselves are too noisy to tell.
+    Each round compares two calls on the same batch within minutes, so that the ratio is less noisy
+    than the times.
+
+    Args:
+        timings: The method's timings.
+        baseline: The baseline's timings in the same rounds.
+        field: Field of `Timing` to compare.
     """
     pairs = zip(timings, baseline, strict=True)
     ratios = [getattr(base, field) / getattr(own, field) for own, base in pairs]
@@ -120,12 +127,16 @@ def speedup(timings: Sequence[Timing], baseline: Sequence[Timing], field: str) -
 def summary(
     timings: Sequence[Timing], baseline: Sequence[Timing], withhold_seconds: bool = False
 ) -> dict[str, Value]:
-    """The cost metrics of one method: median and quartiles of seconds, how many times as fast as
-    the baseline it is, the highest peak of memory.
+    """Compute the cost metrics of one method.
 
     Args:
-        baseline: timings of the unmerged model in the same rounds.
-        withhold_seconds: wall-clock seconds are no figures, for the machine was busy.
+        timings: Its timings.
+        baseline: Timings of the unmerged model in the same rounds.
+        withhold_seconds: True if wall-clock seconds are invalid because the machine was busy.
+
+    Returns:
+        Median and quartiles of seconds, how many times as fast as the baseline it is, and the
+        highest peaks of memory, by metric.
     """
     known = {
         field: [getattr(t, field) for t in timings if getattr(t, field) is not None]
@@ -153,15 +164,15 @@ def summary(
 
 
 def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: int) -> Gate:
-    """Whether wall-clock seconds of this machine can be believed, as an entry of the sanity gates.
+    """Check if wall-clock seconds of this machine are valid, as one of the sanity gates.
 
-    On a busy machine the baseline's own rounds differ, and a process waits: its CPU seconds fall
-    short of the wall clock's. Where that is so, wall-clock seconds are withheld.
+    On a busy machine the baseline's own rounds differ, and the process waits, so that its CPU
+    seconds are fewer than the wall clock's. Then wall-clock seconds are withheld.
 
     Args:
-        timings: by row, in order of rounds.
-        baseline: the name of the unmerged row.
-        cores: threads that the process may keep busy at once.
+        timings: Timings by row, in the order of rounds.
+        baseline: Name of the unmerged row.
+        cores: Number of threads that the process may use at once.
     """
     own = [timing.seconds for timing in timings[baseline]]
     spread = (max(own) - min(own)) / quartiles(own)[1]

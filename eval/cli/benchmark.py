@@ -1,4 +1,4 @@
-"""The body of ``mame-sd-eval benchmark``: from options to a `Benchmark` and its report."""
+"""Run ``mame-sd-eval benchmark``: from options to a `Benchmark` and its report."""
 
 from __future__ import annotations
 
@@ -43,18 +43,22 @@ def run_benchmark(
     sampling: dict[str, Any],
     command: str,
 ) -> Results | None:
-    """Run `suite` with what was given over it, into `out`, report included.
+    """Run a suite, overridden by what was given, and write its report.
 
     Args:
-        out: folder; an earlier run of the same command there is continued.
-        sampling: fields of GenerateSettings that were given.
-        command: what makes the report again.
+        suite: the suite.
+        out: folder of the results. An earlier run of the same command there is continued.
+        prompts: prompts instead of the suite's.
+        options: what is compared, and with what.
+        model: a model instead of the suite's.
+        sampling: fields of GenerateSettings instead of the suite's.
+        command: command that makes the report again.
 
     Returns:
-        the results, on the main process; None on others.
+        The results; None if this is not the main process.
 
     Raises:
-        UserError, MachineError: what was done before is kept; the same call continues.
+        UserError, MachineError: what was done before is kept, and the same call continues.
     """
     from ..report import render
 
@@ -137,14 +141,14 @@ def _other_seed(
 
 
 def note_lacking(rows: Sequence[Row]) -> None:
-    """Say which rows are left out for want of a package, before anything is made."""
+    """Print a note on rows that are left out because a package is missing."""
     for reason in dict.fromkeys(row.lacking for row in rows if row.lacking is not None):
         names = ", ".join(row.name for row in rows if row.lacking == reason)
         note(f"left out: {names} ({reason})")
 
 
 def check_gates(results: Results, out: Path) -> None:
-    """Raise MachineError where a sanity gate of the report in `out` failed."""
+    """Raise MachineError if a sanity gate of the report in `out` failed."""
     failed = ", ".join(gate.name for gate in results.failed)
     if failed:
         raise MachineError(
@@ -156,11 +160,16 @@ def check_gates(results: Results, out: Path) -> None:
 def suite_prompts(
     suite: Suite, prompts: PromptOptions, embedded: str | None = None, held_out: bool = False
 ) -> tuple[list[Prompt], dict[str, Any]]:
-    """The prompts of a suite, or of the file that is given, and what the manifest says of their
-    file. Prompts are drawn of those of the `embedded` model of that name, of any other's the
-    UNet's.
+    """Return the prompts of a suite, or of a given file, and what the manifest tells of them.
 
-    Raises UserError when the suite has none of its own and none are given.
+    Args:
+        suite: the suite.
+        prompts: the options for prompts.
+        embedded: name of the embedded model whose prompts are drawn. For others, the UNet's are.
+        held_out: if True, other prompts are drawn than those that defaults were chosen on.
+
+    Raises:
+        UserError: the suite has no prompts, and none are given.
     """
     count = suite.num if prompts.num is None else prompts.num
     source = prompts.file or suite.prompts
@@ -182,7 +191,7 @@ def suite_prompts(
 
 
 def command_again(arguments: Sequence[str]) -> str:
-    """The command line of these arguments as a shell reads it, without --out."""
+    """Return the command line of these arguments as a shell reads it, without --out."""
     kept = [
         word
         for before, word in zip(["", *arguments], arguments, strict=False)
@@ -192,7 +201,7 @@ def command_again(arguments: Sequence[str]) -> str:
 
 
 def stages(process: Process) -> Callable[[str], Any]:
-    """A `Stage` that says on stderr what is being done, with a bar on a terminal."""
+    """Return a `Stage` that names on stderr what is being done, with a bar on a terminal."""
 
     @contextmanager
     def stage(name: str) -> Iterator[Callable[[int, int], None]]:
@@ -205,7 +214,7 @@ def stages(process: Process) -> Callable[[str], Any]:
 
 
 def _suite_model(suite: Suite, given: ModelChoice) -> ModelChoice:
-    """`given`, with the suite's own where nothing was given."""
+    """Return `given`, completed by the suite's own."""
     own: dict[str, Any] = {}
     if given.model is None:
         own = {"model": suite.model}

@@ -1,4 +1,4 @@
-"""The body of ``mame-sd-eval classify``: from options to a `Classification` and its report."""
+"""Run ``mame-sd-eval classify``: from options to a `Classification` and its report."""
 
 from __future__ import annotations
 
@@ -32,13 +32,21 @@ def run_classify(
     choice: ModelChoice,
     command: str,
 ) -> Results | None:
-    """Run `rows` on the images that `options` name, into `out`, report included, which names the
-    `command` that made it.
+    """Run rows on the images that the options name, and write the report.
 
-    Returns the results, on the main process; None on others.
+    Args:
+        options: the images, and how they are measured.
+        suite: name of the suite.
+        rows: rows to run.
+        out: folder of the results.
+        choice: the model.
+        command: command that makes the report again.
+
+    Returns:
+        The results; None if this is not the main process.
 
     Raises:
-        UserError, MachineError: what was done before is kept; the same call continues.
+        UserError, MachineError: what was done before is kept, and the same call continues.
     """
     from ..report import render
 
@@ -84,10 +92,16 @@ def run_classify(
 def make_head(
     encoder: LoadedEncoder, images: ImageSet, options: ClassifyOptions, stage: Stage
 ) -> tuple[Head, ImageSet, dict[str, Any]]:
-    """How the model answers, the images that it is asked, with its numbers of their classes, and
-    JSON values that say so.
+    """Return how the model answers, the images with its class numbers, and JSON values on both.
 
-    Raises UserError for options or folders that do not fit the model.
+    Args:
+        encoder: the model.
+        images: the images.
+        options: the options.
+        stage: shows progress.
+
+    Raises:
+        UserError: options or folders don't fit the model.
     """
     names, templates = options.classes, options.templates
     if not encoder.compares_text and (names or templates):

@@ -1,4 +1,4 @@
-"""Option groups of ``mame-sd-eval`` beside those of ``mame-sd``."""
+"""Define the groups of options that ``mame-sd-eval`` has in addition to those of ``mame-sd``."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class BenchmarkOptions(MetricOptions):
 
     rows: str | None = option(
         None,
-        "Rows to run beside the baseline, with commas between; an unknown one lists them.",
+        "Rows to run besides the baseline, with commas between; an unknown one lists them.",
         metavar="NAMES",
     )
     row: tuple[str, ...] = option(

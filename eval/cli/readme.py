@@ -1,6 +1,4 @@
-"""The body of ``mame-sd-eval benchmark --suite readme``: every case, one after another, into one
-JSON file and one table.
-"""
+"""Run ``mame-sd-eval benchmark --suite readme``: all cases, into one JSON file and one table."""
 
 from __future__ import annotations
 
@@ -102,9 +100,7 @@ def _measured(
     model: ModelChoice,
     command: str,
 ) -> dict[str, Any] | None:
-    """Return what is stored of a case; None if --quick leaves it out, or its weights can't be
-    had.
-    """
+    """Return what is stored of a case; None if --quick omits it, or its weights can't be had."""
     place = out / name_of(case)
     if isinstance(case, Case):
         suite = case.of(options.quick)

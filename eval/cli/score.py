@@ -1,4 +1,4 @@
-"""The body of ``mame-sd-eval score``: two runs in; JSON or a table out."""
+"""Run ``mame-sd-eval score``: two runs in, JSON or a table out."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def score_runs(
             on_note("clean-fid reads the files by itself and doesn't turn them")
     different = differing_settings(a, b)
     for text in different:
-        on_note(f"the runs differ beside the method ({text})")
+        on_note(f"the runs differ not only in the method ({text})")
     if not (a.plain or b.plain) and (elsewhere := differences(a.environment, b.environment)):
         on_note(
             "the runs were made in different environments, so images differ a little for that alone"
@@ -92,8 +92,9 @@ def score_runs(
 
 
 def _with_difference(name: str, value: Value, own: Values, a: Run, b: Run, tools: Tools) -> Value:
-    """`value` of `b`, where it is a mean over images of the values `own` with its difference from
-    `a`, by the prompts of `b`: a plain folder of images knows none.
+    """Return `value` of `b`, with its difference from `a` if it is a mean over the images' values.
+
+    Prompts are those of `b`, because a plain folder of images has none.
     """
     if METRICS[name].needs != "image":
         return value
@@ -132,7 +133,7 @@ def _table_row(metric: Metric, value: Value) -> tuple[str, str, str, str]:
 
 
 def _size(item: Sample) -> str:
-    """Width x height, of the file where the run's record has none."""
+    """Return width x height, read from the file if the run's record has none."""
     width, height = (item.row.get(name) for name in ("width", "height"))
     if width is None or height is None:
         width, height = size_of(item.path)

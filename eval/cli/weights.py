@@ -1,4 +1,4 @@
-"""The bodies of ``mame-sd-eval weights`` and of what ``doctor`` says of weights and rivals."""
+"""Run ``mame-sd-eval weights``, and check weights and rivals for its ``doctor``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..weights.registry import REGISTRY
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise UserError for a name that no network has."""
+    """Raise UserError for a name that is no network's."""
     for name in names:
         if name not in NAMES:
             raise UserError(
@@ -54,7 +54,7 @@ def weights_of(names: Sequence[str], weights_dir: Path | None) -> list[WeightsSt
 
 
 def weights_lines(weights: Sequence[WeightsStatus]) -> Iterator[str]:
-    """Lines on weights: how they stand, where they are or come from."""
+    """Return lines on weights: their state, where they are, where they come from."""
     for found in weights:
         about = REGISTRY[found.name]
         size = f"{about.size / 2**20:.0f} MiB"
@@ -64,9 +64,7 @@ def weights_lines(weights: Sequence[WeightsStatus]) -> Iterator[str]:
 
 
 def weights_checks(weights_dir: Path | None) -> Iterator[Check]:
-    """What could not be measured here: notes for missing weights and rivals, a failure for wrong
-    ones.
-    """
+    """Return checks of weights and rivals: missing ones are notes, wrong ones failures."""
     yield Check("tomesd", "ok", "installed") if has_tomesd() else Check("tomesd", "note", NO_TOMESD)
     for found in status(weights_dir):
         name, how = f"weights {found.name}", found.how

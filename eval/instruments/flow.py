@@ -36,10 +36,11 @@ def guided_velocity(
     """Return the velocity with classifier-free guidance (arXiv 2207.12598).
 
     Args:
+        instrument: The model.
         noisy: [B, *kind.shape].
-        time: share of the noise, 0 to 1.
-        thumbnails: the condition [B, kind.thumbnails, 3, 8, 8].
-        guidance: 1 calls the model once a sample; other values call it without the condition too.
+        time: Share of the noise, 0 to 1.
+        thumbnails: The condition [B, kind.thumbnails, 3, 8, 8].
+        guidance: 1 calls the model once per sample; other values call it without the condition too.
     """
     count = len(noisy)
     if guidance == 1.0:
@@ -65,12 +66,13 @@ def sample(
     """Return samples in -1..1 by Euler's method: [B, *kind.shape].
 
     Args:
-        thumbnails: the condition [B, kind.thumbnails, 3, 8, 8], in -1..1.
-        steps: evaluations of the model.
-        guidance: of `guided_velocity`.
-        seed: of the first sample's noise; each next sample's is one more.
-        shift: of `times`.
-        noise: where to start, in place of the noise of `seed`.
+        instrument: The model.
+        thumbnails: The condition [B, kind.thumbnails, 3, 8, 8], in -1..1.
+        steps: Evaluations of the model.
+        guidance: See `guided_velocity`.
+        seed: Seed of the first sample's noise; each next sample's is one more.
+        shift: See `times`.
+        noise: Where to start, in place of the noise of `seed`.
     """
     device = next(instrument.parameters()).device
     state = (noise_of(instrument, len(thumbnails), seed) if noise is None else noise).to(device)

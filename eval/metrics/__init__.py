@@ -1,1 +1,1 @@
-"""One metric a file: pure functions on images or features."""
+"""Metrics as pure functions on images or features, one per file."""

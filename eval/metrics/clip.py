@@ -1,4 +1,4 @@
-"""CLIP score (Hessel et al., 2021) and the likeness of two images as CLIP sees them.
+"""CLIP score (Hessel et al., 2021) and the cosine of two images' CLIP embeddings.
 
 Own code, because torchmetrics' CLIPScore (1.9) does not run with transformers 5, and cuts long
 captions without their end token, so that they all score alike. Here the tokenizer cuts them and
@@ -43,8 +43,9 @@ class Clip:
         self.images, self.tokenizer = images, tokenizer
 
     def image_features(self, images: Tensor) -> Tensor:
-        """Unit vectors [n, d] of images [n, 3, H, W] in [0, 1], resized and cropped by CLIP's own
-        processor.
+        """Compute unit vectors [n, d] of images [n, 3, H, W] in [0, 1].
+
+        CLIP's own processor resizes and crops them.
         """
         check_images(images)
         pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
@@ -57,7 +58,7 @@ class Clip:
             )
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
-        """Unit vectors [n, d] of prompts, as much of them as CLIP reads (77 tokens)."""
+        """Compute unit vectors [n, d] of prompts, or of as much as CLIP reads (77 tokens)."""
         limit = self.model.config.text_config.max_position_embeddings
         inputs = self.tokenizer(
             list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt"
@@ -66,22 +67,22 @@ class Clip:
             return _unit(self.model.get_text_features(**inputs.to(self.device)))
 
     def cut(self, prompts: Sequence[str]) -> list[str]:
-        """Those of `prompts` (at least one) that are longer than CLIP reads."""
+        """Return those of `prompts` (at least one) that are longer than CLIP reads."""
         limit = self.model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(list(prompts), truncation=False, verbose=False)["input_ids"]
         return [prompt for prompt, ids in zip(prompts, tokens, strict=True) if len(ids) > limit]
 
 
 def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> Tensor:
-    """100 * cosine between each image and its prompt, float64 [n], not clamped at 0.
+    """Compute 100 * cosine of each image and its prompt, float64 [n], not clamped at 0.
 
     Args:
-        model: from `load_clip`.
+        model: A CLIP from `load_clip`.
         images: [n, 3, H, W] in [0, 1].
         prompts: n texts.
 
     Raises:
-        ValueError: not one prompt an image, values outside [0, 1] or NaN.
+        ValueError: If there isn't one prompt per image, or if values are outside [0, 1] or NaN.
     """
     check_images(images)
     if len(prompts) != len(images):
@@ -92,9 +93,15 @@ def clip_score(model: Clip, images: Tensor, prompts: Sequence[str]) -> Tensor:
 
 
 def clip_image_cosine(model: Clip, a: Tensor, b: Tensor) -> Tensor:
-    """Cosine between CLIP's features of each pair, float64 [n].
+    """Compute the cosine of the CLIP features of each pair, float64 [n].
 
-    Raises ValueError as the other paired metrics do.
+    Args:
+        model: A CLIP from `load_clip`.
+        a: [n, 3, H, W] in [0, 1].
+        b: The same shape and range.
+
+    Raises:
+        ValueError: If shapes differ, or if values are outside [0, 1] or NaN.
     """
     check_pair(a, b)
     return (model.image_features(a) * model.image_features(b)).sum(1).cpu()
@@ -106,12 +113,17 @@ def load_clip(
     offline: bool = False,
     device: torch.device | str = "cpu",
 ) -> Clip:
-    """CLIP by its name in the weights list, "embedded-clip", or from a folder that transformers
-    saved.
+    """Load a CLIP.
+
+    Args:
+        name: Its name in the list of weights, "embedded-clip", or a folder that transformers saved.
+        weights_dir: Folder that is searched first.
+        offline: If True, nothing is fetched.
+        device: Where it computes.
 
     Raises:
-        UserError: missing while offline, wrong hash, not a CLIP folder.
-        MachineError: it could not be fetched.
+        UserError: If it is missing while offline, has another hash, or is no folder of a CLIP.
+        MachineError: If it could not be fetched.
     """
     if str(name) == EMBEDDED_CLIP:
         if "clip" not in embedded_models():
@@ -127,8 +139,10 @@ def load_clip(
 
 
 def _read(name: str, folder: Path, device: torch.device | str, safetensors: bool | None) -> Clip:
-    """`safetensors`: read model.safetensors, or (False) pytorch_model.bin, even where the other
-    lies there too.
+    """Read a folder that transformers saved.
+
+    If `safetensors` is True, model.safetensors is read, if it is False pytorch_model.bin, even if
+    the other file is there too.
     """
     from transformers import CLIPImageProcessorPil, CLIPModel, CLIPTokenizer
 
@@ -148,8 +162,9 @@ def _read(name: str, folder: Path, device: torch.device | str, safetensors: bool
 
 
 def _unit(features: Any) -> Tensor:
-    """Float64 rows of length 1 of what `get_*_features` gave, a tensor or (transformers 5) an
-    output with one inside.
+    """Normalise the rows of what `get_*_features` returned, float64.
+
+    It returns a tensor, or from transformers 5 on an output that contains one.
     """
     rows = features if isinstance(features, Tensor) else features.pooler_output
     return F.normalize(to_double(rows), dim=-1)

@@ -29,8 +29,8 @@ class Statistics:
     Attributes:
         mean: [D] float64.
         factor: [r, D] float64 with factor^T factor = covariance (divided by n - 1).
-        n: number of images; 0 when a file of statistics does not say.
-        source: name of the extractor that made the features, "" when unknown.
+        n: Number of images; 0 if a file of statistics doesn't say.
+        source: Name of the extractor that made the features, or "".
     """
 
     mean: Tensor
@@ -40,14 +40,14 @@ class Statistics:
 
     @property
     def covariance(self) -> Tensor:
-        """[D, D] float64."""
+        """The covariance [D, D], float64."""
         return self.factor.T @ self.factor
 
 
 def statistics(features: Tensor, source: str = "") -> Statistics:
-    """Mean and covariance factor of features [N, D].
+    """Compute the mean and covariance factor of features [N, D].
 
-    Raises ValueError below two images, or for NaN and infinity.
+    Raises ValueError for fewer than two images, NaN or infinity.
     """
     if features.ndim != 2 or features.shape[0] < 2:
         raise ValueError(
@@ -64,11 +64,15 @@ def statistics(features: Tensor, source: str = "") -> Statistics:
 
 
 def frechet_distance(a: Tensor | Statistics, b: Tensor | Statistics) -> float:
-    """The squared distance between two sets, each given as features [N, D] or `Statistics`; at
-    least 0.
+    """Compute the squared distance of two sets, at least 0.
+
+    Args:
+        a: Features [N, D] or `Statistics`.
+        b: The same of the other set.
 
     Raises:
-        ValueError: fewer than two images, unequal dims, features of different extractors, NaN.
+        ValueError: If there are fewer than two images or NaN, or if the dimensions or the
+            extractors differ.
     """
     first, second = (item if isinstance(item, Statistics) else statistics(item) for item in (a, b))
     if first.mean.shape != second.mean.shape:
@@ -86,8 +90,9 @@ def frechet_distance(a: Tensor | Statistics, b: Tensor | Statistics) -> float:
 
 
 def save_statistics(path: Path, stats: Statistics) -> None:
-    """Write `mu` and `sigma` as pytorch-fid, clean-fid and torch-fidelity read them, and beside
-    them `n` and `source`.
+    """Write `mu` and `sigma` as pytorch-fid, clean-fid and torch-fidelity read them.
+
+    Next to them stand `n` and `source`.
     """
     with written_whole(path) as file:
         np.savez(
@@ -100,7 +105,7 @@ def save_statistics(path: Path, stats: Statistics) -> None:
 
 
 def load_statistics(path: Path) -> Statistics:
-    """Statistics from an .npz with `mu` and `sigma`. Raises UserError when it is not one."""
+    """Read statistics from an .npz with `mu` and `sigma`. Raise UserError if it isn't one."""
     try:
         with np.load(path, allow_pickle=False) as file:
             mean, covariance = (

@@ -1,8 +1,8 @@
-"""Inception score (Salimans et al., 2016): how sure a classifier is of each image, and how varied
-its answers are.
+"""Inception score (Salimans et al., 2016).
 
-Own code, because torchmetrics shuffles by the global generator, so that a score can't be repeated,
-and its deviation over parts is not the published one (it divides by one part fewer).
+It says how sure a classifier is of each image, and how varied its answers are. Own code, because
+torchmetrics shuffles by the global generator, so that a score can't be repeated, and its deviation
+over parts is not the published one (it divides by one part fewer).
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from torch import Tensor
 
 @torch.no_grad()
 def inception_score(logits: Tensor, splits: int = 10, seed: int | None = 0) -> tuple[float, float]:
-    """Mean and standard deviation, over `splits` parts, of exp of the mean KL divergence between
-    each image's class probabilities and their mean. No part can score above its number of images.
+    """Compute the mean and standard deviation of the score over parts of the images.
+
+    A part's score is the exp of the mean KL divergence between each image's class probabilities and
+    their mean; it can't exceed its number of images.
 
     Args:
         logits: [N, classes].
-        splits: parts, each scored alone.
-        seed: of the order in which images go into parts; None: as given. The global generator is
-            left alone.
+        splits: Number of parts.
+        seed: Seed of the order in which images go into parts. If None, they keep their order. The
+            global generator isn't used.
 
     Raises:
-        ValueError: more parts than images, NaN.
+        ValueError: If there are more parts than images, or NaN.
     """
     if logits.ndim != 2 or not 1 <= splits <= len(logits):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Kernel distance between two sets of features (KID, Binkowski et al., arXiv 1801.01401): the
-squared maximum mean discrepancy by a cubic polynomial kernel, without bias at any number of images.
+"""Kernel distance between two sets of features (KID, Binkowski et al., arXiv 1801.01401).
 
-Own code, because torchmetrics can't compare sets of different sizes: it draws subsets of one size
-from both, by the global generator. On whole sets of one size the two are equal.
+It is the squared maximum mean discrepancy by a cubic polynomial kernel, unbiased for any number of
+images. Own code, because torchmetrics can't compare sets of different sizes: it draws subsets of
+one size from both, by the global generator. On whole sets of one size the two are equal.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from torch import Tensor
 
 
 def kernel_distance(a: Tensor, b: Tensor) -> float:
-    """Return the unbiased estimate of the squared distance between two sets; below 0 by chance
-    where they are alike.
+    """Return the unbiased estimate of the squared distance; it can be below 0 for similar sets.
 
     Args:
-        a: features [N, D], N at least 2.
-        b: features [M, D], M at least 2.
+        a: Features [N, D], N at least 2.
+        b: Features [M, D], M at least 2.
 
     Raises:
-        ValueError: fewer than two images, unequal dims, NaN.
+        ValueError: If there are fewer than two images or NaN, or if the dimensions differ.
     """
     for rows in (a, b):
         if rows.ndim != 2 or len(rows) < 2 or rows.shape[1] != a.shape[1]:

@@ -1,9 +1,8 @@
-"""LPIPS of image pairs (Zhang et al., 2018, version 0.1): how different a person would find them,
-from 0 for equal images upward. Distances between unit-length features of a classifier, weighted per
-channel.
+"""LPIPS of image pairs (Zhang et al., 2018, version 0.1): how different a person would find them.
 
-Own code, because torchmetrics and the authors' package build their networks by torchvision, whose
-wheels fit one build of torch and break diffusers next to another.
+It is 0 for equal images: the distance of unit-length features of a classifier, weighted per
+channel. Own code, because torchmetrics and the authors' package build their networks by
+torchvision, whose wheels fit one build of torch and break diffusers next to another.
 
 The distance depends on the resolution (one pair scores 0.72, 0.70 and 0.54 at 64, 256 and 768
 pixels). So compare at one size and say which.
@@ -54,18 +53,21 @@ BACKBONES = {"alex": _alex, "vgg": _vgg}
 class Lpips:
     """LPIPS with one backbone. Call it with two batches of images.
 
+    Args:
+        net: "alex" or "vgg".
+        tensors: `conv{i}.weight`, `conv{i}.bias` in the order of torchvision's classifier, and
+            `head{i}` [channels].
+        device: Where it computes.
+
     Attributes:
         name: "lpips-alex" or "lpips-vgg".
         weights_hash: sha256 of its weights.
+
+    Raises:
+        ValueError: If `net` is unknown.
     """
 
     def __init__(self, net: str, tensors: Tensors, device: torch.device | str = "cpu") -> None:
-        """Raises ValueError for an unknown net.
-
-        Args:
-            tensors: `conv{i}.weight`, `conv{i}.bias` in the order of torchvision's classifier, and
-                `head{i}` [channels].
-        """
         if net not in BACKBONES:
             raise ValueError(f"expected an LPIPS net of {', '.join(BACKBONES)}, got {net!r}")
         self.name, self.net = f"lpips-{net}", net
@@ -74,14 +76,14 @@ class Lpips:
         self.device = torch.device(device)
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """Distance of each pair, float64 [n] on the CPU.
+        """Compute the distance of each pair, float64 [n] on the CPU.
 
         Args:
-            a: [n, 3, H, W] in [0, 1], sides of at least 32.
-            b: the same shape and range.
+            a: [n, 3, H, W] in [0, 1], with sides of at least 32.
+            b: The same shape and range.
 
         Raises:
-            ValueError: shapes differ, too small, values outside [0, 1] or NaN.
+            ValueError: If shapes differ or are too small, or if values are outside [0, 1] or NaN.
         """
         check_pair(a, b)
         if min(a.shape[-2:]) < MIN_SIDE:
@@ -119,8 +121,16 @@ def load_lpips(
     offline: bool = False,
     device: torch.device | str = "cpu",
 ) -> Lpips:
-    """LPIPS with published weights.
+    """Load LPIPS with its published weights.
 
-    Raises UserError or MachineError when they can't be had (`weights.find`).
+    Args:
+        net: "alex" or "vgg".
+        weights_dir: Folder that is searched first.
+        offline: If True, nothing is fetched.
+        device: Where it computes.
+
+    Raises:
+        UserError: As `weights.load.find`.
+        MachineError: As `weights.load.find`.
     """
     return Lpips(net, load(f"lpips-{net}", weights_dir, offline), device)

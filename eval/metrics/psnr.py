@@ -1,7 +1,8 @@
-"""PSNR of image pairs by torchmetrics, and of the object that stands on a ground, by own code:
-torchmetrics takes no masks.
+"""PSNR of image pairs.
 
-Each pair has its own value, because pooling the errors first hides the worst images.
+That of whole images is torchmetrics', that of the object on a ground is own code, because
+torchmetrics takes no masks. Each pair has its own value, because pooling the errors first hides the
+worst images.
 """
 
 from __future__ import annotations
@@ -52,11 +53,16 @@ def object_psnr(a: Tensor, b: Tensor) -> Tensor:
 
 
 def object_mask(images: Tensor) -> Tensor:
-    """Return the pixels of images [n, 3, H, W] in [0, 1] that differ from all colours of their
-    border, bool [n, H, W].
+    """Find the pixels that differ from all colours of their image's border.
 
     The embedded models draw one subject on a plain or patterned ground that fills the border. No
     prompt says where the subject is, so the unmerged image tells.
+
+    Args:
+        images: [n, 3, H, W] in [0, 1].
+
+    Returns:
+        The mask, bool [n, H, W].
     """
     border = torch.cat(
         [images[:, :, 0], images[:, :, -1], images[:, :, :, 0], images[:, :, :, -1]], 2

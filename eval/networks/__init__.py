@@ -1,6 +1,4 @@
-"""The networks that metrics look through, as their authors defined them: inference only, weights
-given.
-"""
+"""Networks of metrics and trained models for evaluation, with published weights."""
 
 from __future__ import annotations
 
@@ -13,11 +11,10 @@ import torch
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Inference as the scores are defined: no gradients, whole float32 whatever the user allows,
-    and repeatable kernels.
+    """Compute as the scores are defined, for a `with` block.
 
-    TensorFloat-32 and bfloat16 in matrix products and convolutions are put back afterwards as they
-    were.
+    There are no gradients, products are in whole float32 and kernels are repeatable, whatever the
+    caller allows elsewhere. Settings of TensorFloat-32 and bfloat16 are restored afterwards.
     """
     cuda: Any = torch.backends.cudnn
     cpu: Any = torch.backends.mkldnn

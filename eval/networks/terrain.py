@@ -1,12 +1,12 @@
-"""A published diffusion model that a package registry carries: a consistency model of terrain.
+"""A published diffusion model from a package registry: a consistency model of terrain.
 
     model = load_terrain()
     heights = model.denoise(80 * noise, 80.0, difficulty)  # [B, 1, h, w] in -1..1
 
-A UNet of guided-diffusion's form (10.4 M parameters, one step, 128 x 128 maps of heights), trained
-by the authors of `adaptive-terrain-diffusion` (MIT), here as diffusers' `UNet2DModel`. It is
-convolutional: other sides that 16 divides work too. Nobody here trained it, so it can contradict
-what our own models say about merging.
+It is a UNet of guided-diffusion's form (10.4 M parameters, one step, 128 x 128 maps of heights),
+trained by the authors of `adaptive-terrain-diffusion` (MIT), here as diffusers' `UNet2DModel`. It
+is convolutional: other sides that 16 divides work too. It wasn't trained for this project, so it
+can contradict what our own models say about merging.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PLACE = re.compile(r"(input|output|middle)_blocks?\.(?:(\d+)\.)?(\d)\.(.+)\.(we
 
 
 class Terrain(nn.Module):
-    """The UNet and what stands around it in a consistency model."""
+    """The UNet, and the rest of a consistency model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ class Terrain(nn.Module):
         self.unet.class_embedding = TimestepEmbedding(1, 4 * LEVELS[0])
 
     def denoise(self, noisy: Tensor, sigma: float, difficulty: Tensor) -> Tensor:
-        """The clean maps [B, 1, h, w], in -1..1, of `noisy` maps.
+        """Compute the clean maps [B, 1, h, w], in -1..1.
 
         Args:
-            noisy: a map in -1..1 and noise of deviation `sigma` [B, 1, h, w].
-            sigma: 80 for maps out of noise alone.
+            noisy: Maps in -1..1 plus noise of deviation `sigma` [B, 1, h, w].
+            sigma: 80 for noise alone.
             difficulty: 0 to 1 [B].
         """
         deviation = (sigma**2 + _SIGMA_DATA**2) ** 0.5
@@ -94,7 +94,7 @@ class Terrain(nn.Module):
 
 
 def load_terrain(weights_dir: Path | None = None, offline: bool = False) -> Terrain:
-    """The trained model, in eval mode.
+    """Load the trained model in eval mode.
 
     Raises as `eval.weights.load.load` does.
     """
@@ -114,19 +114,19 @@ def load_terrain(weights_dir: Path | None = None, offline: bool = False) -> Terr
 
 
 def slope(maps: Tensor) -> Tensor:
-    """The mean steepness of each map [B, 1, h, w], a difference a pixel: [B]."""
+    """Compute the mean steepness of each map [B, 1, h, w], in height per pixel: [B]."""
     down, across = maps.diff(dim=2)[..., :-1], maps.diff(dim=3)[:, :, :-1]
     return (down**2 + across**2).sqrt().flatten(1).mean(1)
 
 
 def roughness(maps: Tensor) -> Tensor:
-    """The root mean square of the Laplacian of each map [B, 1, h, w]: [B]."""
+    """Compute the root mean square of the Laplacian of each map [B, 1, h, w]: [B]."""
     down, across = maps.diff(n=2, dim=2)[..., 1:-1], maps.diff(n=2, dim=3)[:, :, 1:-1]
     return ((down + across) ** 2).flatten(1).mean(1).sqrt()
 
 
 def _here(name: str) -> str:
-    """What diffusers calls a weight that guided-diffusion calls `name`; `qkv` has three names."""
+    """Return diffusers' name of a weight of guided-diffusion; `qkv` has three names."""
     layer, _, kind = name.rpartition(".")
     if layer in _OUTSIDE:
         return f"{_OUTSIDE[layer]}.{kind}"

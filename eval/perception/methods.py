@@ -19,7 +19,7 @@ from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 from mame_sd.perception.encoder_registry import find_encoder
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.settings import EVERY, LEFT
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 
 from ..results.schema import Family
 from .rivals import ablated, embedding_of, on_smaller_images, rival_on

@@ -25,7 +25,7 @@ from mame_sd.perception.counts import width_of
 from mame_sd.perception.encoder_registry import Encoder, find_encoder
 from mame_sd.perception.handle import EncoderHandle
 from mame_sd.perception.merged_block import MergedBlock
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 
 from .rules import BlockTokens, Rule
 

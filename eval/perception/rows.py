@@ -15,8 +15,7 @@ from typing import Any
 from mame_sd.errors import UserError
 
 from .. import tables
-from .methods import BLOCKS, RIVALS, Method, merged, rival
-from .rules import RATES, DiffRate
+from .methods import BLOCKS, RIVALS, Method, merged
 
 BASELINE = "baseline"
 DEFAULT = "mame-default"
@@ -64,9 +63,6 @@ def row_named(name: str) -> Row:
         if target.at is None and target.name != BASELINE:
             label = f"{RIVALS[kind].short}, FLOPs of {target.label}"
             return Row(name=name, label=label, family=RIVALS[kind].family, rival=kind, at=other)
-    rates = name.removeprefix("diffrate-")
-    if rates != name and rates in RATES:
-        return Row(name=name, label=f"DiffRate, {rates}", method=rival(DiffRate(rates)))
     match = _MAME.fullmatch(name)
     tau = None if match is None else _number(match[2], 1.0)
     if match is not None and tau is not None:
@@ -84,8 +80,8 @@ def row_named(name: str) -> Row:
         return Row(name=name, label=label, family=knob.family, rival=kind, method=method)
     raise UserError(
         "--rows: expected names such as baseline, mame-default, default-0.8, mame-0.8,"
-        f" mame-quarters-0.5, tome-8, evit-0.7, diffrate-{', diffrate-'.join(RATES)},"
-        f" random-all-0.9, smaller-160 or tome@mame-0.8, got {name!r}; correct it"
+        " mame-quarters-0.5, tome-8, evit-0.7, random-all-0.9, smaller-160 or tome@mame-0.8, got"
+        f" {name!r}; correct it"
     )
 
 

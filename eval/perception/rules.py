@@ -4,8 +4,6 @@
   removes r tokens in every block, weights means by size and makes attention proportional;
 * `EViT` (Liang et al., arXiv 2202.07800), without its training: the tokens that the class token
   attends to least become one;
-* `DiffRate` (Chen et al., arXiv 2305.17997), as published: its rates of pruning and merging, by the
-  class token's attention;
 * `RandomDrop`: a random share stays.
 
 Special tokens come first, take no part and stay first.
@@ -21,8 +19,6 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from mame_sd.runs.methods import NotApplicable
 
 
 @dataclass
@@ -236,78 +232,6 @@ class EViT(Rule):
         return Reduced(
             torch.cat([x[:, :prefix], rows_of(body, order[:, :left]), rest], 1), None, cost
         )
-
-
-# How many tokens DiffRate leaves in each block after pruning and after merging, as its repository
-# (OpenGVLab/DiffRate, compression_rate.json) has them for the FLOPs of the paper's table 1.
-RATES: dict[str, tuple[str, str]] = {
-    "deit-s": (
-        "197 192 168 143 121 105 92 74 62 45 33 3",
-        "197 180 156 127 109 98 80 66 52 37 31 3",
-    ),
-    "deit-b": (
-        "197 192 172 156 131 107 90 72 56 33 17 3",
-        "197 178 162 141 115 96 78 60 47 21 13 3",
-    ),
-    "mae-b": (
-        "197 192 166 143 119 103 86 72 54 43 37 23",
-        "197 176 150 127 107 92 76 58 47 41 23 23",
-    ),
-    "mae-l": (
-        "197 195 188 179 168 157 146 143 131 121 111 102 93 85 76 70 61 53 47 35 31 26 21 14",
-        "197 191 184 172 161 151 145 135 125 117 106 96 89 80 72 64 54 50 40 27 27 23 14 14",
-    ),
-    "mae-h": (
-        "257 257 257 257 248 250 240 239 229 209 160 159 149 111 109 106 104 106 101 104 85 96 88"
-        " 93 94 88 88 91 81 78 76 75",
-        "257 257 257 249 242 241 239 229 209 203 159 150 124 107 107 101 100 101 104 89 101 88 89"
-        " 88 91 86 86 83 78 78 75 75",
-    ),
-}
-
-
-@dataclass(frozen=True)
-class DiffRate(EveryBlock):
-    """DiffRate without its training, at the published rates of `rates`, one of RATES.
-
-    In each block the patches are sorted by the class token's attention and the last are dropped. Of
-    those left, the last join the most similar of the others: as their plain mean, and with sizes
-    that count a joined token by its similarity.
-    """
-
-    rates: str
-    prop_attn: ClassVar[bool] = True
-    hears: ClassVar[tuple[str, ...]] = ("keys", "queries")
-
-    def __call__(self, tokens: BlockTokens) -> Reduced:
-        """Prune and merge tokens at the block's published rates."""
-        x, prefix = tokens.x, tokens.prefix
-        pruned, merged = ([int(n) for n in text.split()] for text in RATES[self.rates])
-        fits = tokens.place > 0 or x.shape[1] == pruned[0]
-        if tokens.places != len(pruned) or prefix != 1 or not fits:
-            raise NotApplicable(
-                f"expected {len(pruned)} blocks and {pruned[0]} tokens, one of them for the class,"
-                f" which DiffRate's rates of {self.rates} are for, got {tokens.places} and"
-                f" {x.shape[1]}; choose other rates"
-            )
-        sizes = (
-            x.new_ones(x.shape[:2], dtype=torch.float32) if tokens.sizes is None else tokens.sizes
-        )
-        order = class_attention(tokens).argsort(dim=-1, descending=True) + prefix
-        order = torch.cat([order.new_zeros(len(x), 1), order], 1)[:, : pruned[tokens.place]]
-        x, sizes = rows_of(x, order), sizes.gather(1, order)
-        kept, cost = min(merged[tokens.place], x.shape[1]), tokens.x.shape[1] * x.shape[2]
-        if kept < x.shape[1]:
-            unit = F.normalize(x, dim=-1)
-            alike = unit[:, kept:] @ unit[:, :kept].transpose(1, 2)
-            alike[..., 0] = -torch.inf  # nothing joins the class token
-            most, target = alike.max(-1)
-            at = target.unsqueeze(-1).expand(-1, -1, x.shape[-1])
-            cost += alike.shape[1] * alike.shape[2] * x.shape[-1]
-            joined = sizes[:, kept:] * most.clamp(min=0).to(sizes.dtype)
-            sizes = sizes[:, :kept].scatter_add(1, target, joined)
-            x = x[:, :kept].scatter_reduce(1, at, x[:, kept:], "mean")
-        return Reduced(x, sizes, cost)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mame_sd.runs.generate import environment
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 from mame_sd.runs.processes import Process
 
 from ..benchmark.results import TIMINGS, resumed, write_results

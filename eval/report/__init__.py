@@ -1,8 +1,7 @@
-"""The report of a benchmark: results.json and the images beside it become pages and tables to look
-at.
+"""Make the report of a benchmark from results.json and its images.
 
-- report.html: one self-contained file: headline, pictures, tables, plots, gates, manifest
-- table.csv: every figure with its interval, one line for each row
+- report.html: one self-contained file with headline, pictures, tables, plots, gates, manifest
+- table.csv: every figure with its interval, one line per row
 """
 
 from .headline import summary

@@ -1,7 +1,7 @@
-"""Matplotlib figures as SVG elements that take their colours and font from the page.
+"""Draw matplotlib figures as SVG elements that take colours and font from the page.
 
-A figure is drawn with stand-in colours, one for each CSS variable of the page, which are then
-replaced by the variables. So one drawing serves the light and the dark scheme.
+A figure is drawn in placeholder colours, one for each CSS variable of the page, which are then
+replaced by the variables. So one drawing fits the light and the dark scheme.
 """
 
 from __future__ import annotations
@@ -49,15 +49,19 @@ STYLE: dict[Any, Any] = {
 
 
 def new_figure(width: int, height: int) -> Figure:
-    """An empty figure of `width` x `height` units, ready to measure text."""
+    """Return an empty figure of `width` x `height` units in which text can be measured."""
     figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def to_svg(figure: Figure, name: str, description: str) -> Markup:
-    """The figure as an inline <svg>; `name` keeps its ids apart from other figures', `description`
-    is read aloud.
+    """Return a figure as an inline <svg>.
+
+    Args:
+        figure: The figure.
+        name: Keeps its ids apart from those of other figures.
+        description: Text for screen readers.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):

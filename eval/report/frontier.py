@@ -1,5 +1,6 @@
-"""Speed against closeness to the baseline: one point for each row, and the frontier of those that
-none surpasses.
+"""Plot speed against closeness to the baseline: a point per row, and the frontier.
+
+The frontier has the points that no other point surpasses in both.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Point:
-    """A row at (times as fast as the baseline, closeness), with the intervals that these have."""
+    """A row with its speed, closeness and their intervals."""
 
     row: MethodResult
     speed: Value
@@ -41,15 +42,15 @@ class Point:
 
     @property
     def at(self) -> tuple[float, float]:
+        """(times as fast as the baseline, closeness)."""
         return self.speed.mean or 0.0, self.near.mean or 0.0
 
 
 def points(results: Results, chosen: Focus) -> list[Point]:
-    """The rows with a known speed and a finite closeness.
+    """Return the rows with a known speed and a finite closeness.
 
-    The baseline is at speed 1 and, for a distance, closeness 0.
-
-    Not the floor, beside which all others would look alike.
+    The baseline has speed 1 and, for a distance, closeness 0. The floor is excluded, because it
+    would make all others look alike.
     """
     found = []
     for row in results.measured:
@@ -64,8 +65,11 @@ def points(results: Results, chosen: Focus) -> list[Point]:
 
 
 def frontier(found: Sequence[Point], lower: bool) -> list[Point]:
-    """Those that no other point surpasses in speed and closeness at once, slowest first; `lower`
-    closeness is better.
+    """Return the points that no other surpasses in speed and closeness at once, slowest first.
+
+    Args:
+        found: The points.
+        lower: True if lower closeness is better.
     """
     sign = 1 if lower else -1
     best = math.inf
@@ -78,7 +82,7 @@ def frontier(found: Sequence[Point], lower: bool) -> list[Point]:
 
 
 def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
-    """The figure as SVG, `width` units wide; None where fewer than two rows have both figures."""
+    """Return the figure as SVG, `width` units wide, or None if fewer than two rows have both."""
     found = points(results, chosen)
     if len(found) < 2 or chosen.closeness is None:
         return None
@@ -130,8 +134,9 @@ def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
 
 
 def _limits(values: Sequence[Value]) -> tuple[float, float]:
-    """Show every value with room for its name; intervals may widen that by half, and run out of the
-    frame beyond.
+    """Return limits that show every value with room for its name.
+
+    Intervals widen them by at most half, and are cut off beyond.
     """
     means = [value.mean or 0.0 for value in values]
     low, high = min(means), max(means)
@@ -144,8 +149,10 @@ def _limits(values: Sequence[Value]) -> tuple[float, float]:
 
 
 def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
-    """Write each row's name where it covers no other name or point and stays within the plot, if
-    possible off the intervals, too: at the first of `PLACES` that will do, else nowhere.
+    """Write each row's name at the first of `PLACES` that is free, if any.
+
+    A place is free if the name covers no other name or point and lies within the plot; places off
+    the intervals come first.
     """
     inside = axes.get_window_extent()
     taken = [_around(axes, point) for point in found]
@@ -173,7 +180,7 @@ def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
 
 
 def _bar(axes: Axes, point: Point) -> Bbox:
-    """What the point's interval of closeness covers, in units of the drawing."""
+    """Return what a point's interval of closeness covers, in units of the drawing."""
     x, y = point.at
     ends = point.near.interval or (y, y)
     (x0, y0), (x1, y1) = (axes.transData.transform((x, end)) for end in ends)
@@ -181,6 +188,6 @@ def _bar(axes: Axes, point: Point) -> Bbox:
 
 
 def _around(axes: Axes, point: Point) -> Bbox:
-    """What the point's marker covers, in units of the drawing."""
+    """Return what a point's marker covers, in units of the drawing."""
     x, y = axes.transData.transform(point.at)
     return Bbox.from_bounds(x - 7, y - 7, 14, 14)

@@ -1,7 +1,4 @@
-"""The report in one sentence, and those that compare with the nearest and the fastest rival.
-
-Plain words, also for bad news.
-"""
+"""Write the report's headline, and compare with the nearest and the fastest rival."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from .select import PUBLISHED, Focus, focus
 
 
 def summary(results: Results) -> str:
-    """Return both sentences as one line."""
+    """Return headline and comparison on one line."""
     chosen = focus(results)
     return f"{headline(chosen)} {comparison(results, chosen)}".strip()
 
 
 def headline(chosen: Focus) -> str:
-    """How fast the headline's row is, and how close to the baseline."""
+    """Say how fast the headline's row is, and how close to the baseline."""
     if chosen.mame is None:
         return "No run with MaMe has been measured yet."
     closeness, speed = _closeness(chosen, chosen.mame), _speed(chosen, chosen.mame)
@@ -30,8 +27,10 @@ def headline(chosen: Focus) -> str:
 
 
 def comparison(results: Results, chosen: Focus) -> str:
-    """Return how fast and how close the nearest and the fastest rivals are, why ToMeSD or ToMe is
-    missing, and who is both faster and closer than ours; empty where there is nothing to say.
+    """Compare with rivals, or return "" if there is nothing to say.
+
+    It says how fast and how close the nearest and the fastest rival are, why ToMeSD or ToMe is
+    missing, and which rows are both faster and closer than ours.
     """
     said = []
     measured = {row.family for row in results.measured}
@@ -56,8 +55,9 @@ def _about(who: str, chosen: Focus, row: MethodResult | None) -> str:
 
 
 def _surpassed(results: Results, chosen: Focus) -> str:
-    """The rows of others that are both faster and closer than the headline's, by intervals that lie
-    apart; empty where there are none.
+    """Name the rows of others that are both faster and closer than the headline's, or return "".
+
+    Their intervals must not overlap with the headline's.
     """
     found = points(results, chosen)
     ours = next((point for point in found if point.row is chosen.mame), None)
@@ -80,8 +80,9 @@ def _surpassed(results: Results, chosen: Focus) -> str:
 
 
 def _above(high: Value, low: Value) -> bool:
-    """Whether the interval of `high` lies above that of `low`: a single round or prompt has none,
-    and tells nothing.
+    """Return True if the interval of `high` lies above that of `low`.
+
+    A single round or prompt has no interval and proves nothing.
     """
     if high.interval is None or low.interval is None:
         return False
@@ -102,7 +103,7 @@ def _closeness(chosen: Focus, row: MethodResult) -> str:
 
 
 def _speed(chosen: Focus, row: MethodResult) -> str:
-    """How fast a row is; empty where that was not measured."""
+    """Say how fast a row is, or return "" if that wasn't measured."""
     speed = row.value(chosen.speed)
     if speed is None or speed.mean is None:
         return ""

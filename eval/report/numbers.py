@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: fixed digits, a true minus sign, no false zero."""
+"""Format numbers: fixed digits, a true minus sign, no false zero."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from ..results.schema import Value
 
 
 def number(value: float, digits: int) -> str:
-    """`value` with `digits` after the point: ``∞`` for infinity, ``<0.001`` for what would read as
-    0.000.
+    """Format a value with `digits` after the point.
+
+    Infinity is ``∞``, and what would read as 0.000 is ``<0.001``.
     """
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
@@ -20,14 +21,14 @@ def number(value: float, digits: int) -> str:
 
 
 def interval(value: Value, digits: int) -> str:
-    """The interval as ``low – high``, or the spread as ``± std``; empty where there is neither."""
+    """Format the interval as ``low – high``, or the spread as ``± std``, or return ""."""
     if value.interval is None:
         return f"± {number(value.std, digits)}" if value.std else ""
     return " – ".join(number(end, digits) for end in value.interval)
 
 
 def p_value(value: Value) -> str:
-    """``p 0.03``, ``p < 0.001``; empty where there is none."""
+    """Format the p-value as ``p 0.03`` or ``p < 0.001``, or return "" if there is none."""
     if value.p is None:
         return ""
     return "p < 0.001" if value.p < 0.001 else f"p {value.p:.{3 if value.p < 0.1 else 2}f}"

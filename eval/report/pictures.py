@@ -1,8 +1,7 @@
-"""Images for the page: baseline, ToMeSD and MaMe side by side, maps of what differs, and a gallery
-of all prompts.
+"""Prepare the page's images: rows side by side, maps of their differences, and a gallery.
 
-Everything is embedded as WebP of bounded size, lossless where that fits. So the page's size is
-bounded too: 12 prompts of 768 x 768 stay below 8 MB. Differences are computed from the PNG files.
+Everything is embedded as WebP of bounded size, lossless if that fits. So the page's size is bounded
+too: 12 prompts of 768 x 768 stay below 8 MB. Differences are computed from the PNG files.
 """
 
 from __future__ import annotations
@@ -37,10 +36,17 @@ _CASE_TITLES = dict(zip(CASES, ("Closest", "Median", "Furthest"), strict=True)) 
 
 @dataclass(frozen=True)
 class Shot:
-    """One embedded image as a data URI.
+    """One embedded image.
 
-    `caption` stands under it, `label` beside its enlargement; `area` is a family, with "map-"
-    before it for a map of differences.
+    Attributes:
+        src: Its data URI.
+        caption: Text under it.
+        label: Text next to its enlargement.
+        score: Its own figure of closeness, or "".
+        alt: Text for screen readers.
+        area: A family, with "map-" before it for a map of differences.
+        width: Pixels.
+        height: Pixels.
     """
 
     src: str
@@ -55,9 +61,7 @@ class Shot:
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt's images: baseline, ToMeSD, MaMe, then the differences of the latter two from the
-    baseline.
-    """
+    """One prompt's images: baseline, rival and MaMe, then the differences of the latter two."""
 
     title: str
     picture: Picture
@@ -66,15 +70,20 @@ class Case:
 
     @property
     def across(self) -> int:
-        """Columns on a phone: the images with their maps below, or all where they are few."""
+        """Number of columns on a phone: images with their maps below, or all if they are few."""
         images = sum(not shot.area.startswith("map-") for shot in self.shots)
         return images if len(self.shots) > 3 else len(self.shots)
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Everything shown; `scale` is the difference, in levels of 255, at which the maps are
-    brightest.
+    """Everything shown.
+
+    Attributes:
+        cases: The images of the best, median and worst prompt.
+        gallery: Small images of further prompts.
+        scale: Difference at which maps are brightest, in levels of 255.
+        missing: Files that couldn't be read.
     """
 
     cases: Sequence[Case]
@@ -84,9 +93,9 @@ class Pictures:
 
 
 def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
-    """The images of `results`, whose runs lie in `folder`.
+    """Load the images of `results`, whose runs are in `folder`.
 
-    What can't be read is left out and named in `missing`.
+    Files that can't be read are left out and listed in `missing`.
     """
     missing: set[str] = set()
 
@@ -140,24 +149,25 @@ def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
 
 
 def difference(one: Image.Image, other: Image.Image) -> np.ndarray:
-    """Mean over the channels of |one - other|, float32 [H, W] in levels of 255."""
+    """Return the mean over channels of |one - other|, float32 [H, W] in levels of 255."""
     return np.abs(np.asarray(one, np.float32) - np.asarray(other, np.float32)).mean(-1)
 
 
 def difference_map(values: np.ndarray, scale: int) -> Image.Image:
-    """`difference` as colours: black for none, brightest from `scale` levels on."""
+    """Colour a difference: black for none, brightest from `scale` levels on."""
     return Image.fromarray(_COLORS[np.clip(values * (255 / scale), 0, 255).astype(np.uint8)])
 
 
 def gradient() -> str:
-    """The colours of the maps as a CSS gradient, none to most."""
+    """Return the colours of the maps as a CSS gradient, from none to most."""
     stops = ", ".join("#%02x%02x%02x" % tuple(_COLORS[n]) for n in range(0, 256, 17))  # noqa: UP031 (reads best)
     return f"linear-gradient(90deg, {stops})"
 
 
 def webp_uri(image: Image.Image, limit: int) -> str:
-    """The image as a data URI of at most `limit` bytes before encoding: lossless if that fits, else
-    as good as fits.
+    """Return an image as a data URI of at most `limit` bytes before encoding.
+
+    It is lossless if that fits; otherwise quality and then size are reduced.
     """
     options: list[dict[str, Any]] = [
         {"lossless": True},
@@ -175,7 +185,7 @@ def webp_uri(image: Image.Image, limit: int) -> str:
 
 
 def _scale(differences: Sequence[np.ndarray]) -> int:
-    """The smallest of `SCALES` that all but a two-hundredth of the pixels stay below."""
+    """Return the smallest of `SCALES` that 99.5 % of the pixels stay below."""
     if not differences:
         return SCALES[-1]
     most = max(float(np.quantile(values, 0.995)) for values in differences)
@@ -197,7 +207,7 @@ def _map(image: Image.Image, row: MethodResult, picture: Picture) -> Shot:
 
 
 def _score(row: MethodResult, picture: Picture, chosen: Focus) -> str:
-    """The image's own figure of closeness, with its name."""
+    """Return the image's own figure of closeness with its name, or ""."""
     if chosen.closeness is None:
         return ""
     value = row.per_image.get(chosen.closeness.name, {}).get(picture.key)

@@ -69,19 +69,18 @@ _PAGES = Environment(
 
 
 def render(results: Results, out: Path) -> Path:
-    """Write report.html and table.csv into the folder `out`, each whole or not at all.
+    """Write report.html and table.csv into `out`, each whole or not at all.
 
     Args:
-        results: rows may be missing or not measured; the report says so.
-        out: the folder that holds the runs which the rows name. An image that can't be read is
-            named in the report.
+        results: The results; rows that are missing or not measured are reported as such.
+        out: The folder that holds the runs of the rows. The report names images that can't be read.
 
     Returns:
         The path of report.html.
 
     Raises:
-        UserError: `out` can't be written.
-        MachineError: the disk is full, and the like.
+        UserError: If `out` can't be written.
+        MachineError: If the disk is full, for example.
     """
     chosen = focus(results)
     page = _PAGES.get_template("report.html.j2").render(_context(results, chosen, out))
@@ -92,8 +91,9 @@ def render(results: Results, out: Path) -> Path:
 
 
 def table_csv(results: Results) -> str:
-    """One line for each row; for each metric m the columns m, m_low, m_high, m_n, m_p, m_withheld
-    and m_remark.
+    """Return one line per row.
+
+    Each metric m has the columns m, m_low, m_high, m_n, m_p, m_withheld and m_remark.
     """
     metrics = [m for block in ("cost", "fidelity", "quality") for m in results.block(block)]
     parts = ("", "_low", "_high", "_n", "_p", "_withheld", "_remark")
@@ -118,7 +118,7 @@ def _csv_cells(value: Value) -> list[Any]:
 
 
 def _context(results: Results, chosen: Focus, folder: Path) -> dict[str, Any]:
-    """All that the templates show."""
+    """Return everything that the templates show."""
     return {
         "results": results,
         "words": WORDS[results.kind],
@@ -158,7 +158,7 @@ _FACTS = {  # entries of the manifest, and how they read beside the headline
 
 
 def _facts(results: Results) -> list[str]:
-    """What the figures stand on, in a few words each."""
+    """Return what the figures depend on, in a few words each."""
     found = {key: _lookup(results.manifest, key) for key in _FACTS}
     return [
         f"{results.images:,} image{'s' * (results.images != 1)} per row",
@@ -167,7 +167,7 @@ def _facts(results: Results) -> list[str]:
 
 
 def _lookup(manifest: Mapping[str, Any], key: str) -> Any:
-    """The first value named `key` at any depth, outermost first; None where there is none."""
+    """Return the first value named `key` at any depth, outermost first, or None."""
     if key in manifest and not isinstance(manifest[key], Mapping):
         return manifest[key]
     inner = (_lookup(value, key) for value in manifest.values() if isinstance(value, Mapping))
@@ -175,7 +175,7 @@ def _lookup(manifest: Mapping[str, Any], key: str) -> Any:
 
 
 def _flat(manifest: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """(dotted name, value) of every leaf, in the manifest's order."""
+    """Return (dotted name, value) of every leaf, in the manifest's order."""
     found = []
     for key, value in manifest.items():
         name = f"{prefix}{key}"

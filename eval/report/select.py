@@ -1,6 +1,4 @@
-"""What the report puts in front: the row of the headline, its rival, the metrics of speed and
-closeness, the cases.
-"""
+"""Choose what the report shows first: rows, metrics and images."""
 
 from __future__ import annotations
 
@@ -17,13 +15,17 @@ RIVALS = (*PUBLISHED, "rival")
 
 @dataclass(frozen=True)
 class Focus:
-    """The choices that headline, plot and pictures share; None where the results have nothing of
-    the kind.
+    """The choices that headline, plot and pictures share; None if the results have no such thing.
 
-    `rival` is the row of others that is nearest to the baseline, `fastest` the fastest one.
-    `speed` is how many times as fast as the baseline a row is, `latency` the cost metric that it
-    stands beside, in seconds or per second. `closeness` is the fidelity metric that orders the
-    images: LPIPS, or the first one that was measured where LPIPS was not.
+    Attributes:
+        baseline: The baseline.
+        mame: The row of the headline.
+        rival: The row of others that is nearest to the baseline.
+        fastest: The fastest row of others.
+        speed: The metric of how many times as fast as the baseline a row is.
+        latency: The cost metric next to it, in seconds or per second.
+        closeness: The fidelity metric that orders the images: LPIPS, or else the first measured
+            one.
     """
 
     baseline: MethodResult | None
@@ -36,8 +38,9 @@ class Focus:
 
 
 def focus(results: Results) -> Focus:
-    """Return the default MaMe row where it was measured, else the first; the rivals nearest to the
-    baseline and fastest; the metrics.
+    """Choose the headline's row, the nearest and fastest rivals, and the metrics.
+
+    The row is our default, or else the first of ours.
     """
     rows = results.measured
     baseline = next((row for row in rows if row.family == "baseline"), None)
@@ -51,8 +54,9 @@ def focus(results: Results) -> Focus:
 
 
 def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
-    """(case, image key) of the best, median and worst image of the headline's row by closeness, no
-    image twice.
+    """Return (case, image key) of the best, median and worst image of the headline's row.
+
+    They are ordered by closeness, and no image comes twice.
     """
     if chosen.mame is None:
         return []
@@ -74,7 +78,7 @@ def cases(results: Results, chosen: Focus) -> list[tuple[str, str]]:
 
 
 def _latency(results: Results, baseline: MethodResult | None) -> Column | None:
-    """The metric of speed: CPU time where latency was withheld."""
+    """Return the metric of speed: CPU time if latency was withheld."""
     costs = {metric.name: metric for metric in results.block("cost")}
     if baseline is not None and baseline.values.get("latency", Value()).withheld:
         costs = {"cpu": costs["cpu"]} if baseline.value(costs.get("cpu")) else costs
@@ -90,7 +94,7 @@ def _closeness(results: Results) -> Column | None:
 
 
 def _best(rows: Sequence[MethodResult], metric: Column | None) -> MethodResult | None:
-    """Return the row that is best by `metric`; None where no row has a value."""
+    """Return the row that is best by `metric`, or None if no row has a value."""
     if metric is None:
         return None
     sign = 1 if metric.better == "higher" else -1

@@ -1,7 +1,7 @@
-"""The tables as rows of cells, for every format: which cell is best, which is withheld and why.
+"""Prepare the tables as rows of cells: which cell is best, which is withheld and why.
 
-Tables that never mix: speed with fidelity to the baseline (paired, image by image), quality against
-the named reference set, and the other costs.
+Speed with fidelity to the baseline (paired, image by image), quality against the named reference
+set, and other costs are tables of their own.
 """
 
 from __future__ import annotations
@@ -20,10 +20,19 @@ SHORT = 32  # characters of a reason that a cell holds
 
 @dataclass
 class Cell:
-    """`kind` is "value", "withheld", "self" (the baseline against itself) or "absent".
+    """One cell.
 
-    `note` says why a value is missing, or how many equal images (`partial`) it leaves out;
-    `footnote` what is too long for a cell.
+    Attributes:
+        kind: "value", "withheld", "self" (the baseline against itself) or "absent".
+        text: What it shows.
+        mean: The value.
+        interval: Its interval as text.
+        p: Its p-value as text.
+        against: Name of the row that p compares with.
+        note: Why a value is missing, or how many equal images it excludes.
+        footnote: What is too long for a cell.
+        best: True if it is the best of its column.
+        partial: True if it excludes equal images.
     """
 
     kind: str
@@ -40,7 +49,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """One row of a table; `cells` is empty where the row was not measured."""
+    """One row of a table; `cells` is empty if the row wasn't measured."""
 
     row: MethodResult
     cells: Sequence[Cell] = ()
@@ -48,7 +57,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """`groups` are (title, metrics) in column order; a line's cells follow the metrics."""
+    """A table; `groups` are (title, metrics) in column order, which a line's cells follow."""
 
     name: str
     title: str
@@ -57,6 +66,7 @@ class Table:
 
     @property
     def metrics(self) -> list[Column]:
+        """The metrics in column order."""
         return [metric for _, group in self.groups for metric in group]
 
     @property
@@ -69,7 +79,7 @@ class Table:
 
     @property
     def footnotes(self) -> list[str]:
-        """``column: why values are missing, or what to know of them``, each once."""
+        """``column: why values are missing, or what to know about them``, each once."""
         found = (
             f"{metric.label}: {cell.footnote}"
             for line in self.lines
@@ -80,9 +90,11 @@ class Table:
 
 
 def every_table(results: Results, chosen: Focus) -> list[Table]:
-    """Three tables: speed and then fidelity to the baseline, what fits beside one another on a
-    desktop; quality against the reference set, which its title names; parts of the seconds, CPU
-    time, memory.
+    """Return three tables.
+
+    The first has speed and then fidelity to the baseline, which fit next to each other on a
+    desktop. The second has quality against the reference set that its title names, the third parts
+    of the seconds, CPU time and memory.
     """
     names = ("flops", "speedup", chosen.latency.name if chosen.latency else "")
     costs = results.block("cost")
@@ -141,7 +153,7 @@ def _cell(row: MethodResult, metric: Column) -> Cell:
 
 
 def _without_value(reason: str) -> Cell:
-    """Withheld, or not measured where `reason` says so."""
+    """Return a cell that is withheld, or not measured if `reason` says so."""
     measured = not reason.startswith(NOT_MEASURED)
     reason = reason.removeprefix(NOT_MEASURED).removeprefix(": ")
     note, footnote = (reason, "") if len(reason) <= SHORT else ("", reason)
@@ -152,8 +164,8 @@ def _without_value(reason: str) -> Cell:
 def _mark_best(metric: Column, index: int, lines: Sequence[Line]) -> None:
     """Mark the cells of a column that read as the best of at least two.
 
-    None is marked where a mean leaves out equal images, which would have made it better, and never
-    the floor.
+    None is marked if a mean excludes equal images, which would have made it better. The floor is
+    never marked.
     """
     cells = [line.cells[index] for line in lines]
     scored = [

@@ -1,1 +1,1 @@
-"""Results of benchmarks: their schema, and the one file that holds them."""
+"""Results of benchmarks: their schema, and reading them."""

@@ -1,4 +1,4 @@
-"""The content of results.json as values that the rest can trust: checked once, here."""
+"""Read results.json as checked values."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .schema import Results
 
 
 def parse(results: Mapping[str, Any]) -> Results:
-    """`results`, the content of results.json, checked by the types that the schema names.
+    """Check the content of results.json by the types of the schema.
 
     Raises:
-        UserError: naming the entry that is missing or of another kind.
+        UserError: If an entry is missing or of another type; the message names it.
     """
     found: Results = _read(Results, results, "")
     return found
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """`value` as a `kind`: a dataclass, a list or a mapping of such, or a plain value."""
+    """Read a value as a `kind`: a dataclass, a list or mapping of such, or a plain value."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any or (value is None and NoneType in inner):
         return value

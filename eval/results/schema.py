@@ -1,7 +1,8 @@
-"""The one schema of a benchmark's results: what `benchmark` and `perception` fill in, results.json
-holds and the report reads.
+"""The schema of a benchmark's results.
 
-`to_json` gives the content of results.json, `eval.results.read.parse` reads it back, checked.
+`benchmark` and `classify` fill it in, results.json holds it, and the report reads it.
+`Results.to_json` returns the content of results.json; `eval.results.read.parse` reads and checks
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Kind = Literal["generation", "classification"]
 
 
 def without_nulls(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The fields of a dataclass as JSON has them."""
+    """Return the fields of a dataclass as JSON has them."""
     return {name: value for name, value in pairs if name in _ALWAYS or value is not None}
 
 
@@ -43,6 +44,7 @@ class Column:
 
     @property
     def arrow(self) -> str:
+        """The arrow that says which values are better."""
         return "↓" if self.better == "lower" else "↑"
 
 
@@ -51,16 +53,21 @@ class Value:
     """One measured value, or the reason why it is withheld.
 
     Attributes:
-        low, high: its interval; None: there is none.
-        n: of how many images or rounds.
-        p: of its comparison with row `against`.
-        withheld: why there is no value.
-        equal: how many images are the baseline's; they are left out of `mean`.
-        std: over `splits` parts of the images.
-        cap: the largest possible value.
-        statistic: what mean, low and high are, where it is no mean with its interval.
-        warning, note: what must be said beside it.
-        difference: from row `against`, or from the other run.
+        mean: The value. If None, it is withheld or wasn't measured.
+        low: Lower end of its interval, if it has one.
+        high: Upper end of its interval, if it has one.
+        n: Number of images or rounds.
+        p: P-value of the comparison with the row `against`.
+        against: Name of a row.
+        withheld: Why there is no value.
+        equal: Number of images that equal the baseline's; `mean` excludes them.
+        std: Standard deviation over `splits` parts of the images.
+        splits: Number of parts.
+        cap: Largest possible value.
+        statistic: What mean, low and high are, unless they are a mean with its interval.
+        warning: What must be said with the value because it may mislead.
+        note: What else must be said with it.
+        difference: Difference from the row `against`, or from the other run.
     """
 
     mean: float | None = None
@@ -81,18 +88,17 @@ class Value:
 
     @property
     def known(self) -> bool:
+        """True if there is a value."""
         return self.mean is not None and self.withheld is None
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """(low, high), where it has both."""
+        """(low, high), or None if it lacks one of them."""
         return None if self.low is None or self.high is None else (self.low, self.high)
 
     @property
     def equal_note(self) -> str:
-        """How many images equal the baseline's and are left out of the mean; empty where none
-        are.
-        """
+        """How many images equal the baseline's and are excluded from the mean, or ""."""
         if not self.equal:
             return ""
         others = self.mean is not None and math.isfinite(self.mean)
@@ -100,9 +106,7 @@ class Value:
 
     @property
     def remark(self) -> str:
-        """What must be said beside the value wherever it is shown: how it came about, what it
-        leaves out, how it misleads. Empty where there is nothing.
-        """
+        """What must be said wherever the value is shown, such as how it misleads; or ""."""
         parts = [self.warning, self.note, (self.difference or {}).get("note")]
         if self.splits is not None:
             parts.append(f"{self.splits} split{'s' * (self.splits != 1)}")
@@ -113,6 +117,7 @@ class Value:
         return "; ".join(dict.fromkeys(part for part in parts if part))
 
     def to_json(self) -> dict[str, Any]:
+        """Return its JSON values."""
         return asdict(self, dict_factory=without_nulls)
 
 
@@ -121,12 +126,18 @@ class MethodResult:
     """One method: a line of the tables, filled in as it is measured.
 
     Attributes:
-        config: its settings as JSON values; a resumed benchmark takes only rows of equal ones.
-        run: its folder, relative to that of results.json; None: it has none.
-        reason: why it is not measured.
-        values: by metric.
-        per_image: by metric, then by image.
-        solved: of a rival at another row's FLOPs: the target, the knob and the FLOPs that it gave.
+        name: Name of the row.
+        family: Family of the row.
+        label: Label for tables.
+        default: True if it is our default.
+        config: Its settings as JSON values; a resumed benchmark reuses only rows of equal settings.
+        run: Its folder relative to that of results.json, or None.
+        reason: Why it isn't measured.
+        measured: True if it is measured.
+        values: Values by metric.
+        per_image: Values by metric and image.
+        solved: For a rival at another row's FLOPs: the target, the knob, and the FLOPs that it
+            gave.
     """
 
     name: str
@@ -142,7 +153,7 @@ class MethodResult:
     solved: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        """Raises UserError for a run outside the folder of results.json."""
+        """Raise UserError for a run outside the folder of results.json."""
         run = PurePath(self.run or "")
         if run.is_absolute() or ".." in run.parts:
             raise UserError(
@@ -150,7 +161,7 @@ class MethodResult:
             )
 
     def value(self, metric: Column | None) -> Value | None:
-        """The row's known value of `metric`, None where it has none."""
+        """Return the row's known value of `metric`, or None."""
         found = None if metric is None else self.values.get(metric.name)
         return found if found is not None and found.known else None
 
@@ -168,7 +179,7 @@ class Picture:
 class Gate:
     """One sanity check of the benchmark itself.
 
-    `withholds`: where it fails, what it is about is left out.
+    If `withholds`, a failure only withholds the figures that the gate is about.
     """
 
     name: str
@@ -180,15 +191,21 @@ class Gate:
 
 @dataclass(kw_only=True)
 class Results:
-    """Everything that is known of a benchmark so far; all that a report is made of.
+    """Everything known of a benchmark so far; a report is made from it alone.
 
     Attributes:
-        created: when, in ISO 8601.
-        manifest: what the figures depend on, as JSON values.
-        metrics: in the order of columns.
-        pictures: what the images of each run are of.
-        reference, reference_n: the set that quality is against, and its size.
-        sensitivity: whether the model and the prompts can tell methods apart, in one sentence.
+        suite: Name of the suite.
+        manifest: What the figures depend on, as JSON values.
+        metrics: The metrics in the order of columns.
+        rows: The rows.
+        created: The time, in ISO 8601.
+        pictures: What the images of each run are of.
+        gates: The sanity checks.
+        reference: Name of the set that quality is measured against.
+        reference_n: Number of its images.
+        notes: Lines for the report.
+        kind: What was measured.
+        sensitivity: One sentence on whether the model and the prompts can tell methods apart.
     """
 
     suite: str
@@ -205,27 +222,28 @@ class Results:
     sensitivity: str = ""
 
     def row(self, name: str) -> MethodResult:
-        """The row of that name."""
+        """Return the row of that name."""
         return next(row for row in self.rows if row.name == name)
 
     @property
     def images(self) -> int:
-        """How many images each row is of."""
+        """Number of images of each row."""
         about = self.manifest.get("images")
         return int(about["images"]) if isinstance(about, Mapping) else len(self.pictures)
 
     @property
     def measured(self) -> list[MethodResult]:
+        """The rows that are measured."""
         return [row for row in self.rows if row.measured]
 
     @property
     def failed(self) -> list[Gate]:
-        """The gates that make every figure doubtful."""
+        """The gates whose failure makes every figure doubtful."""
         return [gate for gate in self.gates if not gate.passed and not gate.withholds]
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader must know before the first figure, beside failed gates."""
+        """What a reader must know before the first figure, besides failed gates."""
         found = []
         if "FAILS" in self.sensitivity:
             found.append(
@@ -240,9 +258,9 @@ class Results:
         return found
 
     def block(self, name: str) -> list[Column]:
-        """The metrics of one block, in column order."""
+        """Return the metrics of one block, in column order."""
         return [metric for metric in self.metrics if metric.block == name]
 
     def to_json(self) -> dict[str, Any]:
-        """The content of results.json."""
+        """Return the content of results.json."""
         return {"format": FORMAT, **asdict(self, dict_factory=without_nulls)}

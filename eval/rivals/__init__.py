@@ -1,3 +1,1 @@
-"""What merging has to beat on any diffusion model: published rivals, those that look at no token,
-and attention that tells nothing of space.
-"""
+"""Rivals of merging that run by the library's hooks, and tomesd."""

@@ -1,5 +1,7 @@
-"""What restoring by a fit has to beat: MLPs and blocks computed on the same tokens, whose nearest
-one is copied to each other token, as token merging does (ToMe, arXiv 2210.09461; MaRe).
+"""The copying rival of restoring by a fit.
+
+MLPs and blocks are computed on the same tokens, and each other token is a copy of the nearest of
+them, as in token merging (ToMe, arXiv 2210.09461; MaRe).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.restore import ChosenTokens
 from mame_sd.errors import UserError
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMethod, Merging, NotApplicable
+from mame_sd.runs.merging import InstalledMethod, Merging, NotApplicable
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,11 @@ class Copied:
     config: MaMeConfig
 
     def describe(self) -> dict[str, Any]:
+        """Return its settings as JSON values."""
         return {"rival": {"name": "copied", **self.config.to_dict(given_only=True)}}
 
     def install(self, model: LoadedModel) -> InstalledMethod:
-        """Raises NotApplicable for a model in which nothing is restored."""
+        """Put it on a model. Raise NotApplicable if nothing is restored in it."""
         try:
             installed = Merging(self.config).install(model)
         except UserError as error:

@@ -1,8 +1,7 @@
-"""What merging has to beat, on the library's own path: its hooks and layers, with a rival's plan
-instead of ours.
+"""Rivals in the library's own layers: its hooks and layers, with a rival's plan instead of ours.
 
-So every rival meets the same calls, the same checks and the same counting, and differs in nothing
-but what merges.
+So every rival gets the same calls, the same checks and the same counting, and differs only in what
+merges.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MakePlan = Callable[[Tensor, tuple[int, int]], Any]  # of tokens [B, L, C] and t
 
 
 class RivalLayer(AttentionAdapter):
-    """A layer that merges by a rival's plan and is `inner` in all else."""
+    """A layer that merges by a rival's plan and otherwise works like `inner`."""
 
     def __init__(self, inner: AttentionAdapter, make: MakePlan) -> None:
         super().__init__()
@@ -40,27 +39,27 @@ class RivalLayer(AttentionAdapter):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> LayerCall:
-        """As `inner`."""
+        """Describe a call as `inner` does."""
         return self.inner.call(module, forward, args, kwargs)
 
     def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
-        """What `inner` says; a reason where height and width are unknown."""
+        """Decide how a call merges as `inner` does; refuse unknown heights and widths."""
         route = self.inner.route(call, known, config)
         if not isinstance(route, str) and len(route.tokens.size) == 1:
             return "height and width unknown"
         return route
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
-        """As `inner`."""
+        """Count the image's tokens as `inner` does."""
         return self.inner.count(call, known)
 
     def plan(self, route: Route) -> Any:
-        """The rival's."""
+        """Return the rival's plan."""
         assert route.feature is not None
         return self.make(route.feature, plane_of(route.tokens.size))
 
     def job(self, route: Route, name: str, step: Step) -> MergeJob:
-        """The rival's keys in place of ours."""
+        """Return a job that merges the rival's keys instead of ours."""
         job = super().job(route, name, step)
         values = {f.name: getattr(job, f.name) for f in fields(job) if f.init}
         return RivalJob(make=self.make, **values)
@@ -75,7 +74,10 @@ class RivalJob(MergeJob):
     def merge(
         self, call: Mapping[str, Any], grids: list[Grid], first: int, bias: bool = True
     ) -> dict[str, Any] | None:
-        """See `MergeJob`; nothing is counted, as published, nor fitted unless it is asked for."""
+        """Merge keys and values, see `MergeJob`.
+
+        As published, sizes aren't counted and values aren't fitted, unless the rival asks for it.
+        """
         start, size, _ = grids[0]
         end, parts = start + math.prod(size), []
         plan: Any = None

@@ -1,4 +1,4 @@
-"""A rival as a method that a run installs on its model, like merging itself."""
+"""A rival as a method that a run installs on its model, as it does merging."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mame_sd.diffusion.layer import MergeHook
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMerging, InstalledMethod, NotApplicable
+from mame_sd.runs.merging import InstalledMerging, InstalledMethod, NotApplicable
 
 from .layers import RivalLayer
 
@@ -30,11 +30,14 @@ class Rival:
     """A way to merge keys and values, or whole tokens, in the layers in which ours would merge.
 
     Attributes:
-        name: what the run's settings call it.
-        make: one of `plans.py`, which takes `settings`.
+        name: Name in the run's settings.
+        make: A function of `plans.py` that takes `settings`, or a class such as `ToMA`, of which
+            each layer has an object of its own, made with `settings`.
+        settings: Keyword arguments of `make`.
         merge: "kv", or "qkv" for whole tokens that it restores.
-        min_tokens: layers with fewer are left alone.
-        fit_queries: with "kv", how many queries the values of the rival's keys are fitted to.
+        min_tokens: Layers with fewer tokens are not merged.
+        fit_queries: With "kv", number of queries to which the values of the rival's keys are
+            fitted.
     """
 
     name: str
@@ -46,14 +49,14 @@ class Rival:
 
     @contextmanager
     def on(self, target: Any, seed: int = 0) -> Iterator[MaMeHandle]:
-        """Merging by this rival for a `with` block.
+        """Merge by this rival for a `with` block.
 
         Args:
-            target: what `apply_mame` takes.
-            seed: of what the rival draws.
+            target: What `apply_mame` takes.
+            seed: Seed of what the rival draws.
 
         Raises:
-            ValueError: nothing could merge.
+            ValueError: If nothing could merge.
         """
         generators: dict[torch.device, torch.Generator] = {}
 
@@ -65,30 +68,34 @@ class Rival:
         # What merges is the rival's; only which of the two ways is taken is ours.
         keys: dict[str, Any] = {"keep": 0.5, "fit_queries": self.fit_queries}
         how: dict[str, Any] = keys if self.merge == "kv" else {"tau": 0.0}
-        make = partial(self.make, draw=draw, **self.settings)
+
+        def maker() -> Callable[..., Any]:
+            if isinstance(self.make, type):
+                return partial(self.make(**self.settings), draw=draw)
+            return partial(self.make, draw=draw, **self.settings)
+
         with hooks_restored(target):
             handle = apply_mame(target, min_tokens=self.min_tokens, **how)
             for module in denoiser_of(target).modules():
                 hook = hook_on(module, MergeHook.name)
                 if isinstance(hook, MergeHook):
-                    hook.layer = RivalLayer(hook.layer, make)
+                    hook.layer = RivalLayer(hook.layer, maker())
             yield handle
 
     def describe(self) -> dict[str, Any]:
+        """Return its settings as JSON values."""
         about = {"name": self.name, "merge": self.merge, "min_tokens": self.min_tokens}
         if self.fit_queries:
             about["fit_queries"] = self.fit_queries
         return {"rival": {**about, **self.settings}}
 
     def install(self, model: LoadedModel) -> InstalledMethod:
-        """Raises NotApplicable for a model in which nothing can merge."""
+        """Put it on a model. Raise NotApplicable if nothing can merge in it."""
         return _Installed(self, model)
 
 
 class _Installed:
-    """A rival on a model, put on anew for each batch: what it drew or kept for one never meets
-    another.
-    """
+    """A rival on a model, installed anew for each batch, so that batches share no drawn numbers."""
 
     def __init__(self, rival: Rival, model: LoadedModel) -> None:
         self._rival, self._model = rival, model
@@ -102,17 +109,19 @@ class _Installed:
             raise NotApplicable(f"{self._rival.name}: {error}") from error
 
     def begin(self, jobs: Sequence[Job]) -> None:
+        """Install it anew, with a seed from the batch's jobs."""
         self._on.close()
         # Not the image's own seed, from which its noise is drawn.
         digest = hashlib.sha256(f"rival/{generator_of(jobs[0]).initial_seed()}".encode()).digest()
         self._handle = self._enter(int.from_bytes(digest[:7], "big"))
 
     def levels(self) -> list[dict[str, Any]]:
-        """Raises NotApplicable when nothing could merge."""
+        """Return the levels that merged. Raise NotApplicable if nothing could merge."""
         try:
             return InstalledMerging(self._handle).levels()
         except UserError as error:
             raise NotApplicable(f"{self._rival.name}: {error}") from error
 
     def remove(self) -> None:
+        """Take it off the model."""
         self._on.close()

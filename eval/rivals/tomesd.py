@@ -16,20 +16,21 @@ from torch import nn
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import Job, generator_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import InstalledMethod, NotApplicable
+from mame_sd.runs.merging import InstalledMethod, NotApplicable
 
 NO_TOMESD = "tomesd is not installed: pip install 'mame-sd[rivals]'"
 
 
 def has_tomesd() -> bool:
+    """Return True if the package is installed."""
     return importlib.util.find_spec("tomesd") is not None
 
 
 @contextmanager
 def tomesd_on(unet: nn.Module, ratio: float) -> Iterator[None]:
-    """`unet` patched by the tomesd package for the block; `ratio` of the tokens merge.
+    """Patch `unet` by the package tomesd for a `with` block; `ratio` of the tokens merge.
 
-    Raises ImportError where tomesd is not installed.
+    Raises ImportError if tomesd isn't installed.
     """
     import tomesd
 
@@ -45,18 +46,24 @@ def tomesd_on(unet: nn.Module, ratio: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ToMeSD:
-    """Token Merging for Stable Diffusion (Bolya and Hoffman, 2023) as its package applies it,
-    `ratio` of tokens merged.
+    """Token Merging for Stable Diffusion (Bolya and Hoffman, 2023) as its package applies it.
+
+    Attributes:
+        ratio: Share of the tokens that merge.
     """
 
     ratio: float
 
     def describe(self) -> dict[str, Any]:
+        """Return its settings as JSON values."""
         version = importlib.metadata.version("tomesd") if has_tomesd() else None
         return {"rival": {"name": "tomesd", "ratio": self.ratio, "version": version}}
 
     def install(self, model: LoadedModel) -> InstalledMethod:
-        """Raises UserError when tomesd is missing, NotApplicable when the model has no UNet."""
+        """Put it on a model.
+
+        Raises UserError if tomesd is missing, NotApplicable if the model has no UNet.
+        """
         if not has_tomesd():
             raise UserError(f"tomesd: expected its package, but {NO_TOMESD}")
         unet = getattr(model.pipe, "unet", None)
@@ -69,10 +76,7 @@ class ToMeSD:
 
 
 class _InstalledToMeSD:
-    """tomesd on a UNet.
-
-    Its random numbers are drawn anew for each batch, so that resuming changes no pixel.
-    """
+    """tomesd on a UNet. It draws anew for each batch, so that resuming changes no pixel."""
 
     def __init__(self, unet: nn.Module, ratio: float) -> None:
         self._unet, self._on = unet, ExitStack()
@@ -85,7 +89,7 @@ class _InstalledToMeSD:
         ]
 
     def _counted(self, module: nn.Module) -> list[int]:
-        """A list that takes the number of tokens in each call of `module`."""
+        """Return a list that takes the number of tokens in each call of `module`."""
         found: list[int] = []
 
         def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -95,6 +99,7 @@ class _InstalledToMeSD:
         return found
 
     def begin(self, jobs: Sequence[Job]) -> None:
+        """Draw from a seed of the batch's jobs, and count anew."""
         device = next(self._unet.parameters()).device
         seed = generator_of(jobs[0]).initial_seed()
         info: Any = self._unet._tome_info
@@ -104,8 +109,9 @@ class _InstalledToMeSD:
             kept.clear()
 
     def levels(self) -> list[dict[str, Any]]:
-        """Raises NotApplicable when no block merged anything, which tomesd itself passes over in
-        silence (SDXL).
+        """Return the levels that merged.
+
+        Raises NotApplicable if no block merged anything, which tomesd doesn't report (SDXL).
         """
         means = [(fmean(came), fmean(kept)) for came, kept in self._seen if came]
         if means and all(came == kept for came, kept in means):
@@ -122,4 +128,5 @@ class _InstalledToMeSD:
         return found
 
     def remove(self) -> None:
+        """Take it off the model."""
         self._on.close()

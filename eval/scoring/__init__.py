@@ -1,1 +1,1 @@
-"""Scores of run folders and image folders."""
+"""Score run folders and image folders."""

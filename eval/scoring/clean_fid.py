@@ -32,8 +32,14 @@ _WEIGHTS = Path("." if platform.system() == "Windows" else "/tmp", "inception-20
 
 @dataclass(frozen=True)
 class CleanFid:
-    """The package's Inception and its distance; `extract` maps a batch of images to features
-    [n, 2048].
+    """The package's Inception and its distance.
+
+    Attributes:
+        extract: Computes features [n, 2048] of a batch of images.
+        device: Where it computes.
+        name: Name and version of the package.
+        weights_hash: sha256 of its weights.
+        resize: How images are brought to its size.
     """
 
     extract: Any
@@ -43,7 +49,7 @@ class CleanFid:
     resize: str = "clean (PIL bicubic, antialiased)"
 
     def features(self, files: Sequence[Path]) -> Any:
-        """Features [n, 2048], float, of image files."""
+        """Compute features [n, 2048] of image files."""
         from cleanfid import fid
 
         return fid.get_files_features(
@@ -57,9 +63,9 @@ class CleanFid:
         )
 
     def distance(self, a: Any, b: Any) -> float:
-        """The package's FID of two arrays of features.
+        """Compute the package's FID of two arrays of features.
 
-        Raises UserError where the package finds no real square root of the covariances.
+        Raises UserError if the package finds no real square root of the covariances.
         """
         from cleanfid import fid
 
@@ -74,14 +80,18 @@ class CleanFid:
 
 
 def load_clean_fid(device: torch.device, offline: bool = False) -> CleanFid:
-    """The package with its own Inception, which it downloads the first time.
+    """Load the package with its own Inception, which it downloads the first time.
 
-    The file is TorchScript, which can run anything: only the published one is loaded.
+    The file is TorchScript, which can run any code: only the published one is loaded.
+
+    Args:
+        device: Where it computes.
+        offline: If True, nothing is fetched.
 
     Raises:
-        UserError: the package is missing, or torchvision doesn't fit torch; no weights and
-            `offline`, other weights, or a file that others may change.
-        MachineError: its weights are not there and can't be fetched.
+        UserError: If the package is missing, torchvision doesn't fit torch, or the weights are
+            missing while offline, are others, or can be changed by other people.
+        MachineError: If its weights are missing and can't be fetched.
     """
     try:
         from cleanfid.downloads_helper import check_download_inception

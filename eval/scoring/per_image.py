@@ -1,4 +1,4 @@
-"""Values of single images: fidelity of pairs, and quality of images with their prompts, by key."""
+"""Compute values of single images: fidelity of pairs, quality of images with their prompts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,16 @@ PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def pair_values(
     metrics: Sequence[Metric], pairs: Sequence[Pair], tools: Tools
 ) -> dict[str, Values]:
-    """Each of `metrics` (needs "pair") for each pair, by metric and key.
+    """Compute metrics of each pair, by metric and key.
+
+    Args:
+        metrics: Metrics that need "pair".
+        pairs: The pairs.
+        tools: What computes them.
 
     Raises:
-        UserError: a broken image, sizes that differ within a pair or are too small for a metric;
-            the file is named.
+        UserError: If an image is broken, or if sizes differ within a pair or are too small for a
+            metric; the message names the file.
     """
     functions = {metric.name: _pairwise(metric, tools) for metric in metrics}
     found: dict[str, Values] = {name: {} for name in functions}
@@ -58,7 +63,7 @@ def pair_values(
 
 
 def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
-    """`metric` (needs "image": the CLIP score) for each image of the run, by key."""
+    """Compute a metric that needs "image", the CLIP score, for each image of a run, by key."""
     network = tools.network(metric)
     found: Values = {}
     tools.on_progress(0, len(run.items))

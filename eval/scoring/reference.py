@@ -1,4 +1,4 @@
-"""The reference set that quality is measured against: a folder, a run, or a file of statistics."""
+"""Open the set that quality is measured against: a folder, a run, or a file of statistics."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from .runs import Run
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A named set of images, or its `statistics` alone.
+    """A named set of images, or only its statistics.
 
     Attributes:
-        count: images in it; 0 where statistics do not say.
-        digest: sha256 of what it holds, in whatever order.
+        name: Its name.
+        count: Number of images; 0 if statistics don't say.
+        digest: sha256 of its content, in any order.
+        statistics: Its statistics, or None.
         hashes: sha256 of each image file.
-        files: the image files; none of statistics.
+        files: The image files; empty for statistics.
     """
 
     name: str
@@ -37,13 +39,12 @@ class Reference:
     files: tuple[Path, ...] = ()
 
     def about(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """Return what a manifest says of it."""
         return {"name": self.name, "n": self.count, "sha256": self.digest}
 
 
 def open_reference(path: Path) -> Reference:
-    """The reference at `path`: an .npz of statistics, a run folder, or any folder of images
-    (nothing below it).
+    """Open an .npz of statistics, a run folder, or a folder of images (without its subfolders).
 
     Raises UserError for anything else.
     """
@@ -62,7 +63,7 @@ def open_reference(path: Path) -> Reference:
 
 
 def check_reference(metrics: Sequence[Metric], reference: Reference | None) -> None:
-    """Raise UserError when one of `metrics` needs a reference and there is none."""
+    """Raise UserError if one of `metrics` needs a reference and there is none."""
     needing = [metric.name for metric in metrics if metric.needs == "set"]
     if needing and reference is None:
         raise UserError(
@@ -72,8 +73,9 @@ def check_reference(metrics: Sequence[Metric], reference: Reference | None) -> N
 
 
 def check_foreign(reference: Reference | None, *runs: Run) -> None:
-    """Raise UserError when images of the reference are those of a run: a distance to these is
-    fidelity, not quality.
+    """Raise UserError if the reference holds images of a run.
+
+    A distance to these is fidelity, not quality.
     """
     if reference is None or not reference.hashes:
         return

@@ -1,5 +1,6 @@
-"""Finished runs of ``mame-sd generate`` and their pairing, always by key ``<id>_<repeat>``, never
-by file order.
+"""Read finished runs of ``mame-sd generate`` and pair their images.
+
+Images are paired by key ``<id>_<repeat>``, never by file order.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ AGAIN = "run generate again, into a new folder where that does not help"
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: every image that its manifest promises is there, and no other.
+    """A finished run: it has every image that its manifest promises, and no other.
 
     Attributes:
-        settings, environment: as in manifest.json.
-        items: by key, in the order of the run's prompts.
-        plain: whether it is a mere folder of images, of which no prompt and no seed is known.
+        folder: Its folder.
+        settings: As in manifest.json.
+        environment: As in manifest.json.
+        items: Images by key, in the order of the run's prompts.
+        plain: True if it is a plain folder of images, without prompts and seeds.
     """
 
     folder: Path
@@ -65,8 +68,8 @@ class Run:
         """Read a run folder.
 
         Raises:
-            UserError: no run, an unfinished one, or one whose images and samples.jsonl do not
-                agree.
+            UserError: If it is no run, if it isn't finished, or if its images and samples.jsonl
+                differ.
         """
         if not folder.is_dir():
             raise UserError(
@@ -88,8 +91,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images of one prompt, seed and repeat: of the baseline (`a`) and of what is compared with
-    it (`b`).
+    """Two images of one prompt, seed and repeat.
+
+    Attributes:
+        key: Key of both images.
+        prompt_id: Id of the prompt.
+        a: The baseline's image.
+        b: The image that is compared with it.
     """
 
     key: str
@@ -99,11 +107,11 @@ class Pair:
 
 
 def pair(a: Run, b: Run) -> list[Pair]:
-    """Every image of `a` beside that of `b` with its key, in the order of `a`.
+    """Pair every image of `a` with the one of `b` that has its key, in the order of `a`.
 
     Raises:
-        UserError: an image that only one run has, another prompt, negative prompt or seed; the
-            first one is named.
+        UserError: If only one run has an image, or if prompts, negative prompts or seeds differ;
+            the message names the first one.
     """
     for one, other in ((a, b), (b, a)):
         lacking = [key for key in one.items if key not in other.items]
@@ -128,9 +136,7 @@ def pair(a: Run, b: Run) -> list[Pair]:
 
 
 def differing_settings(a: Run, b: Run) -> list[str]:
-    """Names of settings other than the method itself in which two runs differ, such as ``steps: 20,
-    10``.
-    """
+    """List the settings, except the method, in which two runs differ, such as ``steps: 20, 10``."""
     found: list[str] = []
     if a.plain or b.plain:
         return found
@@ -144,7 +150,7 @@ def differing_settings(a: Run, b: Run) -> list[str]:
 def _complete(
     folder: Path, settings: Mapping[str, Any], items: Mapping[str, Sample]
 ) -> dict[str, Sample]:
-    """Return the items with their files as they are named on this system.
+    """Return the items with their files as this system names them.
 
     Raises UserError unless the images are those of samples.jsonl, and as many as the settings
     promise.

@@ -1,4 +1,4 @@
-"""Metrics of one run against another, each with its interval."""
+"""Compute metrics of one run against another, each with its interval."""
 
 from __future__ import annotations
 
@@ -25,7 +25,19 @@ def measured(
     metrics: Sequence[Metric],
     tools: Tools,
 ) -> dict[str, tuple[Value, Values]]:
-    """The value of each of `metrics` of run `b`, and its values by image, empty for a set's."""
+    """Compute metrics of run `b`.
+
+    Args:
+        a: The baseline.
+        b: The run.
+        pairs: Their images in pairs.
+        reference: The set that quality is measured against, or None.
+        metrics: The metrics.
+        tools: What computes them.
+
+    Returns:
+        By metric its value, and its values by image, which are empty for metrics of whole sets.
+    """
     prompts = {item.key: item.prompt_id for item in b.items.values()}
     found: dict[str, tuple[Value, Values]] = {}
     near = [metric for metric in metrics if metric.needs == "pair"]
@@ -40,10 +52,16 @@ def measured(
 
 
 def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools: Tools) -> Value:
-    """The mean of per-image values with its interval (`mean_interval`); its note says which CLIP it
-    is of.
+    """Compute the mean of per-image values with its interval; the note names the CLIP.
 
-    Raises UserError for NaN, which only broken weights give.
+    Args:
+        metric: The metric.
+        values: Its values by key.
+        prompts: Prompt id of each key.
+        tools: What computed them.
+
+    Raises:
+        UserError: If a value is NaN, which only broken weights give.
     """
     try:
         found = Value(**mean_interval(values, prompts))
@@ -57,8 +75,15 @@ def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools
 
 
 def cut_prompts(metrics: Sequence[Metric], run: Run, tools: Tools) -> tuple[int, int]:
-    """How many of the run's prompts, each counted once, the CLIP score read only in part, and how
-    many there are.
+    """Count the prompts of which the CLIP score read only a part.
+
+    Args:
+        metrics: The metrics that were computed.
+        run: The run.
+        tools: What computed them.
+
+    Returns:
+        That number, and the number of the run's prompts, each counted once.
     """
     prompts = sorted({item.prompt for item in run.items.values()})
     clip = tools.networks.get("clip")

@@ -1,6 +1,4 @@
-"""Values of whole sets of images: distances to the baseline's or the reference's images, and
-inception scores.
-"""
+"""Compute values of whole sets of images: distances to other images, and inception scores."""
 
 from __future__ import annotations
 
@@ -32,13 +30,17 @@ _CHUNK = 64  # images decoded at once
 def set_value(
     metric: Metric, run: Run, baseline: Run, reference: Reference | None, tools: Tools
 ) -> Value:
-    """A set-wide metric of the run's images.
+    """Compute a metric of all images of a run.
 
     Args:
-        baseline: what "sets" compares with; reference: what "set" compares with.
+        metric: The metric.
+        run: The run.
+        baseline: What metrics that need "sets" compare with.
+        reference: What metrics that need "set" compare with, or None.
+        tools: What computes them.
 
     Raises:
-        UserError: no reference where one is needed, or one that the metric can't use.
+        UserError: If a reference is missing, or if the metric can't use it.
     """
     count = len(run.items)
     reason = too_few(metric, run, reference)
@@ -66,7 +68,7 @@ def set_value(
 
 @contextmanager
 def _named(metric: Metric) -> Iterator[None]:
-    """What can't be computed is an error of the user's that names the metric."""
+    """Turn a ValueError of the block into a UserError that names the metric."""
     try:
         yield
     except ValueError as error:
@@ -76,7 +78,7 @@ def _named(metric: Metric) -> Iterator[None]:
 
 
 def _kernel(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
-    """KID of the features of images."""
+    """Compute the KID of images' features."""
     if isinstance(other, Reference) and other.statistics is not None:
         raise UserError(
             f"--reference {other.name}: expected images for {metric.name}, got statistics; give a"
@@ -87,7 +89,7 @@ def _kernel(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> f
 
 
 def _frechet(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
-    """Frechet distance by our own code, of features of images or statistics of a reference."""
+    """Compute the Frechet distance of images' features, or to statistics of a reference."""
     own = statistics(_features(metric, run.files, tools).features, tools.network(metric).name)
     if isinstance(other, Reference) and other.statistics is not None:
         return frechet_distance(own, other.statistics)
@@ -95,7 +97,7 @@ def _frechet(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> 
 
 
 def _clean_fid(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -> float:
-    """FID by the package clean-fid, which reads the files by itself."""
+    """Compute FID by the package clean-fid, which reads the files itself."""
     package = tools.network(metric)
     if isinstance(other, Reference) and not other.files:
         raise UserError(
@@ -110,7 +112,7 @@ def _clean_fid(metric: Metric, run: Run, other: Run | Reference, tools: Tools) -
 
 
 def _features(metric: Metric, files: tuple[Path, ...], tools: Tools) -> Features:
-    """Features and logits of every image file, in order."""
+    """Compute features and logits of image files, in order."""
 
     def made() -> Features:
         extractor, found = tools.network(metric), []

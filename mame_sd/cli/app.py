@@ -168,7 +168,7 @@ def sheet_command(
     num: Annotated[int, typer.Option(help="Show the first NUM images.", metavar="NUM")] = 12,
 ) -> None:
     """Write one sheet of finished runs: the same images, run below run."""
-    from mame_sd.cli.run_sheet import run_sheet
+    from mame_sd.cli.sheet import run_sheet
 
     run_sheet(folders, out, num)
 

@@ -25,10 +25,10 @@ from mame_sd.runs.files import read_regular, write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, known_identity
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
-from mame_sd.runs.records import STRANGE
+from mame_sd.runs.records import RECORD_ERRORS
 from mame_sd.runs.run_folder import differences, in_short
 from mame_sd.runs.sampling import sample
 
@@ -93,14 +93,12 @@ def run_calibrate(
 
 
 def _check(choice: ModelChoice, out: Path, file: Path) -> None:
-    """Raise UserError for a folder that can't take the results: one with settings of another model,
-    or a model's, which has a config.json of its own.
-    """
+    """Raise UserError for a folder with settings of another model or with another config.json."""
     if file.exists():
         try:
             there = json.loads(read_regular(file))["about"]["model"]
             different = differences(there, known_identity(choice), partly=True, name="model")
-        except (OSError, *STRANGE):
+        except (OSError, *RECORD_ERRORS):
             different = ["one with another config.json"]
         if different:
             raise UserError(

@@ -1,6 +1,4 @@
-"""``mame-sd compare``: images of a few prompts unmerged, with merging and with one step fewer, side
-by side, with what they cost and where they differ from the unmerged ones.
-"""
+"""Run ``mame-sd compare``: images unmerged, merged and with one step fewer, side by side."""
 
 from __future__ import annotations
 
@@ -29,14 +27,14 @@ from mame_sd.cli.sheet import (
 from mame_sd.config import MaMeConfig
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.prompt_files import Prompt
 from mame_sd.runs.sampling import sample
 
 UNMERGED = "unmerged"
-LARGEST = 80.0  # dB, of images that are equal
-SMALL_SIDE = PANEL_SIDE // 2  # of an image where several prompts are compared
+LARGEST = 80.0  # dB of images that are equal
+SMALL_SIDE = PANEL_SIDE // 2  # pixels of an image if several prompts are compared
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,9 @@ class Way:
     """One way to make an image.
 
     Attributes:
-        label: for the sheet and the summary.
-        config: settings of merging; None: unmerged.
-        fewer: denoising steps fewer than asked for.
+        label: name in the sheet and the summary.
+        config: settings of merging; None merges nothing.
+        fewer: number of denoising steps less than asked for.
     """
 
     label: str
@@ -56,12 +54,16 @@ class Way:
 
 @dataclass(frozen=True)
 class Panel:
-    """One way's image of a prompt.
+    """A prompt's image in one way.
 
     Attributes:
-        seconds: of each round; on a CPU its own seconds, which other programs hardly change.
-        levels: what merged by the `method` (fields of LevelReport); empty where nothing merges.
-        unit: of the seconds.
+        label: name of the way.
+        image: the image.
+        seconds: seconds of each round.
+        levels: what merged, as fields of LevelReport.
+        method: method that merged.
+        unit: unit of the seconds. On a CPU these are CPU seconds, which other programs hardly
+            change.
     """
 
     label: str
@@ -71,18 +73,18 @@ class Panel:
     method: str = "keys"
     unit: str = "s"
 
+    @property
+    def heading(self) -> str:
+        """Return the mean of its seconds, with their unit."""
+        return f"{fmean(self.seconds):.2f} {self.unit}"
+
     def speed(self, baseline: Panel) -> float:
         """Return how many times as fast it is, the median of the rounds' ratios."""
         pairs = zip(baseline.seconds, self.seconds, strict=True)
         return median(base / max(own, 1e-9) for base, own in pairs)
 
-    @property
-    def heading(self) -> str:
-        """Return its mean seconds, with their unit."""
-        return f"{fmean(self.seconds):.2f} {self.unit}"
-
     def lines(self, baseline: Panel) -> tuple[str, ...]:
-        """Return what stands under the image, below its seconds."""
+        """Return the lines of text below its heading."""
         if self is baseline:
             return (self.label,)
         times = f"{self.speed(baseline):.2f} times as fast"
@@ -98,13 +100,15 @@ def run_compare(
     settings: GenerateSettings,
     merging: MaMeConfig,
 ) -> None:
-    """Write the sheet of the prompts, and print one line on what merging and one step fewer do.
+    """Write the sheet of the prompts, and print what merging and one step fewer do.
 
     Args:
-        prompts: a row of the sheet each.
+        prompts: prompts, one for each row of the sheet.
         out: the sheet, a .png file.
-        rounds: how often each image is made, for its seconds.
-        choice, settings, merging: the model, how it is sampled, how it merges.
+        rounds: number of times that each image is made, for its seconds.
+        choice: the model.
+        settings: how images are sampled.
+        merging: how it merges.
     """
     model, merging = load_to_merge(choice, merging, prompts)
     ways = ways_of(merging, settings)
@@ -118,11 +122,7 @@ def run_compare(
             rows.append(compare(model, prompt, settings, ways, tell, on_progress.step, rounds))
     texts = [prompt.text for prompt in prompts]
     about = {"prompts": texts, "summary": summary_line(rows), "ways": summary(rows)}
-    write_sheet(
-        out,
-        compare_sheet(texts, rows),
-        {**about, "model": model.identity},
-    )
+    write_sheet(out, compare_sheet(texts, rows), {**about, "model": model.identity})
     said = f"{about['summary']}\n{out}"
     answer(said, {"sheet": str(out), **about}, "mame-sd generate --prompts demo --out out/demo")
 
@@ -142,13 +142,22 @@ def compare(
     on_step: Callable[[int, int], None] | None = None,
     rounds: int = 1,
 ) -> list[Panel]:
-    """Make an image unmerged and then in each of `ways`, from the same noise, `rounds` times.
+    """Make an image unmerged and in each of `ways`, from the same noise.
 
-    Every round makes each image once, every other round in the opposite order. A one-step call
-    before the first keeps warm-up out of the seconds.
+    Each round makes each image once, every second round in the opposite order. A one-step call
+    before the first round keeps warm-up out of the seconds.
+
+    Args:
+        model: the model.
+        prompt: the prompt.
+        settings: how images are sampled.
+        ways: ways other than the unmerged one.
+        on_progress: called with the numbers of images done and in all.
+        on_step: called with the numbers of steps done and in all of the current image.
+        rounds: number of rounds.
 
     Raises:
-        UserError: a way in which nothing could merge, or that the model refuses.
+        UserError: nothing could merge in one of the ways, or the model refuses it.
     """
     (job,) = jobs_of([prompt], settings)
     on_cpu = model.identity["device"] == "cpu"
@@ -181,24 +190,22 @@ def compare(
 def compare_sheet(prompts: Sequence[str], rows: Sequence[Sequence[Panel]]) -> Image.Image:
     """Draw the panels of each prompt in a row, each but the first with its difference map."""
     side = PANEL_SIDE if len(rows) == 1 else SMALL_SIDE
+    scale = f"darkest: {DIFFERENCE_SCALE} of 255 levels or more"
     drawn = []
-    for prompt, (first, *others) in zip(prompts, rows, strict=True):
-        cells = [_cell(first, first, side, prompt)]
-        for panel in others:
-            cells.append(_cell(panel, first, side))
-            gap = enlarge(difference_map(first.image, panel.image), side)
-            scale = f"darkest: {DIFFERENCE_SCALE} of 255 levels or more"
-            cells.append(Cell(gap, ("difference from unmerged", scale)))
+    for prompt, panels in zip(prompts, rows, strict=True):
+        first, cells = panels[0], []
+        for panel in panels:
+            lines = (*panel.lines(first), *([prompt] if panel is first else []))
+            cells.append(Cell(enlarge(panel.image, side), lines, panel.heading))
+            if panel is not first:
+                gap = enlarge(difference_map(first.image, panel.image), side)
+                cells.append(Cell(gap, ("difference from unmerged", scale)))
         drawn.append(cells)
     return draw_sheet(drawn, summary_line(rows))
 
 
-def _cell(panel: Panel, first: Panel, side: int, *more: str) -> Cell:
-    return Cell(enlarge(panel.image, side), (*panel.lines(first), *more), panel.heading)
-
-
 def summary(rows: Sequence[Sequence[Panel]]) -> dict[str, Any]:
-    """Return, by way, mean seconds, times as fast (median) and mean dB over all prompts."""
+    """Return mean seconds, median speed and mean dB over all prompts, by way."""
     found = {}
     for at, panel in enumerate(rows[0]):
         seconds = [second for row in rows for second in row[at].seconds]
@@ -212,7 +219,7 @@ def summary(rows: Sequence[Sequence[Panel]]) -> dict[str, Any]:
 
 
 def summary_line(rows: Sequence[Sequence[Panel]]) -> str:
-    """Return one line such as `1.45 times as fast, 29 dB; one step fewer: 1.22, 24 dB`."""
+    """Return a line such as `1.45 times as fast, 29 dB; one step fewer: 1.22, 24 dB`."""
     (_, ours, *others) = summary(rows).items()
     parts = [f"{ours[1]['times_as_fast']:.2f} times as fast, {ours[1]['psnr']:.0f} dB"]
     for label, about in others:

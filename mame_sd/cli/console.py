@@ -1,4 +1,4 @@
-"""What the commands say: notes and progress on stderr, the result on stdout."""
+"""Print what commands say: notes and progress on stderr, the result on stdout."""
 
 from __future__ import annotations
 
@@ -13,67 +13,63 @@ from typing import Any
 
 from mame_sd.json_files import json_text
 
-_LONGEST_LINE = 2000  # characters, of a line that may name a prompt or a cell of any length
+_LONGEST_LINE = 2000  # characters of a line that may name a prompt or a cell of any length
 FIRST_LINE = 10.0  # seconds before the first plain line of progress
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a call of a command prints.
+    """What a command prints.
 
     Attributes:
-        quiet: no notes and no progress.
-        as_json: the result as one JSON object on stdout.
+        quiet: print no notes and no progress.
+        as_json: print the result as one JSON object.
     """
 
     quiet: bool = False
     as_json: bool = False
 
 
-_PLAIN = Output()
-OUTPUT: ContextVar[Output] = ContextVar("output", default=_PLAIN)  # of the call under way
+_DEFAULT = Output()
+OUTPUT: ContextVar[Output] = ContextVar("output", default=_DEFAULT)  # of the command under way
 
 
 class Bar:
-    """Progress on stderr: how many are done, the step of the one under way, the time left.
+    """Show on stderr how many are done, the step of the current one, and the time left.
 
-    A terminal shows a bar. Elsewhere plain lines come, the first one after `FIRST_LINE` seconds.
+    A terminal shows a bar. Elsewhere plain lines come, the first after `FIRST_LINE` seconds.
     """
 
     def __init__(self, bar: Any, unit: str) -> None:
-        self._bar, self._unit, self._done, self._total, self._started = bar, unit, 0, 0, 0
+        self._bar, self._unit, self._done, self._total, self._before = bar, unit, 0, 0, 0
         self._task = None if bar is None else bar.add_task(unit, total=None, step="")
         self._start = time.monotonic()
         self._next = self._start + FIRST_LINE
 
     def __call__(self, done: int, total: int) -> None:
-        """Tell that `done` of `total` are finished."""
-        if total != self._total:  # what an earlier call has finished takes no time now
-            self._started = done
+        """Show that `done` of `total` are finished."""
+        if total != self._total:  # those of an earlier call took no time in this one
+            self._before = done
         self._done, self._total = done, total
-        if self._bar is None:
-            self._line("")
-        else:
-            self._bar.update(self._task, completed=done, total=total, step="")
+        self._show(done, "")
 
     def step(self, step: int, steps: int) -> None:
-        """Tell that `step` of `steps` of the one under way is done."""
-        said = f"step {step} of {steps}"
-        if self._bar is None:
-            self._line(f", {said}")
-        else:
-            self._bar.update(self._task, completed=self._done + step / steps, step=said)
+        """Show that `step` of `steps` of the current one is done."""
+        self._show(self._done + step / steps, f"step {step} of {steps}")
 
-    def _line(self, said: str) -> None:
+    def _show(self, done: float, step: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=self._total, step=step)
+            return
         now = time.monotonic()
         if now < self._next or OUTPUT.get().quiet:
             return
-        passed, made = now - self._start, self._done - self._started
+        passed, made, left = now - self._start, self._done - self._before, self._total - self._done
         self._next = now + min(60.0, max(FIRST_LINE, passed / 10))
-        left = self._total - self._done
+        parts = [f"{self._unit}: {self._done} of {self._total}", *([step] if step else [])]
         if left and made:
-            said += f", about {_duration(left * passed / made)} left"
-        say(f"{self._unit}: {self._done} of {self._total}{said}")
+            parts.append(f"about {_duration(left * passed / made)} left")
+        say(", ".join(parts))
 
 
 def _duration(seconds: float) -> str:
@@ -89,16 +85,16 @@ def _duration(seconds: float) -> str:
 
 @contextmanager
 def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
-    """Show progress on stderr for a `with` block, which tells the `Bar` of it.
+    """Return a context with a `Bar` that shows progress on stderr.
 
     Args:
         unit: what is counted, in the plural.
-        shown: whether this process shows anything.
+        shown: if False, this process shows nothing.
     """
     from rich import progress as rich
 
     console = _stderr(shown)
-    if not console.is_terminal and shown:
+    if shown and not console.is_terminal:
         yield Bar(None, unit)
         return
     texts = (rich.TextColumn("{task.description}"), rich.TextColumn("{task.fields[step]}"))
@@ -109,19 +105,15 @@ def progress(unit: str, shown: bool = True) -> Iterator[Bar]:
 
 @contextmanager
 def doing(what: str, shown: bool = True) -> Iterator[None]:
-    """Say on stderr what takes a while: at once on a terminal, elsewhere after `FIRST_LINE`
-    seconds.
-    """
+    """Name on stderr what takes a while: at once on a terminal, elsewhere after `FIRST_LINE` s."""
     console = _stderr(shown)
-    if console.is_terminal or not shown or OUTPUT.get().quiet:
-        with console.status(f"{what} ..."):
-            yield
-        return
     timer = threading.Timer(FIRST_LINE, say, [f"{what} ..."])
     timer.daemon = True
-    timer.start()
+    if shown and not console.is_terminal and not OUTPUT.get().quiet:
+        timer.start()
     try:
-        yield
+        with console.status(f"{what} ..."):
+            yield
     finally:
         timer.cancel()
 
@@ -140,29 +132,27 @@ def answer(text: str, values: Any, next_step: str = "") -> None:
     Args:
         text: the result for people.
         values: the result as JSON values, printed instead if --json is given.
-        next_step: a command that uses the result; empty if there is none.
+        next_step: a command that uses the result, or empty.
     """
     if OUTPUT.get().as_json:
-        print(json_text(values, indent=1))
+        print(json_text(values, indent=1), flush=True)
         return
-    print(text)
+    print(text, flush=True)
     if next_step and not OUTPUT.get().quiet:
         print(f"next: {next_step}")
 
 
 def say(message: str) -> None:
-    """One line on stderr. Line ends and control characters in a message (file names, prompts) are
-    escaped. Its middle is left out where it is long.
-    """
+    """Print one line on stderr, with control characters as escapes and a long middle left out."""
     if len(message) > _LONGEST_LINE:
         message = f"{message[: _LONGEST_LINE // 2]} ... {message[-_LONGEST_LINE // 2 :]}"
     line = message.replace("\n", " ")
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
     sys.stdout.flush()
-    print(line, file=sys.stderr)  # which escapes what the terminal lacks
+    print(line, file=sys.stderr)
 
 
 def note(text: str) -> None:
-    """Say on stderr what a user should know, unless --quiet is given."""
+    """Print a note on stderr, unless --quiet is given."""
     if not OUTPUT.get().quiet:
         say(f"note: {text}")

@@ -1,4 +1,4 @@
-"""What this machine can do: versions, device, merging, the model, and what would fail."""
+"""Report what this machine can do: versions, device, attention, merging, the model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from mame_sd.runs.devices import pick_device
 from mame_sd.runs.files import files_below
 from mame_sd.runs.model_files import ModelChoice, find_model
 
-NEEDED = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow")
+PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "pillow")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: "ok", "note" (works, but) or "fail" (something that would fail).
+    """One line of the report.
 
-    `bad_input`: it fails because of what was asked for, not because of the machine.
+    Attributes:
+        name: what was checked.
+        state: "ok", "note" (it works, but slowly or in part) or "fail".
+        detail: what was found, and what to do.
+        bad_input: if True, a failure is due to the input, not to the machine.
     """
 
     name: str
@@ -51,7 +55,7 @@ def examine(choice: ModelChoice) -> list[Check]:
 
 
 def print_checks(checks: Sequence[Check]) -> None:
-    """Print one line for each check. Raises UserError or MachineError when one failed."""
+    """Print one line for each check, and raise UserError or MachineError if one failed."""
     width = max(len(check.name) for check in checks)
     lines = [f"{check.state:<4}  {check.name:<{width}}  {check.detail}" for check in checks]
     answer("\n".join(lines), {"checks": [asdict(check) for check in checks]})
@@ -69,17 +73,13 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
         return Check(name, "fail", str(error), bad_input=True)
     except MachineError as error:
         return Check(name, "fail", str(error))
-    except Exception as error:  # whatever a device may raise is the finding
+    except Exception as error:  # a device may raise anything
         return Check(name, "fail", f"{type(error).__name__}: {first_line(error)}")
 
 
 def _versions() -> Iterator[Check]:
     yield Check("python", "ok", f"{platform.python_version()} on {platform.platform()}")
-    try:
-        yield Check("mame-sd", "ok", importlib.metadata.version("mame-sd"))
-    except importlib.metadata.PackageNotFoundError:
-        yield Check("mame-sd", "note", "running from a folder, not installed")
-    for name in NEEDED:
+    for name in ("mame-sd", *PACKAGES):
         try:
             version = importlib.metadata.version(name)
             lacks = complaint(name) if name in NAMES else ""
@@ -89,8 +89,8 @@ def _versions() -> Iterator[Check]:
 
 
 def _device(device: torch.device) -> Check:
-    cores = f"{torch.get_num_threads()} of {os.cpu_count()} cores (OMP_NUM_THREADS sets them)"
     if device.type == "cpu":
+        cores = f"{torch.get_num_threads()} of {os.cpu_count()} cores (OMP_NUM_THREADS sets them)"
         return Check("device", "note", f"cpu, {cores}: large models will be slow")
     if device.type != "cuda":
         return Check("device", "ok", str(device))
@@ -107,10 +107,11 @@ def _attention(device: torch.device) -> Check:
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 320, 64, generator=generator).to(device, dtype)
     bias = torch.rand(1, 1, 1, 320, generator=generator).to(device, dtype)
-    backends = [
-        None if backend is None else backend.name.lower().removesuffix("_attention")
+    kernel = kernel_of(device, dtype)
+    without, masked = (
+        kernel.kind if backend is None else backend.name.lower().removesuffix("_attention")
         for backend in (backend_of(q), backend_of(q, bias))
-    ]
+    )
     found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     q, k, v, bias, found = (t.cpu().double() for t in (q, k, v, bias, found))
     wanted = (q @ k.mT / 8 + bias).softmax(-1) @ v
@@ -120,8 +121,6 @@ def _attention(device: torch.device) -> Check:
             f"attention with a bias: expected the formula's output, got one off by {apart:.1e};"
             " update PyTorch, or give a kernel without a bias (docs/kernels.md)"
         )
-    kernel = kernel_of(device, dtype)
-    without, masked = (name or kernel.kind for name in backends)
     said = (
         f"{without}, with a bias {masked} (off by {apart:.0e}); layers merge from"
         f" {kernel.least:,} tokens on by default"
@@ -154,18 +153,16 @@ def _merging(device: torch.device) -> Check:
 def _model(choice: ModelChoice) -> Check:
     """Load the model as `generate` would, read every weight, and count what can merge."""
     from mame_sd.diffusion.apply_denoiser import build_handle
-    from mame_sd.runs.loading import load_model
+    from mame_sd.runs.loading import load_model, weights_of
 
     source, name, pipe = find_model(choice), choice.name, load_model(choice).pipe
-    for part, component in pipe.components.items():
-        weights = component.named_parameters() if isinstance(component, torch.nn.Module) else ()
-        for weight, values in weights:
-            # 8-bit types have no such test
-            if values.element_size() > 1 and not torch.isfinite(values).all():
-                raise UserError(
-                    f"--model {name}: expected weights that are finite numbers, got others in"
-                    f" {part}.{weight}; get the model again"
-                )
+    for weight, values in weights_of(pipe):
+        # 8-bit types have no such test.
+        if values.element_size() > 1 and not torch.isfinite(values).all():
+            raise UserError(
+                f"--model {name}: expected weights that are finite numbers, got others in"
+                f" {weight}; get the model again"
+            )
     layers = len(build_handle(pipe, MaMeConfig()).report().layers)
     files = [source] if source.is_file() else files_below(source)
     size = sum(file.stat().st_size for file in files) / 2**20

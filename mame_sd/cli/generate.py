@@ -1,4 +1,4 @@
-"""The body of ``generate``, and the settings that a command merges with."""
+"""Run ``mame-sd generate``, and load models with the settings that commands merge with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,15 @@ def run_generate(
     settings: GenerateSettings,
     config: MaMeConfig | None,
 ) -> None:
-    """Load the model, make what `out` lacks, and print how it went."""
+    """Load the model, make the images that `out` lacks, and print a summary.
+
+    Args:
+        out: folder of the run.
+        prompts: the prompts.
+        choice: the model.
+        settings: how images are sampled.
+        config: how it merges; None for the unmerged model.
+    """
     process = this_process()
     RunFolder(out).check(known_settings(prompts, settings, choice, config))
     model, merging = load_to_merge(choice, config, prompts, process)
@@ -48,23 +56,24 @@ def run_generate(
             on_step=on_progress.step,
             on_note=note,
         )
-    if process.is_main:
-        lines = [_outcome(summary, out)]
-        for level in summary.levels:
-            share = f"({level['share']:.0%})"
-            lines.append(f"{level_line(level, config.method if config else 'keys')} {share}")
-        if summary.levels and not any(level["merged"] for level in summary.levels):
-            largest = max(level["tokens_in"] for level in summary.levels)
-            lines.append(
-                "no layer merged, which is the fastest way here by default; --min-tokens"
-                f" {largest:.0f} merges the largest all the same"
-            )
-        see = f"mame-sd sheet {shlex.quote(str(out))}"
-        answer("\n".join(lines), {"out": str(out), **asdict(summary)}, see)
+    if not process.is_main:
+        return
+    lines = [_outcome(summary, out)]
+    for level in summary.levels:
+        line = level_line(level, "keys" if config is None else config.method)
+        lines.append(f"{line} ({level['share']:.0%})")
+    if summary.levels and not any(level["merged"] for level in summary.levels):
+        largest = max(level["tokens_in"] for level in summary.levels)
+        lines.append(
+            "no layer merged, which is the fastest way here by default; --min-tokens"
+            f" {largest:.0f} merges the largest all the same"
+        )
+    following = f"mame-sd sheet {shlex.quote(str(out))}"
+    answer("\n".join(lines), {"out": str(out), **asdict(summary)}, following)
 
 
 def level_line(level: Mapping[str, Any], method: str) -> str:
-    """Return what merged at a level, or what was computed of it.
+    """Return what merged at a level, or how many tokens were computed.
 
     >>> level_line({"level": 0, "tokens_in": 64.0, "tokens_kept": 16.0}, "keys")
     'level 0: 16 of 64 keys kept'
@@ -78,9 +87,9 @@ def level_line(level: Mapping[str, Any], method: str) -> str:
 
 
 def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
-    """The places of the prompts that the model's longest text encoder reads only in part."""
+    """Return the indices of the prompts that the longest text encoder reads only in part."""
     tokenizers = [
-        # a processor holds one (Kandinsky 5), and so do tokenizers whose own is none (Kolors)
+        # Kandinsky 5 has a processor that holds one, Kolors a tokenizer that wraps one.
         part if hasattr(part, "model_max_length") else part.tokenizer
         for name, part in pipe.components.items()
         if name.startswith("tokenizer") and part is not None
@@ -93,7 +102,7 @@ def cut_prompts(pipe: Any, texts: Sequence[str]) -> list[int]:
     if own is not None and isinstance(own.default, int):
         most = min(most, own.default)
     ids = longest(list(texts), verbose=False)["input_ids"]
-    return [place for place, found in enumerate(ids) if len(found) > most]
+    return [index for index, found in enumerate(ids) if len(found) > most]
 
 
 def load_to_merge(
@@ -102,12 +111,19 @@ def load_to_merge(
     prompts: Sequence[Prompt],
     process: Process | None = None,
 ) -> tuple[LoadedModel, MaMeConfig]:
-    """The model, and the settings to merge it with: those saved with it, where there are some,
-    under the fields of `given`.
+    """Load a model, and print a note on prompts that it reads only in part.
 
-    Notes which prompts the model reads only in part.
+    Args:
+        choice: the model.
+        given: settings of the command; None for the unmerged model.
+        prompts: the prompts.
+        process: this process. Only the main one prints.
 
-    Raises UserError where saved and given settings do not go together.
+    Returns:
+        The model, and the settings: those saved with it, overridden by `given`.
+
+    Raises:
+        UserError: saved and given settings exclude each other.
     """
     process, config = process or Process(), given or MaMeConfig()
     on_note = note if process.is_main else lambda text: None
@@ -132,7 +148,7 @@ def load_to_merge(
 
 
 def _outcome(summary: Summary, out: Path) -> str:
-    """One line: how many images there are, how many of them were there before, and their time."""
+    """Return one line: how many images there are, how many are new, and their seconds."""
     count = counted(summary.images, "image")
     seconds = summary.seconds_per_image
     took = "" if seconds is None else f", {seconds:.2f} s per image"

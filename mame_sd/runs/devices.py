@@ -1,4 +1,4 @@
-"""Devices by name, checked against what this machine has, and number formats."""
+"""Choose devices and number formats by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from mame_sd.errors import UserError
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device that `name` means here. Raises UserError when there is none such."""
+    """Return the device of a name, or raise UserError if this machine has no such device.
+
+    Args:
+        name: a device of PyTorch, or "auto" for the fastest.
+        local_rank: number of the CUDA device that "auto" and "cuda" mean.
+    """
     cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     there = ["cpu", *cuda, *["mps"] * torch.backends.mps.is_available()]
     if name == "auto":
@@ -23,7 +28,7 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The number format that `name` (one of `DTYPES`, or auto) means on `device`."""
+    """Return the number format that `name`, one of `DTYPES` or "auto", means on a device."""
     if name == "auto":
         return torch.float16 if device.type == "cuda" else torch.float32
     found: torch.dtype = getattr(torch, name)
@@ -31,11 +36,11 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def dtype_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The argument of diffusers' `from_pretrained` that says in which number format to load.
+    """Return the argument of diffusers' `from_pretrained` for a number format.
 
-    Before 0.40 it has another name there, and this one is passed over.
+    Versions before 0.40 have another name for it, and ignore this one.
     """
-    import diffusers  # slow, and no other function needs it
+    import diffusers  # slow, and only this function needs it
 
     version = diffusers.__version__.split(".")
     return {"dtype" if (int(version[0]), int(version[1])) >= (0, 40) else "torch_dtype": dtype}

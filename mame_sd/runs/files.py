@@ -1,6 +1,4 @@
-"""Writing files so that a kill at any moment leaves the whole new one or the old one, and saying
-why one can't be written.
-"""
+"""Write files such that a kill at any moment leaves the old file or the whole new one."""
 
 from __future__ import annotations
 
@@ -15,24 +13,23 @@ from typing import BinaryIO
 
 from mame_sd.errors import MachineError, UserError
 
-MAX_DEPTH = 256  # of folders in one another: at about 1,000 Python's stack ends
-# The machine's, whoever writes: no space, a broken disk, too many open files.
+# Failures of the machine: no space, a broken disk, too many open files.
 _MACHINE_ERRNOS = {
     getattr(errno, f"E{name}", None)
     for name in ("NOSPC", "DQUOT", "FBIG", "IO", "NOMEM", "MFILE", "NFILE", "STALE", "BUSY")
 }
-
-
-# A link is not followed, and a pipe not waited for, where a system knows these (Windows doesn't).
-_OWN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+# Neither wait for a pipe nor follow a link. Windows knows only the last flag.
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | _NO_WAIT
 
 
 def open_own(path: Path, flags: int) -> BinaryIO:
-    """Open a file of our own to write to, by flags of `os.open`; it is created where it is missing.
+    """Open a file of our own to write to, by flags of `os.open`, and create it if it is missing.
 
-    Raises OSError for a link, a pipe, a device or a folder in its place.
+    Raises:
+        OSError: a link, a pipe, a device or a folder is in its place.
     """
-    file = os.fdopen(os.open(path, flags | os.O_CREAT | _OWN, 0o666), "wb")
+    file = os.fdopen(os.open(path, flags | os.O_CREAT | _NO_FOLLOW, 0o666), "wb")
     try:
         _check_regular(file, path)
     except BaseException:
@@ -44,10 +41,10 @@ def open_own(path: Path, flags: int) -> BinaryIO:
 def read_regular(path: Path) -> bytes:
     """Return the bytes of a file.
 
-    Raises OSError for what can't be read, and for a pipe or a device, which might never end.
+    Raises:
+        OSError: it can't be read, or is a pipe or a device, which might never end.
     """
-    flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    with os.fdopen(os.open(path, os.O_RDONLY | flags), "rb") as file:
+    with os.fdopen(os.open(path, os.O_RDONLY | _NO_WAIT), "rb") as file:
         _check_regular(file, path)
         return file.read()
 
@@ -59,9 +56,7 @@ def _check_regular(file: BinaryIO, path: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError from writing `path` into MachineError (disk full and the like) or UserError
-    (not allowed).
-    """
+    """Turn an OSError from writing `path` into MachineError (full disk) or UserError (no right)."""
     try:
         yield
     except OSError as error:
@@ -75,35 +70,20 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def shown(name: str | os.PathLike[str]) -> str:
-    """A file's name for JSON, pages and terminals: bytes that are not UTF-8 as escapes."""
+    """Return a file's name for JSON, pages and terminals: bytes that are not UTF-8 as escapes."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def files_below(folder: Path) -> list[Path]:
-    """Return the files in a folder and in those below it, sorted; links to folders aren't followed.
-
-    Raises UserError for folders too deep in one another.
-    """
-    found, waiting = [], [(folder, 0)]
-    while waiting:
-        place, depth = waiting.pop()
-        if depth > MAX_DEPTH:
-            raise UserError(
-                f"{folder}: expected at most {MAX_DEPTH} folders in one another, got more; give"
-                " another"
-            )
-        for path in place.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                waiting.append((path, depth + 1))
-            elif path.is_file():
-                found.append(path)
-    return sorted(found)
+    """Return all files below a folder, sorted. Links to folders are not followed."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def nearest(path: Path) -> Path:
-    """`path`, or the nearest thing above it that exists.
+    """Return `path` or the nearest folder above it that exists.
 
-    Raises OSError for what can't be reached or is too long.
+    Raises:
+        OSError: it can't be reached or is too long.
     """
     while True:
         try:
@@ -116,45 +96,42 @@ def nearest(path: Path) -> Path:
 
 
 def check_place(folder: Path, out: Path) -> Path:
-    """The nearest existing folder to `folder`.
+    """Return the nearest existing folder to `folder`.
 
-    Raises UserError, naming `out`, when nothing could be written there.
+    Raises:
+        UserError: nothing could be written there. The message names `out`.
     """
-    if len(folder.absolute().parts) > MAX_DEPTH:
-        raise UserError(
-            f"--out: expected at most {MAX_DEPTH} folders in one another, got"
-            f" {len(folder.absolute().parts)}; choose another"
-        )
     with writing(out):
         place = nearest(folder)
     if not place.is_dir():
-        raise UserError(f"--out {out}: expected a folder, got the file {place}; choose another")
-    if folder != place and folder.is_symlink():
-        raise UserError(f"--out {out}: expected a folder, got a link to nothing; choose another")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(
-            f"--out {out}: expected a folder that can be written, but {place} can't be; choose"
-            " another"
-        )
-    return place
+        problem = f"expected a folder, got the file {place}"
+    elif folder != place and folder.is_symlink():
+        problem = "expected a folder, got a link to nothing"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        problem = f"expected a folder that can be written, but {place} can't be"
+    else:
+        return place
+    raise UserError(f"--out {out}: {problem}; choose another")
 
 
 @contextlib.contextmanager
 def written_whole(path: Path, temporary: Path | None = None) -> Iterator[BinaryIO]:
-    """A file to write to in the block: after it `path` holds all of it, or what it held before,
-    whatever happens meanwhile. Folders above `path` are made.
+    """Return a context with a file to write to, which replaces `path` when the block ends well.
 
-    `temporary` must lie on the same file system; left out, it is a hidden neighbour.
+    Folders above `path` are created.
 
-    Raises UserError or MachineError as `writing` does.
+    Args:
+        path: the file.
+        temporary: a path on the same file system. By default, a hidden file next to `path`.
+
+    Raises:
+        UserError, MachineError: see `writing`.
     """
     own = f".mame-sd.{os.getpid()}.{threading.get_ident()}.tmp"
     temporary = temporary or path.with_name(own)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(
-            missing_ok=True
-        )  # of a run that was killed, or a link that others put there
+        temporary.unlink(missing_ok=True)  # of a run that was killed, or a foreign link
         try:
             with open_own(temporary, os.O_WRONLY | os.O_EXCL) as file:
                 yield file

@@ -1,9 +1,8 @@
-"""Generate images from a list of prompts into a run folder, which several processes may share and a
-later call continues.
+"""Generate images of prompts into a run folder, which several processes may share.
 
-The starting latent of an image depends on (seed, prompt id, repeat) alone. Its pixels also depend
-on its batch, so batches are cut from the whole list before finished images are skipped. A batch
-with one image missing is computed as a whole, and only what is missing is written.
+The starting noise of an image depends on (seed, prompt id, repeat) alone, but its pixels also
+depend on its batch. Batches are therefore cut from the whole list, and a batch with one image
+missing is computed as a whole; only missing images are written.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.errors import MachineError, UserError
 from mame_sd.runs.jobs import GenerateSettings, Job, cut_batches, jobs_of
 from mame_sd.runs.loading import LoadedModel, known_identity
-from mame_sd.runs.methods import InstalledMethod, Merging, Method
+from mame_sd.runs.merging import InstalledMethod, Merging, Method
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.processes import Process
 from mame_sd.runs.prompt_files import Prompt, prompts_digest
@@ -34,8 +33,14 @@ from mame_sd.runs.sampling import sample, to_png
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended: images in all, made by this process now, and found there at its start;
-    means over all of the folder's images.
+    """How a run ended.
+
+    Attributes:
+        images: number of images of the run.
+        made: number of images that this process made.
+        found: number of images that were there before.
+        seconds_per_image: mean over all images.
+        levels: mean tokens of each level over all images.
     """
 
     images: int
@@ -57,19 +62,21 @@ def generate(
     on_step: Callable[[int, int], None] = lambda step, steps: None,
     on_note: Callable[[str], None] = lambda note: None,
 ) -> Summary:
-    """Make every image that the run folder `out` lacks.
+    """Make every image that a run folder lacks.
 
     Args:
-        method: a config merges; None is the baseline; a `Method` is anything else that is compared
-            with merging.
-        process: this process among several, which must have joined one another
-            (`mame_sd.runs.processes.joined`).
-        on_progress: told (images done, images of this process) at the start and after each batch.
-        on_step: told (steps done, steps) of the batch under way, where the pipeline tells them.
-        on_note: told of what the user should know.
+        model: the model.
+        prompts: the prompts.
+        settings: how images are sampled.
+        method: settings of merging, another method, or None for the unmerged model.
+        out: the run folder.
+        process: this process among several, which must have `joined` one another.
+        on_progress: called with the numbers of images done and in all of this process.
+        on_step: called with the numbers of steps done and in all, if the pipeline reports them.
+        on_note: called with what the user should know.
 
     Raises:
-        UserError, MachineError: everything made before stays; the same call continues.
+        UserError, MachineError: all images made before are kept, and the same call continues.
     """
     process = process or Process()
     if isinstance(method, MaMeConfig):
@@ -77,7 +84,7 @@ def generate(
     jobs = jobs_of(prompts, settings)
     known = {job.name: job.known for job in jobs}
     folder = RunFolder(out, process.rank)
-    # All that decides the pixels: what a folder is begun with and must be continued with.
+    # All that decides pixels. A folder must be continued with the settings it was begun with.
     described = {
         **_given(prompts, settings),
         "guidance": model.guidance if settings.guidance is None else settings.guidance,
@@ -118,7 +125,7 @@ def generate(
 
 @dataclass
 class _Run:
-    """What all batches of a run share."""
+    """State that all batches of a run share."""
 
     model: LoadedModel
     settings: GenerateSettings
@@ -131,11 +138,9 @@ class _Run:
     on_step: Callable[[int, int], None]
 
     def make_all_but(self, done: set[str]) -> int:
-        """Compute this process's batches, write the images that are not `done`, and return how
-        many those were.
+        """Compute this process's batches, write the images that are not `done`, and count them.
 
-        What is wrong with the method or the model shows in the first batch, and is then raised on
-        every process.
+        If the first batch fails because of the method or the model, every process raises the error.
         """
         batches = cut_batches(self.jobs, self.settings.batch_size)
         batches = [batch for batch in batches if any(job.name not in done for job in batch)]
@@ -185,35 +190,36 @@ def known_settings(
     choice: ModelChoice,
     config: MaMeConfig | None,
 ) -> dict[str, Any]:
-    """What is known of a run's settings before a model is loaded, as JSON values; the baseline's
-    `config` is None.
+    """Return the settings of a run that are known before its model is loaded, as JSON values.
+
+    Args:
+        prompts: the prompts.
+        settings: how images are sampled.
+        choice: the model.
+        config: settings of merging, or None for the unmerged model.
     """
     known = {**_given(prompts, settings), "model": known_identity(choice)}
     if config is None:
         known["mame"] = None
-    elif config.given:  # without any, a setting saved with the model may turn merging off
+    elif config.given:  # otherwise a setting saved with the model may turn merging off
         known["mame"] = config.to_dict(given_only=True)
     return known
 
 
 def _given(prompts: Sequence[Prompt], settings: GenerateSettings) -> dict[str, Any]:
-    """The prompts and sampling settings; no guidance where it is the model's own."""
+    """Return the prompts and sampling settings, without guidance if it is the model's own."""
     given = {name: v for name, v in asdict(settings).items() if name != "guidance" or v is not None}
     return {**given, "prompts": {"count": len(prompts), "sha256": prompts_digest(prompts)}}
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What may change the last bit of a pixel without being a setting: versions, threads, the
-    device's name.
-    """
+    """Return what may change the last bit of a pixel: versions, threads, the device's name."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {**versions(), "threads": torch.get_num_threads(), "device": name}
 
 
 def versions() -> dict[str, Any]:
-    """Versions of Python and of the packages that images and scores depend on; None: not
-    installed.
-    """
+    """Return versions of Python and of packages that images and scores depend on, or None."""
     found: dict[str, Any] = {"python": platform.python_version()}
     for package in ("mame-sd", "torch", "diffusers", "transformers", "numpy", "pillow"):
         found[package] = None
@@ -223,7 +229,7 @@ def versions() -> dict[str, Any]:
 
 
 def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int) -> Summary:
-    """Means over the images of the folder: seconds, and tokens per level."""
+    """Return means over the images of the folder: seconds, and tokens of each level."""
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), float)]
     every = [level for row in rows for level in row.get("levels", [])]
     levels = []
@@ -232,6 +238,5 @@ def _summary(rows: Sequence[dict[str, Any]], images: int, made: int, found: int)
         tokens_in, kept = (fmean(one[key] for one in those) for key in ("tokens_in", "tokens_kept"))
         merged = any(one.get("layers_merged", 1) for one in those)
         level = {"kind": kind, "level": number, "tokens_in": tokens_in, "tokens_kept": kept}
-        level["merged"] = merged
-        levels.append({**level, "share": kept / tokens_in})
+        levels.append({**level, "merged": merged, "share": kept / tokens_in})
     return Summary(images, made, found, fmean(seconds) if seconds else None, levels)

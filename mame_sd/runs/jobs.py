@@ -1,6 +1,4 @@
-"""What a run has to make: settings, one job for each image, batches, and the noise that each image
-starts from.
-"""
+"""Define what a run has to make: settings, one job for each image, batches, and starting noise."""
 
 from __future__ import annotations
 
@@ -11,25 +9,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mame_sd.errors import UserError
+from mame_sd.errors import unexpected
 from mame_sd.runs.options import option
 from mame_sd.runs.prompt_files import Prompt, check_unique
 
 if TYPE_CHECKING:
     import torch
 
-MAX_IMAGES = 1_000_000  # of a run; and steps, which nobody waits for
-MAX_SIDE = 65536
+MAX_IMAGES = 1_000_000  # images of a run, or steps
+MAX_SIDE = 65536  # pixels
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
-    """How every image of a run is sampled; each field's help text says what it means.
+    """How images of a run are sampled; each field's help text describes it.
 
-    A prompt's own seed and negative prompt take the place of these.
+    A prompt's own seed and negative prompt override these.
 
     Raises:
-        UserError: naming the option, its range and the value that came.
+        UserError: a value is not allowed.
     """
 
     steps: int = option(20, "Denoising steps, at least 1. More is slower and finer.")
@@ -55,35 +53,28 @@ class GenerateSettings:
         for name in ("steps", "batch_size", "images_per_prompt"):
             flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
             if value < 1:
-                raise UserError(f"{flag}: expected at least 1, got {value}; raise it")
+                raise unexpected(flag, "at least 1", value, "raise it")
             if value > MAX_IMAGES:
-                raise UserError(f"{flag}: expected at most {MAX_IMAGES:,}, got {value:,}; lower it")
+                raise unexpected(flag, f"at most {MAX_IMAGES:,}", f"{value:,}", "lower it")
         for name in ("height", "width"):
             side = getattr(self, name)
             if side is not None and (side % 8 or not 8 <= side <= MAX_SIDE):
-                raise UserError(
-                    f"--{name}: expected a multiple of 8 pixels from 8 to {MAX_SIDE}, got {side}; "
-                    f"try {min(max(8, side - side % 8), MAX_SIDE)}"
-                )
+                allowed = f"a multiple of 8 pixels from 8 to {MAX_SIDE}"
+                near = min(max(8, side - side % 8), MAX_SIDE)
+                raise unexpected(f"--{name}", allowed, side, f"try {near}")
         if (self.height is None) != (self.width is None):  # diffusers would ignore the other
-            raise UserError(
-                f"--height, --width: expected both or neither, got {self.height} and {self.width};"
-                " give both"
-            )
-        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**63):
-            raise UserError(
-                f"--seed: expected a whole number from 0 to 2^63 - 1, got {self.seed}; choose"
-                " another"
-            )
+            got = f"{self.height} and {self.width}"
+            raise unexpected("--height, --width", "both or neither", got, "give both")
+        if not 0 <= self.seed < 2**63:
+            allowed = "a whole number from 0 to 2^63 - 1"
+            raise unexpected("--seed", allowed, self.seed, "choose another")
         if self.guidance is not None and not math.isfinite(self.guidance):
-            raise UserError(
-                f"--guidance: expected a finite number, got {self.guidance}; give one such as 7.5"
-            )
+            raise unexpected("--guidance", "a finite number", self.guidance, "give one such as 7.5")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One image to make: `prompt`, the `repeat`-th time, with its final seed."""
+    """One image to make: `prompt`, for the `repeat`-th time, with its final seed."""
 
     prompt: Prompt
     repeat: int
@@ -92,16 +83,17 @@ class Job:
 
     @property
     def name(self) -> str:
+        """Return the name of its file, without ending."""
         return f"{self.prompt.id}_{self.repeat}"
 
     @property
     def steered(self) -> bool:
-        """Whether it has a negative prompt, as all images of one call have or none has."""
+        """Return whether it has a negative prompt."""
         return self.negative_prompt is not None
 
     @property
     def known(self) -> dict[str, Any]:
-        """What samples.jsonl says of the image without its being made."""
+        """Return what samples.jsonl tells of the image that is known before it is made."""
         known: dict[str, Any] = {
             "id": self.prompt.id,
             "repeat": self.repeat,
@@ -115,29 +107,26 @@ class Job:
 
 
 def jobs_of(prompts: Sequence[Prompt], settings: GenerateSettings) -> list[Job]:
-    """Every image of the run, in order. Raises UserError for ids that collide, or too many."""
+    """Return every image of the run, in order, or raise UserError if ids collide."""
     count = len(prompts) * settings.images_per_prompt
     if count > MAX_IMAGES:
-        raise UserError(
-            f"--images-per-prompt: expected at most {MAX_IMAGES:,} images of a run, got {count:,};"
-            " give fewer"
-        )
+        allowed = f"at most {MAX_IMAGES:,} images of a run"
+        raise unexpected("--images-per-prompt", allowed, f"{count:,}", "give fewer")
     check_unique(prompts)
     jobs = []
     for prompt in prompts:
         seed = settings.seed if prompt.seed is None else prompt.seed
         own = prompt.negative_prompt
         negative = settings.negative_prompt if own is None else own
-        for repeat in range(settings.images_per_prompt):
-            jobs.append(Job(prompt, repeat, seed, negative))
+        jobs += [Job(prompt, n, seed, negative) for n in range(settings.images_per_prompt)]
     return jobs
 
 
 def cut_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
-    """Neighbours, at most `batch_size` together. Depends on the whole list alone.
+    """Return batches of neighbours, at most `batch_size` in each.
 
-    All of a batch have a negative prompt or none has: some models (SDXL) take none to mean zeros,
-    not an empty text.
+    Either all jobs of a batch have a negative prompt or none has, because some models (SDXL) read
+    none as zeros, not as an empty text.
     """
     batches: list[list[Job]] = []
     for job in jobs:
@@ -150,11 +139,8 @@ def cut_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
 
 
 def generator_of(job: Job) -> torch.Generator:
-    """The CPU generator of an image's noise, seeded by a hash of (seed, prompt id, repeat) and
-    nothing else.
-    """
-    # here, since the command line's options come from this module and should be there at once
-    import torch
+    """Return the CPU generator of an image's noise, seeded by seed, prompt id and repeat alone."""
+    import torch  # slow, and the options of commands come from this module
 
     key = json.dumps([job.seed, job.prompt.id, job.repeat]).encode()
     return torch.Generator("cpu").manual_seed(

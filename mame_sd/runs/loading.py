@@ -1,8 +1,4 @@
-"""Load any text-to-image pipeline: the embedded one, a folder, a hub id or a .safetensors file.
-
-Whatever goes wrong becomes a UserError that says what was expected, what came and what to do, or a
-MachineError when memory runs out.
-"""
+"""Load a text-to-image pipeline: an embedded one, a folder, a hub id or a .safetensors file."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.diffusion.saved_setting import SavedMerging, read_saved_merging, resolved
 from mame_sd.embedded.model import DEFAULT_GUIDANCE
-from mame_sd.errors import MachineError, UserError, first_line
+from mame_sd.errors import MachineError, UserError, first_line, unexpected
 from mame_sd.report import NOTHING_MERGES
 from mame_sd.runs.devices import dtype_argument, pick_device, pick_dtype
 from mame_sd.runs.loras import add_loras, lora_identity
@@ -33,14 +29,14 @@ from mame_sd.runs.model_files import (
 )
 from mame_sd.runs.single_file import load_single_file
 
-# arguments of pipelines that need more than a prompt, or make video or audio
-_OF_OTHERS = (
+# Arguments of pipelines that need more than a prompt, or make video or audio.
+_OTHER_ARGUMENTS = (
     *("image", "control_image", "reference_image", "mask_image"),
     *("video", "num_frames", "video_length", "num_videos_per_prompt"),
     *("audio_duration", "audio_duration_s", "audio_end_in_s", "num_waveforms_per_prompt"),
 )
-# of LoRAs for few steps; they read any schedule of betas, and diffusers names them beside none
-_OF_FEW_STEPS = ("LCMScheduler", "TCDScheduler")
+# Schedulers of LoRAs for few steps. They read any schedule of betas, which diffusers doesn't say.
+_FEW_STEP_SCHEDULERS = ("LCMScheduler", "TCDScheduler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +44,9 @@ class LoadedModel:
     """A pipeline that is ready to be called.
 
     Attributes:
-        pipe: the pipeline, on its device, without progress bars.
-        identity: JSON values that tell this model from others: name, pipeline class, a digest of
-            its files, variant, single-file configuration, scheduler, LoRAs, dtype and device type.
-        guidance: the guidance scale that the model is called with when none is given; None: it
-            takes none.
+        pipe: the pipeline on its device, without progress bars.
+        identity: JSON values that distinguish this model from others.
+        guidance: default guidance scale; None if the pipeline takes none.
         saved_merging: the setting saved with a StableDiffusionMaMePipeline, which is loaded as the
             plain pipeline.
     """
@@ -64,16 +58,16 @@ class LoadedModel:
 
     @property
     def arguments(self) -> frozenset[str]:
-        """Names that a call of the pipeline takes."""
+        """Return the names of the arguments that a call of the pipeline takes."""
         return frozenset(inspect.signature(self.pipe.__call__).parameters)
 
     def resolved(self, config: MaMeConfig) -> MaMeConfig:
-        """`config` as it merges on this model, which decides on what it leaves open."""
+        """Return `config` with the model's decisions on what it leaves open."""
         try:
             return resolved(denoiser_of(self.pipe), config)
-        except TypeError:  # nothing to merge, which `Merging.install` refuses
+        except TypeError:  # nothing can merge, which `Merging.install` refuses
             return config
-        except ValueError as error:  # settings beside the weights
+        except ValueError as error:  # of the settings next to the weights
             raise UserError(f"--model {self.identity['name']}: {error}") from None
 
 
@@ -81,22 +75,25 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     """Load a text-to-image pipeline.
 
     Args:
-        local_rank: which CUDA device "auto" and "cuda" mean, among several processes on this
-            machine.
+        choice: the model.
+        local_rank: number of the CUDA device that "auto" and "cuda" mean.
 
     Raises:
-        UserError: nothing there, no such pipeline, hub not reachable, unknown device, scheduler
-            that does not fit.
-        MachineError: out of memory.
+        UserError: no such model, pipeline, device or scheduler, or the hub can't be reached.
+        MachineError: there is not enough memory, or a package does not load.
     """
     device = pick_device(choice.device, local_rank)
     dtype = pick_dtype(choice.dtype, device)
     known = known_identity(choice)
-    _be_quiet()
+    _silence_libraries()
     source, name = find_model(choice), choice.name
     with _loading(name):
         pipe = (load_single_file if source.is_file() else _load_folder)(source, choice, dtype)
-        _check_weights(pipe, name)
+        for weight, values in weights_of(pipe):
+            if values.is_meta:  # the file lacks it
+                raise UserError(
+                    f"--model {name}: expected the tensor {weight}, found none; get the file again"
+                )
         saved = None if source.is_file() else read_saved_merging(source)
     if choice.scheduler is not None:
         _set_scheduler(pipe, choice.scheduler)
@@ -113,11 +110,17 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
     return LoadedModel(pipe=pipe, identity=identity, guidance=guidance, saved_merging=saved)
 
 
-def guidance_of(pipe: Any) -> tuple[str, float | None]:
-    """The argument of a call that is the classifier-free guidance scale, and its default; None: it
-    has none.
+def weights_of(pipe: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return every weight of a pipeline with its name."""
+    for part, component in pipe.components.items():
+        if isinstance(component, torch.nn.Module):
+            yield from component.named_parameters(prefix=part)
 
-    A `guidance_scale` without a default is that of distilled models alone (Qwen-Image).
+
+def guidance_of(pipe: Any) -> tuple[str, float | None]:
+    """Return the name of the argument for classifier-free guidance, and its default or None.
+
+    A `guidance_scale` without a default is that of distilled models (Qwen-Image).
     """
     taken = inspect.signature(pipe.__call__).parameters
     for name in ("guidance_scale", "true_cfg_scale"):
@@ -127,9 +130,10 @@ def guidance_of(pipe: Any) -> tuple[str, float | None]:
 
 
 def known_identity(choice: ModelChoice) -> dict[str, Any]:
-    """What of a model's identity is known before it is loaded.
+    """Return the part of a model's identity that is known before the model is loaded.
 
-    Raises UserError for an unknown device or a LoRA that is not there.
+    Raises:
+        UserError: the device is unknown, or a LoRA is not there.
     """
     device, config = pick_device(choice.device), choice.single_file_config
     known = {
@@ -140,8 +144,6 @@ def known_identity(choice: ModelChoice) -> dict[str, Any]:
         "dtype": str(pick_dtype(choice.dtype, device)).removeprefix("torch."),
         "device": device.type,
     }
-    if choice.revision is not None and Path(choice.model or "").suffix == ".safetensors":
-        known["single_file_revision"] = choice.revision
     return known if choice.scheduler is None else {**known, "scheduler": choice.scheduler}
 
 
@@ -156,9 +158,8 @@ def _loading(name: str) -> Iterator[None]:
             f"--model {name}: it does not fit into memory ({first_line(error)}); use --dtype"
             " float16, or a smaller model"
         ) from error
-    except Exception as error:  # diffusers, transformers and safetensors raise dozens of kinds here
-        lazy_import = str(error).startswith("Failed to import")
-        if isinstance(error, ImportError) or lazy_import:
+    except Exception as error:  # diffusers, transformers and safetensors raise dozens of kinds
+        if isinstance(error, ImportError) or str(error).startswith("Failed to import"):
             cause: BaseException = error
             while cause.__cause__ is not None:
                 cause = cause.__cause__
@@ -173,12 +174,12 @@ def _loading(name: str) -> Iterator[None]:
         ) from error
 
 
-def _be_quiet() -> None:
-    """Keep the libraries' bars and notices off stderr; errors still come as exceptions."""
+def _silence_libraries() -> None:
+    """Keep bars and notices off stderr; errors are exceptions anyway."""
     import diffusers.utils.logging
     import transformers.utils.logging
 
-    warnings.filterwarnings("ignore", NOTHING_MERGES)  # the commands say it in a line of their own
+    warnings.filterwarnings("ignore", NOTHING_MERGES)  # commands print a line of their own
     for logging in (diffusers.utils.logging, transformers.utils.logging):
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -192,58 +193,39 @@ def _load_folder(folder: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
     kind = getattr(diffusers, str(name), None)
     check_tokenizers(folder)
     if kind is None:
-        raise UserError(
-            f"--model {folder}: expected a pipeline class of diffusers, got {name!r}; convert the"
-            " model"
-        )
+        allowed = "a pipeline class of diffusers"
+        raise unexpected(f"--model {folder}", allowed, repr(name), "convert the model")
     check_text_to_image(kind, choice.name)
     given = dtype_argument(dtype)
     pipe = kind.from_pretrained(
         str(folder), variant=choice.variant, local_files_only=choice.offline, **given
     )
-    # Merging comes from outside, by `saved_merging` and the options.
+    # Merging comes from `saved_merging` and the options.
     return pipe if type(pipe) is kind else kind.from_pipe(pipe, **given)
 
 
 def _set_scheduler(pipe: Any, name: str) -> None:
-    """Replace the model's scheduler by that class of diffusers, with the model's noise schedule."""
+    """Replace the scheduler by that class of diffusers, with the model's noise schedule."""
     import diffusers
 
     kinds = {kind.__name__: kind for kind in (*pipe.scheduler.compatibles, type(pipe.scheduler))}
     if "DDIMScheduler" in kinds:  # a schedule of betas
-        kinds |= {few: getattr(diffusers, few) for few in _OF_FEW_STEPS}
+        kinds |= {few: getattr(diffusers, few) for few in _FEW_STEP_SCHEDULERS}
     try:
         pipe.scheduler = kinds[name].from_config(pipe.scheduler.config)
     except (KeyError, ImportError, NotImplementedError, ValueError) as error:
         why = "" if isinstance(error, KeyError) else f" ({first_line(error)})"
-        raise UserError(
-            f"--scheduler: expected one that fits the model's ({', '.join(sorted(kinds))}), got"
-            f" {name}{why}; leave it out for the model's own"
-        ) from None
-
-
-def _check_weights(pipe: Any, name: str) -> None:
-    """Raise UserError for a part whose weight file lacks a tensor: it is left on the meta
-    device.
-    """
-    for part, component in pipe.components.items():
-        weights = component.named_parameters() if isinstance(component, torch.nn.Module) else ()
-        lacking = next((n for n, p in weights if p.is_meta), None)
-        if lacking is not None:
-            raise UserError(
-                f"--model {name}: expected the tensor {lacking} in {part}, found none; get the"
-                " file again"
-            )
+        allowed = f"one that fits the model's ({', '.join(sorted(kinds))})"
+        advice = "leave it out for the model's own"
+        raise unexpected("--scheduler", allowed, f"{name}{why}", advice) from None
 
 
 def check_text_to_image(kind: Any, name: str) -> None:
-    """Raise UserError for a class of pipelines that don't make images of a prompt alone."""
+    """Raise UserError for a class of pipelines that don't make images from a prompt alone."""
     taken, parts = (inspect.signature(f).parameters for f in (kind.__call__, kind.__init__))
     denoises = "unet" in parts or "transformer" in parts
-    foreign = [parameter for parameter in _OF_OTHERS if parameter in taken]
+    foreign = [parameter for parameter in _OTHER_ARGUMENTS if parameter in taken]
     if not {"prompt", "num_inference_steps"} <= set(taken) or not denoises or foreign:
-        wants = f", which takes {foreign[0]}" if foreign else ""
-        raise UserError(
-            f"--model {name}: expected a text-to-image pipeline with a unet or transformer, got"
-            f" {kind.__name__}{wants}; give another model"
-        )
+        wants = f"{kind.__name__}, which takes {foreign[0]}" if foreign else kind.__name__
+        allowed = "a text-to-image pipeline with a unet or transformer"
+        raise unexpected(f"--model {name}", allowed, wants, "give another model")

@@ -1,4 +1,4 @@
-"""LoRAs on a loaded pipeline."""
+"""Load LoRAs into a pipeline."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mame_sd.errors import UserError, first_line
+from mame_sd.errors import UserError, first_line, unexpected
 from mame_sd.runs.model_files import HUB_ID, name_and_digest
 
 
 def read_lora(given: str) -> tuple[str, float]:
-    """The file, folder or hub id of one --lora PATH_OR_ID[:SCALE], and its scale.
+    """Return the file, folder or hub id of PATH_OR_ID[:SCALE], and its scale.
 
-    Raises UserError for a scale that is no finite number, or a path where nothing is.
+    Raises:
+        UserError: the scale is no finite number, or nothing is at the path.
     """
     source, mark, text = given.rpartition(":")
     try:
@@ -25,10 +26,8 @@ def read_lora(given: str) -> tuple[str, float]:
     if not mark or os.path.exists(given):
         source, scale = given, 1.0
     if not math.isfinite(scale):
-        raise UserError(
-            f"--lora {given}: expected a finite scale after the colon, got {text}; give one such"
-            " as 0.8"
-        )
+        allowed = "a finite scale after the colon"
+        raise unexpected(f"--lora {given}", allowed, text, "give one such as 0.8")
     if not os.path.exists(source) and not HUB_ID.fullmatch(source):
         raise UserError(
             f"--lora {source}: expected a .safetensors file, a folder or a hub id, found nothing;"
@@ -38,16 +37,21 @@ def read_lora(given: str) -> tuple[str, float]:
 
 
 def lora_identity(given: str) -> dict[str, Any]:
-    """JSON values that tell a LoRA and its scale from others."""
+    """Return JSON values that distinguish a LoRA and its scale from others."""
     source, scale = read_lora(given)
     return {**name_and_digest(source), "scale": scale}
 
 
 def add_loras(pipe: Any, loras: Sequence[str], offline: bool = False) -> None:
-    """Load the LoRAs and switch all of them on.
+    """Load LoRAs into a pipeline, and switch all of them on.
+
+    Args:
+        pipe: the pipeline.
+        loras: the LoRAs, as `read_lora` takes them.
+        offline: if True, the hub is never asked.
 
     Raises:
-        UserError: made for another model, PEFT missing.
+        UserError: one is made for another model, or PEFT is missing.
     """
     scales = {}
     for number, (source, scale) in enumerate(map(read_lora, loras)):

@@ -1,6 +1,4 @@
-"""Where a model's files are: which folder or file a name means, hub downloads, a digest that tells
-models apart.
-"""
+"""Find a model's files by name, download them, and compute digests that distinguish models."""
 
 from __future__ import annotations
 
@@ -13,22 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mame_sd.config import SETTINGS_FILE
-from mame_sd.errors import UserError, first_line
+from mame_sd.errors import UserError, first_line, unexpected
 from mame_sd.runs.files import files_below, shown
 from mame_sd.runs.options import option
 
-EMBEDDED = "embedded-"  # what the name of an embedded model begins with, as --model takes it
+EMBEDDED = "embedded-"  # prefix of the names of embedded models
 DTYPES = ("float32", "float16", "bfloat16")
 HUB_ID = re.compile(r"(?!\.)[\w.-]+/(?!\.)[\w.-]+(?<!\.safetensors)")  # owner/name, and no file
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """What to load and how; each field's help text says what it means.
+    """Which model to load and how; each field's help text describes it.
 
     Raises:
-        UserError: a dtype that there is none of, a revision of no hub model, or a configuration
-            without a file.
+        UserError: an unknown dtype, a revision of no hub model, a configuration without a file.
     """
 
     model: str | None = option(
@@ -52,9 +49,7 @@ class ModelChoice:
         metavar="PATH_OR_ID",
     )
     variant: str | None = option(None, "Variant of the model's files, such as fp16.")
-    revision: str | None = option(
-        None, "Branch, tag or commit of a hub model, or of a .safetensors file's configuration."
-    )
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     offline: bool = option(False, "Never ask the hub; take what is cached.")
     single_file_config: str | None = option(
         None,
@@ -64,15 +59,14 @@ class ModelChoice:
 
     @property
     def name(self) -> str:
-        """The model's name, without its place."""
+        """Return the model's name, without its place."""
         return "embedded" if self.embedded == "unet" else name_of(self.model or "")
 
     @property
     def embedded(self) -> str | None:
-        """Name of the embedded model that is meant, by no `model` ("unet") or by embedded-NAME;
-        None: another model.
+        """Return the name of the embedded model, or None for another model.
 
-        A folder or file of that name goes before an embedded model.
+        A folder or file of the same name has priority.
         """
         if self.model is None:
             return "unet"
@@ -88,41 +82,26 @@ class ModelChoice:
             raise _no_such_model(name, "--model")
 
     def __post_init__(self) -> None:
+        given = self.model or "none"
         if self.model == "":
-            raise UserError("--model: expected a folder, file or hub id, got nothing; give one")
+            raise unexpected("--model", "a folder, file or hub id", "nothing", "give one")
         if self.dtype not in ("auto", *DTYPES):
-            raise UserError(
-                f"--dtype: expected auto, {', '.join(DTYPES)}, got {self.dtype!r}; give one of"
-                " these"
-            )
-        # The configuration of a single file comes from the hub where no folder is given.
-        file = Path(self.model or "").suffix == ".safetensors"
-        configured = file and not os.path.exists(self.single_file_config or "")
-        local = self.embedded or os.path.exists(self.model or "")
-        if self.revision is not None and local and not configured:
-            raise UserError(
-                f"--revision: expected a hub id as --model, got {self.model or 'none'}; leave it"
-                " out"
-            )
-        if self.single_file_config is not None and not file:
-            raise UserError(
-                "--single-file-config: expected a .safetensors file as --model, got"
-                f" {self.model or 'none'}; leave it out"
-            )
+            allowed = f"auto, {', '.join(DTYPES)}"
+            raise unexpected("--dtype", allowed, repr(self.dtype), "give one of these")
+        if self.revision is not None and (self.embedded or os.path.exists(given)):
+            raise unexpected("--revision", "a hub id as --model", given, "leave it out")
+        if self.single_file_config is not None and Path(given).suffix != ".safetensors":
+            allowed = "a .safetensors file as --model"
+            raise unexpected("--single-file-config", allowed, given, "leave it out")
 
 
 def find_model(choice: ModelChoice) -> Path:
-    """The pipeline's folder or the file that `choice.model` means, downloaded if need be.
-
-    Raises UserError when there is none, or for a file of another kind.
-    """
+    """Return the pipeline's folder or file, downloaded if it must be, or raise UserError."""
     file = Path(choice.model or "")
     if os.path.isfile(file):
         if file.suffix != ".safetensors":
-            raise UserError(
-                f"--model {file}: expected a folder, a hub id or a .safetensors file, got another"
-                " file; convert it"
-            )
+            allowed = "a folder, a hub id or a .safetensors file"
+            raise unexpected(f"--model {file}", allowed, "another file", "convert it")
         return file
 
     def download(name: str) -> str:
@@ -133,22 +112,22 @@ def find_model(choice: ModelChoice) -> Path:
 
     folder = find_folder(choice.model or f"{EMBEDDED}unet", download)
     if not os.path.isfile(folder / "model_index.json"):
-        raise UserError(
-            f"--model {choice.model or folder}: expected the folder of a diffusers pipeline, got"
-            " one without model_index.json; give the folder that holds it"
+        raise unexpected(
+            f"--model {choice.model or folder}",
+            "the folder of a diffusers pipeline",
+            "one without model_index.json",
+            "give the folder that holds it",
         )
     return folder
 
 
 def find_folder(name: str, download: Callable[[str], str], flag: str = "--model") -> Path:
-    """The folder that `--model NAME` means.
+    """Return the folder of a model, or raise UserError.
 
     Args:
         name: a folder, embedded-NAME or a hub id.
-        download: gives the folder of a hub model.
+        download: returns the folder of a hub model.
         flag: the option that gave the name, for errors.
-
-    Raises UserError when there is none.
     """
     path = Path(name)
     if os.path.isdir(path):  # unlike Path.is_dir, False also for names that are too long
@@ -164,7 +143,7 @@ def find_folder(name: str, download: Callable[[str], str], flag: str = "--model"
         raise _no_such_model(name, flag)
     try:
         return Path(download(name))
-    except Exception as error:  # offline, unknown, gated, no such revision: it can't be had
+    except Exception as error:  # offline, unknown, gated, no such revision
         reason = first_line(error).partition(" (")[0]
         raise UserError(
             f"{flag} {name}: expected a folder, or a model of the hub that can be reached or is"
@@ -180,8 +159,11 @@ def _no_such_model(name: str, flag: str) -> UserError:
 
 
 def check_tokenizers(folder: Path, flag: str = "--model") -> None:
-    """Raise UserError for a tokenizer without a vocabulary, which transformers would load as an
-    empty one.
+    """Raise UserError for a tokenizer without vocabulary, which transformers loads as an empty one.
+
+    Args:
+        folder: folder of a pipeline.
+        flag: the option that gave it, for errors.
     """
     index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
     for name, entry in index.items():
@@ -197,33 +179,33 @@ def check_tokenizers(folder: Path, flag: str = "--model") -> None:
 
 
 def digest_of(source: Path) -> str:
-    """A digest of names, sizes and whole contents of the files that decide pixels: no hidden files,
-    model cards, Python's files or settings of merging, which a run tells by themselves.
+    """Return a digest of the names and contents of all files that decide pixels.
+
+    It omits hidden files, model cards, Python's files, and settings of merging, which the manifest
+    of a run has anyway.
     """
     digest = hashlib.sha256()
     root = source.parent if source.is_file() else source
     for path in [source] if source.is_file() else files_below(source):
         place = path.relative_to(root)
         hidden = path != source and any(part.startswith(".") for part in place.parts)
-        kind = path.suffix in (".md", ".py", ".pyc") or path.name == SETTINGS_FILE
-        if not hidden and not kind:
-            digest.update(f"{place.as_posix()}\0{path.stat().st_size}\0".encode())
-            with open(path, "rb") as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
+        if hidden or path.suffix in (".md", ".py", ".pyc") or path.name == SETTINGS_FILE:
+            continue
+        digest.update(f"{place.as_posix()}\0{path.stat().st_size}\0".encode())
+        with open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
     return digest.hexdigest()
 
 
 def name_of(source: str) -> str:
-    """The name of a folder or file, without its place; a hub id as it is."""
+    """Return the name of a folder or file without its place, or a hub id as it is."""
     if os.path.isdir(source):
         return shown(Path(source).resolve().name)
     return shown(os.path.basename(source)) if os.path.exists(source) else source
 
 
 def name_and_digest(source: str) -> dict[str, str | None]:
-    """JSON values that tell a path or hub id from others: its name without its place, and a digest
-    of what lies there (None: a hub id).
-    """
+    """Return a path's name without its place and its digest, which is None for a hub id."""
     digest = digest_of(Path(source)) if os.path.exists(source) else None
     return {"name": name_of(source), "sha256": digest}

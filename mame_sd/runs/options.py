@@ -1,6 +1,4 @@
-"""Fields of dataclasses that the command line offers as options: each is written once, with its
-type, default and help.
-"""
+"""Declare fields of dataclasses that are options of commands, too."""
 
 from __future__ import annotations
 
@@ -9,11 +7,12 @@ from typing import Any
 
 
 def option(default: Any, help: str, *flags: str, metavar: str | None = None) -> Any:
-    """A dataclass field that is an option, too: `mame_sd.cli.options` makes it from the field's
-    annotation and this.
+    """Declare a field of which `mame_sd.cli.options` makes an option.
 
     Args:
-        flags: those of the option; its flag is the field's name unless given.
-        metavar: what stands for the value in the help text.
+        default: default of the field.
+        help: help text.
+        flags: flags of the option. By default the field's name.
+        metavar: name of the value in the help text. If None, the type decides.
     """
     return field(default=default, metadata={"help": help, "flags": flags, "metavar": metavar})

@@ -1,9 +1,7 @@
-"""Several processes sharing one run: who this process is, and how it waits for the others and hears
-from them.
+"""Share a run among several processes, which launchers describe in the environment.
 
-Launchers (``accelerate launch``, ``torchrun``) tell in the environment. Only barriers and small
-objects are exchanged, so gloo serves on every device. Its timeout is 30 days, for processes may
-have unequal amounts of work.
+``accelerate launch`` and ``torchrun`` do. Only barriers and small objects are exchanged, so gloo
+serves every device. Its timeout is 30 days, because processes may have unequal work.
 """
 
 from __future__ import annotations
@@ -15,16 +13,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from mame_sd.errors import MachineError, UserError
+from mame_sd.errors import MachineError, unexpected
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those of the run: `rank` of `count`; `local_rank` counts on this machine.
+    """This process among those of the run; `local_rank` counts on this machine.
 
-    Every process must call `wait` and `all_gather`. They raise MachineError when one is gone.
+    Every process must call `wait` and `all_gather`. They raise MachineError if one has ended.
     """
 
     rank: int = 0
@@ -33,14 +31,15 @@ class Process:
 
     @property
     def is_main(self) -> bool:
+        """Return whether this is the first process."""
         return self.rank == 0
 
     def wait(self) -> None:
-        """A barrier: returns when every process has come here."""
+        """Wait until every process has come here."""
         self.all_gather(None)
 
     def all_gather(self, value: T) -> list[T]:
-        """On every process the `value` of every process, in order of rank."""
+        """Return the values of all processes, in order of rank."""
         if self.count == 1:
             return [value]
         import torch.distributed
@@ -57,19 +56,14 @@ class Process:
 
 
 def this_process() -> Process:
-    """What the launcher says in RANK, WORLD_SIZE and LOCAL_RANK; a single process when there is no
-    launcher.
-
-    Raises UserError for values that are no whole numbers.
-    """
+    """Return this process by RANK, WORLD_SIZE and LOCAL_RANK, a single one without a launcher."""
     names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     values = [os.environ.get(name, default) for name, default in names.items()]
     try:
         return Process(*map(int, values))
     except ValueError:
-        raise UserError(
-            f"expected whole numbers in {', '.join(names)}, got {', '.join(values)}; unset them"
-        ) from None
+        given = ", ".join(values)
+        raise unexpected(", ".join(names), "whole numbers", given, "unset them") from None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,4 @@
-"""The formats of prompt files: text in, one record of cells a prompt out, each with its line
-number.
-"""
+"""Read the formats of prompt files: text in, a record of cells for each prompt out."""
 
 from __future__ import annotations
 
@@ -11,22 +9,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from mame_sd.errors import UserError
+from mame_sd.errors import UserError, unexpected
 
-PROMPT_COLUMNS = ("prompt", "caption")  # compared without case; the first that is present is taken
+PROMPT_COLUMNS = ("prompt", "caption")  # in any case; the first one that is there counts
 KNOWN_COLUMNS = ("id", "seed", "negative_prompt", "width", "height")
 _OPTION = re.compile(r"(?:^--?|\s--)[a-z][\w-]*(?<!-)(?=[\s=])", re.IGNORECASE)
 Record = tuple[int, dict[str, str]]  # line number, cells by column
 
 
 def read_text(path: Path) -> str:
-    """The file's text: UTF-8 with or without a byte order mark.
-
-    Raises UserError for anything else.
-    """
+    """Return the text of a file in UTF-8, with or without a byte order mark, or raise UserError."""
     try:
         if path.is_fifo():  # whose writer might never come
-            raise UserError(f"{path}: expected a prompt file, got a pipe; save the prompts first")
+            raise unexpected(str(path), "a prompt file", "a pipe", "save the prompts first")
         data = path.read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -34,33 +29,29 @@ def read_text(path: Path) -> str:
             f"{path}: the prompt file can't be read ({reason}); check the path and its permissions"
         ) from None
     try:
-        text, bad = data.decode("utf-8-sig"), data.find(b"\0")  # of UTF-16, or no text at all
+        text, bad = data.decode("utf-8-sig"), data.find(b"\0")  # of UTF-16, or not text
     except UnicodeDecodeError as error:
         text, bad = "", error.start
     if bad >= 0:
         line = data[:bad].count(b"\n") + 1
-        raise UserError(
-            f"{path}:{line}: expected UTF-8, got the byte 0x{data[bad]:02x}; save it as UTF-8"
-        )
+        raise unexpected(f"{path}:{line}", "UTF-8", f"the byte 0x{data[bad]:02x}", "save it so")
     return text
 
 
 def _text_records(path: Path, text: str) -> Iterator[Record]:
     if "\r" in text.strip("\r") and "\n" not in text:
-        raise UserError(
-            f"{path}: expected lines that end in \\n or \\r\\n, got \\r alone; save the file with"
-            " the line ends of today"
-        )
+        raise unexpected(str(path), "lines that end in \\n or \\r\\n", "\\r alone", "save it so")
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip(" \t\r")
-        if line and not line.startswith("#"):
-            if found := _OPTION.search(line):
-                raise UserError(
-                    f"{path}:{number}: expected a prompt, got one with the option"
-                    f" {found.group().strip()}, as other tools write it; write a .csv or .tsv"
-                    " file with columns prompt, id, seed, negative_prompt"
-                )
-            yield number, {"prompt": line}
+        if not line or line.startswith("#"):
+            continue
+        if found := _OPTION.search(line):
+            raise UserError(
+                f"{path}:{number}: expected a prompt, got one with the option"
+                f" {found.group().strip()}, as other tools write it; write a .csv or .tsv file"
+                " with columns prompt, id, seed, negative_prompt"
+            )
+        yield number, {"prompt": line}
 
 
 def _table_records(delimiter: str, path: Path, text: str) -> Iterator[Record]:
@@ -72,12 +63,11 @@ def _table_records(delimiter: str, path: Path, text: str) -> Iterator[Record]:
             if not any(row):
                 pass
             elif header is None:
-                header = _header(path, line, row)
+                header = _header(f"{path}:{line}", row)
             elif len(row) != len(header):
-                raise UserError(
-                    f"{path}:{line}: expected {len(header)} columns as in the header, got"
-                    f" {len(row)}; quote a cell that holds the delimiter"
-                )
+                allowed = f"{len(header)} columns as in the header"
+                advice = "quote a cell that holds the delimiter"
+                raise unexpected(f"{path}:{line}", allowed, len(row), advice)
             else:  # an empty cell of a known column is not given
                 cells = zip(header, row, strict=True)
                 yield line, {n: cell for n, cell in cells if cell or n not in KNOWN_COLUMNS}
@@ -92,23 +82,18 @@ def _table_records(delimiter: str, path: Path, text: str) -> Iterator[Record]:
         ) from None
 
 
-def _header(path: Path, line: int, row: list[str]) -> list[str]:
-    """Column names, known ones in lower case, the prompt's column named ``prompt``."""
+def _header(place: str, row: list[str]) -> list[str]:
+    """Return column names: known ones in lower case, and "prompt" for the prompt's column."""
     lower = [name.strip().lower() for name in row]
     chosen = next((name for name in PROMPT_COLUMNS if name in lower), None)
     if chosen is None:
-        raise UserError(
-            f"{path}:{line}: expected a column named prompt or caption, got {', '.join(row)}; name"
-            " one so"
-        )
+        raise unexpected(place, "a column named prompt or caption", ", ".join(row), "name one so")
     names = [
         "prompt" if low == chosen else low if low in KNOWN_COLUMNS else name.strip()
         for name, low in zip(row, lower, strict=True)
     ]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise UserError(
-            f"{path}:{line}: expected columns that differ, got {twice[0]!r} twice; rename one"
-        )
+        raise unexpected(place, "columns that differ", f"{twice[0]!r} twice", "rename one")
     return names
 
 

@@ -1,4 +1,4 @@
-"""The records of a run, read back: manifest.json and samples.jsonl."""
+"""Read the records of a run: manifest.json and samples.jsonl."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from pathlib import Path
 from typing import Any
 from unicodedata import normalize
 
-from mame_sd.errors import UserError
+from mame_sd.errors import UserError, unexpected
 from mame_sd.runs.files import read_regular
 
 FORMAT = "mame-sd run 1"
-# What reading a line that is no record raises.
-STRANGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+# Errors that reading a line raises if the line is no record.
+RECORD_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One image of a run: its key `<id>_<repeat>`, what it was made from, its file.
+    """One image of a run.
 
-    `row` is all that samples.jsonl says of it: seconds, levels, size, ...
+    Attributes:
+        key: `<id>_<repeat>`.
+        prompt_id: id of the prompt.
+        prompt: text of the prompt.
+        seed: seed of the image.
+        negative_prompt: negative prompt, or None.
+        path: its file.
+        row: its whole record: seconds, levels, size, ...
     """
 
     key: str
@@ -35,7 +42,7 @@ class Sample:
 
 
 def read_manifest(path: Path, advice: str) -> dict[str, Any]:
-    """The manifest of a run. Raises UserError, which ends in `advice`, for any other file."""
+    """Return the manifest of a run, or raise UserError, which ends in `advice`."""
     try:
         values = json.loads(read_regular(path).decode())
     except (OSError, ValueError, RecursionError) as error:
@@ -43,17 +50,17 @@ def read_manifest(path: Path, advice: str) -> dict[str, Any]:
     known = isinstance(values, dict) and values.get("format") == FORMAT
     parts = (values.get("settings"), values.get("environment", {})) if known else (None,)
     if not all(isinstance(part, dict) for part in parts):
-        raise UserError(
-            f"{path}: expected the manifest of a run ({FORMAT!r}), got another file; {advice}"
-        )
+        allowed = f"the manifest of a run ({FORMAT!r})"
+        raise unexpected(str(path), allowed, "another file", advice)
     return dict(values)
 
 
 def sample_of(folder: Path, line: str | bytes) -> Sample:
-    """The sample that a line of the run in `folder` tells of.
+    """Return the sample of a line in samples.jsonl of the run in `folder`.
 
-    Raises one of `STRANGE` for a line that is no record as `generate` writes them: `seconds` and
-    each level's tokens are finite numbers, a level has tokens; either may be missing.
+    Raises:
+        RECORD_ERRORS: the line is no record of `generate`. Seconds and tokens of levels, where
+            given, must be finite numbers, and a level must have tokens.
     """
     row = json.loads(line)
     key = f"{row['id']}_{row['repeat']}"
@@ -76,11 +83,12 @@ def sample_of(folder: Path, line: str | bytes) -> Sample:
 
 
 def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
-    """What samples.jsonl of the run in `folder` says of its images, by key (in Unicode's form NFC,
-    so that files of other systems pair), in its order; the images are not looked at.
+    """Return the samples of a run by key, in the order of samples.jsonl, without reading images.
 
-    Raises UserError, which ends in `advice`, for a file that is missing, broken, or names an image
-    twice.
+    Keys are in Unicode's form NFC, so that files of other systems pair.
+
+    Raises:
+        UserError: the file is missing or broken, or names an image twice. It ends in `advice`.
     """
     path = folder / "samples.jsonl"
     try:
@@ -97,16 +105,13 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
             continue
         try:
             sample = sample_of(folder, line)
-        except STRANGE as error:
-            raise UserError(
-                f"{path}:{number}: expected the record of an image, got {type(error).__name__}:"
-                f" {error}; {advice}"
-            ) from None
+        except RECORD_ERRORS as error:
+            got = f"{type(error).__name__}: {error}"
+            place = f"{path}:{number}"
+            raise unexpected(place, "the record of an image", got, advice) from None
         key = normalize("NFC", sample.key)
         if key in found:
-            raise UserError(
-                f"{path}:{number}: expected one record an image, got another one of"
-                f" {sample.key}; {advice}"
-            )
+            allowed, got = "one record an image", f"another one of {sample.key}"
+            raise unexpected(f"{path}:{number}", allowed, got, advice)
         found[key] = sample
     return found

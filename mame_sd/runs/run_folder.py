@@ -1,15 +1,13 @@
-"""The folder of a run: what is in it, how it is written and how it goes on. A kill at any moment
-loses nothing.
+"""Write the folder of a run, such that it can go on after a kill at any moment.
 
     images/<id>_<repeat>.png   each appears whole or not at all
-    samples.jsonl              one object an image: seconds, tokens kept, prompt, ...
+    samples.jsonl              one object for each image: seconds, tokens kept, prompt, ...
     manifest.json              settings, model and versions; written first, never changed
-    .mame-sd/                  temporary files and records of images under way; gone when the run is
-    complete
+    .mame-sd/                  temporary files and records of new images; removed at the end
 
-An image's record is written before the image, so a finished image always has one. Both
-`manifest.json` and the images depend on the settings alone. So a run that was killed and continued
-ends with the same bytes as an undisturbed one.
+An image's record is written before the image, so a finished image always has one. The manifest and
+the images depend on the settings alone, so a run that was killed and continued ends with the same
+bytes as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -23,21 +21,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mame_sd.errors import UserError
+from mame_sd.errors import UserError, unexpected
 from mame_sd.runs.files import check_place, open_own, read_regular, write_atomically, writing
-from mame_sd.runs.records import FORMAT, STRANGE, read_manifest, sample_of
+from mame_sd.runs.records import FORMAT, RECORD_ERRORS, read_manifest, sample_of
 
 _PNG_END = b"IEND\xaeB`\x82"
 
 
 class RunFolder:
-    """One run's folder.
-
-    The main process calls `prepare` and `collect`; every process calls the rest.
+    """One run's folder. The main process calls `prepare` and `collect`, every process the rest.
 
     Args:
-        path: the folder; created by `prepare`.
-        rank: of this process, for files of its own.
+        path: the folder, which `prepare` creates.
+        rank: rank of this process, for files of its own.
     """
 
     def __init__(self, path: Path, rank: int = 0) -> None:
@@ -50,47 +46,43 @@ class RunFolder:
         self._lock: BinaryIO | None = None
 
     def check(self, settings: Mapping[str, Any] | None = None) -> None:
-        """Raise UserError when no run of these `settings`, as far as they are known, could go into
-        the folder; nothing is created.
+        """Raise UserError if no run of these settings, as far as they are known, could be in it.
 
-        Cheap, before a model is loaded.
+        This is quick and creates nothing.
         """
         if check_place(self.path, self.path) != self.path:
             return
+        where = f"--out {self.path}"
         for own in (self.images, self.work):
             if own.is_symlink():
-                raise UserError(
-                    f"--out {self.path}: expected {own.name} to be a folder of its own, got a link"
-                    f" to {os.readlink(own)!r}; put the folder itself there, or make --out a link"
+                raise unexpected(
+                    where,
+                    f"{own.name} to be a folder of its own",
+                    f"a link to {os.readlink(own)!r}",
+                    "put the folder itself there, or make --out a link",
                 )
-        strange = next((one for one in self.images.glob("*.png") if one.is_dir()), None)
-        if strange is not None:
-            raise UserError(
-                f"--out {self.path}: expected images, got the folder {strange.name!r} among them;"
-                " take it away, or choose another"
-            )
+        folder = next((one for one in self.images.glob("*.png") if one.is_dir()), None)
+        if folder is not None:
+            got = f"the folder {folder.name!r} among them"
+            raise unexpected(where, "images", got, "take it away, or choose another")
         with writing(self.path):
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
         if foreign and self.manifest.name not in foreign:
-            raise UserError(
-                f"--out {self.path}: expected a new or empty folder, or one begun by this command,"
-                f" got one with other things in it ({', '.join(map(repr, foreign[:3]))}); choose"
-                " another"
-            )
+            allowed = "a new or empty folder, or one begun by this command"
+            got = f"one with other things in it ({', '.join(map(repr, foreign[:3]))})"
+            raise unexpected(where, allowed, got, "choose another")
         if foreign:
             self._begun_with(settings or {}, partly=True)
 
     def prepare(self, manifest: Mapping[str, Any]) -> list[str]:
-        """Create or take up the folder. Returns notes about another environment.
+        """Create the folder or take it up, and return differences of the environment.
 
         Args:
-            manifest: with "settings", which must agree with those the folder was begun with, and
-                "environment". What else is good to know of the run stands beside them and is not
-                compared.
+            manifest: "settings", which must agree with those the folder was begun with, and
+                "environment".
 
         Raises:
-            UserError: foreign or unwritable folder, other settings (the differences are named), a
-                run under way.
+            UserError: the folder is foreign, can't be written, has other settings, or is in use.
         """
         self.check()
         with writing(self.path):
@@ -106,12 +98,18 @@ class RunFolder:
         return differences(there.get("environment", {}), manifest.get("environment", {}))
 
     def finished(self, names: Iterable[str]) -> set[str]:
-        """Those of `names` whose image is there, whole, and the one that its record tells of."""
+        """Return those of `names` whose image is whole, and the one that its record describes."""
         records = self._records()
         return {name for name in names if self._is_whole(name, records.get(name, {}))}
 
     def write_image(self, name: str, png: bytes, record: Mapping[str, Any]) -> None:
-        """Add a finished image: its record first, then the file, in one step."""
+        """Add a finished image: first its record, then the file in one step.
+
+        Args:
+            name: name of the image, without ending.
+            png: content of the file.
+            record: what is known of the image.
+        """
         part = self.work / f"samples-{self._rank}.jsonl"
         with writing(part), open_own(part, os.O_WRONLY | os.O_APPEND) as file:
             row = {"name": name, **record, "sha256": hashlib.sha256(png).hexdigest()}
@@ -121,15 +119,15 @@ class RunFolder:
         write_atomically(self.images / f"{name}.png", png, self.work / f"image-{self._rank}.tmp")
 
     def collect(self, known: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Write samples.jsonl from all records so far, in the order of `known`, and return its
-        rows.
+        """Write samples.jsonl from all records so far, and return its rows.
 
         Args:
-            known: for every image of the run its name and what is known of it without making it.
+            known: the names of all images of the run, in order, with what is known of each before
+                it is made.
         """
         records = self._records()
         done = self.finished(known)
-        for name in known.keys() - done:  # cut short, or put there by others: made again
+        for name in known.keys() - done:  # incomplete or foreign, and so made again
             with writing(self.images):
                 (self.images / f"{name}.png").unlink(missing_ok=True)
         rows = [
@@ -145,7 +143,7 @@ class RunFolder:
         return rows
 
     def close(self, complete: bool) -> None:
-        """Let go of the folder; when the run is complete, its temporary files go too."""
+        """Release the folder, and remove temporary files if the run is complete."""
         if complete:
             shutil.rmtree(self.work, ignore_errors=True)
         if self._lock is not None:
@@ -153,11 +151,7 @@ class RunFolder:
             self._lock = None
 
     def _records(self) -> dict[str, Mapping[str, Any]]:
-        """What is written of each image so far, the latest record of each; a line that a kill cut
-        short, or that is none, is dropped.
-
-        Raises UserError for what is there and no file.
-        """
+        """Return the latest record of each image; lines that a kill cut short are dropped."""
         found: dict[str, Mapping[str, Any]] = {}
         parts = self.samples, *sorted(self.work.glob("samples-*.jsonl"))
         for source in filter(os.path.exists, parts):
@@ -169,16 +163,13 @@ class RunFolder:
                     " command again"
                 ) from None
             for line in lines:
-                with contextlib.suppress(*STRANGE):
+                with contextlib.suppress(*RECORD_ERRORS):
                     sample = sample_of(self.path, line)
                     found[sample.key] = sample.row
         return found
 
     def _is_whole(self, name: str, record: Mapping[str, Any]) -> bool:
-        """Whether the image ends like a PNG and has the hash of its record, where that tells one.
-
-        An image that other hands cut short or put in its place is made again.
-        """
+        """Return whether an image ends like a PNG and has the hash of its record, if any."""
         try:
             data = read_regular(self.images / f"{name}.png")
         except OSError:
@@ -187,10 +178,7 @@ class RunFolder:
         return data.endswith(_PNG_END) and record.get("sha256", digest) == digest
 
     def _take_lock(self) -> None:
-        """Keep a second run out.
-
-        The lock dies with the process; systems without `fcntl` go without.
-        """
+        """Keep a second run out until this process ends. Systems without `fcntl` have no lock."""
         try:
             import fcntl
         except ImportError:
@@ -210,10 +198,10 @@ class RunFolder:
     def _begun_with(
         self, settings: Mapping[str, Any], partly: bool = False
     ) -> Mapping[str, Any] | None:
-        """The folder's manifest; None where no image is there yet, so that other settings may take
-        its place.
+        """Return the folder's manifest, or None if it has no image yet and may be replaced.
 
-        Raises UserError for no manifest, and for images of other settings, see `differences`.
+        Raises:
+            UserError: there is no manifest, or there are images of other settings.
         """
         there = read_manifest(self.manifest, "choose another --out")
         if not any(self.images.glob("*.png")):
@@ -227,8 +215,13 @@ class RunFolder:
 
 
 def differences(there: Any, here: Any, partly: bool = False, name: str = "") -> list[str]:
-    """`name: old there, new here` for every leaf that differs, of values as JSON holds them; where
-    only a part is known `here`, `partly`, for every leaf of that.
+    """Return `name: old there, new here` for each different leaf of two JSON values.
+
+    Args:
+        there: the old value.
+        here: the new value.
+        partly: if True, only leaves of `here` count.
+        name: name of the values.
     """
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         found = []
@@ -236,15 +229,15 @@ def differences(there: Any, here: Any, partly: bool = False, name: str = "") -> 
             inner = f"{name}.{key}" if name else key
             found += differences(there.get(key), here.get(key), partly, inner)
         return found
-    if there == json.loads(json.dumps(here)):  # a tuple comes back from a file as a list
+    if there == json.loads(json.dumps(here)):  # a file turns tuples into lists
         return []
-    if name.endswith("sha256"):  # which says nothing to a reader
+    if name.endswith("sha256"):  # the digits mean nothing to a reader
         return [f"{name} differs"]
     return [f"{name}: {_shortened(there)} there, {_shortened(here)} here"]
 
 
 def in_short(different: Sequence[str], most: int = 3) -> str:
-    """The first differences as one line, and how many there are beside them."""
+    """Format the first differences on one line and count the rest."""
     left = len(different) - most
     return "; ".join(different[:most]) + (f"; and {left} more" if left > 0 else "")
 

@@ -1,4 +1,4 @@
-"""One call of a pipeline: jobs in, images out; images as PNG."""
+"""Call a pipeline: jobs in, images out; images as PNG."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ def sample(
     jobs: Sequence[Job],
     on_step: Callable[[int, int], None] | None = None,
 ) -> list[Image.Image]:
-    """One call of the pipeline: an RGB image for each of `jobs`.
+    """Call the pipeline once, and return an RGB image for each job.
 
     Args:
-        on_step: told (steps done, steps), where the pipeline reports them.
+        model: the model.
+        settings: how images are sampled.
+        jobs: the jobs.
+        on_step: called with the numbers of steps done and in all, if the pipeline reports them.
 
     Raises:
-        UserError: an argument that the pipeline does not take, or refuses.
-        MachineError: pixels that are no numbers (16-bit overflow), out of memory.
+        UserError: the pipeline does not take an argument.
+        MachineError: pixels are not finite (16-bit overflow), or there is not enough memory.
     """
     call = arguments_of(model, settings, jobs)
     if on_step is not None and "callback_on_step_end" in model.arguments:
@@ -64,11 +67,15 @@ def sample(
 def arguments_of(
     model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job]
 ) -> dict[str, Any]:
-    """What the pipeline is called with for `jobs`.
+    """Return the arguments of the pipeline's call, or raise UserError if it ignores one of them.
 
-    Raises UserError for what it does not take, or takes no notice of.
+    Args:
+        model: the model.
+        settings: how images are sampled.
+        jobs: the jobs.
     """
     steered, kind = any(job.steered for job in jobs), type(model.pipe).__name__
+    argument, _ = guidance_of(model.pipe)
     call: dict[str, Any] = {
         "prompt": [job.prompt.text for job in jobs],
         "num_inference_steps": settings.steps,
@@ -77,7 +84,6 @@ def arguments_of(
     }
     if steered:
         call["negative_prompt"] = [job.negative_prompt or "" for job in jobs]
-    argument, _ = guidance_of(model.pipe)
     guidance = model.guidance if settings.guidance is None else settings.guidance
     if guidance is not None:
         call[argument] = guidance
@@ -95,20 +101,23 @@ def arguments_of(
             )
     elif steered and "true_cfg_scale" in model.arguments:  # Flux, whose guidance is distilled
         raise UserError(
-            f"--negative-prompt: {kind} takes no notice of one without true_cfg_scale; leave it out"
+            f"--negative-prompt: {kind} ignores it without true_cfg_scale; leave it out"
         )
     return call
 
 
 def to_png(image: Image.Image, job: Job, described: dict[str, Any]) -> bytes:
-    """The image as PNG, with text chunks ``prompt`` (plain) and ``mame_sd`` (JSON: settings, id,
-    repeat, seed).
+    """Return an image as PNG, with text chunks ``prompt`` and ``mame_sd`` (settings as JSON).
 
-    Nothing in it depends on time, place or batch neighbours. A zero byte, which PNG text can't
-    hold, becomes U+2400.
+    It doesn't depend on time, place or the rest of the batch.
+
+    Args:
+        image: the image.
+        job: its job.
+        described: settings of the run.
     """
     text = PngInfo()
-    text.add_itxt("prompt", job.prompt.text.replace("\0", "\u2400"))
+    text.add_itxt("prompt", job.prompt.text.replace("\0", "\u2400"))  # PNG text has no zero bytes
     own = {"id": job.prompt.id, "repeat": job.repeat, "prompt": job.prompt.text, "seed": job.seed}
     own["negative_prompt"] = job.negative_prompt
     settings = {key: value for key, value in described.items() if key != "prompts"}

@@ -1,8 +1,7 @@
-"""Load a single .safetensors checkpoint of Stable Diffusion 1, 2 or XL in its original layout.
+"""Load a .safetensors checkpoint of Stable Diffusion 1, 2 or XL in its original layout.
 
-Such a file holds weights alone. What else a pipeline is made of (configurations, scheduler,
-tokenizers) comes from a pipeline of the same architecture: --single-file-config, or the one of the
-hub that diffusers knows for the kind of checkpoint; --revision says which commit of it.
+Such a file holds weights alone. Configurations, scheduler and tokenizers come from a pipeline of
+the same architecture: --single-file-config, or the hub's pipeline that diffusers knows.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mame_sd.errors import UserError
+from mame_sd.errors import unexpected
 from mame_sd.runs.devices import dtype_argument
 from mame_sd.runs.model_files import ModelChoice, check_tokenizers, find_folder
 
@@ -25,17 +24,23 @@ _CLASSES = {
 
 
 def load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any:
-    """The pipeline of a checkpoint.
+    """Return the pipeline of a checkpoint.
+
+    Args:
+        path: the file.
+        choice: where its configuration is, and whether the hub may be asked.
+        dtype: number format of the weights.
 
     Raises:
-        UserError: another kind of checkpoint or another layout, or a configuration that isn't
-            there. Other exceptions of diffusers: a configuration of another architecture.
+        UserError: the file is of another kind or layout, or the configuration isn't there.
+        Exception: diffusers' own, if the configuration is of another architecture.
     """
     import diffusers
     from diffusers.loaders.single_file_utils import (
         fetch_diffusers_config,
         infer_diffusers_model_type,
     )
+    from huggingface_hub import snapshot_download
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as file:
@@ -45,20 +50,12 @@ def load_single_file(path: Path, choice: ModelChoice, dtype: torch.dtype) -> Any
     if any(key.startswith("model.diffusion_model.input_blocks.") for key in shapes):
         kind = infer_diffusers_model_type(shapes)
     if kind not in _CLASSES:
-        raise UserError(
-            f"--model {path}: expected a checkpoint of Stable Diffusion 1, 2 or XL in its original"
-            f" layout, got {kind}; give a diffusers folder instead"
-        )
+        allowed = "a checkpoint of Stable Diffusion 1, 2 or XL in its original layout"
+        raise unexpected(f"--model {path}", allowed, kind, "give a diffusers folder instead")
 
     def download(name: str) -> str:
-        from huggingface_hub import snapshot_download
-
-        return snapshot_download(
-            name,
-            revision=choice.revision,
-            local_files_only=choice.offline,
-            allow_patterns=["*.json", "*.txt", "*.model"],
-        )
+        files = ["*.json", "*.txt", "*.model"]
+        return snapshot_download(name, local_files_only=choice.offline, allow_patterns=files)
 
     config = choice.single_file_config
     config = config or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]

@@ -23,7 +23,7 @@ from mame_sd.eval.rivals.tomesd import ToMeSD
 from mame_sd.eval.scoring.tools import Tools
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 from mame_sd.runs.prompt_files import prompts_from_texts
 
 timings.LARGEST_SPREAD, timings.SMALLEST_SHARE = (

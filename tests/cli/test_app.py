@@ -32,9 +32,7 @@ LONG = "x" * 300
 
 @pytest.fixture
 def run_cli(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run in an empty folder; `generate` gets the tiny model and one quick prompt unless told
-    otherwise.
-    """
+    """Run in an empty folder; `quick` adds the tiny model and quick settings."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, quick: bool = False) -> int:
@@ -45,7 +43,7 @@ def run_cli(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """What a run was made with, as its manifest says."""
+    """Return the settings of a run from its manifest."""
     settings: dict[str, Any] = json.loads((folder / "manifest.json").read_text())["settings"]
     return settings
 
@@ -387,10 +385,10 @@ def test_help_and_errors_of_what_is_given_wait_for_no_library(line: str) -> None
     assert done.returncode == 0
 
 
-def test_settings_beside_the_weights_are_taken(run_cli: Any, tmp_path: Path) -> None:
+def test_settings_next_to_the_weights_are_taken(run_cli: Any, tmp_path: Path) -> None:
     folder = save_tiny_pipeline(tmp_path / "tiny")
-    beside = {"min_tokens": 16, "layers": {"down_blocks": {"keep": 0.5}, "up_blocks": False}}
-    (folder / "mame.json").write_text(json.dumps(beside))
+    saved = {"min_tokens": 16, "layers": {"down_blocks": {"keep": 0.5}, "up_blocks": False}}
+    (folder / "mame.json").write_text(json.dumps(saved))
     given = ["--model", "tiny", "--device", "cpu", "--steps", "1"]
     assert run_cli("generate", "--prompt", "key", *given, "--out", "run") == 0
-    assert settings_of(tmp_path / "run")["mame"]["layers"] == beside["layers"]
+    assert settings_of(tmp_path / "run")["mame"]["layers"] == saved["layers"]

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
-    """What was measured; the seconds are given, for layers of a model so small gain none."""
+    """Return what was measured; seconds are given, because layers this small gain none."""
     measure, made = command.measure_images, []
 
     def with_seconds(handle: object, *given: object) -> Calibration:

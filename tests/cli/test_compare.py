@@ -11,8 +11,7 @@ from PIL import Image
 
 from mame_sd.cli import app as cli
 from mame_sd.cli.compare import Panel, Way, compare, compare_sheet, summary_line, ways_of
-from mame_sd.cli.run_sheet import folders_sheet
-from mame_sd.cli.sheet import Cell, difference_map, draw_sheet, write_sheet
+from mame_sd.cli.sheet import Cell, difference_map, draw_sheet, folders_sheet, write_sheet
 from mame_sd.config import MaMeConfig
 from mame_sd.errors import UserError
 from mame_sd.runs.jobs import GenerateSettings

@@ -48,9 +48,7 @@ def test_grey_palette_and_opaque_alpha_are_the_same_picture(tmp_path: Path) -> N
 
 
 def png(path: Path, side: int = 1, depth: int = 16) -> None:
-    """What Pillow does not write, by hand: a PNG of 16 bits a channel, or of a side that its pixels
-    do not fill.
-    """
+    """Write what Pillow doesn't: a PNG of 16 bits per channel, or with too few pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -74,7 +72,7 @@ def saved(image: Image.Image, **options: object) -> Callable[[Path], object]:
 
 
 def profile(*, swapped: bool) -> bytes:
-    """The profile of sRGB, or one whose red is green."""
+    """Return the profile of sRGB, or one whose red is green."""
     data = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     tags = {b"rXYZ": b"gXYZ", b"gXYZ": b"rXYZ"} if swapped else {}
     end = 132 + 12 * int.from_bytes(data[128:132])

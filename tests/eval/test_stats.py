@@ -1,6 +1,4 @@
-"""Intervals and p-values: known answers, coverage, and independence of order and of image
-counts.
-"""
+"""Intervals and p-values: known answers, coverage, independence of order and image counts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Run folders that accidents happened to: the same run ends in success or a UserError, and changes
-nothing outside of its folder.
-"""
+"""Damaged run folders: the run goes on or ends in a UserError, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -15,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mame_sd.cli.run_sheet import folders_sheet
+from mame_sd.cli.sheet import folders_sheet
 from mame_sd.errors import UserError
-from mame_sd.runs.files import files_below
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.loading import LoadedModel
@@ -163,17 +160,3 @@ def deadline(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def test_folders_too_deep_in_one_another_are_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--out: expected at most 256 folders in one another, got"):
-        RunFolder(tmp_path.joinpath(*["a"] * 1500)).check()
-    deepest = os.open(tmp_path, os.O_RDONLY)
-    for _ in range(300):
-        os.mkdir("a", dir_fd=deepest)
-        inner = os.open("a", os.O_RDONLY, dir_fd=deepest)
-        os.close(deepest)
-        deepest = inner
-    os.close(deepest)
-    with pytest.raises(UserError, match="expected at most 256 folders in one another, got more"):
-        files_below(tmp_path)

@@ -24,7 +24,7 @@ def model(model_folder: Path) -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def finished(model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished benchmark."""
+    """Return a finished benchmark."""
     out = tmp_path_factory.mktemp("benchmark") / "out"
     benchmark(model, out, rows=every_row()).run()
     return out

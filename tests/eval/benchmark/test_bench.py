@@ -1,6 +1,4 @@
-"""Latency and memory of rows: timed on alike batches, resumed round by round, and of nothing
-else.
-"""
+"""Latency and memory of rows: timed on batches of equal cost and resumed round by round."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from mame_sd.eval.benchmark.timings import Timing, summary
 from mame_sd.eval.results.schema import Value
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 from tests.builders.benchmarks import PROMPTS, SETTINGS, tiny_rows
 
 

@@ -27,7 +27,7 @@ from mame_sd.eval.benchmark.samples import Sampler, measure_samples
 from mame_sd.eval.cli import app as cli
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.eval.results.schema import Value
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 from tests.builders.console import error_of
 from tests.builders.tiny import tiny_unet
 
@@ -137,7 +137,7 @@ def test_the_suite_takes_no_model_of_ones_own(
     assert "--suite readme: expected no model, prompts or sampling" in error_of(capsys)
     (tmp_path / "photo.png").touch()
     for options, message in (
-        ("--row kep=1", "--row kep=1: expected settings such as keep=0.4"),
+        ("--row kep=1", "--row kep=1: unknown setting 'kep'; did you mean 'keep'?"),
         ("--rows x", "--rows: expected names of baseline"),
         ("--out .", "got one with other things in it ('photo.png')"),
     ):

@@ -1,5 +1,6 @@
-"""Rivals: each does what its publication says, by plain loops, on the path that ours takes too,
-leaves no trace, and gives the same pixels when resumed.
+"""Rivals do what their publications say, compared with plain loops.
+
+They leave no trace, and give the same pixels when resumed.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from mame_sd.eval.rivals.plans import (
     strided,
     todo,
 )
+from mame_sd.eval.rivals.toma import ToMA, facilities
 from mame_sd.eval.rivals.tomesd import ToMeSD
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, load_model
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.sampling import sample
 from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, rivals, tiny
@@ -57,7 +59,7 @@ def tokens(size: tuple[int, int]) -> Tensor:
 
 
 def cells(size: tuple[int, int], cell: tuple[int, int]) -> list[list[int]]:
-    """Positions of the tokens of each cell, by loops."""
+    """Return the places of the tokens of each cell, by loops."""
     (h, w), (rows, columns) = size, cell
     found = []
     for top, left in itertools.product(range(0, h, rows), range(0, w, columns)):
@@ -105,6 +107,46 @@ def test_random_keys_are_a_share_of_all_or_one_of_each_cell(size: tuple[int, int
         assert {p for kept in drawn for p in kept} == set(range(x.shape[1])), "each one's turn"
         for kept in drawn if make is random_cells else ():
             assert all(p in group for p, group in zip(kept, grouped, strict=True))
+
+
+def test_facility_location_takes_what_adds_most_in_turn() -> None:
+    x = F.normalize(tokens((3, 4)).double(), dim=-1)[0]
+    s = (x @ x.T).tolist()
+    chosen: list[int] = []
+    for _ in range(4):
+        covered = [
+            sum(max([-1.0, *(row[j] for j in [*chosen, new])]) for row in s) for new in range(12)
+        ]
+        chosen.append(max((j for j in range(12) if j not in chosen), key=lambda j: covered[j]))
+    assert facilities(torch.tensor(s), 4).tolist() == chosen
+
+
+@pytest.mark.parametrize("size", [(8, 8), (6, 8)], ids=str)
+def test_toma_is_a_linear_map_and_its_transpose_in_each_tile(size: tuple[int, int]) -> None:
+    x = tokens(size).double()
+    make = ToMA(0.25, 4, temperature=0.2)
+    plan = make(x, size, draw)
+    groups = cells(size, tuple(4 if n % 4 == 0 else n for n in size))
+    k = plan.tokens_kept // len(groups)
+    y = torch.randn(2, plan.tokens_kept, 16, generator=torch.Generator().manual_seed(3)).double()
+    merged, back = plan.merge(x), plan.restore(y)
+    for b, (t, group) in itertools.product(range(2), enumerate(groups)):
+        unit, own = F.normalize(x[b], dim=-1), slice(t * k, (t + 1) * k)
+        mine = [group[n] for n in facilities((unit[group] @ unit[group].T).float(), k)]
+        shares = torch.stack([torch.softmax(unit[mine] @ unit[p] / 0.2, 0) for p in group], 1)
+        mean = (shares @ x[b, group]) / shares.sum(1, keepdim=True)
+        torch.testing.assert_close(merged[b, own], mean, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(back[b, group], shares.T @ y[b, own], rtol=1e-4, atol=1e-5)
+    plans = [plan, *(make(x.flip(1), size, draw) for _ in range(5))]
+    assert [one is plan for one in plans] == [True] * 5 + [False], "A is kept for five steps"
+
+
+def test_toma_is_refused_where_attention_is_given_positions() -> None:
+    flux = next(row for row in transformers.ROWS if row.name == "Flux")
+    rival = Rival("toma", ToMA, {"share": 0.5, "side": 4}, merge="qkv", min_tokens=60)
+    model = flux.build()
+    with rival.on(model), pytest.raises(NotApplicable, match="got one with rotary positions"):
+        flux.run(model)
 
 
 def test_mean_attention_and_keys_alone_in_a_layer() -> None:

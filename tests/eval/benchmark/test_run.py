@@ -148,7 +148,7 @@ def test_other_settings_and_foreign_folders_are_refused(model: LoadedModel, tmp_
 def test_missing_peers_and_weights_leave_a_reason(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mame_sd.eval.benchmark.rows.has_tomesd", lambda: False)
+    monkeypatch.setattr("mame_sd.eval.rivals.tomesd.has_tomesd", lambda: False)
     monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path / "none"))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "none"))
     metrics = [METRICS["lpips"], METRICS["psnr"]]

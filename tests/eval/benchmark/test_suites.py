@@ -17,7 +17,7 @@ from mame_sd.eval.benchmark.suites import SUITES, suite_named
 from mame_sd.eval.cli.benchmark import suite_prompts
 from mame_sd.eval.metric_list import METRICS
 from mame_sd.runs.jobs import GenerateSettings
-from mame_sd.runs.methods import Merging
+from mame_sd.runs.merging import Merging
 
 
 def test_rows_are_chosen_by_name_and_by_number() -> None:

@@ -1,6 +1,4 @@
-"""The command line of the evaluation: commands, options, exit statuses, one error line for whatever
-goes wrong.
-"""
+"""The command line of the evaluation: commands, options, exit statuses, one error line."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ DOCUMENT = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder, where no weights are."""
+    """Work in an empty folder without weights."""
     monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path.parent / "no-weights"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -163,7 +161,7 @@ def test_the_folders_own_name_is_refused_so_that_no_module_is_loaded_twice() -> 
 
 
 def test_examples_in_docstrings_hold() -> None:
-    """pytest finds those of mame_sd alone: the folder eval goes by another name."""
+    """Those of mame_sd are found by pytest, but the folder eval has another name."""
     files = [path.relative_to(ROOT) for path in (ROOT / "eval").rglob("*.py")]
     names = [f"mame_sd.{'.'.join(file.with_suffix('').parts)}" for file in files
              if ">>> " in (ROOT / file).read_text(encoding="utf-8")]  # fmt: skip

@@ -18,7 +18,7 @@ NAMES = sorted(KINDS)
 
 
 def tiny(name: str) -> Instrument:
-    """An instrument of one head and two blocks whose layers all have random weights."""
+    """Return an instrument of one head and two blocks whose layers all have random weights."""
     torch.manual_seed(0)
     instrument = Instrument(replace(KINDS[name], heads=1, blocks=2)).eval().requires_grad_(False)
     for parameter in instrument.parameters():
@@ -127,7 +127,7 @@ def test_context_tokens_say_colour_and_place() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Instrument:
-    """A tiny photographs instrument as the one that is loaded, its weights in several files."""
+    """Make a tiny photographs instrument the one that is loaded, with weights in several files."""
     instrument = tiny("photographs")
     monkeypatch.setitem(models.KINDS, "photographs", instrument.kind)
     monkeypatch.setattr(models, "FILE_BYTES", 120_000)

@@ -1,6 +1,4 @@
-"""The Frechet distance and the Inception score against closed forms and other implementations;
-statistics in files.
-"""
+"""Distances of sets and the Inception score, compared with closed forms and other packages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Inception against its authors' code, its resizing against clean-fid's, and the precision in which
-networks run.
-"""
+"""Inception compared with its authors' code, resizing with clean-fid's, and the precision used."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def same(found: Tensor, expected: list[list[float]]) -> bool:
 def published(
     tmp_path: Path, inception_state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """A folder with weights that pass for the published ones."""
+    """Return a folder with weights that pass for the published ones."""
     entry = REGISTRY["inception-fid"]
     file = tmp_path / "weights" / entry.others[0]
     file.parent.mkdir()
@@ -121,7 +119,7 @@ PLACES = (
 
 
 def allowed() -> list[Any]:
-    """What the user has allowed."""
+    """Return what the user has allowed."""
     found = [place.fp32_precision for place in (*PLACES, BACKENDS.cudnn.rnn)]
     return [*found, BACKENDS.cudnn.deterministic, BACKENDS.cudnn.benchmark]
 

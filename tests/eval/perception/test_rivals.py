@@ -15,9 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mame_sd.eval.perception.methods import smaller
 from mame_sd.eval.perception.rivals import on_smaller_images, rival_on
 from mame_sd.eval.perception.rules import (
-    RATES,
     BlockTokens,
-    DiffRate,
     EViT,
     RandomDrop,
     Rule,
@@ -27,7 +25,7 @@ from mame_sd.eval.perception.rules import (
 )
 from mame_sd.perception.apply_encoder import apply_encoder, has_encoder_hooks
 from mame_sd.perception.encoder_registry import find_encoder
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 from tests.builders.perception import EVERY, PATCHES, ROWS, SIDE, Row
 
 NAME = operator.attrgetter("name")
@@ -151,38 +149,6 @@ def test_pruning_by_the_class_tokens_attention_is_that_of_plain_loops(prefix: in
         want = [*x[sample, :prefix], *(x[sample, prefix + n] for n in order[:6])]  # ceil(5.4)
         want += [sum(weight[n] * x[sample, prefix + n] for n in order[6:])]
         torch.testing.assert_close(got[sample], torch.stack(want))
-
-
-def test_diffrate_is_that_of_plain_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RATES, "tiny", ("12 9", "12 5"))
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 12, 8, generator=generator).double()
-    x[:, 0] = x[:, 1:].mean(1)  # the class token is like all, and yet nothing joins it
-    queries, keys = torch.randn(2, 2, 2, 12, 4, generator=generator).double()
-    sizes = 1 + torch.rand(2, 12, generator=generator)
-    rule = DiffRate("tiny")
-    got = rule(BlockTokens(x, 1, 1, sizes, keys, queries, places=2))
-    for sample in range(2):
-        weight = torch.zeros(12)
-        for query, key in zip(queries[sample], keys[sample], strict=True):
-            weight += (key @ query[0] / 2 + sizes[sample].log()).softmax(0) / 2
-        order = [0, *sorted(range(1, 12), key=lambda n: -float(weight[n]))][:9]
-        groups, held = [[n] for n in order[:5]], [float(sizes[sample, n]) for n in order[:5]]
-        for n in order[5:]:
-            alike = [
-                float(torch.cosine_similarity(x[sample, n], x[sample, m], 0)) for m in order[:5]
-            ]
-            best = max(range(1, 5), key=alike.__getitem__)
-            groups[best].append(n)
-            held[best] += max(0.0, alike[best]) * float(sizes[sample, n])
-        want = torch.stack([x[sample, group].mean(0) for group in groups])
-        torch.testing.assert_close(got.x[sample], want)
-        torch.testing.assert_close(got.sizes[sample], torch.tensor(held), rtol=1e-5, atol=1e-5)
-    for rates, places in (("deit-s", 2), ("deit-s", 12)):  # not its tokens, not its blocks
-        with pytest.raises(NotApplicable, match="expected 12 blocks and 197 tokens"):
-            DiffRate(rates)(BlockTokens(x, 1, 0, None, keys, queries, places=places))
-    for pruned, merged in (map(str.split, both) for name, both in RATES.items() if name != "tiny"):
-        assert len(pruned) == len(merged) in (12, 24, 32)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from mame_sd.errors import UserError
 from mame_sd.eval.perception.methods import RIVALS, Method, at_flops, merged
 from mame_sd.eval.perception.rows import BASELINE, SUITES, chosen_rows, row_named
 from mame_sd.perception.settings import EVERY, LEFT
-from mame_sd.runs.methods import NotApplicable
+from mame_sd.runs.merging import NotApplicable
 from tests.builders.perception import PATCHES, ROWS, SIDE
 
 VIT = next(row for row in ROWS if row.name == "ViTForImageClassification")
@@ -34,7 +34,6 @@ OURS = {"left": LEFT, "schedule": "decreasing", "every": EVERY}
         ("tome-8", "tome", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": False}}),
         ("tome-decreasing-8", "rival", {"rival": {"name": "ToMe", "r": 8.0, "decreasing": True}}),
         ("evit-0.7", "rival", {"rival": {"name": "EViT", "keep": 0.7}}),
-        ("diffrate-mae-h", "rival", {"rival": {"name": "DiffRate", "rates": "mae-h"}}),
         (
             "mame-0.8-random-3",
             "mame",

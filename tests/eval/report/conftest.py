@@ -18,9 +18,7 @@ def results(tmp_path: Path) -> Results:
 
 @pytest.fixture
 def unplotted(results: Results) -> Results:
-    """The example without what plots are drawn of, for tests of words and tables: plots take most
-    of a report's time.
-    """
+    """Return the example without what plots show, because plots take most of a report's time."""
     for entry in results["rows"]:
         entry["values"].pop("speedup", None)
     return results
@@ -28,7 +26,7 @@ def unplotted(results: Results) -> Results:
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the example's report. Nobody changes it."""
+    """Return the folder of the example's report, which no test changes."""
     folder = tmp_path_factory.mktemp("report")
     render(parse(example(folder)), folder)
     return folder

@@ -1,8 +1,7 @@
-"""The report in a real Chromium: it fits the screen, fetches nothing, and its pictures enlarge by
-mouse and by keyboard.
+"""The report in a real Chromium: it fits the screen, fetches nothing, and enlarges pictures.
 
-Skipped where no Chromium can be had: Debian's `chromium`, Google's Chrome, or the one of
-`playwright install chromium`.
+Skipped if no Chromium can be had: Debian's `chromium`, Google's Chrome, or the one of `playwright
+install chromium`.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def opened(browser: Any, report: str) -> Iterator[Any]:
-    """Opens the page on a screen; it must not complain, nor ask for an address outside itself."""
+    """Open the page on a screen; it must not complain, nor request an address outside itself."""
     trouble: list[str] = []
 
     def open_page(width: int = 1280, scheme: str = "light") -> Any:

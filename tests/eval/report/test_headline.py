@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 import re
 from html import unescape
@@ -13,12 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mame_sd.eval.benchmark.results import read_results
 from mame_sd.eval.report import frontier, render
 from mame_sd.eval.report.headline import comparison, headline
 from mame_sd.eval.report.select import focus
 from mame_sd.eval.results.read import parse
-from mame_sd.eval.results.schema import FORMAT, MethodResult, Value
+from mame_sd.eval.results.schema import MethodResult, Value
 from tests.builders.report_example import NO_TOMESD, Results, row, speed
 
 
@@ -56,26 +54,6 @@ def test_the_nearest_and_the_fastest_rival_are_told_apart(results: Results) -> N
     assert said.startswith("The nearest rival, ToMeSD 50 %, is 1.25 times as fast")
     assert "The fastest rival, one step fewer, is 4.00 times as fast" in said
     assert "at an LPIPS of 0.9000." in said
-
-
-def test_results_of_a_version_without_speedup_keep_their_speeds(
-    results: Results, tmp_path: Path
-) -> None:
-    results |= {"format": FORMAT}
-    results["metrics"] = [metric for metric in results["metrics"] if metric["name"] != "speedup"]
-    for entry in results["rows"]:
-        entry["values"].pop("speedup", None)
-
-    def read() -> str:
-        (tmp_path / "results.json").write_text(json.dumps(results), encoding="utf-8")
-        found = read_results(tmp_path)
-        assert [metric.name for metric in found.metrics if metric.block == "cost"][1] == "speedup"
-        return headline(focus(found))
-
-    assert " is 1.60 times as fast as the baseline (1.50 to 1.71), at an LPIPS" in read()
-    ours = row(results, "mame-default")["values"]
-    ours["latency"] = {"mean": 3.9, "low": 3.8, "high": 4.0}
-    assert "is not measurably faster or slower than the baseline (1.03 times as fast" in read()
 
 
 def test_a_row_that_is_faster_and_closer_is_named_where_that_is_no_noise(results: Results) -> None:

@@ -20,8 +20,9 @@ from tests.builders.metrics import noise
 
 
 class RecordingStandIn:
-    """Stands in for the package clean-fid, which needs torchvision: records its calls. A file's
-    features are its first pixel, and a distance is one of means.
+    """Stands in for the package clean-fid, which needs torchvision, and records its calls.
+
+    A file's features are its first pixel, and a distance is one of means.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordingStandIn
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Three folders of 100 images, the first one's turned by EXIF."""
+    """Write three folders of 100 images, the first one's turned by EXIF."""
     place, exif = tmp_path_factory.mktemp("images"), Image.Exif()
     exif[ExifTags.Base.Orientation] = 3
     for name, seed in (("a", 0), ("b", 100), ("photos", 200)):

@@ -24,7 +24,7 @@ Rows = list[dict[str, Any]]
 
 
 def run(folder: Path, **settings: Any) -> Path:
-    """Four prompts, the last one's text that of the first, two images each."""
+    """Write four prompts, the last with the text of the first, and two images each."""
     prompts = {key: {"a": "ant", "10": "star"}.get(key[:-2], "key") for key in KEYS}
     return write_run(folder, dict.fromkeys(KEYS, PIXELS), prompts, **{"steps": 1, **settings})
 
@@ -118,7 +118,7 @@ def test_runs_that_do_not_pair_are_refused(tmp_path: Path, change: Any, message:
 
 
 def test_names_pair_however_a_system_writes_their_accents(tmp_path: Path) -> None:
-    """macOS may write an accent as a letter of its own, which prints alike."""
+    """An accent may be a letter of its own, as macOS writes it, and looks the same."""
     for form in ("NFC", "NFD"):
         (tmp_path / form).mkdir()
         Image.fromarray(PIXELS).save(tmp_path / form / f"{normalize(form, 'café')}.png")

