@@ -33,6 +33,7 @@ from mame_sd.core.min_tokens import too_little_work
 from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
 from mame_sd.diffusion.context import HandleState, Tokens
 from mame_sd.diffusion.families.family import Family
+from mame_sd.diffusion.hook_registry import is_hooked
 from mame_sd.diffusion.layer import LayerHook, MergedForward
 from mame_sd.diffusion.rows import (
     FusedMLPMode,
@@ -59,6 +60,7 @@ SEVERAL = "one self-attention follows another"
 GATED = "a gated self-attention (GLIGEN's fuser) follows another one"
 BY_TOKEN = "its tokens have several timesteps, which a fit on the tokens can't know"
 NOT_PLAIN = "its projection of queries, keys and MLP is changed by a LoRA or quantised"
+REPLACED = "a projection was replaced since, as by a LoRA: apply merging again"
 AS_MANY = "its text has as many tokens as the image"
 
 
@@ -335,6 +337,9 @@ class BlockHook(RestoreHook):
     """Computes a block on a few tokens, with the keys of all, and restores the change it makes."""
 
     keep_of = "block_share"
+    # The hook on the projection into an MLP that shares projections with the attention, the path
+    # of that projection in the block and the path of the one out of both.
+    fused: tuple[RestoreHook, str, str] | None = None
 
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
@@ -391,10 +396,16 @@ class BlockHook(RestoreHook):
         self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Compute the block on all tokens, but for an MLP that is restored."""
-        if not self.for_mlps or self.config is None or self.config.mlp_share == 1:
+        if self.fused is None or self.config is None or self.config.mlp_share == 1:
             return entry.inner(*args, **kwargs)
-        with FusedMLPMode():
-            return entry.inner(*args, **kwargs)
+        hook, *paths = self.fused
+        into, out = (_at(entry.module, path) for path in paths)
+        # A LoRA of later may wrap the first, which is right for the tokens that are computed.
+        if is_hooked(out) and (is_hooked(into) or is_hooked(getattr(into, "base_layer", None))):
+            with FusedMLPMode():
+                return entry.inner(*args, **kwargs)
+        hook.left_alone(REPLACED, _first(args, kwargs)[1])
+        return entry.inner(*args, **kwargs)
 
     def _is_cached(self, block: nn.Module) -> bool:
         """Return True if a hook of diffusers may keep what a module of the block gave."""
@@ -458,24 +469,24 @@ def restoring_hooks(
             blocks.setdefault(outer, []).append(path)
     for number, (outer, paths) in enumerate(blocks.items()):
         block, (hook, family) = root.get_submodule(outer), attention[paths[0]]
-        fused = False
+        fused = None
         for name, part, kind in _parts_of(block, modules):
             path = f"{outer}.{name}" if outer else name
             stats = LayerStats(path, hook.stats.device, "mlp")
             part_hook = kind(shared, stats, hook.known, number, family)
             part_hook.never = family.mlps
             if isinstance(part_hook, FusedInHook):
-                fused = True
                 owner = name.rpartition(".")[0]  # the attention, in Flux 2
                 if owner:
                     part_hook.ahead = 3 * block.get_submodule(owner).inner_dim
+                fused = part_hook, name, f"{owner}.to_out" if owner else "proj_out"
             yield path, part, part_hook
         if outer:
             stats = LayerStats(outer, hook.stats.device, "block")
             own = BlockHook(shared, stats, hook.known, number, family)
             several = len(paths) > 1 and not family.parallel
             gated = outer.endswith(".fuser")
-            own.for_mlps = fused
+            own.fused, own.for_mlps = fused, fused is not None
             own.never = family.blocks or (SEVERAL if several else GATED if gated else "")
             yield outer, block, own
 
