@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.core.groups import Groups
-from mame_sd.core.merge_keys import Grid, KeyMerging, merge_keys, unlike
+from mame_sd.core.merge_keys import Choice, Grid, KeyMerging, merge_keys, unlike
 
 # The engine's functions that add a mask to the logits. For others, and for those of other nodes,
 # keys carry the sizes of their groups.
@@ -64,9 +64,7 @@ class EngineCall:
         mask = self.mask
         return mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
 
-    def merged(
-        self, grid: Grid, options: KeyMerging, draw: Tensor | None, leader: Tensor | None
-    ) -> tuple[Tensor, Groups]:
+    def merged(self, grid: Grid, options: KeyMerging, choice: Choice) -> tuple[Tensor, Groups]:
         """Call the function with merged keys, in the layout that it expects.
 
         If another node has merged the queries, so that there are fewer of them than keys, the
@@ -75,8 +73,7 @@ class EngineCall:
         Args:
             grid: The image among the keys.
             options: The settings.
-            draw: See `merge_keys`.
-            leader: See `merge_keys`.
+            choice: The draw and the leaders.
 
         Returns:
             The output, and the groups that merged.
@@ -90,9 +87,7 @@ class EngineCall:
         function = self.function
         size_bias = getattr(function, "__name__", "") in TAKES_MASK
         scale = self.kwargs.get("scale")
-        merged = merge_keys(
-            q, k, v, [grid], options, mask, scale, draw, leader, size_bias=size_bias
-        )
+        merged = merge_keys(q, k, v, [grid], options, mask, scale, choice, size_bias=size_bias)
         key, value = merged.key, merged.value
         if not self.kwargs.get("skip_reshape"):
             key, value = (t.transpose(1, 2).flatten(2) for t in (key, value))

@@ -14,9 +14,9 @@ from torch import Tensor
 from mame_sd.core.min_tokens import least_tokens
 
 from .attention import EngineCall
-from .layers import Key, Settings
+from .layers import Key, Settings, wide_by_default
 from .models import Transformer
-from .run import KEY, RULED_OUT, SMALL
+from .run import KEEPS_ALL, KEY, RULED_OUT, SMALL
 
 OTHER = "attention over {} tokens has no image of {} x {} x {}"
 TEXT = "the prompt's {} tokens are not fewer than the image's {}"
@@ -62,6 +62,10 @@ class JointPatch:
         least = least_tokens(config.min_tokens, engine.k.device, engine.k.dtype, width)
         if tokens < least:
             call.run.note_left(SMALL, tokens, least)
+            return engine.run()
+        channels = engine.heads_last(engine.q).shape[2:].numel()
+        if config.keep == 1 or (wide := wide_by_default(config, tokens, channels)):
+            call.run.note_left(KEEPS_ALL if config.keep == 1 else wide)
             return engine.run()
         output: Tensor = call.merged_keys(config, grid[grid[0] == 1 :], number, start, engine)
         return output

@@ -1,4 +1,4 @@
-"""Diffusers' names of a model's self-attentions, by their place in the engine.
+"""Diffusers' names of a model's self-attentions and MLPs, by their place in the engine.
 
 Files of calibration have settings by these names. Only models whose layers are known to be the same
 ones have names, because a file must mean the layers that it names.
@@ -14,30 +14,36 @@ from pathlib import Path
 from typing import Any
 
 from mame_sd import MaMeConfig
+from mame_sd.core.min_tokens import too_wide
 
 Key = tuple[Any, ...]  # ("input", 4, 0): a block, its place, a layer in it; ("double", 3)
 UNET = "UNet2DConditionModel"
 # By the class of ComfyUI's diffusion_model: the classes of diffusers that have these layers. Of
-# each kind of block it says where ComfyUI has them and what diffusers calls their attention. A
+# each kind of block it says where ComfyUI has them, what diffusers calls their attention and their
+# MLP, and where ComfyUI has the MLP of the image; there is none where it is fused with attention. A
 # class that derives from one of these may have more blocks, so it is not meant.
-BOTH = {
-    "double": ("double_blocks", "transformer_blocks.{}.attn"),
-    "single": ("single_blocks", "single_transformer_blocks.{}.attn"),
+Kinds = dict[str, tuple[str, str, str, str]]
+BOTH: Kinds = {
+    "double": ("double_blocks", "transformer_blocks.{}.attn", "ff", "img_mlp"),
+    "single": ("single_blocks", "single_transformer_blocks.{}.attn", "", ""),
 }
-OF_QWEN = {"double": ("transformer_blocks", "transformer_blocks.{}.attn")}
-OF_SD3 = {"double": ("joint_blocks", "transformer_blocks.{}.attn")}
-OF_AURAFLOW = {
-    "double": ("double_layers", "joint_transformer_blocks.{}.attn"),
-    "single": ("single_layers", "single_transformer_blocks.{}.attn"),
+OF_QWEN: Kinds = {
+    "double": ("transformer_blocks", "transformer_blocks.{}.attn", "img_mlp", "img_mlp")
 }
+OF_SD3: Kinds = {"double": ("joint_blocks", "transformer_blocks.{}.attn", "ff", "x_block.mlp")}
+OF_AURAFLOW: Kinds = {
+    "double": ("double_layers", "joint_transformer_blocks.{}.attn", "ff", "mlpX"),
+    "single": ("single_layers", "single_transformer_blocks.{}.attn", "ff", "mlp"),
+}
+OF_WAN: Kinds = {"double": ("blocks", "blocks.{}.attn1", "ffn", "ffn")}
 FLUX = "FluxTransformer2DModel", "Flux2Transformer2DModel", "LongCatImageTransformer2DModel"
 HUNYUAN = "HunyuanVideoTransformer3DModel", "HunyuanVideo15Transformer3DModel"
-TRANSFORMERS: dict[str, tuple[tuple[str, ...], dict[str, tuple[str, str]]]] = {
+TRANSFORMERS: dict[str, tuple[tuple[str, ...], Kinds]] = {
     "Flux": (FLUX, BOTH),
     "Chroma": (("ChromaTransformer2DModel",), BOTH),
     "HunyuanVideo": ((*HUNYUAN, "HunyuanImageTransformer2DModel"), BOTH),
     "QwenImageTransformer2DModel": (("QwenImageTransformer2DModel",), OF_QWEN),
-    "WanModel": (("WanTransformer3DModel",), {"double": ("blocks", "blocks.{}.attn1")}),
+    "WanModel": (("WanTransformer3DModel",), OF_WAN),
     "MMDiT": (("AuraFlowTransformer2DModel",), OF_AURAFLOW),
     "OpenAISignatureMMDITWrapper": (("SD3Transformer2DModel",), OF_SD3),
 }
@@ -54,20 +60,28 @@ UNKNOWN = "layers: expected patterns of layers of {} such as {!r}, got {!r}, whi
 
 @dataclass(frozen=True)
 class Layers:
-    """A model's self-attentions.
+    """A model's self-attentions and MLPs.
 
     Attributes:
         models: Diffusers' classes that have them.
-        names: Name of each one by its place in the engine, in the order in which `apply_mame`
-            counts them.
+        names: Name of each self-attention by its place in the engine, in the order in which
+            `apply_mame` counts them.
+        mlps: Path in the engine's model and name of each MLP of the image, by the place of its
+            block.
     """
 
     models: tuple[str, ...] = ()
     names: Mapping[Key, str] = field(default_factory=dict)
+    mlps: Mapping[Key, tuple[str, str]] = field(default_factory=dict)
 
     def number(self, key: Key) -> int | None:
         """Return the index of a layer, or None if there is no such layer."""
         return list(self.names).index(key) if key in self.names else None
+
+    def block_number(self, key: Key) -> int:
+        """Return the index of the block of an MLP, as `apply_mame` counts blocks."""
+        blocks = dict.fromkeys(name.rpartition(".")[0] for name in self.names.values())
+        return list(blocks).index(self.mlps[key][1].rpartition(".")[0])
 
 
 @dataclass(frozen=True)
@@ -88,9 +102,11 @@ class Settings:
     layers: Layers
     model: str
     of_each: Mapping[Key, MaMeConfig | None] = field(init=False)
+    of_mlps: Mapping[Key, MaMeConfig | None] = field(init=False)
 
     def __post_init__(self) -> None:
         config, names = self.config, list(self.layers.names.values())
+        mlps = {key: name for key, (_, name) in self.layers.mlps.items()}
         if config.layers is not None or config.calibrated_for is not None:
             if not names:
                 raise ValueError(NO_NAMES.format(self.model))
@@ -99,11 +115,15 @@ class Settings:
             ]
             if config.calibrated_for not in (None, *described):
                 raise ValueError(OTHER_MODEL.format(" or ".join(described), config.calibrated_for))
-            unknown = [] if config.layers is None else config.layers.unknown(names)
+            unknown = (
+                [] if config.layers is None else config.layers.unknown([*names, *mlps.values()])
+            )
             if unknown:
                 raise ValueError(UNKNOWN.format(self.model, names[0], unknown[0]))
         of_each = {key: config.of_layer(name) for key, name in self.layers.names.items()}
         object.__setattr__(self, "of_each", of_each)
+        of_mlps = {key: config.of_layer(name) for key, name in mlps.items()}
+        object.__setattr__(self, "of_mlps", of_mlps)
 
     @property
     def by_layer(self) -> bool:
@@ -114,10 +134,15 @@ class Settings:
         """Return the settings of a layer, or None if it doesn't merge."""
         return self.of_each.get(key) if self.by_layer else self.config
 
+    def of_mlp(self, key: Key) -> MaMeConfig | None:
+        """Return the settings of the MLP of a block, or None if it isn't restored."""
+        return self.of_mlps.get(key) if self.by_layer else self.config
+
     @property
     def every(self) -> list[MaMeConfig]:
         """Settings that some layer has."""
-        return [one for one in self.of_each.values() if one] if self.by_layer else [self.config]
+        own = (*self.of_each.values(), *self.of_mlps.values())
+        return [one for one in own if one] if self.by_layer else [self.config]
 
 
 def layers_of_unet(unet: Any) -> Layers:
@@ -127,7 +152,7 @@ def layers_of_unet(unet: Any) -> Layers:
     ResNets, and a downsampler. Its `output_blocks` have one ResNet more for each level. In
     diffusers' UNet the middle comes last.
     """
-    names: dict[Key, str] = {}
+    layers: dict[Key, tuple[str, str]] = {}  # path in the engine's model, name of diffusers' block
     counts = unet.num_res_blocks
     for part, theirs, resnets_of, place, more in (
         ("input", "down_blocks", counts, 1, 0),
@@ -136,33 +161,53 @@ def layers_of_unet(unet: Any) -> Layers:
         blocks = getattr(unet, f"{part}_blocks")
         for level, resnets in enumerate(resnets_of):
             for i in range(resnets + more):
-                key = part, place + i
-                names |= _in_block(blocks[place + i], key, f"{theirs}.{level}", i)
+                path, name = f"{part}_blocks.{place + i}", f"{theirs}.{level}.attentions.{i}"
+                layers |= _in_block(blocks[place + i], (part, place + i), path, name)
             place += resnets + 1
     if unet.middle_block is not None:  # some small models have none
-        names |= _in_block(unet.middle_block, ("middle", 0), "mid_block", 0)
-    return Layers((UNET,), names)
+        name = "mid_block.attentions.0"
+        layers |= _in_block(unet.middle_block, ("middle", 0), "middle_block", name)
+    return Layers(
+        (UNET,),
+        {key: f"{name}.attn1" for key, (_, name) in layers.items()},
+        {key: (f"{path}.ff", f"{name}.ff") for key, (path, name) in layers.items()},
+    )
 
 
-def _in_block(block: Any, key: Key, path: str, place: int) -> dict[Key, str]:
-    layers = sum(len(getattr(module, "transformer_blocks", ())) for module in block.modules())
-    path = f"{path}.attentions.{place}.transformer_blocks"
-    return {(*key, layer): f"{path}.{layer}.attn1" for layer in range(layers)}
+def _in_block(block: Any, key: Key, path: str, name: str) -> dict[Key, tuple[str, str]]:
+    found = [
+        (f"{path}.{inner}" if inner else path, i)
+        for inner, module in block.named_modules()
+        for i in range(len(getattr(module, "transformer_blocks", ())))
+    ]
+    return {
+        (*key, layer): (f"{where}.transformer_blocks.{i}", f"{name}.transformer_blocks.{layer}")
+        for layer, (where, i) in enumerate(found)
+    }
 
 
 def layers_of_transformer(model: Any) -> Layers:
-    """Return the self-attentions of a transformer over its image.
+    """Return the self-attentions of a transformer over its image, and the MLPs next to them.
 
     There are none if it isn't known that diffusers' layers are the same.
     """
     models, kinds = TRANSFORMERS.get(type(model).__name__, ((), {}))
     names: dict[Key, str] = {}
-    for kind, (attribute, name) in kinds.items():
+    mlps: dict[Key, tuple[str, str]] = {}
+    for kind, (attribute, name, mlp, path) in kinds.items():
         for i, block in enumerate(getattr(model, attribute, ())):
-            names[kind, i] = name.format(i)
+            names[kind, i] = own = name.format(i)
+            if mlp:
+                mlps[kind, i] = f"{attribute}.{i}.{path}", f"{own.rpartition('.')[0]}.{mlp}"
             if getattr(getattr(block, "x_block", None), "x_block_self_attn", False):
-                names[kind, i, 1] = name.format(i) + "2"  # SD3.5's second, over the image alone
-    return Layers(models, names)
+                names[kind, i, 1] = own + "2"  # SD3.5's second, over the image alone
+    return Layers(models, names, mlps)
+
+
+def wide_by_default(config: MaMeConfig, tokens: int, channels: int) -> str:
+    """Return why the default does not merge keys of so few tokens; empty if they merge."""
+    by_default = config.is_default and config.min_tokens is None
+    return too_wide(tokens, channels) if by_default else ""
 
 
 def settings_in(path: str | PathLike[str]) -> MaMeConfig:

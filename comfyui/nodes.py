@@ -8,6 +8,7 @@ from mame_sd import MaMeConfig
 
 from .joint import JointPatch
 from .layers import Settings, place_of, settings_in
+from .mlps import restoring_forward
 from .models import layout_of
 from .pass_options import forward_with_options
 from .run import KEY
@@ -34,7 +35,8 @@ class MaMeModelPatch:
     FUNCTION: ClassVar = "patch"
     CATEGORY: ClassVar = "model/patch"
     DESCRIPTION: ClassVar = (
-        "Faster sampling without training: similar keys merge in large self-attention layers. "
+        "Faster sampling without training: similar keys merge in large self-attention layers, and "
+        "large MLPs are computed on a few tokens. "
         "The log says what merged, or why nothing did."
     )
     SEARCH_ALIASES: ClassVar = ["token merging", "ToMe", "MaRe", "speed"]
@@ -50,9 +52,9 @@ class MaMeModelPatch:
                 ),
                 "mode": _input(
                     [DEFAULT, "keep", "tau"],
-                    f"{DEFAULT}: what apply_mame does by default; keep and tau are not read. keep:"
-                    " a fixed share of the keys remains. tau: whole tokens more similar than a"
-                    " threshold merge (the paper's method, UNets only).",
+                    f"{DEFAULT}: what apply_mame does by default; keep, mlp_keep and tau are not"
+                    " read. keep: a fixed share of the keys remains. tau: whole tokens more similar"
+                    " than a threshold merge (the paper's method, UNets only).",
                 ),
                 "keep": _share(
                     MaMeConfig().keep,
@@ -79,9 +81,16 @@ class MaMeModelPatch:
                 "settings": _input(
                     "STRING",
                     "A file of settings by layer, as mame-sd calibrate writes: a path in ComfyUI's"
-                    " input folder, or an absolute one. It holds instead of mode, keep, tau and"
-                    " min_tokens. Empty: those hold.",
+                    " input folder, or an absolute one. It holds instead of mode, keep, mlp_keep,"
+                    " tau and min_tokens. Empty: those hold.",
                     default="",
+                ),
+                "mlp_keep": _share(
+                    1.0,
+                    "Used by mode keep: share of the image's tokens on which MLPs are computed; a"
+                    " fit restores the others. 1 computes all. Lower is faster and changes more."
+                    " The README names the models.",
+                    least=0.01,
                 ),
             },
         }
@@ -109,6 +118,7 @@ class MaMeModelPatch:
         start_percent: float = 0.0,
         end_percent: float = 1.0,
         settings: str = "",
+        mlp_keep: float = 1.0,
     ) -> tuple[Any]:
         """Return a clone of `model` that merges; a model that merges already gets new settings.
 
@@ -121,6 +131,7 @@ class MaMeModelPatch:
             start_percent: Share of sampling at which merging begins.
             end_percent: Share of sampling at which merging ends.
             settings: File of settings by layer, or "".
+            mlp_keep: Share of the tokens on which MLPs are computed, with mode "keep".
 
         Raises:
             ValueError: If a value is out of range, if a file has no settings or those of another
@@ -135,8 +146,8 @@ class MaMeModelPatch:
         if settings:
             config = settings_in(settings)
         else:
-            chosen = {} if mode == DEFAULT else {mode: keep if mode == "keep" else tau}
-            config = MaMeConfig.from_dict({**chosen, "min_tokens": min_tokens or None})
+            modes = {DEFAULT: {}, "keep": {"keep": keep, "mlp_keep": mlp_keep}, "tau": {"tau": tau}}
+            config = MaMeConfig.from_dict({**modes[mode], "min_tokens": min_tokens or None})
         model_name = "this UNet" if transformer is None else transformer.family.name
         of_layers = Settings(config, layers, model_name)
         for name in UNREAD:
@@ -145,6 +156,7 @@ class MaMeModelPatch:
                     f"settings: {name}: expected none of {', '.join(UNREAD)} in ComfyUI, which the"
                     " node does not read; take it out of the file"
                 )
+        _check_restoring(of_layers, model_name)
         whole = any(one.method == "tokens" for one in of_layers.every)
         if whole and transformer is not None:
             raise ValueError(
@@ -165,7 +177,25 @@ class MaMeModelPatch:
             clone.add_object_patch(
                 f"diffusion_model.{path}.forward", forward_with_options(attention)
             )
+        if any(one.mlp_share < 1 for one in of_layers.every):
+            for key, (path, _) in layers.mlps.items():
+                place = f"diffusion_model.{path}.forward"
+                forward = restoring_forward(key, model.get_model_object(place))
+                clone.add_object_patch(place, forward)
         return (clone,)
+
+
+def _check_restoring(settings: Settings, model_name: str) -> None:
+    """Raise ValueError if settings ask for MLPs or blocks that are not restored here."""
+    if any(one.block_share < 1 for one in settings.every):
+        raise ValueError(
+            "settings: block_keep: expected 1, since ComfyUI's blocks can't be restored; calibrate"
+            " with --block-keep 1, or take it out of the file"
+        )
+    if not settings.layers.mlps and any((one.mlp_keep or 1) < 1 for one in settings.every):
+        raise ValueError(
+            f"mlp_keep: expected 1 for {model_name}, whose MLPs the node does not restore; set 1"
+        )
 
 
 NODE_CLASS_MAPPINGS = {"MaMeModelPatch": MaMeModelPatch}

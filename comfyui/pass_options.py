@@ -27,15 +27,20 @@ def attention_options(options: Mapping[str, Any]) -> Iterator[None]:
         _OPTIONS.reset(token)
 
 
+def current_options() -> Mapping[str, Any]:
+    """Return the options of the current call, empty outside of `attention_options`."""
+    return _OPTIONS.get() or {}
+
+
 def forward_with_options(attention: Any) -> Callable[..., Any]:
     """Return the forward of an attention module, which passes on the options of a call."""
     original = type(attention).forward
     engine_attention = original.__globals__[NAME]
 
     def optimized_attention(*args: Any, **kwargs: Any) -> Any:
-        options = _OPTIONS.get()
+        options = current_options()
         return engine_attention(
-            *args, **kwargs, **({} if options is None else {"transformer_options": options})
+            *args, **kwargs, **({"transformer_options": options} if options else {})
         )
 
     names = {**original.__globals__, NAME: optimized_attention}

@@ -16,6 +16,8 @@ NOT_CALLED = "the engine never handed its attention to the node; update ComfyUI"
 TAKEN = "another node has put its attention instead of ours, and wins: take one of them out"
 UNREACHED = "another node has put its attention instead of the engine's: take one of them out"
 OTHER_ATTENTION = "attention that another node has set is called with the merged keys"
+KEEPS_ALL = "keep=1 keeps all keys"
+UNCOMPILED = "MaMe: MLPs are not restored in a compiled model"
 OUTSIDE = "no step was between start_percent and end_percent"
 
 

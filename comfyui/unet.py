@@ -18,8 +18,8 @@ from mame_sd import plan_tokens
 from mame_sd.core.min_tokens import least_tokens
 
 from .attention import EngineCall
-from .layers import Key, Settings
-from .run import KEY, RULED_OUT, SMALL, UNREACHED
+from .layers import Key, Settings, wide_by_default
+from .run import KEEPS_ALL, KEY, RULED_OUT, SMALL, UNREACHED
 
 PLAN = "mame_sd_plan"
 REPLACED = "another node replaces the attention of a block (such as PAG or SAG)"
@@ -51,6 +51,8 @@ class UNetPatch:
         config = self.settings.of(name)
         batch, _, h, w = extra_options["activations_shape"]
         tokens = k.shape[1]
+        if tokens == h * w and k.shape[0] == batch:
+            call.sizes[name] = h, w
         if config is None:
             call.run.note_left(RULED_OUT)
         elif tokens != h * w or k.shape[0] != batch:
@@ -61,6 +63,10 @@ class UNetPatch:
             )
         ):
             call.run.note_left(SMALL, tokens, least)
+        elif wide := wide_by_default(config, tokens, k.shape[2]):
+            call.run.note_left(wide)
+        elif config.keep == 1:
+            call.run.note_left(KEEPS_ALL)
         elif name in call.replaced or name[:-1] in call.replaced:  # or its block
             call.run.note_left(REPLACED)
         elif q.shape[0] != batch or (config.method == "tokens" and q.shape != k.shape):

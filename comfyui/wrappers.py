@@ -9,6 +9,7 @@ outside of them traces no logging.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,14 +19,15 @@ from torch import Tensor
 
 from mame_sd import MaMeConfig
 from mame_sd.core.groups import DRAWS, guidance_leaders, partition_index
-from mame_sd.core.merge_keys import Grid, KeyMerging
+from mame_sd.core.merge_keys import Choice, Grid, KeyMerging
 
 from .attention import EngineCall
 from .joint import JointPatch
-from .layers import Layers
+from .layers import Key, Layers, Settings
+from .mlps import restored, why_not
 from .models import Place
 from .pass_options import attention_options
-from .run import KEY, OUTSIDE, TAKEN, Run
+from .run import KEY, OUTSIDE, TAKEN, UNCOMPILED, Run, log
 from .unet import UNetPatch
 
 RUN = "mame_sd_run"
@@ -46,24 +48,28 @@ class Call:
             don't add up.
         leader: For each sample, the one whose tokens decide what merges, see `mame_sd.core.groups`.
         replaced: UNet blocks whose self-attention another node replaces, by the engine's names.
+        settings: Settings of the layers.
         place: Where a transformer's image is.
         text: Number of tokens of its prompts.
         override: Another node's attention.
         merge: Merging of a UNet's layer, decided before its projections and run in its attention:
             returns the output of that call.
         unnamed: Number of a transformer's layers so far that had no name.
+        sizes: Grids of a UNet's layers so far.
         merged: What merged in this call.
     """
 
     run: Run
     draw: Tensor
     leader: Tensor
+    settings: Settings
     replaced: frozenset[tuple[Any, ...]] = frozenset()
     place: Place | None = None
     text: int = 0
     override: Callable[..., Tensor] | None = None
     merge: Callable[[EngineCall], Tensor] | None = None
     unnamed: int = 0
+    sizes: dict[Key, tuple[int, int]] = field(default_factory=dict)
     merged: dict[str, None] = field(default_factory=dict)
 
     def note_merged(self, plan: Any, size: tuple[int, ...], what: str = "keys") -> None:
@@ -92,8 +98,35 @@ class Call:
         if reason is not None:
             self.run.note_left(reason)
             return engine.run()
-        output, groups = engine.merged(grid, options, draw, leader)
+        output, groups = engine.merged(grid, options, Choice(draw, leader))
         self.note_merged(groups, size)
+        return output
+
+    def restored_mlp(self, key: Key, mlp: Callable[..., Any], x: Tensor) -> Any:
+        """Return an MLP's output, restored if the settings say so.
+
+        Args:
+            key: The place of the MLP's block.
+            mlp: The MLP's forward.
+            x: The MLP's input [B, L, C].
+        """
+        config = self.settings.of_mlp(key)
+        if config is None or config.mlp_share == 1:
+            return mlp(x)
+        size: tuple[int, ...] = self.sizes.get(key, ())
+        start: int | None = 0 if size and x.shape[1] == math.prod(size) else None
+        if self.place is not None:
+            grid = self.place.grid
+            size, start = grid[grid[0] == 1 :], self.place.start(x.shape[1])
+        if reason := why_not(x, size, start, config):
+            self.run.note_left(reason)
+            return mlp(x)
+        assert start is not None
+        number = self.settings.layers.block_number(key)
+        draw = (self.draw + number) % DRAWS if config.redraw else None
+        leader = self.leader if config.share_guidance_plan else None
+        output, chosen = restored(mlp, x, size, start, config, draw, leader)
+        self.note_merged(chosen, size, "tokens of MLPs")
         return output
 
     def of_engine(
@@ -141,6 +174,10 @@ class SamplerWrappers:
                 f" {self.end}; set those, or take TorchCompileModel out"
             )
         options[RUN] = run
+        if COMPILED in options.get("wrappers", {}).get("apply_model", {}):
+            shares = (one.mlp_share for one in self.patch.settings.every)
+            if self.patch.settings.layers.mlps and min(shares) < 1:
+                log.info(UNCOMPILED)
         result = executor(*args, **kwargs)
         run.tell()
         return result
@@ -176,9 +213,8 @@ class SamplerWrappers:
             draw = partition_index(sampling.timestep(t).float())
             unguided = [kind == UNGUIDED for kind in passed.get("cond_or_uncond", ())]
             leader = guidance_leaders(x, unguided)
-            options[KEY] = call = Call(
-                run, draw, leader, override=passed.get("optimized_attention_override")
-            )
+            override = passed.get("optimized_attention_override")
+            options[KEY] = call = Call(run, draw, leader, self.patch.settings, override=override)
             if call.override is not None:
                 run.other_attention = True
             options["optimized_attention_override"] = self.patch.attend

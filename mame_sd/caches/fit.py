@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mame_sd.caches.layer import Kept
 from mame_sd.caches.view import CacheView
-from mame_sd.core.fit import within
+from mame_sd.core.fit import solve_ridge, within
 
 RIDGE_MASS, RIDGE_VALUES = 0.1, 0.01  # relative to the mean diagonal of the normal equations
 LEAST, MOST = 1e-2, 1e2  # limits of the factor on a key's mass
@@ -67,34 +67,11 @@ def _fit_head(
     a, b = (
         t.unflatten(1, (g, -1))[:, :, ::2].flatten(1, 2) for t in (share, mass)
     )  # half of the queries are enough
-    change = _ridge(a, b, RIDGE_MASS, count).squeeze(-1)
+    change = solve_ridge(a, b, RIDGE_MASS, count).squeeze(-1)
     bias = (1 + change).clamp(LEAST, MOST).log()
     attention = share * bias.exp().unsqueeze(1)
     attention = attention / attention.sum(-1, keepdim=True).clamp(min=torch.finfo(share.dtype).tiny)
     start = kept.values[:, 0].to(logits.dtype)
-    change = _ridge(attention, target * weight - attention @ start, RIDGE_VALUES, count)
-    return within(start + change, view.values[:, 0]), bias
-
-
-def _ridge(a: Tensor, b: Tensor, strength: float, count: Tensor) -> Tensor:
-    """Solve ridge regression: the x that minimises |a x - b|^2 + strength * m * |x|^2.
-
-    The smaller of a a^T and a^T a is factored by Cholesky; both give the same x.
-
-    Args:
-        a: [B, N, K], 0 in the columns of padding.
-        b: [B, N, D].
-        strength: Relative to m, the mean diagonal of a^T a over the keys that aren't padding.
-        count: Number of these keys, [B].
-
-    Returns:
-        x [B, K, D].
-    """
-    t = a.transpose(-1, -2)
-    few = a.shape[1] < a.shape[2]
-    gram = a @ t if few else t @ a
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    lift = strength * trace / count + torch.finfo(a.dtype).tiny ** 0.5
-    gram.diagonal(dim1=-2, dim2=-1).add_(lift.unsqueeze(-1))
-    factor = torch.linalg.cholesky(gram)
-    return t @ torch.cholesky_solve(b, factor) if few else torch.cholesky_solve(t @ b, factor)
+    lacking = target * weight - attention @ start
+    values = solve_ridge(attention, lacking, RIDGE_VALUES, count, start=start)
+    return within(values, view.values[:, 0]), bias

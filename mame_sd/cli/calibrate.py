@@ -1,4 +1,4 @@
-"""``mame-sd calibrate``: find settings by layer on a few prompts, and check them on others."""
+"""``mame-sd calibrate``: find settings by block on a few prompts, and check them on others."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ def run_calibrate(
     settings: GenerateSettings,
     base: MaMeConfig,
 ) -> None:
-    """Write `out`/config.json, the settings by layer for `speed`, and print what they do.
+    """Write `out`/config.json, the settings by block for `speed`, and print what they do.
 
-    A quarter of the prompts, four at most, calibrate; the others check. What was measured stands in
-    `out`/measured.json, so that a stopped call goes on, and another speed takes no new measurement.
+    A quarter of the prompts, four at most, calibrate. On the others the settings are compared with
+    those that hold for all blocks alike, and with one step fewer. `out`/measured.json keeps what
+    was measured, so that a stopped call continues, and another speed takes no new measurement.
 
     Raises:
         UserError: a model that merging does not support, nothing that could merge, more speed than
@@ -55,7 +56,6 @@ def run_calibrate(
     file = out / "config.json"
     _check(choice, out, file)
     model, base = load_to_merge(choice, base, prompts)
-    base = uniform(base)
     few = min(4, max(1, len(prompts) // 4))
     found = _measured(model, prompts[:few], settings, base, out)
     try:
@@ -66,7 +66,9 @@ def run_calibrate(
     if not checked:
         note("one prompt calibrates and checks, which flatters the settings; give more")
         checked, which = prompts, "prompt"
-    ways = [Way("uniform", base), Way("by layer", config)]
+    ways = [Way("by block", config), Way("uniform", uniform(base))]
+    if settings.steps > 1:
+        ways.append(Way("one step fewer", fewer=1))
     with progress("prompts") as on_progress:
         panels = []
         for number, prompt in enumerate(checked):

@@ -20,7 +20,7 @@ from mame_sd.config import MaMeConfig
 from mame_sd.core.fit import SDPA
 from mame_sd.core.groups import DRAWS, checked_grid, unreadable
 from mame_sd.core.intercept import Kernel, adapt_kernel
-from mame_sd.core.merge_keys import Grid, KeyMerging, merge_keys, unlike
+from mame_sd.core.merge_keys import Choice, Grid, KeyMerging, merge_keys, unlike
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -53,7 +53,7 @@ def attention(
             FlashAttention or SageAttention, gets keys that carry the sizes of their groups. `scale`
             is passed if it differs from 1 / sqrt(D), and `enable_gqa=True` if several heads of
             queries share a head of keys.
-        options: fields of `KeyMerging`; `attn_mask`, `scale`, `draw` and `leader` of `merge_keys`.
+        options: fields of `KeyMerging`; `draw` and `leader` of `Choice`; `attn_mask` and `scale`.
 
     Returns:
         [B, H, Q, D'] in the dtype of q.
@@ -81,7 +81,9 @@ def attention(
                 "attn_mask: expected [B, 1, 1, N], the same for all queries, or rows in which the"
                 f" image's keys are alike, got {reason}; keep=1 takes any"
             )
-        merged = merge_keys(q, k, v, grids, KeyMerging(**options), **call, size_bias=own.takes_bias)
+        choice, settings = Choice(call.get("draw"), call.get("leader")), KeyMerging(**options)
+        scale, bias = call.get("scale"), own.takes_bias
+        merged = merge_keys(q, k, v, grids, settings, mask, scale, choice, size_bias=bias)
         k, v, mask = merged.key, merged.value, merged.bias
     return own.attend(q, k, v, mask, call.get("scale"))
 

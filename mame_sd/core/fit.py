@@ -56,16 +56,52 @@ def solve_values(
     weights, values = (t.to(dtype).flatten(0, -3) for t in (weights, values))
     merged = weights[..., first:last]
     lacking = exact.flatten(0, -3) - torch.bmm(weights, values)
-    gram = torch.bmm(merged, merged.transpose(1, 2))
     # If all kept keys are merged ones, their weights sum to 1 unless a query sees no key.
     least = 1e-19 if alone else NOISE[exact.dtype] ** 2 / ridge
-    factor = _ridged_cholesky(gram, ridge, least)
-    half = torch.linalg.solve_triangular(factor, lacking, upper=False)
-    solved = torch.linalg.solve_triangular(factor.transpose(1, 2), half, upper=True)
-    fitted = torch.baddbmm(values[:, first:last], merged.transpose(1, 2), solved)
+    fitted = solve_ridge(
+        merged, lacking, ridge, merged.shape[1], least, start=values[:, first:last]
+    )
     if not alone:
         fitted = torch.cat([values[:, :first], fitted, values[:, last:]], 1)
     return fitted.view(shape)
+
+
+def solve_ridge(
+    a: Tensor,
+    b: Tensor,
+    ridge: float,
+    count: int | Tensor,
+    least: float = 1e-19,
+    start: Tensor | None = None,
+) -> Tensor:
+    """Solve ridge regressions: the x that minimises |a x - b|^2 + ridge m |x|^2.
+
+    The smaller of a a^T and a^T a is factored by Cholesky; both give the same x. Errors are not
+    checked, because a check would wait for the device.
+
+    Args:
+        a: [n, i, K].
+        b: [n, i, D].
+        ridge: the regularisation, above 0, relative to m = trace(a^T a) / count.
+        count: an integer, or a tensor [n].
+        least: smallest m.
+        start: [n, K, D], added to x.
+
+    Returns:
+        x [n, K, D].
+    """
+    t = a.transpose(1, 2)
+    few = a.shape[1] < a.shape[2]
+    gram = torch.bmm(a, t) if few else torch.bmm(t, a)
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    mean = (diagonal.sum(-1) / count).clamp_min(least).unsqueeze(-1)
+    diagonal.add_(mean, alpha=ridge)
+    factor = torch.linalg.cholesky_ex(gram)[0]
+    half = torch.linalg.solve_triangular(factor, b if few else torch.bmm(t, b), upper=False)
+    x = torch.linalg.solve_triangular(factor.transpose(1, 2), half, upper=True)
+    if few:
+        return torch.bmm(t, x) if start is None else torch.baddbmm(start, t, x)
+    return x if start is None else start + x
 
 
 def within(fitted: Tensor, values: Tensor) -> Tensor:
@@ -114,30 +150,12 @@ def sized_keys(
         weight, beside = some.shape[1] / beside.shape[1], beside.to(dtype)
         gram = torch.baddbmm(gram, beside.transpose(1, 2), beside, alpha=weight)
         ones = torch.add(ones, beside.sum(1), alpha=weight)
-    factor = _ridged_cholesky(gram, SIZE_RIDGE)
+    diagonal = gram.diagonal(dim1=1, dim2=2)
+    diagonal.add_(diagonal.mean(-1, keepdim=True).clamp_min(1e-19), alpha=SIZE_RIDGE)
+    factor = torch.linalg.cholesky_ex(gram)[0]
     w = torch.cholesky_solve(ones.unsqueeze(2), factor)  # [B * H, D, 1]
     key.addcmul_(log_sizes[:, None, :, None], w.view(*key.shape[:2], 1, -1), value=1 / scale)
     return key.clamp_(-HALF_MAX, HALF_MAX) if key.dtype == torch.float16 else key
-
-
-def _ridged_cholesky(gram: Tensor, ridge: float, least: float = 1e-19) -> Tensor:
-    """Return the Cholesky factor of matrices [n, m, m] with `ridge` added to the diagonal.
-
-    The ridge is relative to the mean diagonal, or to `least` if that is larger. `gram` is changed
-    in place. Errors are not checked, because a check would wait for the device.
-
-    Args:
-        gram: symmetric positive semidefinite matrices [n, m, m].
-        ridge: the regularisation, above 0.
-        least: smallest mean diagonal.
-
-    Returns:
-        Lower triangular factors [n, m, m].
-    """
-    diagonal = gram.diagonal(dim1=1, dim2=2)
-    mean = diagonal.mean(-1, keepdim=True).clamp_min(least)
-    diagonal.add_(mean, alpha=ridge)
-    return torch.linalg.cholesky_ex(gram)[0]
 
 
 def of_kept_heads(some: Tensor, heads: int) -> Tensor:

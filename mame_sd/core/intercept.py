@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,10 @@ from torch.overrides import TorchFunctionMode
 
 from mame_sd.core.fit import SDPA
 from mame_sd.core.groups import Groups
-from mame_sd.core.merge_keys import Grid, KeyMerging, Merged, merge_keys, unlike
+from mame_sd.core.merge_keys import Choice, Grid, KeyMerging, Merged, merge_keys, unlike
 
 Kernel = Callable[..., Tensor]
+Mode = TypeVar("Mode", bound=TorchFunctionMode)
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 UNCOUNTED = ", which takes no sizes of groups: their keys carry them"
 
@@ -213,10 +214,9 @@ class MergeJob:
             return None
         known = None if self.known is None else self.known.setdefault(self.calls, {})
         self.calls += 1
-        self.merged = merge_keys(
-            call["query"], call["key"], call["value"], grids, self.options, given, scale, self.draw,
-            self.leader, first, known, size_bias=bias,
-        )  # fmt: skip
+        q, k, v = (call[name] for name in _NAMES[:3])
+        choice = Choice(self.draw, self.leader, known)
+        self.merged = merge_keys(q, k, v, grids, self.options, given, scale, choice, first, bias)
         mask = self.merged.bias
         if mask is not None and not bias and given is not None and given.dtype == torch.bool:
             mask = mask == 0  # boolean again, as the kernel was given it
@@ -343,10 +343,19 @@ def running_job() -> MergeJob | None:
 
     It is None if no layer merges, or the layer's kernel is running already.
     """
+    mode = innermost(SDPAInterceptor)
+    return None if mode is None or mode.job.inside else mode.job
+
+
+def innermost(kind: type[Mode]) -> Mode | None:
+    """Return the innermost function mode of a class that this thread has entered, or None.
+
+    The modes belong to the call, and `torch.compile` follows them, which a ContextVar would not.
+    """
     for place in range(torch._C._len_torch_function_stack() - 1, -1, -1):
         mode = torch._C._get_function_stack_at(place)
-        if isinstance(mode, SDPAInterceptor):
-            return None if mode.job.inside else mode.job
+        if isinstance(mode, kind):
+            return mode
     return None
 
 

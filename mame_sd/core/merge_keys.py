@@ -60,6 +60,25 @@ class KeyMerging:
     seed: int = 0
 
 
+class Choice(NamedTuple):
+    """What decides which keys merge, next to the keys themselves.
+
+    Attributes:
+        draw: LongTensor [1] in [0, `groups.DRAWS`), the index of the draw. If None, the first draw.
+        leader: LongTensor [B], the sample whose keys decide for each sample
+            (`groups.guidance_leaders`). If None, each sample decides for itself.
+        known: the groups of each grid by its number, if an earlier call with the same input made
+            them. Groups that are made here are stored in it.
+    """
+
+    draw: Tensor | None = None
+    leader: Tensor | None = None
+    known: MutableMapping[int, Groups] | None = None
+
+
+FIRST = Choice()  # the first draw, without leaders
+
+
 class Merged(NamedTuple):
     """Keys and values that stand for all keys and values.
 
@@ -83,10 +102,8 @@ def merge_keys(
     options: KeyMerging,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
-    draw: Tensor | None = None,
-    leader: Tensor | None = None,
+    choice: Choice = FIRST,
     first_query: int | None = None,
-    known: MutableMapping[int, Groups] | None = None,
     size_bias: bool = True,
 ) -> Merged:
     """Merge keys, and fit values to the attention of a few queries of the first grid's tokens.
@@ -101,13 +118,9 @@ def merge_keys(
         attn_mask: the attention's mask, boolean or added to the logits, broadcast to [B, H, Q, N].
             `unlike` must not refuse it.
         scale: scale of the logits. If None, 1 / sqrt(D).
-        draw: LongTensor [1] in [0, `groups.DRAWS`), the index of the draw. If None, the first draw.
-        leader: LongTensor [B], the sample whose keys decide what merges
-            (`groups.guidance_leaders`).
+        choice: the draw, the leaders, and groups of an earlier call.
         first_query: position of the first grid's queries in q. If None, the position of its keys,
             or 0 if q holds the image's queries alone.
-        known: the groups of each grid by its number, if an earlier call with the same input made
-            them. Groups that are made here are stored in it.
         size_bias: if True, the bias counts each group by its size. If False, the keys carry the
             sizes (`fit.sized_keys`), for kernels without a bias.
 
@@ -117,55 +130,22 @@ def merge_keys(
     """
     if first_query is None:
         first_query = grids[0].start if q.shape[2] == k.shape[2] else 0
-    known = {} if known is None else known
-    tokens = torch.Size(grids[0].size).numel()
-    image, count = slice(first_query, first_query + tokens), options.fit_queries
+    tokens, count = torch.Size(grids[0].size).numel(), options.fit_queries
     if count is None:
         count = min(max(tokens // 32, 64), 256)
-    parts: tuple[list[Tensor], list[Tensor]] = [], []  # keys and values [B, H, .., D]
-    by_key = None
+    image, by_key = slice(first_query, first_query + tokens), None
     if attn_mask is not None:
         attn_mask, by_key = _of_keys(attn_mask, q, k.shape[2])
-    logs, columns, end = [], [], 0
     with no_autocast(q):
-        for number, (start, size, keep) in enumerate(grids):
-            cells = make_cells(
-                size, (1 - UNMERGED_SHARE) * keep, options.tile_size, options.seed, k.device
-            )
-            if isinstance(k, FakeTensor) and not torch.compiler.is_compiling():
-                cells = _without_numbers(cells, k.fake_mode)
-            last = start + cells.tokens
-            # If the image comes first, don't slice: a CPU would copy the slice to read its slots.
-            slots = [
-                (t[:, :, start:last] if start else t).transpose(1, 2).index_select(1, cells.order)
-                for t in (k, v)
-            ]  # [B, T * P, H, D]
-            if number not in known:
-                stay = max(0, round(keep * cells.tokens) - cells.kept)
-                known[number] = group_tokens(slots[0].flatten(2), cells, draw, leader, stay)
-            if by_key is None:
-                means, counts = known[number].means(*slots, fitted=count > 0)
-            else:
-                means, counts, own = _seen_means(known[number], slots, by_key[:, start:last])
-                columns += [by_key[:, end:start], own]
-            for of, t, mean in zip(parts, (k, v), means, strict=True):
-                of += [t[:, :, end:start], *(part.transpose(1, 2) for part in mean)]
-            rest = k.shape[2] - last if number == len(grids) - 1 else 0
-            alone = known[number].stay.shape[1] + rest
-            logs.append(F.pad(counts.log(), (start - end, alone)))
-            end = last
-        groups = tuple(known[number] for number in range(len(grids)))
-        key, value = (
-            torch.cat([*of, t[:, :, end:]], 2) for of, t in zip(parts, (k, v), strict=True)
-        )  # [B, H, K, D]
-        log_sizes = torch.cat(logs, 1) if len(logs) > 1 else logs[0]
+        averages = _average(k, v, grids, options, choice, by_key, count > 0)
+        key, value, log_sizes, columns, groups = averages
         own_bias = bias = log_sizes[:, None, None] if size_bias else None
         at, rows = groups[0].queries, attn_mask
         few = at[: max(1, count * k.shape[1] // q.shape[1])]
         if attn_mask is not None:
             zero = log_sizes.new_zeros(()) if bias is None else bias
-            if by_key is not None:
-                masked = zero + torch.cat([*columns, by_key[:, end:]], 1)[:, None, None]
+            if columns is not None:
+                masked = zero + columns[:, None, None]
             else:
                 masked = _with_mask(zero, attn_mask, grids, groups, k.shape[2])
             own_bias = bias = masked
@@ -180,12 +160,67 @@ def merge_keys(
             beside = torch.cat([q[:, :, :first_query], q[:, :, image.stop :]], 2)
             key = sized_keys(key, some, beside, log_sizes, by)
         if count:
-            merged = grids[0].start, key.shape[2] - k.shape[2] + end
+            behind = k.shape[2] - grids[-1].start - groups[-1].tokens_in
+            merged = grids[0].start, key.shape[2] - behind
             some = some[:, :, : len(few)]
             if by_key is not None:  # hidden values must not change the result
                 v = v.masked_fill((by_key == -torch.inf)[:, None, :, None], 0)
             value = fit_values(some, (k, v), (key, value), own_bias, rows, by, merged)
     return Merged(key, value, None if bias is None else bias.to(q.dtype), groups)
+
+
+def _average(
+    k: Tensor,
+    v: Tensor,
+    grids: Sequence[Grid],
+    options: KeyMerging,
+    choice: Choice,
+    by_key: Tensor | None,
+    fitted: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Groups, ...]]:
+    """Group the keys of each grid, and average the keys and values of each group.
+
+    `by_key` holds the numbers [B, N] that a mask adds to the logits of each key, if any. `fitted`
+    is True if the values are fitted afterwards. All other arguments are those of `merge_keys`.
+
+    Returns:
+        Keys [B, H', K, D], values [B, H', K, D'], logs of the sizes of groups [B, K], the mask's
+        columns [B, K] of the kept keys, and the groups of each grid.
+    """
+    parts: tuple[list[Tensor], list[Tensor]] = [], []  # keys and values [B, H, .., D]
+    logs, columns, end = [], [], 0
+    known = {} if choice.known is None else choice.known
+    for number, (start, size, keep) in enumerate(grids):
+        share = (1 - UNMERGED_SHARE) * keep
+        cells = make_cells(size, share, options.tile_size, options.seed, k.device)
+        if isinstance(k, FakeTensor) and not torch.compiler.is_compiling():
+            cells = _without_numbers(cells, k.fake_mode)
+        last = start + cells.tokens
+        # If the image comes first, don't slice: a CPU would copy the slice to read its slots.
+        slots = [
+            (t[:, :, start:last] if start else t).transpose(1, 2).index_select(1, cells.order)
+            for t in (k, v)
+        ]  # [B, T * P, H, D]
+        if number not in known:
+            stay = max(0, round(keep * cells.tokens) - cells.kept)
+            x = slots[0].flatten(2)
+            known[number] = group_tokens(x, cells, choice.draw, choice.leader, stay)
+        groups = known[number]
+        if by_key is None:
+            means, counts = groups.means(*slots, fitted=fitted)
+        else:
+            means, counts, own = _seen_means(groups, slots, by_key[:, start:last])
+            columns += [by_key[:, end:start], own]
+        for of, t, mean in zip(parts, (k, v), means, strict=True):
+            of += [t[:, :, end:start], *(part.transpose(1, 2) for part in mean)]
+        alone = groups.stay.shape[1]
+        alone += k.shape[2] - last if number == len(grids) - 1 else 0
+        logs.append(F.pad(counts.log(), (start - end, alone)))
+        end = last
+    key, value = (torch.cat([*of, t[:, :, end:]], 2) for of, t in zip(parts, (k, v), strict=True))
+    log_sizes = torch.cat(logs, 1) if len(logs) > 1 else logs[0]
+    by_kept = None if by_key is None else torch.cat([*columns, by_key[:, end:]], 1)
+    return key, value, log_sizes, by_kept, tuple(known[n] for n in range(len(grids)))
 
 
 def _without_numbers(cells: Cells, mode: FakeTensorMode) -> Cells:

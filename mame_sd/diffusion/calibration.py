@@ -1,17 +1,19 @@
-"""Measure what merging costs and changes in each layer of a model, and choose settings by layer.
+"""Measure what merging and restoring cost and change in each block, and choose settings by block.
 
-`measure` replays a few of an image's calls of the denoiser. Each self-attention computes every form
-(fields of `MaMeConfig`) next to the unmerged output. A layer's errors are weighted by their effect
-on the denoiser's output, measured with one form merging in that layer alone. `choose` picks a form
-for each layer such that enough seconds are saved and the sum of all weighted errors is smallest.
+`measure` replays a few of an image's calls of the denoiser. Each block computes every form (shares
+of its keys, of its MLP's tokens and of its own tokens) next to the unmerged output. A block's
+errors are weighted by their effect on the denoiser's output, measured with one form in that block
+alone. `choose` picks a form for each block such that enough seconds are saved and the sum of all
+weighted errors is small.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,29 +22,34 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mame_sd.config import MaMeConfig
-from mame_sd.diffusion.layer import LayerCall, MergeHook, merged_call
+from mame_sd.diffusion.layer import LayerHook
+from mame_sd.diffusion.restoring import RestoreHook
 from mame_sd.report import LayerStats, device_of
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a call of the denoiser
 Name = TypeVar("Name", bound=Hashable)
 Clock = Callable[[], float]
+Form = dict[str, float]  # shares of a block, by field of `MaMeConfig`
 Row = tuple[int | None, float, float]  # number of a form (None if unmerged), seconds, error
-# Settings that a layer may get, as in `MaMeConfig.layers`.
-FORMS: tuple[dict[str, Any], ...] = tuple(
-    {"keep": keep, "fit_queries": queries}
-    for keep in (0.5, 0.25, 0.125, 0.0625)
-    for queries in (0, 32, 64, 128)
+ALL: Form = {"keep": 1.0, "mlp_keep": 1.0, "block_keep": 1.0}
+# Forms that a block may get. Merging keys of a restored block as well gains no time.
+FORMS: tuple[Form, ...] = (
+    *(
+        {**ALL, "keep": keep, "mlp_keep": mlp}
+        for keep in (1.0, 0.5, 0.25, 0.125)
+        for mlp in (1.0, 0.25, 0.125, 0.0625)
+        if keep < 1 or mlp < 1
+    ),
+    *({**ALL, "block_keep": block} for block in (0.5, 0.25, 0.125)),
 )
-REFERENCE = FORMS.index({"keep": 0.125, "fit_queries": 0})  # weights a layer's errors
+FIELD = {"attention": "keep", "mlp": "mlp_keep", "block": "block_keep"}  # by kind of layer
 AT = (0.15, 0.45, 0.8)  # measured calls of an image: 0 is the first, 1 the last
 FORWARDS = 200  # largest number of denoiser calls in a calibration, if possible
-STATES = 20_000  # largest number of choices during the search
 
 
 class Merging(Protocol):
@@ -60,15 +67,25 @@ class Merging(Protocol):
         """Return the settings in force."""
 
     @property
-    def layers(self) -> Sequence[tuple[nn.Module, MergeHook]]:
+    def layers(self) -> Sequence[tuple[nn.Module, LayerHook]]:
         """Return the self-attentions, each with its hook."""
+
+    @property
+    def restored(self) -> Sequence[tuple[nn.Module, RestoreHook]]:
+        """Return the MLPs and blocks that may be restored, each with its hook."""
 
     @property
     def described(self) -> str:
         """Return a description of the model."""
 
-    def using(self, *, mlp_keep: float, block_keep: float) -> AbstractContextManager[None]:
-        """Change settings of this task for a block."""
+    def using(self, config: MaMeConfig) -> AbstractContextManager[None]:
+        """Change the settings of this task within a block."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Compute everything unmerged in this task within a block."""
+
+    def reset(self) -> None:
+        """Set all counters to zero."""
 
 
 @dataclass
@@ -78,31 +95,37 @@ class Measurement:
     Attributes:
         images: number of images.
         forward: seconds of the denoiser's calls without merging.
-        layers: for each layer a row for each call, unmerged and for each of `FORMS` that merges.
-            The error is that of the layer's output.
-        effects: for each layer the errors of the denoiser's output and of the layer's output, with
-            one form merging in this layer alone.
+        blocks: for each block a row for each call, unmerged and for each of `FORMS` that acts in
+            it. The error is that of the block's output.
+        effects: for each block the errors of the denoiser's output and of the block's output, with
+            one form in this block alone.
     """
 
     images: int = 0
     forward: list[float] = field(default_factory=list)
-    layers: dict[str, list[Row]] = field(default_factory=dict)
+    blocks: dict[str, list[Row]] = field(default_factory=dict)
     effects: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Option:
-    """A choice for a layer, with its estimated cost.
+    """A choice for a block, with its estimated cost.
 
     Attributes:
-        rule: fields of MaMeConfig, or False to leave the layer unmerged.
+        rule: fields of MaMeConfig, or False to leave the block unmerged.
         error: relative squared error of the denoiser's output.
-        seconds: time of the layer in one call of the denoiser.
+        seconds: time of the block in one call of the denoiser.
     """
 
     rule: Any  # fields of MaMeConfig, or False
     error: float
     seconds: float
+
+    def __str__(self) -> str:
+        shares = self.rule or {}
+        nouns = {"keep": "keys", "mlp_keep": "MLP", "block_keep": "block"}
+        parts = [f"{noun} {shares[of]:.1%}" for of, noun in nouns.items() if shares.get(of, 1) < 1]
+        return ", ".join(parts) or "all"
 
 
 @dataclass(frozen=True)
@@ -113,7 +136,7 @@ class Calibration:
         base: the settings that the forms override.
         described: description of the model, see `MaMeHandle.described`.
         forward: seconds of a call of the denoiser without merging.
-        options: the options of each layer. The first leaves the layer unmerged.
+        options: the options of each block. The first leaves the block unmerged.
         about: how the calibration was made, as JSON values for the file.
     """
 
@@ -125,8 +148,8 @@ class Calibration:
 
     @property
     def fastest(self) -> float:
-        """Return the estimated speed with each layer's fastest option."""
-        return self.reckoned(
+        """Return the estimated speed with each block's fastest option."""
+        return self.estimated(
             {name: min(found, key=lambda o: o.seconds) for name, found in self.options.items()}
         )
 
@@ -140,12 +163,12 @@ class Calibration:
         chosen = choose(self.options, self.forward * (1 - 1 / speed))
         if chosen is None and self.fastest < 1.005:
             raise ValueError(
-                "speed: merging is reckoned to make this model no faster here; leave it unmerged,"
+                "speed: merging is estimated to make this model no faster here; leave it unmerged,"
                 " or give larger images"
             )
         if chosen is None:
             raise ValueError(
-                f"speed: expected at most {self.fastest:.2f}, which merging is reckoned to give"
+                f"speed: expected at most {self.fastest:.2f}, which merging is estimated to give"
                 f" this model here, got {speed:g}; ask for less"
             )
         return chosen
@@ -171,22 +194,20 @@ class Calibration:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def table(self, speed: float) -> str:
-        """Return the choice for `speed` as text, one line for each layer."""
+        """Return the choice for `speed` as text, one line for each block."""
         chosen = self.choose(speed)
         width = max(map(len, chosen))
-        lines = [f"{'layer':<{width}}  takes                         error     ms  unmerged"]
+        lines = [f"{'block':<{width}}  computes                      error     ms  unmerged"]
         for name, option in chosen.items():
             unmerged = self.options[name][0].seconds
-            rule = option.rule
-            takes = f"{rule['keep']:.1%} of keys, {rule['fit_queries']} queries" if rule else "all"
             lines.append(
-                f"{name:<{width}}  {takes:<26} {option.error:8.1e}"
+                f"{name:<{width}}  {option!s:<26} {option.error:8.1e}"
                 f" {1e3 * option.seconds:6.1f}  {1e3 * unmerged:8.1f}"
             )
-        lines.append(f"reckoned {self.reckoned(chosen):.2f} times as fast as unmerged")
+        lines.append(f"estimated {self.estimated(chosen):.2f} times as fast as unmerged")
         return "\n".join(lines)
 
-    def reckoned(self, chosen: Mapping[str, Option]) -> float:
+    def estimated(self, chosen: Mapping[str, Option]) -> float:
         """Return the estimated speed of the denoiser with these options, relative to unmerged."""
         saved = sum(
             self.options[name][0].seconds - option.seconds for name, option in chosen.items()
@@ -198,9 +219,9 @@ class Calibration:
 def measure(
     handle: Merging, run: Callable[[], object], found: Measurement, images: int = 1
 ) -> None:
-    """Measure what each form changes and costs in each layer, in some calls of the denoiser.
+    """Measure what each form changes and costs in each block, in some calls of the denoiser.
 
-    Each layer merges alone in as many of these calls as `FORWARDS` allows, but at least in the late
+    Each block merges alone in as many of these calls as `FORWARDS` allows, but at least in the late
     and the middle call of one image, which tell nearly as much as all three calls.
 
     Args:
@@ -210,57 +231,66 @@ def measure(
         images: number of images of the whole calibration.
 
     Raises:
-        ValueError: no layer could merge.
+        ValueError: no block could merge.
     """
     clock = clock_of(device_of(handle.root))
-    base = handle.config.replace(layers=None)
-    forms = [base.replace(**form) for form in FORMS]
-    with layers_run(handle), recorded(handle.root) as every:
+    base = base_of(handle.config)
+    unmerged = base.replace(**ALL)
+    forms = {number: base.replace(**FORMS[number]) for number in forms_of(handle)}
+    for config in forms.values():
+        with handle.using(config):  # so that all hooks are there before the first call
+            pass
+    blocks = blocks_of(handle)
+    with handle.paused(), recorded(handle.root) as every:
         run()
     calls = [every[n] for n in sorted({round(at * (len(every) - 1)) for at in AT})]
     left = FORWARDS - images * (len(every) + 2 * len(calls) + 1)  # 1 is the warm-up
 
-    def tried(call: int, layer: int, layers: int) -> bool:
-        """Return True if a layer merges alone in a call, which costs a forward."""
-        each = min(max(left // layers, 2), images * len(calls))
-        before = (found.images - layer) % images * len(calls)  # other images come first
+    def is_measured(call: int, block: int, count: int) -> bool:
+        """Return True if a block merges alone in a call, which costs a forward."""
+        each = min(max(left // count, 2), images * len(calls))
+        before = (found.images - block) % images * len(calls)  # other images come first
         return before + len(calls) - 1 - call < each
 
-    def every_form(hook: MergeHook, call: LayerCall) -> Any:
-        """Return the unmerged output. Forms in which the layer can't merge add no row."""
-        rows = found.layers.setdefault(hook.stats.name, [])
-        unmerged, seconds = _timed(call.run, clock)
-        rows.append((None, seconds, 0.0))
-        for number, form in enumerate(forms):
-            stats = LayerStats(hook.stats.name)
-            merged, seconds = _timed(partial(_merged, hook, call, form, stats), clock)
-            if stats.last_reason is None:
-                rows.append((number, seconds, relative_error(merged, unmerged)))
-        return unmerged
+    def every_form(name: str, forward: Callable[[], Any], output: Any) -> None:
+        """Measure all forms of a block. A form that does not act in full adds no row."""
+        rows, stats = found.blocks.setdefault(name, []), blocks[name][1]
+        with handle.paused():
+            rows.append((None, _timed(forward, clock)[1], 0.0))
+        for number, config in forms.items():
+            for one in stats:
+                one.reset()
+            with handle.using(config):
+                merged, seconds = _timed(forward, clock)
+            acting = {FIELD[one.kind] for one in stats if one.last_reason is None}
+            if acting == {of for of, share in FORMS[number].items() if share < 1}:
+                rows.append((number, seconds, relative_error(merged, output)))
 
-    def alone(hook: MergeHook, call: LayerCall, name: str, form: MaMeConfig) -> Any:
-        merges = hook.stats.name == name
-        return _merged(hook, call, form, LayerStats(name)) if merges else call.run()
+    def alone(_: str, forward: Callable[[], Any], __: Any, config: MaMeConfig) -> Any:
+        with handle.using(config):
+            return forward()
 
     for number, (args, kwargs) in enumerate(calls):
         again = partial(handle.root, *args, **kwargs)
-        with layers_run(handle):
+        with handle.paused():
             if number == 0:
                 again()  # warm-up
             output, seconds = _timed(again, clock)
         found.forward.append(seconds)
-        with layers_run(handle, every_form):
-            again()
-        for name in [name for name, rows in found.layers.items() if _forms(rows) == [None]]:
-            del found.layers[name]
-        for at, (name, rows) in enumerate(found.layers.items()):
-            if tried(number, at, len(found.layers)):
-                own = {form: error for form, _, error in rows if form is not None}  # the latest
-                form = REFERENCE if REFERENCE in own else min(own)
-                with layers_run(handle, partial(alone, name=name, form=forms[form])):
-                    error = relative_error(again(), output)
-                found.effects.setdefault(name, []).append((error, own[form]))
-    if not found.layers:
+        with handle.using(unmerged):  # not paused, so that the hooks note how tokens lie
+            with watched(blocks, every_form, blocks):
+                again()
+            for name in [name for name, rows in found.blocks.items() if _forms(rows) == [None]]:
+                del found.blocks[name]
+            for at, (name, rows) in enumerate(found.blocks.items()):
+                if is_measured(number, at, len(found.blocks)):
+                    errors = {form: error for form, _, error in rows if form is not None}  # latest
+                    form = sorted(errors, key=errors.__getitem__)[len(errors) // 2]
+                    with watched(blocks, partial(alone, config=forms[form]), [name]):
+                        error = relative_error(again(), output)
+                    found.effects.setdefault(name, []).append((error, errors[form]))
+    handle.reset()
+    if not found.blocks:
         raise ValueError(
             "calibrate: expected a layer that could merge, found none; lower min_tokens, or make"
             " larger images"
@@ -268,44 +298,71 @@ def measure(
     found.images += 1
 
 
-@contextmanager
-def layers_run(
-    handle: Merging, run: Callable[[MergeHook, LayerCall], Any] = lambda _, call: call.run()
-) -> Iterator[None]:
-    """Compute the calls of all layers by `run` within a block, whatever the settings are.
+def base_of(config: MaMeConfig) -> MaMeConfig:
+    """Return the settings that forms override, which belong to no layer and no model."""
+    return config.replace(layers=None, calibrated_for=None)
 
-    By default they are computed unmerged. Nothing is restored, and nothing is counted.
+
+def forms_of(handle: Merging) -> list[int]:
+    """Return the numbers of the forms that the model and the settings allow.
+
+    Where the settings give `mlp_keep` or `block_keep`, it stays as it is. `keep` is always chosen.
+    """
+    given = handle.config.given
+    fixed = {of: given[of] for of in ("mlp_keep", "block_keep") if of in given}
+    able = {"keep", *(FIELD[h.stats.kind] for _, h in handle.restored if not h.never)}
+    return [
+        number
+        for number, form in enumerate(FORMS)
+        if fixed.items() <= form.items() and able >= {of for of in form if form[of] < 1}
+    ]
+
+
+def blocks_of(handle: Merging) -> dict[str, tuple[nn.Module, list[LayerStats]]]:
+    """Return the outermost blocks by name, each with the counters of its layers.
+
+    A self-attention outside of all blocks is a block of its own.
+    """
+    every = [*((m, h) for m, h in handle.restored if h.stats.kind == "block"), *handle.layers]
+    blocks: dict[str, tuple[nn.Module, list[LayerStats]]] = {}
+    for module, hook in sorted(every, key=lambda pair: pair[1].stats.name.count(".")):
+        outer = any(hook.stats.name.startswith(f"{name}.") for name in blocks)
+        if not outer:
+            blocks[hook.stats.name] = (module, [])
+    for _, hook in (*handle.layers, *handle.restored):
+        for name, (_, stats) in blocks.items():
+            if f"{hook.stats.name}.".startswith(f"{name}."):
+                stats.append(hook.stats)
+    return blocks
+
+
+@contextmanager
+def watched(
+    blocks: Mapping[str, tuple[nn.Module, Any]],
+    run: Callable[[str, Callable[[], Any], Any], Any],
+    names: Iterable[str],
+) -> Iterator[None]:
+    """Call `run` whenever one of some blocks has run.
 
     Args:
-        handle: the handle of the model.
-        run: computes the call of a layer from its hook and the call.
+        blocks: the blocks by name.
+        run: called with the block's name, a function that computes the call again, and its output.
+            What it returns replaces the output, unless it is None.
+        names: names of the blocks to watch.
     """
-    hooks = [hook for _, hook in handle.layers]
+
+    def watch(name: str, module: nn.Module) -> Any:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return run(name, partial(module.forward, *args, **kwargs), output)
+
+        return module.register_forward_hook(hook, with_kwargs=True)
+
+    hooks = [watch(name, blocks[name][0]) for name in names]
     try:
-        for hook in hooks:
-            hook.instead = partial(run, hook)
-        with handle.using(mlp_keep=1, block_keep=1):
-            yield
+        yield
     finally:
         for hook in hooks:
-            hook.instead = None
-
-
-def _merged(hook: MergeHook, call: LayerCall, form: MaMeConfig, stats: LayerStats) -> Any:
-    """Compute a call, merged by a form, with the step of the model's call around it.
-
-    Args:
-        hook: hook of the layer.
-        call: the call.
-        form: the settings.
-        stats: counters of the call.
-
-    Returns:
-        The layer's output.
-    """
-    step = hook.step()._replace(plans=None)
-    kernel = hook.shared.kernel
-    return merged_call(hook.layer, call, hook.layout(), form, stats, lambda: step, kernel)
+            hook.remove()
 
 
 def measure_images(
@@ -315,7 +372,7 @@ def measure_images(
     kept_in: str | PathLike[str] | None = None,
     on_image: Callable[[int, int], None] = lambda done, total: None,
 ) -> Calibration:
-    """Measure on one image for each of `runs`, and estimate the cost of each layer's options.
+    """Measure on one image for each of `runs`, and estimate the cost of each block's options.
 
     Args:
         handle: the handle of `apply_mame`.
@@ -331,7 +388,7 @@ def measure_images(
 
     Raises:
         ValueError: there are several denoisers, the settings have a tau, `kept_in` is a file of
-            another kind, or no layer could merge.
+            another kind, or no block could merge.
     """
     if isinstance(handle.root, nn.ModuleDict):
         raise ValueError(
@@ -361,7 +418,7 @@ def measure_images(
                 json.dump({"about": mark, **asdict(found)}, file)
             part.replace(kept_in)
     on_image(len(runs), len(runs))
-    base = handle.config.replace(layers=None, calibrated_for=None)
+    base = base_of(handle.config)
     forward = median(found.forward)
     said = {"forward_s": round(forward, 4), **said}
     return Calibration(base, handle.described, forward, options(found), said)
@@ -414,7 +471,7 @@ def clock_of(device: torch.device) -> Clock:
 
 def check_speed(speed: Any) -> None:
     """Raise ValueError if `speed` is no number above 1."""
-    if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 1 < speed < np.inf:
+    if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 1 < speed < math.inf:
         raise ValueError(f"speed: expected a number above 1, got {speed!r}")
 
 
@@ -437,15 +494,15 @@ def recorded(model: nn.Module) -> Iterator[list[Arguments]]:
 
 
 def options(found: Measurement) -> dict[str, list[Option]]:
-    """Return the options of each layer: unmerged, and all forms that save seconds.
+    """Return the options of each block: unmerged, and all forms that save seconds.
 
-    Seconds are medians. Errors are means, weighted by the effect of the layer's error on the
+    Seconds are medians. Errors are means, weighted by the effect of the block's error on the
     denoiser's output.
     """
     result: dict[str, list[Option]] = {}
-    for name, rows in found.layers.items():
-        effects, own = zip(*found.effects[name], strict=True)
-        matters = fmean(effects) / max(fmean(own), 1e-30)
+    for name, rows in found.blocks.items():
+        effects, errors = zip(*found.effects[name], strict=True)
+        matters = fmean(effects) / max(fmean(errors), 1e-30)
         for form in _forms(rows):
             seconds = median(row[1] for row in rows if row[0] == form)
             if form is None:
@@ -457,40 +514,34 @@ def options(found: Measurement) -> dict[str, list[Option]]:
 
 
 def _forms(rows: Sequence[Row]) -> list[int | None]:
-    """Return the numbers of forms in a layer's rows. None, which means unmerged, comes first."""
+    """Return the numbers of forms in a block's rows. None, which means unmerged, comes first."""
     return sorted({number for number, *_ in rows}, key=lambda n: -1 if n is None else n)
 
 
 def choose(options: Mapping[Name, Sequence[Option]], saved: float) -> dict[Name, Option] | None:
-    """Choose options with the smallest sum of errors that save at least `saved` seconds.
+    """Choose options that save at least `saved` seconds, with a small sum of errors.
 
-    Layers are added one by one to the choices so far. Only choices with a smaller error than all
-    choices that save as much are kept, and at most `STATES` of them.
+    Beginning with all unmerged, one block after the other changes its option: the change that adds
+    the least error for each second saved, of those seconds that are still to be saved.
 
     Returns:
-        The option of each layer, or None if no choice saves so much.
+        The option of each block, or None if no choice saves so much.
     """
-    gained, lost = np.zeros(1), np.zeros(1)  # one number for each choice so far
-    kept: list[np.ndarray] = []  # by layer, indices into (earlier choices x options)
-    for found in options.values():
-        gains = gained[:, None] + [found[0].seconds - o.seconds for o in found]
-        losses = lost[:, None] + [o.error for o in found]
-        order = np.lexsort((losses.ravel(), -gains.ravel()))  # choices that save most come first
-        least = np.minimum.accumulate(losses.ravel()[order])
-        keep = order[np.append(True, least[1:] < least[:-1])]
-        if len(keep) > STATES:
-            keep = keep[np.linspace(0, len(keep) - 1, STATES).round().astype(int)]
-        gained, lost = gains.ravel()[keep], losses.ravel()[keep]
-        kept.append(keep)
-    enough = np.flatnonzero(gained >= saved * (1 - 1e-9))
-    if not len(enough):
-        return None
-    at = int(enough[-1])  # the last one has the smallest error
-    chosen: dict[Name, Option] = {}
-    for name, keep in zip(reversed(list(options)), reversed(kept), strict=True):
-        at, number = divmod(int(keep[at]), len(options[name]))
-        chosen[name] = options[name][number]
-    return {name: chosen[name] for name in options}
+    chosen = {name: found[0] for name, found in options.items()}
+    left = saved * (1 - 1e-9)
+    while left > 0:
+        changes = [
+            ((option.error - now.error) / min(now.seconds - option.seconds, left), name, option)
+            for name, now in chosen.items()
+            for option in options[name]
+            if option.seconds < now.seconds
+        ]
+        if not changes:
+            return None
+        _, name, option = min(changes, key=lambda change: change[0])
+        left -= chosen[name].seconds - option.seconds
+        chosen[name] = option
+    return chosen
 
 
 def relative_error(merged: Any, unmerged: Any) -> float:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -223,6 +224,15 @@ class HandleState:
         """Return the setting in force in this task."""
         own = self.own.value
         return own[-1] if own else self.setting
+
+    @contextmanager
+    def using(self, setting: ResolvedConfig) -> Iterator[None]:
+        """Use a setting in this task alone, for a `with` block."""
+        self.own.value = (*(self.own.value or ()), setting)
+        try:
+            yield
+        finally:  # blocks may end in any order
+            self.own.value = tuple(one for one in self.own.value or () if one is not setting)
 
 
 class LazyStep:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -183,21 +183,24 @@ class MaMeHandle(Handle[ResolvedConfig]):
         new = self._setting(asked, True)
         with CHANGES:
             self._put(self._needed(new))
-        own = self._shared.own
-        own.value = (*(own.value or ()), new)
-        try:
+        with self._shared.using(new):
             yield
-        finally:  # blocks may end in any order
-            own.value = tuple(one for one in own.value or () if one is not new)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Compute everything unmerged in this task alone, for a `with` block."""
+        now = self._shared.now
+        return self._shared.using(replace(now, active=False))
 
     def calibrate(
         self, prompts: Sequence[str], *, speed: float, seed: int = 0, **call: Any
     ) -> Calibration:
-        """Choose which layers merge and how much, and put these settings in force.
+        """Choose how many keys and tokens each block computes, and put these settings in force.
 
-        Layers whose output merging changes least merge most. The pipeline makes an image of each
-        prompt without merging. At three of its steps each layer computes every form of merging next
-        to its own output, and is timed (`mame_sd.diffusion.calibration`, docs/calibration.md).
+        The pipeline makes an image of each prompt without merging. At three of its steps each block
+        computes every form, shares of its keys, of its MLP's tokens and of its own, next to its own
+        output, and is timed (`mame_sd.diffusion.calibration`, docs/calibration.md). Blocks whose
+        forms change the denoiser's output least get the smallest shares. `mlp_keep` and
+        `block_keep` stay as they are where the settings give them. All counters are reset.
 
         Args:
             prompts: a few prompts, similar to those that will be used.
@@ -226,19 +229,15 @@ class MaMeHandle(Handle[ResolvedConfig]):
                 "calibrate: expected a pipeline and a few prompts, got"
                 f" {gone if pipe is None else 'no prompts'}; see apply_mame(pipe)"
             )
-        runs = [
-            partial(
-                pipe,
-                prompt,
-                generator=torch.Generator().manual_seed(seed + number),
-                **{"output_type": "latent", **call},
-            )
-            for number, prompt in enumerate(prompts)
-        ]
+
+        def run(number: int, prompt: str) -> None:
+            generator = torch.Generator().manual_seed(seed + number)
+            pipe(prompt, generator=generator, **{"output_type": "latent", **call})
+
+        runs = [partial(run, number, prompt) for number, prompt in enumerate(prompts)]
         plain = {n: value for n, value in call.items() if isinstance(value, (int, float, str))}
         about = {"prompts": len(prompts), "seed": seed, **plain}
-        with self.using():
-            calibration = measure_images(self, runs, about)
+        calibration = measure_images(self, runs, about)
         self.set(calibration.config(speed))
         return calibration
 

@@ -225,11 +225,9 @@ class MergedForward:
             return self.inner(*args, **kwargs)
         shared, stats = hook.shared, hook.stats
         setting = hook.setting
-        if not setting.active and hook.instead is None:
+        if not setting.active:
             return self.inner(*args, **kwargs)
         call = hook.layer.call(self.module, self.inner, args, kwargs)
-        if hook.instead is not None:
-            return hook.instead(call)
         config: MaMeConfig | None = setting.config
         if setting.of_layer:  # a name would be a constant of every compiled block
             config = setting.of_layer.get(stats.name, config)
@@ -322,7 +320,6 @@ class MergeHook(LayerHook):
     """
 
     name = "mame"
-    instead: Callable[[LayerCall], Any] | None = None  # computes calls in calibration
 
     def __init__(
         self,

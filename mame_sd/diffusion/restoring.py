@@ -474,7 +474,6 @@ def restoring_hooks(
             path = f"{outer}.{name}" if outer else name
             stats = LayerStats(path, hook.stats.device, "mlp")
             part_hook = kind(shared, stats, hook.known, number, family)
-            part_hook.never = family.mlps
             if isinstance(part_hook, FusedInHook):
                 owner = name.rpartition(".")[0]  # the attention, in Flux 2
                 if owner:

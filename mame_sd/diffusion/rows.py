@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from mame_sd.core.intercept import innermost
 from mame_sd.core.restore import ChosenTokens
 from mame_sd.diffusion.context import Tokens
 
@@ -95,11 +96,8 @@ class RowsMode(TorchFunctionMode):
 
 def running_rows() -> Rows | None:
     """Return the rows of the innermost block that is computed in part; None if none is."""
-    for place in range(torch._C._len_torch_function_stack() - 1, -1, -1):
-        mode = torch._C._get_function_stack_at(place)
-        if isinstance(mode, RowsMode):
-            return mode.rows
-    return None
+    mode = innermost(RowsMode)
+    return None if mode is None else mode.rows
 
 
 class FusedMLPMode(TorchFunctionMode):

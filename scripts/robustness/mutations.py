@@ -54,9 +54,9 @@ core/groups.py: core
     guide = unguided.index(False) => guide = 0
     == chunks[guide]).all() => == chunks[guide]).any()
 core/fit.py: core
-    mean = diagonal.mean(-1 => mean = diagonal.amax(-1
+    (diagonal.sum(-1) / count) => (diagonal.sum(-1) / 3)
     flatten(0, -3) - torch.bmm => flatten(0, -3) + torch.bmm
-    mean(-1, keepdim=True).clamp_min(least) => mean(-1, keepdim=True)
+    / count).clamp_min(least) => / count)
     some.shape[1] / beside.shape[1], => 1,
     value=1 / scale) => value=1)
     fitted = fitted.clamp(-HALF_MAX, HALF_MAX) => pass
@@ -125,7 +125,7 @@ diffusion/families/layouts.py: diffusion/test_layouts.py diffusion/test_families
     return found.pop() if len(found) == 1 else UNLIKE => return found.pop()
     is not t or version != t._version => is not t
 diffusion/families/attention.py: diffusion/test_families.py test_models.py
-    after + text) if family.joint == "last" else => after + text) if family.joint == "first" else
+    after + text if family.joint == "last" else => after + text if family.joint == "first" else
     mask is not None and not family.mask: => False:
     kept.to(t.device) + start => kept.to(t.device)
 diffusion/families/attention.py: diffusion/test_processor.py diffusion/test_apply.py test_models.py

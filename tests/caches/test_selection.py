@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mame_sd.caches import CacheView, Kept, Selection
-from mame_sd.caches.fit import _ridge, with_fitted_values
+from mame_sd.caches.fit import with_fitted_values
 from mame_sd.caches.layer import CompressedLayer
 from mame_sd.caches.selection import future_attention, gather_keys, token_bytes, with_fixed_keys
+from mame_sd.core.fit import solve_ridge
 from tests.caches.views import view_of, with_padding
 from tests.oracle import attend
 
@@ -135,7 +136,7 @@ def test_both_forms_of_the_ridge_are_its_minimum(rows: int, columns: int) -> Non
     g = torch.Generator().manual_seed(0)
     a = torch.randn(2, rows, columns, generator=g)
     b = torch.randn(2, rows, 3, generator=g)
-    x = _ridge(a, b, 0.01, torch.full((2,), columns)).double()
+    x = solve_ridge(a, b, 0.01, torch.full((2,), columns)).double()
     gram = a.double().mT @ a.double()
     lift = 0.01 * gram.diagonal(dim1=-2, dim2=-1).mean(-1).view(2, 1, 1)
     gap = gram @ x + lift * x - a.double().mT @ b.double()

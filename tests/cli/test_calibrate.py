@@ -17,8 +17,8 @@ from tests.builders.tiny import save_tiny_pipeline
 LAYERS = ("down_blocks.0.attentions.0", "up_blocks.1.attentions.1")
 OPTIONS = [
     Option(False, 0.0, 1.0),
-    Option({"keep": 0.5, "fit_queries": 0}, 0.1, 0.6),
-    Option({"keep": 0.25, "fit_queries": 32}, 0.3, 0.4),
+    Option({"keep": 0.5, "mlp_keep": 1.0, "block_keep": 1.0}, 0.1, 0.6),
+    Option({"keep": 1.0, "mlp_keep": 1.0, "block_keep": 0.25}, 0.3, 0.4),
 ]
 
 
@@ -49,14 +49,14 @@ def test_it_writes_settings_that_generate_takes_and_goes_on_where_it_stopped(
     given = ["calibrate", *words, "--prompts", "demo", "--num", "2", "--min-tokens", "16"]
     assert cli.run([*given, "--speed", "1.3"]) == 0
     out = capsys.readouterr().out
-    assert "reckoned 1.3" in out
+    assert "estimated 1.3" in out
     assert "uniform: " in out
-    assert "by layer: " in out
+    assert "by block: " in out
     file = tmp_path / "config.json"
     written = json.loads(file.read_text())
     about = written.pop("about")
     assert (about["speed"], about["model"]["name"], about["checked_on_prompts"]) == (1.3, "tiny", 1)
-    assert {"times_as_fast", "psnr"} == set(about["measured"]["by layer"])
+    assert {"times_as_fast", "psnr"} == set(about["measured"]["by block"])
     config = MaMeConfig.from_file(file)
     assert MaMeConfig.from_dict(written) == config
     assert set(config.layers or {}) == set(LAYERS)

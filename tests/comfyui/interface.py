@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -200,9 +201,12 @@ class Model:
             for place in places:
                 setattr(*place)
 
-    def get_model_object(self, name: str) -> nn.Module:
-        assert name == "diffusion_model"
-        return self.network
+    def get_model_object(self, name: str) -> Any:
+        if name in self.object_patches:
+            return self.object_patches[name]
+        first, *path = name.split(".")
+        assert first == "diffusion_model"
+        return reduce(getattr, path, self.network)
 
     def add_wrapper_with_key(self, kind: str, key: str, wrapper: Wrapper) -> None:
         self.wrappers.setdefault((kind, key), []).append(wrapper)

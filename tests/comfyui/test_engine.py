@@ -5,6 +5,7 @@ Tiny models of its own classes, its own sampler and nodes.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,11 @@ def of_engine(name: str) -> Any:
     ):
         pytest.skip(f"this engine's {name} is refused")
     return model
+
+
+def layout(package: Any, model: Any) -> Any:
+    models = importlib.import_module(f"{package.__name__}.comfyui.models")
+    return models.layout_of(model.model.diffusion_model)[1]
 
 
 def shape_of(value: Any) -> Any:
@@ -110,10 +116,25 @@ def test_every_family_merges_and_leaves_its_model_as_it_is(
         torch.testing.assert_close(same, before, **close)
 
 
+@pytest.mark.parametrize("name", TINY)
+def test_mlps_of_the_families_that_are_known_are_restored(
+    package: Any, node: Any, name: str
+) -> None:
+    model = of_engine(name)
+    if not layout(package, model).mlps:
+        with pytest.raises(ValueError, match="whose MLPs the node does not restore; set 1"):
+            applied(node, model, mlp_keep=0.25)
+        return
+    before = call(model, name)
+    restored = call(applied(node, model, keep=1.0, mlp_keep=0.25), name)
+    assert torch.equal(call(model, name), before)
+    assert 1e-6 < (restored - before).norm() / before.norm() < 0.5
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
-    "default": {"keep": 0.25},
-    "keep": {"keep": 0.4},
-    "file": {"keep": 0.25, "layers": {"*blocks.0": {"keep": 0.5}}},
+    "default": {},
+    "keep": {"keep": 0.4, "mlp_keep": 0.25, "min_tokens": 256},
+    "file": {"keep": 0.25, "layers": {"*blocks.0": {"keep": 0.5, "mlp_keep": 0.125}}},
 }
 
 
@@ -165,7 +186,7 @@ def test_an_embedded_model_is_that_of_apply_mame(
     sigmas = [model.model.model_sampling.sigma(torch.tensor([t, t])) for t in (900, 500)]
     whole = of_both(model, model, theirs, name, t=sigmas[1], **given)
     apply_mame(theirs, **SETTINGS[settings])
-    patched = applied(node, model, min_tokens=0, **inputs_of(settings, tmp_path))
+    patched = applied(node, model, **{"min_tokens": 0, **inputs_of(settings, tmp_path)})
     merged = [of_both(patched, model, theirs, name, t=sigma, **given) for sigma in sigmas]
     for output, expected in (whole, *merged):
         assert (output - expected).norm() < 1e-4 * expected.norm()
@@ -174,8 +195,6 @@ def test_an_embedded_model_is_that_of_apply_mame(
 
 def extras(name: str, node: str) -> Any:
     """Return a node of the engine's own by module and class, as the engine calls it."""
-    import importlib
-
     engine()
     found = getattr(importlib.import_module(f"comfy_extras.{name}"), node)
     if hasattr(found, "execute"):
@@ -250,14 +269,16 @@ def compiled(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["SD 1.5", "Flux", "SD3"])
-def test_compiled_it_adds_no_graph_and_no_break(node: Any, name: str) -> None:
+def test_compiled_it_adds_no_graph_and_no_break(node: Any, name: str, caplog: Any) -> None:
+    """MLPs are not restored in a compiled model, which the log says."""
     from torch._dynamo.utils import counters
 
     model, counts = patcher(name), []
+    caplog.set_level("INFO", logger="mame-sd")
     orders = [
         compiled,
-        lambda one: compiled(applied(node, one)),
-        lambda one: applied(node, compiled(one)),
+        lambda one: compiled(applied(node, one, mlp_keep=0.25)),
+        lambda one: applied(node, compiled(one), mlp_keep=0.25),
     ]
     eager = [sampled(model, name), *[sampled(applied(node, model), name)] * 2]
     for order, expected in zip(orders, eager, strict=True):
@@ -266,3 +287,4 @@ def test_compiled_it_adds_no_graph_and_no_break(node: Any, name: str) -> None:
         torch.testing.assert_close(sampled(order(model), name), expected, rtol=1e-3, atol=1e-3)
         counts.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
     assert counts == [counts[0]] * 3
+    assert "MLPs are not restored in a compiled model" in caplog.text

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.core.groups import DRAWS, partition_index
-from mame_sd.core.merge_keys import Grid, KeyMerging, merge_keys
+from mame_sd.core.merge_keys import Choice, Grid, KeyMerging, merge_keys
 from tests import oracle
 from tests.comfyui.interface import (
     ErnieAttention,
@@ -100,7 +100,7 @@ def loops(
     mask = mask.unsqueeze(1) if mask is not None and mask.dim() == 3 else mask
     grid, draw = call.grid[call.grid[0] == 1 :], (partition_index(500.0) + layer) % DRAWS
     grids = [Grid(call.start, grid, 0.25)]
-    groups = merge_keys(q, k, v, grids, KeyMerging(), draw=draw).groups[0]
+    groups = merge_keys(q, k, v, grids, KeyMerging(), choice=Choice(draw)).groups[0]
     count = min(max(math.prod(grid) // 32, 64), 256) // (q.shape[1] // k.shape[1])
     spread = groups.cells.queries[int(draw)] + call.start
     image = oracle.Image(call.start, groups.groups.tolist(), groups.kept.tolist())

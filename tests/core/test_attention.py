@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mame_sd import attention
 from mame_sd.core import reference
 from mame_sd.core.groups import make_cells
-from mame_sd.core.merge_keys import UNMERGED_SHARE, Grid, KeyMerging, merge_keys
+from mame_sd.core.merge_keys import UNMERGED_SHARE, Choice, Grid, KeyMerging, merge_keys
 from tests import oracle
 
 GRID, BEFORE, AFTER = (6, 9), 3, 4
@@ -42,19 +42,20 @@ def by_loop(
     q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, ...], before: int, keep: float, **how: Any
 ) -> Tensor:
     """The oracle's output, of the library's groups and queries."""
-    call = {name: how[name] for name in ("attn_mask", "scale", "draw", "leader") if name in how}
-    settings = KeyMerging(**{name: how[name] for name in how.keys() - call.keys()})
-    groups = merge_keys(q, k, v, [Grid(before, grid, keep)], settings, **call).groups[0]
+    mask, scale, draw, leader = (how.pop(n, None) for n in ("attn_mask", "scale", "draw", "leader"))
+    settings, choice = KeyMerging(**how), Choice(draw, leader)
+    grids = [Grid(before, grid, keep)]
+    groups = merge_keys(q, k, v, grids, settings, mask, scale, choice).groups[0]
     count = settings.fit_queries
     if count is None:
         count = min(max(math.prod(grid) // 32, 64), 256)
-    number = int(call["draw"]) if "draw" in call else 0
+    number = 0 if draw is None else int(draw)
     queries = groups.cells.queries[number][: max(1, count // (q.shape[1] // k.shape[1]))]
     if q.shape[2] == k.shape[2]:
         queries = queries + before
     image = oracle.Image(before, groups.groups.tolist(), groups.kept.tolist())
-    fitted, mask = queries.tolist() if count else (), call.get("attn_mask")
-    return oracle.merged_attention(q, k, v, [image], fitted, mask, call.get("scale"))[0]
+    fitted = queries.tolist() if count else ()
+    return oracle.merged_attention(q, k, v, [image], fitted, mask, scale)[0]
 
 
 @pytest.mark.usefixtures("both_ways")

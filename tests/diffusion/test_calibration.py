@@ -1,5 +1,5 @@
-"""Calibration: errors are those of the merged outputs, the choice is the best there is, and it
-comes back from a file.
+"""Calibration: errors are those of the merged outputs, the choice is near the best there is, and
+it comes back from a file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ SMALL: dict[str, Any] = {"min_tokens": 16}
 
 
 class Work(TorchFunctionMode):
-    """Counts what attention multiplies, as a clock whose seconds depend on nothing but shapes."""
+    """Counts what attention and linear layers multiply, as a clock whose seconds depend on nothing
+    but shapes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,6 +54,8 @@ class Work(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
             self.done += args[0].numel() * args[1].shape[-2] * 1e-9
+        elif func is F.linear:
+            self.done += args[0].numel() * len(args[1]) * 1e-9
         return func(*args, **(kwargs or {}))
 
 
@@ -79,22 +83,25 @@ def saved_by(options: dict[int, list[Option]], chosen: Any) -> float:
     )
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_the_choice_saves_what_is_asked_for_and_is_the_best_of_all(seed: int) -> None:
-    options = some_options(np.random.default_rng(seed), 5)
-    every = [
-        (saved_by(options, picked), sum(o.error for o in picked))
-        for picked in itertools.product(*options.values())
-    ]
-    most = max(saved for saved, _ in every)
-    for share in (0.1, 0.4, 0.7, 0.95, 1.0):
-        chosen = choose(options, share * most)
-        assert chosen is not None
-        assert saved_by(options, chosen.values()) >= share * most - 1e-12
-        best = min(error for saved, error in every if saved >= share * most - 1e-12)
-        assert sum(o.error for o in chosen.values()) <= best + 1e-12
-    assert choose(options, 1.01 * most) is None
-    assert choose(options, 0.0) == {name: found[0] for name, found in options.items()}
+def test_the_choice_saves_what_is_asked_for_and_is_near_the_best_of_all() -> None:
+    over = []
+    for seed in range(4):
+        options = some_options(np.random.default_rng(seed), 5)
+        every = [
+            (saved_by(options, picked), sum(o.error for o in picked))
+            for picked in itertools.product(*options.values())
+        ]
+        most = max(saved for saved, _ in every)
+        for share in (0.1, 0.4, 0.7, 0.95, 1.0):
+            chosen = choose(options, share * most)
+            assert chosen is not None
+            assert saved_by(options, chosen.values()) >= share * most - 1e-9
+            best = min(error for saved, error in every if saved >= share * most - 1e-12)
+            over.append(sum(o.error for o in chosen.values()) / best)
+        assert choose(options, 1.01 * most) is None
+        assert choose(options, 0.0) == {name: found[0] for name, found in options.items()}
+    assert np.median(over) < 1.1
+    assert max(over) < 2, over
 
 
 @pytest.mark.parametrize("layers", [1, 24])
@@ -115,13 +122,13 @@ def test_all_that_merging_can_save_can_be_asked_for(layers: int) -> None:
         found.config(99)
     slower = {"layer": [Option(False, 0.0, 1.0), Option({"keep": 0.5, "fit_queries": 0}, 0.1, 1.1)]}
     found = Calibration(MaMeConfig(**SMALL), "a model", 2.0, slower)
-    with pytest.raises(ValueError, match="speed: merging is reckoned to make this model no faster"):
+    with pytest.raises(
+        ValueError, match="speed: merging is estimated to make this model no faster"
+    ):
         found.config(1.01)
 
 
-def test_errors_are_those_of_the_layers_own_merged_outputs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_errors_are_those_of_each_blocks_own_output(monkeypatch: pytest.MonkeyPatch) -> None:
     unet = tiny_unet()
     handle = apply_mame(unet, **SMALL)
     before = run_unet(unet)
@@ -130,39 +137,52 @@ def test_errors_are_those_of_the_layers_own_merged_outputs(
         monkeypatch.setattr(cal, "clock_of", lambda device: clock)
         found = Measurement()
         measure(handle, lambda: unet(**inputs), found)
+    assert not any(layer.calls for layer in handle.report().layers), "nothing is counted"
     assert torch.equal(run_unet(unet), before), "every hook is where it was"
-    names = {layer.name for layer in handle.report().layers}
-    assert set(found.layers) <= names
-    name = next(reversed(found.layers))
-    rows = {row[0]: row for row in found.layers[name]}
+    blocks = {hook.stats.name for _, hook in handle.restored if hook.stats.kind == "block"}
+    assert set(found.blocks) <= blocks
+    name = next(reversed(found.blocks))
+    rows = {row[0]: row for row in found.blocks[name]}
+    assert rows.keys() == {None, *range(len(FORMS))}, "all forms act in a UNet's block"
     module, outputs = unet.get_submodule(name), []
     module.register_forward_hook(lambda _, args, output: outputs.append(output))
 
     def apart(pair: list[torch.Tensor]) -> float:
-        whole, merged = (t.double() for t in pair)
-        return float((merged - whole).square().sum() / whole.square().sum())
+        unmerged, merged = (t.double() for t in pair)
+        return float((merged - unmerged).square().sum() / unmerged.square().sum())
 
-    for number in (1, cal.REFERENCE):
+    effect, own = found.effects[name][0]
+    median = next(number for number, row in rows.items() if row[2] == own)
+    assert median is not None
+    for number in (1, median, len(FORMS) - 1):
         outputs.clear()
         made = []
         for rule in (False, FORMS[number]):
-            with mame(unet, **SMALL, layers={**dict.fromkeys(names, False), name: rule}):
+            with mame(unet, **SMALL, layers={**dict.fromkeys(blocks, False), name: rule}):
                 made.append(run_unet(unet))
-        assert rows[number][2] == pytest.approx(apart(outputs), rel=1e-4)
-    assert found.effects[name] == [
-        (pytest.approx(apart(made), rel=1e-4), rows[cal.REFERENCE][2])
-    ], "of the model's output"
-    option = next(o for o in cal.options(found)[name] if o.rule == FORMS[cal.REFERENCE])
-    assert option.error == pytest.approx(apart(made), rel=1e-4), (
-        "what counts is what the model's output loses"
-    )
-    # what the fit's queries attend to is work too
-    tokens = next(layer.tokens_in for layer in handle.report().layers if layer.name == name)
-    shares = [
-        form["keep"] + min(form["fit_queries"], tokens) / tokens for form in map(dict, FORMS[:6])
-    ]
-    seconds = [rows[number][1] / rows[None][1] for number in range(6)]
-    assert seconds == pytest.approx(shares, abs=0.07)
+        assert rows[number][2] == pytest.approx(apart(outputs), rel=1e-3)
+        if number == median:
+            assert effect == pytest.approx(apart(made), rel=1e-3), "of the model's output"
+            option = next(o for o in cal.options(found)[name] if o.rule == FORMS[number])
+            assert option.error == pytest.approx(apart(made), rel=1e-3), "what counts"
+    share = [rows[number][1] / rows[None][1] for number in range(len(FORMS))]
+    quarter, eighth = ({**cal.ALL, of: n} for of, n in (("keep", 0.25), ("mlp_keep", 0.125)))
+    both = FORMS.index({**quarter, "mlp_keep": 0.125})
+    assert share[both] < min(share[FORMS.index(quarter)], share[FORMS.index(eighth)]) < 1
+    assert 0.5 < share[FORMS.index({**cal.ALL, "block_keep": 0.5})] < 0.8, "keys are computed"
+
+
+@pytest.mark.parametrize("fixed", [{"block_keep": 1.0}, {"mlp_keep": 0.25, "block_keep": 1.0}])
+def test_a_share_that_is_given_stays(fixed: dict[str, float]) -> None:
+    unet = one_level_unet()
+    handle = apply_mame(unet, **SMALL, **fixed)
+    inputs = unet_inputs(unet)
+    found = Measurement()
+    measure(handle, lambda: unet(**inputs), found)
+    forms = {number for rows in found.blocks.values() for number, *_ in rows}
+    tried = [FORMS[number] for number in forms if number is not None]
+    assert tried
+    assert all(fixed.items() <= form.items() for form in tried)
 
 
 def test_a_call_is_kept_as_it_was() -> None:
@@ -191,10 +211,10 @@ def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
             handle.calibrate(["an owl"], speed=99.0, num_inference_steps=1)
         assert handle.config == found.config(1.2)
     assert found.fastest > 1.2
-    assert "reckoned 1.2" in found.table(1.2)
+    assert "estimated 1.2" in found.table(1.2)
     expected = generate(pipe)
-    report = {layer.name: layer.share for layer in handle.report().layers}
-    assert min(report.values()) < max(report.values()), "layers differ"
+    shares = [layer.share for layer in handle.report().layers]
+    assert min(shares) < max(shares), "layers differ"
     file = tmp_path / "settings.json"
     found.save(file, speed=1.2)
     about = json.loads(file.read_text())["about"]
@@ -205,7 +225,10 @@ def test_a_pipeline_is_calibrated_and_its_file_gives_the_same_images(
     assert torch.equal(generate(pipe), expected)
 
 
-def test_a_stopped_calibration_goes_on_and_another_one_begins_anew(tmp_path: Path) -> None:
+def test_a_stopped_calibration_goes_on_and_another_one_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cal, "FORMS", FORMS[:2])
     pipe = sd("StableDiffusionPipeline", unet=one_level_unet())
     handle = apply_mame(pipe, **SMALL)
     made: list[int] = []
@@ -236,6 +259,7 @@ def test_a_stopped_calibration_goes_on_and_another_one_begins_anew(tmp_path: Pat
 @pytest.mark.parametrize("allowed", [1, 200])
 def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
     monkeypatch.setattr(cal, "FORWARDS", allowed)
+    monkeypatch.setattr(cal, "FORMS", FORMS[:2])
     pipe = sd("StableDiffusionPipeline", unet=one_level_unet())
     handle = apply_mame(pipe, **SMALL)
     forwards = 0
@@ -249,8 +273,8 @@ def test_a_calibration_takes_few_forwards(monkeypatch: pytest.MonkeyPatch, allow
     found = Measurement()
     for _ in range(images):
         measure(handle, partial(generate, pipe, num_inference_steps=steps), found, images)
-    layers, calls = len(found.layers), images * at
-    assert found.effects.keys() == found.layers.keys()
+    layers, calls = len(found.blocks), images * at
+    assert found.effects.keys() == found.blocks.keys()
     each = {len(effects) for effects in found.effects.values()}
     assert len(each) == 1
     assert min(each) >= 2

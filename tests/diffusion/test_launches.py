@@ -140,10 +140,10 @@ JOINT = ("SD3Transformer2DModel", "transformer_blocks.1.attn")
 # Of each way at most so many files of ours entered, calls of functions of ours, and returns to a
 # file that was left before.
 TRACED: dict[str, tuple[tuple[str, str], Any, tuple[int, int, int]]] = {
-    "unet": (UNET, by_hooks, (7, 31, 5)),
-    "one-liner": (UNET, one_liner, (10, 35, 9)),
-    "unet-tau": (UNET, partial(by_hooks, tau=0.3), (5, 30, 10)),
-    "sd3": (JOINT, by_hooks, (7, 30, 5)),
+    "unet": (UNET, by_hooks, (7, 30, 7)),
+    "one-liner": (UNET, one_liner, (10, 35, 11)),
+    "unet-tau": (UNET, partial(by_hooks, tau=0.3), (5, 29, 10)),
+    "sd3": (JOINT, by_hooks, (7, 30, 7)),
 }
 
 

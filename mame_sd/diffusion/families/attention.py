@@ -94,15 +94,16 @@ class SequenceAttention(AttentionAdapter):
             return Route(
                 call, config, known, first, merge_tokens=self._tokens_merged, feature=image
             )
-        if _skips_scores(call.module):
+        registry = getattr(call.module, "_diffusers_hook", None)
+        if registry is not None and _skips_scores(registry):
             return LAYER_SKIP
         before, after = first, hidden.shape[1] - first - known.count
-        text = _text_length(family, given, known) if family.joint or family.keys else 0
-        before, after = (before, after + text) if family.joint == "last" else (before + text, after)
+        text = 0 if family.joint is None else _text_length(family, given, known)
+        behind = None if text is None else after + text if family.joint == "last" else after
+        before += (text or 0) if family.joint == "first" else 0
         cached = family.cached is not None and family.cached(given)
         job = {"queries": hidden.shape[1], "prefixed": cached}
         note = NO_SIZE if len(known.size) == 1 else ""
-        behind = None if family.by_sample else after
         return Route(call, config, known, first, before, behind, note, job=job)
 
     def count(self, call: LayerCall, known: Tokens | None) -> int:
@@ -149,9 +150,11 @@ class PlainAttention(SequenceAttention):
 
         If `known` is None, `guessed` gives the layout of the tokens.
         """
-        reason = fixed_reason(call.module)
-        if reason is not None:
+        # The adapter of one module was made because the module can merge. Its processor may change.
+        if self.width is None and (reason := fixed_reason(call.module)) is not None:
             return reason
+        if "Linear" in call.kind:
+            return "linear attention"
         if call.kind == "MaMeAttnProcessor":
             return f"a {call.kind} on the module merges already"
         if config.tau is not None and call.kind not in PLAIN_PROCESSORS:
@@ -220,15 +223,12 @@ def fixed_reason(attn: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _skips_scores(attn: Any) -> bool:
+def _skips_scores(registry: Any) -> bool:
     """Return True if diffusers' layer skip replaces attention by the values.
 
-    It does so only if there are as many values as queries.
+    It does so only if there are as many values as queries. `registry` holds the module's hooks.
     """
-    registry = getattr(attn, "_diffusers_hook", None)
-    return registry is not None and any(
-        getattr(h, "skip_attention_scores", False) for h in registry.hooks.values()
-    )
+    return any(getattr(h, "skip_attention_scores", False) for h in registry.hooks.values())
 
 
 def _skip_reason(
@@ -253,7 +253,7 @@ def _skip_reason(
         The reason, or None.
     """
     family, given = layer.family, call.arguments
-    joint = given.get(family.text) is not None and family.text not in (*family.inputs, family.keys)
+    joint = given.get(family.text) is not None and family.text not in family.inputs
     if joint and family.joint is None:
         return "cross-attention"
     for name in family.inputs:
@@ -287,7 +287,7 @@ def _skip_reason(
     return None
 
 
-def _text_length(family: Family, given: Call, tokens: Tokens) -> int:
+def _text_length(family: Family, given: Call, tokens: Tokens) -> int | None:
     """Return the number of text keys that a joint call adds to those of its tokens.
 
     Args:
@@ -296,15 +296,14 @@ def _text_length(family: Family, given: Call, tokens: Tokens) -> int:
         tokens: layout of the tokens.
 
     Returns:
-        The number of keys, 0 if there is no text.
+        The number of keys, 0 if there is no text, or None if each sample has its own.
     """
-    if family.keys is not None:  # it holds the image's tokens too
-        return int(given[family.keys].shape[1]) - tokens.count
-    text = given.get(family.text) if family.joint and family.text not in family.inputs else None
-    if text is not None:
-        return int(text.shape[-2] if text.dim() < 4 else text.shape[2:].numel())
-    kept = given.get(family.kept_text)
-    return 0 if kept is None else int(kept.shape[1])
+    if family.text_keys is not None:
+        return family.text_keys(given, tokens)
+    text = None if family.text in family.inputs else given.get(family.text)
+    if text is None:
+        return 0
+    return int(text.shape[-2] if text.dim() < 4 else text.shape[2:].numel())
 
 
 def _sequence(t: Tensor) -> Tensor:

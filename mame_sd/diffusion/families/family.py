@@ -54,22 +54,17 @@ class Family:
         joint: position of the text's keys in joint attention, "first" or "last" (behind the
             image's). If None, calls with text are not merged.
         text: the argument that holds the text of joint attention.
-        kept_text: the argument that holds the text's keys [B, L, H, D] of an earlier call instead
-            (diffusers' TextKVCache).
-        keys: the argument that keys and values are computed from, if it differs from `inputs`. It
-            holds the image's tokens and text.
+        text_keys: (arguments of the attention, layout) -> the number of the text's keys in joint
+            attention, or None if each sample has its own. If None, the length of `text`.
         leaves: arguments of the attention that prevent merging if they are given.
         mask: if True, `select` handles `attention_mask`. If False, a call with a mask is not
             merged.
         queries: if True, whole tokens can merge too (`tau`).
         cached: (arguments of the attention) -> True if keys of earlier calls precede those of this
             call.
-        by_sample: if True, the attention runs over one sample at a time, each with its own length
-            of text.
         references: if True, `tokens` returns the sizes of reference images, so that these can merge
             too.
         blocks: reason why blocks can't be restored (`block_keep`). Empty if they can.
-        mlps: reason why MLPs can't be restored (`mlp_keep`). Empty if they can.
         shared_mlp: if True, one MLP is called with the image's tokens and then with the text's.
         parallel: if True, two self-attentions of a block read the same tokens, and neither reads
             the other's output.
@@ -88,16 +83,13 @@ class Family:
     outside: tuple[str, ...] = ()
     joint: Literal["first", "last"] | None = None
     text: str = "encoder_hidden_states"
-    kept_text: str = ""
-    keys: str | None = None
+    text_keys: Callable[[Call, Tokens], int | None] | None = None
     leaves: tuple[str, ...] = ()
     mask: bool = False
     queries: bool = True
     cached: Callable[[Call], bool] | None = None
-    by_sample: bool = False
     references: bool = False
     blocks: str = ""
-    mlps: str = ""
     shared_mlp: bool = False
     parallel: bool = False
     sequence_first: bool = False

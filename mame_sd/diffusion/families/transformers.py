@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from mame_sd.diffusion.context import Call
+from mame_sd.diffusion.context import Call, Tokens
 from mame_sd.diffusion.families import layouts as at
 from mame_sd.diffusion.families.family import REGISTERED, Family, class_names
 from mame_sd.diffusion.families.layouts import along
@@ -31,6 +31,22 @@ def _from_cache(call: Call) -> bool:
 def _from_object(call: Call) -> bool:
     """Return True if GLM-Image reads keys from its cache, by the cache's own mode."""
     return getattr(call.get("kv_cache"), "mode", None) == "read"
+
+
+def _text_or_its_cache(call: Call, tokens: Tokens) -> int:
+    """Return the number of the text's keys, which may be of an earlier call (TextKVCache)."""
+    text = call.get("encoder_hidden_states")
+    kept = call.get("cached_txt_key") if text is None else text
+    return 0 if kept is None else int(kept.shape[1])
+
+
+def _of_each_sample(call: Call, tokens: Tokens) -> None:
+    """Return None: Mochi's attention runs over one sample at a time, each with its own text."""
+
+
+def _next_to_image(call: Call, tokens: Tokens) -> int:
+    """Return the number of the text's keys, in a sequence that holds the image's tokens too."""
+    return int(call["encoder_hidden_states"].shape[1]) - tokens.count
 
 
 # fmt: off
@@ -100,7 +116,8 @@ BUILT_IN = (
     Family("Motif Video", ("MotifVideoTransformer3DModel",), ("MotifVideoAttention.attn",),
            at.in_sequence(at.patches, after=None), MASKED, mask=True, joint="last"),
     Family("Mochi", ("MochiTransformer3DModel",), ("MochiAttention.attn1",), at.patches,
-           along(image_rotary_emb=0), mask=True, by_sample=True, joint="last"),
+           along(image_rotary_emb=0), mask=True, joint="last",
+           text_keys=_of_each_sample),
     Family("JoyImage", ("JoyImageEditTransformer3DModel",), ("JoyImageAttention.attn",),
            at.joyimage, along(image_rotary_emb=[0, None]), references=True, joint="last"),
     Family("JoyImage Edit Plus", ("JoyImageEditPlusTransformer3DModel",),
@@ -109,7 +126,7 @@ BUILT_IN = (
     Family("NucleusMoE", ("NucleusMoEImageTransformer2DModel",), ("Attention.attn",),
            at.in_sequence(at.qwen_image, after=None),
            along(image_rotary_emb=[0, None], attention_mask=-1), mask=True,
-           kept_text="cached_txt_key", joint="last",
+           joint="last", text_keys=_text_or_its_cache,
            blocks="each of its experts picks the tokens that it computes"),
     Family("HiDream", ("HiDreamImageTransformer2DModel",), ("HiDreamAttention.attn1",), at.hidream,
            along(image_rotary_emb=1, hidden_states_masks=1), inputs=("norm_hidden_states",),
@@ -175,7 +192,8 @@ BUILT_IN = (
            inputs=QUERY_AND_KEY),
     Family("unconditional UNet", ("UNet2DModel",), ("Attention",), at.of_levels, queries=False),
     Family("Stable Cascade", ("StableCascadeUNet",), ("Attention.attention",), at.of_levels,
-           keys="encoder_hidden_states", queries=False, joint="last"),
+           queries=False, joint="last",
+           text_keys=_next_to_image),
 )
 # fmt: on
 # UNets, DiT, PixArt: self-attention over the image's tokens alone. If a processor adds further
