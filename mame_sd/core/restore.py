@@ -10,8 +10,9 @@ regression on the inputs gives f everywhere:
 The result is exact on P. MaRe (arXiv 2604.13432) copies the output of a merged token instead, which
 is two to ten times as far from f (docs/restoring.md). Half of P is drawn, one token of each cell of
 the grid; the other half are the tokens that are farthest from these. The grid is cut into tiles of
-about `TILE_SIZE` x `TILE_SIZE` tokens (at most half as long again a side), so that the
-cost of the fit grows with the number of tokens alone.
+about `TILE_SIZE` x `TILE_SIZE` tokens, so that the cost of the fit grows with the number of tokens
+alone. Strips of whole rows, which need no permutation, are the tiles of an image whose rows divide
+so. They explain .5 % less of the variance of DINOv2's MLPs than squares do.
 
 Every sample of a batch is restored by itself. Nothing waits for the device, and all shapes are
 known before the call.
