@@ -99,15 +99,18 @@ def test_strips_are_tokens_in_their_own_order(
     cells = make_cells(size, 1 / 16, 32, strips=True)
     assert (cells.tiles, cells.width, cells.pad, cells.in_order) == (tiles, width, None, True)
     numbers = torch.arange(cells.tokens)
-    assert torch.equal(cells.order, numbers) and torch.equal(cells.slot, numbers)
+    assert torch.equal(cells.order, numbers)
+    assert torch.equal(cells.slot, numbers)
     x = torch.randn(1, cells.tokens, 3)
-    assert cells.to_slots(x) is x and cells.from_slots(x) is x
+    assert cells.to_slots(x) is x
+    assert cells.from_slots(x) is x
 
 
 @pytest.mark.parametrize("size", [(47, 64), (3, 32, 32)])
 def test_other_rows_and_videos_are_cut_into_squares(size: tuple[int, ...]) -> None:
     strips, squares = (make_cells(size, 1 / 16, 32, strips=strips) for strips in (True, False))
-    assert torch.equal(strips.order, squares.order) and not strips.in_order
+    assert torch.equal(strips.order, squares.order)
+    assert not strips.in_order
 
 
 def test_draws_follow_their_seed_alone() -> None:
