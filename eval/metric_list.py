@@ -64,11 +64,10 @@ _LPIPS = (
     "Learned perceptual distance to the baseline's image, {} features, at the images' own"
     " resolution."
 )
-_PSNR = (
-    "Peak signal-to-noise ratio to the baseline's image; mean over images that are not equal to it."
-)
+_PSNR = "Peak signal-to-noise ratio to the baseline's image; mean over images that differ from it."
 _OBJECT = (
-    "PSNR within the object of the baseline's image: what differs from every colour of its border."
+    "PSNR within the object of the baseline's image: pixels that differ from every colour of its"
+    " border."
 )
 _SSIM = "Structural similarity to the baseline's image, Gaussian window of 11 pixels."
 _COSINE = "Cosine of the CLIP embeddings of the image and the baseline's."
@@ -78,13 +77,13 @@ _IS = "Inception score; at most the number of images in a split."
 _CLIP = "100 x cosine of the CLIP embeddings of image and prompt (77 tokens)."
 _LATENCY = "Seconds per image from prompt to pixels: median and quartiles of interleaved rounds."
 _SPEEDUP = (
-    "Seconds of the baseline divided by the row's, both of one round: median of rounds, with its"
-    " 95 % interval, which below 6 rounds is their range. Of CPU time where seconds are withheld."
+    "Seconds of the baseline divided by the row's in the same round: median of rounds with its"
+    " 95 % interval, below 6 rounds with their range. By CPU time if seconds are withheld."
 )
-_DENOISING = "Of these, from the first call of the denoiser to the start of decoding."
-_CPU = "Seconds of all cores per image, which other programs hardly change; on a CPU alone."
-_MEMORY = "Most that tensors take at once, weights included."
-_CPU_SPEEDUP = "The same of CPU seconds, which other programs hardly change; on a CPU alone."
+_DENOISING = "Part of the latency: from the first call of the denoiser to the start of decoding."
+_CPU = "CPU seconds of all cores per image, which other programs hardly change; only on a CPU."
+_MEMORY = "Largest total of tensors at once, weights included."
+_CPU_SPEEDUP = "The same of CPU seconds, which other programs hardly change; only on a CPU."
 _FD = "Frechet distance of DINOv2-S features (arXiv 2306.04675, there of DINOv2-L) to {}."
 _KID = "Squared kernel distance of {} features (arXiv 1801.01401), unbiased, to {}."
 _DINO: dict[str, Any] = {"digits": 2, "network": "dinov2-saliency"}

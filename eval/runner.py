@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,8 @@ from mame_sd.runs.files import open_own, read_regular, write_atomically, writing
 
 from .timing import turned
 
+# Opens a step of that name, and gives its progress callback.
+Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 Line = dict[str, Any]
 Lines = dict[tuple[Any, ...], Line]
 Case = TypeVar("Case")
@@ -69,15 +72,15 @@ class Store:
             text = read_regular(path).decode("utf-8", "replace") if path.exists() else None
         if text is None:
             return
-        found: list[Any] = []
+        read: list[Any] = []
         for line in text.split("\n"):
             with contextlib.suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
+                read.append(json.loads(line))
         try:
-            if found[0]["format"] != form:
-                raise ValueError(repr(found[0]["format"]))
-            lines = {self.key(line): line for line in found[1:]}
-            same = about is None or found[0]["about"] == json.loads(json.dumps(about))
+            if read[0]["format"] != form:
+                raise ValueError(repr(read[0]["format"]))
+            lines = {self.key(line): line for line in read[1:]}
+            same = about is None or read[0]["about"] == json.loads(json.dumps(about))
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise self.refused(error) from None
         if lines and not same and not fresh:
@@ -135,7 +138,7 @@ def measure_cases(
             turning order, and its results are added when all of them are there.
         warm_up: Called with each row before the first case is measured.
         on_progress: Called with the number of results done and of all results, before the first
-            case and after each result.
+            case and after each result. Rows that `measure` leaves out count as done.
     """
     lacking = {
         number: [row for row in rows if store.key(key(case, row)) not in store.lines]
@@ -149,16 +152,18 @@ def measure_cases(
         for row in rows:
             warm_up(row)
     for number, case in enumerate(cases):
-        waiting = []
-        for row, result in measure(case, lacking[number]) if lacking[number] else ():
-            waiting.append((key(case, row), result))
-            if not together:
-                store.add(_line(*waiting.pop()))
+        if not lacking[number]:
+            continue
+        results, end = [], done + len(lacking[number])
+        for row, result in measure(case, lacking[number]):
+            if together:
+                results.append((row, result))
+            else:
+                store.add({**key(case, row), **result})
             done += 1
             on_progress(done, total)
-        for identity, result in waiting:
-            store.add(_line(identity, result))
-
-
-def _line(identity: Line, result: Line) -> Line:
-    return {**identity, **result}
+        for row, result in results:
+            store.add({**key(case, row), **result})
+        if done < end:  # rows that were left out
+            done = end
+            on_progress(done, total)

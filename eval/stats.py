@@ -48,22 +48,22 @@ def mean_interval(values: Mapping[str, float], prompts: Mapping[str, str]) -> di
         raise ValueError(f"expected numbers to average, got {'NaN' if values else 'none'}")
     finite = {key: value for key, value in values.items() if math.isfinite(value)}
     equal = len(values) - len(finite)
-    found: dict[str, Any] = {"mean": math.inf, "low": None, "high": None, "n": len(values)}
+    interval: dict[str, Any] = {"mean": math.inf, "low": None, "high": None, "n": len(values)}
     if equal:
-        found["equal"] = equal
+        interval["equal"] = equal
     if not finite:
-        return found
+        return interval
     sums, counts = _by_prompt(finite, prompts)
-    found["mean"] = float(sums.sum() / counts.sum())
+    interval["mean"] = float(sums.sum() / counts.sum())
     if len(sums) == 1:
-        return {**found, "note": "no interval: one prompt, needs two"}
+        return {**interval, "note": "no interval: one prompt, needs two"}
     rng = np.random.default_rng(0)
     means = []
     for _ in range(RESAMPLES // _CHUNK):
         drawn = rng.integers(0, len(sums), (_CHUNK, len(sums)))
         means.append(sums[drawn].sum(1) / counts[drawn].sum(1))
     low, high = np.quantile(np.concatenate(means), _expanded(len(sums)))
-    return {**found, "low": float(low), "high": float(high)}
+    return {**interval, "low": float(low), "high": float(high)}
 
 
 def _expanded(n: int) -> tuple[float, float]:

@@ -52,7 +52,13 @@ def in_turns(
 
 
 def times_as_fast(taken: dict[str, list[float]], baseline: str, row: str) -> list[float]:
-    """Return the baseline's seconds divided by a row's, round by round."""
+    """Return how many times as fast as the baseline a row is in each round.
+
+    Args:
+        taken: The seconds of each row, round by round.
+        baseline: Name of the baseline.
+        row: Name of the row.
+    """
     return [base / own for base, own in zip(taken[baseline], taken[row], strict=True)]
 
 

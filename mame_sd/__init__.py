@@ -1,5 +1,7 @@
-"""Faster diffusion models, vision transformers and language models without training: attention over
-merged keys, and the paper's token merging (MaMe and MaRe).
+"""Make diffusion models, vision transformers and language models faster without training.
+
+Attention runs over merged keys, MLPs and blocks on a few tokens. The paper's token merging (MaMe
+and MaRe) is there, too.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from importlib import import_module
 
 
 def main(commands: str = "mame_sd.cli.app") -> None:
-    """The console script: runs `invoke` of the module `commands` and exits with its status."""
+    """Run `invoke` of the module `commands` and exit with its status (the console script)."""
     try:
         from mame_sd.cli.errors import exit_status
 

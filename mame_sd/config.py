@@ -35,13 +35,13 @@ Method = Literal["keys", "tokens"]
 
 
 def _check(
-    expected: str, kind: type, keep: Callable[[Any], Any], holds: Callable[[Any], bool]
+    expected: str, kind: type, store: Callable[[Any], Any], allowed: Callable[[Any], bool]
 ) -> Check:
     def check(value: Any) -> Any:
         is_bool = isinstance(value, bool) and kind is not bool
-        if is_bool or not isinstance(value, kind) or not holds(value):
+        if is_bool or not isinstance(value, kind) or not allowed(value):
             raise ValueError(f"expected {expected}")
-        return keep(value)
+        return store(value)
 
     return check
 
@@ -122,14 +122,14 @@ class MaMeConfig:
             guidance would multiply what merging does to one sample but not to the other. The two
             samples may share a batch, or be two calls of one input. It needs `apply_mame`, which
             reads both.
-        seed: seed of the random draws. These have their own generator, never the global one.
+        seed: seed of the random draws. Draws have their own generator, never the global one.
         references: share of each reference image's keys to keep in an edit; off unless given. Above
             0 to 1. Each reference merges on its own grid. Models for edits support it, through
             `apply_mame`.
         size: latent height and width, for layers that don't know them. `MaMeAttnProcessor` and
             single attention modules need it. Models read it from their input and reject a different
             value.
-        layers: settings of single layers by patterns of their names. These override the settings of
+        layers: settings of single layers by patterns of their names. They override the settings of
             all layers: `{'blocks.[24]': {'keep': 0.5}}`. False leaves a layer unmerged.
             Self-attention supports them, through `apply_mame`.
         calibrated_for: model that the settings were found for; other models refuse them.
@@ -298,7 +298,7 @@ class MaMeConfig:
 
     @classmethod
     def from_file(cls, path: str | PathLike[str]) -> MaMeConfig:
-        """Read a config from a .json file that holds fields at its top level.
+        """Read a config from a .json file with fields at its top level.
 
         The entry `about`, which may describe how the settings were found, is ignored.
 

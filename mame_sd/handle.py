@@ -1,4 +1,4 @@
-"""The common base of handles: what `apply_mame` returns to change, report and remove merging.
+"""Define the base of handles: what `apply_mame` returns to change, report and remove merging.
 
 A subclass knows one kind of model. It implements the abstract members, keeps its settings in
 `_settings`, and starts with them in its constructor.
@@ -17,7 +17,7 @@ Settings = TypeVar("Settings")
 
 
 class Handle(ABC, Generic[Settings]):
-    """Merging as applied to one model: settings, counters, removal."""
+    """Control merging on one model: its settings, counters and removal."""
 
     _settings: Settings
     _active = True
@@ -26,12 +26,12 @@ class Handle(ABC, Generic[Settings]):
     @property
     @abstractmethod
     def config(self) -> MaMeConfig:
-        """Current settings."""
+        """Return the current settings."""
 
     @property
     @abstractmethod
     def installed(self) -> bool:
-        """True if this handle's merging is on the model: neither removed nor replaced."""
+        """Return True if this handle's merging is on the model: neither removed nor replaced."""
 
     @abstractmethod
     def install(self) -> None:
@@ -75,7 +75,7 @@ class Handle(ABC, Generic[Settings]):
 
     @property
     def active(self) -> bool:
-        """True if the model merges; False makes every call bit-equal to the unmerged model.
+        """Return True if the model merges. If False, every call is bit-equal to the unmerged model.
 
         Setting it raises TypeError for a value that is not a bool, and RuntimeError as `set` does.
         """
@@ -93,8 +93,8 @@ class Handle(ABC, Generic[Settings]):
         """Change settings from the next forward on, for example `handle.set(keep=0.5)`.
 
         Args:
-            config: Replaces all settings. If None, the current ones remain.
-            fields: Fields of MaMeConfig to change.
+            config: Replaces all settings. If None, the current settings stay.
+            fields: Fields of MaMeConfig, over those of `config`.
 
         Raises:
             RuntimeError: If merging was removed or replaced, so that a change would have no effect,

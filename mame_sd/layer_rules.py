@@ -53,8 +53,8 @@ class LayerRules(Mapping[str, Any]):
             for name in rule or ():
                 if name in OF_THE_MODEL:
                     raise ValueError(
-                        f"layers: {pattern}: {name} holds for a whole model, not for one layer;"
-                        " give it beside layers"
+                        f"layers: {pattern}: {name} applies to the model, not to a layer;"
+                        " give it next to layers"
                     )
         self._rules = tuple(
             (pattern, rule is not False and tuple(sorted(rule.items(), key=str)))

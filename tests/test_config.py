@@ -40,6 +40,7 @@ def test_the_number_tells_the_method() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tau": 0.8, "keep": 0.5}, r"tau or keep, got both \(tau=0.8, keep=0.5\); drop one"),
+    ({"layers": dict.fromkeys(map(str, range(1001)), False)}, "at most 1,000 patterns, got 1,001"),
     ({"tau": 1.5}, "tau: expected a number from -1 to 1, got 1.5"),
     ({"tau": float("nan")}, "tau: expected a number from -1 to 1, got nan"),
     ({"tau": 10**400}, "tau: expected a number"),
@@ -59,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"calibrated_for": 3}, "calibrated_for: expected what calibration wrote"),
     ({"tile_size": 8, "tau": 0.5}, "tile_size: goes with keep, .*; leave it out, or give keep"),
     ({"layers": {"a": {"keep": 2}}}, "layers: a: keep: expected a share"),
-    ({"layers": {"a": {"redraw": False}}}, "layers: a: redraw holds for a whole model"),
+    ({"layers": {"a": {"redraw": False}}}, "layers: a: redraw applies to the model"),
     ({"layers": {"a": {"kep": 0.5}}}, "layers: a: unknown setting 'kep'; did you mean 'keep'"),
     ({"layers": 3}, "layers: expected settings by pattern"),
     ({"layers": [["a", {"keep": 0.5}]]}, "layers: expected settings by pattern"),

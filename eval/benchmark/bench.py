@@ -66,7 +66,7 @@ def bench(
     def warm_up(name: str) -> None:
         with installed(model, by_name[name], batches[0]):
             sample(model, replace(settings, steps=min(WARM_UP_STEPS, settings.steps)), batches[0])
-        # CUDA counts while it is timed, a CPU in a call of its own.
+        # CUDA counts while it is timed, a CPU in a separate call.
         if model.pipe.device.type == "cpu":
             peaks[name] = peak_call(model, replace(settings, steps=1), batches[0], by_name[name])
 
@@ -97,7 +97,17 @@ def alike_batches(jobs: Sequence[Job], batch_size: int) -> list[list[Job]]:
 def timed_call(
     model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
 ) -> Timing:
-    """Time one call of the pipeline with the row's method installed, on an idle device."""
+    """Time one call of the pipeline with the row's method installed, on an idle device.
+
+    Args:
+        model: The model.
+        settings: Settings of the row's images.
+        jobs: The images of one batch.
+        row: The row.
+
+    Returns:
+        Seconds per image, and peak bytes if the device counts them while it is timed (CUDA).
+    """
     device = model.pipe.device
     marks: dict[str, float] = {}
     peak: dict[str, int] = {}
@@ -131,9 +141,16 @@ def timed_call(
 def peak_call(
     model: LoadedModel, settings: GenerateSettings, jobs: Sequence[Job], row: Row
 ) -> dict[str, Any]:
-    """Measure the peak bytes of one call on a CPU, by the names of `Timing`.
+    """Measure the peak bytes of one call on a CPU, from the profiler's record of allocations.
 
-    They come from the profiler's record of every allocation.
+    Args:
+        model: The model.
+        settings: Settings of the images.
+        jobs: The images of one batch.
+        row: The row.
+
+    Returns:
+        Peaks by the names of `Timing`, weights included.
     """
 
     def at(name: str) -> None:

@@ -36,7 +36,18 @@ def repeat_gates(
     baseline: Run,
     config: MaMeConfig,
 ) -> list[Gate]:
-    """Make some batches again, plainly and under inactive hooks, and compare with the files."""
+    """Make some batches again, plainly and under inactive hooks, and compare with the files.
+
+    Args:
+        model: The model.
+        settings: Settings of the baseline's images.
+        batches: The batches.
+        baseline: The baseline's run.
+        config: What merges once the hooks are active.
+
+    Returns:
+        A gate for each of the two.
+    """
     expected = f"PSNR above {NOISE_FLOOR:g} dB (equal images: inf)"
     gates = []
     for name, hooked in (
@@ -68,7 +79,7 @@ def repeat_gates(
 def ceiling_gate(
     baseline: Run,
     metrics: Sequence[Metric],
-    found: Sequence[Mapping[str, Value]],
+    by_method: Sequence[Mapping[str, Value]],
     tools: Tools,
 ) -> Gate | None:
     """Compare each baseline image with that of the next prompt; every method must be nearer.
@@ -76,7 +87,7 @@ def ceiling_gate(
     Args:
         baseline: The baseline's run.
         metrics: Fidelity metrics of pairs.
-        found: Values by metric name, one mapping per method.
+        by_method: Values by metric name, one mapping per method.
         tools: What computes metrics.
 
     Returns:
@@ -93,7 +104,9 @@ def ceiling_gate(
         assert mean is not None
         return mean > ceiling[metric] if metric.better == "higher" else mean < ceiling[metric]
 
-    passed = all(nearer(metric, value[metric.name].mean) for metric in metrics for value in found)
+    passed = all(
+        nearer(metric, value[metric.name].mean) for metric in metrics for value in by_method
+    )
     got = ", ".join(f"{metric.label} {limit:.3g}" for metric, limit in ceiling.items())
     expected = "every method nearer to the baseline than the next prompt's image is"
     return Gate("unrelated pairing, the ceiling", expected, got, passed)

@@ -107,7 +107,7 @@ def _terrain() -> Sampler:
     """Return the published UNet of terrain, which gives eight maps in one step."""
     import torch
 
-    from ..networks.terrain import TERRAIN, load_terrain
+    from ..networks.terrain_unet import TERRAIN, load_terrain
     from ..weights.registry import REGISTRY
 
     model = load_terrain()

@@ -211,11 +211,11 @@ def check_rows(names: str | None, own: Sequence[str] = ()) -> None:
 def _makers(names: str | None) -> list[Callable[[], Row]]:
     if names is None:
         return [partial(row_named, name) for name in _NAMED if name not in WHERE_NAMED]
-    found: dict[str, Callable[[], Row]] = {BASELINE: partial(row_named, BASELINE)}
+    makers: dict[str, Callable[[], Row]] = {BASELINE: partial(row_named, BASELINE)}
     for name in tables.names_in(names) or [names]:
         known, make = (name, partial(row_named, name)) if name in _NAMED else _numbered(name)
-        found[known] = make
-    return list(found.values())
+        makers[known] = make
+    return list(makers.values())
 
 
 def _numbered(name: str) -> tuple[str, Callable[[], Row]]:

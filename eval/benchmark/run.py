@@ -14,7 +14,6 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from mame_sd.runs.prompt_files import Prompt, prompts_digest
 
 from ..metric_list import METRICS, Metric
 from ..results.schema import NOT_YET, Picture, Results, Value
+from ..runner import Stage
 from ..scoring.reference import Reference, check_foreign
 from ..scoring.runs import Run, pair
 from ..scoring.score import cut_prompts, measured
@@ -47,7 +47,6 @@ from .sensitivity import sensitivity
 from .suites import Suite
 from .timings import summary, timing_gate
 
-Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 GATE_BATCHES = 2
 CEILING = ("psnr", "lpips")
 
@@ -213,9 +212,9 @@ class Benchmark:
                 line.values[metric.name] = Value(n=len(run.items), withheld=reason)
         pairs = pair(baseline, run)
         with self.stage(f"{line.label}: scores") as self.tools.on_progress:
-            found = measured(baseline, run, pairs, self.reference, todo, self.tools)
-        line.values |= {name: value for name, (value, _) in found.items()}
-        line.per_image |= {name: values for name, (_, values) in found.items() if values}
+            scores = measured(baseline, run, pairs, self.reference, todo, self.tools)
+        line.values |= {name: value for name, (value, _) in scores.items()}
+        line.per_image |= {name: values for name, (_, values) in scores.items() if values}
         self._save()
 
     def _withheld(self, metric: Metric, run: Run) -> str | None:

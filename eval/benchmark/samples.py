@@ -81,7 +81,7 @@ def measure_samples(
 
     def made(name: str, number: int) -> tuple[Tensor, float]:
         row = able[name]
-        if isinstance(row.method, Merging):  # a draw of its own, as rivals have
+        if isinstance(row.method, Merging):  # drawn anew, as rivals do
             config = row.method.config.replace(seed=number)
             row = replace(row, method=Merging(config))
         job = Job(Prompt(id=str(number), text=""), 0, number, None)
@@ -89,7 +89,7 @@ def measure_samples(
         with torch.inference_mode(), installed(model, row, [job]) as method:
             samples, seconds = seconds_of(lambda: sampler.sample(number, taken), device)
             if method is not None:
-                method.levels()  # raises where nothing merged
+                method.levels()  # raises if nothing merged
             return samples, seconds
 
     for name in list(able):
@@ -106,13 +106,13 @@ def measure_samples(
     store = Store(record, FORMAT, "samples", about, ("draw", "row"), fresh=True)
 
     def measure(number: int, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        found = {}
+        by_row = {}
         for name in names:
             samples, seconds = made(name, number)
-            found[name] = samples, {"cpu": seconds}
-            yield name, found[name][1]
-        for samples, line in found.values():  # lines are kept when all rows of a draw are there
-            line["psnr"] = decibels(samples, found[BASELINE][0])
+            by_row[name] = samples, {"cpu": seconds}
+            yield name, by_row[name][1]
+        for samples, line in by_row.values():  # lines are kept when all rows are there
+            line["psnr"] = decibels(samples, by_row[BASELINE][0])
 
     measure_cases(
         store, range(draws), list(able), measure, lambda draw, row: {"draw": draw, "row": row},
@@ -137,8 +137,8 @@ def _values(lines: Mapping[Any, Mapping[str, Any]], name: str, draws: int) -> di
     cpu, cpu_low, cpu_high = median_interval([line["cpu"] for line in own])
     keys = {str(number): str(number) for number in range(draws)}
     near = {str(number): line["psnr"] for number, line in enumerate(own)}
-    found = {
+    values = {
         "cpu": Value(mean=cpu, low=cpu_low, high=cpu_high, n=draws),
         "cpu_speedup": Value(mean=median, low=low, high=high, n=draws),
     }
-    return found if name == BASELINE else {"psnr": Value(**mean_interval(near, keys)), **found}
+    return values if name == BASELINE else {"psnr": Value(**mean_interval(near, keys)), **values}

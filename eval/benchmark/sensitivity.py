@@ -25,27 +25,27 @@ def sensitivity(rows: Sequence[MethodResult], floor: str, rival: str) -> str:
         floor: Name of mean attention.
         rival: Name of the rival at 50 %.
     """
-    found = {row.name: value for row in rows if (value := row.values.get("lpips", Value())).known}
+    lpips = {row.name: value for row in rows if (value := row.values.get("lpips", Value())).known}
     head = "Sensitivity of this instrument: "
-    if floor not in found:
+    if floor not in lpips:
         return f"{head}not measured (needs {floor})."
     parts, lacking = [], []
     few: list[bool] = []  # of each LPIPS that is too low: whether more prompts might raise it
     for name, least in ((floor, LPIPS_FLOOR), (rival, RIVAL_LPIPS)):
-        if name not in found:
+        if name not in lpips:
             lacking.append(f"{name}: not measured")
             continue
-        mean, high = found[name].mean or 0.0, found[name].high
+        mean, high = lpips[name].mean or 0.0, lpips[name].high
         parts.append(f"{name}: LPIPS {mean:.4f} (at least {least:.2f})")
         if mean < least:
             parts[-1] += ", MISSED"
             few.append(high is None or high >= least)
     wide = False
-    if rival in found and found[rival].interval is None:
+    if rival in lpips and lpips[rival].interval is None:
         lacking.append(f"the interval of {rival}: not measured")
-    elif rival in found:
-        low, high = found[rival].interval or (0.0, 0.0)
-        mean = found[rival].mean or 0.0
+    elif rival in lpips:
+        low, high = lpips[rival].interval or (0.0, 0.0)
+        mean = lpips[rival].mean or 0.0
         share = (high - low) / mean if mean else float("inf")
         wide = share >= INTERVAL_SHARE
         parts.append(f"its 95 % interval {share:.0%} of it wide (below {INTERVAL_SHARE:.0%})")

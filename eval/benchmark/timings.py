@@ -100,8 +100,8 @@ def _timing(line: Mapping[str, Any]) -> Timing:
 def of_rounds(values: Sequence[float]) -> Value:
     """Return the median and quartiles of what rounds measured; one round has no quartiles."""
     low, median, high = quartiles(values)
-    found = Value(mean=median, n=len(values), statistic="median, quartiles")
-    return replace(found, low=low, high=high) if len(values) > 1 else found
+    value = Value(mean=median, n=len(values), statistic="median, quartiles")
+    return replace(value, low=low, high=high) if len(values) > 1 else value
 
 
 def speedup(timings: Sequence[Timing], baseline: Sequence[Timing], field: str) -> Value:
@@ -118,10 +118,10 @@ def speedup(timings: Sequence[Timing], baseline: Sequence[Timing], field: str) -
     pairs = zip(timings, baseline, strict=True)
     ratios = [getattr(base, field) / getattr(own, field) for own, base in pairs]
     median, low, high = median_interval(ratios)
-    found = Value(mean=median, n=len(ratios), statistic="median of the rounds' ratios")
+    value = Value(mean=median, n=len(ratios), statistic="median of the rounds' ratios")
     if field == "cpu":
-        found = replace(found, note="of CPU time")
-    return replace(found, low=low, high=high) if len(ratios) > 1 else found
+        value = replace(value, note="of CPU time")
+    return replace(value, low=low, high=high) if len(ratios) > 1 else value
 
 
 def summary(
@@ -142,25 +142,25 @@ def summary(
         field: [getattr(t, field) for t in timings if getattr(t, field) is not None]
         for field in ("seconds", "denoising", "cpu", "allocated", "allocated_denoising")
     }
-    found: dict[str, Value] = {}
+    costs: dict[str, Value] = {}
     for name, field in (("latency", "seconds"), ("denoising", "denoising"), ("cpu", "cpu")):
         values = known[field]
         if values and withhold_seconds and name != "cpu":
-            found[name] = Value(n=len(values), withheld=BUSY)
+            costs[name] = Value(n=len(values), withheld=BUSY)
         elif values:
-            found[name] = of_rounds(values)
+            costs[name] = of_rounds(values)
     if known["cpu"]:
-        found["cpu_speedup"] = replace(speedup(timings, baseline, "cpu"), note=None)
+        costs["cpu_speedup"] = replace(speedup(timings, baseline, "cpu"), note=None)
     if not withhold_seconds:
-        found["speedup"] = speedup(timings, baseline, "seconds")
+        costs["speedup"] = speedup(timings, baseline, "seconds")
     elif known["cpu"]:
-        found["speedup"] = speedup(timings, baseline, "cpu")
+        costs["speedup"] = speedup(timings, baseline, "cpu")
     else:
-        found["speedup"] = Value(n=len(timings), withheld=BUSY)
+        costs["speedup"] = Value(n=len(timings), withheld=BUSY)
     for name, field in (("memory", "allocated"), ("memory_denoising", "allocated_denoising")):
         if known[field]:
-            found[name] = Value(mean=max(known[field]) / MEBIBYTE, n=len(known[field]))
-    return found
+            costs[name] = Value(mean=max(known[field]) / MEBIBYTE, n=len(known[field]))
+    return costs
 
 
 def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: int) -> Gate:
@@ -176,7 +176,7 @@ def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: i
     """
     own = [timing.seconds for timing in timings[baseline]]
     spread = (max(own) - min(own)) / quartiles(own)[1]
-    every = [timing for found in timings.values() for timing in found]
+    every = [timing for of_row in timings.values() for timing in of_row]
     shares = [t.cpu / (t.seconds * cores) for t in every if t.cpu is not None]
     share = quartiles(shares)[1] if shares else None
     expected = f"at least 2 rounds, the baseline's within {LARGEST_SPREAD:.0%}"

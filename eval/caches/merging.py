@@ -47,7 +47,7 @@ class CausalMaMe:
         first, end = min(self.sinks, count // 4), len(slots) - min(self.recent, count // 2)
         target = max(1, count - first - len(slots) + end)
         flat = [t.transpose(0, 1).flatten(1).to(wide(keys)) for t in (keys, values)]
-        compared = flat[0]  # where the layer's input of earlier tokens is gone
+        compared = flat[0]  # if the layer's input of earlier tokens is gone
         if view.hidden_states.shape[1] == view.seen:
             compared = view.hidden_states[0][slots].to(wide(keys))
         x, stays = torch.cat([compared, *flat], 1)[first:end], slots[first:end]

@@ -19,7 +19,7 @@ from mame_sd.cli.console import answer, note, progress
 from mame_sd.cli.errors import exit_status
 from mame_sd.cli.groups import MODEL, PromptOptions
 from mame_sd.cli.options import FieldOptions, command, program
-from mame_sd.errors import UserError
+from mame_sd.errors import unexpected
 from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
@@ -109,7 +109,7 @@ def benchmark_command(
     *,
     context: typer.Context,
     suite: Annotated[
-        str, typer.Option(help="What to run.", metavar="|".join((*SUITES, README)))
+        str, typer.Option(help=f"One of {', '.join((*SUITES, README))}.", metavar="NAME")
     ] = "quick",
     out: Annotated[
         Path | None,
@@ -125,14 +125,12 @@ def benchmark_command(
 ) -> None:
     """Compare merging with its rivals, from prompts to a finished report.
 
-    Run again to continue; launch with accelerate to share out.
+    Run again to continue; launch with accelerate to share the work.
     """
     place = Path("out") / suite if out is None else out
     chosen = None if suite == README else suite_named(suite)
     if options.quick and chosen is not None:
-        raise UserError(
-            f"--quick: expected --suite {README}, got {suite}; leave it out, or give that"
-        )
+        raise unexpected("--quick", f"--suite {README}", suite, "leave it out, or give that")
     from ..benchmark.rows import check_rows
 
     check_rows(options.rows, options.row)
@@ -159,7 +157,7 @@ def classify_command(
     *,
     context: typer.Context,
     suite: Annotated[
-        str, typer.Option(help=f"Rows of {', '.join(CLASSIFY_SUITES)}.", metavar="NAME")
+        str, typer.Option(help=f"One of {', '.join(CLASSIFY_SUITES)}.", metavar="NAME")
     ] = "vit",
     out: Annotated[
         Path | None,
@@ -180,8 +178,11 @@ def classify_command(
 ) -> None:
     """Measure speed and accuracy of a merged vision transformer next to its rivals.
 
-    Run again to continue; launch with accelerate to share out.
+    Run again to continue; launch with accelerate to share the work.
     """
+    if suite not in CLASSIFY_SUITES:
+        allowed = f"one of {', '.join(CLASSIFY_SUITES)}"
+        raise unexpected("--suite", allowed, repr(suite), "give one of these")
     from ..perception.rows import chosen_rows
 
     chosen = chosen_rows(suite, rows)
@@ -247,9 +248,11 @@ def report_command(
 ) -> None:
     """Write the report of a benchmark again, from its results.json."""
     from ..benchmark.results import read_results
+
+    results = read_results(out)
     from ..report import render
 
-    render(read_results(out), out)
+    render(results, out)
     answer(str(out / "report.html"), {"report": str(out / "report.html")})
 
 

@@ -18,8 +18,9 @@ from ..perception.data import ImageSet, labelled, open_images
 from ..perception.encoders import LoadedEncoder, load_encoder
 from ..perception.heads import Head, class_names, nearest_head, prompt_templates, text_head
 from ..perception.rows import VIDEO, Row
-from ..perception.run import Classification, Stage
+from ..perception.run import Classification
 from ..results.schema import Results
+from ..runner import Stage
 from .benchmark import check_gates, stages
 from .options import ClassifyOptions
 
@@ -51,10 +52,7 @@ def run_classify(
     from ..report import render
 
     check_out(out)
-    if options.data is None:
-        raise UserError(
-            "--data: expected a folder of class folders or of images, got none; give one"
-        )
+    assert options.data is not None
     if suite == VIDEO and choice.model is None:
         choice = replace(choice, model=f"{EMBEDDED}video")
     process = this_process()

@@ -24,7 +24,10 @@ def times(steps: int, shift: float = 1.0) -> list[float]:
 def noise_of(instrument: Instrument, count: int, seed: int) -> Tensor:
     """Return the noise of `count` samples [count, *kind.shape].
 
-    The noise of sample i depends on `seed` + i alone.
+    Args:
+        instrument: Gives the shape.
+        count: Number of samples.
+        seed: The noise of sample i depends on `seed` + i alone.
     """
     seeds = (torch.Generator().manual_seed(seed + i) for i in range(count))
     return torch.stack([torch.randn(instrument.kind.shape, generator=g) for g in seeds])

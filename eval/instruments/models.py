@@ -157,16 +157,16 @@ def _zero(*layers: nn.Linear) -> None:
 
 def quantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return matrices as int8 with one scale for each output row, and all else in fp16."""
-    found = {}
+    small = {}
     for key, value in tensors.items():
         value = value.detach().float().cpu()
         if value.ndim == 2:
             scale = (value.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
-            found[key + SCALE] = scale
-            found[key] = (value / scale).round().clamp(-127, 127).to(torch.int8)
+            small[key + SCALE] = scale
+            small[key] = (value / scale).round().clamp(-127, 127).to(torch.int8)
         else:
-            found[key] = value.half()
-    return {key: value.contiguous() for key, value in found.items()}
+            small[key] = value.half()
+    return {key: value.contiguous() for key, value in small.items()}
 
 
 def dequantized(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -182,6 +182,14 @@ def save_weights(name: str, tensors: Mapping[str, Tensor], folder: Path) -> list
     """Write weights as NAME-1-of-N.safetensors and so on, each of at most about `FILE_BYTES`.
 
     Matrices are written in int8 (see `quantized`).
+
+    Args:
+        name: Name of the instrument.
+        tensors: Its state dict.
+        folder: Where to write.
+
+    Returns:
+        The paths of the files.
     """
     small = quantized(tensors)
     count = -(-sum(value.nbytes for value in small.values()) // FILE_BYTES)
@@ -220,17 +228,17 @@ def load_instrument(name: str, folder: Path = WEIGHTS) -> Instrument:
 
 def join_files(name: str, folder: Path) -> dict[str, Tensor]:
     """Return the tensors of `NAME-1-of-N.safetensors` to `NAME-N-of-N.safetensors`."""
-    found = sorted(folder.glob(f"{name}-*-of-*.safetensors"))
-    if not found:
+    there = sorted(folder.glob(f"{name}-*-of-*.safetensors"))
+    if not there:
         raise UserError(
             f"expected {name}-1-of-N.safetensors in {folder}, got no such file; a clone of the"
             " repository has them in eval/instruments/weights, a wheel does not"
         )
-    count = int(found[0].stem.rpartition("-")[2])
+    count = int(there[0].stem.rpartition("-")[2])
     files = [folder / f"{name}-{i + 1}-of-{count}.safetensors" for i in range(count)]
     missing = [file.name for file in files if not file.exists()]
-    if missing or len(found) != count:
-        wrong = f"no {', '.join(missing)}" if missing else f"{len(found)}"
+    if missing or len(there) != count:
+        wrong = f"no {', '.join(missing)}" if missing else f"{len(there)}"
         raise UserError(f"expected {count} files of {name!r} in {folder}, got {wrong}")
     return {key: value for file in files for key, value in load_file(file).items()}
 

@@ -78,12 +78,12 @@ class Extractor:
         """
         if not len(images):
             raise ValueError("expected at least one image, got none")
-        found = []
+        features = []
         for image in images:
             small = resize(_pixels(image), self.side)[None].to(self._device)
             with full_precision():
-                found.append(self.see(small))
-        return Features(*(torch.cat(rows).float().cpu() for rows in zip(*found, strict=True)))
+                features.append(self.see(small))
+        return Features(*(torch.cat(rows).float().cpu() for rows in zip(*features, strict=True)))
 
 
 class Inception(Extractor):

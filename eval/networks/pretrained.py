@@ -42,13 +42,13 @@ def load_dinov2(weights_dir: Path | None = None, offline: bool = False) -> Any:
     }
     model = Dinov2Model(Dinov2Config(image_size=518, patch_size=14, **sizes))
     own = model.state_dict()
-    found = {
+    backbone = {
         _name_here(name.removeprefix("backbone."), own): value
         for name, value in tensors.items()
         if name.startswith("backbone.")
     }
     training = {name: value for name, value in own.items() if name.endswith("mask_token")}
-    model.load_state_dict(found | training)
+    model.load_state_dict(backbone | training)
     return model.eval()
 
 

@@ -196,7 +196,7 @@ def speed_of(
         batch = inputs(0)
         with methods[name].on(model):
             head.logits(batch)
-            if device.type == "cpu":  # CUDA counts while it is timed, the CPU in a call of its own
+            if device.type == "cpu":  # CUDA counts while it is timed, a CPU in a separate call
                 peaks[name] = weight_bytes([model]) + most(allocations(lambda: head.logits(batch)))
 
     def call(name: str, number: int) -> Timing:

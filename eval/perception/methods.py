@@ -18,7 +18,7 @@ from torch import nn
 from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored
 from mame_sd.perception.encoder_registry import find_encoder
 from mame_sd.perception.handle import EncoderHandle
-from mame_sd.perception.settings import EVERY, LEFT
+from mame_sd.perception.settings import FIRST, LEFT
 from mame_sd.runs.merging import NotApplicable
 
 from ..results.schema import Family
@@ -78,8 +78,8 @@ def merged(
     """
     config = {**fields, **({"ablation": ablation} if ablation else {}), "blocks": blocks}
     if "tau" not in fields:
-        every = {"every": EVERY} if blocks is None else {}
-        config["defaults"] = {"left": LEFT, "schedule": "decreasing", **every}
+        first = {"first": FIRST} if blocks is None else {}
+        config["defaults"] = {"left": LEFT, "schedule": "decreasing", **first}
 
     @contextmanager
     def on(model: nn.Module) -> Iterator[EncoderHandle]:

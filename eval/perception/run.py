@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,12 +26,12 @@ from ..benchmark.results import TIMINGS, resumed, write_results
 from ..benchmark.timings import of_rounds, summary
 from ..metric_list import METRICS, Metric, cost, fidelity, quality
 from ..results.schema import Gate, MethodResult, Results, Value
+from ..runner import Stage
 from ..stats import share_difference, wilson
 from .answers import Asked, Batch, answers_of, speed_of
 from .methods import RIVALS, Method, at_flops
 from .rows import BASELINE, SUITES, Row
 
-Stage = Callable[[str], AbstractContextManager[Callable[[int, int], None]]]
 UNLABELLED = Value(withheld="the images have no labels")
 TOME = "tome"  # the rival that rows at its FLOPs are compared with
 NEAR = 0.02  # of its FLOPs that a rival may miss without a note

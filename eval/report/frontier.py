@@ -19,7 +19,7 @@ from .figures import COLORS, FAMILY_COLORS, MARKERS, SIZE, STYLE, WIDE, new_figu
 from .numbers import number
 from .select import Focus
 
-# where a name may stand beside its point: offset, and which part of the name lies there
+# Places of a name next to its point: offset, and which part of the name is there.
 PLACES = (
     (10, 0, "left", "center"),
     (-10, 0, "right", "center"),
@@ -52,7 +52,7 @@ def points(results: Results, chosen: Focus) -> list[Point]:
     The baseline has speed 1 and, for a distance, closeness 0. The floor is excluded, because it
     would make all others look alike.
     """
-    found = []
+    plotted = []
     for row in results.measured:
         speed, near = row.value(chosen.speed), row.value(chosen.closeness)
         if row is chosen.baseline and chosen.closeness is not None:
@@ -60,21 +60,21 @@ def points(results: Results, chosen: Focus) -> list[Point]:
         if row.family == "floor" or speed is None or near is None:
             continue
         if near.mean is not None and math.isfinite(near.mean):
-            found.append(Point(row, speed, near))
-    return found
+            plotted.append(Point(row, speed, near))
+    return plotted
 
 
-def frontier(found: Sequence[Point], lower: bool) -> list[Point]:
+def frontier(plotted: Sequence[Point], lower: bool) -> list[Point]:
     """Return the points that no other surpasses in speed and closeness at once, slowest first.
 
     Args:
-        found: The points.
+        plotted: The points.
         lower: True if lower closeness is better.
     """
     sign = 1 if lower else -1
     best = math.inf
     kept = []
-    for point in sorted(found, key=lambda point: (-point.at[0], sign * point.at[1])):
+    for point in sorted(plotted, key=lambda point: (-point.at[0], sign * point.at[1])):
         if sign * point.at[1] < best:
             best = sign * point.at[1]
             kept.append(point)
@@ -82,38 +82,47 @@ def frontier(found: Sequence[Point], lower: bool) -> list[Point]:
 
 
 def plot(results: Results, chosen: Focus, width: int) -> Markup | None:
-    """Return the figure as SVG, `width` units wide, or None if fewer than two rows have both."""
-    found = points(results, chosen)
-    if len(found) < 2 or chosen.closeness is None:
+    """Draw the figure as SVG.
+
+    Args:
+        results: The results.
+        chosen: The metrics of speed and closeness.
+        width: Units of the drawing.
+
+    Returns:
+        The figure, or None if fewer than two rows have both metrics.
+    """
+    plotted = points(results, chosen)
+    if len(plotted) < 2 or chosen.closeness is None:
         return None
     lower = chosen.closeness.better == "lower"
     with matplotlib.rc_context(STYLE):
         figure = new_figure(width, 400 if width == WIDE else 330)
         axes = figure.subplots()
-        best = frontier(found, lower)
-        _draw(axes, found, best)
+        best = frontier(plotted, lower)
+        _draw(axes, plotted, best)
         if not lower:
             axes.invert_yaxis()
         axes.set_xlabel("times as fast as the baseline  →  faster")
         axes.set_ylabel(f"closer  ←  {chosen.closeness.label}")
         figure.draw_without_rendering()
-        _label(axes, found, best)
+        _label(axes, plotted, best)
         words = [
             f"{p.row.label} {number(p.at[0], 2)} times as fast at"
             f" {number(p.at[1], chosen.closeness.digits)}"
-            for p in found
+            for p in plotted
         ]
         description = f"Speed against {chosen.closeness.label}: " + "; ".join(words)
         return to_svg(figure, f"frontier-{width}", description)
 
 
-def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
+def _draw(axes: Axes, plotted: Sequence[Point], best: Sequence[Point]) -> None:
     axes.grid(True)
     axes.set_axisbelow(True)
     axes.axvline(1, color=COLORS["muted"], linewidth=1, linestyle=(0, (2, 3)))
     band = zip(*(p.at for p in best), strict=True)
     axes.plot(*map(list, band), color=COLORS["muted"], linewidth=7, alpha=0.2)
-    for point in found:
+    for point in plotted:
         color = FAMILY_COLORS[point.row.family]
         x, y = point.at
         for across in ((point.speed.interval, (y, y)), ((x, x), point.near.interval)):
@@ -129,8 +138,8 @@ def _draw(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
             markeredgewidth=1.6,
             zorder=3,
         )
-    axes.set_xlim(_limits([p.speed for p in found]))
-    axes.set_ylim(_limits([p.near for p in found]))
+    axes.set_xlim(_limits([p.speed for p in plotted]))
+    axes.set_ylim(_limits([p.near for p in plotted]))
 
 
 def _limits(values: Sequence[Value]) -> tuple[float, float]:
@@ -148,17 +157,17 @@ def _limits(values: Sequence[Value]) -> tuple[float, float]:
     )
 
 
-def _label(axes: Axes, found: Sequence[Point], best: Sequence[Point]) -> None:
+def _label(axes: Axes, plotted: Sequence[Point], best: Sequence[Point]) -> None:
     """Write each row's name at the first of `PLACES` that is free, if any.
 
     A place is free if the name covers no other name or point and lies within the plot; places off
     the intervals come first.
     """
     inside = axes.get_window_extent()
-    taken = [_around(axes, point) for point in found]
-    bars = [_bar(axes, point) for point in found]
+    taken = [_around(axes, point) for point in plotted]
+    bars = [_bar(axes, point) for point in plotted]
     tries = [(place, covered) for covered in (False, True) for place in PLACES]
-    for point in sorted(found, key=lambda p: (not p.row.default, p not in best)):
+    for point in sorted(plotted, key=lambda p: (not p.row.default, p not in best)):
         for (dx, dy, across, along), covered in tries:
             text = axes.annotate(
                 point.row.label,

@@ -59,8 +59,8 @@ def _surpassed(results: Results, chosen: Focus) -> str:
 
     Their intervals must not overlap with the headline's.
     """
-    found = points(results, chosen)
-    ours = next((point for point in found if point.row is chosen.mame), None)
+    plotted = points(results, chosen)
+    ours = next((point for point in plotted if point.row is chosen.mame), None)
     if ours is None or chosen.closeness is None or ours.near.equal:
         return ""
     lower = chosen.closeness.better == "lower"
@@ -71,7 +71,7 @@ def _surpassed(results: Results, chosen: Focus) -> str:
 
     names = [
         point.row.label
-        for point in found
+        for point in plotted
         if point.row.family not in ("mame", "baseline")
         and surpasses(point.speed, point.near)
         and not point.near.equal

@@ -93,9 +93,15 @@ class Pictures:
 
 
 def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
-    """Load the images of `results`, whose runs are in `folder`.
+    """Load the images that the page shows.
 
-    Files that can't be read are left out and listed in `missing`.
+    Args:
+        results: The results.
+        chosen: The rows to show next to each other.
+        folder: The folder that holds the runs of the rows.
+
+    Returns:
+        The images; `missing` lists files that can't be read.
     """
     missing: set[str] = set()
 
@@ -112,7 +118,7 @@ def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
 
     by_key = {picture.key: picture for picture in results.pictures}
     columns = [row for row in (chosen.baseline, chosen.rival, chosen.mame) if row is not None]
-    found = []
+    chosen_images = []
     for case, key in cases(results, chosen):
         images = [(row, image) for row in columns if (image := read(row, key))]
         base = next((image for row, image in images if row.family == "baseline"), None)
@@ -121,10 +127,10 @@ def load_pictures(results: Results, chosen: Focus, folder: Path) -> Pictures:
             for row, image in images
             if row.family != "baseline" and base is not None and image.size == base.size
         ]
-        found.append((case, by_key[key], images, apart))
-    scale = _scale([values for *_, apart in found for _, values in apart])
+        chosen_images.append((case, by_key[key], images, apart))
+    scale = _scale([values for *_, apart in chosen_images for _, values in apart])
     shown = []
-    for case, picture, images, apart in found:
+    for case, picture, images, apart in chosen_images:
         shots = [
             _shot(image, row.label, picture, row.family, LARGE_BYTES, _score(row, picture, chosen))
             for row, image in images

@@ -29,7 +29,7 @@ PAPER = (
 )
 
 # Sentences by kind of benchmark: under the plot of speed against closeness, what fidelity compares,
-# what quality says, by which test the p-values are, what lies beside the page, what the method does
+# what quality says, the test of the p-values, what is next to the page, what the method does
 WORDS: dict[str, dict[str, str]] = {
     "generation": {
         "frontier": "Further right is faster, further down is closer to the baseline's images.",
@@ -40,7 +40,7 @@ WORDS: dict[str, dict[str, str]] = {
         "quality": "How good the images are by themselves",
         "test": "paired sign-flip test",
         "beside": "with every number of every image",
-        "action": "merges redundant tokens before self-attention, restores them after it",
+        "action": "computes attention, MLPs or blocks on fewer tokens",
     },
     "classification": {
         "frontier": (
@@ -53,7 +53,7 @@ WORDS: dict[str, dict[str, str]] = {
         "quality": "How often the answers are right",
         "test": "McNemar's exact test",
         "beside": "with every figure, <code>answers/</code> with the answer to every image",
-        "action": "merges redundant tokens between attention and MLP",
+        "action": "merges similar tokens between attention and MLP",
     },
 }
 
@@ -148,7 +148,7 @@ def _source(name: str) -> Markup:
     return Markup(_PAGES.loader.get_source(_PAGES, name)[0])
 
 
-_FACTS = {  # entries of the manifest, and how they read beside the headline
+_FACTS = {  # entries of the manifest, and how they read next to the headline
     "steps": "{} steps",
     "guidance": "guidance {}",
     "device": "{}",
@@ -159,10 +159,10 @@ _FACTS = {  # entries of the manifest, and how they read beside the headline
 
 def _facts(results: Results) -> list[str]:
     """Return what the figures depend on, in a few words each."""
-    found = {key: _lookup(results.manifest, key) for key in _FACTS}
+    entries = {key: _lookup(results.manifest, key) for key in _FACTS}
     return [
         f"{results.images:,} image{'s' * (results.images != 1)} per row",
-        *(_FACTS[key].format(value) for key, value in found.items() if value is not None),
+        *(_FACTS[key].format(value) for key, value in entries.items() if value is not None),
     ]
 
 
@@ -176,12 +176,12 @@ def _lookup(manifest: Mapping[str, Any], key: str) -> Any:
 
 def _flat(manifest: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return (dotted name, value) of every leaf, in the manifest's order."""
-    found = []
+    leaves = []
     for key, value in manifest.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            found += _flat(value, f"{name}.")
+            leaves += _flat(value, f"{name}.")
         else:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            found.append((name, text))
-    return found
+            leaves.append((name, text))
+    return leaves

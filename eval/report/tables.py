@@ -80,13 +80,13 @@ class Table:
     @property
     def footnotes(self) -> list[str]:
         """``column: why values are missing, or what to know about them``, each once."""
-        found = (
+        notes = (
             f"{metric.label}: {cell.footnote}"
             for line in self.lines
             for metric, cell in zip(self.metrics, line.cells, strict=False)
             if cell.footnote
         )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(notes))
 
 
 def every_table(results: Results, chosen: Focus) -> list[Table]:

@@ -20,8 +20,8 @@ def parse(results: Mapping[str, Any]) -> Results:
     Raises:
         UserError: If an entry is missing or of another type; the message names it.
     """
-    found: Results = _read(Results, results, "")
-    return found
+    checked: Results = _read(Results, results, "")
+    return checked
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
@@ -49,14 +49,14 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 def _dataclass(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         _refuse(f"a {kind.__name__.lower()}", value, where)
-    hints, found = typing.get_type_hints(kind), {}
+    hints, values = typing.get_type_hints(kind), {}
     for one in fields(kind):
         place = f"{where}.{one.name}".lstrip(".")
         if one.name in value:
-            found[one.name] = _read(hints[one.name], value[one.name], place)
+            values[one.name] = _read(hints[one.name], value[one.name], place)
         elif one.default is MISSING and one.default_factory is MISSING:
             _refuse("an entry", None, place)
-    return kind(**found)
+    return kind(**values)
 
 
 def _refuse(expected: str, got: Any, where: str) -> NoReturn:

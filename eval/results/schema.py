@@ -16,8 +16,8 @@ from typing import Any, Literal
 from mame_sd.errors import UserError
 
 FORMAT = "mame-sd benchmark 2"
-NOT_YET = "not yet: the benchmark has not come to it"
-_ALWAYS = ("mean", "low", "high", "n")  # of a value, also where they are null
+NOT_YET = "not yet: the benchmark has not reached it"
+_ALWAYS = ("mean", "low", "high", "n")  # fields of a value that are written even if they are null
 
 Better = Literal["lower", "higher"]
 Block = Literal["cost", "fidelity", "quality"]
@@ -162,8 +162,8 @@ class MethodResult:
 
     def value(self, metric: Column | None) -> Value | None:
         """Return the row's known value of `metric`, or None."""
-        found = None if metric is None else self.values.get(metric.name)
-        return found if found is not None and found.known else None
+        value = None if metric is None else self.values.get(metric.name)
+        return value if value is not None and value.known else None
 
 
 @dataclass(frozen=True)
@@ -244,18 +244,18 @@ class Results:
     @property
     def warnings(self) -> list[str]:
         """What a reader must know before the first figure, besides failed gates."""
-        found = []
+        warnings = []
         if "FAILS" in self.sensitivity:
-            found.append(
+            warnings.append(
                 "This model and these prompts can't tell methods apart, so distances in this report"
                 " rank no method. " + self.sensitivity.partition(". ")[2]
             )
         if any(gate.withholds and not gate.passed for gate in self.gates):
-            found.append(
+            warnings.append(
                 "Seconds are withheld: the machine was busy, or timed one round only. "
                 "Run the same command again on a machine with nothing else to do."
             )
-        return found
+        return warnings
 
     def block(self, name: str) -> list[Column]:
         """Return the metrics of one block, in column order."""

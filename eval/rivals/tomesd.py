@@ -90,13 +90,13 @@ class _InstalledToMeSD:
 
     def _counted(self, module: nn.Module) -> list[int]:
         """Return a list that takes the number of tokens in each call of `module`."""
-        found: list[int] = []
+        counts: list[int] = []
 
         def count(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.append((args[0] if args else kwargs["hidden_states"]).shape[1])
+            counts.append((args[0] if args else kwargs["hidden_states"]).shape[1])
 
         self._on.callback(module.register_forward_pre_hook(count, with_kwargs=True).remove)
-        return found
+        return counts
 
     def begin(self, jobs: Sequence[Job]) -> None:
         """Draw from a seed of the batch's jobs, and count anew."""
@@ -119,13 +119,13 @@ class _InstalledToMeSD:
                 "tomesd: expected at least one layer to merge, but it merges only at the"
                 " largest level, which has no self-attention in this model; choose another method"
             )
-        found = []
+        levels = []
         for number, tokens in enumerate(sorted({came for came, _ in means}, reverse=True)):
             group = [kept for came, kept in means if came == tokens]
             level = {"level": number, "tokens_in": tokens, "tokens_kept": fmean(group)}
             merged = sum(kept < tokens for kept in group)
-            found.append({**level, "layers": len(group), "layers_merged": merged})
-        return found
+            levels.append({**level, "layers": len(group), "layers_merged": merged})
+        return levels
 
     def remove(self) -> None:
         """Take it off the model."""

@@ -40,7 +40,7 @@ def pair_values(
             metric; the message names the file.
     """
     functions = {metric.name: _pairwise(metric, tools) for metric in metrics}
-    found: dict[str, Values] = {name: {} for name in functions}
+    by_metric: dict[str, Values] = {name: {} for name in functions}
     tools.on_progress(0, len(pairs))
     for number, pair in enumerate(pairs, 1):
         sizes = [size_of(path) for path in (pair.a, pair.b)]
@@ -53,25 +53,34 @@ def pair_values(
         one, other = (to_float([load_image(path)]).to(tools.device) for path in (pair.a, pair.b))
         for name, function in functions.items():
             try:
-                found[name][pair.key] = function(one, other).item()
+                by_metric[name][pair.key] = function(one, other).item()
             except ValueError as error:
                 raise UserError(
                     f"{name} of {pair.b}: {error}; leave it out, or use other images"
                 ) from None
         tools.on_progress(number, len(pairs))
-    return found
+    return by_metric
 
 
 def image_values(metric: Metric, run: Run, tools: Tools) -> Values:
-    """Compute a metric that needs "image", the CLIP score, for each image of a run, by key."""
+    """Compute the CLIP score, which needs "image", for each image of a run.
+
+    Args:
+        metric: The metric.
+        run: The run.
+        tools: What computes it.
+
+    Returns:
+        Values by key.
+    """
     network = tools.network(metric)
-    found: Values = {}
+    scores: Values = {}
     tools.on_progress(0, len(run.items))
     for item in run.items.values():
         pixels = to_float([load_image(item.path)]).to(tools.device)
-        found[item.key] = clip_score(network, pixels, [item.prompt]).item()
-        tools.on_progress(len(found), len(run.items))
-    return found
+        scores[item.key] = clip_score(network, pixels, [item.prompt]).item()
+        tools.on_progress(len(scores), len(run.items))
+    return scores
 
 
 def _pairwise(metric: Metric, tools: Tools) -> Callable[[Tensor, Tensor], Tensor]:

@@ -50,8 +50,8 @@ def open_reference(path: Path) -> Reference:
     """
     try:
         if path.suffix.lower() == ".npz":
-            found, name = load_statistics(path), shown(path.name)
-            return Reference(name, found.n, file_sha256(path), statistics=found)
+            statistics, name = load_statistics(path), shown(path.name)
+            return Reference(name, statistics.n, file_sha256(path), statistics=statistics)
         run = (path / "manifest.json").is_file()
         files = Run.open(path).files if run else tuple(image_files(path))
     except UserError as error:

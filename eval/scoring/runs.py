@@ -137,14 +137,14 @@ def pair(a: Run, b: Run) -> list[Pair]:
 
 def differing_settings(a: Run, b: Run) -> list[str]:
     """List the settings, except the method, in which two runs differ, such as ``steps: 20, 10``."""
-    found: list[str] = []
+    differences: list[str] = []
     if a.plain or b.plain:
-        return found
+        return differences
     for name in sorted({*a.settings, *b.settings} - {"mame", "rival", "prompts"}):
         there, here = a.settings.get(name), b.settings.get(name)
         if there != here:
-            found.append(f"{name}: {json.dumps(there)}, {json.dumps(here)}")
-    return found
+            differences.append(f"{name}: {json.dumps(there)}, {json.dumps(here)}")
+    return differences
 
 
 def _complete(

@@ -39,16 +39,16 @@ def measured(
         By metric its value, and its values by image, which are empty for metrics of whole sets.
     """
     prompts = {item.key: item.prompt_id for item in b.items.values()}
-    found: dict[str, tuple[Value, Values]] = {}
+    scores: dict[str, tuple[Value, Values]] = {}
     near = [metric for metric in metrics if metric.needs == "pair"]
     paired = pair_values(near, pairs, tools) if near else {}
     for metric in metrics:
         if metric.needs in ("pair", "image"):
             values = paired.get(metric.name) or image_values(metric, b, tools)
-            found[metric.name] = mean_value(metric, values, prompts, tools), values
+            scores[metric.name] = mean_value(metric, values, prompts, tools), values
         else:
-            found[metric.name] = set_value(metric, b, a, reference, tools), {}
-    return found
+            scores[metric.name] = set_value(metric, b, a, reference, tools), {}
+    return scores
 
 
 def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools: Tools) -> Value:
@@ -64,14 +64,14 @@ def mean_value(metric: Metric, values: Values, prompts: Mapping[str, str], tools
         UserError: If a value is NaN, which only broken weights give.
     """
     try:
-        found = Value(**mean_interval(values, prompts))
+        mean = Value(**mean_interval(values, prompts))
     except ValueError as error:
         raise UserError(
             f"{metric.name}: {error}; check the weights with mame-sd-eval weights"
         ) from None
     if metric.network != "clip":
-        return found
-    return replace(found, note="; ".join(filter(None, (tools.network(metric).name, found.note))))
+        return mean
+    return replace(mean, note="; ".join(filter(None, (tools.network(metric).name, mean.note))))
 
 
 def cut_prompts(metrics: Sequence[Metric], run: Run, tools: Tools) -> tuple[int, int]:

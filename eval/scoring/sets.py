@@ -115,13 +115,13 @@ def _features(metric: Metric, files: tuple[Path, ...], tools: Tools) -> Features
     """Compute features and logits of image files, in order."""
 
     def made() -> Features:
-        extractor, found = tools.network(metric), []
+        extractor, chunks = tools.network(metric), []
         tools.on_progress(0, len(files))
         for start in range(0, len(files), _CHUNK):
             chunk = [load_image(file) for file in files[start : start + _CHUNK]]
-            found.append(extractor(chunk))
+            chunks.append(extractor(chunk))
             tools.on_progress(start + len(chunk), len(files))
-        features, logits = ([getattr(f, name) for f in found] for name in ("features", "logits"))
+        features, logits = ([getattr(f, name) for f in chunks] for name in ("features", "logits"))
         return Features(torch.cat(features), torch.cat(logits))
 
     return tools.remember((metric.network, files), made)

@@ -92,11 +92,11 @@ class Tools:
 
         Only the latest few are kept.
         """
-        found: T = self._remembered.pop(key) if key in self._remembered else make()
+        made: T = self._remembered.pop(key) if key in self._remembered else make()
         while len(self._remembered) >= REMEMBERED:
             del self._remembered[next(iter(self._remembered))]
-        self._remembered[key] = found
-        return found
+        self._remembered[key] = made
+        return made
 
     def about(self) -> dict[str, dict[str, str]]:
         """Return name, weights' hash and resizing of every network loaded so far."""

@@ -97,12 +97,12 @@ def get(name: str, weights_dir: Path | None = None) -> Path:
 
 def status(weights_dir: Path | None = None) -> list[WeightsStatus]:
     """Return whether the weights of every network are here. Nothing is fetched."""
-    found = []
+    every = []
     for name in NAMES:
         path = _here(name, weights_dir)
         state = "missing" if path is None else "ready" if _matches(name, path) else "wrong hash"
-        found.append(WeightsStatus(name, state, path, _how(name)))
-    return found
+        every.append(WeightsStatus(name, state, path, _how(name)))
+    return every
 
 
 def _here(name: str, weights_dir: Path | None) -> Path | None:

@@ -39,19 +39,19 @@ def read_dinov2_onnx(path: Path, member: str) -> Tensors:
     """
     nodes, constants = _onnx_graph(path, member)
     readers = {name: node for node in nodes for name in node.input}
-    found: Tensors = {}
+    tensors: Tensors = {}
     for name, value in constants.items():
         node = readers[name]
         if name.startswith("onnx::") and (layer := _LAYER.fullmatch(node.name)):
             part = layer[2].replace("/", ".")
-            found[f"backbone.encoder.layer.{layer[1]}.{part}.weight"] = value.T.contiguous()
+            tensors[f"backbone.encoder.layer.{layer[1]}.{part}.weight"] = value.T.contiguous()
         elif name.startswith("onnx::"):
-            found[{"Concat": "class", "Reshape": "patches"}[node.op_type]] = value
+            tensors[{"Concat": "class", "Reshape": "patches"}[node.op_type]] = value
         else:
-            found[name] = value
-    positions = (found.pop("class"), found.pop("patches"))
-    found["backbone.embeddings.position_embeddings"] = torch.cat(positions, 1)
-    return found
+            tensors[name] = value
+    positions = (tensors.pop("class"), tensors.pop("patches"))
+    tensors["backbone.embeddings.position_embeddings"] = torch.cat(positions, 1)
+    return tensors
 
 
 def read_terrain_onnx(path: Path, member: str) -> Tensors:
@@ -65,7 +65,7 @@ def read_terrain_onnx(path: Path, member: str) -> Tensors:
         UserError: If the package onnx is missing.
     """
     nodes, constants = _onnx_graph(path, member)
-    found = {
+    tensors = {
         name.removeprefix("network."): value
         for name, value in constants.items()
         if name.startswith("network.")
@@ -80,9 +80,9 @@ def read_terrain_onnx(path: Path, member: str) -> Tensors:
             layer = node.input[1].removeprefix("network.").removesuffix(".weight")
             outer, _, last = layer.rpartition(".")
             name = f"{outer}.norm" if last == "qkv" else f"{outer}.0"
-            found[f"{name}.weight"], found[f"{name}.bias"] = affine
+            tensors[f"{name}.weight"], tensors[f"{name}.bias"] = affine
             affine = []
-    return found
+    return tensors
 
 
 def _onnx_graph(path: Path, member: str) -> tuple[list[Any], Tensors]:

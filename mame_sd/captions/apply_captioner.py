@@ -1,4 +1,4 @@
-"""Apply merging behind the vision tower of LLaVA or Qwen-VL, and remove it."""
+"""Apply merging after the vision tower of LLaVA or Qwen-VL, and remove it."""
 
 from __future__ import annotations
 

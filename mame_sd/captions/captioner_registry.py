@@ -70,7 +70,7 @@ def layer_of(model: Any) -> int:
 
 
 def images_of(model: Any, inputs: dict[str, Any], keep: float) -> list[Image]:
-    """Merge the tokens of a call's images behind the tower.
+    """Merge the tokens of a call's images after the tower.
 
     Args:
         model: A model of a registered class.

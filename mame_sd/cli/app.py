@@ -112,7 +112,7 @@ def ui_command(
     model: ModelChoice,
     sampling: GenerateSettings,
 ) -> None:
-    """Open a page on this machine that shows unmerged and merged images side by side."""
+    """Serve a page on this machine that shows unmerged and merged images side by side."""
     if not 0 <= port < 2**16:
         raise UserError(f"--port: expected a number from 0 to 65535, got {port}; choose another")
     model.check_place()

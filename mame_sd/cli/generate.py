@@ -59,10 +59,11 @@ def run_generate(
     if not process.is_main:
         return
     lines = [_outcome(summary, out)]
-    for level in summary.levels:
+    merged = [level for level in summary.levels if level["merged"]]
+    for level in merged or summary.levels:
         line = level_line(level, "keys" if config is None else config.method)
         lines.append(f"{line} ({level['share']:.0%})")
-    if summary.levels and not any(level["merged"] for level in summary.levels):
+    if summary.levels and not merged:
         largest = max(level["tokens_in"] for level in summary.levels)
         lines.append(
             "no layer merged, which is the fastest way here by default; --min-tokens"

@@ -36,7 +36,7 @@ class Server(ThreadingHTTPServer):
 
     def tell(self, noun: str, done: int, total: int) -> None:
         """Keep how far the images are, and raise UserError after Stop was pressed."""
-        self.progress = f"<p>{noun} {done} of {total}</p>"
+        self.progress = f"<p>{noun} {done} of {total} done</p>"
         if self.stopped:
             raise UserError("stopped")
 

@@ -125,7 +125,7 @@ def within(fitted: Tensor, values: Tensor) -> Tensor:
 
 
 def sized_keys(
-    key: Tensor, some: Tensor, beside: Tensor, log_sizes: Tensor, scale: float
+    key: Tensor, some: Tensor, others: Tensor, log_sizes: Tensor, scale: float
 ) -> Tensor:
     """Write the sizes of groups into their keys, for kernels that add no bias to the logits.
 
@@ -135,7 +135,7 @@ def sized_keys(
     Args:
         key: the kept keys [B, H', K, D], H' a divisor of H; changed in place.
         some: queries [B, H, m, D] of the image's tokens.
-        beside: all other queries [B, H, n, D], such as the text's. Together they weigh as much as
+        others: all other queries [B, H, n, D], such as the text's. Together they weigh as much as
             `some`.
         log_sizes: [B, K], 0 for keys that stand for themselves.
         scale: scale of the logits, not 0.
@@ -144,12 +144,12 @@ def sized_keys(
         `key`.
     """
     dtype = torch.promote_types(some.dtype, torch.float32)
-    some, beside = (of_kept_heads(t, key.shape[1]).flatten(0, 1) for t in (some, beside))
+    some, others = (of_kept_heads(t, key.shape[1]).flatten(0, 1) for t in (some, others))
     gram, ones = matmul_fp32(some.transpose(1, 2), some), some.sum(1, dtype=dtype)
-    if beside.shape[1]:
-        weight, beside = some.shape[1] / beside.shape[1], beside.to(dtype)
-        gram = torch.baddbmm(gram, beside.transpose(1, 2), beside, alpha=weight)
-        ones = torch.add(ones, beside.sum(1), alpha=weight)
+    if others.shape[1]:
+        weight, others = some.shape[1] / others.shape[1], others.to(dtype)
+        gram = torch.baddbmm(gram, others.transpose(1, 2), others, alpha=weight)
+        ones = torch.add(ones, others.sum(1), alpha=weight)
     diagonal = gram.diagonal(dim1=1, dim2=2)
     diagonal.add_(diagonal.mean(-1, keepdim=True).clamp_min(1e-19), alpha=SIZE_RIDGE)
     factor = torch.linalg.cholesky_ex(gram)[0]

@@ -157,11 +157,11 @@ def merge_keys(
             some = q[:, :, image].index_select(2, few if size_bias else at)
         by = q.shape[-1] ** -0.5 if scale is None else scale
         if not size_bias and by:
-            beside = torch.cat([q[:, :, :first_query], q[:, :, image.stop :]], 2)
-            key = sized_keys(key, some, beside, log_sizes, by)
+            others = torch.cat([q[:, :, :first_query], q[:, :, image.stop :]], 2)
+            key = sized_keys(key, some, others, log_sizes, by)
         if count:
-            behind = k.shape[2] - grids[-1].start - groups[-1].tokens_in
-            merged = grids[0].start, key.shape[2] - behind
+            after = k.shape[2] - grids[-1].start - groups[-1].tokens_in
+            merged = grids[0].start, key.shape[2] - after
             some = some[:, :, : len(few)]
             if by_key is not None:  # hidden values must not change the result
                 v = v.masked_fill((by_key == -torch.inf)[:, None, :, None], 0)

@@ -27,7 +27,9 @@ def keep_attention(
     """Compute attention [H, N, D] over `kept` merged keys, with values fitted to a few queries.
 
     Args:
-        q, k, v: queries, keys and values [H, N, D] of H heads.
+        q: queries [H, N, D] of H heads.
+        k: keys [H, N, D].
+        v: values [H, N, D].
         tiles: the tokens of each tile.
         drawn: the destinations of each tile.
         few: the tokens whose queries the values are fitted to, LongTensor [n].

@@ -62,12 +62,12 @@ class ChosenTokens:
 
     @property
     def tokens_in(self) -> int:
-        """The number of tokens of the grid."""
+        """Return the number of tokens of the grid."""
         return self.cells.tokens
 
     @property
     def tokens_kept(self) -> int:
-        """The number of chosen tokens."""
+        """Return the number of chosen tokens."""
         return self.at.shape[1]
 
     def take(self, t: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def choose_tokens(
         x: the inputs [B, L, C] of the tokens of the grid, in row-major order.
         cells: the tiles, and the cells of which one token each is drawn.
         count: K, the chosen tokens of each tile; more than `cells.m` and at most the tile's tokens.
-        draw: LongTensor [1], the index of the draw; None: the first.
+        draw: LongTensor [1], the index of the draw. If None, the first draw.
         leader: LongTensor [B], the sample whose tokens are chosen in each sample, such as the
             guided one for the unguided one. If None, each sample chooses its own.
 
@@ -180,8 +180,8 @@ def cells_and_count(
         size: (h, w) of an image's tokens, (t, h, w) of a video's, or (n,) of a sequence.
         keep: share of the tokens to choose, above 0 and below 1.
         seed: seed of the draws.
-        device: where the tables live.
-        tile_size: side of a tile in tokens; 0: the whole grid is one tile.
+        device: device of the tables.
+        tile_size: side of a tile in tokens. If 0, the whole grid is one tile.
     """
     cells = make_cells(size, DRAWN * keep, tile_size, seed, device, strips=True)
     return cells, min(max(cells.m + 1, round(keep * cells.width)), cells.width)
@@ -209,17 +209,19 @@ def restored(
         x: the tokens [B, before + L + after, C], L = prod(grid).
         grid: (h, w) of the image's tokens in row-major order, or (t, h, w) of a video's.
         keep: share of the image's tokens that `fn` is computed on, above 0 to 1; 1 computes all.
-        before, after: tokens of something else around the image's, such as text; `fn` is computed
-            on all of them.
-        draw: LongTensor [1] below 64, the index of the draw; give each layer and step another one
-            (`mame_sd.core.groups.partition_index`). None: the first.
-        seed: seed of the draws; they have a generator of their own.
-        tile_size: side of the tiles within which tokens are restored; 0: the whole grid is one.
+        before: number of other tokens, such as text, before the image's. `fn` is computed on all of
+            them.
+        after: number of other tokens after the image's.
+        draw: LongTensor [1] below 64, the index of the draw (`groups.partition_index`). Give each
+            layer and step another one. If None, the first draw.
+        seed: seed of the draws, which have their own generator.
+        tile_size: side of the tiles within which tokens are restored. If 0, the whole grid is one
+            tile.
 
     Returns:
-        [B, before + L + after, C'] in the dtype that `fn` gives, exact on the chosen tokens and on
-        those around the image. Gradients reach `fn` through the chosen tokens; the choice and the
-        weights of the fit are constants.
+        [B, before + L + after, C'] in the dtype of `fn`'s output, exact for the chosen tokens and
+        for those around the image. Gradients reach `fn` through the chosen tokens; the choice and
+        the weights of the fit are constants.
 
     Raises:
         ValueError: shapes that don't go together, or a number out of its range.
@@ -262,9 +264,7 @@ def restored_by(
 ) -> Tensor:
     """Compute `fn` on the chosen tokens and on those around the image, and restore the image's.
 
-    Args:
-        chosen: the chosen tokens of the image.
-        fn, x, before: as in `restored`.
+    `chosen` are the image's chosen tokens. All other arguments are those of `restored`.
     """
     end = before + chosen.tokens_in
     image = chosen.take(x[:, before:end])

@@ -29,7 +29,7 @@ from mame_sd.diffusion.families.family import Family, is_one_of
 from mame_sd.diffusion.families.processors import PLAIN_PROCESSORS, default_processor
 from mame_sd.diffusion.families.transformers import (
     ADDED_KEYS,
-    NOTHING_BESIDE,
+    IMAGE_ALONE,
     adds_keys,
     family_of,
 )
@@ -148,20 +148,20 @@ def build_handle(
         refused = refused_as(module, DIFFUSERS) if family is None and path in tops else None
         if refused is not None:
             raise ValueError(f"{known_as(refused)} does not merge: {DIFFUSERS[refused]}")
-        if family is None and is_one_of(module, NOTHING_BESIDE.models):
-            family = NOTHING_BESIDE
+        if family is None and is_one_of(module, IMAGE_ALONE.models):
+            family = IMAGE_ALONE
         if family is not None:
             reader = EagerSizeHook if family.eager else SizeHook
             images[path] = reader(module, shared, family.tokens), family
             hooks.append((module, images[path][0]))
-        image, family = _around(path, images) or (None, NOTHING_BESIDE)
+        image, family = _around(path, images) or (None, IMAGE_ALONE)
         if image is None and isinstance(root, ModelMixin) and not adds_keys(module):
             continue  # attention outside of an image may be over text
         layer = _layer_of(path, module, image, family)
         if layer is not None:
             stats = LayerStats(path or kind, device_of(module))
-            known = None if image is None else image.tokens
-            hook = MergeHook(shared, stats, layer, known, merging)
+            layouts = None if image is None else image.tokens
+            hook = MergeHook(shared, stats, layer, layouts, merging)
             hooks.append((module, hook))
             attention[path] = hook, family
             merging += 1
@@ -263,7 +263,7 @@ def _layer_of(
     Raises:
         ValueError: a MaMeAttnProcessor is installed on the module.
     """
-    plain = family is NOTHING_BESIDE
+    plain = family is IMAGE_ALONE
     if plain and adds_keys(module):
         return SequenceAttention(module, ADDED_KEYS)
     if plain:
@@ -301,7 +301,7 @@ def _is_unknown(path: str, module: nn.Module, family: Family) -> bool:
     kind = type(module).__name__
     if not kind.endswith("Attention") or "Cross" in kind or "Perceiver" in kind:
         return False
-    if family is NOTHING_BESIDE:
+    if family is IMAGE_ALONE:
         return not isinstance(module, Attention) and _TEMPORAL.isdisjoint(path.split("."))
     return not family.knows(path, module)
 

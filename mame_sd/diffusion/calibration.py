@@ -306,16 +306,12 @@ def base_of(config: MaMeConfig) -> MaMeConfig:
 def forms_of(handle: Merging) -> list[int]:
     """Return the numbers of the forms that the model and the settings allow.
 
-    Where the settings give `mlp_keep` or `block_keep`, it stays as it is. `keep` is always chosen.
+    `mlp_keep=1` or `block_keep=1` in the settings leaves MLPs or blocks out. Other values are
+    chosen anew, as `keep` is.
     """
-    given = handle.config.given
-    fixed = {of: given[of] for of in ("mlp_keep", "block_keep") if of in given}
     able = {"keep", *(FIELD[h.stats.kind] for _, h in handle.restored if not h.never)}
-    return [
-        number
-        for number, form in enumerate(FORMS)
-        if fixed.items() <= form.items() and able >= {of for of in form if form[of] < 1}
-    ]
+    able -= {of for of in ("mlp_keep", "block_keep") if getattr(handle.config, of) == 1}
+    return [n for n, form in enumerate(FORMS) if able >= {of for of in form if form[of] < 1}]
 
 
 def blocks_of(handle: Merging) -> dict[str, tuple[nn.Module, list[LayerStats]]]:

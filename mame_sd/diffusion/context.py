@@ -33,8 +33,8 @@ class Tokens:
         size: (h, w) of an image's tokens, or (t, h, w) of a video's, in row-major order. (n,) if
             rows and columns are unknown.
         before: number of other tokens, such as text, that precede them in layers where both share a
-            sequence. If None, any number that may differ between layers, with `after` tokens
-            behind.
+            sequence. If None, any number that may differ between layers, followed by
+            `after` tokens.
         after: number of other tokens that follow them in every layer, such as a reference image's.
             If None, any number that may differ between layers.
         unknown: reason why the layout of this call is unknown. If not empty, nothing merges.
@@ -202,7 +202,7 @@ class HandleState:
     """State that a handle and its hooks share: live settings, and the step of the model's call.
 
     Attributes:
-        setting: the setting of all tasks that have none of their own.
+        setting: the setting of all tasks without a setting of their own.
         own: for each task the ResolvedConfigs of its open `using` blocks, the innermost last.
         step: for each thread the Step of its latest call of the model, or a LazyStep one.
         learning: checks calls with gradients.

@@ -199,8 +199,8 @@ class MaMeHandle(Handle[ResolvedConfig]):
         The pipeline makes an image of each prompt without merging. At three of its steps each block
         computes every form, shares of its keys, of its MLP's tokens and of its own, next to its own
         output, and is timed (`mame_sd.diffusion.calibration`, docs/calibration.md). Blocks whose
-        forms change the denoiser's output least get the smallest shares. `mlp_keep` and
-        `block_keep` stay as they are where the settings give them. All counters are reset.
+        forms change the denoiser's output least get the smallest shares. If the settings have
+        `mlp_keep=1` or `block_keep=1`, MLPs or blocks compute all tokens. All counters are reset.
 
         Args:
             prompts: a few prompts, similar to those that will be used.
@@ -280,7 +280,7 @@ class MaMeHandle(Handle[ResolvedConfig]):
 
         It is empty if the pipeline has the same denoisers, or merging was removed.
         """
-        return next((told for _, told in self.others(self.pipe)), "") if self.applied else ""
+        return next((message for _, message in self.others(self.pipe)), "") if self.applied else ""
 
     def reset(self) -> None:
         """Set all counters to zero, and drop this task's plans for a second call of one input."""
@@ -399,7 +399,7 @@ class MaMeHandle(Handle[ResolvedConfig]):
             families = (getattr(hook.layer, "family", None) for _, hook in self.layers)
             if not any(family and family.references for family in families):
                 raise ValueError(
-                    "references: expected a model whose reference images are tokens beside the"
+                    "references: expected a model whose reference images are tokens next to the"
                     " image (Flux Kontext, Flux 2, Qwen-Image-Edit, LongCat-Image-Edit, JoyImage,"
                     f" ...), got {known_as(self._kind)}; leave references out"
                 )

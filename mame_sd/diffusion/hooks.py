@@ -105,8 +105,8 @@ class EagerSizeHook(SizeHook):
         elif shapes != self._shapes.value:
             raise ValueError(
                 f"expected a forward of {type(module).__name__} with the same shapes before the"
-                f" export, which can't read how its tokens lie, got {self._shapes.value}: run the"
-                " model once on what you export it with"
+                f" export, which can't read the layout of its tokens, got {self._shapes.value}: run"
+                " the model once on what you export it with"
             )
 
 
@@ -280,7 +280,7 @@ def _latents(value: Any) -> Tensor | None:
 def _is_recorded(t: Tensor) -> bool:
     """Return True if a CUDA graph is being captured.
 
-    A replay has other values, and must decide anew what merges.
+    A replay has other values, and must decide again what merges.
     """
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 

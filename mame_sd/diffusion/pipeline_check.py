@@ -44,9 +44,11 @@ class PipelineCheck:
         if not handle.applied:
             forget_pipeline(pipe)
         elif handle.active:
-            for model, told in handle.others(pipe):
+            for model, message in handle.others(pipe):
                 if not any(hook_on(module, MergeHook.name) for module in model.modules()):
-                    raise NothingMergedError(f"{told}, or remove_mame(pipe): nothing of it merges")
+                    raise NothingMergedError(
+                        f"{message}, or remove_mame(pipe): nothing of it merges"
+                    )
 
 
 def _watch(owner: Any) -> None:
@@ -80,5 +82,5 @@ def check_of(pipe: Any) -> PipelineCheck | None:
 
 
 def forget_pipeline(pipe: Any) -> None:
-    """Check a pipeline no longer, even if its check is that of a pipeline it was copied from."""
+    """Remove the check of a pipeline, even if the pipeline is a shallow copy of another."""
     getattr(pipe, "__dict__", {}).pop(_ATTRIBUTE, None)

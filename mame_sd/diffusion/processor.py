@@ -251,6 +251,6 @@ def _check_replaceable(
     if lost:
         raise ValueError(
             "expected the plain attention of a UNet, DiT or PixArt, but set_attn_processor"
-            f" replaced {lost}: load the model (or the IP-Adapter) anew and use apply_mame, which"
+            f" replaced {lost}: load the model (or the IP-Adapter) again and use apply_mame, which"
             " replaces nothing"
         )

@@ -1,10 +1,9 @@
-"""Layers of a denoiser that are computed on a few tokens, and restored by a fit
-(`mame_sd.core.restore`).
+"""Compute MLPs and blocks of a denoiser on a few tokens, and restore all others by a fit.
 
 - `mlp_keep`: each MLP is computed on a share of the image's tokens. Its output for all other
-  tokens is restored by a fit on the MLP's input.
-- `block_keep`: each transformer block answers a share of the image's tokens, with the keys and
-  values of all of them. The fit is made on the block's normalised input, and the change that the
+  tokens is restored by a fit on the MLP's input (`mame_sd.core.restore`).
+- `block_keep`: each transformer block computes a share of the image's tokens, with the keys and
+  values of all tokens. The fit is made on the block's normalised input, and the change that the
   block makes is restored.
 
 A block runs on all tokens. Its MLP, its cross-attention, its projection of attention's output and
@@ -51,9 +50,9 @@ _OTHERS = ("context", "txt", "text", "audio", "ff_t")  # in names of MLPs of oth
 # Children of a block that are linear maps of its tokens, where MLP and attention are fused.
 _FUSED = ("gate_proj", "up_proj", "down_proj")
 _OUTPUT = ("to_out.0", "to_out")  # the projection of attention's output, in the attention
-# diffusers' hooks that leave what a module gives as it is
+# Hooks of diffusers that don't change a module's output.
 _HARMLESS = ("group_offloading", "layerwise_casting", "layer_execution_tracker", "lazy_prefetch")
-# Arguments of a cross-attention that come one for each of the image's tokens.
+# Arguments of a cross-attention that have an entry for each of the image's tokens.
 _BY_TOKEN = ("image_rotary_emb", "query_rotary_emb", "rotary_emb", "ip_adapter_masks")
 CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
 SEVERAL = "one self-attention follows another"
@@ -65,14 +64,14 @@ AS_MANY = "its text has as many tokens as the image"
 
 
 class RestoreHook(LayerHook):
-    """What MLPs and blocks that are restored share.
+    """Base of the hooks on MLPs, blocks and parts of blocks.
 
     Args:
-        shared, stats, known, number: as for `LayerHook`.
+        shared, stats, layouts, number: see `LayerHook`.
         family: the family of the model.
 
     Attributes:
-        never: why the module can't be restored in any call; empty if it can.
+        never: reason why the module can't be restored in any call. Empty if it can.
     """
 
     name = "mame_restore"
@@ -82,13 +81,13 @@ class RestoreHook(LayerHook):
     for_mlps = False  # whether restoring an MLP needs this hook
 
     def __init__(
-        self, shared: HandleState, stats: LayerStats, known: Any, number: int, family: Family
+        self, shared: HandleState, stats: LayerStats, layouts: Any, number: int, family: Family
     ) -> None:
-        super().__init__(shared, stats, known, number)
+        super().__init__(shared, stats, layouts, number)
         self.family = family
 
     def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
-        """Return what is to stand in for `inner`, the forward of `module`."""
+        """Return the function that replaces `inner`, the own forward of a module."""
         self.entry = RestoringForward(module, self, inner).forward
         return self.entry
 
@@ -98,7 +97,7 @@ class RestoreHook(LayerHook):
 
     @property
     def config(self) -> MaMeConfig | None:
-        """The settings of this layer in this call; None if nothing is restored."""
+        """Return the settings of this layer in this call, or None if nothing is restored."""
         setting = self.setting
         if not setting.active or "keys" not in setting.methods:
             return None
@@ -115,61 +114,61 @@ class RestoreHook(LayerHook):
         return choose_tokens(x, cells, count, step.draw if config.redraw else None, leader)
 
     def too_few(self, tokens: Tokens, x: Tensor, config: MaMeConfig) -> str:
-        """Return why a call with so few tokens is left alone; empty if it is not."""
+        """Return why a call with so few tokens isn't restored. Empty if it is."""
         if config.min_tokens is None:
             return too_little_work(x, tokens.count)
         few = tokens.count < config.min_tokens
         return f"fewer than min_tokens={config.min_tokens}" if few else ""
 
     def reason(self, x: Any) -> str | Tokens:
-        """Return how the tokens of an input x lie, or why nothing is restored of it."""
-        known = self.layout()
+        """Return the layout of the tokens of an input x, or why it isn't restored."""
+        layout = self.layout()
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
             return "input is no tokens [B, L, C]"
-        if known is None or known.unknown:
-            return "height and width unknown" if known is None else known.unknown
-        return self.OTHER if self.start(known, x) is None else known
+        if layout is None or layout.unknown:
+            return "height and width unknown" if layout is None else layout.unknown
+        return self.OTHER if self.start(layout, x) is None else layout
 
     def left_alone(self, reason: str, x: Any) -> None:
         """Count a call with an input x that is not restored.
 
-        The same module may take the text in another call, which is no reason of the image's.
+        The same module may be called with the text too, which says nothing about the image.
         """
         if reason != self.OTHER or not self.stats.sums.eager[0]:
             count = x.shape[1] if isinstance(x, Tensor) and x.dim() > 1 else 0
             self.stats.skipped(reason, count)
 
     def start(self, tokens: Tokens, x: Tensor) -> int | None:
-        """Return where the image's tokens begin in the input; None if they are not in it."""
+        """Return the position of the image's first token in the input, or None if it has none."""
         return image_start(tokens, x)
 
 
 class RestoringForward(MergedForward):
-    """Stands in for the `forward` of a module with a RestoreHook, in copies of it too."""
+    """Replace the `forward` of a module that has a RestoreHook, in copies of the module too."""
 
     hook: Any
 
     @outside_old_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's output, restored where that is sound."""
+        """Return the module's output, restored if the hook can restore it."""
         if self.hook is None:
             return self.inner(*args, **kwargs)
         return self.hook.call(self, args, kwargs)
 
 
 class MLPHook(RestoreHook):
-    """Computes an MLP on a few tokens, and restores all others."""
+    """Compute an MLP on a few tokens, and restore all others."""
 
     keep_of = "mlp_share"
     for_mlps = True
 
     def start(self, tokens: Tokens, x: Tensor) -> int | None:
-        """See `RestoreHook`. Text that joins the image in a block stands as in its attention."""
-        start, beside = image_start(tokens, x), x.shape[1] - tokens.count
+        """See `RestoreHook`. Text that joins the image comes in the order of its attention."""
+        start, others = image_start(tokens, x), x.shape[1] - tokens.count
         if self.family.shared_mlp:
-            return start if beside == 0 else None
-        if start is None and beside > 0 and (tokens.before, tokens.after) == (0, 0):
-            start = {"first": beside, "last": 0}.get(self.family.joint or "")
+            return start if others == 0 else None
+        if start is None and others > 0 and (tokens.before, tokens.after) == (0, 0):
+            start = {"first": others, "last": 0}.get(self.family.joint or "")
         return start
 
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,7 +206,7 @@ class MLPHook(RestoreHook):
 
 
 class PartHook(RestoreHook):
-    """Computes a part of a block (its cross-attention, a projection) on the block's rows alone."""
+    """Compute a part of a block (its cross-attention, a projection) on the block's rows alone."""
 
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
@@ -227,7 +226,7 @@ class PartHook(RestoreHook):
 
 
 class FusedInHook(PartHook):
-    """Computes the projection into an MLP that shares its projection out with the attention.
+    """Compute the projection into an MLP that shares its projection out with the attention.
 
     FLUX's single-stream blocks compute `proj_out([attention | act(proj_mlp(x))])`. Flux 2 has one
     projection for queries, keys, values and the MLP, too. The MLP's columns are computed on a few
@@ -262,7 +261,8 @@ class FusedInHook(PartHook):
         self.stats.merged((chosen,), tokens.size)
         if not self.ahead:
             return rows.put(_run(inner, args, kwargs, name, part), x, start)
-        weight, bias = entry.module.weight, entry.module.bias
+        linear: Any = entry.module
+        weight, bias = linear.weight, linear.bias
         biases = (None, None) if bias is None else (bias[: self.ahead], bias[self.ahead :])
         y = F.linear(x, weight[: self.ahead], biases[0])
         mlp = rows.put(F.linear(part, weight[self.ahead :], biases[1]), x, start)
@@ -270,7 +270,7 @@ class FusedInHook(PartHook):
 
 
 class FusedOutHook(PartHook):
-    """Computes `proj_out([attention | mlp])`, where the MLP was computed on a few tokens.
+    """Compute `proj_out([attention | mlp])`, where the MLP was computed on a few tokens.
 
     The projection is linear: the attention's columns are computed on all tokens, the MLP's on the
     chosen ones, and their output is restored.
@@ -284,15 +284,17 @@ class FusedOutHook(PartHook):
         if running is None or running.rows is None:
             return super().call(entry, args, kwargs)
         (rows, running.rows), (name, x) = (running.rows, None), _first(args, kwargs)
-        width = entry.module.out_features  # of the attention's output, too
+        linear: Any = entry.module
+        width: int = linear.out_features  # of the attention's output, too
+        part = rows.take(x)
+        assert part is not None
         if _is_plain(entry):
-            weight = entry.module.weight
-            y = F.linear(x[..., :width], weight[:, :width], entry.module.bias)
-            f = F.linear(rows.take(x[..., width:]), weight[:, width:])
+            y = F.linear(x[..., :width], linear.weight[:, :width], linear.bias)
+            f = F.linear(part[..., width:], linear.weight[:, width:])
         else:  # a LoRA, or quantised weights: any linear map
             attention = F.pad(x[..., :width], (0, x.shape[-1] - width))
             y = _run(entry.inner, args, kwargs, name, attention)
-            f = _run(entry.inner, args, kwargs, name, rows.take(x)) - rows.take(y)
+            f = _run(entry.inner, args, kwargs, name, part) - rows.take(y)
         return y + rows.restore(f)
 
 
@@ -304,9 +306,9 @@ def _is_plain(entry: MergedForward) -> bool:
 
 
 class QueryHook(PartHook):
-    """Computes the queries of a self-attention on the block's rows alone, where its keys stay.
+    """Compute the queries of a self-attention on the block's rows alone, unless its keys merge.
 
-    Merged values are fitted to queries of any of the tokens.
+    Merged values are fitted to queries of any tokens.
     """
 
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,9 +320,10 @@ class QueryHook(PartHook):
 
 
 class CrossAttentionHook(PartHook):
-    """Computes a cross-attention on the block's rows alone.
+    """Compute a cross-attention on the block's rows alone.
 
-    Called without a text it is a second self-attention, which needs all rows (`Rows.mixed`).
+    If it is called without a text, it is a second self-attention, which needs all rows
+    (`Rows.mixed`).
     """
 
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -334,7 +337,7 @@ class CrossAttentionHook(PartHook):
 
 
 class BlockHook(RestoreHook):
-    """Computes a block on a few tokens, with the keys of all, and restores the change it makes."""
+    """Compute a block on a few tokens, with the keys of all, and restore the change it makes."""
 
     keep_of = "block_share"
     # The hook on the projection into an MLP that shares projections with the attention, the path
@@ -380,7 +383,7 @@ class BlockHook(RestoreHook):
         if len(at) != 1:
             reason = f"{len(at)} of its outputs have the shape of its tokens"
             self.stats.skipped(reason, x.shape[1])
-            if not torch.compiler.is_compiling():  # so that it is not computed twice again
+            if not torch.compiler.is_compiling():  # don't compute later calls twice
                 self.never = reason
             return entry.inner(*args, **kwargs)
         y = outputs[at[0]]
@@ -408,7 +411,7 @@ class BlockHook(RestoreHook):
         return entry.inner(*args, **kwargs)
 
     def _is_cached(self, block: nn.Module) -> bool:
-        """Return True if a hook of diffusers may keep what a module of the block gave."""
+        """Return True if a hook of diffusers may cache the output of a module of the block."""
         for module in block.modules():
             registry = getattr(module, "_diffusers_hook", None) if module is not block else None
             if registry is not None and any(
@@ -419,7 +422,7 @@ class BlockHook(RestoreHook):
 
 
 def _has_fuser(block: nn.Module) -> bool:
-    """Return True if a block of GLIGEN attends to boxes behind its self-attention."""
+    """Return True if a block of GLIGEN attends to boxes after its self-attention."""
     fuser = getattr(block, "fuser", None)
     return fuser is not None and getattr(fuser, "enabled", True)
 
@@ -431,7 +434,10 @@ def _twice(x: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """Return the tokens that a module is called with, and their name if they came by one."""
+    """Return the name of the argument that holds a module's tokens, and the tokens.
+
+    The name is None if they were passed by position.
+    """
     if args:
         return None, args[0]
     for name in ("hidden_states", "x", "hidden_state", *kwargs):
@@ -447,7 +453,7 @@ def _run(
     name: str | None,
     x: Tensor,
 ) -> Any:
-    """Call `inner` with x in place of the tokens that it was called with."""
+    """Call `inner` with x instead of its tokens, which `_first` found."""
     return inner(x, *args[1:], **kwargs) if name is None else inner(*args, **{**kwargs, name: x})
 
 
@@ -458,8 +464,11 @@ def restoring_hooks(
 
     Args:
         root: the model.
-        shared: what the hooks of a handle share.
-        attention: by path the hooks of the self-attentions that merge, each with its family.
+        shared: state that the hooks of a handle share.
+        attention: the hooks of the self-attentions that merge by path, each with its family.
+
+    Yields:
+        Paths, modules and hooks.
     """
     modules = {root.get_submodule(path) for path in attention}
     blocks: dict[str, list[str]] = {}  # paths of the attentions in each block
@@ -473,16 +482,17 @@ def restoring_hooks(
         for name, part, kind in _parts_of(block, modules):
             path = f"{outer}.{name}" if outer else name
             stats = LayerStats(path, hook.stats.device, "mlp")
-            part_hook = kind(shared, stats, hook.known, number, family)
+            part_hook = kind(shared, stats, hook.layouts, number, family)
             if isinstance(part_hook, FusedInHook):
                 owner = name.rpartition(".")[0]  # the attention, in Flux 2
                 if owner:
-                    part_hook.ahead = 3 * block.get_submodule(owner).inner_dim
+                    shared_by: Any = block.get_submodule(owner)
+                    part_hook.ahead = 3 * shared_by.inner_dim
                 fused = part_hook, name, f"{owner}.to_out" if owner else "proj_out"
             yield path, part, part_hook
         if outer:
             stats = LayerStats(outer, hook.stats.device, "block")
-            own = BlockHook(shared, stats, hook.known, number, family)
+            own = BlockHook(shared, stats, hook.layouts, number, family)
             several = len(paths) > 1 and not family.parallel
             gated = outer.endswith(".fuser")
             own.fused, own.for_mlps = fused, fused is not None
@@ -493,8 +503,10 @@ def restoring_hooks(
 def _parts_of(
     block: nn.Module, attention: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, type[RestoreHook]]]:
-    """Yield the modules of a block that treat each token by itself: their path in the block, and
-    the kind of hook that goes on them.
+    """Yield the modules of a block that treat each token by itself.
+
+    Yields:
+        The path in the block, the module, and the class of its hook.
     """
     for name, child in block.named_children():
         kinds = [kind.__name__ for kind in type(child).__mro__]  # a tool's subclass, too

@@ -1,4 +1,4 @@
-"""Which rows of its tokens a block computes, told to the modules in it.
+"""Tell the modules of a block which rows of its tokens to compute.
 
 A block that is restored (`restoring.BlockHook`) enters a `RowsMode`. Modules of the block, and the
 attention in it, find the rows on PyTorch's stack of function modes, which belongs to the call.
@@ -22,10 +22,10 @@ class Rows:
 
     Args:
         chosen: the chosen tokens of the image.
-        tokens: how the image's tokens lie.
+        tokens: layout of the tokens.
 
     Attributes:
-        mixed: whether a further self-attention of the block ran, which needs all rows.
+        mixed: True if a further self-attention of the block ran, which needs all rows.
     """
 
     mixed = False
@@ -34,10 +34,16 @@ class Rows:
         self.chosen, self.tokens = chosen, tokens
 
     def take(self, t: Tensor, start: int | None = None) -> Tensor | None:
-        """Return the rows [B, n', C] of t [B, n, C] that are computed: the chosen tokens, and all
-        that are not the image's. None if t does not hold the image's tokens.
+        """Return the computed rows [B, n', C] of t [B, n, C].
 
-        The image's tokens begin at `start`, which is found if it is None.
+        These are the chosen tokens, and all tokens that are not the image's.
+
+        Args:
+            t: tokens of the block.
+            start: position of the image's first token. If None, it is found.
+
+        Returns:
+            The rows, or None if t does not hold the image's tokens.
         """
         start = image_start(self.tokens, t) if start is None else start
         if start is None or len(t) != len(self.chosen.at):
@@ -48,9 +54,9 @@ class Rows:
         return torch.cat([t[:, :start], self.chosen.take(t[:, start:end]), t[:, end:]], 1)
 
     def put(self, rows: Tensor, like: Tensor, start: int | None = None) -> Tensor:
-        """Return `rows` [B, n', C'] in their places among the tokens of `like`; others are zero.
+        """Return `rows` [B, n', C'] at their positions among the tokens of `like`.
 
-        See `take`.
+        All other tokens are zero. `start` is that of `take`.
         """
         start = (image_start(self.tokens, like) or 0) if start is None else start
         image = rows[:, start : start + self.chosen.tokens_kept]
@@ -59,8 +65,8 @@ class Rows:
         y = zeros.scatter(1, at, image)
         if like.shape[1] == self.tokens.count:
             return y
-        behind = rows[:, start + self.chosen.tokens_kept :]
-        return torch.cat([rows[:, :start], y, behind], 1)
+        after = rows[:, start + self.chosen.tokens_kept :]
+        return torch.cat([rows[:, :start], y, after], 1)
 
     def restore(self, rows: Tensor, start: int | None = None) -> Tensor:
         """Return all tokens [B, n, C], restored from `rows` [B, n', C] of a function of each token.
@@ -77,12 +83,12 @@ class Rows:
 
 
 def image_start(tokens: Tokens, t: Tensor) -> int | None:
-    """Return where the image's tokens begin in t [B, n, C]; None if they are not in it."""
+    """Return the position of the image's first token in t [B, n, C], or None if t lacks them."""
     return tokens.start(t.shape[1]) if t.dim() == 3 else None
 
 
 class RowsMode(TorchFunctionMode):
-    """While entered, modules of a block compute the given rows alone; all rows if None is given."""
+    """Let modules of a block compute only the given rows while entered. If None, all rows."""
 
     def __init__(self, rows: Rows | None) -> None:
         super().__init__()
@@ -95,7 +101,7 @@ class RowsMode(TorchFunctionMode):
 
 
 def running_rows() -> Rows | None:
-    """Return the rows of the innermost block that is computed in part; None if none is."""
+    """Return the rows of the innermost block that is computed in part, or None."""
     mode = innermost(RowsMode)
     return None if mode is None else mode.rows
 
@@ -124,8 +130,10 @@ def running_fused_mlp() -> FusedMLPMode | None:
 
 
 def needs_all_rows(attention: Any) -> bool:
-    """Return True if an attention has a processor of the user's, which may count its queries, keep
-    their map or normalise over them (Attend-and-Excite, regional prompts, StyleAligned).
+    """Return True if an attention has a processor of the user's.
+
+    It may count its queries, keep their map or normalise over them (Attend-and-Excite, regional
+    prompts, StyleAligned).
     """
     processor = getattr(attention, "processor", None)
     own = processor is None or type(processor).__module__.startswith("diffusers.models.")

@@ -90,7 +90,7 @@ class MergedImpl(SDPAImpl):
         if name not in TELLS:
             raise ValueError(
                 f"{KEEP}: expected Wan or MiniMax H3, whose code tells the backend where the video"
-                f" lies, got {name}: unset {KEEP}"
+                f" is, got {name}: unset {KEEP}"
             )
 
     def _forward_impl(
@@ -143,7 +143,8 @@ class MergedImpl(SDPAImpl):
         ).transpose(1, 2)
         if used == key.shape[1]:
             return merged
-        # Padding behind, which nothing reads: its queries see it alone, as in the packed layout.
+        # Nothing reads the padding at the end. Its queries attend to it alone, as in the packed
+        # layout.
         rest = [t[:, used:] for t in (query, key, value)]
         padding: Tensor = super()._forward_impl(*rest, None, mask_mode)
         return torch.cat([merged, padding], 1)

@@ -37,7 +37,7 @@ def apply_encoder(
         config: Settings. Only the fields that were set explicitly count; `blocks` is not among
             them.
         blocks: Number of blocks that merge, counted from the first, or their indices (-1 is the
-            last). If None, every second block from 0 on merges, and all blocks with `tau`.
+            last). If None, all blocks but the first merge, and all blocks with `tau`.
         restore: If True, the model's output contains all tokens again, so that means and pooling
             weight each token by its size; dense heads always read all tokens. If None, True for
             models whose head takes a mean.

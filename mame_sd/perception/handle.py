@@ -20,7 +20,7 @@ from mame_sd.perception.hooks import Placed, check_free, observed_by, ours_on, p
 from mame_sd.perception.merged_block import MergedBlock
 from mame_sd.perception.plans import GroupPlan
 from mame_sd.perception.report import PATCHES, EncoderReport, advice_of, make_blocks
-from mame_sd.perception.settings import EVERY, changed, chosen_blocks, configs_of, is_paper
+from mame_sd.perception.settings import FIRST, changed, chosen_blocks, configs_of, is_paper
 from mame_sd.report import device_of
 
 
@@ -52,7 +52,7 @@ class EncoderHandle(Handle[dict[int, MaMeConfig]]):
         self._names = [names[block] for block in modules]
         self._blocks = modules
         self._paper = is_paper(config, fields)
-        chosen = chosen_blocks(blocks, len(modules), 1 if self._paper else EVERY)
+        chosen = chosen_blocks(blocks, len(modules), 0 if self._paper else FIRST)
         self._settings = configs_of(config, fields, chosen)
         if restore is False and spec.dense:
             raise ValueError(

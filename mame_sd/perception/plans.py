@@ -13,7 +13,7 @@ GRID, ROW = 0.25, 0.5  # largest shares of destinations: one of 2 x 2 patches, e
 
 
 class GroupPlan:
-    """Groups of tokens behind prefix tokens, which don't merge.
+    """Groups of the tokens that follow the prefix tokens, which don't merge.
 
     Args:
         body: The groups of the other tokens.

@@ -11,30 +11,30 @@ from mame_sd.config import MaMeConfig
 
 MIN_TOKENS = 2  # blocks with fewer patches don't merge
 LEFT = 0.25  # share of the patches that the last block leaves, if there are enough blocks
-# By default every second block merges: as near to the unmerged model as all of them, with half of
-# the merges.
-EVERY = 2
+# By default the first block doesn't merge: at equal FLOPs outputs are as near on photographs, and
+# far nearer on uniform textures.
+FIRST = 1
 FEWEST = 0.01  # lowest share that a block keeps
 LEAST = 0.5  # lowest mean share: the destinations of a block whose tokens are no grid
 FIELDS = ("keep", "tau", "min_tokens")  # the fields of MaMeConfig that vision transformers have
 
 
 def chosen_blocks(
-    blocks: int | Iterable[int] | None, depth: int, every: int = 1
+    blocks: int | Iterable[int] | None, depth: int, first: int = 0
 ) -> tuple[int, ...]:
     """Return the indices of the merging blocks in ascending order.
 
     Args:
         blocks: How many blocks merge from the first on, or their indices (negative ones count from
-            the end). If None, every `every`-th block.
+            the end). If None, all blocks from `first` on.
         depth: Number of blocks of the model.
-        every: Step of the default.
+        first: First merging block of the default, if there are more blocks.
 
     Raises:
         ValueError: If `blocks` names none, names one twice, or is out of range.
     """
     if blocks is None:
-        return tuple(range(0, depth, every))
+        return tuple(range(min(first, depth - 1), depth))
     if isinstance(blocks, int) and blocks is not True and 1 <= blocks <= depth:
         return tuple(range(blocks))
     try:

@@ -19,7 +19,7 @@ from mame_sd.errors import UserError, unexpected
 from mame_sd.runs.files import shown
 from mame_sd.runs.prompt_formats import KNOWN_COLUMNS, READERS, read_text
 
-MAX_PROMPTS, MAX_LENGTH = 1_000_000, 100_000  # of a file, and characters of a prompt
+MAX_LENGTH = 100_000  # characters of a prompt
 MAX_ID_BYTES = 200  # file systems take 255 bytes; "_<repeat>.png" follows
 # Windows keeps these for devices, whatever follows after a dot.
 _DEVICES = {"CON", "PRN", "AUX", "NUL", *(f"{d}{n}" for d in ("COM", "LPT") for n in range(10))}
@@ -66,8 +66,6 @@ def load_prompts(source: str | Path) -> list[Prompt]:
     prompts: list[Prompt] = []
     places: list[str] = []
     for line, values in reader(path, read_text(path)):
-        if len(prompts) == MAX_PROMPTS:
-            raise unexpected(str(path), f"at most {MAX_PROMPTS:,} prompts", "more", "split it")
         places.append(f"{path}:{line}: ")
         prompts.append(_prompt(places[-1], len(places), values))
     if not prompts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,16 +48,6 @@ def test_the_machine_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> N
     assert message == "expected the package scipy, found none; pip install 'mame-sd[eval]'"
 
 
-@pytest.fixture
-def interrupts() -> Iterator[None]:
-    """Ctrl-C raises, which a shell's background jobs ignore; and is left as it was."""
-    before, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
-    yield
-    assert sys.unraisablehook is hook
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
-
-
-@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> None:
     def swallow() -> None:
         try:
@@ -66,9 +55,13 @@ def test_an_interrupt_has_its_own_status(capsys: pytest.CaptureFixture[str]) -> 
         except KeyboardInterrupt:
             raise RuntimeError from None
 
+    # A shell's background jobs ignore Ctrl-C.
+    before, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
     for interrupted in (lambda: signal.raise_signal(signal.SIGINT), swallow):
         assert exit_status(interrupted) == 130
         assert capsys.readouterr().err.startswith("interrupted")
+    assert sys.unraisablehook is hook
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_a_long_error_or_note_is_shortened(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -18,18 +18,6 @@ PROGRAM += "from mame_sd.__main__ import main; main()"
 VALUES = {"prompt": "key", "settings": "", "steps": "1", "seed": "0"}
 
 
-@pytest.fixture(scope="module")
-def page(model_folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    given = ["ui", "--port", "0", "--model", str(model_folder), "--device", "cpu", "--json"]
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *given], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        said = "".join(iter(process.stdout.readline, "}\n"))
-        yield process, json.loads(said + "}")["address"]
-        process.kill()
-
-
 def posted(address: str, path: str, **values: str) -> str:
     body = json.dumps({**VALUES, **values}).encode()
     request = Request(address + path, body, {"Content-Type": "application/json"})
@@ -38,10 +26,20 @@ def posted(address: str, path: str, **values: str) -> str:
     return text
 
 
-def test_the_page_makes_two_images_and_their_difference(
-    page: tuple[subprocess.Popen[str], str],
-) -> None:
-    process, address = page
+def test_the_page_makes_two_images_and_their_difference(model_folder: Path) -> None:
+    given = ["ui", "--port", "0", "--model", str(model_folder), "--device", "cpu"]
+    command = [sys.executable, "-c", PROGRAM, *given]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            check(process.stdout.readline().split()[0])
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def check(address: str) -> None:
     assert address.startswith("http://127.0.0.1:")
     with urlopen(address) as answer:
         assert "<h2>Unmerged and merged: tiny</h2>" in answer.read().decode()
@@ -50,7 +48,7 @@ def test_the_page_makes_two_images_and_their_difference(
     assert re.findall(r"</b>([a-z]+)", made) == ["unmerged", "merged", "difference"]
     pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', made)
     assert len(set(pictures)) == 3
-    assert posted(address, "/progress") == "<p>image 2 of 2</p>"
+    assert posted(address, "/progress") == "<p>image 2 of 2 done</p>"
     for values, error in (
         ({"settings": "keep=7"}, "keep: expected a share above 0 and at most 1, got 7"),
         ({"settings": "<b>"}, "expected settings such as keep=0.4,fit_queries=32, got &#x27;&lt;"),
@@ -59,7 +57,11 @@ def test_the_page_makes_two_images_and_their_difference(
         ({"settings": "tau=0.5,min_tokens=999"}, "fewer than min_tokens=999"),
     ):
         assert error in posted(address, "/make", **values)
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(posted, address, "/make", steps="999")
+        while "step" not in posted(address, "/progress"):
+            pass
+        posted(address, "/stop")
+        assert long.result() == "<p>Error: stopped</p>"
     with pytest.raises(OSError, match="400"), urlopen(Request(address + "/stop", b"{}")):
         pass
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 0

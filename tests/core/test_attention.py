@@ -1,6 +1,4 @@
-"""`mame_sd.attention`: the loop in every precision, around text, under masks, and what it must
-never do.
-"""
+"""Test `mame_sd.attention` against plain loops: in every precision, around text, under masks."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def case(
 def by_loop(
     q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, ...], before: int, keep: float, **how: Any
 ) -> Tensor:
-    """The oracle's output, of the library's groups and queries."""
+    """Return the oracle's output for the library's groups and queries."""
     mask, scale, draw, leader = (how.pop(n, None) for n in ("attn_mask", "scale", "draw", "leader"))
     settings, choice = KeyMerging(**how), Choice(draw, leader)
     grids = [Grid(before, grid, keep)]
@@ -132,7 +130,7 @@ def test_heads_of_queries_may_share_heads_of_keys(key_heads: int) -> None:
 
 
 def mask_of(kind: str, shape: str) -> Tensor:
-    """A mask of all keys; where each query has its own, the image's keys are alike in each row."""
+    """Return a mask of all keys. In a mask of rows the image's keys are alike in each row."""
     rows = {"all queries": 1, "each query": COUNT}[shape]
     generator = torch.Generator().manual_seed(2)
     mask = torch.rand(2, 1, rows, COUNT, generator=generator, dtype=torch.float64)
@@ -427,8 +425,10 @@ def test_queries_that_see_text_alone_do_not_spoil_values_for_others(
 @pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_outputs_stay_near_the_range_of_the_values(dtype: torch.dtype) -> None:
-    """Peaked logits: the queries that values are fitted to look at the text, others at the image.
-    Unbounded, three outputs of four left the range, by up to 3.7 times the largest value.
+    """Bound values under peaked logits.
+
+    The queries that values are fitted to look at the text, others at the image. Unbounded, three
+    outputs of four left the range, by up to 3.7 times the largest value.
     """
 
     def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

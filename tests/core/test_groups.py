@@ -1,5 +1,7 @@
-"""Cells, draws and groups: balanced at every border, each token with the nearest destination of its
-tile, as loops find it, and samples that merge as the one that leads them does.
+"""Test cells, draws and groups.
+
+Cells are balanced at every border, each token joins the nearest destination of its tile, and
+samples merge as their leader does.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ def groups_of(
     stay: int = 0,
     **more: object,
 ) -> Groups:
-    """Groups of tokens x [B, L, d] by themselves."""
+    """Return the groups of tokens x [B, L, d]."""
     cells = make_cells(size, keep, tile_size)
     return group_tokens(x.index_select(1, cells.order), cells, stay=stay, **more)  # type: ignore[arg-type]
 
 
 def own_tiles(size: tuple[int, ...], tile_size: int) -> list[tuple[int, int]]:
-    """The tile of each token in its own order, as the oracle cuts the plane."""
+    """Return the tile of each token in row-major order, as the oracle cuts the plane."""
     of_plane = oracle.tiles_of(*plane_of(size), tile_size)
     if len(size) < 3:
         return of_plane

@@ -1,6 +1,4 @@
-"""`mame_sd.core.restore`: the loop in every precision, size and share, and what a fit must never
-do.
-"""
+"""Test `mame_sd.core.restore` against the reference, in every precision, size and share."""
 
 from __future__ import annotations
 
@@ -324,8 +322,9 @@ def test_bad_input_is_one_line(given: dict[str, Any], message: str) -> None:
 
 
 def test_a_fit_stays_near_the_range_of_what_was_computed() -> None:
-    """Unbounded, a function that changes faster than the chosen tokens tell came out 4.4 times as
-    large as it ever is.
+    """Bound fits of a function that changes faster than the chosen tokens tell.
+
+    Unbounded, it came out 4.4 times as large as it ever is.
     """
     generator = torch.Generator().manual_seed(34)
     for seed in range(8):

@@ -1,5 +1,6 @@
-"""apply_mame on real models: bit-equal to the one-liner and, after removal, to before; live
-settings; bookkeeping.
+"""Test apply_mame on real models.
+
+Outputs are bit-equal to the one-liner's and, after removal, to those before. Settings change live.
 """
 
 from __future__ import annotations
@@ -361,7 +362,7 @@ def test_processor_and_hooks_do_not_merge_twice() -> None:
 
 
 def guided(unet: Any, **fields: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of an unguided and a guided sample: a pair of the same latents."""
+    """Return the outputs of an unguided and a guided sample of the same latents."""
     inputs = unet_inputs(unet)
     inputs["sample"] = inputs["sample"][:1].repeat(2, 1, 1, 1)
     with torch.no_grad(), mame(unet, min_tokens=40, **fields):

@@ -1,6 +1,4 @@
-"""Which calls of a model belong together: the second follows only where it is of the same input, of
-models and of the pipelines that call twice for guidance.
-"""
+"""Test which calls of a model share groups: those of the same input, for guidance in two calls."""
 
 from __future__ import annotations
 
@@ -30,15 +28,16 @@ from tests.matrix.transformers import ROWS, run_wan22, wan22
 
 
 def with_another_text(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Inputs of the call for the negative prompt."""
+    """Return the inputs of the call for the negative prompt."""
     return {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"].neg()}
 
 
 def called_twice(
     between: Callable[[Any, dict[str, Any]], Any], planned: list[Groups], **fields: Any
 ) -> bool:
-    """Whether the second of two calls of a model, for another text, merges by the first one's
-    plans, with something done in between.
+    """Return True if the second of two calls of a model, for another text, reuses the first plans.
+
+    `between` runs between the calls.
     """
     model = tiny_unet()
     inputs = {**unet_inputs(model), "timestep": torch.tensor(500)}
@@ -88,7 +87,7 @@ def turned_off_for_a_call(handle: Any, inputs: dict[str, Any]) -> None:
 
 
 def unknown(handle: Any, inputs: dict[str, Any]) -> None:
-    """A call whose latents are of a subclass, of which changes are not counted."""
+    """Call the model with latents of a subclass, whose changes PyTorch doesn't count."""
     handle.root(**{**inputs, "sample": inputs["sample"].as_subclass(nn.Buffer)})
 
 
@@ -122,14 +121,15 @@ def block_of(model: Any) -> Any:
 
 
 def call_alone(layer: Any, **given: Tensor) -> None:
-    """A call of a block, or of its self-attention, with tokens of its own."""
+    """Call a block, or its self-attention, by itself."""
     with torch.no_grad():
         layer(normal(2, LATENT * LATENT, 16), **given)
 
 
 def kept_for(planned: list[Groups]) -> list[weakref.ref[Any]]:
-    """What still knows, after this call, which of the plans that were made are kept somewhere, or
-    who went where in them.
+    """Return weak references to the plans that were made, and to their groups.
+
+    Those that are alive are kept somewhere.
     """
     references = [weakref.ref(plan.row) for plan in planned]
     planned.clear()
@@ -241,8 +241,9 @@ def test_plans_go_with_the_latents_the_thread_and_the_setting(
 
 
 def first_input_has_no_tensor(model: Any, inputs: dict[str, Any]) -> None:
-    """The latents come in a list, as Z-Image has them; what comes as a tensor after it may be the
-    same for many.
+    """Pass the latents in a list, as Z-Image does.
+
+    The tensors after it may be the same in many calls.
     """
     own = model.forward
     model.forward = lambda sample, timestep, encoder_hidden_states: own(
@@ -337,7 +338,7 @@ MODELS = {row.name: row for row in ROWS}
 
 
 def halves(inputs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The guided call of two samples of one input, and the unguided one."""
+    """Return the inputs of the guided call of two samples, and of the unguided call."""
     inputs["hidden_states"] = inputs["hidden_states"][1:].repeat_interleave(2, 0)
     pair = {key for key, value in inputs.items() if len(value) == 2}
     parts = [
@@ -428,9 +429,7 @@ def wan() -> tuple[Any, Callable[[], Any]]:
 
 
 def modular() -> tuple[Any, Callable[[], Any]]:
-    """The denoising of Qwen-Image's modular pipeline, whose guider calls the model for each
-    prompt.
-    """
+    """Return the denoising of Qwen-Image's modular pipeline, whose guider calls for each prompt."""
     pipe = QwenImageDenoiseStep().init_pipeline()
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipe.update_components(

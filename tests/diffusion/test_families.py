@@ -1,6 +1,4 @@
-"""Attention families: each merged call is what merging by hand gives; users can describe models of
-their own.
-"""
+"""Test attention families: each merged call equals merging by hand, in users' own models too."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from torch import Tensor, nn
 from mame_sd import MaMeConfig, apply_mame, plan_tokens, remove_mame
 from mame_sd.diffusion.families.attention import SequenceAttention
 from mame_sd.diffusion.families.layouts import _InWhole, packed
-from mame_sd.diffusion.families.transformers import ADDED_KEYS, BUILT_IN, NOTHING_BESIDE
+from mame_sd.diffusion.families.transformers import ADDED_KEYS, BUILT_IN, IMAGE_ALONE
 from mame_sd.diffusion.layer import NO_SIZE, merged_call
 from mame_sd.families import Family, Tokens, along, pixels, register_family
 from mame_sd.report import LayerStats
@@ -115,7 +113,7 @@ def test_a_flux_that_is_saved_whole_merges_on() -> None:
     assert torch.equal(run(inputs, again), run(inputs, model))
     remove_mame(again)
     assert not torch.equal(run(inputs, again), run(inputs, model))
-    every = (*BUILT_IN, ADDED_KEYS, NOTHING_BESIDE)  # which are saved with their models
+    every = (*BUILT_IN, ADDED_KEYS, IMAGE_ALONE)  # which are saved with their models
     assert [family.name for family in pickle.loads(pickle.dumps(every))] == [f.name for f in every]
 
 
@@ -210,8 +208,9 @@ def test_tokens_of_a_known_sequence_are_left_alone_in_another_of_their_own_numbe
 
 
 class MyAttention(nn.Module):
-    """Attention with one learned row per token added to queries and keys: positions must follow the
-    tokens.
+    """Attention that adds a learned row per token to queries and keys.
+
+    Positions must follow the tokens.
     """
 
     def __init__(self) -> None:

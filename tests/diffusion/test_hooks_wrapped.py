@@ -1,6 +1,4 @@
-"""apply_mame beside what else changes a model: functions and hooks around a module's forward, other
-processors, adapters.
-"""
+"""Test apply_mame next to other changes of a model: wrapped forwards, processors, adapters."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ MERGING = {"tau": 0.3, "min_tokens": 1}
 
 
 def doubled(attn: Any) -> None:
-    """Puts a function around `attn.forward` that doubles the output."""
+    """Put a function around `attn.forward` that doubles the output."""
     inner = attn.forward
     attn.forward = lambda *args, **kwargs: 2 * inner(*args, **kwargs)
 

@@ -56,7 +56,7 @@ def _(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def sage(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """A backend [B, N, H, D] without a mask."""
+    """Compute attention as a backend [B, N, H, D] without a mask."""
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     return kernel(q, k, v).transpose(1, 2)
 
@@ -71,7 +71,7 @@ def seen() -> set[int]:
 
 @pytest.fixture
 def register() -> Iterator[Callable[[str], None]]:
-    """Registers the stand-in under a name; the registry is as before in the end."""
+    """Register the stand-in under a name, and restore the registry after the test."""
     SEEN.clear()
     torch._dynamo.reset()
     with dispatcher():
@@ -203,12 +203,12 @@ def test_a_lone_layer_that_was_saved_whole_merges_in_front_of_what_stands_in(
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """A kernel of the user, which takes no bias."""
+    """Compute attention as a kernel of the user without a bias."""
     return kernel(q, k, v)
 
 
 def biased(q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **more: Any) -> Tensor:
-    """A kernel of the user, which takes one."""
+    """Compute attention as a kernel of the user with a bias."""
     SEEN.append((q.shape[2], k.shape[2]))
     return SDPA(q, k, v, attn_mask=attn_mask, **more)
 
@@ -341,7 +341,7 @@ def test_a_compiled_forward_that_merges_nothing_warns() -> None:
 
 
 def masked_call() -> tuple[MergeJob, tuple[Tensor, ...], Tensor]:
-    """A job for 4 x 6 tokens behind 3 of text, q, k, v [2, 2, 27, 8], and what each sample sees."""
+    """Return a job for 4 x 6 tokens after 3 of text, q, k, v [2, 2, 27, 8], and a mask."""
     job = MergeJob((Grid(3, (4, 6), 0.5),), 27, 3, 24, KeyMerging())
     seen = torch.ones(2, 1, 1, 27, dtype=torch.bool)
     seen[1, ..., :2] = False

@@ -1,8 +1,9 @@
-"""What merging asks of a card, on tensors that pretend to lie on one (`benchmarks/launches.py`):
-kernels launched by one layer, at the size of SD 1.5's largest level at 512 pixels; and nothing that
-waits for the device, so that a CUDA graph can be captured. They have no values: each reading of one
-raises. And what it asks of the interpreter: one call of one layer asks each question once, in few
-files, few calls and few returns to a file that was left.
+"""Test what merging asks of a GPU and of the interpreter.
+
+Tensors pretend to be on a GPU (`benchmarks/launches.py`). They have no values, so that each reading
+of one raises. A layer, at the size of SD 1.5's largest level at 512 pixels, launches few kernels
+and waits for nothing, so that a CUDA graph can be captured. A call of a layer enters few files and
+few functions.
 """
 
 from __future__ import annotations
@@ -114,8 +115,9 @@ def one_liner(model: Any) -> None:
 
 
 def way(name: str, layer: str, merge: Callable[[Any], None]) -> list[tuple[str, str]]:
-    """The trace of a layer's second call, the tables of whose partition are made. It is not the
-    model's first layer, which works out the step.
+    """Return the trace of a layer's second call, after the tables of its partition were made.
+
+    It is not the model's first layer, which computes the step.
     """
     model, inputs = MODELS[name].build(), MODELS[name].inputs()
     merge(model)

@@ -1,6 +1,4 @@
-"""Settings of single layers by pattern: each layer merges as its own rule says, and errors are one
-line that names the rule.
-"""
+"""Test settings of single layers by pattern, and the errors that name a rule."""
 
 from __future__ import annotations
 

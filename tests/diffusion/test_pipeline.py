@@ -1,5 +1,6 @@
-"""StableDiffusionMaMePipeline: settings that are saved, last as long as they should, and stay off
-shared UNets. A saved setting is what the command line merges with, unless an option says otherwise.
+"""Test StableDiffusionMaMePipeline: settings are saved, and stay off shared UNets.
+
+The command line merges with saved settings, unless an option says otherwise.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def test_bad_settings() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a pipeline with a seed among its settings."""
+    """Return the folder of a pipeline with a seed among its settings."""
     folder = tmp_path_factory.mktemp("saved")
     mame_pipeline(mame_config={**FIELDS, "seed": 3}).save_pretrained(folder)
     return folder
@@ -242,9 +243,7 @@ def saved_with(folder: Path, **settings: Any) -> Path:
 
 
 def run(out: Path, *options: str) -> Any:
-    """The merging that `generate` ended up with, from the manifest: a config, or None for no
-    merging.
-    """
+    """Return the settings that `generate` merged with, from the manifest, or None for none."""
     words = ["generate", "--prompt", "key", "--steps", "1", "--device", "cpu", "--out", str(out)]
     assert cli.run([*words, *options]) == 0
     mame = json.loads((out / "manifest.json").read_text())["settings"]["mame"]

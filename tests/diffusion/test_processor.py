@@ -1,6 +1,4 @@
-"""The one-liner: what merges, what passes through untouched, and that attention itself is
-delegated.
-"""
+"""Test MaMeAttnProcessor: what merges, what passes through, and that it delegates attention."""
 
 from __future__ import annotations
 

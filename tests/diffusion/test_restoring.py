@@ -1,5 +1,6 @@
-"""MLPs and blocks that are restored (`mlp_keep`, `block_keep`), beside all else that changes a
-model: what is computed is exact, or the module is left alone for a reason that the report gives.
+"""Test restored MLPs and blocks (`mlp_keep`, `block_keep`), next to other changes of a model.
+
+Computed tokens are exact, or the report says why a module isn't restored.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Threads that generate with one model: none sees another's step, size or settings, and the model
-changes only between images.
+"""Test threads that generate with one model: none sees another's step, size or settings.
 
-The moments that matter are met by waiting for them: a thread stands still inside of a forward while
-another one acts.
+The model changes only between images. A thread waits inside of a forward while another one acts.
 """
 
 from __future__ import annotations
@@ -43,8 +41,10 @@ BUSY = "expected no image under way in another thread"
 
 @contextmanager
 def standing(module: Any, run: Any) -> Iterator[Any]:
-    """`run` in another thread, which stands still in the first call of `module` during the block;
-    gives its future.
+    """Call `run` in another thread, which waits in the first call of `module` during the block.
+
+    Yields:
+        The future of `run`.
     """
     inside, go = threading.Event(), threading.Event()
     main = threading.get_ident()

@@ -20,7 +20,6 @@ from scripts.training import pictures
 @pytest.fixture(scope="module")
 def head() -> Head:
     encoder = load_encoder(ModelChoice(device="cpu"))
-    assert encoder.embedded
     with torch.no_grad():
         return text_head(encoder, subjects.glyph_names(), prompt_templates(None, encoder))
 

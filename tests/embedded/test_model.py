@@ -1,6 +1,4 @@
-"""The embedded model's ground truth: glyphs, captions, the held-out split, and the folder
-itself.
-"""
+"""Embedded models: their glyphs, captions, held-out pairs and folders."""
 
 import re
 
@@ -37,12 +35,8 @@ def test_what_there_is_none_of_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", subjects.embedded_models())
-def test_folders_are_small_documented_and_name_no_folder_of_the_machine_that_made_them(
-    name: str,
-) -> None:
+def test_files_name_no_folder_of_the_machine_that_made_them(name: str) -> None:
     folder = subjects.embedded_model_path(name)
-    assert sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) <= 40e6
-    assert "Noto" in (folder / "README.md").read_text(encoding="utf-8")
     for path in folder.rglob("*.json"):
         assert "_name_or_path" not in path.read_text(encoding="utf-8"), path
     for path in folder.rglob("*.safetensors"):
@@ -59,13 +53,6 @@ def test_the_unets_folder_is_a_plain_pipeline() -> None:
     assert all(map(isinstance, parts, kinds))
     assert pipe.unet.config.sample_size == 64
     assert pipe.vae_scale_factor == 4
-
-
-def test_every_word_of_the_captions_is_one_token() -> None:
-    tokenizer = CLIPTokenizer.from_pretrained(subjects.embedded_model_path() / "tokenizer")
-    for name in subjects.glyph_names():
-        words = subjects.caption(name, "white").replace("-", " - ").split()
-        assert len(tokenizer.tokenize(subjects.caption(name, "white"))) == len(words)
 
 
 def test_the_transformer_generates_and_merges() -> None:

@@ -1,5 +1,6 @@
-"""The trainings of the embedded models run through, resume to the very same weights, and write what
-the libraries read. They share one trainer (`scripts.training.recipe`), so one of them is killed.
+"""Trainings of embedded models run, resume to equal weights, and write what the libraries read.
+
+They share one trainer (`scripts.training.recipe`), so that one of them is killed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ PROMPT = "rocket on a light blue background"
 
 
 def smoke(kind: type[Recipe], work: Path, *options: str) -> None:
-    """What the command with `--smoke --work WORK OPTIONS` does, in this process."""
+    """Run the command with `--smoke --work WORK OPTIONS` in this process."""
     threads, exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     try:
         run(kind, None, ["--smoke", "--work", str(work), *options])

@@ -19,7 +19,7 @@ def store(folder: Path, about: Any = 1, fresh: bool = False) -> Store:
 
 
 def run(to: Store, rows: str = "ab", stop: int = 99, **more: Any) -> tuple[list[str], list[int]]:
-    """Measure `rows` on CASES until `stop` results are there; what was called, and the progress."""
+    """Measure `rows` on CASES until `stop` results are there; return the calls and the progress."""
     calls: list[str] = []
     progress: list[int] = []
 
@@ -54,6 +54,23 @@ def test_a_stopped_run_continues_with_what_is_missing(tmp_path: Path) -> None:
     assert run(store(tmp_path), "abc") == ([], [9])
 
 
+def test_rows_that_are_left_out_are_asked_for_again_and_count_as_done(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    asked: list[Sequence[str]] = []
+
+    def measure(case: str, missing: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        asked.append(missing)
+        yield from ((row, {}) for row in missing if row == "a")
+
+    for _ in range(2):
+        measure_cases(
+            store(tmp_path), ["0"], "ab", measure, lambda case, row: {"case": case, "row": row},
+            on_progress=lambda *done: told.append(done),
+        )  # fmt: skip
+    assert asked == [["a", "b"], ["b"]]
+    assert told == [(0, 2), (1, 2), (2, 2), (1, 2), (2, 2)]
+
+
 def test_rows_that_belong_together_turn_and_are_kept_when_their_case_is_whole(
     tmp_path: Path,
 ) -> None:
@@ -67,12 +84,11 @@ def test_rows_that_belong_together_turn_and_are_kept_when_their_case_is_whole(
     assert run(store(tmp_path), "abc", together=True) == (
         ["c1", "b1", "a1", "b2", "c2", "a2"], [3, 4, 5, 6, 7, 8, 9],
     )  # fmt: skip
-    last = ["c2", "b2"]
-    for row in last:
-        del (lines := store(tmp_path)).lines["2", row[0]]
-    assert run(lines, "abc", together=True)[0] == ["b2", "c2", "a2"], "a case is measured whole"
+    torn = store(tmp_path)
+    del torn.lines["2", "b"]
+    assert run(torn, "abc", together=True)[0] == ["b2", "c2", "a2"], "a case is measured whole"
     run(store(tmp_path), "abc", together=True, warm_up=warmed.append)
-    assert len(warmed) == 3, "nothing was missing"
+    assert len(warmed) == 3, "nothing is missing, so nothing warms up"
 
 
 def test_a_file_of_others_is_refused_and_other_settings_are_an_error_or_begin_anew(

@@ -37,7 +37,7 @@ def test_no_grid_where_whole_blocks_are_computed_again() -> None:
     for training in (True, False):
         handle.reset()
         VIT.call(model.train(training), VIT.batch())
-        assert bool(handle.report().blocks[0].note) == training
+        assert bool(handle.report().blocks[1].note) == training
 
 
 @torch.no_grad()
@@ -47,7 +47,7 @@ def test_by_default_a_grid_of_any_sides_is_the_oracle_s() -> None:
     handle = apply_encoder(model)
     handle.capture()
     got = model(tall, interpolate_pos_encoding=True).logits
-    assert handle.plans()[0].body.cells.kept == 9  # a quarter of 7 x 5, to the nearest
+    assert handle.plans()[1].body.cells.kept == 9  # a quarter of 7 x 5, to the nearest
     remove_encoder(model)
     torch.testing.assert_close(
         got, want(tall, interpolate_pos_encoding=True).logits, rtol=1e-9, atol=1e-9

@@ -10,7 +10,7 @@ import torch
 
 from mame_sd import MaMeConfig
 from mame_sd.perception.apply_encoder import apply_encoder, encoder_restored, remove_encoder
-from mame_sd.perception.settings import EVERY, LEFT, chosen_blocks, configs_of
+from mame_sd.perception.settings import FIRST, LEFT, chosen_blocks, configs_of
 from tests.builders.perception import DEPTH, PATCHES, VIT, tokens
 
 
@@ -22,33 +22,25 @@ def test_blocks(blocks: Any, chosen: tuple[int, ...]) -> None:
     assert tuple(apply_encoder(VIT.build(), tau=0.8, blocks=blocks).configs) == chosen
 
 
-def test_by_default_every_second_block_merges_the_first_most_and_the_last_a_quarter() -> None:
+def test_by_default_all_blocks_but_the_first_merge_and_the_last_leaves_a_quarter() -> None:
     for given in ({}, {"config": MaMeConfig()}, {"tau": None, "keep": None}):
         handle = apply_encoder(VIT.build(), **given)
-        keeps = [config.keep for config in handle.configs.values()]
-        assert tuple(handle.configs) == (0, 2)
-        assert keeps == pytest.approx([0.4225, 0.5917], abs=1e-3), (
-            "as many merge as 1 to the root of a half"
-        )
         config = handle.config
+        assert tuple(handle.configs) == (1, 2, 3)
         assert (config.tau, config.min_tokens, handle.prop_attn) == (None, 2, True)
+    assert tuple(apply_encoder(VIT.build(), tau=0.8).configs) == tuple(range(DEPTH)), "all"
     assert apply_encoder(VIT.build(), blocks=1).config.keep == pytest.approx(0.5), (
         "no less in one block"
     )
-    assert tuple(apply_encoder(VIT.build(), tau=0.8).configs) == tuple(range(DEPTH)), (
-        "the paper's: all"
-    )
-    handle = apply_encoder(VIT.build(), MaMeConfig(keep=0.7))
-    assert math.fsum(config.keep or 0 for config in handle.configs.values()) == pytest.approx(1.4)
-
-
-def test_the_last_block_leaves_a_quarter() -> None:
-    blocks = chosen_blocks(None, 27, EVERY)
+    assert chosen_blocks(None, 1, FIRST) == (0,)
+    blocks = chosen_blocks(None, 27, FIRST)
     keeps = [config.keep or 0 for config in configs_of(None, {}, blocks).values()]
-    assert blocks == tuple(range(0, 27, 2))
+    assert blocks == tuple(range(1, 27))
     assert math.prod(keeps) == pytest.approx(LEFT)
     assert keeps == sorted(keeps)
     assert keeps[0] < keeps[-1]
+    handle = apply_encoder(VIT.build(), MaMeConfig(keep=0.7))
+    assert math.fsum(config.keep or 0 for config in handle.configs.values()) == pytest.approx(2.1)
 
 
 def test_the_paper_s_method_is_by_tau_and_counts_no_sizes() -> None:

@@ -31,7 +31,7 @@ def test_sizes_count_unless_they_can_t() -> None:
     assert (handle.prop_attn, handle.report().prop_attn) == (False, False), (
         "as the model is set now"
     )
-    apply_encoder(model, keep=0.5, prop_attn=True)
+    apply_encoder(model, keep=0.5, blocks=2, prop_attn=True)
     with pytest.raises(
         ValueError, match="expected attention implementation 'eager' or 'sdpa', got"
     ):

@@ -94,10 +94,10 @@ def test_tools_go_before_merging_or_after_it(tool: Callable[[Any], Any]) -> None
     first = tool(SHALLOW.build())
     if tool is compiled:
         first(**inputs)  # compiled without merging
-    counted = apply_encoder(first)
+    counted = apply_encoder(first, blocks=1)
     want = first(**inputs).logits
     second = SHALLOW.build()
-    apply_encoder(second)
+    apply_encoder(second, blocks=1)
     second = tool(second)
     assert torch.equal(second(**inputs).logits, want)
     assert not torch.allclose(want, plain, rtol=1e-3, atol=1e-3)
@@ -112,7 +112,7 @@ def test_tools_go_before_merging_or_after_it(tool: Callable[[Any], Any]) -> None
         if tool is offloading:
             assert all("forward" in part.__dict__ for part in model.modules()), "its hooks stay"
             remove_hook_from_module(model, recurse=True)
-            apply_encoder(model)
+            apply_encoder(model, blocks=1)
             assert torch.equal(model(**inputs).logits, want)
 
 
@@ -134,7 +134,7 @@ def test_an_exported_graph_merges() -> None:
     model = _First(SHALLOW.build().requires_grad_(False))
     x = SHALLOW.batch()["pixel_values"]
     plain = model(x)
-    handle = apply_encoder(model, keep=0.6)
+    handle = apply_encoder(model, keep=0.6, blocks=1)
     graph = torch.export.export(model, (x,)).module()
     torch.testing.assert_close(graph(-x), model(-x))
     assert handle.report().calls == 1
@@ -146,7 +146,7 @@ def test_an_exported_graph_merges() -> None:
 def test_an_exported_graph_takes_any_batch() -> None:
     model = _First(SHALLOW.build().requires_grad_(False))
     x = SHALLOW.batch()["pixel_values"]
-    apply_encoder(model, keep=0.6)
+    apply_encoder(model, keep=0.6, blocks=1)
     any_batch = {"pixel_values": {0: torch.export.Dim.DYNAMIC}}
     graph = torch.export.export(model, (x,), dynamic_shapes=any_batch).module()
     more = torch.cat([x, -x, x / 2])

@@ -1,8 +1,8 @@
 """Describe attention families: where the image's tokens are in a transformer's attention calls.
 
 A UNet's self-attention is a function of its tokens alone. A transformer's is not: text tokens share
-the call or the sequence, rotary positions are passed next to the tokens, and a video's tokens lie
-in three dimensions. A `Family` describes this for one kind of model, and `register_family` adds
+the call or the sequence, rotary positions are passed next to the tokens, and a video's tokens have
+three dimensions. A `Family` describes this for one kind of model, and `register_family` adds
 your own. For example, a model's forward takes `hidden_states` [B, C, H, W], which it cuts into
 patches of its config's `patch_size`, and its attention takes `rotary`, (cos, sin), each [L, D]:
 
@@ -51,7 +51,7 @@ class Family:
         outputs: if the attention returns a tuple, the entries that hold the image's tokens.
         outside: names of parts of the model whose attention is not over the image's tokens, such as
             a text refiner. Nothing in them merges, whatever `attention` says.
-        joint: position of the text's keys in joint attention, "first" or "last" (behind the
+        joint: position of the text's keys in joint attention, "first" or "last" (after the
             image's). If None, calls with text are not merged.
         text: the argument that holds the text of joint attention.
         text_keys: (arguments of the attention, layout) -> the number of the text's keys in joint

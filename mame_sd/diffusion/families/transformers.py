@@ -107,7 +107,7 @@ BUILT_IN = (
            at.in_sequence(at.patches, before=None), ROTARY, outside=("context_embedder",),
            # the mask counts history and text too
            mask=True, queries=False, joint="last",
-           blocks="its single-stream blocks put text behind the image and history before it"),
+           blocks="its single-stream blocks put text after the image and history before it"),
     Family("HunyuanVideo 1.5", ("HunyuanVideo15Transformer3DModel",), ("Attention.attn",),
            at.patches, ROTARY, outside=("context_embedder",), mask=True, joint="last"),
     Family("HunyuanImage", ("HunyuanImageTransformer2DModel",), ("Attention.attn",),
@@ -198,7 +198,7 @@ BUILT_IN = (
 # fmt: on
 # UNets, DiT, PixArt: self-attention over the image's tokens alone. If a processor adds further
 # keys, the image's keys can't be identified, and the layer is not merged.
-NOTHING_BESIDE = Family(
+IMAGE_ALONE = Family(
     "UNet",
     at.IMAGE_MODULES,
     (),

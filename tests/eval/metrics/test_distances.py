@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
-from torchmetrics.image.kid import poly_mmd
+from torchmetrics.image.inception import InceptionScore
+from torchmetrics.image.kid import KernelInceptionDistance, poly_mmd
 
 from mame_sd.errors import UserError
 from mame_sd.eval.metrics.frechet import (
@@ -136,3 +137,22 @@ def test_the_kernel_distance_is_torchmetrics_and_has_no_bias() -> None:
     assert abs(np.mean(halves)) < 3 * np.std(halves) / 60**0.5
     with pytest.raises(ValueError, match="at least 2 images"):
         kernel_distance(a[:1], b)
+
+
+def test_torchmetrics_still_can_not_do_what_own_code_is_for() -> None:
+    """Where this fails, torchmetrics may take the place of our code."""
+    a, b = seeded.feature_sets()
+    kid = KernelInceptionDistance(feature=Given(a.shape[1]), subsets=1, subset_size=len(a))
+    kid.update(a, real=True)
+    kid.update(b[:-1], real=False)
+    with pytest.raises(ValueError, match="subset_size"):  # sets of two sizes
+        kid.compute()
+    score = InceptionScore(feature=nn.Identity(), splits=3)
+    score.update(4 * a)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first, deviation = score.compute()
+    published = (4 * a)[torch.randperm(len(a), generator=torch.Generator().manual_seed(0))]
+    mean, std = inception_score(published, splits=3, seed=None)
+    assert first.item() == pytest.approx(mean, rel=1e-2)  # parts of other sizes
+    assert deviation.item() > 1.1 * std

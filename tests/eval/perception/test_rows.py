@@ -10,7 +10,7 @@ import torch
 from mame_sd.errors import UserError
 from mame_sd.eval.perception.methods import RIVALS, Method, at_flops, merged
 from mame_sd.eval.perception.rows import BASELINE, SUITES, chosen_rows, row_named
-from mame_sd.perception.settings import EVERY, LEFT
+from mame_sd.perception.settings import FIRST, LEFT
 from mame_sd.runs.merging import NotApplicable
 from tests.builders.perception import PATCHES, ROWS, SIDE
 
@@ -19,7 +19,7 @@ SIGLIP = next(row for row in ROWS if row.name == "Siglip2ForImageClassification"
 
 
 TAU = {"tau": 0.8, "blocks": "first"}
-OURS = {"left": LEFT, "schedule": "decreasing", "every": EVERY}
+OURS = {"left": LEFT, "schedule": "decreasing", "first": FIRST}
 
 
 @pytest.mark.parametrize(

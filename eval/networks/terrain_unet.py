@@ -74,7 +74,7 @@ class Terrain(nn.Module):
             resnet_time_scale_shift="scale_shift",
             class_embed_type="identity",
         )
-        # a label is one number, for which diffusers has no embedding of its own
+        # A label is one number, for which diffusers has no embedding.
         self.unet.class_embedding = TimestepEmbedding(1, 4 * LEVELS[0])
 
     def denoise(self, noisy: Tensor, sigma: float, difficulty: Tensor) -> Tensor:
@@ -100,16 +100,18 @@ def load_terrain(weights_dir: Path | None = None, offline: bool = False) -> Terr
     """
     model = Terrain().eval().requires_grad_(False)
     tensors = load(TERRAIN, weights_dir, offline)
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, value in tensors.items():
         if ".qkv." in name:
             prefix, _, kind = _here(name.replace(".qkv.", ".norm.")).rpartition(".group_norm.")
             for part, rows in zip("qkv", value.chunk(3), strict=True):
-                found[f"{prefix}.to_{part}.{kind}"] = rows
+                renamed[f"{prefix}.to_{part}.{kind}"] = rows
         else:
-            found[_here(name)] = value
+            renamed[_here(name)] = value
     own = model.unet.state_dict()
-    model.unet.load_state_dict({name: value.view(own[name].shape) for name, value in found.items()})
+    model.unet.load_state_dict(
+        {name: value.view(own[name].shape) for name, value in renamed.items()}
+    )
     return model
 
 
