@@ -165,11 +165,12 @@ class AttentionAdapter(ABC):
         config, tokens, start = route.config, route.tokens, route.before
         assert config.keep is not None
         grids = [Grid(start, tokens.size, config.keep)]
-        count = sum(math.prod(size) for size in tokens.references)
-        if config.references is not None and count <= (route.after or 0):
+        share = config.reference_share if tokens.references else None
+        count = 0 if share is None else sum(math.prod(size) for size in tokens.references)
+        if share is not None and count <= (route.after or 0):
             start += tokens.count
             for size in tokens.references:
-                grids.append(Grid(start, size, config.references))
+                grids.append(Grid(start, size, share))
                 start += math.prod(size)
         length = None if route.after is None else route.before + tokens.count + route.after
         known, plans = None, step.plans
@@ -367,7 +368,7 @@ def merged_call(
         with RowsMode(None):
             return merged_call(layer, call, layout, config, stats, step, kernel)
     route = layer.route(call, layout, config)
-    keeps_all = config.keep == 1 and config.tau is None and config.references is None
+    keeps_all = config.keep == 1 and config.tau is None and config.reference_share is None
     if isinstance(route, str) or keeps_all:
         why = route if isinstance(route, str) else KEEPS_ALL
         stats.skipped(why, layer.count(call, layout))
@@ -390,7 +391,9 @@ def merged_call(
     if job.merged is None:
         stats.skipped(job.left or UNSEEN.format(call.kind), route.tokens.count)
     else:
-        note = "; ".join(filter(None, (route.note, job.note)))
+        count = len(job.grids) - 1
+        others = f"keys of {count} reference image{'s' * (count > 1)} too" if count else ""
+        note = "; ".join(filter(None, (route.note, job.note, others)))
         stats.merged(job.merged.groups, size, note)
     return output
 

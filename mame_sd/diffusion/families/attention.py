@@ -77,6 +77,8 @@ class SequenceAttention(AttentionAdapter):
             layout = Tokens((hidden.shape[-2], hidden.shape[-1]))
         if layout is None or layout.unknown:
             return "height and width unknown" if layout is None else layout.unknown
+        if layout.references and not family.references:
+            layout = replace(layout, references=())
         hidden = hidden if hidden.dim() == 3 else _sequence(hidden)
         alone = hidden.shape[1] == layout.count and not (layout.before or layout.after)
         start = 0 if alone else layout.start(hidden.shape[1])
@@ -265,7 +267,7 @@ def _skip_reason(
             length = value.shape[1] if isinstance(value, Tensor) else "no"
             return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
     merging = tokens.count
-    if config.references is not None:
+    if tokens.references and config.reference_share is not None:
         merging += sum(math.prod(size) for size in tokens.references)
     if config.min_tokens is None:
         width = head_width(call.module) if layer.width is None else layer.width
