@@ -30,6 +30,7 @@ from mame_sd.layer_rules import LayerRules, means
 SETTINGS_FILE = "mame.json"
 DEFAULT_KEEP = 0.25
 DEFAULT_MLP_KEEP = 0.125
+DEFAULT_REFERENCES = 0.25
 Check = Callable[[Any], Any]  # returns a field's stored value, or raises ValueError
 Method = Literal["keys", "tokens"]
 
@@ -123,9 +124,9 @@ class MaMeConfig:
             samples may share a batch, or be two calls of one input. It needs `apply_mame`, which
             reads both.
         seed: seed of the random draws. Draws have their own generator, never the global one.
-        references: share of each reference image's keys to keep in an edit; off unless given. Above
-            0 to 1. Each reference merges on its own grid. Models for edits support it, through
-            `apply_mame`.
+        references: share of each reference image's keys to keep; by default a quarter. If `keep` is
+            given, the default keeps all. Above 0 to 1; 1 keeps all. Each reference merges on its
+            own grid. Models for edits support it, through `apply_mame`.
         size: latent height and width, for layers that don't know them. `MaMeAttnProcessor` and
             single attention modules need it. Models read it from their input and reject a different
             value.
@@ -192,6 +193,14 @@ class MaMeConfig:
     def block_share(self) -> float:
         """Return the share of the tokens on which blocks are computed, 1 if none is restored."""
         return 1.0 if self.block_keep is None else self.block_keep
+
+    @property
+    def reference_share(self) -> float | None:
+        """Return the share of a reference image's keys to keep, or None if they don't merge."""
+        share = self.references
+        if share is None and self.is_default:
+            share = DEFAULT_REFERENCES
+        return None if share == 1 else share
 
     @property
     def given(self) -> dict[str, Any]:

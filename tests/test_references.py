@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import torch.nn.functional as F
 
 from mame_sd import (
     MaMeAttnProcessor,
@@ -156,6 +157,47 @@ def test_tokens_of_references_that_merge_count() -> None:
     handle.set(references=SHARE)
     output_of(inputs, model)
     assert all(layer.merged for layer in handle.report().layers)
+
+
+def test_by_default_references_merge_like_the_image() -> None:
+    model, inputs = built(EDITS[0])
+    handle = apply_mame(model, min_tokens=1)
+    with merging() as calls:
+        output_of(inputs, model)
+    assert calls
+    for call in calls:
+        assert [(grid.size, grid.keep) for grid in call.job.grids] == [
+            (size, 0.25) for size in ((H, W), *SIZES)
+        ]
+        check_by_loop(call)
+    for keep, others in ({"keep": 0.25}, 0), ({"keep": None, "references": 0.5}, len(SIZES)):
+        handle.set(**keep)
+        with merging() as calls:
+            output_of(inputs, model)
+        assert {len(call.groups) for call in calls} == {1 + others}
+
+
+def test_by_default_tokens_of_references_count() -> None:
+    """576 tokens of an image are too few to merge on a CPU, with as many of a reference enough."""
+    model, inputs = built(EDITS[0])
+    places = torch.cartesian_prod(*[torch.arange(24.0)] * 2)
+    ids = torch.cat([F.pad(places, (1, 0), value=number) for number in (0.0, 1.0)])
+    handle = apply_mame(model)
+    for images in (1, 2):
+        given = {"hidden_states": normal(2, images * 576, 4), "img_ids": ids[: images * 576]}
+        output_of({**inputs, **given}, model)
+        attentions = [one for one in handle.report().layers if one.kind == "attention"]
+        assert {bool(one.merged) for one in attentions} == {images == 2}
+        handle.reset()
+
+
+def test_by_default_references_stay_where_no_model_of_edits_reads_them() -> None:
+    case = MODELS["OvisImageTransformer2DModel"]
+    model: Any = case.build().eval()
+    apply_mame(model, min_tokens=1)
+    with merging() as calls:
+        output_of(packed(case.inputs()), model)
+    assert {len(call.groups) for call in calls} == {1}
 
 
 def test_models_without_references_refuse_it() -> None:

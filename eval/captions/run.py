@@ -112,7 +112,7 @@ def caption_pictures(
         pixels = load_image(pictures.files[name], convert=True)
         check_size(pixels, str(pictures.files[name]))
         inputs = captioner.call(Image.fromarray(pixels))
-        whole: Tensor | None = None
+        unmerged: Tensor | None = None
         plain = _caption(captioner, BASELINE, inputs, tokens)
         for row in missing:
             made = plain if row == BASELINE else _caption(captioner, row, inputs, tokens)
@@ -121,9 +121,10 @@ def caption_pictures(
                 line[f"{part}_share"] = made[part] / plain[part]
             if row != BASELINE:
                 ids = store.lines[BASELINE, name]["ids"]
-                whole = _read(captioner, BASELINE, inputs, ids) if whole is None else whole
+                if unmerged is None:
+                    unmerged = _read(captioner, BASELINE, inputs, ids)
                 read = _read(captioner, row, inputs, ids)
-                line["kl"] = float((whole.exp() * (whole - read)).sum(-1).mean())
+                line["kl"] = float((unmerged.exp() * (unmerged - read)).sum(-1).mean())
             yield row, line
         on_note(f"{names.index(name) + 1} of {len(names)} pictures")
 

@@ -19,7 +19,7 @@ from mame_sd.cli.console import answer, note, progress
 from mame_sd.cli.errors import exit_status
 from mame_sd.cli.groups import MODEL, PromptOptions
 from mame_sd.cli.options import FieldOptions, command, program
-from mame_sd.errors import UserError
+from mame_sd.errors import unexpected
 from mame_sd.runs.model_files import ModelChoice
 
 from .. import PROGRAM
@@ -130,9 +130,7 @@ def benchmark_command(
     place = Path("out") / suite if out is None else out
     chosen = None if suite == README else suite_named(suite)
     if options.quick and chosen is not None:
-        raise UserError(
-            f"--quick: expected --suite {README}, got {suite}; leave it out, or give that"
-        )
+        raise unexpected("--quick", f"--suite {README}", suite, "leave it out, or give that")
     from ..benchmark.rows import check_rows
 
     check_rows(options.rows, options.row)
@@ -182,6 +180,9 @@ def classify_command(
 
     Run again to continue; launch with accelerate to share the work.
     """
+    if suite not in CLASSIFY_SUITES:
+        allowed = f"one of {', '.join(CLASSIFY_SUITES)}"
+        raise unexpected("--suite", allowed, repr(suite), "give one of these")
     from ..perception.rows import chosen_rows
 
     chosen = chosen_rows(suite, rows)

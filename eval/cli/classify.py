@@ -52,10 +52,7 @@ def run_classify(
     from ..report import render
 
     check_out(out)
-    if options.data is None:
-        raise UserError(
-            "--data: expected a folder of class folders or of images, got none; give one"
-        )
+    assert options.data is not None
     if suite == VIDEO and choice.model is None:
         choice = replace(choice, model=f"{EMBEDDED}video")
     process = this_process()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mame_sd.cli.options import FieldOptions
-from mame_sd.errors import UserError
+from mame_sd.errors import unexpected
 from mame_sd.runs.jobs import GenerateSettings
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.options import option
@@ -125,13 +125,15 @@ class ClassifyOptions:
     rounds: int = option(5, "Rounds of timing; each times every row once.")
 
     def __post_init__(self) -> None:
+        if self.data is None:
+            raise unexpected("--data", "a folder of class folders or of images", "none", "give one")
         check_rounds(self.rounds)
         for flag, value in (("--num", self.num), ("--batch-size", self.batch_size)):
             if value is not None and value < 1:
-                raise UserError(f"{flag}: expected at least 1, got {value}; raise it")
+                raise unexpected(flag, "at least 1", value, "raise it")
 
 
 def check_rounds(rounds: int) -> None:
     """Raise UserError for fewer rounds of timing than one."""
     if rounds < 1:
-        raise UserError(f"--rounds: expected at least 1, got {rounds}; raise it")
+        raise unexpected("--rounds", "at least 1", rounds, "raise it")

@@ -42,16 +42,16 @@ class RivalLayer(AttentionAdapter):
         """Describe a call as `inner` does."""
         return self.inner.call(module, forward, args, kwargs)
 
-    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
+    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route | str:
         """Decide how a call merges as `inner` does; refuse unknown heights and widths."""
-        route = self.inner.route(call, known, config)
+        route = self.inner.route(call, layout, config)
         if not isinstance(route, str) and len(route.tokens.size) == 1:
             return "height and width unknown"
         return route
 
-    def count(self, call: LayerCall, known: Tokens | None) -> int:
+    def count(self, call: LayerCall, layout: Tokens | None) -> int:
         """Count the image's tokens as `inner` does."""
-        return self.inner.count(call, known)
+        return self.inner.count(call, layout)
 
     def plan(self, route: Route) -> Any:
         """Return the rival's plan."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mame_sd.json_files import json_text
+from mame_sd.runs.options import option
 
 _LONGEST_LINE = 2000  # characters of a line that may name a prompt or a cell of any length
 FIRST_LINE = 10.0  # seconds before the first plain line of progress
@@ -19,15 +20,10 @@ FIRST_LINE = 10.0  # seconds before the first plain line of progress
 
 @dataclass(frozen=True)
 class Output:
-    """What a command prints.
+    """What a command prints: `quiet` omits notes and progress."""
 
-    Attributes:
-        quiet: print no notes and no progress.
-        as_json: print the result as one JSON object.
-    """
-
-    quiet: bool = False
-    as_json: bool = False
+    quiet: bool = option(False, "Print the result alone.", "--quiet", "-q")
+    as_json: bool = option(False, "Print the result as one JSON object.", "--json")
 
 
 _DEFAULT = Output()

@@ -106,20 +106,28 @@ class FieldOptions:
         given_only: bool = False,
     ) -> None:
         self._kind, self._given_only = kind, given_only
-        hints = get_type_hints(kind)
-        self.parameters = [
-            keyword(
-                f.name,
-                hints[f.name],
-                None if given_only else (defaults or {}).get(f.name, f.default),
-                (help or {}).get(f.name, f.metadata["help"]),
-                *f.metadata["flags"],
-                panel=panel,
-                metavar=f.metadata["metavar"],
+        defaults, help, hints = defaults or {}, help or {}, get_type_hints(kind)
+        self.parameters = []
+        for f in fields(kind):
+            if "flags" not in f.metadata or f.name in without:
+                continue
+            default = None if given_only else defaults.get(f.name, f.default)
+            hint, metavar = hints[f.name], f.metadata["metavar"]
+            if get_origin(hint) in (Union, UnionType):
+                (hint,) = (member for member in get_args(hint) if member is not NoneType)
+            if hint == tuple[str, ...]:  # may be given repeatedly
+                hint, default = list[str], list(default or ())
+            made = typer.Option(
+                *(f.metadata["flags"] or ("--" + f.name.replace("_", "-"),)),
+                help=help.get(f.name, f.metadata["help"]),
+                metavar=METAVARS.get(hint) if metavar is None else metavar,
+                rich_help_panel=panel,
             )
-            for f in fields(kind)
-            if "flags" in f.metadata and f.name not in without
-        ]
+            annotation: Any = Annotated[hint if default is not None else hint | None, made]
+            parameter = inspect.Parameter(
+                f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
+            self.parameters.append(parameter)
 
     def build(self, values: Mapping[str, Any]) -> Any:
         """Return the command's argument made of the options' values by field name."""
@@ -129,70 +137,30 @@ class FieldOptions:
         return self._kind(**tuples)
 
 
-def keyword(
-    name: str,
-    kind: Any,
-    default: Any,
-    help: str,
-    *flags: str,
-    panel: str | None = None,
-    metavar: str | None = None,
-) -> inspect.Parameter:
-    """Return a keyword-only parameter that typer makes an option of.
-
-    Args:
-        name: name of the parameter.
-        kind: its annotation. An option of `tuple[str, ...]` may be given repeatedly.
-        default: its default.
-        help: help text of the option.
-        flags: flags of the option. By default its name.
-        panel: heading of the option in the help text.
-        metavar: name of the value in the help text. If None, the type decides.
-    """
-    if get_origin(kind) in (Union, UnionType):
-        (kind,) = (member for member in get_args(kind) if member is not NoneType)
-    if kind == tuple[str, ...]:
-        kind, default = list[str], list(default)
-    made = typer.Option(
-        *(flags or ("--" + name.replace("_", "-"),)),
-        help=help,
-        metavar=METAVARS.get(kind) if metavar is None else metavar,
-        rich_help_panel=panel,
-    )
-    annotation: Any = Annotated[kind if default is not None else kind | None, made]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-    )
-
-
-_OUTPUT = (
-    keyword("quiet", bool, False, "Print the result alone.", "--quiet", "-q"),
-    keyword("as_json", bool, False, "Print the result as one JSON object.", "--json"),
-)
-
-
 def command(
     app: typer.Typer, name: str, /, **groups: FieldOptions
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that adds a command whose parameters in `groups` are groups of options."""
+    every = {"output": FieldOptions(Output), **groups}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(function, eval_str=True)
         own = [p for p in signature.parameters.values() if p.name not in groups]
         prefixed = {
             (group, p.name): p.replace(name=f"{group}_{p.name}")
-            for group, options in groups.items()
+            for group, options in every.items()
             for p in options.parameters
         }
 
         def with_options(**values: Any) -> None:
-            OUTPUT.set(Output(values.pop("quiet"), values.pop("as_json")))
-            given: dict[str, dict[str, Any]] = {group: {} for group in groups}
+            given: dict[str, dict[str, Any]] = {group: {} for group in every}
             for (group, field), p in prefixed.items():
                 given[group][field] = values.pop(p.name)
-            function(**values, **{g: options.build(given[g]) for g, options in groups.items()})
+            built = {group: options.build(given[group]) for group, options in every.items()}
+            OUTPUT.set(built.pop("output"))
+            function(**values, **built)
 
-        parameters = [*own, *_OUTPUT, *prefixed.values()]
+        parameters = [*own, *prefixed.values()]
         with_options.__doc__ = function.__doc__
         with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}

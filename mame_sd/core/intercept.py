@@ -36,7 +36,7 @@ UNCOUNTED = ", which takes no sizes of groups: their keys carry them"
 
 
 class KernelAdapter(NamedTuple):
-    """An attention kernel and the names of its arguments."""
+    """Pass an attention kernel only those arguments that it names."""
 
     call: Kernel
     names: frozenset[str]
@@ -121,7 +121,7 @@ def adapt_kernel(kernel: Kernel) -> KernelAdapter:
 
 @dataclass
 class MergeJob:
-    """One call of a layer whose keys merge.
+    """Merge the keys in one call of a layer.
 
     Attributes:
         grids: positions of the image's keys, and of reference images' keys, in the sequence.
@@ -129,7 +129,7 @@ class MergeJob:
         first_query: position of the image's first query among `queries` queries.
         queries: number of queries of the layer, if it differs from the number of keys.
         options: the settings.
-        draw, leader: see `merge_keys`.
+        draw, leader: see `Choice`.
         known: for each attention call by its number, the groups of its grids that an earlier call
             of the layer made.
         prefixed: if True, any number of keys of earlier calls precede these keys.

@@ -160,8 +160,8 @@ def build_handle(
         layer = _layer_of(path, module, image, family)
         if layer is not None:
             stats = LayerStats(path or kind, device_of(module))
-            known = None if image is None else image.tokens
-            hook = MergeHook(shared, stats, layer, known, merging)
+            layouts = None if image is None else image.tokens
+            hook = MergeHook(shared, stats, layer, layouts, merging)
             hooks.append((module, hook))
             attention[path] = hook, family
             merging += 1

@@ -39,7 +39,7 @@ UNSEEN = "{} calls no attention over the layer's tokens that can be intercepted"
 
 
 class LayerCall(NamedTuple):
-    """One call of a module, whose own forward is `forward`."""
+    """Describe one call of a module, whose own forward is `forward`."""
 
     module: Any
     forward: Callable[..., Any]
@@ -128,19 +128,19 @@ class AttentionAdapter(ABC):
         return LayerCall(module, forward, given, names, args[len(names) :], processor, kind)
 
     @abstractmethod
-    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
+    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route | str:
         """Decide how a call merges. No other place decides this.
 
         Args:
             call: the call of the module.
-            known: layout of the tokens, read from the model's call. If None, it is unknown.
+            layout: layout of the tokens, read from the model's call. If None, it is unknown.
             config: the settings.
 
         Returns:
             The route, or the reason why the call is not merged.
         """
 
-    def count(self, call: LayerCall, known: Tokens | None) -> int:
+    def count(self, call: LayerCall, layout: Tokens | None) -> int:
         """Return the number of tokens of a call that is not merged, or 0 if it is unknown."""
         hidden = call.arguments.get(self.hidden)
         return int(hidden.shape[1]) if isinstance(hidden, Tensor) and hidden.dim() > 1 else 0
@@ -165,11 +165,12 @@ class AttentionAdapter(ABC):
         config, tokens, start = route.config, route.tokens, route.before
         assert config.keep is not None
         grids = [Grid(start, tokens.size, config.keep)]
-        count = sum(math.prod(size) for size in tokens.references)
-        if config.references is not None and count <= (route.after or 0):
+        share = config.reference_share if tokens.references else None
+        count = 0 if share is None else sum(math.prod(size) for size in tokens.references)
+        if share is not None and count <= (route.after or 0):
             start += tokens.count
             for size in tokens.references:
-                grids.append(Grid(start, size, config.references))
+                grids.append(Grid(start, size, share))
                 start += math.prod(size)
         length = None if route.after is None else route.before + tokens.count + route.after
         known, plans = None, step.plans
@@ -245,7 +246,7 @@ class LayerHook:
     Args:
         shared: state that the hooks of a handle share.
         stats: counters of the layer.
-        known: layout of the tokens in each thread's latest call of the model. If None, it is
+        layouts: layout of the tokens in each thread's latest call of the model. If None, it is
             unknown.
         number: number of the layer in its model, from 0. Neighbours take different draws in one
             step, so that their errors do not add up.
@@ -255,14 +256,14 @@ class LayerHook:
     entry: Any = None  # replaces the module's forward, a method of an MergedForward
 
     def __init__(
-        self, shared: HandleState, stats: LayerStats, known: PerThread | None, number: int = 0
+        self, shared: HandleState, stats: LayerStats, layouts: PerThread | None, number: int = 0
     ) -> None:
         self.place = number % DRAWS
         # A 0-dimensional tensor works on any device, and is no constant of a compiled graph.
         self.number = torch.tensor(number)
         self.shared = shared
         self.stats = stats
-        self.known = known
+        self.layouts = layouts
 
     @property
     def setting(self) -> ResolvedConfig:
@@ -277,8 +278,8 @@ class LayerHook:
 
         It is None if the layout is unknown.
         """
-        known = self.known
-        return None if known is None else getattr(known.mine, "value", known.latest)
+        layouts = self.layouts
+        return None if layouts is None else getattr(layouts.mine, "value", layouts.latest)
 
     def step(self) -> Step:
         """Return the step of this thread's latest call of the model.
@@ -315,7 +316,7 @@ class MergeHook(LayerHook):
         shared: see `LayerHook`.
         stats: see `LayerHook`.
         layer: adapter of the kind of module.
-        known: see `LayerHook`.
+        layouts: see `LayerHook`.
         number: see `LayerHook`.
     """
 
@@ -326,10 +327,10 @@ class MergeHook(LayerHook):
         shared: HandleState,
         stats: LayerStats,
         layer: AttentionAdapter,
-        known: PerThread | None,
+        layouts: PerThread | None,
         number: int = 0,
     ) -> None:
-        super().__init__(shared, stats, known, number)
+        super().__init__(shared, stats, layouts, number)
         self.layer = layer
 
     def put(self, module: nn.Module, inner: Callable[..., Any]) -> Any:
@@ -341,7 +342,7 @@ class MergeHook(LayerHook):
 def merged_call(
     layer: AttentionAdapter,
     call: LayerCall,
-    known: Tokens | None,
+    layout: Tokens | None,
     config: MaMeConfig,
     stats: LayerStats,
     step: Callable[[], Step] = lambda: NO_STEP,
@@ -353,7 +354,7 @@ def merged_call(
     Args:
         layer: adapter of the module.
         call: the call.
-        known: layout of the tokens, as for `AttentionAdapter.route`.
+        layout: layout of the tokens, as for `AttentionAdapter.route`.
         config: the settings.
         stats: counters of the layer.
         step: returns the step. It is called only if keys merge.
@@ -365,14 +366,14 @@ def merged_call(
     """
     if rows is not None and needs_all_rows(call.module):
         with RowsMode(None):
-            return merged_call(layer, call, known, config, stats, step, kernel)
-    route = layer.route(call, known, config)
-    keeps_all = config.keep == 1 and config.tau is None and config.references is None
+            return merged_call(layer, call, layout, config, stats, step, kernel)
+    route = layer.route(call, layout, config)
+    keeps_all = config.keep == 1 and config.tau is None and config.reference_share is None
     if isinstance(route, str) or keeps_all:
         why = route if isinstance(route, str) else KEEPS_ALL
-        stats.skipped(why, layer.count(call, known))
+        stats.skipped(why, layer.count(call, layout))
         if rows is not None and config.tau is None:
-            route = layer.route(call, known, of_all_keys(config))
+            route = layer.route(call, layout, of_all_keys(config))
         if rows is None or isinstance(route, str):
             return call.run()
         return _of_some_queries(layer, route, rows, stats, kernel)
@@ -390,7 +391,9 @@ def merged_call(
     if job.merged is None:
         stats.skipped(job.left or UNSEEN.format(call.kind), route.tokens.count)
     else:
-        note = "; ".join(filter(None, (route.note, job.note)))
+        count = len(job.grids) - 1
+        others = f"keys of {count} reference image{'s' * (count > 1)} too" if count else ""
+        note = "; ".join(filter(None, (route.note, job.note, others)))
         stats.merged(job.merged.groups, size, note)
     return output
 
@@ -402,7 +405,7 @@ def _of_some_queries(
     stats: LayerStats,
     kernel: KernelAdapter | None,
 ) -> Any:
-    """Compute a call whose keys stay, for some queries alone.
+    """Compute a call whose keys don't merge, for a few queries only.
 
     Args:
         layer: adapter of the module.

@@ -82,5 +82,5 @@ def check_of(pipe: Any) -> PipelineCheck | None:
 
 
 def forget_pipeline(pipe: Any) -> None:
-    """Check a pipeline no longer, even if its check is that of a pipeline it was copied from."""
+    """Remove the check of a pipeline, even if the pipeline is a shallow copy of another."""
     getattr(pipe, "__dict__", {}).pop(_ATTRIBUTE, None)

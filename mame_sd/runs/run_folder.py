@@ -61,10 +61,6 @@ class RunFolder:
                     f"a link to {os.readlink(own)!r}",
                     "put the folder itself there, or make --out a link",
                 )
-        folder = next((one for one in self.images.glob("*.png") if one.is_dir()), None)
-        if folder is not None:
-            got = f"the folder {folder.name!r} among them"
-            raise unexpected(where, "images", got, "take it away, or choose another")
         with writing(self.path):
             foreign = sorted(entry for entry in os.listdir(self.path) if entry != self.work.name)
         if foreign and self.manifest.name not in foreign:

@@ -57,7 +57,7 @@ core/fit.py: core
     (diagonal.sum(-1) / count) => (diagonal.sum(-1) / 3)
     flatten(0, -3) - torch.bmm => flatten(0, -3) + torch.bmm
     / count).clamp_min(least) => / count)
-    some.shape[1] / beside.shape[1], => 1,
+    some.shape[1] / others.shape[1], => 1,
     value=1 / scale) => value=1)
     fitted = fitted.clamp(-HALF_MAX, HALF_MAX) => pass
 core/restore.py: core/test_restore.py
@@ -95,7 +95,7 @@ diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_refe
     start += tokens.count => start += 0
     plans.calls[name], config, sizes => plans.calls[name], sizes
     plans is not None and plans.latents() is not None => plans is not None
-    stats.skipped(why, layer.count(call, known)) => stats.skipped("", 0)
+    stats.skipped(why, layer.count(call, layout)) => stats.skipped("", 0)
 diffusion/layer.py: diffusion/test_calls.py
     plans.calls[name] += 1 => pass
 diffusion/restoring.py: diffusion/test_restoring.py test_models.py
@@ -150,7 +150,7 @@ captions/patch.py: captions
     for row in rows for one in row * times] => for _ in range(times) for row in rows for one in row]
     if slot is self.base and shortener is None and self.blocks: => if False:
 caches/handle.py: caches
-    if self.live and tokens > 1 and not others: => if False:
+    if self.live and tokens > 1 and not others and => if False and
 perception/hooks.py: perception/test_tools.py
     elif child is not self.child: => elif self.child is None:
 perception/handle.py: perception/test_tools.py perception/test_restore.py
@@ -159,7 +159,7 @@ perception/handle.py: perception/test_tools.py perception/test_restore.py
 perception/encoder_registry.py: perception/test_apply.py
     [*parts, self.keys] => parts
 perception/merged_block.py: perception
-    if self.compared == "x": => if True:
+    if not self.compares_keys: => if True:
     if not dense and not (shared.restore and last): => if not dense:
     else sizes.log().to(normed.dtype) => else sizes.to(normed.dtype)
     plan.merge(x.to(exact) * share) / held => plan.merge(x.to(exact))
@@ -177,14 +177,14 @@ runs/generate.py: runs/test_generate.py
     batches[self.process.rank :: self.process.count] => batches
     if job.name not in done] => ]
 runs/loading.py: runs/test_loading.py
-    if lacking is not None: => if False:
+    if values.is_meta: => if False:
 runs/sampling.py: runs cli/test_app.py
     if settings.height is not None: => if False:
 cli/errors.py: cli
     return USAGE, str(error) => return MACHINE, str(error)
-    if interrupts.came: => if False:
+    if interrupts or isinstance(error, KeyboardInterrupt): => if False:
 cli/groups.py: cli
-    if given: => if False:
+    if others: => if False:
 """
 
 

@@ -65,7 +65,7 @@ class SequenceAttention(AttentionAdapter):
         self.hidden = family.inputs[0]
         self.width = None if module is None else head_width(module)
 
-    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
+    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route | str:
         """Decide how a call merges, see `AttentionAdapter`."""
         family, given = self.family, call.arguments
         hidden = given.get(self.hidden)
@@ -74,44 +74,46 @@ class SequenceAttention(AttentionAdapter):
         ):
             return "input is no tokens [B, L, C]"
         if hidden.dim() == 4:
-            known = Tokens((hidden.shape[-2], hidden.shape[-1]))
-        if known is None or known.unknown:
-            return "height and width unknown" if known is None else known.unknown
+            layout = Tokens((hidden.shape[-2], hidden.shape[-1]))
+        if layout is None or layout.unknown:
+            return "height and width unknown" if layout is None else layout.unknown
+        if layout.references and not family.references:
+            layout = replace(layout, references=())
         hidden = hidden if hidden.dim() == 3 else _sequence(hidden)
-        alone = hidden.shape[1] == known.count and not (known.before or known.after)
-        start = 0 if alone else known.start(hidden.shape[1])
-        reason = _skip_reason(self, call, known, config, start, hidden)
+        alone = hidden.shape[1] == layout.count and not (layout.before or layout.after)
+        start = 0 if alone else layout.start(hidden.shape[1])
+        reason = _skip_reason(self, call, layout, config, start, hidden)
         if reason is not None:
             return reason
         first = start or 0
         if config.tau is not None:
             if not family.queries:
                 return KEYS_ONLY.format(type(call.module).__name__)
-            unlike = _unlike(given, family.select, known) if family.select else None
+            unlike = _unlike(given, family.select, layout) if family.select else None
             if unlike is not None:
                 return unlike
-            image = hidden[:, first : first + known.count]
+            image = hidden[:, first : first + layout.count]
             return Route(
-                call, config, known, first, merge_tokens=self._tokens_merged, feature=image
+                call, config, layout, first, merge_tokens=self._tokens_merged, feature=image
             )
         registry = getattr(call.module, "_diffusers_hook", None)
         if registry is not None and _skips_scores(registry):
             return LAYER_SKIP
-        before, after = first, hidden.shape[1] - first - known.count
-        text = 0 if family.joint is None else _text_length(family, given, known)
+        before, after = first, hidden.shape[1] - first - layout.count
+        text = 0 if family.joint is None else _text_length(family, given, layout)
         last = None if text is None else after + text if family.joint == "last" else after
         before += (text or 0) if family.joint == "first" else 0
         cached = family.cached is not None and family.cached(given)
         job = {"queries": hidden.shape[1], "prefixed": cached}
-        note = NO_SIZE if len(known.size) == 1 else ""
-        return Route(call, config, known, first, before, last, note, job=job)
+        note = NO_SIZE if len(layout.size) == 1 else ""
+        return Route(call, config, layout, first, before, last, note, job=job)
 
-    def count(self, call: LayerCall, known: Tokens | None) -> int:
+    def count(self, call: LayerCall, layout: Tokens | None) -> int:
         """Return the number of the image's tokens, or 0 if it is unknown."""
         hidden = call.arguments.get(self.hidden)
         if isinstance(hidden, Tensor) and hidden.dim() == 4:
             return int(hidden.shape[2] * hidden.shape[3])
-        return 0 if known is None or known.unknown else known.count
+        return 0 if layout is None or layout.unknown else layout.count
 
     def _tokens_merged(self, route: Route, plan: Plan) -> Any:
         """Compute the attention of merged tokens and restore them.
@@ -145,10 +147,10 @@ class PlainAttention(SequenceAttention):
     def __init__(self, module: nn.Module | None = None) -> None:
         super().__init__(module, IMAGE_ALONE)
 
-    def route(self, call: LayerCall, known: Tokens | None, config: MaMeConfig) -> Route | str:
+    def route(self, call: LayerCall, layout: Tokens | None, config: MaMeConfig) -> Route | str:
         """Decide how a call merges, see `AttentionAdapter`.
 
-        If `known` is None, `guessed` gives the layout of the tokens.
+        If `layout` is None, `guessed` gives the layout of the tokens.
         """
         # The adapter of one module was made because the module can merge. Its processor may change.
         if self.width is None and (reason := fixed_reason(call.module)) is not None:
@@ -160,9 +162,9 @@ class PlainAttention(SequenceAttention):
         if config.tau is not None and call.kind not in PLAIN_PROCESSORS:
             return NOT_PLAIN.format(call.kind)
         hidden = call.arguments.get(self.hidden)
-        if known is None and isinstance(hidden, Tensor) and hidden.dim() == 3:
-            known = guessed(hidden.shape[1], config.size)
-        route = super().route(call, known, config)
+        if layout is None and isinstance(hidden, Tensor) and hidden.dim() == 3:
+            layout = guessed(hidden.shape[1], config.size)
+        route = super().route(call, layout, config)
         stood_in = type(call.processor) in STOOD_IN_FOR  # not the user's derived classes
         if isinstance(route, str) or config.tau is not None or not stood_in:
             return route
@@ -171,9 +173,9 @@ class PlainAttention(SequenceAttention):
         scale = {} if call.module.scale_qk else {"scale": call.module.scale}
         return replace(route, note=". ".join(notes), run=run, job={**route.job, **scale})
 
-    def count(self, call: LayerCall, known: Tokens | None) -> int:
+    def count(self, call: LayerCall, layout: Tokens | None) -> int:
         """Return the number of tokens, even if their layout is unknown."""
-        return AttentionAdapter.count(self, call, known)
+        return AttentionAdapter.count(self, call, layout)
 
     def _tokens_merged(self, route: Route, plan: Plan) -> Tensor:
         """Compute the attention [B, L, C] of merged tokens and restore them (MaMe, then MaRe)."""
@@ -260,12 +262,12 @@ def _skip_reason(
         value = given.get(name)
         if isinstance(value, Tensor) and value.dim() != 3:
             value = _sequence(value)
-        known = name == family.inputs[0] and first is not None
-        if not known and (not isinstance(value, Tensor) or tokens.start(value.shape[1]) is None):
+        located = name == family.inputs[0] and first is not None
+        if not located and (not isinstance(value, Tensor) or tokens.start(value.shape[1]) is None):
             length = value.shape[1] if isinstance(value, Tensor) else "no"
             return f"{length} tokens are not those of {' x '.join(map(str, tokens.size))}"
     merging = tokens.count
-    if config.references is not None:
+    if tokens.references and config.reference_share is not None:
         merging += sum(math.prod(size) for size in tokens.references)
     if config.min_tokens is None:
         width = head_width(call.module) if layer.width is None else layer.width

@@ -129,6 +129,8 @@ def test_help_and_errors_of_what_is_given_import_no_torch() -> None:
         "benchmark --model ./none",
         "score none none",
         "score none none --metrics x",
+        "classify",
+        "classify --data none --suite x",
         "cache --rows x",
         "caption --data x --references x --rows x",
     ]

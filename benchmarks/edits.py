@@ -1,0 +1,335 @@
+"""Merging of a reference image's keys, measured on edits of drawn pictures that no training saw.
+
+    python -m benchmarks.edits --edits 16 --rounds 4
+    python -m benchmarks.edits --weights DIR --rows references-0.25,random-0.25 --steps 8
+    python -m benchmarks.edits --movement   # how far the reference's keys move from step to step
+
+Half of the edits change the ground, the others the object. Cells are means over the edits:
+
+* dB: PSNR of an edit to the unmerged one of the same noise; the whole picture, the part that the
+  edit changes, and the part that it has to copy from the reference;
+* times as fast: CPU seconds of unmerged edits by those of the row, interleaved, one thread.
+
+`scripts/training/train_edits.py` trains the instrument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mame_sd.diffusion.apply_denoiser import apply_mame
+from mame_sd.diffusion.layer import AttentionAdapter
+from mame_sd.eval.instruments.edits import GRID, TEXT, Editor, captions_states, load_editor
+from mame_sd.eval.instruments.flow import times
+from mame_sd.eval.instruments.models import WEIGHTS
+from mame_sd.eval.tables import markdown_table
+from mame_sd.eval.timing import in_turns, seconds_of
+from scripts.training import world
+from scripts.training.pictures import rng_of
+from scripts.training.pool import load_autoencoder
+from scripts.training.train_edits import SHIFT, draw_set
+
+SEED = 1  # of the edits; the training's held-out loss has 0
+TOKENS = GRID**2
+BEGIN = TEXT + TOKENS  # where the reference's keys begin
+CHANGED = 8  # levels of 255 from which on a pixel counts as changed
+
+
+@dataclass(frozen=True)
+class Edits:
+    """Edits: what the model is given, and which pixels change.
+
+    Attributes:
+        references: latents [N, 4, 64, 64].
+        words, pooled: states of the captions.
+        changed: [N, 256, 256], whether the true edit differs from the reference there.
+        truth: the true edits [N, 3, 256, 256] in -1..1.
+    """
+
+    references: Tensor
+    words: Tensor
+    pooled: Tensor
+    changed: Tensor
+    truth: Tensor
+
+    def part(self, at: slice) -> Edits:
+        """Return some of the edits."""
+        return Edits(*(value[at] for value in vars(self).values()))
+
+
+@torch.no_grad()
+def draw_edits(count: int) -> Edits:
+    """Draw held-out edits: of the ground and of the object in turn."""
+    vae, rng = load_autoencoder(), rng_of(SEED, "held-out", 0)
+    pairs = []
+    for i in range(count):
+        first, *others = draw_set(rng, len(world.SUBJECTS), held_out=True)
+        pairs.append((others[i % 2], first))
+    before, after = (
+        torch.from_numpy(np.stack([world.render(scene) for scene in scenes])).permute(0, 3, 1, 2)
+        for scenes in zip(*pairs, strict=True)
+    )
+    changed = (before.int() - after.int()).abs().amax(1) >= CHANGED
+    latents = vae.encode(before.float() / 127.5 - 1).latents * vae.config.scaling_factor
+    states = captions_states([scene.caption for _, scene in pairs])
+    return Edits(latents, *states, changed, after.float() / 127.5 - 1)
+
+
+class FewerKeys(TorchFunctionMode):
+    """Drop keys of the reference, and count those that stay for those that are dropped.
+
+    Args:
+        kind: "random" keeps a random share, "grid" a share of the places, row by row.
+        share: share that stays; 0 drops all.
+    """
+
+    def __init__(self, kind: str, share: float) -> None:
+        super().__init__()
+        self.kind, self.share = kind, share
+        self.generator = torch.Generator().manual_seed(0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = {**dict(zip(("query", "key", "value"), args, strict=False)), **(kwargs or {})}
+        q, k, v = (given[name] for name in ("query", "key", "value"))
+        count = round(self.share * TOKENS)
+        if self.kind == "random":
+            kept = torch.randperm(TOKENS, generator=self.generator)[:count].sort().values
+        else:
+            every = torch.arange(TOKENS).view(GRID, GRID)
+            step = round(self.share**-1)
+            kept = every[(every // GRID + every % GRID) % step == 0].flatten()
+        at = torch.cat([torch.arange(BEGIN), BEGIN + kept])
+        bias = torch.zeros(1, 1, 1, len(at), dtype=q.dtype)
+        if count:
+            bias[..., BEGIN:] = -math.log(len(kept) / TOKENS)
+        return func(q, k.index_select(2, at), v.index_select(2, at), attn_mask=bias)
+
+
+@contextmanager
+def plans_kept() -> Iterator[None]:
+    """Merge the reference's keys in every step as in the first one, for a `with` block."""
+    own = AttentionAdapter.job
+    found: dict[str, dict[int, Any]] = {}
+
+    def job(self: Any, route: Any, name: str, step: Any) -> Any:
+        made = own(self, route, name, step)
+        known = {n: groups for n, groups in found.get(name, {}).items() if n > 0}
+        found[name] = known
+        return replace(made, known={0: known})
+
+    with patch.object(AttentionAdapter, "job", job):
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to compute an edit.
+
+    Attributes:
+        settings: of `apply_mame`; None: nothing merges.
+        keys: kind and share of `FewerKeys`.
+        fewer: steps that are left out.
+        kept: whether plans of the reference are kept for the whole run.
+        other: whether the reference is another picture.
+    """
+
+    label: str
+    settings: dict[str, Any] | None = None
+    keys: tuple[str, float] | None = None
+    fewer: int = 0
+    kept: bool = False
+    other: bool = False
+
+    @contextmanager
+    def on(self, editor: Editor) -> Iterator[None]:
+        """Compute the editor in this way for a `with` block."""
+        with ExitStack() as stack:
+            if self.settings is not None:
+                stack.callback(apply_mame(editor.model, **self.settings).remove)
+            if self.kept:
+                stack.enter_context(plans_kept())
+            if self.keys is not None:
+                stack.enter_context(FewerKeys(*self.keys))
+            yield
+
+
+def _alone(share: float) -> dict[str, Any]:
+    return {"keep": 1.0, "references": share}
+
+
+ROWS = {
+    "unmerged": Row(label="unmerged"),
+    "fewer-1": Row(label="one step fewer", fewer=1),
+    **{
+        f"references-{share:g}": Row(label=f"{share:g} of the reference's keys",
+                                     settings=_alone(share))
+        for share in (0.5, 0.25, 0.125)
+    },
+    "means-0.25": Row(label="0.25, not fitted", settings={**_alone(0.25), "fit_queries": 0}),
+    "kept-0.25": Row(label="0.25, plans kept", settings=_alone(0.25), kept=True),
+    "kept-0.5": Row(label="0.5, plans kept", settings=_alone(0.5), kept=True),
+    "random-0.5": Row(label="0.5 at random", keys=("random", 0.5)),
+    "random-0.25": Row(label="0.25 at random", keys=("random", 0.25)),
+    "second": Row(label="every second key", keys=("grid", 0.5)),
+    "keys-0.25": Row(label="0.25 of the image's keys", settings={"keep": 0.25}),
+    "both-0.25": Row(label="0.25 of the image's and the reference's keys",
+                     settings={"keep": 0.25, "references": 0.25}),
+    "default": Row(label="default", settings={}),
+    "default-whole": Row(label="default, the reference's keys not merged",
+                         settings={"references": 1.0}),
+    "default-half": Row(label="default, 0.5 of the reference's keys", settings={"references": 0.5}),
+    "none": Row(label="no key of the reference", keys=("random", 0.0)),
+    "other": Row(label="another reference", other=True),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def edited(editor: Editor, row: Row, edits: Edits, steps: int, seed: int) -> Tensor:
+    """Return a row's edits as latents [N, 4, 64, 64]; noise i is drawn by `seed` + i."""
+    seeds = (torch.Generator().manual_seed(seed + i) for i in range(len(edits.words)))
+    state = torch.stack([torch.randn(edits.references.shape[1:], generator=g) for g in seeds])
+    references = edits.references.roll(1, 0) if row.other else edits.references
+    with row.on(editor):
+        for time, following in pairwise(times(steps - row.fewer, SHIFT)):
+            at = torch.full((len(state),), time)
+            velocity = editor(state, at, references[:, None], edits.words, edits.pooled)
+            state = state + (following - time) * velocity
+    return state
+
+
+def decibels(samples: Tensor, reference: Tensor, where: Tensor | None = None) -> list[float]:
+    """Return the PSNR of each sample in -1..1, of the pixels `where` [N, H, W] alone."""
+    error = (samples - reference).square().mean(1)
+    where = torch.ones_like(error, dtype=torch.bool) if where is None else where
+    mean = (error * where).sum((1, 2)) / where.sum((1, 2)).clamp_min(1)
+    return (10 * torch.log10(4 / mean.clamp_min(1e-12))).tolist()
+
+
+class Measurement:
+    """Rows of the editor, compared with its unmerged edits."""
+
+    def __init__(self, editor: Editor, edits: Edits, steps: int, batch: int) -> None:
+        self.editor, self.edits, self.steps, self.batch = editor, edits, steps, batch
+        self.vae = load_autoencoder()
+        self.reference = self.pictures(ROWS["unmerged"])
+
+    @torch.no_grad()
+    def pictures(self, row: Row) -> Tensor:
+        """Return a row's edits [N, 3, 256, 256], in -1..1."""
+        made = []
+        for at in range(0, len(self.edits.words), self.batch):
+            part = self.edits.part(slice(at, at + self.batch))
+            latents = edited(self.editor, row, part, self.steps, at)
+            made.append(self.vae.decode(latents / self.vae.config.scaling_factor).sample)
+        return torch.cat(made).clamp(-1, 1)
+
+    def measure(self, row: Row) -> list[list[float]]:
+        """Return dB to the unmerged edits: whole, changed part, copied part; and to the truth."""
+        found, changed = self.pictures(row), self.edits.changed
+        return [
+            decibels(found, self.reference),
+            decibels(found, self.reference, changed),
+            decibels(found, self.reference, ~changed),
+            decibels(found, self.edits.truth),
+        ]
+
+    def seconds(self, names: list[str], rounds: int) -> dict[str, float]:
+        """Return the median CPU seconds of one edit by each row, in interleaved rounds."""
+        one = self.edits.part(slice(0, 1))
+
+        def seconds(name: str) -> float:
+            make = partial(edited, self.editor, ROWS[name], one, self.steps, 0)
+            return seconds_of(make, torch.device("cpu"))[1]
+
+        return {name: median(taken) for name, taken in in_turns(names, rounds, seconds).items()}
+
+
+class Movement(TorchFunctionMode):
+    """Note the reference's keys of each attention call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            given = {**dict(zip(("query", "key"), args, strict=False)), **(kwargs or {})}
+            self.keys.append(given["key"][:, :, BEGIN:].clone())
+        return func(*args, **(kwargs or {}))
+
+
+def movement(editor: Editor, edits: Edits, steps: int) -> str:
+    """Return by how much the reference's keys change from step to step and from the first one."""
+    with Movement() as noted:
+        edited(editor, ROWS["unmerged"], edits, steps, 0)
+    layers = len(noted.keys) // steps
+    lines = []
+    for layer in range(layers):
+        keys = noted.keys[layer::layers]
+        changes = [float((b - a).norm() / a.norm()) for a, b in pairwise(keys)]
+        last = float((keys[-1] - keys[0]).norm() / keys[0].norm())
+        lines.append([str(layer), *(f"{100 * c:.1f}" for c in changes), f"{100 * last:.1f}"])
+    heads = ["layer", *(f"step {n + 2}, %" for n in range(steps - 1)), "last to first, %"]
+    return markdown_table(heads, lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add: Any = parser.add_argument
+    add("--weights", type=Path, default=WEIGHTS, help="folder of the instrument's weights")
+    add("--edits", type=int, default=16, help="how many (default 16)")
+    add("--steps", type=int, default=4, help="of an edit (default 4)")
+    add("--rows", help="names with commas between (default all): " + ", ".join(ROWS))
+    add("--rounds", type=int, default=0, help="time so many rounds")
+    add("--batch", type=int, default=4, help="edits at once (default 4)")
+    add("--movement", action="store_true", help="how far the reference's keys move")
+    args = parser.parse_args(arguments)
+    names = args.rows.split(",") if args.rows else list(ROWS)
+    unknown = [name for name in names if name not in ROWS]
+    if unknown:
+        parser.error(f"--rows: expected names of {', '.join(ROWS)}, got {', '.join(unknown)}")
+    torch.set_num_threads(1)
+    editor, edits = load_editor(args.weights), draw_edits(args.edits)
+    if args.movement:
+        print(movement(editor, edits, args.steps))
+        return
+    measurement = Measurement(editor, edits, args.steps, args.batch)
+    names = ["unmerged", *(name for name in names if name != "unmerged")]
+    found = {}
+    for name in names:
+        found[name] = [fmean(values) for values in measurement.measure(ROWS[name])]
+        print(f"{name}: " + ", ".join(f"{value:.1f}" for value in found[name]), flush=True)
+    seconds = measurement.seconds(names, args.rounds) if args.rounds else {}
+    lines = []
+    for name, values in found.items():
+        cells = [ROWS[name].label, *(f"{value:.1f}" for value in values)]
+        if seconds:
+            cells.append(f"{seconds['unmerged'] / seconds[name]:.2f}")
+        lines.append(cells)
+    heads = ["row", "dB", "changed", "copied", "to the truth"]
+    print(markdown_table([*heads, "times as fast"] if seconds else heads, lines))
+
+
+if __name__ == "__main__":
+    main()
