@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from benchmarks.attention import without_bias
 from benchmarks.launches import META, Work, counted, on_card, pretended
 from mame_sd import mame
+from mame_sd.core.min_tokens import Machine, kernel_on
 from mame_sd.eval.tables import markdown_table
 
 On = Callable[[Any], AbstractContextManager[Any]]
@@ -268,8 +269,10 @@ class Card:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Its compute capability as far as the default depends on it (`core/min_tokens.py`)."""
-        return (9, 0) if self.name == "H100" else (8, 0)
+        """Return its compute capability, on which the default depends (`core/min_tokens.py`)."""
+        return {"3060": (8, 6), "3090": (8, 6), "4090": (8, 9), "H100": (9, 0)}.get(
+            self.name, (8, 0)
+        )
 
     def seconds(self, work: Work) -> float:
         """Return how long the card is busy with one operation."""
@@ -348,10 +351,11 @@ def count(case: Case, on: On, capability: tuple[int, int] = (8, 0)) -> list[Work
 def estimate(case: Case, cards: Sequence[Card]) -> Rows:
     """Estimate launches and seconds of each row, by card."""
     estimates: Rows = {}
-    works: dict[tuple[str, bool], list[Work]] = {}
+    works: dict[tuple[str, str], list[Work]] = {}
     for card in cards:
         for row, on in ROWS.items():
-            key = row, row.startswith("default") and card.capability[0] >= 9
+            machine = Machine("cuda", card.capability, (2, 13), True)
+            key = row, kernel_on(machine, 64).device if row.startswith("default") else ""
             if key not in works:
                 works[key] = count(case, on, card.capability)
             launches = sum(one.launches for one in works[key])

@@ -71,6 +71,13 @@ def test_the_default_row_follows_the_one_table(card: Card) -> None:
         assert (default > whole) is merges
 
 
+def test_mlps_of_sdxl_are_restored_by_default_on_slow_cards_alone() -> None:
+    case = gpu.CASES["SDXL at 1024"]()
+    for card, restores in (("3090", True), ("4090", False), ("A100", False)):
+        work = gpu.count(case, ROWS["default"], CARDS[card].capability)
+        assert any(one.restores for one in work) is restores
+
+
 def test_by_default_mlps_are_restored_where_the_page_says() -> None:
     case = gpu.CASES["SD 3.5 large at 1024"]()
     for card, restores in zip(BOTH, (True, False), strict=True):
@@ -96,8 +103,9 @@ def test_the_estimate_of_one_mlp_is_near_what_was_measured(case: str) -> None:
     found = H200.eager(work, gpu.LAUNCH), H200.eager(work, 0)
     assert estimated == "/".join(f"{1e3 * seconds:.2f}" for seconds in found)
     for own, measured in zip(found, (eager, graph), strict=True):
-        # The prototype did not bound its results, which is up to an eighth of the time.
-        assert 0.9 < 1e3 * own / float(measured) < 1.4
+        # The prototype did not bound its results, which is up to an eighth of the time, and
+        # permuted its tokens, a quarter of the bytes.
+        assert 0.75 < 1e3 * own / float(measured) < 1.4
 
 
 def test_a_card_is_busy_for_the_longest_of_three_times() -> None:

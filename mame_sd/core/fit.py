@@ -117,7 +117,10 @@ def within(fitted: Tensor, values: Tensor) -> Tensor:
     Returns:
         [.., K, D] in the dtype of `fitted`.
     """
-    low, high = torch.aminmax(values, dim=-2, keepdim=True)
+    if values.is_cuda:
+        low, high = torch.aminmax(values, dim=-2, keepdim=True)
+    else:  # aminmax of a CPU is 20 times as slow along this dimension
+        low, high = values.amin(-2, keepdim=True), values.amax(-2, keepdim=True)
     return torch.clamp(fitted, torch.lerp(low, high, -ROOM), torch.lerp(high, low, -ROOM))
 
 

@@ -115,6 +115,7 @@ def make_cells(
     tile_size: int = 16,
     seed: int | None = 0,
     device: torch.device | str = "cpu",
+    strips: bool = False,
 ) -> Cells:
     """Return the cells of a grid of tokens. They are made once and cached.
 
@@ -126,11 +127,13 @@ def make_cells(
         seed: seeds the draws with their own generator, never the global one. If None, nothing is
             drawn, and the first token of each cell is its destination.
         device: device of the index tensors.
+        strips: if True, tiles of an image are strips of whole rows where the rows divide into
+            strips of about as many tokens. Then the slots are the tokens in row-major order.
 
     Returns:
         The cells, with index tensors on `device`.
     """
-    options = float(keep), tile_size, seed, str(device)
+    options = float(keep), tile_size, seed, str(device), strips
     if torch.compiler.is_compiling():
         # A list this long makes dynamo guard on the side of the grid that it had taken as dynamic.
         sides = tuple([len([0] * side) for side in size])
@@ -193,7 +196,12 @@ def _attribute(size: tuple[int, ...], *options: Any) -> str:
 
 
 def _cut(
-    size: tuple[int, ...], keep: float, tile_size: int, seed: int | None, device: str
+    size: tuple[int, ...],
+    keep: float,
+    tile_size: int,
+    seed: int | None,
+    device: str,
+    strips: bool,
 ) -> Cells:
     """Make the cells of a grid of tokens. Arguments and result are those of `make_cells`."""
     rows, columns = plane_of(size)
@@ -201,6 +209,8 @@ def _cut(
     if tile_size:
         across = tile_size if rows > 1 else tile_size**2  # a sequence's tiles have as many tokens
         high, wide = max(1, round(rows / tile_size)), max(1, round(columns / across))
+        if strips and len(size) == 2:
+            high, wide = _strips(rows, columns, tile_size**2) or (high, wide)
     cells_high, cells_wide = _counts(rows / high, columns / wide, keep)
     tiles, m = high * wide, cells_high * cells_wide
     # Map each row and column of the plane to its tile and to its cell within that tile.
@@ -234,8 +244,21 @@ def _cut(
         m=m,
         tokens=rows * columns,
         kept=tiles * m,
-        in_order=tiles == 1 and len(size) < 3,
+        in_order=wide == 1 and not pad.any() and len(size) < 3,
     )
+
+
+def _strips(rows: int, columns: int, tokens: int) -> tuple[int, int] | None:
+    """Return (number of strips, 1) that cut a plane into equal strips of about `tokens` tokens.
+
+    If no number of strips gives two thirds to three halves as many tokens, return None.
+    """
+    fits = [
+        n for n in range(1, rows + 1)
+        if rows % n == 0 and 2 / 3 <= rows // n * columns / tokens <= 3 / 2
+    ]  # fmt: skip
+    nearest = min(fits, key=lambda n: abs(math.log(rows / n * columns / tokens)), default=None)
+    return None if nearest is None else (nearest, 1)
 
 
 def _counts(high: float, wide: float, keep: float) -> tuple[int, int]:

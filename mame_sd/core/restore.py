@@ -10,8 +10,9 @@ regression on the inputs gives f everywhere:
 The result is exact on P. MaRe (arXiv 2604.13432) copies the output of a merged token instead, which
 is two to ten times as far from f (docs/restoring.md). Half of P is drawn, one token of each cell of
 the grid; the other half are the tokens that are farthest from these. The grid is cut into tiles of
-about `TILE_SIZE` x `TILE_SIZE` tokens (at most half as long again a side), so that the
-cost of the fit grows with the number of tokens alone.
+about `TILE_SIZE` x `TILE_SIZE` tokens, so that the cost of the fit grows with the number of tokens
+alone. Strips of whole rows, which need no permutation, are the tiles of an image whose rows divide
+so. They explain .5 % less of the variance of DINOv2's MLPs than squares do.
 
 Every sample of a batch is restored by itself. Nothing waits for the device, and all shapes are
 known before the call.
@@ -118,12 +119,13 @@ def choose_tokens(
         dtype = torch.promote_types(x.dtype, torch.float32)
         drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
         drawn = drawn[: cells.kept]
-        # Half of them in fp16, where a difference may leave the range: the kernel has no scale.
-        slots = cells.to_slots(x if x.dtype != torch.float16 else x / 2)  # [B, T * P, C]
+        slots = cells.to_slots(x)  # [B, T * P, C]
         first = slots.index_select(1, drawn).view(batch * tiles, cell_count, channels)
         slots = slots.reshape(batch * tiles, width, channels)
-        # As seen from one of them: what all tokens have in common would hide small distances.
-        slots, first = slots - first[:, :1], first - first[:, :1]
+        if x.dtype == dtype:
+            # Relative to one of them: what all tokens have in common would hide small distances,
+            # which inputs of 16 bits don't hold.
+            slots, first = slots - first[:, :1], first - first[:, :1]
         own = (drawn % width).view(tiles, cell_count)  # places in a tile
         own = own.expand(batch, -1, -1).reshape(-1, cell_count)
         squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square_()  # [B * T, P]
@@ -143,16 +145,17 @@ def choose_tokens(
         apart = apart.sub_(matmul_fp32(slots, points.transpose(1, 2)), alpha=2).clamp_min_(0)
         rows = chosen.unsqueeze(-1).expand(-1, -1, count)
         mean = apart.gather(1, rows).mean((1, 2), keepdim=True).clamp_min_(TINY)
-        kernel = apart.div_(mean).mul_(-1 / BANDWIDTH).exp_()  # [B * T, P, K]
+        kernel = apart.div_(-BANDWIDTH * mean).exp_()  # [B * T, P, K]
         gram = kernel.gather(1, rows)
         gram.diagonal(dim1=1, dim2=2).add_(RIDGE)
         eye = cached_tensors(_eye, count, dtype, x.device).expand_as(gram)
         factor = torch.linalg.cholesky_ex(gram)[0]
         inverse = torch.linalg.solve_triangular(factor, eye, upper=False)  # of the factor
+        # In this order: the product of the inverses first would lose 4 of fp32's 24 bits.
         weights = torch.bmm(torch.bmm(kernel, inverse.transpose(1, 2)), inverse)
         # With the mean of the f_P taken off and put back, rows sum to 1.
-        lacking = weights.sum(-1, keepdim=True)
-        weights.sub_(lacking, alpha=1 / count).add_(1 / count)
+        excess = weights.sum(-1, keepdim=True) - 1
+        weights.sub_(excess, alpha=1 / count)
         weights = weights.to(x.dtype).scatter_(1, rows, eye.to(x.dtype))
         starts = cached_tensors(_starts, tiles, width, x.device)
         at = cells.order[(chosen.view(batch, tiles, count) + starts).flatten(1)]
@@ -180,7 +183,7 @@ def cells_and_count(
         device: device of the tables.
         tile_size: side of a tile in tokens. If 0, the whole grid is one tile.
     """
-    cells = make_cells(size, DRAWN * keep, tile_size, seed, device)
+    cells = make_cells(size, DRAWN * keep, tile_size, seed, device, strips=True)
     return cells, min(max(cells.m + 1, round(keep * cells.width)), cells.width)
 
 

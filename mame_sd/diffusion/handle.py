@@ -22,7 +22,7 @@ from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import LayerHook, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import make_config
-from mame_sd.diffusion.restoring import BlockHook, MLPHook, RestoreHook
+from mame_sd.diffusion.restoring import BlockHook, FusedInHook, MLPHook, RestoreHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.handle import Handle, check_config
@@ -60,7 +60,9 @@ class MaMeHandle(Handle[ResolvedConfig]):
         self._shared, self._hooks = shared, hooks
         self.layers = [(module, hook) for module, hook in hooks if isinstance(hook, MergeHook)]
         self.restored = [
-            (module, hook) for module, hook in hooks if isinstance(hook, (MLPHook, BlockHook))
+            (module, hook)
+            for module, hook in hooks
+            if isinstance(hook, (MLPHook, FusedInHook, BlockHook))
         ]
         self._names = [hook.stats.name for _, hook in self.layers]
         self._restored_names = [hook.stats.name for _, hook in self.restored]
@@ -326,7 +328,7 @@ class MaMeHandle(Handle[ResolvedConfig]):
         return [
             (module, hook)
             for module, hook in self._hooks
-            if blocks or not isinstance(hook, RestoreHook) or (mlps and isinstance(hook, MLPHook))
+            if blocks or not isinstance(hook, RestoreHook) or (mlps and hook.for_mlps)
         ]
 
     def _put(self, hooks: list[Placed]) -> None:

@@ -58,6 +58,11 @@ def hook_on(module: nn.Module, name: str) -> Any:
     return None
 
 
+def is_hooked(module: nn.Module | None) -> bool:
+    """Return True if a hook of ours has replaced the module's forward."""
+    return getattr(module, _ATTRIBUTE, None) is not None
+
+
 def put_hook(module: nn.Module, hook: Any) -> None:
     """Put `hook` on `module`. It replaces a hook of the same name."""
     if hook_on(module, hook.name) is hook:

@@ -32,14 +32,23 @@ from mame_sd.core.min_tokens import too_little_work
 from mame_sd.core.restore import ChosenTokens, cells_and_count, choose_tokens, restored_by
 from mame_sd.diffusion.context import HandleState, Tokens
 from mame_sd.diffusion.families.family import Family
+from mame_sd.diffusion.hook_registry import is_hooked
 from mame_sd.diffusion.layer import LayerHook, MergedForward
-from mame_sd.diffusion.rows import Rows, RowsMode, image_start, needs_all_rows, running_rows
+from mame_sd.diffusion.rows import (
+    FusedMLPMode,
+    Rows,
+    RowsMode,
+    image_start,
+    needs_all_rows,
+    running_fused_mlp,
+    running_rows,
+)
 from mame_sd.report import LayerStats
 
 _MLP = re.compile("FeedForward|SwiGLU|MLP$")  # of a class's name
 _OTHERS = ("context", "txt", "text", "audio", "ff_t")  # in names of MLPs of other tokens
 # Children of a block that are linear maps of its tokens, where MLP and attention are fused.
-_FUSED = ("proj_mlp", "proj_out", "gate_proj", "up_proj", "down_proj")
+_FUSED = ("gate_proj", "up_proj", "down_proj")
 _OUTPUT = ("to_out.0", "to_out")  # the projection of attention's output, in the attention
 # Hooks of diffusers that don't change a module's output.
 _HARMLESS = ("group_offloading", "layerwise_casting", "layer_execution_tracker", "lazy_prefetch")
@@ -49,6 +58,8 @@ CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
 SEVERAL = "one self-attention follows another"
 GATED = "a gated self-attention (GLIGEN's fuser) follows another one"
 BY_TOKEN = "its tokens have several timesteps, which a fit on the tokens can't know"
+NOT_PLAIN = "its projection of queries, keys and MLP is changed by a LoRA or quantised"
+REPLACED = "a projection was replaced since, as by a LoRA: apply merging again"
 AS_MANY = "its text has as many tokens as the image"
 
 
@@ -67,6 +78,7 @@ class RestoreHook(LayerHook):
     never = ""
     OTHER = "its tokens are not the image's"
     keep_of: str  # the setting that says how much is computed
+    for_mlps = False  # whether restoring an MLP needs this hook
 
     def __init__(
         self, shared: HandleState, stats: LayerStats, layouts: Any, number: int, family: Family
@@ -148,6 +160,7 @@ class MLPHook(RestoreHook):
     """Compute an MLP on a few tokens, and restore all others."""
 
     keep_of = "mlp_share"
+    for_mlps = True
 
     def start(self, tokens: Tokens, x: Tensor) -> int | None:
         """See `RestoreHook`. Text that joins the image comes in the order of its attention."""
@@ -212,6 +225,86 @@ class PartHook(RestoreHook):
         return rows.put(y, x) if fits else entry.inner(*args, **kwargs)
 
 
+class FusedInHook(PartHook):
+    """Compute the projection into an MLP that shares its projection out with the attention.
+
+    FLUX's single-stream blocks compute `proj_out([attention | act(proj_mlp(x))])`. Flux 2 has one
+    projection for queries, keys, values and the MLP, too. The MLP's columns are computed on a few
+    tokens; all others get zeros, which `FusedOutHook` does not read.
+
+    Attributes:
+        ahead: number of columns ahead of the MLP's, which are computed on all tokens.
+    """
+
+    keep_of = "mlp_share"
+    for_mlps = True
+    ahead = 0
+
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `RestoreHook`."""
+        running, config, inner = running_fused_mlp(), self.config, entry.inner
+        if running is None or config is None or running_rows() is not None:
+            return inner(*args, **kwargs) if self.ahead else super().call(entry, args, kwargs)
+        name, x = _first(args, kwargs)
+        tokens = self.reason(x)
+        if isinstance(tokens, Tokens):
+            fused = NOT_PLAIN if self.ahead and not _is_plain(entry) else ""
+            tokens = self.never or fused or self.too_few(tokens, x, config) or tokens
+        if isinstance(tokens, str):
+            self.left_alone(tokens, x)
+            return inner(*args, **kwargs)
+        start = self.start(tokens, x) or 0
+        chosen = self.choose(x[:, start : start + tokens.count], config, tokens)
+        running.rows = rows = Rows(chosen, tokens)
+        part = rows.take(x, start)
+        assert part is not None
+        self.stats.merged((chosen,), tokens.size)
+        if not self.ahead:
+            return rows.put(_run(inner, args, kwargs, name, part), x, start)
+        linear: Any = entry.module
+        weight, bias = linear.weight, linear.bias
+        biases = (None, None) if bias is None else (bias[: self.ahead], bias[self.ahead :])
+        y = F.linear(x, weight[: self.ahead], biases[0])
+        mlp = rows.put(F.linear(part, weight[self.ahead :], biases[1]), x, start)
+        return torch.cat([y, mlp], -1)
+
+
+class FusedOutHook(PartHook):
+    """Compute `proj_out([attention | mlp])`, where the MLP was computed on a few tokens.
+
+    The projection is linear: the attention's columns are computed on all tokens, the MLP's on the
+    chosen ones, and their output is restored.
+    """
+
+    for_mlps = True
+
+    def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `RestoreHook`."""
+        running = running_fused_mlp()
+        if running is None or running.rows is None:
+            return super().call(entry, args, kwargs)
+        (rows, running.rows), (name, x) = (running.rows, None), _first(args, kwargs)
+        linear: Any = entry.module
+        width: int = linear.out_features  # of the attention's output, too
+        part = rows.take(x)
+        assert part is not None
+        if _is_plain(entry):
+            y = F.linear(x[..., :width], linear.weight[:, :width], linear.bias)
+            f = F.linear(part[..., width:], linear.weight[:, width:])
+        else:  # a LoRA, or quantised weights: any linear map
+            attention = F.pad(x[..., :width], (0, x.shape[-1] - width))
+            y = _run(entry.inner, args, kwargs, name, attention)
+            f = _run(entry.inner, args, kwargs, name, part) - rows.take(y)
+        return y + rows.restore(f)
+
+
+def _is_plain(entry: MergedForward) -> bool:
+    """Return True if a module multiplies by its `weight`, adds its `bias`, and does no more."""
+    weight = getattr(entry.module, "weight", None)
+    forward = getattr(entry.inner, "__func__", None)
+    return forward is nn.Linear.forward and type(weight) in (Tensor, nn.Parameter)
+
+
 class QueryHook(PartHook):
     """Compute the queries of a self-attention on the block's rows alone, unless its keys merge.
 
@@ -247,12 +340,17 @@ class BlockHook(RestoreHook):
     """Compute a block on a few tokens, with the keys of all, and restore the change it makes."""
 
     keep_of = "block_share"
+    # The hook on the projection into an MLP that shares projections with the attention, the path
+    # of that projection in the block and the path of the one out of both.
+    fused: tuple[RestoreHook, str, str] | None = None
 
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         config = self.config
-        if config is None or config.block_share == 1 or running_rows() is not None:
+        if config is None or running_rows() is not None:
             return entry.inner(*args, **kwargs)
+        if config.block_share == 1:
+            return self._with_all_rows(entry, args, kwargs)
         _, x = _first(args, kwargs)
         tokens = self.reason(x)
         if isinstance(tokens, Tokens):
@@ -268,7 +366,7 @@ class BlockHook(RestoreHook):
             )
         if isinstance(tokens, str):
             self.left_alone(tokens, x)
-            return entry.inner(*args, **kwargs)
+            return self._with_all_rows(entry, args, kwargs)
         start = self.start(tokens, x) or 0
         end = start + tokens.count
         image = x[:, start:end]
@@ -296,6 +394,21 @@ class BlockHook(RestoreHook):
         outputs[at[0]] = restored
         self.stats.merged((chosen,), tokens.size)
         return restored if alone else type(output)(outputs)
+
+    def _with_all_rows(
+        self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Compute the block on all tokens, but for an MLP that is restored."""
+        if self.fused is None or self.config is None or self.config.mlp_share == 1:
+            return entry.inner(*args, **kwargs)
+        hook, *paths = self.fused
+        into, out = (_at(entry.module, path) for path in paths)
+        # A LoRA of later may wrap the first, which is right for the tokens that are computed.
+        if is_hooked(out) and (is_hooked(into) or is_hooked(getattr(into, "base_layer", None))):
+            with FusedMLPMode():
+                return entry.inner(*args, **kwargs)
+        hook.left_alone(REPLACED, _first(args, kwargs)[1])
+        return entry.inner(*args, **kwargs)
 
     def _is_cached(self, block: nn.Module) -> bool:
         """Return True if a hook of diffusers may cache the output of a module of the block."""
@@ -365,15 +478,24 @@ def restoring_hooks(
             blocks.setdefault(outer, []).append(path)
     for number, (outer, paths) in enumerate(blocks.items()):
         block, (hook, family) = root.get_submodule(outer), attention[paths[0]]
+        fused = None
         for name, part, kind in _parts_of(block, modules):
             path = f"{outer}.{name}" if outer else name
             stats = LayerStats(path, hook.stats.device, "mlp")
-            yield path, part, kind(shared, stats, hook.layouts, number, family)
+            part_hook = kind(shared, stats, hook.layouts, number, family)
+            if isinstance(part_hook, FusedInHook):
+                owner = name.rpartition(".")[0]  # the attention, in Flux 2
+                if owner:
+                    shared_by: Any = block.get_submodule(owner)
+                    part_hook.ahead = 3 * shared_by.inner_dim
+                fused = part_hook, name, f"{owner}.to_out" if owner else "proj_out"
+            yield path, part, part_hook
         if outer:
             stats = LayerStats(outer, hook.stats.device, "block")
             own = BlockHook(shared, stats, hook.layouts, number, family)
             several = len(paths) > 1 and not family.parallel
             gated = outer.endswith(".fuser")
+            own.fused, own.for_mlps = fused, fused is not None
             own.never = family.blocks or (SEVERAL if several else GATED if gated else "")
             yield outer, block, own
 
@@ -389,6 +511,11 @@ def _parts_of(
     for name, child in block.named_children():
         kinds = [kind.__name__ for kind in type(child).__mro__]  # a tool's subclass, too
         if child in attention:
+            fused = _at(child, "to_qkv_mlp_proj")
+            if fused is not None:
+                yield f"{name}.to_qkv_mlp_proj", fused, FusedInHook
+                yield f"{name}.to_out", child.get_submodule("to_out"), FusedOutHook
+                continue
             queries = _at(child, "to_q")
             if queries is not None:
                 yield f"{name}.to_q", queries, QueryHook
@@ -399,6 +526,10 @@ def _parts_of(
                     break
         elif any(map(_MLP.search, kinds)) and not any(other in name for other in _OTHERS):
             yield name, child, MLPHook
+        elif name == "proj_mlp" and _at(block, "proj_out") is not None:
+            yield name, child, FusedInHook
+        elif name == "proj_out" and _at(block, "proj_mlp") is not None:
+            yield name, child, FusedOutHook
         elif name in _FUSED:
             yield name, child, PartHook
         elif any(kind.endswith("Attention") for kind in kinds) and "audio" not in name:

@@ -68,6 +68,19 @@ class Rows:
         after = rows[:, start + self.chosen.tokens_kept :]
         return torch.cat([rows[:, :start], y, after], 1)
 
+    def restore(self, rows: Tensor, start: int | None = None) -> Tensor:
+        """Return all tokens [B, n, C], restored from `rows` [B, n', C] of a function of each token.
+
+        See `take`.
+        """
+        kept = self.chosen.tokens_kept
+        if rows.shape[1] == kept:
+            return self.chosen.restore(rows)
+        if start is None:
+            start = self.tokens.start(rows.shape[1] - kept + self.tokens.count) or 0
+        first, image, last = rows.split([start, kept, rows.shape[1] - start - kept], 1)
+        return torch.cat([first, self.chosen.restore(image), last], 1)
+
 
 def image_start(tokens: Tokens, t: Tensor) -> int | None:
     """Return the position of the image's first token in t [B, n, C], or None if t lacks them."""
@@ -91,6 +104,29 @@ def running_rows() -> Rows | None:
     """Return the rows of the innermost block that is computed in part, or None."""
     mode = innermost(RowsMode)
     return None if mode is None else mode.rows
+
+
+class FusedMLPMode(TorchFunctionMode):
+    """While entered, a block whose MLP shares projections with its attention restores its MLP.
+
+    The projection into the MLP sets `rows`, the projection out of it takes them.
+    """
+
+    rows: Rows | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.unflatten:  # see SDPAInterceptor
+            return args[0].unflatten(*args[1:], **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def running_fused_mlp() -> FusedMLPMode | None:
+    """Return the innermost block's FusedMLPMode; None if no such block is running."""
+    for place in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(place)
+        if isinstance(mode, FusedMLPMode):
+            return mode
+    return None
 
 
 def needs_all_rows(attention: Any) -> bool:

@@ -91,6 +91,30 @@ def test_every_draw_takes_one_token_of_each_cell(size: tuple[int, ...]) -> None:
     assert cells.kept == cells.tokens or not torch.equal(cells.dst[0], cells.dst[1])
 
 
+@pytest.mark.parametrize(
+    ("size", "tiles", "width"),
+    [((64, 64), 4, 1024), ((72, 56), 4, 1008), ((32, 32), 1, 1024), ((85, 48), 5, 816)],
+)
+def test_strips_are_tokens_in_their_own_order(
+    size: tuple[int, int], tiles: int, width: int
+) -> None:
+    cells = make_cells(size, 1 / 16, 32, strips=True)
+    assert (cells.tiles, cells.width, cells.pad, cells.in_order) == (tiles, width, None, True)
+    numbers = torch.arange(cells.tokens)
+    assert torch.equal(cells.order, numbers)
+    assert torch.equal(cells.slot, numbers)
+    x = torch.randn(1, cells.tokens, 3)
+    assert cells.to_slots(x) is x
+    assert cells.from_slots(x) is x
+
+
+@pytest.mark.parametrize("size", [(47, 64), (3, 32, 32)])
+def test_other_rows_and_videos_are_cut_into_squares(size: tuple[int, ...]) -> None:
+    strips, squares = (make_cells(size, 1 / 16, 32, strips=strips) for strips in (True, False))
+    assert torch.equal(strips.order, squares.order)
+    assert not strips.in_order
+
+
 def test_draws_follow_their_seed_alone() -> None:
     state = torch.get_rng_state()
     first, second, none = (make_cells((9, 11), 0.25, seed=seed) for seed in (1, 2, None))

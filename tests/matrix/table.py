@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import wrap
@@ -26,18 +25,16 @@ def features_table() -> Iterator[str]:
         yield f"| {row.name} | {row.one_liner or row.processor} | {row.note} |"
 
 
-def restores(recorded: str, merging: int = 0) -> str:
+def restores(recorded: str) -> str:
     """Say in which modules tokens are restored: all, none or some, and why not in the others.
 
     Args:
         recorded: what the sweep found, such as "2 of 3: a skip connection".
-        merging: number of blocks whose attention merges; more than there are modules means that
-            single-stream blocks have none of their own.
     """
     count, _, reason = recorded.partition(": ")
     if reason:
         return f"{'no' if count == 'none' else 'some'}: {reason}"
-    return "double-stream" if int(count.split()[-1]) < merging else "yes"
+    return "yes"
 
 
 def denoisers() -> Iterator[str]:
@@ -47,9 +44,7 @@ def denoisers() -> Iterator[str]:
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     rows: dict[tuple[str, ...], list[str]] = {}
     for name, found in sorted(record.items(), key=lambda one: (one[1]["family"].lower(), one[0])):
-        blocks = re.match(r"\d+ of (\d+)", found["block"])
-        merging = int(blocks[1]) if blocks else sum(found["layers"].values())
-        cells = restores(found["mlp"], merging), restores(found["block"])
+        cells = restores(found["mlp"]), restores(found["block"])
         kernels = KERNELS.get(found["kernels"], found["kernels"])
         rows.setdefault((found["family"], *cells, kernels), []).append(name)
     yield "| family | classes | MLPs | blocks | kernels |"

@@ -12,13 +12,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mame_sd import MaMeHandle, apply_mame
 from mame_sd.core.restore import ChosenTokens
 from mame_sd.diffusion.layer import MergedForward
-from mame_sd.diffusion.restoring import BlockHook, MLPHook, RestoreHook
-from mame_sd.diffusion.rows import running_rows
+from mame_sd.diffusion.restoring import BlockHook, FusedOutHook, MLPHook, RestoreHook
+from mame_sd.diffusion.rows import image_start, running_fused_mlp, running_rows
 from tests.matrix.models.case import Case
 
 SETTINGS = {"mlp": "mlp_keep", "block": "block_keep"}
@@ -33,7 +34,8 @@ class Restored:
         chosen: the chosen tokens.
         start: where the image's tokens begin in the module's input.
         length: how many tokens that input has.
-        x: the image's tokens in it.
+        x: what is added to the fit for the image's tokens: a block's input, or the attention's
+            part of a projection that it shares with an MLP.
         output: what the call gave.
         plain: what the call gives for the same arguments where nothing is restored.
     """
@@ -67,7 +69,7 @@ class Restored:
                 taken = tuple(map(self.chosen.take, image))
                 parts = [taken, *zip(*others, strict=True)]
                 if image[0].shape == self.x.shape:
-                    x = self.x if isinstance(self.hook, BlockHook) else torch.zeros_like(self.x)
+                    x = torch.zeros_like(self.x) if isinstance(self.hook, MLPHook) else self.x
                     fitted = x + self.chosen.restore(taken[1] - self.chosen.take(x))
                     parts.append((image[0], fitted))
             for a, b in parts:
@@ -77,8 +79,14 @@ class Restored:
 
 
 @contextmanager
-def restoring(handle: MaMeHandle) -> Iterator[list[Restored]]:
-    """Note each call of a handle's modules that is restored while the block runs."""
+def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[list[Restored]]:
+    """Note each call of a handle's modules that is restored while the block runs.
+
+    Args:
+        split: takes, for each projection out of attention and MLP, whether its input is the
+            attention's and then the MLP's, which is zero for tokens that were not chosen.
+    """
+    split = [] if split is None else split
     found: list[Restored] = []
     latest: dict[RestoreHook, ChosenTokens] = {}
     shared = handle._shared
@@ -117,7 +125,31 @@ def restoring(handle: MaMeHandle) -> Iterator[list[Restored]]:
 
         return mock.patch.object(kind, "call", both)
 
-    with mock.patch.object(RestoreHook, "choose", noted), compared(MLPHook), compared(BlockHook):
+    def projected(self: Any, entry: MergedForward, args: Any, kwargs: Any) -> Any:
+        """Compare a projection out of attention and MLP with attention's part of it."""
+        running = running_fused_mlp()
+        rows = None if running is None else running.rows
+        output = project(self, entry, args, kwargs)
+        if rows is not None:
+            (x,), chosen = args, rows.chosen
+            width = entry.module.out_features
+            start = image_start(rows.tokens, x)
+            image = x[:, start : start + chosen.tokens_in]
+            others = torch.ones(image.shape[:2]).scatter(1, chosen.at, 0)
+            split.append(not image[..., width:][others > 0].any() and x[..., :width].any())
+            attention = entry.inner(F.pad(x[..., :width], (0, x.shape[-1] - width)))
+            added = attention[:, start : start + chosen.tokens_in]
+            call = Restored(self, chosen, start, x.shape[1], added, output, entry.inner(x))
+            found.append(call)
+        return output
+
+    project = FusedOutHook.call
+    with (
+        mock.patch.object(RestoreHook, "choose", noted),
+        mock.patch.object(FusedOutHook, "call", projected),
+        compared(MLPHook),
+        compared(BlockHook),
+    ):
         yield found
 
 
@@ -130,8 +162,10 @@ def restored_of(case: Case, model: nn.Module, kind: str) -> str:
         handle = apply_mame(model, keep=1, min_tokens=1, **{SETTINGS[kind]: 0.25})
     except ValueError as error:
         return "none: " + str(error).rpartition(": ")[2].partition(";")[0]
-    with torch.no_grad(), restoring(handle) as calls:
+    split: list[bool] = []
+    with torch.no_grad(), restoring(handle, split) as calls:
         model(**case.inputs())
+    assert all(split)
     for call in calls:
         call.check()
     stats = [hook.stats for _, hook in handle.restored if hook.stats.kind == kind]
