@@ -171,27 +171,18 @@ class Row:
             yield
 
 
-def _alone(share: float) -> dict[str, Any]:
-    return {"keep": 1.0, "references": share}
-
-
 ROWS = {
     "unmerged": Row(label="unmerged"),
     "fewer-1": Row(label="one step fewer", fewer=1),
     **{
         f"references-{share:g}": Row(label=f"{share:g} of the reference's keys",
-                                     settings=_alone(share))
-        for share in (0.5, 0.25, 0.125)
+                                     settings={"keep": 1.0, "references": share})
+        for share in (0.5, 0.25)
     },
-    "means-0.25": Row(label="0.25, not fitted", settings={**_alone(0.25), "fit_queries": 0}),
-    "kept-0.25": Row(label="0.25, plans kept", settings=_alone(0.25), kept=True),
-    "kept-0.5": Row(label="0.5, plans kept", settings=_alone(0.5), kept=True),
-    "random-0.5": Row(label="0.5 at random", keys=("random", 0.5)),
+    "kept-0.25": Row(label="0.25, plans kept", settings={"keep": 1.0, "references": 0.25},
+                     kept=True),
     "random-0.25": Row(label="0.25 at random", keys=("random", 0.25)),
     "second": Row(label="every second key", keys=("grid", 0.5)),
-    "keys-0.25": Row(label="0.25 of the image's keys", settings={"keep": 0.25}),
-    "both-0.25": Row(label="0.25 of the image's and the reference's keys",
-                     settings={"keep": 0.25, "references": 0.25}),
     "default": Row(label="default", settings={}),
     "default-whole": Row(label="default, the reference's keys not merged",
                          settings={"references": 1.0}),
