@@ -3,13 +3,12 @@
     python -m benchmarks.gpu                                    # all of docs/gpu.md: minutes
     python -m benchmarks.gpu --model "SDXL at 1024" --card H100
 
-Every operation of one forward is counted at its real size (`benchmarks/launches.py`); docs/gpu.md
-has measurements too. A card is busy with an operation for the longest of three times: that of the
-smallest kernel, its bytes at the memory's speed, its products at the units' speed. *Graph* is that
-alone, as in a CUDA graph. *Eager* lets products and attention reach three quarters of their peaks,
-so that less is to be saved, and each kernel take the time in which Python launched one on an H200.
-Cells say how many times as fast as unmerged: with `keep` and similar settings, cost and saving
-don't depend on the weights.
+Every operation of one forward is counted at its real size (`benchmarks/launches.py`). A card is
+busy with an operation for the longest of three times: that of the smallest kernel, its bytes at the
+memory's speed, its products at the units' speed. *Graph* is that alone, as in a CUDA graph. *Eager*
+lets products and attention reach three quarters of their peaks, so that less is to be saved, and
+each kernel take the time in which Python launched one on an H200. Cells say how many times as fast
+as unmerged a forward is.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from torch import Tensor, nn
 from benchmarks.attention import without_bias
 from benchmarks.launches import META, Work, counted, on_card, pretended
 from mame_sd import mame
-from mame_sd.core.min_tokens import Machine, kernel_on
 from mame_sd.eval.tables import markdown_table
 
 On = Callable[[Any], AbstractContextManager[Any]]
@@ -250,6 +248,7 @@ class Card:
         single: Products in fp32, FLOPs.
         products: The share of `half` that products and convolutions reach.
         attention: The share of `half` that attention reaches.
+        capability: Compute capability, on which the default depends (`core/min_tokens.py`).
     """
 
     name: str
@@ -258,21 +257,12 @@ class Card:
     single: float
     products: float
     attention: float
+    capability: tuple[int, int] = (8, 0)
 
     @property
     def harsh(self) -> Card:
-        """The same card with attention and products at three quarters of their peaks.
-
-        The less time they take, the less there is to save.
-        """
+        """Return the same card with attention and products at three quarters of their peaks."""
         return replace(self, products=0.75, attention=0.75)
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """Return its compute capability, on which the default depends (`core/min_tokens.py`)."""
-        return {"3060": (8, 6), "3090": (8, 6), "4090": (8, 9), "H100": (9, 0)}.get(
-            self.name, (8, 0)
-        )
 
     def seconds(self, work: Work) -> float:
         """Return how long the card is busy with one operation."""
@@ -315,15 +305,14 @@ class Card:
 # Peaks are their makers', for sums in fp32. Shares of them are assumed to fit published times: what
 # diffusers' documentation measured of Stable Diffusion 1.5 on the 3090, the 4090 and the A100.
 # Those of the H100 fit what was measured on an H200. A 3060 is taken for a smaller 3090.
-_GEFORCE = {"products": 0.77, "attention": 0.8}
 CARDS = {
     card.name: card
     for card in (
-        Card("3060", 0.36e12, 25.5e12, 12.7e12, **_GEFORCE),
-        Card("3090", 0.936e12, 71e12, 35.6e12, **_GEFORCE),
-        Card("4090", 1.008e12, 165e12, 82.6e12, **_GEFORCE),
-        Card("A100", 1.555e12, 312e12, 19.5e12, products=0.38, attention=0.55),
-        Card("H100", 3.35e12, 989e12, 67e12, products=0.6, attention=0.6),
+        Card("3060", 0.36e12, 25.5e12, 12.7e12, 0.77, 0.8, (8, 6)),
+        Card("3090", 0.936e12, 71e12, 35.6e12, 0.77, 0.8, (8, 6)),
+        Card("4090", 1.008e12, 165e12, 82.6e12, 0.77, 0.8, (8, 9)),
+        Card("A100", 1.555e12, 312e12, 19.5e12, 0.38, 0.55, (8, 0)),
+        Card("H100", 3.35e12, 989e12, 67e12, 0.6, 0.6, (9, 0)),
     )
 }
 
@@ -351,11 +340,10 @@ def count(case: Case, on: On, capability: tuple[int, int] = (8, 0)) -> list[Work
 def estimate(case: Case, cards: Sequence[Card]) -> Rows:
     """Estimate launches and seconds of each row, by card."""
     estimates: Rows = {}
-    works: dict[tuple[str, str], list[Work]] = {}
+    works: dict[tuple[str, tuple[int, int] | None], list[Work]] = {}
     for card in cards:
         for row, on in ROWS.items():
-            machine = Machine("cuda", card.capability, (2, 13), True)
-            key = row, kernel_on(machine, 64).device if row.startswith("default") else ""
+            key = row, card.capability if row.startswith("default") else None
             if key not in works:
                 works[key] = count(case, on, card.capability)
             launches = sum(one.launches for one in works[key])

@@ -8,9 +8,6 @@ whole models run at their real size, on any machine and with any build of PyTorc
     apply_mame(model)
     with pretended():
         work = counted(lambda: model(**inputs))
-    print(len(work), sum(one.flops for one in work))
-
-This can't tell how fast a kernel is. `benchmarks.gpu` estimates that.
 """
 
 from __future__ import annotations
@@ -90,9 +87,7 @@ class Work(NamedTuple):
 
 
 class _Pretended(TorchFunctionMode):
-    """Let tensors on the meta device say that they are on CARD.
-
-    Whatever asks for a tensor on CARD gets one on meta.
+    """Let tensors on the meta device say that they are on CARD, and make CARD's on meta.
 
     Args:
         known: Values of tensors whose values are read, by the tensor's id.
