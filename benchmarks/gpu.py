@@ -353,10 +353,7 @@ def estimate(case: Case, cards: Sequence[Card]) -> Rows:
 
 
 def table(row: str, estimates: Mapping[str, Rows]) -> str:
-    """Format one row of all cases as Markdown: times as fast as unmerged, graph / eager.
-
-    For the unmerged row it has the milliseconds of a graph.
-    """
+    """Format one row of all cases: times as fast as unmerged, and milliseconds of unmerged."""
     lines, cards = [], []
     for name, rows in estimates.items():
         counts = sorted({count for count, _ in rows[row].values()})
