@@ -49,6 +49,9 @@ FORMS: tuple[Form, ...] = (
 )
 FIELD = {"attention": "keep", "mlp": "mlp_keep", "block": "block_keep"}  # by kind of layer
 AT = (0.15, 0.45, 0.8)  # measured calls of an image: 0 is the first, 1 the last
+# Errors of restored blocks count twice: over the steps of an image they add up more than those of
+# keys and MLPs do, by 2 to 3 dB on the embedded transformer (docs/calibration.md).
+BLOCK_WEIGHT = 2.0
 FORWARDS = 200  # largest number of denoiser calls in a calibration, if possible
 
 
@@ -504,7 +507,8 @@ def options(found: Measurement) -> dict[str, list[Option]]:
             if form is None:
                 result[name] = [Option(False, 0.0, seconds)]
             elif seconds < result[name][0].seconds:
-                error = matters * fmean(row[2] for row in rows if row[0] == form)
+                weight = matters * (BLOCK_WEIGHT if FORMS[form]["block_keep"] < 1 else 1)
+                error = weight * fmean(row[2] for row in rows if row[0] == form)
                 result[name].append(Option(dict(FORMS[form]), error, seconds))
     return result
 
