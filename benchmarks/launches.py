@@ -131,7 +131,7 @@ def pretended(
     """
     # a build of PyTorch without CUDA can't be asked for it
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
-    machine = min_tokens.Machine("cuda", capability, (2, 13), True)
+    machine = min_tokens.Machine("cuda", capability, (2, 13), True, "GeForce")
     asked = mock.patch.object(min_tokens, "asked", return_value=machine)
     with _Pretended(known or {}), torch.inference_mode(), capturing, asked:
         yield

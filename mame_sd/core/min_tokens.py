@@ -31,8 +31,8 @@ MIN_TOKENS: dict[tuple[str, str], int] = {
     ("mps", UNFUSED): 1024,
     ("cuda", FUSED): 16384,
     ("cuda", UNFUSED): 4096,
-    ("cuda, capability 8.6", FUSED): 16384,
-    ("cuda, capability 8.6", UNFUSED): 4096,
+    ("cuda, GeForce of capability 8.6", FUSED): 16384,
+    ("cuda, GeForce of capability 8.6", UNFUSED): 4096,
     ("cuda, capability 9 and above", FUSED): 24576,
     ("cuda, capability 9 and above", UNFUSED): 8192,
     ("other", FUSED): 16384,
@@ -46,14 +46,13 @@ MIN_TOKENS_PER_CHANNEL = 4
 # Number of operations from which on an MLP or a block is restored by default. It is estimated as
 # 16 B L C^2, the operations of an MLP four times as wide as its C channels, over L tokens of B
 # samples. Restoring costs about 2 ms a layer from Python on a GPU. On an H200 an MLP of 2.5e12 is
-# 1.8 times as fast, one of .6e12 half as fast (docs/gpu.md). Cards of capability 8.6 (RTX 3050 to
-# 3090) are slow enough for a tenth of that. The number is measured for CPUs and estimated for other
-# devices.
+# 1.8 times as fast, one of .6e12 half as fast (docs/gpu.md). GeForce cards of capability 8.6 (3050
+# to 3090) are slow enough for a tenth. The number is measured for CPUs and estimated for others.
 MIN_WORK: dict[str, float] = {
     "cpu": 1e9,
     "mps": 1e11,
     "cuda": 5e11,
-    "cuda, capability 8.6": 5e10,
+    "cuda, GeForce of capability 8.6": 5e10,
     "cuda, capability 9 and above": 1.5e12,
     "other": 5e11,
 }
@@ -65,7 +64,7 @@ MIN_TOKENS_RESTORED = 1024
 # gain: of 640 channels a 4090 is estimated to take 1.1 times as long, an A100 1.2 times as long.
 MIN_CHANNELS: dict[str, int] = {
     "cuda": 1280,
-    "cuda, capability 8.6": 640,
+    "cuda, GeForce of capability 8.6": 640,
     "cuda, capability 9 and above": 2048,
     "other": 1280,
 }
@@ -108,12 +107,14 @@ class Machine(NamedTuple):
         capability: compute capability of an NVIDIA GPU. None for other devices.
         torch: (major, minor) of PyTorch's version.
         runs_fused: True if PyTorch would run a fused kernel. None if it can't be asked.
+        name: name of an NVIDIA GPU.
     """
 
     device: str
     capability: tuple[int, int] | None
     torch: tuple[int, int]
     runs_fused: bool | None
+    name: str = ""
 
 
 def kernel_on(machine: Machine, width: int) -> Kernel:
@@ -121,8 +122,8 @@ def kernel_on(machine: Machine, width: int) -> Kernel:
     kind = machine.device if (machine.device, FUSED) in MIN_TOKENS else "other"
     if machine.capability is not None and machine.capability[0] >= 9:
         kind = "cuda, capability 9 and above"
-    elif machine.capability == (8, 6):
-        kind = "cuda, capability 8.6"
+    elif machine.capability == (8, 6) and "GeForce" in machine.name:
+        kind = "cuda, GeForce of capability 8.6"
     fused = machine.runs_fused
     if machine.device == "mps":  # PyTorch can't be asked about MPS
         fused = machine.torch >= (2, 13) and width in _MPS_WIDTHS
@@ -173,9 +174,10 @@ def asked(device: str, dtype: str, width: int, allowed: tuple[bool, ...] = ()) -
     """
     where = torch.device(device)
     there = where.type != "cuda" or _is_card(where)
-    capability = None
+    capability, name = None, ""
     if where.type == "cuda" and there and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(where)
+        name = torch.cuda.get_device_name(where)
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     fused: bool | None = None
     if there and where.type not in ("mps", "meta"):
@@ -183,7 +185,7 @@ def asked(device: str, dtype: str, width: int, allowed: tuple[bool, ...] = ()) -
             one = torch.empty(1, 1, 64, width, device=where, dtype=getattr(torch, dtype[6:]))
             backend = backend_of(one)
         fused = None if backend is None else backend not in (SDPBackend.MATH, SDPBackend.ERROR)
-    return Machine(where.type, capability, (version[0], version[1]), fused)
+    return Machine(where.type, capability, (version[0], version[1]), fused, name)
 
 
 def backend_of(q: Tensor, mask: Tensor | None = None) -> SDPBackend | None:

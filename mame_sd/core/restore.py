@@ -119,13 +119,12 @@ def choose_tokens(
         dtype = torch.promote_types(x.dtype, torch.float32)
         drawn = cells.drawn[0] if draw is None else cells.drawn.index_select(0, draw).view(-1)
         drawn = drawn[: cells.kept]
-        slots = cells.to_slots(x)  # [B, T * P, C]
+        # Half of them in fp16, where a difference may leave the range: the kernel has no scale.
+        slots = cells.to_slots(x if x.dtype != torch.float16 else x / 2)  # [B, T * P, C]
         first = slots.index_select(1, drawn).view(batch * tiles, cell_count, channels)
         slots = slots.reshape(batch * tiles, width, channels)
-        if x.dtype == dtype:
-            # Relative to one of them: what all tokens have in common would hide small distances,
-            # which inputs of 16 bits don't hold.
-            slots, first = slots - first[:, :1], first - first[:, :1]
+        # Relative to one of them: what all tokens have in common would hide small distances.
+        slots, first = slots - first[:, :1], first - first[:, :1]
         own = (drawn % width).view(tiles, cell_count)  # places in a tile
         own = own.expand(batch, -1, -1).reshape(-1, cell_count)
         squares = torch.linalg.vector_norm(slots, dim=-1, dtype=dtype).square_()  # [B * T, P]

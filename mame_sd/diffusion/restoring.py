@@ -48,7 +48,7 @@ from mame_sd.report import LayerStats
 _MLP = re.compile("FeedForward|SwiGLU|MLP$")  # of a class's name
 _OTHERS = ("context", "txt", "text", "audio", "ff_t")  # in names of MLPs of other tokens
 # Children of a block that are linear maps of its tokens, where MLP and attention are fused.
-_FUSED = ("gate_proj", "up_proj", "down_proj")
+_FUSED = ("proj_mlp", "proj_out", "gate_proj", "up_proj", "down_proj")
 _OUTPUT = ("to_out.0", "to_out")  # the projection of attention's output, in the attention
 # Hooks of diffusers that don't change a module's output.
 _HARMLESS = ("group_offloading", "layerwise_casting", "layer_execution_tracker", "lazy_prefetch")
@@ -58,8 +58,8 @@ CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
 SEVERAL = "one self-attention follows another"
 GATED = "a gated self-attention (GLIGEN's fuser) follows another one"
 BY_TOKEN = "its tokens have several timesteps, which a fit on the tokens can't know"
-NOT_PLAIN = "its projection of queries, keys and MLP is changed by a LoRA or quantised"
-REPLACED = "a projection was replaced since, as by a LoRA: apply merging again"
+NOT_PLAIN = "its projection of queries, keys and MLP has a LoRA, is quantised or offloaded"
+REPLACED = "another tool has replaced or hooked its projection, as a LoRA added later"
 AS_MANY = "its text has as many tokens as the image"
 
 
@@ -243,7 +243,9 @@ class FusedInHook(PartHook):
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         running, config, inner = running_fused_mlp(), self.config, entry.inner
-        if running is None or config is None or running_rows() is not None:
+        if (
+            running is None or config is None or config.mlp_share == 1
+        ) or running_rows() is not None:
             return inner(*args, **kwargs) if self.ahead else super().call(entry, args, kwargs)
         name, x = _first(args, kwargs)
         tokens = self.reason(x)
@@ -347,9 +349,9 @@ class BlockHook(RestoreHook):
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         config = self.config
-        if config is None or running_rows() is not None:
+        if running_rows() is not None:
             return entry.inner(*args, **kwargs)
-        if config.block_share == 1:
+        if config is None or config.block_share == 1:
             return self._with_all_rows(entry, args, kwargs)
         _, x = _first(args, kwargs)
         tokens = self.reason(x)
@@ -399,26 +401,52 @@ class BlockHook(RestoreHook):
         self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Compute the block on all tokens, but for an MLP that is restored."""
-        if self.fused is None or self.config is None or self.config.mlp_share == 1:
+        if self.fused is None:
             return entry.inner(*args, **kwargs)
         hook, *paths = self.fused
+        config = hook.config
+        if config is None or config.mlp_share == 1:
+            return entry.inner(*args, **kwargs)
         into, out = (_at(entry.module, path) for path in paths)
         # A LoRA of later may wrap the first, which is right for the tokens that are computed.
-        if is_hooked(out) and (is_hooked(into) or is_hooked(getattr(into, "base_layer", None))):
-            with FusedMLPMode():
-                return entry.inner(*args, **kwargs)
-        hook.left_alone(REPLACED, _first(args, kwargs)[1])
+        found = is_hooked(into) or is_hooked(getattr(into, "base_layer", None))
+        reason = "" if found and is_hooked(out) and _is_outermost(out) else REPLACED
+        if not reason and any(map(_has_cache, (into, out))):
+            reason = CACHED
+        if not reason:
+            with FusedMLPMode() as running:
+                output = entry.inner(*args, **kwargs)
+            if running.rows is None:
+                return output
+            reason = REPLACED  # nothing took the rows: another module projected out
+            if not torch.compiler.is_compiling():
+                hook.never = reason
+        hook.left_alone(reason, _first(args, kwargs)[1])
         return entry.inner(*args, **kwargs)
 
     def _is_cached(self, block: nn.Module) -> bool:
-        """Return True if a hook of diffusers may cache the output of a module of the block."""
-        for module in block.modules():
-            registry = getattr(module, "_diffusers_hook", None) if module is not block else None
-            if registry is not None and any(
-                not name.startswith(_HARMLESS) for name in registry.hooks
-            ):
-                return True
+        """Return True if a hook of diffusers may keep what a module of the block gave."""
+        return any(_has_cache(module) for module in block.modules() if module is not block)
+
+
+def _has_cache(module: nn.Module | None) -> bool:
+    """Return True if a hook of diffusers may keep what a module gave."""
+    registry = getattr(module, "_diffusers_hook", None)
+    return registry is not None and any(not name.startswith(_HARMLESS) for name in registry.hooks)
+
+
+def _is_outermost(module: nn.Module | None) -> bool:
+    """Return True if nothing but offloading is around the hook on a module.
+
+    A LoRA that another tool puts around the module would read zeros for tokens that are not chosen.
+    """
+    if module is None or torch.compiler.is_compiling():
+        return module is not None
+    if module._forward_hooks or module._forward_pre_hooks:
         return False
+    around = vars(module).get("forward")
+    own = isinstance(getattr(around, "__self__", None), RestoringForward)
+    return own or hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook")
 
 
 def _has_fuser(block: nn.Module) -> bool:
@@ -512,9 +540,11 @@ def _parts_of(
         kinds = [kind.__name__ for kind in type(child).__mro__]  # a tool's subclass, too
         if child in attention:
             fused = _at(child, "to_qkv_mlp_proj")
-            if fused is not None:
+            out = _at(child, "to_out")
+            columns: Any = getattr(child, "inner_dim", 0)
+            if fused and out and _share_projection(fused, out, 3 * columns):
                 yield f"{name}.to_qkv_mlp_proj", fused, FusedInHook
-                yield f"{name}.to_out", child.get_submodule("to_out"), FusedOutHook
+                yield f"{name}.to_out", out, FusedOutHook
                 continue
             queries = _at(child, "to_q")
             if queries is not None:
@@ -526,14 +556,20 @@ def _parts_of(
                     break
         elif any(map(_MLP.search, kinds)) and not any(other in name for other in _OTHERS):
             yield name, child, MLPHook
-        elif name == "proj_mlp" and _at(block, "proj_out") is not None:
-            yield name, child, FusedInHook
-        elif name == "proj_out" and _at(block, "proj_mlp") is not None:
-            yield name, child, FusedOutHook
+        elif name in ("proj_mlp", "proj_out") and _share_projection(
+            _at(block, "proj_mlp"), _at(block, "proj_out")
+        ):
+            yield name, child, FusedInHook if name == "proj_mlp" else FusedOutHook
         elif name in _FUSED:
             yield name, child, PartHook
         elif any(kind.endswith("Attention") for kind in kinds) and "audio" not in name:
             yield name, child, CrossAttentionHook
+
+
+def _share_projection(into: Any, out: Any, ahead: int = 0) -> bool:
+    """Return True if `out` projects [attention | MLP], and `into` into the MLP, plain or gated."""
+    hidden: int = getattr(out, "in_features", 0) - getattr(out, "out_features", 0)
+    return hidden > 0 and getattr(into, "out_features", 0) - ahead in (hidden, 2 * hidden)
 
 
 def _at(module: nn.Module, path: str) -> nn.Module | None:

@@ -34,7 +34,8 @@ MACHINES: dict[str, tuple[Machine, int, int]] = {
     "CPU": (Machine("cpu", None, NEW, True), 64, 1024),
     "CPU, math kernel": (Machine("cpu", None, NEW, False), 64, 576),
     "A100": (Machine("cuda", (8, 0), NEW, True), 64, 16384),
-    "3090": (Machine("cuda", (8, 6), NEW, True), 64, 16384),
+    "3090": (Machine("cuda", (8, 6), NEW, True, "NVIDIA GeForce RTX 3090"), 64, 16384),
+    "A40": (Machine("cuda", (8, 6), NEW, True, "NVIDIA A40"), 64, 16384),
     "4090": (Machine("cuda", (8, 9), NEW, True), 64, 16384),
     "H100": (Machine("cuda", (9, 0), NEW, True), 128, 24576),
     "a card in fp64": (Machine("cuda", (8, 6), NEW, False), 64, 4096),
@@ -62,7 +63,7 @@ def test_the_page_has_these_numbers() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| [^|]+ \| ([\d,]+) \| ([\d,]+) \|$", page, re.M)
     told = [int(number.replace(",", "")) for row in rows for number in row]
-    same = ("cuda, capability 8.6", "other")
+    same = ("cuda, GeForce of capability 8.6", "other")
     assert told == [MIN_TOKENS[key] for key in MIN_TOKENS if key[0] not in same]
     for kernel in ("fused", "unfused"):
         assert {MIN_TOKENS[device, kernel] for device in same} == {MIN_TOKENS["cuda", kernel]}
@@ -86,6 +87,7 @@ def test_pytorch_is_asked_as_it_is_set_now() -> None:
         ("H100", 64, 1536, False),
         ("3090", 2, 640, True),  # SDXL's at 1,024 pixels
         ("3090", 2, 320, False),
+        ("A40", 2, 640, False),
         ("4090", 2, 640, False),
         ("H100", 4, 3072, True),
         ("CPU", 1, 256, True),

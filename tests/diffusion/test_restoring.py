@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_module
 from diffusers import Transformer2DModel
-from diffusers.hooks import FirstBlockCacheConfig, apply_group_offloading
+from diffusers.hooks import FirstBlockCacheConfig, TaylorSeerCacheConfig, apply_group_offloading
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import AttnProcessor2_0
 from optimum.quanto import freeze, qint8, quantize
@@ -376,6 +377,69 @@ def test_a_lora_on_projections_that_mlp_and_attention_share(
     model.unload_lora()
     handle = restored(model, "mlp")
     torch.testing.assert_close(once(), without)
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("how", ["forward", "hook"])
+def test_other_tools_around_a_shared_projection_out(name: str, how: str) -> None:
+    """They would read zeros for tokens that are not chosen."""
+    model, once, single = fused_model(name)
+    handle = restored(model, "mlp")
+    assert single(handle) > 0
+    for path, module in model.named_modules():
+        if "single" not in path or not path.endswith(FUSED[name][1].rpartition(".")[2]):
+            continue
+        if how == "hook":
+            module.register_forward_hook(lambda _, args, y: y + 0.1 * args[0][..., : y.shape[-1]])
+        else:
+            vars(module)["forward"] = lambda x, m=module: F.linear(x, m.weight, m.bias)
+    assert single(handle) == 0
+    assert REPLACED in reasons(handle, "mlp")
+    changed = once()
+    handle.active = False
+    others = {one.name for one in handle.report().layers if one.kind == "mlp" and one.merged}
+    assert not any("single" in other for other in others)
+    assert changed.isfinite().all()
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_rules_for_shared_projections(name: str) -> None:
+    model, _, single = fused_model(name)
+    into = f"single_transformer_blocks.*.{FUSED[name][0]}"
+    everywhere = single(restored(model, "mlp"))
+    handle = restored(model, "mlp", mlp_keep=1, layers={into: {"mlp_keep": 0.25}})
+    assert single(handle) == everywhere > 0
+    handle = restored(model, "mlp", layers={into: {"mlp_keep": 1}})
+    assert single(handle) == 0
+    assert not any(
+        one.merged for one in handle.report().layers if one.kind == "mlp" and "single" in one.name
+    )
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_cache_of_a_shared_projection(name: str) -> None:
+    model, _, single = fused_model(name)
+    handle = restored(model, "mlp")
+    model.enable_cache(TaylorSeerCacheConfig(cache_identifiers=[f".*single.*{FUSED[name][0]}"]))
+    with model.cache_context("run"):
+        assert single(handle) == 0
+    assert CACHED in reasons(handle, "mlp")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_a_constant_image_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    case = MODELS[name]
+    model, inputs = case.build().to(dtype), case.inputs()
+    inputs = {
+        key: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for key, value in inputs.items()
+    }
+    inputs["hidden_states"] = torch.full_like(inputs["hidden_states"], 0.7)
+    want = run(inputs, model).float()
+    restored(model, "mlp")
+    found = run(inputs, model).float()
+    assert (found - want).norm() < 0.02 * want.norm()
 
 
 @pytest.mark.parametrize("name", FUSED)
