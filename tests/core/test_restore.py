@@ -132,7 +132,7 @@ def test_every_dtype_equals_the_loop_around_text(
     dtype: torch.dtype, before: int, after: int
 ) -> None:
     size, keep = (9, 14), 0.25
-    x, fn = tokens(2, before + 126 + after, 6, dtype=dtype), mlp(dtype)
+    x, fn = tokens(2, before + 126 + after, 6, dtype=dtype, seed=1), mlp(dtype)  # no near ties
     found = restored(fn, x, size, keep, before, after, tile_size=7)
     assert found.dtype == dtype
     image = slice(before, before + 126)
