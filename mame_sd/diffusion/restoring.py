@@ -243,9 +243,7 @@ class FusedInHook(PartHook):
     def call(self, entry: MergedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `RestoreHook`."""
         running, config, inner = running_fused_mlp(), self.config, entry.inner
-        if (
-            running is None or config is None or config.mlp_share == 1
-        ) or running_rows() is not None:
+        if running is None or config is None or running_rows() is not None:
             return inner(*args, **kwargs) if self.ahead else super().call(entry, args, kwargs)
         name, x = _first(args, kwargs)
         tokens = self.reason(x)

@@ -65,7 +65,7 @@ core/restore.py: core/test_restore.py
     if x.dtype != torch.float16 else x / 2) => )
     nearest.masked_fill_(pad, -torch.finfo(dtype).max) => pass
     nearest.scatter_(1, own, -torch.inf) => pass
-    alpha=1 / count).add_(1 / count) => alpha=0)
+    weights.sub_(excess, alpha=1 / count) => pass
     .add_(RIDGE) => .add_(0.1)
     y.clamp(-HALF_MAX, HALF_MAX) => y
     index_select(0, leader).flatten(0, 1) => flatten(0, 1)
@@ -106,6 +106,10 @@ diffusion/restoring.py: diffusion/test_restoring.py test_models.py
     if job is not None and job.merges: => if False:
     if not setting.of_layer: => if False:
     torch.cat([y[:, :start], restored, y[:, end:]], 1) => y
+    is_hooked(out) and _is_outermost(out) => is_hooked(out)
+    any(map(_has_cache, (into, out))) => False
+    linear.weight[:, :width], linear.bias => linear.weight[:, :width]
+    if self.ahead and not _is_plain(entry) => if False
 diffusion/rows.py: diffusion/test_restoring.py test_models.py
     rows[:, start : start + self.chosen.tokens_kept] => rows[:, : self.chosen.tokens_kept]
     or len(t) != len(self.chosen.at) => or False

@@ -23,6 +23,7 @@ CASES = [
     ((40, 56), 0.02, 32),
     ((12, 16), 0.25, 5),
     ((11, 13), 0.9, 4),
+    ((11, 25), 0.9, 4),  # squares, some of which are padded
     ((3, 6, 9), 0.125, 32),
     ((3, 6, 9), 0.25, 8),
     ((1, 50), 0.25, 4),
@@ -232,6 +233,13 @@ def test_weights_stay_bounded_where_half_of_the_tokens_are_equal() -> None:
     assert weights.isfinite().all()
     assert weights.abs().sum(-1).amax() < 10
     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:2]))
+
+
+def test_what_all_tokens_have_in_common_hides_no_distance() -> None:
+    x, fn = 3000 + tokens(1, 256, 6), mlp()
+    want, _ = by_loop(lambda t: fn(t - 3000), x, (16, 16), 0.25)
+    found = restored(lambda t: fn(t.double() - 3000), x.float(), (16, 16), 0.25)
+    torch.testing.assert_close(found, want, rtol=0.02, atol=0.02)
 
 
 def test_no_token_is_chosen_twice() -> None:
