@@ -209,8 +209,8 @@ def _cut(
     if tile_size:
         across = tile_size if rows > 1 else tile_size**2  # a sequence's tiles have as many tokens
         high, wide = max(1, round(rows / tile_size)), max(1, round(columns / across))
-        if strips and len(size) == 2:
-            high, wide = _strips(rows, columns, tile_size**2) or (high, wide)
+        count = _strips(rows, columns, tile_size**2) if strips and len(size) == 2 else None
+        high, wide = (high, wide) if count is None else (count, 1)
     cells_high, cells_wide = _counts(rows / high, columns / wide, keep)
     tiles, m = high * wide, cells_high * cells_wide
     # Map each row and column of the plane to its tile and to its cell within that tile.
@@ -248,8 +248,8 @@ def _cut(
     )
 
 
-def _strips(rows: int, columns: int, tokens: int) -> tuple[int, int] | None:
-    """Return (number of strips, 1) that cut a plane into equal strips of about `tokens` tokens.
+def _strips(rows: int, columns: int, tokens: int) -> int | None:
+    """Return the number of equal strips of about `tokens` tokens into which to cut a plane.
 
     If no number of strips gives two thirds to three halves as many tokens, return None.
     """
@@ -257,8 +257,7 @@ def _strips(rows: int, columns: int, tokens: int) -> tuple[int, int] | None:
         n for n in range(1, rows + 1)
         if rows % n == 0 and 2 / 3 <= rows // n * columns / tokens <= 3 / 2
     ]  # fmt: skip
-    nearest = min(fits, key=lambda n: abs(math.log(rows / n * columns / tokens)), default=None)
-    return None if nearest is None else (nearest, 1)
+    return min(fits, key=lambda n: abs(math.log(rows / n * columns / tokens)), default=None)
 
 
 def _counts(high: float, wide: float, keep: float) -> tuple[int, int]:

@@ -88,6 +88,24 @@ class ChosenTokens:
             y = y.clamp(-HALF_MAX, HALF_MAX)
         return self.cells.from_slots(y.view(f.shape[0], self.cells.order.numel(), f.shape[-1]))
 
+    def take_around(self, t: Tensor, before: int) -> Tensor:
+        """Return the chosen tokens and all others than the image's, [B, n', C], of t [B, n, C].
+
+        The image's tokens begin at `before`.
+        """
+        if t.shape[1] == self.tokens_in:
+            return self.take(t)
+        end = before + self.tokens_in
+        return torch.cat([t[:, :before], self.take(t[:, before:end]), t[:, end:]], 1)
+
+    def restore_around(self, f: Tensor, before: int) -> Tensor:
+        """Return all tokens [B, n, C], restored from f [B, n', C] in the order of `take_around`."""
+        kept = self.tokens_kept
+        if f.shape[1] == kept:
+            return self.restore(f)
+        first, image, last = f.split([before, kept, f.shape[1] - before - kept], 1)
+        return torch.cat([first, self.restore(image), last], 1)
+
 
 @torch.no_grad()
 def choose_tokens(
@@ -265,11 +283,4 @@ def restored_by(
 
     `chosen` are the image's chosen tokens. All other arguments are those of `restored`.
     """
-    end = before + chosen.tokens_in
-    image = chosen.take(x[:, before:end])
-    if x.shape[1] == chosen.tokens_in:
-        return chosen.restore(fn(image))
-    y = fn(torch.cat([x[:, :before], image, x[:, end:]], 1))
-    split = [before, chosen.tokens_kept, x.shape[1] - end]
-    first, image, last = y.split(split, 1)
-    return torch.cat([first, chosen.restore(image), last], 1)
+    return chosen.restore_around(fn(chosen.take_around(x, before)), before)

@@ -406,9 +406,9 @@ class BlockHook(RestoreHook):
         if config is None or config.mlp_share == 1:
             return entry.inner(*args, **kwargs)
         into, out = (_at(entry.module, path) for path in paths)
-        # A LoRA of later may wrap the first, which is right for the tokens that are computed.
-        found = is_hooked(into) or is_hooked(getattr(into, "base_layer", None))
-        reason = "" if found and is_hooked(out) and _is_outermost(out) else REPLACED
+        # A LoRA added later may wrap the projection in: the computed rows stay right.
+        hooked = is_hooked(into) or is_hooked(getattr(into, "base_layer", None))
+        reason = "" if hooked and is_hooked(out) and _is_outermost(out) else REPLACED
         if not reason and any(map(_has_cache, (into, out))):
             reason = CACHED
         if not reason:

@@ -48,10 +48,7 @@ class Rows:
         start = image_start(self.tokens, t) if start is None else start
         if start is None or len(t) != len(self.chosen.at):
             return None
-        if t.shape[1] == self.tokens.count:
-            return self.chosen.take(t)
-        end = start + self.tokens.count
-        return torch.cat([t[:, :start], self.chosen.take(t[:, start:end]), t[:, end:]], 1)
+        return self.chosen.take_around(t, start)
 
     def put(self, rows: Tensor, like: Tensor, start: int | None = None) -> Tensor:
         """Return `rows` [B, n', C'] at their positions among the tokens of `like`.
@@ -68,18 +65,13 @@ class Rows:
         after = rows[:, start + self.chosen.tokens_kept :]
         return torch.cat([rows[:, :start], y, after], 1)
 
-    def restore(self, rows: Tensor, start: int | None = None) -> Tensor:
+    def restore(self, rows: Tensor) -> Tensor:
         """Return all tokens [B, n, C], restored from `rows` [B, n', C] of a function of each token.
 
-        See `take`.
+        The rows are in the order of `take`.
         """
-        kept = self.chosen.tokens_kept
-        if rows.shape[1] == kept:
-            return self.chosen.restore(rows)
-        if start is None:
-            start = self.tokens.start(rows.shape[1] - kept + self.tokens.count) or 0
-        first, image, last = rows.split([start, kept, rows.shape[1] - start - kept], 1)
-        return torch.cat([first, self.chosen.restore(image), last], 1)
+        length = rows.shape[1] - self.chosen.tokens_kept + self.tokens.count
+        return self.chosen.restore_around(rows, self.tokens.start(length) or 0)
 
 
 def image_start(tokens: Tokens, t: Tensor) -> int | None:
@@ -87,17 +79,21 @@ def image_start(tokens: Tokens, t: Tensor) -> int | None:
     return tokens.start(t.shape[1]) if t.dim() == 3 else None
 
 
-class RowsMode(TorchFunctionMode):
-    """Let modules of a block compute only the given rows while entered. If None, all rows."""
-
-    def __init__(self, rows: Rows | None) -> None:
-        super().__init__()
-        self.rows = rows
+class _BlockMode(TorchFunctionMode):
+    """Tell the modules of a block how to compute, and change no function that they call."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.unflatten:  # see SDPAInterceptor
             return args[0].unflatten(*args[1:], **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+class RowsMode(_BlockMode):
+    """Let modules of a block compute only the given rows while entered. If None, all rows."""
+
+    def __init__(self, rows: Rows | None) -> None:
+        super().__init__()
+        self.rows = rows
 
 
 def running_rows() -> Rows | None:
@@ -106,27 +102,18 @@ def running_rows() -> Rows | None:
     return None if mode is None else mode.rows
 
 
-class FusedMLPMode(TorchFunctionMode):
-    """While entered, a block whose MLP shares projections with its attention restores its MLP.
+class FusedMLPMode(_BlockMode):
+    """Let a block restore its MLP, which shares projections with its attention, while entered.
 
-    The projection into the MLP sets `rows`, the projection out of it takes them.
+    The projection into the MLP sets `rows`, and the projection out of it takes them.
     """
 
     rows: Rows | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.unflatten:  # see SDPAInterceptor
-            return args[0].unflatten(*args[1:], **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
 
 def running_fused_mlp() -> FusedMLPMode | None:
-    """Return the innermost block's FusedMLPMode; None if no such block is running."""
-    for place in range(torch._C._len_torch_function_stack() - 1, -1, -1):
-        mode = torch._C._get_function_stack_at(place)
-        if isinstance(mode, FusedMLPMode):
-            return mode
-    return None
+    """Return the innermost block's FusedMLPMode. If no such block is running, return None."""
+    return innermost(FusedMLPMode)
 
 
 def needs_all_rows(attention: Any) -> bool:
