@@ -1,4 +1,4 @@
-"""How fast attention over merged keys is in one layer, compared with attention over all keys.
+"""Time attention over merged keys in one layer, compared with attention over all keys.
 
     python -m benchmarks.attention                     # 1,024 to 36,864 tokens on the CPU
     python -m benchmarks.attention --device cuda --dtype float16

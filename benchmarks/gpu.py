@@ -239,7 +239,7 @@ MASKED = 0.65  # of the speed of attention: that of attention with a mask
 
 @dataclass(frozen=True)
 class Card:
-    """What one kind of card does per second, as its maker prints it, and what is reached of it.
+    """Hold what one kind of card does per second by its maker, and which shares are reached.
 
     Attributes:
         name: Name in tables and in `--card`.

@@ -1,4 +1,4 @@
-"""What attention over fewer keys costs a published diffusion model of others: PSNR per method.
+"""Measure what attention over fewer keys costs a published model of others: PSNR per method.
 
     python -m benchmarks.terrain                    # every row, sigma 80
     python -m benchmarks.terrain --sigma 0.4        # the last bit of noise instead of all

@@ -98,7 +98,7 @@ class Value:
 
     @property
     def equal_note(self) -> str:
-        """How many images equal the baseline's and are excluded from the mean, or ""."""
+        """Say how many images equal the baseline's and are left out of the mean, or return ""."""
         if not self.equal:
             return ""
         others = self.mean is not None and math.isfinite(self.mean)
@@ -106,7 +106,7 @@ class Value:
 
     @property
     def remark(self) -> str:
-        """What must be said wherever the value is shown, such as how it misleads; or ""."""
+        """Say what must stand next to the value, such as how it misleads, or return ""."""
         parts = [self.warning, self.note, (self.difference or {}).get("note")]
         if self.splits is not None:
             parts.append(f"{self.splits} split{'s' * (self.splits != 1)}")
@@ -243,7 +243,7 @@ class Results:
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader must know before the first figure, besides failed gates."""
+        """List what a reader must know before the first figure, besides failed gates."""
         warnings = []
         if "FAILS" in self.sensitivity:
             warnings.append(

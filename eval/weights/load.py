@@ -23,7 +23,7 @@ NAMES = tuple(REGISTRY)
 
 @dataclass(frozen=True)
 class WeightsStatus:
-    """Whether one network's weights are here.
+    """Say whether one network's weights are here.
 
     Attributes:
         name: Name of the network.

@@ -20,7 +20,7 @@ FIRST_LINE = 10.0  # seconds before the first plain line of progress
 
 @dataclass(frozen=True)
 class Output:
-    """What a command prints: `quiet` omits notes and progress."""
+    """Choose what a command prints: `quiet` omits notes and progress."""
 
     quiet: bool = option(False, "Print the result alone.", "--quiet", "-q")
     as_json: bool = option(False, "Print the result as one JSON object.", "--json")
