@@ -129,8 +129,9 @@ def benchmark_command(
     """
     place = Path("out") / suite if out is None else out
     chosen = None if suite == README else suite_named(suite)
-    if options.quick and chosen is not None:
-        raise unexpected("--quick", f"--suite {README}", suite, "leave it out, or give that")
+    for given, name in ((options.quick, "--quick"), (options.case, "--case")):
+        if given and chosen is not None:
+            raise unexpected(name, f"--suite {README}", suite, "leave it out, or give that")
     from ..benchmark.rows import check_rows
 
     check_rows(options.rows, options.row)
