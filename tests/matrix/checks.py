@@ -127,7 +127,7 @@ def check_one_liner(row: Row) -> None:
     """The processor gives what `apply_mame` gives with `redraw=False, share_guidance_plan=False`,
     for it sees neither steps nor latents, or meets the fate that the row tells.
     """
-    if row.processor in ("", "set", "none"):
+    if not row.processor:
         return
     mode, fields = first_mode(row)
     subject = row.build()

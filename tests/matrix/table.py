@@ -19,10 +19,10 @@ KERNELS = {"PyTorch's": "PyTorch", "all but sage, flash (no mask)": "no Sage, Fl
 
 def features_table() -> Iterator[str]:
     """What goes with merging on Stable Diffusion, and what becomes of the one-liner there."""
-    yield "| feature | `set_attn_processor` | note |"
-    yield "|---|---|---|"
+    yield "| feature | `set_attn_processor` |"
+    yield "|---|---|"
     for row in features.ROWS:
-        yield f"| {row.name} | {row.one_liner or row.processor} | {row.note} |"
+        yield f"| {row.name} | {row.one_liner or row.processor} |"
 
 
 def restores(recorded: str) -> str:
@@ -77,7 +77,6 @@ def page() -> str:
         "features": features_table(),
         "denoisers": denoisers(),
         "caches": caches.table(),
-        "caches of one model": caches.own_models(),
     }
     for name, lines in tables.items():
         start = text.index(f"<!-- {name} -->")
