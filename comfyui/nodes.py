@@ -10,7 +10,6 @@ from .joint import JointPatch
 from .layers import Settings, place_of, settings_in
 from .mlps import restoring_forward
 from .models import layout_of
-from .pass_options import forward_with_options
 from .run import KEY
 from .unet import UNetPatch
 from .wrappers import SamplerWrappers
@@ -173,10 +172,6 @@ class MaMeModelPatch:
         ):
             clone.remove_wrappers_with_key(kind_of_call, KEY)
             clone.add_wrapper_with_key(kind_of_call, KEY, wrapper)
-        for path, attention in ({} if transformer is None else transformer.hidden).items():
-            clone.add_object_patch(
-                f"diffusion_model.{path}.forward", forward_with_options(attention)
-            )
         if any(one.mlp_share < 1 for one in of_layers.every):
             for key, (path, _) in layers.mlps.items():
                 place = f"diffusion_model.{path}.forward"

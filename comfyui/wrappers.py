@@ -24,9 +24,8 @@ from mame_sd.core.merge_keys import Choice, Grid, KeyMerging
 from .attention import EngineCall
 from .joint import JointPatch
 from .layers import Key, Layers, Settings
-from .mlps import restored, why_not
+from .mlps import RUNNING, restored, why_not
 from .models import Place
-from .pass_options import attention_options
 from .run import KEY, OUTSIDE, TAKEN, UNCOMPILED, Run, log
 from .unet import UNetPatch
 
@@ -225,8 +224,11 @@ class SamplerWrappers:
                 call.place = self.patch.transformer.place(x.shape, kwargs, call.text)
                 if self.patch.transformer.family.unnamed and self.patch.settings.by_layer:
                     _name_blocks(options, self.patch.settings.layers)
-            with attention_options(options):
+            running = RUNNING.set(call)
+            try:
                 output = executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+            finally:
+                RUNNING.reset(running)
             if options["optimized_attention_override"] != self.patch.attend:
                 run.note_left(TAKEN)
             run.note_merged(call.merged)

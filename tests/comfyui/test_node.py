@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import math
 import threading
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame
 from mame_sd.core.groups import partition_index
+from mame_sd.refused import COMFYUI
 from tests.builders.tiny import LATENT, TEXT_DIM, seeded, tiny_unet
 from tests.comfyui.interface import (
     Model,
@@ -377,14 +377,12 @@ def test_a_part_of_the_steps_is_refused_beside_a_compiled_model(node: Any, model
             patched.sample(lambda run: run.self_attention(tokens(), (H, W)))
 
 
-def test_a_refusal_names_the_model_as_people_know_it(package: Any, node: Any) -> None:
+def test_a_refusal_names_the_model_as_people_know_it(node: Any) -> None:
     """Use its own class, not its base's, since Wan's own merges.
 
     A model that the node doesn't know has diffusers' name.
     """
-    kinds = importlib.import_module(f"{package.__name__}.comfyui.models").FAMILIES
-    refused = {kind: why for kind, why in kinds.items() if isinstance(why, tuple)}
-    refused["LensTransformer2DModel"] = "Lens", "the node does not know yet where"
+    refused = COMFYUI | {"LensTransformer2DModel": ("Lens", "the node does not know yet where")}
     base = type("WanModel", (nn.Module,), {"patch_size": (1, 2, 2)})
     for kind, (name, why) in refused.items():
         model = type(kind, (base,) if "Wan" in kind else (nn.Module,), {})()
