@@ -159,7 +159,6 @@ perception/hooks.py: perception/test_tools.py
     elif child is not self.child: => elif self.child is None:
 perception/handle.py: perception/test_tools.py perception/test_restore.py
     placed.append((parent, "before", hook.follow)) => pass
-    if self._shared.is_earlier(features): => if False:
 perception/encoder_registry.py: perception/test_apply.py
     [*parts, self.keys] => parts
 perception/merged_block.py: perception
