@@ -1,6 +1,4 @@
-"""Settings: what is decided where nothing is given, what is refused and in which words, and the
-ways in and out.
-"""
+"""Settings: defaults, refusals and their words, and the ways in and out."""
 
 from __future__ import annotations
 
@@ -146,7 +144,7 @@ def test_goes_through_dicts_and_files(tmp_path: Path, given: dict[str, Any]) -> 
 
 def test_reads_the_old_name_of_a_field(tmp_path: Path) -> None:
     file = tmp_path / "mame.json"
-    file.write_text(json.dumps({"keep": 0.5, "calibrated_for": "Model with 6 self-attentions"}))
+    file.write_text(json.dumps({"keep": 0.5, "made_for": "Model with 6 self-attentions"}))
     assert MaMeConfig.from_file(file).calibrated_for == "Model with 6 self-attentions"
 
 

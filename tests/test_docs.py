@@ -94,14 +94,14 @@ def test_python_examples_run_and_warn_of_nothing(
 
 
 def small() -> Any:
-    """A tiny pipeline in the place of the embedded one, whose first level has 1,024 tokens too."""
+    """Make a tiny pipeline whose first level has 1,024 tokens, as the embedded one has."""
     pipe = tiny_pipeline()
     pipe.register_modules(unet=tiny_unet(sample_size=32))
     return pipe
 
 
 def ran(code: str, **scope: Any) -> dict[str, Any]:
-    """The names that code leaves."""
+    """Return the names that code leaves."""
     exec(compile(code, "example", "exec"), scope)
     return scope
 
@@ -205,7 +205,7 @@ def test_files_and_names_of_architecture_exist() -> None:
 
 
 def _anchors(page: Path) -> set[str]:
-    """What links to a heading of the page may end in."""
+    """Return the ends of links to headings of the page."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 

@@ -206,7 +206,7 @@ def faults() -> list[tuple[str, str, str, list[str]]]:
 
 
 def copied(place: Path) -> None:
-    """Copies what git tracks or would track to `place`."""
+    """Copy what git tracks or would track to `place`."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
@@ -238,7 +238,7 @@ def passes(place: Path, tests: list[str], output: Path) -> bool:
 
 
 def main() -> None:
-    """Prints a row of Markdown for each fault: what caught it; and how many were caught."""
+    """Print a row of Markdown for each fault with what caught it, and how many were caught."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="faults whose file has this in its name")
     only = parser.parse_args().only
@@ -265,7 +265,7 @@ def main() -> None:
 
 
 def first_failure(output: Path) -> str:
-    """The test that failed first, or the last line where none ran."""
+    """Return the test that failed first, or the last line if none ran."""
     lines = output.read_text().splitlines() or ["no output"]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return failed[0].split()[1].rpartition("/")[2].partition("[")[0] if failed else lines[-1]

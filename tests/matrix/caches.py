@@ -1,6 +1,4 @@
-"""Caches and merging on one model: each pair in either order of switching on and off, over runs of
-several steps.
-"""
+"""Caches and merging on one model, switched on and off in either order, over several steps."""
 
 from __future__ import annotations
 
@@ -65,8 +63,12 @@ class Pair:
 
 
 def sampled(inputs: Mapping[str, Any], model: Any, places: bool = False) -> Tensor:
-    """The outputs of all steps [STEPS, ...], of one input that fades; with `places` each step tells
-    its place, as SeaCache asks.
+    """Return the outputs of all steps [STEPS, ...], of one input that fades.
+
+    Args:
+        inputs: Arguments of one call.
+        model: The model.
+        places: If True, each step passes its place, as SeaCache requires.
     """
     outputs = []
     latents, when = ("x", "t") if "x" in inputs else ("hidden_states", "timestep")
@@ -143,7 +145,7 @@ def every_pair() -> Iterator[Pair]:
 
 
 def own_pairs() -> Iterator[Pair]:
-    """Caches of diffusers that work on a model or two of their own."""
+    """Yield caches of diffusers that work on one or two models of their own."""
     case = TINY["WanTransformer3DModel"]
     run = partial(sampled, case.inputs(), places=True)
     yield Pair(Row("Wan", case.build, run, {288: 2}, since=NEWEST), SEA, {2: 2})
@@ -155,8 +157,9 @@ PAIRS = [*every_pair(), *own_pairs()]
 
 
 def check_pair(pair: Pair) -> None:
-    """The two together, switched on in either order, give one result, run after run; the one that
-    came first may go first, and leaves what the other gives alone.
+    """Check that cache and merging give one result in either order, run after run.
+
+    The one that came first may go first, and leaves what the other gives alone.
     """
     model, cache = pair.model, pair.cache
     first, second = model.build(), model.build()
@@ -192,9 +195,7 @@ def check_pair(pair: Pair) -> None:
 
 
 def _merged_run(pair: Pair, subject: Any) -> Tensor:
-    """What `subject`, on which the cache is, makes merged; the report and the draws of its steps
-    are right.
-    """
+    """Return what a cached model makes merged, and check the report and the draws of its steps."""
     handle = apply_mame(subject, **FIELDS)
     with _drawn(handle, subject) as draws:
         made = pair.model.run(subject)
@@ -206,8 +207,9 @@ def _merged_run(pair: Pair, subject: Any) -> Tensor:
 
 
 def _check_steps(pair: Pair, handle: MaMeHandle) -> None:
-    """Each layer was counted in the steps in which it computed, each time with half of the
-    tokens.
+    """Check the report's numbers of calls and tokens.
+
+    Each layer was counted in the steps in which it computed, each time with half of the tokens.
     """
     report = handle.report()
     layers = [layer for layer in report.layers if layer.merged]
@@ -219,8 +221,10 @@ def _check_steps(pair: Pair, handle: MaMeHandle) -> None:
 
 @contextmanager
 def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
-    """Asserts after every step that the layers that computed in it took its timestep's draw; gives
-    the draws.
+    """Check after every step that the layers that computed in it took its timestep's draw.
+
+    Yields:
+        The draws.
     """
     counts: dict[str, int] = {}
     draws: list[Tensor] = []
@@ -248,7 +252,7 @@ def _drawn(handle: MaMeHandle, subject: Any) -> Iterator[list[Tensor]]:
 
 
 def table() -> list[str]:
-    """The table of the pairs, as lines of Markdown."""
+    """Return the table of the pairs as lines of Markdown."""
     works = {(pair.model.name, pair.cache.name) for pair in PAIRS}
     columns = dict.fromkeys(pair.cache.name for pair in every_pair())
     lines = [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]

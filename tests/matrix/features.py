@@ -81,7 +81,7 @@ def pag(**changes: Any) -> Any:
 
 
 def gguf_pipeline() -> Any:
-    """The second level's linear layers in GGUF's Q8_0 (blocks of 32 weights)."""
+    """Make a pipeline with the second level's linear layers in GGUF's Q8_0 (blocks of 32)."""
     pipe = tiny_pipeline()
     kind = gguf.GGMLQuantizationType.Q8_0
     for name, linear in [*pipe.unet.named_modules()]:
@@ -119,7 +119,7 @@ def trained(pipe: Any) -> Tensor:
 
 
 def modular() -> Any:
-    """The tiny SDXL as a Modular Diffusers pipeline."""
+    """Make the tiny SDXL as a Modular Diffusers pipeline."""
     parts = sdxl().components
     pipe = diffusers.StableDiffusionXLAutoBlocks().init_pipeline()
     pipe.update_components(**{name: part for name, part in parts.items() if part is not None})

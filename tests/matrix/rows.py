@@ -15,12 +15,16 @@ Processor = Literal["", "same", "replaced", "reset", "error"]
 
 
 def nothing(subject: Any) -> None:
-    """The switch of a row whose feature is the pipeline itself."""
+    """Switch nothing on, for rows whose feature is the pipeline itself."""
 
 
 def param(value: Any, sweep: bool = False, since: str = "0") -> Any:
-    """A parameter of a test, which `make test` leaves to `python -m tests.matrix --sweep` where
-    `sweep`, and which is skipped where diffusers is older than `since`.
+    """Return a parameter of a test.
+
+    Args:
+        value: The parameter.
+        sweep: If True, only `python -m tests.matrix --sweep` runs it.
+        since: It is skipped with an older diffusers.
     """
     name = getattr(value, "name", value)
     old = Version(diffusers.__version__) < Version(since)

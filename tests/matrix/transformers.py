@@ -21,7 +21,7 @@ from tests.matrix.rows import Row
 
 
 def row(name: str, model: str | Case, merges: dict[int, int], **fields: Any) -> Row:
-    """A row of a model of the registry, by its class, or of another one."""
+    """Make a row of a model of the registry, by its class, or of another case."""
     known = MODELS[model] if isinstance(model, str) else model
     inputs = known.inputs()
     return Row(
@@ -89,7 +89,7 @@ def run_wan22(pipe: Any, steps: int = 4) -> Tensor:
 
 
 def on_both(switch: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """A switch of a pipeline with two transformers."""
+    """Return a switch of a pipeline with two transformers."""
 
     def switched(pipe: Any) -> None:
         for transformer in (pipe.transformer, pipe.transformer_2):
