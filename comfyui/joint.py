@@ -49,7 +49,7 @@ class JointPatch:
         key: Key = options.get("block_type"), options.get("block_index")
         layers = self.settings.layers
         if length == math.prod(call.place.grid) and (*key, 1) in layers.names:
-            key = (*key, 1)  # SD3.5's second attention of a block, over the image alone
+            key = (*key, 1)  # SD3.5's second attention of a block, over only the image
         number = layers.number(key)
         if number is None:
             number = call.unnamed

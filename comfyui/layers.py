@@ -53,7 +53,7 @@ NO_NAMES = (
 )
 OTHER_MODEL = (
     "calibrated_for: expected settings that were found for {}, got ones for {}; calibrate this"
-    " model, or take another file"
+    " model, or give another file"
 )
 UNKNOWN = "layers: expected patterns of layers of {} such as {!r}, got {!r}, which is none of them"
 
@@ -200,7 +200,7 @@ def layers_of_transformer(model: Any) -> Layers:
             if mlp:
                 mlps[kind, i] = f"{attribute}.{i}.{path}", f"{own.rpartition('.')[0]}.{mlp}"
             if getattr(getattr(block, "x_block", None), "x_block_self_attn", False):
-                names[kind, i, 1] = own + "2"  # SD3.5's second, over the image alone
+                names[kind, i, 1] = own + "2"  # SD3.5's second, over only the image
     return Layers(models, names, mlps)
 
 

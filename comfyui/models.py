@@ -214,7 +214,7 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
     if family is None:
         name, why = COMFYUI.get(base, (known_as(bases[0]), UNKNOWN_PLACE))
         raise ValueError(
-            f"MaMe token merging: {name} does not merge, since {why}; take the node out of this"
+            f"MaMe token merging: {name} does not merge, since {why}; remove the node from this"
             " model's path"
         )
     if any(
@@ -222,7 +222,7 @@ def layout_of(model: Any) -> tuple[Transformer | None, Layers]:
     ):
         raise ValueError(
             f"MaMe token merging: expected {family.name} with its text before its image, got the"
-            " older order; update ComfyUI, or take the node out of this model's path"
+            " older order; update ComfyUI, or remove the node from this model's path"
         )
     patch: tuple[int, ...] = ()
     for path in family.patch.split():

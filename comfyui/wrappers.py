@@ -168,7 +168,7 @@ class SamplerWrappers:
                 raise ValueError(
                     "start_percent, end_percent: expected 0 and 1 with TorchCompileModel, whose"
                     f" graph does at each step what it did at the first, got {self.start} and"
-                    f" {self.end}; set those, or take TorchCompileModel out"
+                    f" {self.end}; set those, or remove TorchCompileModel"
                 )
             settings = self.patch.settings
             if settings.layers.mlps and min(one.mlp_share for one in settings.every) < 1:

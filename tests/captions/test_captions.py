@@ -240,10 +240,10 @@ def test_refusals_are_one_line() -> None:
     handle: Any = apply_mame(model, keep=0.5)
     for bad, message in (
         ({"blocks": 2}, "unknown setting 'blocks'"),
-        ({"tau": 0.5}, "tau: expected keep alone for the visual tokens"),
-        ({"keep": 0.5, "min_tokens": 5}, "min_tokens: expected keep alone"),
-        ({"mlp_keep": 0.5}, "mlp_keep: expected keep alone"),
-        ({"block_keep": 0.5}, "block_keep: expected keep alone"),
+        ({"tau": 0.5}, "tau: expected only keep for the visual tokens"),
+        ({"keep": 0.5, "min_tokens": 5}, "min_tokens: expected only keep"),
+        ({"mlp_keep": 0.5}, "mlp_keep: expected only keep"),
+        ({"block_keep": 0.5}, "block_keep: expected only keep"),
         ({"keep": 1.5}, "keep: "),
         ({"keep": 0.5, "tau": 0.5}, "expected tau or keep, got both"),
     ):

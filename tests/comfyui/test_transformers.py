@@ -240,7 +240,7 @@ def test_each_layer_of_a_step_draws_anew(node: Any) -> None:
             "Wan",
             7,
             "replaced",
-            "another node has put its attention instead of ours, and wins: take",
+            "another node has replaced our attention; remove one of the two nodes",
         ),
     ],
 )
