@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -89,14 +88,12 @@ def test_numbers_of_other_kinds_are_kept_as_pythons_own() -> None:
     assert (type(config.keep), type(config.min_tokens), config.size) == (float, int, (2, 3))
 
 
-def test_frozen_copied_pickled_and_hashed() -> None:
+def test_copied_pickled_and_hashed() -> None:
     config = MaMeConfig(keep=0.5, layers={"a.*": {"keep": 0.25}, "b": False})
     for same in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert same == config
         assert hash(same) == hash(config)
         assert same.given == config.given
-    with pytest.raises(FrozenInstanceError):
-        config.keep = 0.1  # type: ignore[misc]
 
 
 def test_settings_of_layers() -> None:
