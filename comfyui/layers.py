@@ -13,8 +13,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from mame_sd import MaMeConfig
-from mame_sd.core.min_tokens import too_wide
+from mame_sd.core.min_tokens import least_tokens, too_wide
+
+from .run import KEEPS_ALL, SMALL
 
 Key = tuple[Any, ...]  # ("input", 4, 0): a block, its place, a layer in it; ("double", 3)
 UNET = "UNet2DConditionModel"
@@ -204,10 +208,26 @@ def layers_of_transformer(model: Any) -> Layers:
     return Layers(models, names, mlps)
 
 
-def wide_by_default(config: MaMeConfig, tokens: int, channels: int) -> str:
-    """Return why the default does not merge keys of so few tokens; empty if they merge."""
+def left_alone(
+    config: MaMeConfig, k: Tensor, tokens: int, channels: int, width: int
+) -> tuple[Any, ...]:
+    """Return why a layer doesn't merge, as arguments of `Run.note_left`; empty if it may merge.
+
+    Args:
+        config: The settings of the layer.
+        k: Keys, or the input of their projection.
+        tokens: Number of the image's tokens.
+        channels: Number of channels of all heads.
+        width: Number of channels of a head.
+    """
+    least = least_tokens(config.min_tokens, k.device, k.dtype, width)
+    if tokens < least:
+        return SMALL, tokens, least
+    if config.keep == 1:
+        return (KEEPS_ALL,)
     by_default = config.is_default and config.min_tokens is None
-    return too_wide(tokens, channels) if by_default else ""
+    reason = too_wide(tokens, channels) if by_default else ""
+    return (reason,) if reason else ()
 
 
 def settings_in(path: str | PathLike[str]) -> MaMeConfig:
