@@ -116,6 +116,8 @@ diffusion/rows.py: diffusion/test_restoring.py test_models.py
 diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
     if innermost is None: => if True:
     hook.forget() => hook.name
+diffusion/hook_registry.py: diffusion/test_restoring.py
+    offloaded = "_hf_hook" in => offloaded = False and "_hf_hook" in
 diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py test_models.py
     "temporal_transformer_blocks", => "temporal",
     isinstance(getattr(module, "processor", None), MaMeAttnProcessor) => False
@@ -159,6 +161,8 @@ perception/hooks.py: perception/test_tools.py
     elif child is not self.child: => elif self.child is None:
 perception/handle.py: perception/test_tools.py perception/test_restore.py
     placed.append((parent, "before", hook.follow)) => pass
+perception/forward_state.py: perception/test_restore.py
+    in sorted(plans, reverse=True): => in sorted(plans):
 perception/encoder_registry.py: perception/test_apply.py
     [*parts, self.keys] => parts
 perception/merged_block.py: perception
