@@ -80,7 +80,6 @@ _SPEEDUP = (
     "Seconds of the baseline divided by the row's in the same round: median of rounds with its"
     " 95 % interval, below 6 rounds with their range. By CPU time if seconds are withheld."
 )
-_DENOISING = "Part of the latency: from the first call of the denoiser to the start of decoding."
 _CPU = "CPU seconds of all cores per image, which other programs hardly change; only on a CPU."
 _MEMORY = "Largest total of tensors at once, weights included."
 _CPU_SPEEDUP = "The same of CPU seconds, which other programs hardly change; only on a CPU."
@@ -135,11 +134,9 @@ _EVERY = (
     quality("clip_score", "CLIP score", "image", _CLIP, digits=2, network="clip"),
     cost("latency", "Latency", "s", 2, _LATENCY),
     cost("speedup", "Times as fast", "", 2, _SPEEDUP, better="higher"),
-    cost("denoising", "Denoising", "s", 2, _DENOISING),
     cost("cpu", "CPU time", "s", 2, _CPU),
     cost("cpu_speedup", "Times as fast, CPU", "", 2, _CPU_SPEEDUP, better="higher"),
     cost("memory", "Peak memory", "MiB", 0, _MEMORY),
-    cost("memory_denoising", "Peak memory, denoising", "MiB", 0, "The same before decoding."),
 )
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _EVERY}
 SCORES = tuple(name for name, metric in METRICS.items() if metric.needs != "time")

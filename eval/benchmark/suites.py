@@ -9,7 +9,7 @@ from mame_sd.errors import UserError
 
 README = "readme"  # the suite of several cases, see `eval.benchmark.readme`
 _PAPER = ("fid", "is", "lpips", "psnr", "ssim", "clip_score")
-_COST = ("latency", "speedup", "denoising", "cpu", "memory", "memory_denoising")
+_COST = ("latency", "speedup", "cpu", "memory")
 
 
 @dataclass(frozen=True, kw_only=True)

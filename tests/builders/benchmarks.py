@@ -97,9 +97,7 @@ TINY = Suite(
         "is",
         "latency",
         "speedup",
-        "denoising",
         "memory",
-        "memory_denoising",
     ),
 )
 
