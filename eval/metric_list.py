@@ -86,7 +86,7 @@ _CPU_SPEEDUP = "The same of CPU seconds, which other programs hardly change; onl
 _FD = "Frechet distance of DINOv2-S features (arXiv 2306.04675, there of DINOv2-L) to {}."
 _KID = "Squared kernel distance of {} features (arXiv 1801.01401), unbiased, to {}."
 _DINO: dict[str, Any] = {"digits": 2, "network": "dinov2-saliency"}
-_REFERENCE, _BASELINE = "the reference set", "the baseline's images: fidelity, not quality"
+_REFERENCE = "the reference set"
 _INCEPTION: dict[str, Any] = {"digits": 2, "network": "inception-fid"}
 _EVERY = (
     fidelity("lpips", "LPIPS (alex)", "lower", _LPIPS.format("AlexNet"), network="lpips-alex"),
@@ -96,22 +96,6 @@ _EVERY = (
     fidelity("ssim", "SSIM", "higher", _SSIM),
     fidelity("clip_image", "CLIP image cosine", "higher", _COSINE, network="clip"),
     fidelity("fid_to_baseline", "FID to baseline", "lower", _TO_BASELINE, "sets", **_INCEPTION),
-    fidelity(
-        "fd_dinov2_to_baseline",
-        "FD-DINOv2 to baseline",
-        "lower",
-        _FD.format(_BASELINE),
-        "sets",
-        **_DINO,
-    ),
-    fidelity(
-        "kid_dinov2_to_baseline",
-        "KID-DINOv2 to baseline",
-        "lower",
-        _KID.format("DINOv2-S", _BASELINE),
-        "sets",
-        **_DINO,
-    ),
     quality("fid", "FID", "set", _FID, better="lower", **_INCEPTION),
     quality(
         "kid",
