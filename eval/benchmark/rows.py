@@ -118,6 +118,11 @@ _NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
     "mame-0.7": ("MaMe+MaRe τ 0.7", "mame", lambda: Merging(MaMeConfig(tau=0.7))),
     "mame-0.8": ("MaMe+MaRe τ 0.8", "mame", lambda: Merging(MaMeConfig(tau=0.8))),
     DEFAULT: ("MaMe default", "mame", lambda: Merging(MaMeConfig())),
+    "second-frames": (
+        "keys of every second frame",
+        "rival",
+        partial(_rival, "second frames", "second_frames", frames=True),
+    ),
     "todo-2": (
         "ToDo, one key of 2 × 2",
         "rival",
