@@ -47,7 +47,8 @@ from mame_sd.diffusion.interception import watch_kernels
 from mame_sd.diffusion.layer import AttentionAdapter, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import MaMeAttnProcessor, make_config
-from mame_sd.diffusion.restoring import RestoreHook, restoring_hooks
+from mame_sd.diffusion.restored_modules import restoring_hooks
+from mame_sd.diffusion.restoring import RestoreHook
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.refused import DIFFUSERS, known_as, refused_as
 from mame_sd.report import LayerStats, device_of

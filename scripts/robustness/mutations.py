@@ -99,17 +99,18 @@ diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_refe
 diffusion/layer.py: diffusion/test_calls.py
     plans.calls[name] += 1 => pass
 diffusion/restoring.py: diffusion/test_restoring.py test_models.py
-    (GATED if _has_fuser(entry.module) else "") => ""
-    (CACHED if self._is_cached(entry.module) else "") => ""
-    (BY_TOKEN if tokens.timesteps else "") => ""
-    any(kwargs.get(name) is not None for name in _BY_TOKEN) => False
+    return GATED => pass
+    return CACHED => pass
+    return BY_TOKEN => pass
+    any(call.kwargs.get(name) is not None for name in _BY_TOKEN) => False
     if job is not None and job.merges: => if False:
     if not setting.of_layer: => if False:
     torch.cat([y[:, :start], restored, y[:, end:]], 1) => y
-    is_hooked(out) and _is_outermost(out) => is_hooked(out)
-    any(map(_has_cache, (into, out))) => False
+diffusion/fused_mlp.py: diffusion/test_restoring.py test_models.py
+    is_hooked(out) and _is_outermost(out)) => is_hooked(out))
+    CACHED if any(map(has_cache, (into, out))) else "" => ""
     linear.weight[:, :width], linear.bias => linear.weight[:, :width]
-    if self.ahead and not _is_plain(entry) => if False
+    NOT_PLAIN if self.ahead and not _is_plain(call) else "" => ""
 diffusion/rows.py: diffusion/test_restoring.py test_models.py
     rows[:, start : start + self.chosen.tokens_kept] => rows[:, : self.chosen.tokens_kept]
     or len(t) != len(self.chosen.at) => or False
