@@ -27,15 +27,9 @@ import torch
 from torch import Tensor
 
 from mame_sd.config import checked
+from mame_sd.core.cells import Cells, checked_grid
 from mame_sd.core.fit import HALF_MAX, within
-from mame_sd.core.groups import (
-    Cells,
-    cached_tensors,
-    checked_grid,
-    make_cells,
-    matmul_fp32,
-    no_autocast,
-)
+from mame_sd.core.groups import cached_tensors, make_cells, matmul_fp32, no_autocast
 
 TILE_SIZE = 32  # tokens a side
 BANDWIDTH = 4.0  # of the mean squared distance among the chosen tokens
@@ -229,7 +223,7 @@ def restored(
         before: number of other tokens, such as text, before the image's. `fn` is computed on all of
             them.
         after: number of other tokens after the image's.
-        draw: LongTensor [1] below 64, the index of the draw (`groups.partition_index`). Give each
+        draw: LongTensor [1] below 64, the index of the draw (`guidance.partition_index`). Give each
             layer and step another one. If None, the first draw.
         seed: seed of the draws, which have their own generator.
         tile_size: side of the tiles within which tokens are restored. If 0, the whole grid is one

@@ -47,9 +47,11 @@ core/groups.py: core
     shares = (belongs / counts) => shares = (belongs / 1)
     else slots.index_select(0, led) => else slots[: len(led)]
     numbers[: cells.kept : cells.m] => numbers[: cells.tiles]
+    with torch.inference_mode(False), _no_modes(), => with _no_modes(),
+core/cells.py: core
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
     own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own
-    with torch.inference_mode(False), _no_modes(), => with _no_modes(),
+core/guidance.py: core
     times.float().amax() => times.float().amin()
     guide = unguided.index(False) => guide = 0
     == chunks[guide]).all() => == chunks[guide]).any()
