@@ -326,7 +326,7 @@ def _nothing_merged(called: Sequence[LayerReport]) -> str:
     reasons = "; ".join(f"{count} of {len(called)}: {reason}" for reason, count in counts[:3])
     line = f"expected at least one layer to merge, but none did ({reasons})"
     if not any(reason.startswith(TOO_FEW) for reason, _ in counts):
-        return f"{line}: remove merging, or mend what the reason names"
+        return f"{line}: remove merging, or fix what the reason names"
     largest = max(round(layer.tokens_in) for layer in called)
     return (
         f"{line}, and the largest has {largest} tokens: lower min_tokens, generate larger images,"

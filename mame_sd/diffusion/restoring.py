@@ -177,7 +177,7 @@ class RestoreHook(LayerHook):
         """Return the layout of the tokens of an input x, or why it isn't restored."""
         layout = self.layout()
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
-            return "input is no tokens [B, L, C]"
+            return "input is not tokens [B, L, C]"
         if layout is None or layout.unknown:
             return "height and width unknown" if layout is None else layout.unknown
         return self.OTHER if self.start(layout, x) is None else layout

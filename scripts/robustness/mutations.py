@@ -71,7 +71,7 @@ core/restore.py: core/test_restore.py
     .add_(RIDGE) => .add_(0.1)
     y.clamp(-HALF_MAX, HALF_MAX) => y
     index_select(0, leader).flatten(0, 1) => flatten(0, 1)
-    weights.to(x.dtype).scatter_(1, rows, eye.to(x.dtype)) => weights.to(x.dtype)
+    weights.to(dtype).scatter_(1, rows, eye.to(dtype)) => weights.to(dtype)
 core/paper.py: core diffusion/test_processor.py
     src).transpose(1, 2)).clamp(-1, 1) => src).transpose(1, 2))
     stays = ~merges.all(0) => stays = ~merges.any(0)
