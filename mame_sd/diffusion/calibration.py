@@ -223,6 +223,7 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
         with handle.paused():
             output, seconds = _timed(calls[at], clock)
         found.forward.append(seconds)
+        rows.clear()
         with handle.using(forms[0]):  # not paused, so that the hooks note how tokens lie
             with watched(blocks, measure_forms):
                 calls[at]()
