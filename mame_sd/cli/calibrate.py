@@ -21,7 +21,7 @@ from mame_sd.diffusion.calibration import (
 from mame_sd.diffusion.saved_setting import uniform
 from mame_sd.errors import UserError
 from mame_sd.report import counted
-from mame_sd.runs.files import read_regular, write_atomically
+from mame_sd.runs.files import write_atomically
 from mame_sd.runs.generate import environment
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, known_identity
@@ -98,7 +98,7 @@ def _check(choice: ModelChoice, out: Path, file: Path) -> None:
     """Raise UserError for a folder with settings of another model or with another config.json."""
     if file.exists():
         try:
-            there = json.loads(read_regular(file))["about"]["model"]
+            there = json.loads(file.read_bytes())["about"]["model"]
             different = differences(there, known_identity(choice), partly=True, name="model")
         except (OSError, *RECORD_ERRORS):
             different = ["one with another config.json"]
