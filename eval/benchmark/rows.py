@@ -149,6 +149,11 @@ _NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
         "rival",
         partial(_rival, "strided", "strided", settings={"cell": (1, 2)}),
     ),
+    "second-frames": (
+        "keys of every second frame",
+        "rival",
+        partial(_rival, "second frames", "second_frames", frames=True),
+    ),
     "todo-2": (
         "ToDo, one key of 2 × 2",
         "rival",
@@ -161,7 +166,8 @@ _NAMED: dict[str, tuple[str, Family, Callable[[], Any]]] = {
         partial(_rival, "mean attention", "mean_attention", merge="qkv"),
     ),
 }
-WHERE_NAMED = ("means-2x2-fitted", "strided-1x2", "todo-2", "toma-50")  # not by default
+# Not by default.
+WHERE_NAMED = ("means-2x2-fitted", "strided-1x2", "second-frames", "todo-2", "toma-50")
 
 
 def own_row(text: str) -> Row:

@@ -135,9 +135,9 @@ def calibrate_command(
     sampling: GenerateSettings,
     merging: MergingOptions,
 ) -> None:
-    """Find which layers of your model should merge, and write them for --config.
+    """Find how much each block of your model should merge, and write it for --config.
 
-    A few prompts calibrate, the others check what was found.
+    Up to four prompts are used; `mame-sd compare` then shows what the settings do.
     """
     config, chosen = merging.read() or MaMeConfig(), prompts.or_demo().read()
     if not 1 < speed < float("inf"):

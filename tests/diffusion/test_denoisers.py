@@ -16,7 +16,7 @@ from diffusers.modular_pipelines import Flux2AutoBlocks, MiniMaxH3Blocks
 from torch import nn
 
 from mame_sd import apply_mame
-from mame_sd.diffusion.calibration import measure_images
+from mame_sd.diffusion.calibration import Measurement, measure
 from mame_sd.diffusion.denoisers import DENOISERS, OTHER_NAMES, denoiser_of, denoisers_of
 from tests.builders.tiny import tiny_unet
 from tests.matrix.models.sweep import classes
@@ -83,7 +83,7 @@ def test_a_pipeline_of_two_denoisers_is_named_and_not_calibrated() -> None:
     handle = apply_mame(pipe, keep=0.5, min_tokens=16)
     assert handle.described == "UNet2DConditionModel with 14 self-attentions"
     with pytest.raises(ValueError, match="got one with transformer and transformer_2; give"):
-        measure_images(handle, [], {})
+        measure(handle, list, Measurement())
 
 
 @pytest.mark.parametrize("names", [("unet",), ("transformer", "transformer_2")])

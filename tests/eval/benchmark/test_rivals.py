@@ -30,6 +30,7 @@ from mame_sd.eval.rivals.plans import (
     means,
     random_cells,
     random_keys,
+    second_frames,
     strided,
     todo,
 )
@@ -38,7 +39,7 @@ from mame_sd.eval.rivals.tomesd import ToMeSD
 from mame_sd.runs.generate import generate
 from mame_sd.runs.jobs import GenerateSettings, jobs_of
 from mame_sd.runs.loading import LoadedModel, load_model
-from mame_sd.runs.merging import NotApplicable
+from mame_sd.runs.merging import InstalledMerging, NotApplicable
 from mame_sd.runs.model_files import ModelChoice
 from mame_sd.runs.sampling import sample
 from tests.builders.benchmarks import LIKE_SDXL, PROMPTS, SETTINGS, rivals, tiny
@@ -166,7 +167,7 @@ def test_mean_attention_and_keys_alone_in_a_layer() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        *(row for row in all_rows() if isinstance(row.method, Rival)),
+        *(r for r in all_rows() if isinstance(r.method, Rival) and not r.method.frames),
         chosen_rows("random-fitted-0.25")[1],
     ],
     ids=lambda row: row.name,
@@ -204,6 +205,24 @@ def test_rivals_run_in_joint_attention_too(rival: Rival) -> None:
     with Rival("all keys, in another order", random_keys, {"share": 1.0}, min_tokens=60).on(model):
         torch.testing.assert_close(row.run(model), plain, rtol=1e-4, atol=1e-5)
     assert torch.equal(row.run(model), plain)
+
+
+def test_every_second_frame_keeps_its_keys_in_videos_alone() -> None:
+    row = next(row for row in transformers.ROWS if row.name == "Wan (video)")
+    rival = Rival("second frames", second_frames, merge="kv", min_tokens=16, frames=True)
+    model = row.build()
+    plain = row.run(model)
+    with rival.on(model) as handle:
+        assert not torch.allclose(row.run(model), plain)
+        (level,) = InstalledMerging(handle).levels()
+    kept = second_frames(tokens((9, 4)), (3, 3, 4), draw).kept
+    assert kept.tolist() == [*range(12), *range(24, 36)]
+    assert level["tokens_in"] / 2 <= level["tokens_kept"] < level["tokens_in"]
+    unet = tiny_unet()
+    with rival.on(unet) as handle, pytest.warns(UserWarning, match="no frames"):
+        run_unet(unet, height=32, width=32)
+    with pytest.raises(UserError, match="no frames"):
+        InstalledMerging(handle).levels()
 
 
 @pytest.mark.parametrize(
