@@ -148,7 +148,7 @@ def test_other_settings_are_refused_and_named_and_another_environment_is_noted(
         "batch_size: 1 there, 2 here": {"settings": GenerateSettings(steps=1, batch_size=2)},
         "mame.keep: 0.5 there, 0.6 here": {"config": MaMeConfig(keep=0.6, min_tokens=16)},
         "mame: ": {"config": None},
-        r"\(prompts\.count: 3 there, 2 here; prompts.sha256 differs\)": {"prompts": PROMPTS[:2]},
+        r"\(prompts\.count: 3 there, 2 here; other prompts\)": {"prompts": PROMPTS[:2]},
     }.items():
         with pytest.raises(UserError, match=named):
             run(model, tmp_path, **given)
