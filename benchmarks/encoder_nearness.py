@@ -88,7 +88,8 @@ def features(model: Any, method: Method, pixels: Tensor) -> tuple[Tensor, float]
         handle.capture()
         tokens = model(pixels).last_hidden_state
         if method.merges:
-            tokens = handle.restore(tokens)
+            for plan in reversed(handle.plans().values()):
+                tokens = plan.restore(tokens)
         flops = handle.report().flops
     if "side" in method.config:
         grid, small = (
