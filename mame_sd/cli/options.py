@@ -30,7 +30,7 @@ class _PlainHelp:
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
         try:
-            return super().parse_args(context, arguments)  # type: ignore[misc,no-any-return]
+            return super().parse_args(context, arguments)  # type: ignore[misc]
         except Exception as error:  # an option without its value has no context
             if getattr(error, "ctx", context) is None:
                 error.ctx = context  # type: ignore[attr-defined]

@@ -93,8 +93,8 @@ def read_samples(folder: Path, advice: str) -> dict[str, Sample]:
     try:
         lines = path.read_bytes().decode().split("\n")
     except (FileNotFoundError, NotADirectoryError):
-        found = "one without samples.jsonl" if folder.is_dir() else "no such folder"
-        raise unexpected(str(folder), "the folder of a run", found, advice) from None
+        got = "one without samples.jsonl" if folder.is_dir() else "no such folder"
+        raise unexpected(str(folder), "the folder of a run", got, advice) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: can't be read ({error}); {advice}") from None
     found: dict[str, Sample] = {}
