@@ -21,7 +21,7 @@ from .timings import check_record
 
 NAME, TIMINGS = "results.json", "bench.jsonl"
 BUSY = "bench-busy.jsonl"  # timings of a busy machine, which the next start takes anew
-OWN = {"runs", "answers", TIMINGS, BUSY, "report.html", "table.csv"}
+OWN = {"runs", "answers", TIMINGS, BUSY, "report.html"}
 
 
 def check_out(out: Path) -> None:
