@@ -97,6 +97,7 @@ COMFYUI = {
     "WanAnimate2Model": ("Wan Animate 2", "its attention works in windows of frames"),
     "PixArtMS": ("PixArt", _HIDDEN),
     "HunYuanDiT": ("HunyuanDiT", _HIDDEN),
+    "ErnieImageModel": ("ERNIE-Image", _HIDDEN),
     "StageC": ("Stable Cascade", UNKNOWN_PLACE),
     "StageB": ("Stable Cascade", UNKNOWN_PLACE),
     "PixDiT_T2I": ("PixelDiT", UNKNOWN_PLACE),
