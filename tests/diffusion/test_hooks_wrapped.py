@@ -195,7 +195,7 @@ def test_keys_among_others_that_a_processor_adds_are_left_alone(before: int, aft
     merged = attn(x)
     remove_mame(attn)
     assert torch.equal(attn(x), merged)
-    with pytest.raises(NothingMergedError, match="Beside calls no attention over"):
+    with pytest.raises(NothingMergedError, match="Surrounding calls no attention over"):
         handle.report()
 
 
