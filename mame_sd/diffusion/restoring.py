@@ -58,7 +58,7 @@ CACHED = "a cache keeps outputs of its modules, which would be of other tokens"
 SEVERAL = "one self-attention follows another"
 GATED = "a gated self-attention (GLIGEN's fuser) follows another one"
 BY_TOKEN = "its tokens have several timesteps, which a fit on the tokens can't know"
-NOT_PLAIN = "its projection of queries, keys and MLP has a LoRA, is quantised or offloaded"
+NOT_PLAIN = "its projection of queries, keys and MLP has a LoRA or is quantised"
 REPLACED = "another tool has replaced or hooked its projection, as a LoRA added later"
 AS_MANY = "its text has as many tokens as the image"
 
