@@ -86,6 +86,7 @@ def every_row() -> list[Row]:
 TINY = Suite(
     name="tiny",
     about="for tests",
+    model="tiny",
     prompts=None,
     num=3,
     steps=2,
@@ -97,9 +98,7 @@ TINY = Suite(
         "is",
         "latency",
         "speedup",
-        "denoising",
         "memory",
-        "memory_denoising",
     ),
 )
 

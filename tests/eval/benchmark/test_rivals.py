@@ -165,17 +165,19 @@ def test_mean_attention_and_keys_alone_in_a_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
+    "method",
     [
-        *(r for r in all_rows() if isinstance(r.method, Rival) and not r.method.frames),
-        chosen_rows("random-fitted-0.25")[1],
+        *(r.method for r in all_rows() if isinstance(r.method, Rival) and not r.method.frames),
+        Rival("means", means, {"cell": (2, 2)}),
+        Rival("means, fitted", means, {"cell": (2, 2)}, fit_queries=128),
+        Rival("random keys, fitted", random_keys, {"share": 0.25}, fit_queries=128),
     ],
-    ids=lambda row: row.name,
+    ids=lambda method: method.name,
 )
-def test_every_method_merges_a_unet_and_leaves_no_trace(row: Any) -> None:
+def test_every_method_merges_a_unet_and_leaves_no_trace(method: Rival) -> None:
     unet = tiny_unet()
     plain = run_unet(unet, height=32, width=32)
-    with row.method.on(unet):
+    with method.on(unet):
         merged = run_unet(unet, height=32, width=32)
         assert run_unet(unet, height=8, width=8).isfinite().all(), "small layers are left alone"
     assert merged.isfinite().all()
@@ -227,7 +229,10 @@ def test_every_second_frame_keeps_its_keys_in_videos_alone() -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [tiny("random-2x2").method, pytest.param(ToMeSD(0.5), marks=rivals)],
+    [
+        Rival("cells", random_cells, {"cell": (2, 2)}, min_tokens=16),
+        pytest.param(ToMeSD(0.5), marks=rivals),
+    ],
     ids=["ours", "tomesd"],
 )
 def test_a_rival_leaves_no_trace_and_resumes_to_the_same_pixels(
