@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import MaMeHandle, apply_mame, remove_mame
-from mame_sd.core.groups import DRAWS, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.guidance import partition_index
 from mame_sd.diffusion.denoisers import denoiser_of
 from tests.builders.caches import (
     FIRST,
