@@ -20,7 +20,7 @@ from mame_sd.diffusion.hook_registry import is_hooked
 from mame_sd.diffusion.restoring import CACHED, PartHook, RestoringForward, TokensCall, has_cache
 from mame_sd.diffusion.rows import FusedMLPMode, Rows, running_fused_mlp, running_rows
 
-NOT_PLAIN = "its projection of queries, keys and MLP has a LoRA, is quantised or offloaded"
+NOT_PLAIN = "its projection of queries, keys and MLP has a LoRA or is quantised"
 REPLACED = "another tool has replaced or hooked its projection, as a LoRA added later"
 
 

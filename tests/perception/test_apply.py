@@ -82,8 +82,8 @@ def test_asked_for_too_much_merging_warns(fields: dict[str, Any], warns: bool) -
         with mame(model, **fields):
             pass
     assert [one.filename for one in said] == [__file__] * (2 * warns)
-    model(torch.zeros(1, 3, 224, 224))
     if warns:
+        model(torch.zeros(1, 3, 224, 224))
         told = re.match(r"these settings leave about (\d+)%; below 37%", str(said[0].message))
         assert told
         assert abs(int(told[1]) / 100 - handle.report().share) < 0.03
