@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Denoisers of diffusers. Tests find each reason in the model's own code.
+# Denoisers of diffusers.
 _LINEAR = "its self-attention is linear in the tokens already, so merging has nothing to save"
 _SPARSE = (
     "its attention goes by blocks of keys that the model picks (flex attention): no softmax over"
@@ -80,7 +80,6 @@ CAPTIONERS = {
         "Qwen3VL": "first layers of its language model add its tower's features to image tokens",
         "Blip2": _QUERIES,
         "InstructBlip": _QUERIES,
-        "LlavaNext": "it lays out the patches of several tiles in rows, with a token after each",
         "LlavaOnevision": "it resizes its grid of patches, and merged patches form no grid",
         "VideoLlava": "it has two vision towers",
         "PaliGemma": "its mask for image tokens is made for all of them",
