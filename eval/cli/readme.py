@@ -41,7 +41,6 @@ def run_readme(
     prompts: PromptOptions,
     options: BenchmarkOptions,
     model: ModelChoice,
-    sampling: dict[str, Any],
     command: str,
 ) -> dict[str, Any]:
     """Measure every case, or the one that `options` names, into a folder below `out`.
@@ -53,14 +52,9 @@ def run_readme(
         what readme.json holds.
 
     Raises:
-        UserError: options that name a model or prompts, which cases have of their own, or an
-            unknown case; several processes, whose seconds can't be compared.
+        UserError: several processes, whose seconds can't be compared; an unknown case or row; a
+            foreign folder.
     """
-    if model.model is not None or prompts.file is not None or sampling:
-        raise UserError(
-            "--suite readme: expected no model, prompts or sampling, for its cases have their own;"
-            " leave these out, or choose another suite"
-        )
     if this_process().count > 1:
         raise UserError("--suite readme: expected one process, got several; start it alone")
     cases = [case for case in CASES if options.case in (None, name_of(case))]
