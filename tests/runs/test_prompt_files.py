@@ -82,8 +82,6 @@ a.txt | ant --ar 16:9 | got one with the option --ar
 a.txt | -p ant | got one with the option -p
 a.csv | prompt,id\nkey,a\nant,b\nbat,A\n | a.csv:4: expected ids that differ (also without case)
 a.txt | ant\rbat\r | a.txt: expected lines that end in \n or \r\n, got \r alone
-a.csv | prompt,id\nkey,con.x\n | a.csv:2: id: expected another file name, because Windows
-a.csv | prompt,id\nkey,Lpt1 .y\n | because Windows keeps this one for a device, got 'Lpt1 .y'
 a.csv | prompt,Width\nkey,64\n | a.csv:2: width: expected none, because all images of a run have
 """
 
