@@ -65,7 +65,7 @@ def run_generate(
         largest = max(level["tokens_in"] for level in summary.levels)
         lines.append(
             "no layer merged, which is the fastest way here by default; --min-tokens"
-            f" {largest:.0f} merges the largest all the same"
+            f" {largest:.0f} merges the largest layers anyway"
         )
     following = f"mame-sd sheet {shlex.quote(str(out))}"
     answer("\n".join(lines), {"out": str(out), **asdict(summary)}, following)
@@ -131,7 +131,7 @@ def load_to_merge(
     if cut := cut_prompts(model.pipe, [prompt.text for prompt in prompts]):
         on_note(
             f"{len(cut)} of {counted(len(prompts), 'prompt')} {'is' if len(cut) == 1 else 'are'}"
-            f" longer than the model reads and cut ({prompts[cut[0]].id} first)"
+            f" longer than the model reads, which ignores the rest ({prompts[cut[0]].id} first)"
         )
     saved = model.saved_merging
     if saved is None or given is None:

@@ -113,7 +113,7 @@ def generate(
             if len(rows) < len(jobs):
                 raise MachineError(
                     f"{folder.images}: expected the run's {len(jobs)} images, found {len(rows)}"
-                    " whole, for others were taken away or changed meanwhile; the same command"
+                    " whole, because others were deleted or changed meanwhile; the same command"
                     " makes them again"
                 )
         complete = True

@@ -91,7 +91,7 @@ def load_model(choice: ModelChoice, local_rank: int = 0) -> LoadedModel:
         for weight, values in weights_of(pipe):
             if values.is_meta:  # the file lacks it
                 raise UserError(
-                    f"--model {name}: expected the tensor {weight}, found none; get the file again"
+                    f"--model {name}: expected the tensor {weight}, found none; download it again"
                 )
         saved = None if source.is_file() else read_saved_merging(source)
     if choice.scheduler is not None:

@@ -96,7 +96,7 @@ def check_unique(prompts: Sequence[Prompt], places: Sequence[str] | None = None)
         key = unicodedata.normalize("NFC", prompt.id).casefold()
         if key in seen:
             raise UserError(
-                f"{places[index] if places else ''}expected ids that differ (also without case), "
+                f"{places[index] if places else ''}expected unique ids (ignoring case), "
                 f"got {prompt.id!r} after {seen[key]!r}; rename one"
             )
         seen[key] = prompt.id
