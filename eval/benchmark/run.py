@@ -23,6 +23,7 @@ import torch
 from mame_sd.config import MaMeConfig
 from mame_sd.diffusion.denoisers import denoiser_of
 from mame_sd.errors import MachineError, UserError
+from mame_sd.report import counted
 from mame_sd.runs.generate import environment, generate
 from mame_sd.runs.jobs import GenerateSettings, cut_batches, jobs_of
 from mame_sd.runs.loading import LoadedModel
@@ -129,8 +130,8 @@ class Benchmark:
         about = {} if self.reference is None else self.reference.about()
         file = (self.prompt_file or {}).get("name")
         here = (
-            f"{len(self.prompts)} prompts{f' ({file})' if file else ''}, {settings.steps}"
-            f" step{'s' * (settings.steps != 1)}, seed {settings.seed}, model"
+            f"{counted(len(self.prompts), 'prompt')}{f' ({file})' if file else ''},"
+            f" {counted(settings.steps, 'step')}, seed {settings.seed}, model"
             f" {self.model.identity['name']}"
         )
         return Results(
@@ -249,7 +250,7 @@ class Benchmark:
         self._save()
 
     def judge(self) -> None:
-        """Say whether the model and prompts can tell methods apart, given mean attention."""
+        """Say whether the model and prompts can distinguish methods, if mean attention was run."""
         rows = self.results.measured
         if any(row.name == FLOOR for row in rows):
             self.results.sensitivity = sensitivity(rows, FLOOR, RIVAL)
