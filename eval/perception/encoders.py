@@ -115,21 +115,19 @@ def check_size(image: np.ndarray, name: str) -> None:
         )
 
 
-def load_encoder(choice: ModelChoice, local_rank: int = 0) -> LoadedEncoder:
+def load_encoder(choice: ModelChoice) -> LoadedEncoder:
     """Load a model with a vision transformer that can merge.
 
     Args:
         choice: Its model, dtype, device, revision and offline fields are used. A name of timm with
             its tag means the hub's model of that name.
-        local_rank: The CUDA device that "auto" and "cuda" mean, among several processes on this
-            machine.
 
     Raises:
         UserError: If the model or the device is missing, a file can't be read, or no vision
             transformer can merge.
         MachineError: If weights could not be fetched.
     """
-    device = pick_device(choice.device, local_rank)
+    device = pick_device(choice.device)
     dtype = pick_dtype(choice.dtype, device)
     name = choice.model or EMBEDDED_ENCODER
     if _TIMM_NAME.fullmatch(name) and not Path(name).exists():
