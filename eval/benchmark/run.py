@@ -2,8 +2,8 @@
 
     OUT/runs/<row>/            run folders, as `mame-sd generate` writes them
     OUT/bench.jsonl            every timing
-    OUT/results.json           everything known so far, rewritten after each step
-    OUT/report.html, ...       made from results.json
+    OUT/results.json           all results so far, rewritten after each step
+    OUT/report.html            made from results.json
 
 Images and timings continue where they were stopped, so the same command resumes a run. Several
 processes share the images; the main one does everything else.
@@ -72,7 +72,7 @@ class Benchmark:
         prompt_file: Name and digest of the prompt file, for the manifest.
         command: The command that makes it again, for the report.
         process: This process among several, which must have joined one another.
-        results: What is known so far.
+        results: The results so far.
     """
 
     suite: Suite
@@ -122,7 +122,7 @@ class Benchmark:
         return self.results
 
     def _before(self) -> Results:
-        """Return what is known before anything is measured."""
+        """Return the results before anything is measured."""
         rows = [
             row.line(row.config, row.lacking or NOT_YET, f"runs/{row.name}") for row in self.rows
         ]
@@ -219,7 +219,7 @@ class Benchmark:
         self._save()
 
     def _withheld(self, metric: Metric, run: Run) -> str | None:
-        """Return why a metric can't be given for `run` on this machine, or None."""
+        """Return why a metric can't be computed for `run` on this machine, or None."""
         reason = withheld(metric, run, self.reference)
         if reason is not None:
             return reason

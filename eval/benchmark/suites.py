@@ -76,10 +76,7 @@ SUITES = {
     for suite in (
         Suite(
             name="quick",
-            about=(
-                "Meant as a look at everything in minutes, on the embedded model that can tell"
-                " methods apart."
-            ),
+            about=("A comparison in minutes, on an embedded model that can distinguish methods."),
             model="embedded-transformer",
             prompts="drawn",
             num=8,

@@ -161,8 +161,8 @@ def summary(
 def timing_gate(timings: Mapping[str, Sequence[Timing]], baseline: str, cores: int) -> Gate:
     """Check if wall-clock seconds of this machine are valid, as one of the sanity gates.
 
-    On a busy machine the baseline's own rounds differ, and the process waits, so that its CPU
-    seconds are fewer than the wall clock's. Then wall-clock seconds are withheld.
+    On a busy machine the baseline's rounds differ, and the process waits, so that its CPU seconds
+    are fewer than the wall-clock seconds. Then the latter are withheld.
 
     Args:
         timings: Timings by row, in the order of rounds.

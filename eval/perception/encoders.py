@@ -26,7 +26,7 @@ from mame_sd.runs.devices import pick_device, pick_dtype
 from mame_sd.runs.model_files import EMBEDDED, ModelChoice, digest_of, find_folder, name_of
 
 EMBEDDED_ENCODER = EMBEDDED + "clip"
-SMALLEST = 2  # pixels; of one nothing can be told
+SMALLEST = 2  # pixels a side
 _FILES = ("*.json", "*.safetensors", "*.txt", "*.model")
 _TIMM_NAME = re.compile(r"\w+\.\w+")  # such as deit_small_patch16_224.fb_in1k
 

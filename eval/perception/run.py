@@ -1,8 +1,8 @@
 """A classification benchmark from images to results: answers of every row, speed and checks.
 
     OUT/answers/, OUT/bench.jsonl      see `answers`
-    OUT/results.json                   everything that is known so far, rewritten after each step
-    OUT/report.html, ...               made of results.json
+    OUT/results.json                   all results so far, rewritten after each step
+    OUT/report.html                    made from results.json
 
 Every step continues where it was stopped, so the same command resumes a run.
 """
@@ -70,7 +70,7 @@ class Classification:
         out: Folder of results.
         stage: Opens a step of that name and returns its progress callback.
         command: The command that makes it again, for the report.
-        results: What is known so far.
+        results: The results so far.
     """
 
     suite: str
@@ -103,7 +103,7 @@ class Classification:
         return self.results
 
     def _before(self) -> Results:
-        """Return what is known before anything is measured."""
+        """Return the results before anything is measured."""
         encoder, images = self.asked.head.encoder, self.asked.images
         about, labelled = images.about(), images.labels is not None
         rows = [
@@ -191,7 +191,7 @@ class Classification:
         count = len(answers)
 
         def mean(value: Callable[[Batch], float]) -> Value:
-            """Over images, of what is known of batches."""
+            """Return the mean over images of a value of their batches."""
             total = sum(value(batch) * len(batch.answers) for batch in self._found[name])
             return Value(mean=total / count, n=count)
 

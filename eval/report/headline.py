@@ -185,7 +185,7 @@ def _speed(chosen: Focus, row: MethodResult) -> str:
     between = " to ".join(number(end, 2) for end in speed.interval or ())
     as_fast = f"{number(speed.mean, 2)} times as fast"
     apart = f"{as_fast}, {between}" if between else as_fast
-    low, high = speed.interval or (1.0, 1.0)  # a single round tells nothing
+    low, high = speed.interval or (1.0, 1.0)  # a single round proves nothing
     if low <= 1 <= high:
         return f"is not measurably faster or slower than the baseline{by} ({apart})"
     if speed.mean < 1:

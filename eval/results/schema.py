@@ -190,7 +190,7 @@ class Gate:
 
 @dataclass(kw_only=True)
 class Results:
-    """Everything known of a benchmark so far; a report is made from it alone.
+    """All results of a benchmark so far; a report is made from them alone.
 
     Attributes:
         suite: Name of the suite.

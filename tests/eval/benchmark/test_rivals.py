@@ -142,7 +142,7 @@ def test_toma_is_a_linear_map_and_its_transpose_in_each_tile(size: tuple[int, in
     assert [one is plan for one in plans] == [True] * 5 + [False], "A is kept for five steps"
 
 
-def test_toma_is_refused_where_attention_is_given_positions() -> None:
+def test_toma_is_refused_where_attention_gets_positions() -> None:
     flux = next(row for row in transformers.ROWS if row.name == "Flux")
     rival = Rival("toma", ToMA, {"share": 0.5, "side": 4}, merge="qkv", min_tokens=60)
     model = flux.build()

@@ -129,7 +129,7 @@ def test_places_are_looked_into_in_turn_and_a_wrong_hash_in_the_first_is_refused
 def test_offline_and_missing_says_where_from(tmp_path: Path) -> None:
     for name, said in (
         ("inception-fid", "run mame-sd-eval weights --get inception-fid, or put weights-inception"),
-        ("clip-vit-b-32", r"put clip-vit-base-patch32/pytorch_model.bin .* with the files beside"),
+        ("clip-vit-b-32", r"put clip-vit-base-patch32/pytorch_model.bin .* with the files next to"),
     ):
         with pytest.raises(UserError, match=f"--offline fetches nothing; .*{said}"):
             find(name, tmp_path, offline=True)
