@@ -101,7 +101,7 @@ SUITES = {
             seed=42,
             height=768,
             width=768,
-            metrics=(*_PAPER, "lpips_vgg", "clip_image", "fid_to_baseline", *_COST),
+            metrics=(*_PAPER, "clip_image", "fid_to_baseline", *_COST),
             rounds=5,
             rows=f"tomesd-25,mame-0.7,{USUAL}",
         ),

@@ -10,7 +10,7 @@ from ..metrics.ssim import WINDOW
 from .reference import Reference
 from .runs import Run
 
-MIN_SIDES = {"ssim": WINDOW, "lpips": MIN_SIDE, "lpips_vgg": MIN_SIDE}
+MIN_SIDES = {"ssim": WINDOW, "lpips": MIN_SIDE}
 
 
 def too_few(metric: Metric, run: Run, reference: Reference | None) -> str | None:
