@@ -1,6 +1,4 @@
-"""One entry for diffusion models and vision transformers, which imports the library of its target
-alone.
-"""
+"""One entry for diffusion models and vision transformers, which imports only what it needs."""
 
 from __future__ import annotations
 

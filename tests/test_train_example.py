@@ -20,7 +20,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *given: str | Path) -> None:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """A tiny ViT's configuration, and three colours of squares in class folders."""
+    """Make a tiny ViT's configuration, and three colours of squares in class folders."""
     form = ViTConfig(
         image_size=32, patch_size=4, hidden_size=16, num_hidden_layers=4, num_attention_heads=2,
         intermediate_size=32,

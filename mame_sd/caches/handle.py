@@ -85,7 +85,7 @@ class CacheHandle:
             ]
         if self.passed_by:
             lines.append(
-                "passed by, for they see a window alone: layers"
+                "not compressed, because they attend to a window only: layers"
                 f" {', '.join(map(str, self.passed_by))}"
             )
         return "\n".join(lines)
@@ -142,7 +142,8 @@ def compress_cache(
     layers = {id(layer.module): layer for layer in every if not layer.sliding}
     if not layers:
         raise ValueError(
-            "model: every layer sees a sliding window alone, whose cache is short as it is"
+            "model: expected layers that attend to all tokens, got sliding windows only, whose"
+            " caches are short already"
         )
     _check_kind(model, layers)
     running = _RUNNING.get()
@@ -176,7 +177,7 @@ def _check_kind(model: nn.Module, layers: dict[int, Attention]) -> None:
         kind = type(made[layer.index]) if layer.index < len(made) else DynamicLayer
         if kind is not DynamicLayer:
             raise ValueError(
-                "model: expected layers that cache keys and values alone, got"
+                "model: expected layers that cache only keys and values, got"
                 f" {type(model).__name__} with a {kind.__name__}; leave compress_cache out"
             )
 

@@ -32,7 +32,7 @@ Forward = Callable[..., Any]  # the forward that the model has without merging
 _INSTEAD = {
     "inputs_embeds": "give input_ids, whose image tokens say where the images stand",
     "mm_encoder_outputs": "give pixel_values, which the tower merges itself",
-    "pixel_values_videos": "give images alone, or set the handle's active to False for this call",
+    "pixel_values_videos": "give images only, or set the handle's active to False for this call",
 }
 
 

@@ -116,6 +116,8 @@ diffusion/rows.py: diffusion/test_restoring.py test_models.py
 diffusion/hook_registry.py: diffusion/test_hooks_wrapped.py diffusion/test_calls.py
     if innermost is None: => if True:
     hook.forget() => hook.name
+diffusion/hook_registry.py: diffusion/test_restoring.py
+    offloaded = "_hf_hook" in => offloaded = False and "_hf_hook" in
 diffusion/apply_denoiser.py: diffusion/test_threads.py diffusion/test_apply.py test_models.py
     "temporal_transformer_blocks", => "temporal",
     isinstance(getattr(module, "processor", None), MaMeAttnProcessor) => False
@@ -159,7 +161,8 @@ perception/hooks.py: perception/test_tools.py
     elif child is not self.child: => elif self.child is None:
 perception/handle.py: perception/test_tools.py perception/test_restore.py
     placed.append((parent, "before", hook.follow)) => pass
-    if self._shared.is_earlier(features): => if False:
+perception/forward_state.py: perception/test_restore.py
+    in sorted(plans, reverse=True): => in sorted(plans):
 perception/encoder_registry.py: perception/test_apply.py
     [*parts, self.keys] => parts
 perception/merged_block.py: perception
@@ -207,7 +210,7 @@ def faults() -> list[tuple[str, str, str, list[str]]]:
 
 
 def copied(place: Path) -> None:
-    """Copies what git tracks or would track to `place`."""
+    """Copy what git tracks or would track to `place`."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, names.split("\0")):
@@ -239,7 +242,7 @@ def passes(place: Path, tests: list[str], output: Path) -> bool:
 
 
 def main() -> None:
-    """Prints a row of Markdown for each fault: what caught it; and how many were caught."""
+    """Print a row of Markdown for each fault with what caught it, and how many were caught."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="faults whose file has this in its name")
     only = parser.parse_args().only
@@ -266,7 +269,7 @@ def main() -> None:
 
 
 def first_failure(output: Path) -> str:
-    """The test that failed first, or the last line where none ran."""
+    """Return the test that failed first, or the last line if none ran."""
     lines = output.read_text().splitlines() or ["no output"]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     return failed[0].split()[1].rpartition("/")[2].partition("[")[0] if failed else lines[-1]

@@ -1,6 +1,4 @@
-"""The way of one call through the library's own files, as the interpreter sees it, and the
-operations that it runs.
-"""
+"""The library's own functions that a call enters, and the operations that it runs."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ NOT_OURS = {"<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "__torch_funct
 
 
 def traced(run: Callable[[], Any]) -> list[tuple[str, str]]:
-    """(file, function) of every call of a function of ours in `run()`, in order, properties among
-    them.
-    """
+    """List (file, function) of every call of our functions and properties in `run()`, in order."""
     trace: list[tuple[str, str]] = []
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

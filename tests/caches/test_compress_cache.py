@@ -268,7 +268,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "T5ForConditionalGeneration",
         {"d_model": 16, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 8},
-        "expected a decoder alone, got T5ForConditionalGeneration",
+        "expected a decoder, got T5ForConditionalGeneration",
     ),
     (
         "Qwen2VLForConditionalGeneration",
@@ -291,12 +291,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "MistralForCausalLM",
         {**SHAPE, "sliding_window": 8},
-        "every layer sees a sliding window alone",
+        "expected layers that attend to all tokens, got sliding windows",
     ),
     (
         "FalconH1ForCausalLM",
         {**SHAPE, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
-        "keys and values alone, got FalconH1ForCausalLM with a Li",
+        "only keys and values, got FalconH1ForCausalLM with a Li",
     ),
 ]
 

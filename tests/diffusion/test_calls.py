@@ -24,6 +24,7 @@ from tests.builders.pipelines import SIDE, controlnet, noise, quiet
 from tests.builders.processes import in_thread
 from tests.builders.tiny import LATENT, one_level_unet, run_unet, tiny_unet, unet_inputs
 from tests.builders.transformers import TEXT, normal, run
+from tests.matrix.models.registry import MODELS as TINY
 from tests.matrix.transformers import ROWS, run_wan22, wan22
 
 
@@ -416,7 +417,7 @@ def texts(shorter: int = 1) -> dict[str, Tensor]:
 
 
 def qwen() -> tuple[Any, Callable[[], Any]]:
-    transformer = MODELS["Qwen-Image"].build()
+    transformer = TINY["QwenImageTransformer2DModel"].build()
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipe = quiet(diffusers.QwenImagePipeline(scheduler, None, None, None, transformer))
     size = {"height": 128, "width": 192, "num_inference_steps": 2, "output_type": "latent"}
@@ -433,7 +434,7 @@ def modular() -> tuple[Any, Callable[[], Any]]:
     pipe = QwenImageDenoiseStep().init_pipeline()
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     pipe.update_components(
-        transformer=MODELS["Qwen-Image"].build(),
+        transformer=TINY["QwenImageTransformer2DModel"].build(),
         scheduler=scheduler,
         guider=ClassifierFreeGuidance(),
     )

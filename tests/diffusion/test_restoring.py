@@ -477,6 +477,21 @@ def test_offloaded_linears(kind: str, first: str) -> None:
     assert torch.equal(run_unet(unet), want)
 
 
+def test_a_shared_projection_is_restored_where_offloading_was_set_up_first() -> None:
+    """Flux 2's projection of queries, keys, values and MLP is cut by its weights."""
+    model, inputs = (
+        MODELS["Flux2Transformer2DModel"].build(),
+        MODELS["Flux2Transformer2DModel"].inputs(),
+    )
+    cpu_offload(model, torch.device("cpu"))
+    want = run(inputs, model)
+    handle = restored(model, "mlp")
+    assert checked(handle, lambda: run(inputs, model))
+    assert reasons(handle, "mlp") == {""}
+    remove_mame(model)
+    assert torch.equal(run(inputs, model), want)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_group_offloading(kind: str) -> None:
     model, inputs = (

@@ -1,5 +1,7 @@
-"""What is restored in a tiny model, and that it is exact: a restored MLP or block gives what it
-gives without restoring for the chosen tokens and for those that are not the image's.
+"""What is restored in a tiny model, and that it is exact.
+
+For the chosen tokens, and for tokens that are not the image's, a restored MLP or block gives what
+it gives without restoring.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[l
     """Note each call of a handle's modules that is restored while the block runs.
 
     Args:
-        split: takes, for each projection out of attention and MLP, whether its input is the
+        handle: The handle.
+        split: Takes, for each projection out of attention and MLP, whether its input is the
             attention's and then the MLP's, which is zero for tokens that were not chosen.
     """
     split = [] if split is None else split
