@@ -43,7 +43,7 @@ from ..stats import paired_difference
 from .bench import alike_batches, bench
 from .gates import ceiling_gate, repeat_gates
 from .results import BUSY, TIMINGS, commit, resumed, write_results
-from .rows import BASELINE, FLOOR, RIVAL, Row
+from .rows import BASELINE, FLOOR, ONE_FEWER, RIVAL, Row
 from .sensitivity import sensitivity
 from .suites import Suite
 from .timings import summary, timing_gate
@@ -235,12 +235,16 @@ class Benchmark:
             self.results.notes.append(note)
 
     def _compare_rows(self, baseline: Run) -> None:
-        """Compute p-values of fidelity against tomesd at 50 %, of quality against the baseline."""
+        """Compute p-values of fidelity against a rival, and of quality against the baseline.
+
+        The rival is tomesd at 50 % or, if that wasn't measured, one step fewer.
+        """
         prompts = {item.key: item.prompt_id for item in baseline.items.values()}
         rows = {row.name: row for row in self.results.measured}
         for row in rows.values():
             for name, values in row.per_image.items():
-                other = rows.get(RIVAL if METRICS[name].needs == "pair" else BASELINE)
+                near = METRICS[name].needs == "pair"
+                other = (rows.get(RIVAL) or rows.get(ONE_FEWER)) if near else rows[BASELINE]
                 if other is None or row is other or name not in other.per_image:
                     continue
                 difference = paired_difference(values, other.per_image[name], prompts)
