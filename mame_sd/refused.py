@@ -80,7 +80,6 @@ CAPTIONERS = {
         "Qwen3VL": "first layers of its language model add its tower's features to image tokens",
         "Blip2": _QUERIES,
         "InstructBlip": _QUERIES,
-        "LlavaNext": "it lays out the patches of several tiles in rows, with a token after each",
         "LlavaOnevision": "it resizes its grid of patches, and merged patches form no grid",
         "VideoLlava": "it has two vision towers",
         "PaliGemma": "its mask for image tokens is made for all of them",

@@ -31,7 +31,7 @@ assert app.run([*generate, "--out", "run"]) == 0
 print(mame_sd.__file__, StableDiffusionMaMePipeline.__module__)
 assert evaluation.run(["score", "run", "run", "--metrics", "psnr", "--json"]) == 0
 """
-GENERATE = ["generate", "--prompt", "key on a white background", "--steps", "1"]
+GENERATE = ["generate", "key on a white background", "--steps", "1"]
 
 
 @pytest.fixture(scope="module")

@@ -101,8 +101,10 @@ def _published(choice: ModelChoice, prompt: str | None, dtype: torch.dtype) -> C
     processor, model = load_pretrained(
         named, expected, AutoProcessor, AutoModelForImageTextToText, dtype
     )
-    if name_of(model) != LLAVA:
-        raise UserError(f"--model: expected a {LLAVA}, got {type(model).__name__}; give another")
+    if name_of(model) not in LLAVA:
+        raise UserError(
+            f"--model: expected one of {', '.join(LLAVA)}, got {type(model).__name__}; give another"
+        )
 
     def inputs(picture: Image.Image) -> dict[str, Tensor]:
         made = processor(images=[picture], text=[prompt or PROMPT], return_tensors="pt")

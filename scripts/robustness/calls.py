@@ -138,7 +138,7 @@ def finished() -> tuple[Path, list[str]]:
     model = save_tiny_pipeline(work / "model")
     call = ["generate", "--quiet", "--device", "cpu", "--steps", "1"]
     with contextlib.redirect_stdout(io.StringIO()):
-        own = ["--prompt", "x", "--model", str(model), "--out", str(work / "run")]
+        own = ["x", "--model", str(model), "--out", str(work / "run")]
         assert generate([*call, *own]) == 0
     return work, call
 
@@ -157,7 +157,7 @@ def hostile(draw: Draw) -> str:
     work, call = finished()
     place = Path(tempfile.mkdtemp(dir=work))
     run, model = (Path(shutil.copytree(work / name, place / name)) for name in ("run", "model"))
-    out, prompts, config = run, ["--prompt", "x"], place / "config.json"
+    out, prompts, config = run, ["x"], place / "config.json"
     size = int(10 ** draw.uniform(1, 6.7))
     kind = draw.choice(["pipe", "deep", "deep out", "line", "lines", "patterns", "images", "json"])
     if kind == "pipe":

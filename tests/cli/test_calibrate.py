@@ -89,7 +89,7 @@ def test_it_writes_settings_that_generate_takes_and_continues_where_it_stopped(
     assert cli.run(["calibrate", *words, "--model", "embedded-unet"]) == 2
     expected = 'got config.json with model.name: "tiny" there, "embedded" here; choose another'
     assert expected in error_of(capsys)
-    run = ["generate", "--prompt", "key", "--config", str(file)]
+    run = ["generate", "key", "--config", str(file)]
     assert cli.run([*run, *words[:-1], str(tmp_path / "run")]) == 0
     assert cli.run([*given[:-4], "--num", "1", "--min-tokens", "16", "--speed", "1.2"]) == 0
     assert json.loads(kept.read_text())["images"] == 1, "other prompts are measured anew"
@@ -129,6 +129,6 @@ def test_a_measured_json_of_others_is_left_alone(
 def test_a_model_in_which_nothing_can_merge_is_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--model", str(folder), "--prompt", "key", "--steps", "1", "--device", "cpu"]
+    given = ["--model", str(folder), "key", "--steps", "1", "--device", "cpu"]
     assert cli.run(["calibrate", *given, "--out", str(tmp_path)]) == 2
     assert "could merge, found none; lower min_tokens" in error_of(capsys)
