@@ -85,7 +85,7 @@ class LoadedEncoder:
             images: Images uint8 [H, W, 3], or clips [frames, H, W, 3] for a model of clips.
 
         Raises:
-            UserError: If the processor makes several sizes of them.
+            UserError: If the processor doesn't bring them to one size.
         """
         batch: Any = list(images) if self.frames is None else [list(clip) for clip in images]
         try:
@@ -94,7 +94,7 @@ class LoadedEncoder:
             sizes = sorted({(one.shape[-2], one.shape[-3]) for one in images})
             names = ", ".join(f"{width} x {height}" for width, height in sizes[:3])
             raise UserError(
-                f"expected images that the model's processor makes one size of, got {names}"
+                f"expected images that the model's processor brings to one size, got {names}"
                 f" ({first_line(error)}); give images of one size, or --batch-size 1"
             ) from error
         dtype = next(iter(self.model.parameters())).dtype
