@@ -216,7 +216,11 @@ def test_an_address_is_fetched_whole_or_not_at_all(
     digest, urls = hashlib.sha256(data).hexdigest(), [file.as_uri() for file in files]
     fetch = partial(from_addresses, urls, "net.pth", digest)
     register(monkeypatch, "inception-fid", data, file="net.pth", fetch=fetch)
-    for body, why in ((b"", "to answer"), (data[:500], "whole file"), (b"x" * 700, "whole file")):
+    for body, why in (
+        (b"", "to answer"),
+        (data[:500], "complete file"),
+        (b"x" * 700, "complete file"),
+    ):
         if body:
             files[0].write_bytes(body)
         with pytest.raises(MachineError, match=f"net.pth .*{why}.*twin.pth to answer, got: "):
