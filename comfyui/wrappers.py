@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from mame_sd import MaMeConfig
-from mame_sd.core.groups import DRAWS, guidance_leaders, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.guidance import guidance_leaders, partition_index
 from mame_sd.core.merge_keys import Choice, Grid, KeyMerging
 
 from .attention import EngineCall
@@ -43,7 +44,7 @@ class Call:
         draw: Index of the random partition of the model's first layer, LongTensor [1]. Each layer
             counts on from it: neighbouring layers take different partitions, so that their errors
             don't add up.
-        leader: For each sample, the one whose tokens decide what merges, see `mame_sd.core.groups`.
+        leader: For each sample, the one whose tokens decide what merges (`mame_sd.core.guidance`).
         replaced: UNet blocks whose self-attention another node replaces, by the engine's names.
         settings: Settings of the layers.
         place: Where a transformer's image is.

@@ -23,8 +23,8 @@ from mame_sd.families import Family, Tokens, register_family
 from mame_sd.refused import DIFFUSERS
 from tests.builders.transformers import TEXT, H, W, normal, run
 from tests.matrix.backends import check_kernels
-from tests.matrix.models import images, others, refusals
-from tests.matrix.models.case import WORDS, Case, T
+from tests.matrix.models import images, others
+from tests.matrix.models.case import WORDS, Case, T, case
 from tests.matrix.models.probe import check_probe
 from tests.matrix.models.registry import CASES, MODELS
 from tests.matrix.models.sweep import RECORD, classes, outcome, tensors_of
@@ -289,16 +289,10 @@ def test_ltx2_leaves_what_conditions_add_behind_its_video(behind: int) -> None:
 
 
 def test_a_registered_family_comes_before_a_refusal() -> None:
-    model = refusals.LINEAR[0].build()
+    model = case("SanaTransformer2DModel", num_layers=1, sample_size=16).build()
     before = dict(REGISTERED)
-    register_family(
-        Family(
-            "mine",
-            (type(model).__name__,),
-            ("Attention.attn2",),
-            lambda model, call: Tokens((H, W)),
-        )
-    )
+    kinds = (type(model).__name__,), ("Attention.attn2",)
+    register_family(Family("mine", *kinds, lambda model, call: Tokens((H, W))))
     try:
         assert apply_mame(model).root is model
     finally:
@@ -362,15 +356,3 @@ def test_refused_models_say_why(name: str) -> None:
     with pytest.raises(ValueError, match="does not merge: ") as caught:
         apply_mame(kind())
     assert DIFFUSERS[name] in str(caught.value)
-
-
-@pytest.mark.parametrize("case", [*refusals.LINEAR, *refusals.SPARSE], ids=lambda case: case.name)
-def test_no_softmax_goes_over_the_image(case: Case) -> None:
-    """Check linear attention, and flex attention over blocks of keys.
-
-    What softmax there is has the text's keys.
-    """
-    model: Any = case.build()
-    with torch.no_grad(), Attention() as attention:
-        model(**case.inputs())
-    assert {key.shape[-2] for key in attention.keys} <= {TEXT}

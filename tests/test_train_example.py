@@ -60,7 +60,7 @@ def test_merging_stands_where_the_form_says(form: str, blocks: set[int]) -> None
     model = AutoModelForImageClassification.from_config(config)
     merge = runpy.run_path(str(EXAMPLE))["merge"]
     report = merge(model, form, 0.5).report()
-    assert {number for number, block in enumerate(report.blocks) if block.merged} == blocks
+    assert {number for number, block in enumerate(report.layers) if block.merged} == blocks
     assert merge(model, "plain", 0.5) is None
 
 

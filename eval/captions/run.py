@@ -134,12 +134,12 @@ def _caption(captioner: Captioner, row: str, inputs: dict[str, Any], tokens: int
         write = partial(captioner.model.generate, **inputs, do_sample=False)  # the row's
         _, first = seconds_of(partial(write, max_new_tokens=1), captioner.device)
         ids, whole = seconds_of(partial(write, max_new_tokens=tokens), captioner.device)
-        visual = calls.report().kept / 2  # both calls
+        (visual,) = calls.report().layers
     written = ids[0, inputs["input_ids"].shape[1] :]
     return {
         "caption": captioner.text(written),
         "ids": written.tolist(),
-        "visual": visual,
+        "visual": visual.tokens_kept,
         "first": first,
         "whole": whole,
     }

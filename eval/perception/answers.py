@@ -101,7 +101,7 @@ def answers_of(
         with method.counting(asked.head.encoder.model) as handle:
             answers = asked.head.logits(inputs).argmax(-1).tolist()
             report = handle.report()
-        tokens = [report.blocks[0].tokens_in, *(block.tokens_kept for block in report.blocks)]
+        tokens = [report.layers[0].tokens_in, *(block.tokens_kept for block in report.layers)]
         yield None, {"answers": answers, "flops": report.flops, "tokens": tokens}
 
     def tell(count: int, total: int) -> None:

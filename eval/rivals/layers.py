@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd.config import MaMeConfig
+from mame_sd.core.cells import plane_of
 from mame_sd.core.fit import fit_values
-from mame_sd.core.groups import make_cells, plane_of
+from mame_sd.core.groups import make_cells
 from mame_sd.core.intercept import MergeJob
 from mame_sd.core.merge_keys import Grid, Merged
 from mame_sd.diffusion.context import Step, Tokens

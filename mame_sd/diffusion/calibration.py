@@ -121,7 +121,7 @@ class Calibration:
         """Choose options with which the denoiser is estimated to be `speed` times as fast.
 
         Raises:
-            ValueError: `speed` is no number above 1, or these options can't reach it.
+            ValueError: `speed` is not a number above 1, or these options can't reach it.
         """
         check_speed(speed)
         chosen = choose(self.options, self.forward * (1 - 1 / speed))
@@ -223,6 +223,7 @@ def measure(handle: MaMeHandle, run: Callable[[], object], found: Measurement) -
         with handle.paused():
             output, seconds = _timed(calls[at], clock)
         found.forward.append(seconds)
+        rows.clear()
         with handle.using(forms[0]):  # not paused, so that the hooks note how tokens lie
             with watched(blocks, measure_forms):
                 calls[at]()
@@ -377,7 +378,7 @@ def clock_of(device: torch.device) -> Callable[[], float]:
 
 
 def check_speed(speed: Any) -> None:
-    """Raise ValueError if `speed` is no number above 1."""
+    """Raise ValueError if `speed` is not a number above 1."""
     if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 1 < speed < math.inf:
         raise ValueError(f"speed: expected a number above 1, got {speed!r}")
 

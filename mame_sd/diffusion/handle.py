@@ -28,7 +28,7 @@ from mame_sd.diffusion.hooks import SizeHook, StepHook
 from mame_sd.diffusion.layer import LayerHook, MergeHook
 from mame_sd.diffusion.pipeline_check import check_of, forget_pipeline, watch_pipeline
 from mame_sd.diffusion.processor import make_config
-from mame_sd.diffusion.restoring import BlockHook, FusedInHook, MLPHook, RestoreHook
+from mame_sd.diffusion.restoring import BlockHook, RestoreHook
 from mame_sd.diffusion.saved_setting import resolved
 from mame_sd.diffusion.threads import CHANGES, check_idle
 from mame_sd.handle import Handle, check_config
@@ -68,7 +68,7 @@ class MaMeHandle(Handle[ResolvedConfig]):
         self.restored = [
             (module, hook)
             for module, hook in hooks
-            if isinstance(hook, (MLPHook, FusedInHook, BlockHook))
+            if isinstance(hook, RestoreHook) and hook.keep_of
         ]
         self._names = [hook.stats.name for _, hook in self.layers]
         self._restored_names = [hook.stats.name for _, hook in self.restored]

@@ -47,9 +47,11 @@ core/groups.py: core
     shares = (belongs / counts) => shares = (belongs / 1)
     else slots.index_select(0, led) => else slots[: len(led)]
     numbers[: cells.kept : cells.m] => numbers[: cells.tiles]
+    with torch.inference_mode(False), _no_modes(), => with _no_modes(),
+core/cells.py: core
     manual_seed((seed or 0) % 2**32) => manual_seed(0)
     own.view(size).transpose(0, 1).flatten() if len(size) == 3 else own => own
-    with torch.inference_mode(False), _no_modes(), => with _no_modes(),
+core/guidance.py: core
     times.float().amax() => times.float().amin()
     guide = unguided.index(False) => guide = 0
     == chunks[guide]).all() => == chunks[guide]).any()
@@ -69,7 +71,7 @@ core/restore.py: core/test_restore.py
     .add_(RIDGE) => .add_(0.1)
     y.clamp(-HALF_MAX, HALF_MAX) => y
     index_select(0, leader).flatten(0, 1) => flatten(0, 1)
-    weights.to(x.dtype).scatter_(1, rows, eye.to(x.dtype)) => weights.to(x.dtype)
+    weights.to(dtype).scatter_(1, rows, eye.to(dtype)) => weights.to(dtype)
 core/paper.py: core diffusion/test_processor.py
     src).transpose(1, 2)).clamp(-1, 1) => src).transpose(1, 2))
     stays = ~merges.all(0) => stays = ~merges.any(0)
@@ -99,17 +101,18 @@ diffusion/layer.py: diffusion/test_calls.py diffusion/test_families.py test_refe
 diffusion/layer.py: diffusion/test_calls.py
     plans.calls[name] += 1 => pass
 diffusion/restoring.py: diffusion/test_restoring.py test_models.py
-    (GATED if _has_fuser(entry.module) else "") => ""
-    (CACHED if self._is_cached(entry.module) else "") => ""
-    (BY_TOKEN if tokens.timesteps else "") => ""
-    any(kwargs.get(name) is not None for name in _BY_TOKEN) => False
+    return GATED => pass
+    return CACHED => pass
+    return BY_TOKEN => pass
+    any(call.kwargs.get(name) is not None for name in _BY_TOKEN) => False
     if job is not None and job.merges: => if False:
     if not setting.of_layer: => if False:
     torch.cat([y[:, :start], restored, y[:, end:]], 1) => y
-    is_hooked(out) and _is_outermost(out) => is_hooked(out)
-    any(map(_has_cache, (into, out))) => False
+diffusion/fused_mlp.py: diffusion/test_restoring.py test_models.py
+    is_hooked(out) and _is_outermost(out)) => is_hooked(out))
+    CACHED if any(map(has_cache, (into, out))) else "" => ""
     linear.weight[:, :width], linear.bias => linear.weight[:, :width]
-    if self.ahead and not _is_plain(entry) => if False
+    NOT_PLAIN if self.ahead and not _is_plain(call) else "" => ""
 diffusion/rows.py: diffusion/test_restoring.py test_models.py
     rows[:, start : start + self.chosen.tokens_kept] => rows[:, : self.chosen.tokens_kept]
     or len(t) != len(self.chosen.at) => or False

@@ -242,4 +242,4 @@ EVERY = [*(pytest.param(row, id=row.name) for row in ROWS), *TIMM]
 
 def tokens(handle: Any) -> list[float]:
     """Return the number of tokens that each block of a merged model keeps."""
-    return [block.tokens_kept for block in handle.report().blocks]
+    return [block.tokens_kept for block in handle.report().layers]

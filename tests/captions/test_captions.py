@@ -58,7 +58,7 @@ def test_a_batch_of_unequal_lengths_and_its_words_equal_the_loop(build: Callable
     handle: Any = apply_mame(model, keep=0.5)
     new: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     written = model.generate(**call, **new)
-    assert handle.report().visual_after < handle.report().visual_before
+    assert handle.report().layers[0].share < 1
     whole = call["input_ids"].shape[1]
     assert torch.equal(written[:, :whole], call["input_ids"])
     by_hand = tiny.by_hand(model, 0.5, call, new=4)
@@ -259,7 +259,7 @@ def test_settings_change_and_are_reported() -> None:
     handle: Any = apply_mame(model, MaMeConfig(keep=0.5))
     half = model(**call).logits
     assert "18.0 visual tokens" in str(handle.report())
-    assert handle.report().to_dict()["visual_before"] == PATCHES
+    assert handle.report().to_dict()["layers"][0]["tokens_in"] == PATCHES
     handle.set(keep=0.25)
     assert model(**call).logits.shape[1] < half.shape[1]
     handle.remove()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import restored
-from mame_sd.core.groups import DRAWS, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.guidance import partition_index
 from tests.comfyui.interface import Model, applied, network
 
 GRID = 8, 12

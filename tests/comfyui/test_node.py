@@ -16,7 +16,7 @@ from diffusers.models.attention import BasicTransformerBlock
 from torch import Tensor, nn
 
 from mame_sd import MaMeConfig, apply_mame
-from mame_sd.core.groups import partition_index
+from mame_sd.core.guidance import partition_index
 from mame_sd.refused import COMFYUI
 from tests.builders.tiny import LATENT, TEXT_DIM, seeded, tiny_unet
 from tests.comfyui.interface import (

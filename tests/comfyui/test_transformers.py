@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mame_sd.core.groups import DRAWS, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.guidance import partition_index
 from mame_sd.core.merge_keys import Choice, Grid, KeyMerging, merge_keys
 from tests import oracle
 from tests.comfyui.interface import (

@@ -13,15 +13,9 @@ import pytest
 import torch
 
 from mame_sd.core import reference
-from mame_sd.core.groups import (
-    DRAWS,
-    Groups,
-    group_tokens,
-    guidance_leaders,
-    make_cells,
-    partition_index,
-    plane_of,
-)
+from mame_sd.core.cells import DRAWS, plane_of
+from mame_sd.core.groups import Groups, group_tokens, make_cells
+from mame_sd.core.guidance import guidance_leaders, partition_index
 from tests import oracle
 from tests.builders.tokens import tokens
 

@@ -16,7 +16,7 @@ import torchgen
 import yaml
 
 from mame_sd import attention, plan_tokens
-from mame_sd.core.groups import guidance_leaders, partition_index
+from mame_sd.core.guidance import guidance_leaders, partition_index
 from tests.builders.trace import Operations
 
 TABLE = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mame_sd.core import reference
-from mame_sd.core.groups import DRAWS
+from mame_sd.core.cells import DRAWS
 from mame_sd.core.restore import cells_and_count, choose_tokens, restored
 from tests import oracle
 

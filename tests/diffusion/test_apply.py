@@ -15,7 +15,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from torch.utils.checkpoint import checkpoint
 
 from mame_sd import MaMeAttnProcessor, MaMeConfig, NothingMergedError, apply_mame, mame, remove_mame
-from mame_sd.core.groups import DRAWS, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.guidance import partition_index
 from mame_sd.diffusion.apply_denoiser import has_hooks
 from mame_sd.diffusion.context import HandleState, ResolvedConfig
 from mame_sd.diffusion.hooks import StepHook

@@ -26,16 +26,8 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from mame_sd import MaMeAttnProcessor, MaMeHandle, apply_mame, remove_mame
-from mame_sd.diffusion.restoring import (
-    AS_MANY,
-    BY_TOKEN,
-    CACHED,
-    GATED,
-    NOT_PLAIN,
-    REPLACED,
-    SEVERAL,
-    MLPHook,
-)
+from mame_sd.diffusion.fused_mlp import NOT_PLAIN, REPLACED
+from mame_sd.diffusion.restoring import AS_MANY, BY_TOKEN, CACHED, GATED, SEVERAL, MLPHook
 from tests.builders.caches import PYRAMID, faster, one_run
 from tests.builders.pipelines import once
 from tests.builders.tiny import (

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from mame_sd import MaMeHandle, apply_mame, remove_mame
-from mame_sd.core.groups import DRAWS, partition_index
+from mame_sd.core.cells import DRAWS
+from mame_sd.core.guidance import partition_index
 from mame_sd.diffusion.denoisers import denoiser_of
 from tests.builders.caches import (
     FIRST,
@@ -98,7 +99,6 @@ def transformer(name: str, model: str, layers: int, since: str = "0") -> Row:
 
 NEWEST = transformers.NEWEST
 UNET = Row("Stable Diffusion", tiny_pipeline, images, LEVELS)
-# FasterCache halves a guided batch of these; the others are distilled, and take no such batch.
 MODELS = [
     UNET,
     transformer("PixArt", "PixArtTransformer2DModel", 2),
@@ -134,6 +134,7 @@ def every_pair() -> Iterator[Pair]:
     halving, distilled, mag = faster(), faster(distilled=True), magnitude(STEPS)
     for model in MODELS:
         n = sum(model.merges.values())
+        # FasterCache halves a guided batch; distilled models take none.
         halves = distilled if model.name in ("Flux", "Qwen-Image", "Flux 2") else halving
         # diffusers' own choice of layers misses attn1
         taylor = taylorseer(r".*\.attention" if model.name == "Z-Image" else r".*\.attn[12]?")

@@ -56,7 +56,7 @@ def test_dense_heads_find_every_token_at_its_place(row: Row) -> None:
     assert {name: value.shape for name, value in merged.items()} == {
         name: v.shape for name, v in before.items()
     }
-    assert handle.report().blocks[-1].tokens_kept < PATCHES
+    assert handle.report().layers[-1].tokens_kept < PATCHES
     assert not all(torch.allclose(value, before[name]) for name, value in merged.items())
     assert not handle._shared.now.plans, "no plan outlives the forward"
     with pytest.raises(ValueError, match="restore: expected True for"):

@@ -91,7 +91,7 @@ def test_every_ablation_runs_on_a_vit_and_does_something_of_its_own() -> None:
             method = merged(**{**fields, "tau": fields["tau"] if "metric" in fields else 0.3})
         with method.counting(model) as handle:
             logits = model(**inputs).logits
-            kept = [block.tokens_kept for block in handle.report().blocks]
+            kept = [block.tokens_kept for block in handle.report().layers]
         if row.name.startswith("mame-0.8"):
             assert kept[0] < 37 or row.name.endswith("euclidean"), row.name
             if "restored" not in row.name:  # a class token alone is read
