@@ -1,6 +1,6 @@
 """Cut a grid of tokens into tiles, and each tile into cells of equally many tokens.
 
-All of it is tables of positions, made once for a size of the grid (`groups.make_cells`).
+The result consists of tables of positions. `groups.make_cells` makes them once for each size.
 """
 
 from __future__ import annotations

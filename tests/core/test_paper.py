@@ -1,4 +1,4 @@
-"""MaMe and MaRe: the loops in float64, the printed algorithms, and properties that must hold."""
+"""Test MaMe and MaRe against loops in float64, the printed algorithms, and their properties."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def counting() -> Iterator[Callable[[], float]]:
 
 
 def some_options(rng: np.random.Generator, layers: int) -> dict[int, list[Option]]:
-    """Layers that differ in seconds and in how much their errors matter."""
+    """Return options of layers that differ in seconds and in the weight of their errors."""
     found = {}
     for layer, whole in enumerate(rng.dirichlet(np.ones(layers))):
         weight = 10 ** rng.uniform(-3, 0)

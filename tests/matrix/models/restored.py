@@ -1,7 +1,7 @@
-"""What is restored in a tiny model, and that it is exact.
+"""Check what is restored in a tiny model.
 
-For the chosen tokens, and for tokens that are not the image's, a restored MLP or block gives what
-it gives without restoring.
+For the chosen tokens, and for tokens that are not the image's, the output of a restored MLP or
+block must equal its output without restoring.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SETTINGS = {"mlp": "mlp_keep", "block": "block_keep"}
 
 @dataclass(eq=False)
 class Restored:
-    """One call that was restored.
+    """Record one call that was restored.
 
     Attributes:
         hook: the hook of the module.
         chosen: the chosen tokens.
-        start: where the image's tokens begin in the module's input.
-        length: how many tokens that input has.
+        start: position of the image's first token in the module's input.
+        length: number of tokens of that input.
         x: what is added to the fit for the image's tokens: a block's input, or the attention's
             part of a projection that it shares with an MLP.
-        output: what the call gave.
-        plain: what the call gives for the same arguments where nothing is restored.
+        output: output of the call.
+        plain: output for the same arguments without restoring.
     """
 
     hook: RestoreHook
@@ -82,7 +82,7 @@ class Restored:
 
 @contextmanager
 def restoring(handle: MaMeHandle, split: list[bool] | None = None) -> Iterator[list[Restored]]:
-    """Note each call of a handle's modules that is restored while the block runs.
+    """Record each call of a handle's modules that is restored while the block runs.
 
     Args:
         handle: The handle.
